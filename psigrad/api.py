@@ -203,8 +203,8 @@ def _rows(dataset: Dataset, split: str = "train", setting: str = "split", defaul
     If it is a `DatasetDict`, return the rows of the split that `split` names. A slice in `split`, such as train[:90%], is applied
     later, when the recipe reads the rows.
 
-    Raise `UserError` if there is no such split; rows without splits only accept `default_split`. The error calls `split` by
-    `setting`, the name of its setting.
+    Raise `UserError` if there is no such split; rows without splits only accept `default_split`. `setting` is the name of the
+    setting that gives `split`, for the error message.
     """
     name = parse_split(split).name
     if isinstance(dataset, str | os.PathLike):

@@ -130,8 +130,9 @@ def difference(before: Interval, after: Interval) -> Interval:
 def detectable_gain(values: Sequence[float]) -> float:
     """Return the rise of the mean that a second evaluation of the same rows would detect with a probability of about 80 %.
 
-    Formula: g = 2.8·√((v(m) + v(m + g))/n), v the variance of a row at that mean, and at least 5.5/n of the values' range
-             (6.7/n below `LARGE`), with which four (five) rows change in 80 % of cases
+    Formula: g = 2.8·√((v(m) + v(m + g))/n), with v the variance of a row at that mean
+
+    g is at least 5.5/n of the values' range, or 6.7/n below `LARGE` rows. Four (five) rows then change in 80 % of cases.
 
     Both evaluations are treated as independent, so the detectable gain is really smaller if rows differ in difficulty.
     Raises ValueError without values.

@@ -297,7 +297,7 @@ def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[
 
 
 def _choices(hint: Any, default: Any) -> str:
-    """Return text for the help of a setting: its allowed words, if it is one of a few words, and its default."""
+    """Return help text for a setting: the words that it may be, if they are few, and its default."""
     words = [str(word) for word in get_args(hint) if word] if get_origin(hint) is Literal else []
     parts = [", ".join(words)] * (len(words) > 1) + [f"default {default}"] * (default not in ("", (), None))
     return f" ({'; '.join(parts)})" if parts else ""

@@ -132,7 +132,8 @@ def hash_parts(parts: Mapping[str, Any]) -> dict[str, str]:
 def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], allow: Iterable[str] = ()) -> list[Change]:
     """Return the pins in `now` that differ from those in the checkpoint's manifest `before`, if `allow` names all of them.
 
-    Raise `UserError` naming the pins that differ and are not allowed. A pin that only one of the two has is not compared.
+    Raise `UserError` naming the pins that differ and are not allowed. A pin that is only in `before` or only in `now` is not
+    compared.
     """
     changes = [Change(name, before[name], value) for name, value in now.items() if before.get(name, value) != value]
     refused = [change for change in changes if change.name not in set(allow)]

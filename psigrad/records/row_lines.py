@@ -135,10 +135,10 @@ def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
 
 
 def truncate_large(file: Path, step: int, written: int | None, end: int | None) -> Truncation | None:
-    """Truncate a large file, which had `end` bytes and `written` rows at step `step`, to this size without reading all of it.
+    """Truncate a large file to its first `end` bytes, which hold its `written` rows up to step `step`, without reading all of it.
 
     Reading takes a quarter of a minute per gigabyte. Return None and change nothing if the file is small, or if no row of `step`
-    or before ends at byte `end`: then use `truncate_to_step`.
+    or before ends at byte `end`. In these cases use `truncate_to_step`.
     """
     if written is None or end is None or end < _LARGE or not file.is_file() or file.stat().st_size < end:
         return None

@@ -50,7 +50,7 @@ class Callback:
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
-        """Handle the start of training, before the first step, also of a resumed run."""
+        """Handle the start of training, before the first step. A resumed run sends this event again."""
 
     def on_step_begin(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
         """Handle the start of each step."""

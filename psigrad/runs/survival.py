@@ -95,7 +95,7 @@ def convert_exits() -> Iterator[None]:
 
 
 class Stopped(UserError):
-    """A requested stop of the run (SIGTERM or Ctrl-C); all is saved. The program exits with 128 + the signal's number."""
+    """A requested stop of the run (SIGTERM or Ctrl-C), whose state is saved. The program exits with 128 + the signal's number."""
 
     exit_status = 128
 

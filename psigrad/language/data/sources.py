@@ -273,8 +273,9 @@ def quotas(total: int, weights: Sequence[float]) -> list[int]:
 def mix(parts: Sequence[Sequence[Row]], weights: Sequence[float | None], seed: int) -> list[Row]:
     """Return as many rows as all datasets have together, divided between the datasets by their weights.
 
-    Without weights, every row occurs once. Otherwise each row of a dataset of n rows with quota q occurs ⌊q/n⌋ or ⌈q/n⌉ times.
-    The seed and the position of the dataset decide which rows occur once more. Training shuffles the rows in every epoch.
+    Without weights, every row occurs once. With weights, a dataset of n rows has a quota of q rows, and each of its rows occurs
+    ⌊q/n⌋ or ⌈q/n⌉ times. The seed and the position of the dataset decide which rows occur once more. Training shuffles the rows
+    in every epoch.
     """
     rows: list[Row] = []
     given = [weight for weight in weights if weight is not None]

@@ -199,7 +199,7 @@ class Reading:
 def next_reading(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], context: str) -> Reading:
     """Return the input of the policy for the next turn of a conversation, given the text `context` so far.
 
-    The text is the chat template's rendering for sampling, as a server would render the messages. If it extends the known text,
+    The text is the chat template's rendering for sampling, as a server would render the messages. If it begins with `context`,
     earlier tokens stay as sampled. If the template rewrites earlier turns (Qwen3 drops thoughts), the whole text is encoded.
     Raise `UserError` if the template cannot render the messages.
     """

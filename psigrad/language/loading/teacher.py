@@ -40,7 +40,8 @@ class TeacherOutput:
 
 
 Ask = Callable[[Groups, float, int], Sequence[TeacherOutput]]
-"""(prompts with completions in the teacher's tokens, temperature, k) -> the evaluation of each completion, in order."""
+"""A function (prompts with completions in the teacher's tokens, temperature, k) -> the evaluation of each completion, in order.
+"""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Teacher:
         return torch.nn.utils.rnn.pad_sequence([one.logp for one in said], batch_first=True)
 
     def top(self, groups: Groups, temperature: float) -> Top:
-        """Return the most probable tokens [n, T, k] at each position of the completions."""
+        """Return the ids and log-probs [n, T, k] of the teacher's most probable tokens at each position of the completions."""
         tops = [one.top for one in self._evaluate(groups, temperature, self.top_k) if one.top is not None]
         ids, logp = ([getattr(top, name) for top in tops] for name in ("ids", "logp"))
         return Top(*(torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (ids, logp)))

@@ -215,7 +215,7 @@ def _drop_images(row: Row) -> Row:
 def _key(data: Data, tokenizer: PreTrainedTokenizerBase, settings: Sequence[Any]) -> str:
     """Return the cache key, a SHA-256 of everything that rows and tokens depend on.
 
-    Return "" if that is unknown, or if a cache would save little.
+    Return "" if one of these things is unknown, or if a cache would save little.
     """
     names = [share.dataset for given in (data.dataset, data.eval_dataset) if given for share in parse_mixture(given)]
     if not all(isinstance(name, str) for name in names) or not row_cache.limit():

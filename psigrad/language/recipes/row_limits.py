@@ -28,9 +28,10 @@ from psigrad.runs.journal import Journal
 
 
 def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, completion: int, log: Log | None = None) -> Prompts:
-    """Return the rows with their prompt tokens, each of which leaves room for `completion` tokens among the model's positions.
+    """Return the rows with the tokens of their prompts.
 
-    A prompt that is too long raises `UserError` with its place in the file. With `bad_rows: skip` it is dropped and counted.
+    The model's positions must have room for a prompt and `completion` more tokens. A prompt that is too long raises `UserError`
+    with its place in the file. With `bad_rows: skip` it is dropped and counted.
     """
     room, limit = model.max_length - completion, data.max_prompt_length
 

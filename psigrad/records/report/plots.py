@@ -81,7 +81,9 @@ def draw(runs: Sequence[RunData]) -> list[tuple[Plot, str]]:
 
 
 def _worth_drawing(values: Sequence[float]) -> bool:
-    """Return True if a curve has two points or more that are not all zero, as clip ratios of on-policy runs are."""
+    """Return True if a curve has two points or more and is not zero everywhere. Clip ratios of on-policy runs, for example, are
+    zero.
+    """
     return len(values) > 1 and any(values)
 
 

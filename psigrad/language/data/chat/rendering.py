@@ -69,7 +69,7 @@ def arguments_of(tokenizer: PreTrainedTokenizerBase, row: Row) -> dict[str, Any]
 def tools_of(row: Row) -> list[Any] | None:
     """Return the tools of a row, given as a list or JSON text of one, without the nulls that Parquet adds to objects.
 
-    Return None if there are none: an empty list makes Llama's template write its tool preamble.
+    Return None if there are no tools, since an empty list makes Llama's template write its tool preamble.
     """
     tools = row.columns.get("tools")
     return drop_nulls(json.loads(tools) if isinstance(tools, str) else tools) or None
