@@ -108,7 +108,7 @@ class SavedWeights:
 
     @classmethod
     def of(cls, checkpoint: Path | None, part: str = "") -> SavedWeights:
-        """Return the policy's weights in a checkpoint, or those of another `part` of it: reference or critic."""
+        """Return the weights of the policy in a checkpoint, or of the model in its folder `part`: reference or critic."""
         place = part_of(checkpoint, part)
         if place is None:
             return cls()
@@ -116,7 +116,10 @@ class SavedWeights:
 
 
 def part_of(checkpoint: Path | None, part: str) -> Path | None:
-    """Return the folder of a part of a checkpoint, None for a new run. Raises `UserError` if the checkpoint has no such part."""
+    """Return the folder of a part of a checkpoint, such as critic; None if `checkpoint` is None, as in a new run.
+
+    Raises `UserError` if the checkpoint has no such part.
+    """
     if checkpoint is not None and not (checkpoint / part).is_dir():
         raise UserError(
             f"{checkpoint} has no {part}: the run needed none when it was saved. Restore its settings to resume it, or choose "
@@ -351,7 +354,7 @@ def configure_chat(
 
 
 def _first_day(checkpoint: Path) -> str | None:
-    """Return the date stored in a checkpoint. `checkpoint` is its folder, or the folder of the reference or critic in it."""
+    """Return the date stored in a checkpoint, or None. `checkpoint` is its folder, or the folder of one of its models in it."""
     whole = next((folder for folder in (checkpoint, checkpoint.parent) if (folder / MANIFEST).exists()), None)
     day: str | None = None if whole is None else json.loads((whole / MANIFEST).read_text()).get("date")
     return day

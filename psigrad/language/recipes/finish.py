@@ -116,7 +116,7 @@ def generated_of(
     reference: Callable[[], LanguageModel | None],
     journal: Journal,
 ) -> Iterator[SampledEvaluation | None]:
-    """Yield the evaluation that samples completions of held-out prompts; None if no reward can measure them."""
+    """Yield the `SampledEvaluation` of completions of held-out prompts; None if no reward can score them."""
     if not (measure.weights and rows):
         yield None
         return
@@ -201,7 +201,7 @@ def write_model(model: LanguageModel | ScalarModel, folder: Path, saved_form: st
 
 
 def write_card(folder: Path) -> None:
-    """Write README.md beside the weights, where users expect it. A failure to write it does not end the run."""
+    """Write README.md into the folder of the weights, where users expect it. A failure to write it does not end the run."""
     from psigrad.records.report import card
 
     model = folder / "model"

@@ -29,9 +29,10 @@ from psigrad.runs.journal import Journal
 
 
 def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, completion: int, log: Log | None = None) -> Prompts:
-    """Return the rows with their prompt tokens, each of which leaves room for `completion` tokens among the model's positions.
+    """Return the rows with the tokens of their prompts.
 
-    A prompt that is too long raises `UserError` with its place in the file. With `bad_rows: skip` it is dropped and counted.
+    The model's positions must have room for a prompt and `completion` more tokens. A prompt that is too long raises `UserError`
+    with its place in the file. With `bad_rows: skip` it is dropped and counted.
     """
     room, limit = model.max_length - completion, data.max_prompt_length
 
@@ -60,7 +61,10 @@ def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, comple
 
 
 def log_rewrites(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], log: Log) -> None:
-    """Log a message about content that the chat template can render only in other words, for the first such row of a hundred."""
+    """Log which content of a row the chat template does not support and what replaces it.
+
+    Only the first such row among the first hundred is logged.
+    """
     for row in rows[:100]:
         with contextlib.suppress(RowError):  # such a row was dropped and reported already
             if notes := describe_rewrites(tokenizer, row):
@@ -72,7 +76,7 @@ def log_rewrites(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], log: L
 def add_teacher_prompts(
     prompts: Sequence[Prompt], config: OnlineConfig, model: LanguageModel, reference: LanguageModel | Teacher | None
 ) -> Sequence[Prompt]:
-    """Add to each prompt the tokens that the reference reads instead, if it reads another column or has another tokenizer.
+    """Add to each prompt the tokens that the reference reads, if it reads another column or has another tokenizer.
 
     Otherwise return the prompts unchanged. Raises `UserError` for a row that lacks the column or leaves no room for a completion.
     """
@@ -137,9 +141,9 @@ def token_limit(config: SFTConfig | RewardConfig | PreferenceConfig, model: Lang
 
 
 def check_positions(longest: int, **others: Any) -> None:
-    """Raise `UserError` for each of these models that has fewer positions than the run's longest text has tokens.
+    """Raise `UserError` for a model that has fewer positions than the run's longest text has tokens.
 
-    Some models would compute beyond their positions without an error. The keywords are the models' names for the message.
+    Some models would compute beyond their positions without an error. `others` are the models, by their names for the message.
     """
     for name, other in others.items():
         if isinstance(other, Pretrained) and longest > other.max_length:
@@ -163,10 +167,10 @@ def prepare_answers(
     limit: int,
     journal: Journal,
 ) -> PreparedRows[Any]:
-    """Return the rows with answers to compare, and the tokens of the rows.
+    """Return the rows with answers to compare, and their tokens.
 
-    A truncated answer cannot be judged, so rows with more tokens than `limit` are dropped and counted. Raises `UserError` if none
-    is left.
+    A truncated answer cannot be judged, so rows with more tokens than `limit` are dropped and counted. Raises `UserError` if no
+    row is left.
     """
     settings = [form, limit, config.evaluation.eval_prompts, config.run.seed, getattr(config, "step_separator", ""), type(config)]
     return prepare(config.data, encoder.tokenizer, settings, journal, partial(_answers, config, form, encoder, limit))
