@@ -61,7 +61,7 @@ def test_an_image_is_its_bytes_however_it_is_given(files, given):
     row = read(prompt=[say("what?", {"type": "image", "image": given}, "!")])
     assert row.prompt[0]["content"] == f"what?{R}!"
     assert row.columns == {"images": [str(given) if isinstance(given, Path) else given]}
-    assert image_rows.observed([{"type": "image", "image": given}, "!"]) == f"{R}!"
+    assert image_rows.observation_text([{"type": "image", "image": given}, "!"]) == f"{R}!"
     answered = read("messages", messages=[say("look"), CALLS, say({"type": "image", "image": given}, role="tool"), X])
     assert answered.messages[2]["content"] == R
     picture = images.picture(R[1:-1])
