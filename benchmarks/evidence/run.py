@@ -38,14 +38,15 @@ from psigrad_extras.referee import referee
 from psigrad_extras.sums import smollm2
 
 WORK = Path("runs/evidence")
-_HERE: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16"}
+HERE: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16"}
 
 
 def sample(model: str, rows: list[dict[str, Any]]) -> list[int]:
     """Return how many of `DRAWS` completions solve each row, sampled at temperature 1."""
     output, reward = WORK / "sampled.json", f"{Path(tasks.__file__).resolve()}:solved"
-    given = {"num_generations_eval": tasks.DRAWS, "max_completion_length": tasks.TOKENS, "output": str(output), **_HERE}
-    psigrad.evaluate(model=model, dataset=rows, reward=reward, **given)
+    given = {"num_generations_eval": tasks.DRAWS, "max_completion_length": tasks.TOKENS, "reward_timeout": tasks.PATIENCE}
+    output.unlink(missing_ok=True)
+    psigrad.evaluate(model=model, dataset=rows, reward=reward, output=str(output), **given, **HERE)
     found: dict[str, int] = {}
     for one in json.loads(output.read_text())["completions"]:
         found[one["source"]] = found.get(one["source"], 0) + int(one["score"])
@@ -65,7 +66,7 @@ def pilot(model: str, task: str, sft: bool) -> Record:
     if sft:
         said = [[{"role": "assistant", "content": row["answer"]}] for row in rows["sft"]]
         answers = [{"prompt": row["prompt"], "completion": one} for row, one in zip(rows["sft"], said, strict=True)]
-        given = {"output_dir": str(WORK / "sft" / task), "eval_prompts": 0, "report": False, "progress": False, **_HERE}
+        given = {"output_dir": str(WORK / "sft" / task), "eval_prompts": 0, "report": False, "progress": False, **HERE}
         model = str(psigrad.train("sft", model=model, dataset=answers, **given).model)
     return {"counts": sample(model, rows["train"][: tasks.PILOT])}
 

@@ -42,6 +42,8 @@ SYSTEM = "Answer with the result alone."
 SIZES = {name: value for name, value in dict(vars()).items() if name.isupper() and name != "CANDIDATES"}
 DIGEST = sha256(json.dumps([CANDIDATES, SIZES]).encode()).hexdigest()[:12]
 """A hash of everything above, which each record holds."""
+PATIENCE = 600.0
+"""Seconds that scoring may take: a busy machine loads reasoning-gym slowly. It changes no figure."""
 
 
 def rows(task: str) -> dict[str, list[dict[str, Any]]]:
@@ -83,7 +85,7 @@ def write_job(folder: Path, model: str, task: str, seed: int, dtype: str = "bflo
     train = rows(task)["train"]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in train))
     ours = {
-        "algorithm": {"preset": "grpo", "kl": None}, "reward": [f"{Path(__file__).resolve()}:solved"],
+        "algorithm": {"preset": "grpo", "kl": None}, "reward": [f"{Path(__file__).resolve()}:solved"], "reward_timeout": PATIENCE,
         "prompts_per_step": PROMPTS, "num_generations": GROUP, "sampling": {"max_completion_length": TOKENS},
         "model": {"path": model, "dtype": dtype}, "data": {"dataset": str(folder / "rows.jsonl")},
         "optim": {"learning_rate": RATE}, "evaluation": {"eval_prompts": 0},

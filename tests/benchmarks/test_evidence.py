@@ -38,10 +38,11 @@ def change(monkeypatch, **settings):
     monkeypatch.setattr(tasks, "write_job", written)
 
 
-@pytest.mark.parametrize(
-    ("settings", "parts"), [({}, ""), ({"scale_rewards": "none"}, "advantages"), ({"loss_type": "dapo"}, "loss")]
-)
-def test_both_sides_compute_the_same_steps(settings, parts, model, tmp_path, monkeypatch):
+SLOW = [("advantages", {"scale_rewards": "none"}), ("loss weights", {"loss_type": "dapo"})]
+
+
+@pytest.mark.parametrize(("parts", "settings"), [("", {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+def test_both_sides_compute_the_same_steps(parts, settings, model, tmp_path, monkeypatch):
     """On the same tokens. With unequal settings the referee names the tensor, so rewards and gradients are not zero."""
     change(monkeypatch, **settings)
     found = run.compare(model, TASK, tmp_path / "job")
