@@ -88,11 +88,6 @@ def pairs(records: Sequence[Record]) -> dict[tuple[str, int], Pair | None]:
     return found
 
 
-def verdict(found: Interval, bound: float) -> str:
-    """Return holds, does not hold or undecided."""
-    return "**holds**" if found.low > bound else "**does not hold**" if found.high < bound else "**undecided**"
-
-
 def around(found: Interval, cost: bool = False) -> str:
     """Return a difference of shares in points, or a ratio of costs, with its interval."""
     mean, low, high = (f"{math.exp(x):.2f}" if cost else f"{100 * x:+.1f}".replace("-", "−") for x in found)
@@ -117,9 +112,10 @@ def claim_rows(records: Sequence[Record], done: Sequence[Pair]) -> Iterator[str]
         state, cells = f"{MISSING} ({len(done)} of {PAIRS} pairs)", ["", ""]
         if len(done) == PAIRS:
             found = [over_seeds(score(pair[side]) - score(pair[base]) for pair in done) for side in (PSIGRAD, TRL)]
-            state, cells = verdict(found[0], bound), [around(found[0], cost), around(found[1]) if base == BEFORE else ""]
+            state = "**holds**" if found[0].low > bound else "**does not hold**" if found[0].high < bound else "**undecided**"
+            cells = [around(found[0], cost), around(found[1]) if base == BEFORE else ""]
         meaning = f"TRL's {name} over psigrad's" if cost else f"points of {name}, less {('before', '', 'TRL')[base]}"
-        yield f"| {says} | {state} | {' | '.join(cells)} | {meaning}; holds above {1 if cost else f'{100 * bound:.0f}'} |"
+        yield f"| {says} | {state} | {' | '.join(cells)} | {meaning}; holds above {1 if cost else round(100 * bound)} |"
 
 
 def better_lines(done: Sequence[Pair]) -> Iterator[str]:
