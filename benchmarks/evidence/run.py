@@ -29,7 +29,7 @@ from evidence.page import LIBRARIES, Record, chosen, find, pass_at
 
 import psigrad
 from psigrad.errors import UserError
-from psigrad.language.loading.model_source import plain_folder
+from psigrad.language.loading.model_source import convert_to_folder
 from psigrad.language.models import language_model
 from psigrad.records.row_lines import read_steps
 from psigrad.runs.machine import default_threads, provenance
@@ -135,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=page.PAIRS)
     pairs = parser.parse_args().pairs
-    base, now, records = plain_folder(str(smollm2(WORK / "model"))), WORK / "now", page.read()
+    base, now, records = convert_to_folder(str(smollm2(WORK / "model"))), WORK / "now", page.read()
     for sft, task in itertools.product((False, True), tasks.CANDIDATES):
         before = find(records, kind="pilot", task=task, sft=False)
         if not sft or (pass_at(before, tasks.DRAWS) < tasks.LOW and len(chosen(records)) < tasks.TASKS):
