@@ -217,7 +217,7 @@ class Passes:
     def losses(self, micros: Sequence[tuple[MicroBatch, float]], totals: Totals) -> Iterator[Callable[[], Tensor]]:
         """Yield, for each forward pass of one optimiser step, a function that computes its loss.
 
-        The policy's passes come first, then those of a separate critic, before which the policy's activations are freed. A pass of
+        The policy's passes come first. The policy's activations are freed before the passes of a separate critic. A pass of
         weight 0 is made only because all processes must make equally many passes.
         """
         balance, passes = self.run.model.load_balancing, 1.0
