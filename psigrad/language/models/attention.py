@@ -73,7 +73,7 @@ class Recurrence(Protocol):
         """
 
     def step(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (outputs, states) [N, ...] after one more token per sequence. Without gradient `state` may be changed in place."""
+        """Return (outputs, states) [N, ...] after one more token per sequence. Without gradient `state` may change in place."""
 
     def scan_trees(self, inputs: Tensors, trees: Trees) -> tuple[Tensor, Tensor] | None:
         """Return (outputs [S, ...], states) for a packed row's inputs [S, ...], by C++ kernels. Return None if no kernel fits."""
