@@ -125,7 +125,7 @@ class Batch:
 
     @cached_property
     def is_full(self) -> bool:
-        """True if every step is known to be chosen and each row has at least one step."""
+        """True if all steps of all rows are chosen; False also if that is not known, because the mask is on a GPU."""
         return self.mask.shape[1] > 0 and is_full(self.mask)
 
     @property
@@ -235,7 +235,7 @@ class Prepared:
 
     @cached_property
     def is_full(self) -> bool:
-        """True if every step is known to be trained on; see `Batch.is_full`."""
+        """True if all steps are trained on; False also if that is not known, because the mask is on a GPU."""
         return self.batch.is_full and bool((self.keep & self.needs_gradient).all())
 
     def select(self, rows: Tensor | slice) -> Prepared:
@@ -250,7 +250,7 @@ class Prepared:
     def steps(self) -> Prepared:
         """Return every chosen step of the kept rows as a separate row, in order, for minibatches of steps. Inputs are dropped.
 
-        Only the per-step parts give the same result on these rows: the token ratio and the token_mean aggregate.
+        Use it only with the token ratio and the token_mean aggregate. Other ratios and aggregates need whole rows.
         """
         mask = self.batch.mask & self.keep[:, None]
         at = mask.flatten().nonzero()[:, 0]  # computed once: every boolean index would search again

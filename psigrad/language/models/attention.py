@@ -93,7 +93,7 @@ class ShortConvolution:
     kernel: Callable[[Tensor, Tensor], Tensor | None] = lambda x, windows: None
 
     def finish(self, made: Tensor) -> Tensor:
-        """Add the bias to the sums over the taps [S, C], and apply the activation."""
+        """Add the bias to the weighted sums `made` [S, C] over each token's window, and apply the activation."""
         return self.activation(made if self.bias is None else made + self.bias)
 
 
@@ -243,12 +243,12 @@ class PackedLayout:
 
     @cached_property
     def sequence_prefix(self) -> Tensor:
-        """[N] the index of the prefix that each sequence continues, on the device."""
+        """[N] the index of the prefix that each sequence continues, as a tensor on the layout's device."""
         return on_device(self.pieces.prefix, self.device)
 
     @cached_property
     def seen(self) -> Tensor:
-        """[N] the number of prefix tokens that each sequence attends to, on the device."""
+        """[N] the number of prefix tokens that each sequence attends to, as a tensor on the layout's device."""
         return on_device(self.pieces.seen, self.device)
 
     @cached_property

@@ -223,19 +223,19 @@ def explain_unscored(reasons: Sequence[str | None], sources: Sequence[str] = (),
 
 
 def turns_of(completion: Any) -> list[str]:
-    """Return the policy's turns in a completion: the text, or the contents of the assistant's messages."""
+    """Return the policy's turns: [`completion`] if it is a text, otherwise the contents of the assistant's messages."""
     if isinstance(completion, str):
         return [completion]
     return [_content(message) for message in completion if message.get("role") == "assistant"]
 
 
 def text_of(completion: Any) -> str:
-    """Return the policy's last turn: a text unchanged, or the content of the last assistant message."""
+    """Return the policy's last turn: `completion` itself if it is a text, otherwise the content of the last assistant message."""
     return (turns_of(completion) or [""])[-1]
 
 
 def transcript_of(messages: Any) -> str:
-    """Return the full conversation: a text unchanged, or the contents of all messages."""
+    """Return the full conversation as one text: `messages` itself if it is a text, otherwise the contents of all messages."""
     return messages if isinstance(messages, str) else "\n".join(map(_content, messages))
 
 

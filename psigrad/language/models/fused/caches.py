@@ -156,7 +156,7 @@ class ActivationCache:
         return self.bytes <= self.limit
 
     def next_row(self, count: int) -> int:
-        """Return the index of the row at which the next `count` rows will start. If they fit into one slab, they are in one."""
+        """Return the first free cache row of a slab that has room for `count` rows; the first row of a new slab if none has."""
         for slab, taken in enumerate(self._taken):
             if taken + count <= SLAB:
                 return slab * SLAB + taken

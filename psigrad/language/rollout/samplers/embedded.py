@@ -71,7 +71,7 @@ class EmbeddedSampler(PolicyWeights):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample the requests; see `Sampler`. `cache` is complete, and of use to training, after the last request.
+        """Sample the requests; see `Sampler`. `cache` is filled, for use in training, when all requests are complete.
 
         Raises `UserError` if a prompt leaves no room for `max_tokens`.
         """
