@@ -229,7 +229,7 @@ class PolicyGradient:
         return Prepared(batch, advantage, keep, needs_gradient, figures, new_state, returns, counts, marks)
 
     def _choose(self, batch: Batch, advantage: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return `keep` [N], `counts` [N, T] and `marks` [N, T] as `Prepared` describes them.
+        """Return (`keep` [N], `counts` [N, T], `marks` [N, T]), the fields of `Prepared` with these names.
 
         `counts` is None unless a filter drops single steps, and `marks` is None unless the surrogate needs it.
         """

@@ -58,7 +58,7 @@ class Sums:
     def of(self, weight: Tensor) -> Tensor:
         """Return `weight.grad`, the tensor in which a weight's gradients are summed. If it is None, first set it to zeros.
 
-        The zeros are in the tensor of the previous step, if there is one.
+        If there is a tensor from the previous step, it is reused for the zeros.
         """
         if weight.grad is None:
             before = self.tensors.get(weight)

@@ -203,7 +203,10 @@ class LowMemoryAdamW:
     def _step_chunk(
         self, x: Tensor, g: Tensor, stored: list[Tensor], scales: Sequence[Tensor | None], w: AdamWWeight, step: StepSize
     ) -> Tensor:
-        """Return the numbers x of a chunk after the step. Write their new moments to `stored`, or codes there and to `scales`."""
+        """Return the numbers x of a chunk after the step, and write their new moments to `stored`.
+
+        If the moments are quantised, their codes are written to `stored` and their scales to `scales`.
+        """
         beta1, beta2 = self.betas
         moments = [m if s is None else decode(_blocks(m), s, i == 0).view(-1)[: len(x)]
                    for i, (m, s) in enumerate(zip(stored, scales, strict=True))]  # fmt: skip

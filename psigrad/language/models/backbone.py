@@ -179,7 +179,7 @@ class Pretrained(ABC):
     ) -> Tensor:
         """Return the hidden states [B, S, E] of ids and positions [B, S], or only those [M, E] of the `target_rows` [M], which
         are indices into the B·S tokens. `layout` says which tokens attend to which. A fused decoder adds its activations to
-        `keep`, or reads them from `cached`. Routers choose `experts` [layers, B·S, k], unless it is None.
+        `keep`, or reads them from `cached`. If `experts` [layers, B·S, k] is not None, routers choose these experts.
         """
         if self.decoder is not None:
             fused: Any = layout
@@ -270,7 +270,7 @@ class Pretrained(ABC):
         return self._balanced(made, inputs.attention_mask)
 
     def _balanced(self, output: Any, mask: Tensor | None = None) -> Any:
-        """Return the output `output` of a forward pass, after the auxiliary loss (if there is one) has read its router logits."""
+        """Compute the auxiliary loss, if there is one, from a forward pass's `output`. Return `output` itself."""
         if self.load_balancing is not None:
             self.load_balancing.compute(output, mask)
         return output
@@ -291,9 +291,9 @@ class Pretrained(ABC):
     ) -> Self:
         """Choose packed or padded passes and fused or transformers' layers, and add the adapter if there is one.
 
-        If the model `is_known` (`fused.families.load`), it runs packed and fused without a test. For any other, psigrad's outputs
-        are first compared with those of transformers' modules. The model's dropout is switched off as in TRL; otherwise the ratio
-        of the first update would not be 1. Outside the text model, only the vision and audio modules `towers` are trained.
+        If `is_known` is True (`fused.families.load`), the model runs packed and fused without a test. Otherwise psigrad's outputs
+        are first compared with those of transformers' modules. The model's dropout is switched off as in TRL, since the ratio of
+        the first update would not be 1. Outside the text model, only the vision and audio modules `towers` are trained.
         """
         check_finite(self.network)
         hf, is_known = self.network, is_known and lora is None

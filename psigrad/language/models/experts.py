@@ -70,7 +70,7 @@ class LoadBalancing:
 def balance_of(network: Any, coefficient: float | None) -> LoadBalancing | None:
     """Return the auxiliary loss of a model, or None if it has none or its coefficient is 0.
 
-    If `coefficient` is None, the configuration's own is used. Raises `UserError` for a coefficient if the model has no routers.
+    If `coefficient` is None, that of the model's configuration is used. Raises `UserError` for a coefficient without routers.
     """
     config = network.config.get_text_config()
     own, chosen = getattr(config, "router_aux_loss_coef", None), size(config, "chosen")

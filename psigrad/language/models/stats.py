@@ -30,7 +30,7 @@ class TokenStats:
 
     @property
     def columns(self) -> tuple[Tensor | None, ...]:
-        """All statistics in the order of the fields; None for those not requested."""
+        """All statistics in the order of the fields. A statistic that was not requested is None."""
         return (self.logp, self.entropy, self.kl, self.hit, self.value, self.mean_logp)
 
     def detach(self) -> TokenStats:

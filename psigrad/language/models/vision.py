@@ -276,7 +276,7 @@ class Grid(Vision):
     inputs = ("pixel_values", "image_grid_thw")
 
     def _grid(self, picture: Picture) -> tuple[int, int]:
-        """Return the numbers of rows and columns of an image's grid of features."""
+        """Return (number of rows, number of columns) of an image's grid of features."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         own = self.processor

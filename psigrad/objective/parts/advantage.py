@@ -56,7 +56,7 @@ class StatefulPsi(ABC):
 
     @abstractmethod
     def initial_state(self) -> dict[str, float]:
-        """Return the state before the first batch."""
+        """Return the state before the first batch, as numbers by name."""
 
     @abstractmethod
     def __call__(self, batch: Batch, state: Mapping[str, float]) -> tuple[Tensor, dict[str, float]]:

@@ -313,7 +313,7 @@ class Preference:
         return self.score in (log_ratio, mean_log_ratio)
 
     def rewards(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Return β·score of the chosen and of the rejected completions, [N] each: the implicit rewards."""
+        """Return the implicit rewards: (β·score of the chosen completions, β·score of the rejected ones), [N] each."""
         chosen = self.beta * self.score(pairs.logp_chosen, pairs.ref_chosen, pairs.tokens_chosen)
         return chosen, self.beta * self.score(pairs.logp_rejected, pairs.ref_rejected, pairs.tokens_rejected)
 
@@ -384,7 +384,7 @@ class OnlinePreference:
 
 @dataclass(frozen=True)
 class KahnemanTversky:
-    """A loss on completions labelled good or bad one by one, by a value function that saturates around a reference point.
+    """A loss on single completions labelled good or bad. It saturates on both sides of the reference point z.
 
     Formula: λ_D·(1 − σ(β·(r − z))) for desirable, λ_U·(1 − σ(β·(z − r))) for others, r = log π(y|x) − log π_ref(y|x)
 

@@ -152,7 +152,7 @@ class ActivationCache:
 
     @property
     def open(self) -> bool:
-        """True if the limit has not been exceeded."""
+        """True if the cache still stores rows, because its limit has not been exceeded."""
         return self.bytes <= self.limit
 
     def next_row(self, count: int) -> int:
@@ -324,7 +324,7 @@ class PackedProjection:
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """The address of the packed matrix, and that of the table of quantised ones; 0 if absent."""
+        """(address of the packed matrix, address of the table of quantised matrices); 0 for the one that is absent."""
         return (0 if self.matrix is None else self.matrix.panels.data_ptr(), 0 if self.table is None else self.table.data_ptr())
 
     @property

@@ -92,7 +92,7 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        """Return the gradients of x and of the weight; the other inputs have none."""
+        """Return a gradient for each input of `forward`: those of x and of the weight, and None for all others."""
         x, weight = ctx.saved_tensors
         dx = torch.zeros_like(x)
         dw = ctx.native.gradients.rms_norm(dx, x, weight, dy.contiguous(), *ctx.how)

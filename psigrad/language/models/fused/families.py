@@ -101,7 +101,7 @@ def _empty(config: PreTrainedConfig, generation: GenerationConfig | None, scalar
 def load(
     path: str, dtype: torch.dtype, *, scalar: bool = False, mapped: bool = False, kind: Kind | None = None
 ) -> tuple[PreTrainedModel, list[str]] | None:
-    """Load the model at `path` (a folder or a hub name), and return it with the names of missing weights.
+    """Load the model at `path` (a folder or a hub name). Return (the model, the names of weights that its files lack).
 
     Return None if the fused decoder or this loader does not support the model, so that transformers must load it. With `mapped`,
     weights of the requested dtype are mapped from their file into memory, for a process that soon frees most of them. With a

@@ -89,7 +89,7 @@ class LoraDelta:
         multiply(multiply(dy, self.b), self.a, dx, base=dx)
 
     def gradients(self, dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of A and B."""
+        """Return (the gradient of A, the gradient of B), from the gradient dy of the output and the input x."""
         multiply = self.products.of
         return multiply(multiply(dy, self.b).t(), x), multiply(dy.t(), multiply(x, self.a.t())).mul_(self.scale)
 
@@ -227,7 +227,7 @@ class Layer:
     def adapted(self) -> bool:
         """True if the layer has LoRA adapters and they are enabled.
 
-        Raises `ValueError` if they have been merged, or if other adapters are active than when this object was created.
+        Raises `ValueError` if the adapters have been merged, or if other adapters are active than when this layer was created.
         """
         for adapter in self.adapters.values():
             if adapter.module.merged or adapter.module.active_adapters != [adapter.name]:
@@ -285,7 +285,7 @@ class Layer:
 
     @property
     def kinds(self) -> tuple[tuple[int, torch.dtype], ...]:
-        """The width and dtype of the tensors that `forward` returns per row: the output, then those for `backward`."""
+        """(width, dtype) of each tensor that `forward` returns: first of the output, then of the tensors for `backward`."""
         heads, width, inner = self.heads, self._linear[3].out_features, self._linear[4].out_features
         own = [(n, self.dtype) for n in (width, heads.row, heads.queries * heads.dim, width, 2 * inner)]
         return (*own[:3], (heads.queries, torch.float32), *own[3:])

@@ -419,7 +419,7 @@ class SharedDecode:
 
 
 def new_cache(model: LanguageModel, slots: int, longest: int, behind: int = 0) -> KVCache | SharedCache:
-    """Return an empty cache for this model. A slot holds up to `longest` tokens, of which `behind` (0: all) follow its prompt."""
+    """Return an empty cache for sequences of up to `longest` tokens, of which at most `behind` (0: all) follow the prompt."""
     if model.decoder is None:
         return KVCache(slots, longest, None if model.module_kernels is None else PackedWeights())
     return SharedCache(slots, behind or longest, len(model.decoder.layers), model.decoder.heads, model.decoder.dtype)
@@ -432,7 +432,7 @@ def prefill(
     copies: Tensor,
     keep: ActivationCache | None,
 ) -> Tensor:
-    """Run the prompts into n new slots, of which slot i continues prompt `copies[i]`. Return the logits [n, V] after them."""
+    """Prefill n new slots, of which slot i continues prompt `copies[i]`. Return the logits [n, V] after the slots' prompts."""
     inputs = pack(Groups(prompts, [[] for _ in prompts]), model.device)
     shifts = None
     inputs = model.placed(inputs)

@@ -127,7 +127,7 @@ def fits_on_gpu(model: LanguageModel, slots: int, longest: int) -> bool:
 
 
 def weight_addresses(model: LanguageModel) -> tuple[int, ...]:
-    """Return the memory addresses of the weights."""
+    """Return the memory addresses of all weights. A recording is valid only while they stay the same."""
     return tuple(p.data_ptr() for p in model.network.parameters())
 
 

@@ -143,7 +143,7 @@ def without_placeholders(model: LanguageModel, params: SamplingParams) -> Sampli
 def why_not_embedded(model: LanguageModel) -> str:
     """Return the reason why `EmbeddedSampler` cannot sample this packed model; empty if it can.
 
-    Its prefill and one decoding step are compared with the packed forward pass. Fused and sharded models are not compared.
+    The sampler's prefill and one decoding step are compared with the packed forward pass, except for fused and sharded models.
     """
     if model.decoder is not None or model.shard_root is not None:
         return ""

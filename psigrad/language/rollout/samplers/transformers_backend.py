@@ -59,7 +59,7 @@ class TransformersSampler(PolicyWeights):
 
     @torch.inference_mode()
     def stream(self, request: Request, params: SamplingParams) -> Iterator[DrawnToken]:
-        """Yield the tokens of one completion as they are drawn, equal to those of `sample` for the request's only seed."""
+        """Yield the tokens of one completion as they are drawn. The request has one seed. `sample` would draw the same tokens."""
         check_room(self.model, [request], params)
         self.model.network.eval()
         stops = {*self.model.eos_token_ids, *params.stop_token_ids}

@@ -153,7 +153,7 @@ class OnlineRun:
 
     @property
     def exact_sampling(self) -> bool:
-        """True if the sampler's log-probs need not be recomputed before several optimiser steps on a batch."""
+        """True if the sampler's log-probs are exact, so that several optimiser steps on a batch need no others."""
         return is_exact_sampler(self.sampler, self.model)
 
 
