@@ -194,7 +194,7 @@ class soft_clip(RatioSurrogate):
     """The ratio through a sigmoid: the gradient fades smoothly as the ratio moves away from 1, without the clip's sharp edge.
 
     Formula: L_t = −(4/τ)·σ(τ·(ρ_t − 1))·A_t
-             τ is the parameter `positive` where A_t > 0, and the parameter `negative` elsewhere
+             τ is the parameter positive where A_t > 0, and the parameter negative elsewhere
 
     At ρ = 1 the gradient is that of ρ_t·A_t.
 
