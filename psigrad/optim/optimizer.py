@@ -440,7 +440,7 @@ def apply_together(rates: Sequence[tuple[Optimizer, float]]) -> list[float]:
 
 
 def step_together(rates: Sequence[tuple[Optimizer, float]], losses: Iterable[Callable[[], Tensor]]) -> list[float] | None:
-    """Compute the gradients of the sum of `losses`, and update the weights of several (optimiser, learning rate).
+    """Compute the gradients of the sum of `losses`, and update the weights of several optimisers at their learning rates.
 
     Return the norms before clipping. If one is not finite, change no weight and return None.
     """

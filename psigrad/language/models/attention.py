@@ -1,4 +1,4 @@
-"""Attention over packed sequences that share prefixes."""
+"""Attention, convolutions and recurrences over a packed row: the sequences of a pass, concatenated, with shared prefixes."""
 
 from __future__ import annotations
 

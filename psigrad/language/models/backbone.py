@@ -388,9 +388,7 @@ class Pretrained(ABC):
 
 
 def with_gathered_weights(model: Pretrained, compute: Callable[[], R]) -> R:
-    """Return the result of `compute`. If the weights are sharded, run it in the forward pass of `shard_root`, which gathers
-    them.
-    """
+    """Call `compute` and return its result. Sharded weights are gathered meanwhile, by the forward pass of `shard_root`."""
     if model.shard_root is None:
         return compute()
     found: list[R] = []

@@ -15,7 +15,7 @@ LEAST_REST = 1e-6
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Statistics per token [M]: `logp` is log π(a|s); the others are computed on request.
+    """Statistics per token [M]: `logp` is log π(a|s). The others are computed on request, and None otherwise.
 
     `entropy` is that of π(·|s) and `kl` is KL(π‖ref) over the vocabulary, in nats. `hit` is True if a is the most probable token.
     `value` is the critic's V(s), and `mean_logp` the mean of log π over the vocabulary.

@@ -138,8 +138,7 @@ class truncated_weight(SilentSurrogate):
 
     Formula: L_t = −sg[min(ρ_t, cap)] · A_t · log π(a_t|s_t)
 
-    Source: MiniMax 2025, CISPO, arXiv:2506.13585 (no lower bound, as they run it); cap 5 as in ScaleRL,
-    arXiv:2510.13786, and TRL.
+    Source: MiniMax 2025, CISPO, arXiv:2506.13585 (no lower bound, as they run it); cap 5: ScaleRL, arXiv:2510.13786, and TRL.
 
     >>> show(truncated_weight()(row(-1, -1), row(0, 2), row(1, 1)))
     [[1.0, 5.0]]

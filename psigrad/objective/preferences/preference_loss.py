@@ -281,7 +281,7 @@ def _check_smoothing(share: float) -> None:
 
 @dataclass(frozen=True)
 class Preference:
-    """A loss on pairs. Make a variant with `dataclasses.replace(DPO, beta=0.3)`."""
+    """A loss on pairs of a chosen and a rejected completion. Make a variant with `dataclasses.replace(DPO, beta=0.3)`."""
 
     score: Score
     """The score of completions: (log π, log π_ref, number of tokens) -> [N]."""
