@@ -34,7 +34,7 @@ Explained = PolicyGradient | OnlinePreference | Preference | KahnemanTversky
 
 
 def explain(method: Explained, other: Explained | None = None) -> str:
-    """Return the formula that a method minimises, part by part. With two methods, return their differences."""
+    """Return a text with the formula that a method minimises, part by part. With `other`, describe the differences instead."""
     if other is not None:
         return _difference(method, other)
     if isinstance(method, OnlinePreference):

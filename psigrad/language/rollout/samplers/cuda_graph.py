@@ -56,7 +56,7 @@ class CudaGraphDecoding:
         self.logprobs = torch.zeros(TOKENS_AT_ONCE, 2, slots, device=device)
 
     def fits(self, slots: int, longest: int) -> bool:
-        """Return True if the recordings use the model's current weights, and `slots` sequences of `longest` tokens have room."""
+        """Return True if the recordings are of the current weights, and have room for `slots` sequences of `longest` tokens."""
         room = self.cache.slots >= slots and self.cache.longest >= longest
         return room and self.weights == weight_addresses(self.model)
 
@@ -70,9 +70,9 @@ class CudaGraphDecoding:
             del self._kept[oldest]
 
     def decode(self, last: np.ndarray, counts: np.ndarray, seeds: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """Decode up to `steps` more tokens for every active slot, given its last token, number of tokens and seed, [active] each.
+        """Decode up to `steps` tokens for every active slot, from its last token, number of tokens and seed, [active] each.
 
-        Returns ids [steps, active] and log-probs [steps, 2, active]: under the policy, then under the sampling distribution.
+        Returns (ids [steps, active], log-probs [steps, 2, active]); the 2 are under the policy and the sampling distribution.
         """
         active, steps = self.cache.active, min(steps, TOKENS_AT_ONCE)
         size = min(1 << (active - 1).bit_length(), self.cache.slots)
@@ -92,7 +92,7 @@ class CudaGraphDecoding:
         return min(_NARROWEST << doublings, self.cache.longest)
 
     def _replay(self, size: int, columns: int) -> Callable[[], None]:
-        """Return the function that replays a step of `size` slots and `columns` columns, which is recorded on first use."""
+        """Return the function that replays a step of `size` slots and `columns` columns. If there is none, record it first."""
         if (size, columns) not in self._replays:
             moved = [self.state, self.at, *self.cache.states.values()]
             before = [x.clone() for x in moved]
@@ -103,7 +103,7 @@ class CudaGraphDecoding:
         return self._replays[size, columns]
 
     def _step(self, params: SamplingParams, size: int, columns: int) -> None:
-        """Decode one token for the first `size` slots without waiting for the CPU."""
+        """Decode one token for the first `size` slots. No operation waits for the CPU, so a CUDA graph can record the step."""
         tokens, places, counts, seeds = self.state[:, :size]
         step = Decode(self.cache, places.clone(), columns, self.cache.longest)
         hidden = self.model.forward(tokens[:, None], places[:, None], step)
@@ -127,7 +127,7 @@ def fits_on_gpu(model: LanguageModel, slots: int, longest: int) -> bool:
 
 
 def weight_addresses(model: LanguageModel) -> tuple[int, ...]:
-    """Return the memory addresses of the weights."""
+    """Return the memory addresses of all weights. A recording is valid only while they stay the same."""
     return tuple(p.data_ptr() for p in model.network.parameters())
 
 
