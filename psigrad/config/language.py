@@ -106,8 +106,8 @@ class RewardSettings:
     """Hide the tokenizer's special tokens from rewards, as TRL does. Otherwise rewards read those that a policy writes inside a
     turn, such as <think> in some vocabularies."""
     worker_env: Annotated[tuple[str, ...], RECORDED, _WORKERS] = ()
-    """Names of extra environment variables for the processes that run your rewards, environments or tools, such as an API key's.
-    By default these processes get no secrets."""
+    """Names of extra environment variables for the processes that run your rewards, environments or tools, such as
+    OPENAI_API_KEY. By default these processes get no secrets."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ class EpisodeSettings:
     max_turns: Annotated[Count, _PLAYED] = 8
     """Maximum number of the policy's turns in an episode. A longer episode is cut."""
     max_turn_length: Annotated[CountOrZero, _PLAYED] = 0
-    """Maximum tokens of one turn of the policy; all its turns together are then limited to max_completion_length. 0: each turn
-    is limited to max_completion_length."""
+    """Maximum tokens of one turn of the policy. max_completion_length then limits all turns of an episode together. 0: each turn
+    may have max_completion_length tokens, and their sum is not limited."""
     max_observation_length: Annotated[CountOrZero, _PLAYED] = 0
     """Maximum tokens of one answer of an environment or tool. A longer answer is cut. 0: as many as leave room for another
     turn."""
@@ -220,8 +220,8 @@ class SFTConfig(_SectionsForRows, PackingSettings, RewardSettings):
     label_smoothing_factor: BelowOne = 0.0
     """Share of the target probability that is spread evenly over all tokens of the vocabulary. The held-out loss ignores it."""
     train_empty_thinking: bool = False
-    """Also train on the empty thought that some chat templates write before an answer without one (Qwen3: <think></think>).
-    Otherwise it is context, as it is when sampling with thinking disabled."""
+    """Also train on the empty thought (<think></think>) that Qwen3's and other chat templates write before an answer that has no
+    thought. Otherwise the empty thought is context only, as in sampling with thinking disabled."""
 
 
 @dataclass(frozen=True)
@@ -263,8 +263,8 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     """Put a value head on the policy's backbone instead of training a separate critic. It takes less memory, and value gradients
     flow into the policy."""
     critic_learning_rate: Annotated[PositiveOrZero, LIVE] = 0.0
-    """Peak learning rate of a separate critic; 0: 0.05 / width of the model, or the policy's if that is higher. The default moves
-    V by about 0.05 a step, and is 1e-5 for a model of 7B."""
+    """Peak learning rate of a separate critic. 0: the larger of the policy's rate and 0.05 / width of the model. The latter moves
+    V by about 0.05 per step; for a model of 7B parameters it is about 1e-5."""
     critic_warmup_steps: CountOrZero = 0
     """Initial steps in which a separate critic learns and the policy does not change."""
     missing_eos_penalty: Annotated[PositiveOrZero, LIVE] = 0.0

@@ -85,8 +85,8 @@ class Model:
     eos_token: str = ""
     """Token that ends a text, instead of the tokenizer's EOS. It is saved with the model."""
     dtype: Annotated[Literal["float32", "bfloat16"], MAIN, DeviceDefault(cuda="bfloat16")] = "float32"
-    """Precision of the weights and of the forward pass, as in TRL on a GPU. The optimiser updates float32 masters of bfloat16
-    weights. On a GPU, float32 products use TF32."""
+    """Precision of the weights and of the forward pass. With bfloat16 weights the optimiser updates float32 master copies. On a
+    GPU, float32 matrix products use TF32."""
     quantize_base: Literal["", "nf4", "int8", "gguf"] = ""
     """Quantise the base of a LoRA adapter: to 4 bits (nf4, as in QLoRA), to 8 bits (int8), or in the types of a GGUF file (gguf).
     TRL: load_in_4bit, load_in_8bit."""
@@ -113,8 +113,8 @@ class Model:
     """Contents of model/ at the end: the adapter, the full model with the adapter merged in, or both, with the adapter in
     model/adapter. A reward model is always saved in full."""
     vision: bool = False
-    """Load the vision tower too, for rows with images, if the checkpoint's language model can be loaded without it (Qwen 3.5).
-    Gemma 3 and SmolVLM are always loaded with theirs."""
+    """Also load the vision tower, for rows with images. Needed only for models whose language model can be loaded alone (Qwen
+    3.5); Gemma 3 and SmolVLM always load their tower."""
     trained_towers: tuple[str, ...] = ()
     """Modules outside the language model that are also trained, such as connector or vision_model. All others are frozen. With
     lora_rank their linear layers get adapters."""
@@ -127,7 +127,7 @@ class Model:
     CPU it is "sdpa"."""
     gradient_checkpointing: Annotated[bool, RECORDED, DeviceDefault(cuda=True)] = False
     """Recompute activations in the backward pass. It saves memory and takes a third more time; with a vocabulary of 150,000 on a
-    small model, nearly twice the time. TRL: on."""
+    small model, nearly twice the time."""
 
 
 @dataclass(frozen=True)
@@ -138,17 +138,18 @@ class Data:
     """JSONL, JSON, Parquet or CSV file, a folder of them, hub name, or task:NAME for a task of reasoning-gym, in one of TRL's
     dataset forms; from Python also rows. Several datasets may be given, each with a weight: a.jsonl:0.7 b.jsonl:0.3."""
     columns: Annotated[str | Mapping[str, str], AfterValidator(lambda given: parse_columns(given) or "")] = ""
-    """Other names for columns of the rows: question=prompt,answer=answer renames two, and prompt={question} Think first. builds
-    one from others. In YAML and Python also a mapping."""
+    """New names of columns: `question=prompt,answer=answer` reads the column question as prompt and keeps answer, and
+    `prompt={question} Think first.` builds the prompt from the column question. In YAML and Python also a mapping."""
     plain_prompts: bool = False
     """Send plain prompts to a chat model unchanged. Otherwise each prompt is a user turn of the chat template, and plain answers
     are the assistant's turns. A model without a template gets them unchanged."""
     split: str = "train"
-    """Split to train on, or a slice of it: train[:90%], train[100:]. A file has only the split train."""
+    """Split of `dataset` to read, or a slice of it: train[:90%], train[100:]. A file counts as the split
+    train, and in `eval` and `sample` also as test."""
     eval_dataset: Annotated[str | Any, PATH, SEVERAL] = ""
     """Held-out rows for evaluation; empty: `eval_prompts` rows of `dataset`, drawn at random, are held out."""
     eval_split: Annotated[str, Needs("data.eval_dataset")] = "test"
-    """Split to evaluate on, or a slice of it. A file has the splits train and test."""
+    """Split of `eval_dataset` to read, or a slice of it. In a file, test and train both mean all rows."""
     max_rows: CountOrZero = 0
     """Maximum rows to read of each dataset; a dataset of the hub is then streamed instead of downloaded in full. 0: all."""
     max_prompt_length: CountOrZero = 0
@@ -165,9 +166,9 @@ class Optim:
     """The optimiser and its schedule."""
 
     optimizer: Literal["adamw", "adamw_8bit", "muon", "adafactor"] = "adamw"
-    """Optimiser of the weights: adamw; adamw_8bit, with 8-bit moments (bitsandbytes' formula) except for embeddings; muon
-    (torch.optim.Muon), with adamw's learning rates, for matrices other than embeddings and heads, which adamw updates; or
-    adafactor (transformers'), which keeps almost no state."""
+    """Optimiser of the weights. adamw_8bit stores moments in 8 bits (bitsandbytes' formula) except for embeddings. muon
+    (torch.optim.Muon) updates matrices, and adamw updates embeddings, heads and vectors; both use learning rates of adamw's
+    size. adafactor (transformers') keeps almost no state."""
     bf16_stochastic_round: Annotated[bool, Needs("optim.optimizer=adamw", "optim.optimizer=adamw_8bit")] = False
     """Update bfloat16 weights without float32 masters: each is rounded up or down at random, so that rounding adds no bias
     (torchao's name). It saves 4 bytes per weight."""
@@ -251,8 +252,8 @@ class Evaluation:
     eval_steps: Annotated[CountOrZero, LIVE, STEPS, MAIN] = 0
     """Evaluate every this many steps; 0: at the end only."""
     eval_prompts: CountOrZero | None = None
-    """Number of held-out prompts; 0: none, or all in `eval`. Not given: up to 64 (256 comparisons), at most a tenth of the
-    dataset."""
+    """Number of held-out prompts. 0: no evaluation in training, and all rows in `eval` and `sample`. Not given: up to 64 prompts
+    (256 comparisons), at most a tenth of the dataset."""
     num_generations_eval: Annotated[Count, MAIN, DRAWS] = 1
     """Completions per held-out prompt; more than one gives pass@k."""
     eval_temperature: Annotated[PositiveOrZero, DRAWS] = 1.0
@@ -299,8 +300,8 @@ class Placement:
     timeout_minutes: Annotated[Positive, RECORDED] = 30.0
     """Minutes that a process waits for another one before it ends."""
     cluster: Annotated[str, RECORDED] = ""
-    """Sample on a Ray cluster: its address, or auto for a running cluster, else this machine; empty: the training processes
-    sample too."""
+    """Address of a Ray cluster that samples. auto: the running cluster, or else a new one on this machine. Empty: no cluster; the
+    training processes sample."""
     samplers: Annotated[CountOrZero, RECORDED, _CLUSTER] = 0
     """With a cluster: number of processes that sample; 0: as many as fit, and more when the cluster grows."""
     sampler_cpus: Annotated[Count, RECORDED, _CLUSTER] = 1
@@ -380,8 +381,8 @@ class Run:
     device: Annotated[str, MACHINE] = "auto"
     """Device to compute on. auto: cuda if available, else cpu."""
     max_memory: Annotated[str, MACHINE] = ""
-    """Memory limit, such as 8GB: micro-batches are made smaller and activations are recomputed until the run fits. Empty: as the
-    settings say."""
+    """Memory limit, such as 8GB: micro-batches are made smaller and activations are recomputed until the run fits. Empty: no
+    limit."""
     progress: Annotated[bool, FREE] = True
     """Show progress bars and tables."""
     report: Annotated[bool, FREE] = True
