@@ -138,8 +138,8 @@ class Data:
     """JSONL, JSON, Parquet or CSV file, a folder of them, hub name, or task:NAME for a task of reasoning-gym, in one of TRL's
     dataset forms; from Python also rows. Several datasets may be given, each with a weight: a.jsonl:0.7 b.jsonl:0.3."""
     columns: Annotated[str | Mapping[str, str], AfterValidator(lambda given: parse_columns(given) or "")] = ""
-    """New names of columns: `question=prompt,answer=answer` reads the column question as prompt and keeps answer, and
-    `prompt={question} Think first.` builds the prompt from the column question. In YAML and Python also a mapping."""
+    """New names of columns: `question=prompt` reads the column question as prompt, and `prompt={question} Think first.` builds
+    the prompt from question. In YAML and Python also a mapping."""
     plain_prompts: bool = False
     """Send plain prompts to a chat model unchanged. Otherwise each prompt is a user turn of the chat template, and plain answers
     are the assistant's turns. A model without a template gets them unchanged."""

@@ -357,7 +357,7 @@ class k_step:
 
 @dataclass(frozen=True)
 class gae:
-    """Generalised advantage estimation: lam = 0 is the TD residual, lam = 1 is Monte Carlo − V.
+    """Generalised advantage estimation: lam = 0 is the TD residual, lam = 1 is the Monte Carlo return minus V.
 
     Formula: A_t = Σ_l (γ·λ)^l · δ_{t+l}
 
@@ -411,7 +411,7 @@ class length_gae:
 
 @dataclass(frozen=True)
 class whitened:
-    """The advantages of the wrapped psi, shifted and scaled to mean 0 and standard deviation 1 over the batch's chosen steps.
+    """The advantages Ψ of another psi, shifted and scaled to mean 0 and standard deviation 1 over the batch.
 
     Formula: A_t = (Ψ_t − mean(Ψ)) / (std(Ψ) + eps), over the whole batch
 

@@ -287,7 +287,7 @@ class geometric_clip(RatioSurrogate):
 
 @dataclass(frozen=True)
 class off_policy_mask:
-    """The wrapped surrogate, without the sequences of negative advantage that have become much less likely.
+    """Another surrogate, without the sequences of negative advantage that have become much less likely.
 
     Formula: L_t = M·L'_t, M = 0 where A_t < 0 and (1/|y|)·Σ_u (log π_sampler(a_u|s_u) − log π(a_u|s_u)) > δ; else 1
 
@@ -360,10 +360,10 @@ class covariance_penalty(RatioSurrogate):
 
 @dataclass(frozen=True)
 class with_imitation:
-    """The wrapped surrogate, plus the cross-entropy of the batch's right answers, so that a solution once found is not lost.
+    """Another surrogate L', plus the cross-entropy of the batch's right answers, so that a solution once found is not lost.
 
     Formula: L_t = L'_t − coefficient · [R_i ≥ right] · (S / S⁺) · log π(a_t|s_t)
-             S all steps of the batch, S⁺ those of right answers
+             S is the number of steps in the batch, S⁺ the number of steps in its right answers
 
     With the token_mean aggregate the second term is the coefficient times the mean cross-entropy of the right answers' steps.
     R_i is the batch's metric if it has one, otherwise the sum of the rewards.
