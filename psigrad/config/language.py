@@ -263,8 +263,8 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     """Put a value head on the policy's backbone instead of training a separate critic. It takes less memory, and value gradients
     flow into the policy."""
     critic_learning_rate: Annotated[PositiveOrZero, LIVE] = 0.0
-    """Peak learning rate of a separate critic. 0: the larger of the policy's rate and 0.05 / width of the model. The latter moves
-    V by about 0.05 per step; for a model of 7B parameters it is about 1e-5."""
+    """Peak learning rate of a separate critic. 0: the larger of the policy's rate and 0.05 / width of the model. For a
+    model of 7B parameters the latter is about 1e-5."""
     critic_warmup_steps: CountOrZero = 0
     """Initial steps in which a separate critic learns and the policy does not change."""
     missing_eos_penalty: Annotated[PositiveOrZero, LIVE] = 0.0

@@ -98,8 +98,8 @@ class ControlConfig:
     total_timesteps: Annotated[Count, LENGTH, MAIN] = 100_000
     """Steps of the policy, summed over all copies."""
     n_envs: Annotated[Count, MAIN] = 8
-    """Number of copies of the environment that are stepped together. With `tuned`, ppo, trpo and dqn have 1 copy if no other
-    number is known for the environment."""
+    """Number of copies of the environment that are stepped together. With `tuned`, the algorithm and the environment
+    set it."""
     n_steps: Annotated[CountOrZero, MAIN, _NOT_DQN] = 32
     """Steps of each copy per rollout; 0: complete episodes."""
     n_episodes: Annotated[Count, _NOT_DQN] = 1
@@ -113,8 +113,8 @@ class ControlConfig:
     gae_lambda: Annotated[Discount | None, _NOT_DQN] = None
     """λ of generalised advantage estimation, if the method uses it; null: the preset's."""
     normalize_advantage: Annotated[Literal[True, False, "minibatch"] | None, _NOT_DQN] = None
-    """Shift and scale advantages to mean 0 and standard deviation 1: over the rollout (true), or over each minibatch as in
-    Stable-Baselines3; null: as in the preset."""
+    """Whiten advantages (mean 0, standard deviation 1) over the rollout, or over each minibatch as in Stable-Baselines3; null: as
+    in the preset."""
     clip_range: Annotated[PositiveOrZero | None, MAIN, _GRADIENTS] = None
     """PPO's ε; null: the preset's."""
     clip_range_schedule: Annotated[Literal["constant", "linear"], _GRADIENTS] = "constant"

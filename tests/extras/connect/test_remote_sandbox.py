@@ -102,6 +102,6 @@ def test_what_is_no_http_is_no_answer():
 
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
-        with pytest.raises(SandboxError, match="no usable answer \\(BadStatusLine"):
+        with pytest.raises(SandboxError, match="no usable answer \\(the request failed: BadStatusLine"):
             RemoteExecutor(f"http://127.0.0.1:{listening.getsockname()[1]}").run([Program("x")], Limits())
         thread.join(10)

@@ -475,7 +475,9 @@ def test_adapters_that_only_whole_weights_can_carry_are_told():
     assert "fully trained" in vllm_weights.why_merged(a_model(Lora(rank=4, modules_to_save=("lm_head",))))
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     apart = tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2, tied=False)
-    assert "it is on lm_head" in vllm_weights.why_merged(prepare(apart, tokenizer, lora=Lora(4, target_modules=("lm_head",))))
+    assert "the adapter is on lm_head" in vllm_weights.why_merged(
+        prepare(apart, tokenizer, lora=Lora(4, target_modules=("lm_head",)))
+    )
     assert vllm_weights.why_merged(a_model()) == "it has none"
 
 
