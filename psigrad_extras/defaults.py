@@ -34,7 +34,7 @@ THEIRS: dict[str, tuple[str, str, Any, str]] = {
 }
 # Setting -> psigrad's default in words, where its value is not clear.
 SAID = {
-    "n_envs": "8 copies; one for `ppo`, `trpo` and `dqn`",
+    "n_envs": "8 copies for `a2c`, one for `ppo`, `trpo` and `dqn`",
     "tuned": "rl-zoo3's numbers for an environment that rl-zoo3 has",
     "model.dtype": "`float32`, on a GPU `bfloat16`",
     "model.gradient_checkpointing": "`False`, on a GPU `True`",
