@@ -330,7 +330,7 @@ class Hub:
     """The upload of the finished model. Names are those of transformers' TrainingArguments."""
 
     push_to_hub: Annotated[bool, FREE] = False
-    """Upload the model with its card when the run is finished, with the token in HF_TOKEN or of `hf auth login`."""
+    """Upload the model and its card after the run, with the token in HF_TOKEN or that of `hf auth login`."""
     hub_model_id: Annotated[str, FREE, _PUSHED] = ""
     """Repository to upload to: user/name, or a name in your own account; empty: the name of the run folder."""
     hub_private_repo: Annotated[bool, FREE, _PUSHED] = False
