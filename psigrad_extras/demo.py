@@ -28,7 +28,7 @@ from psigrad.runs.progress import bar
 from psigrad.runs.result import Result
 
 TASK = "spell_backward"
-MADE = "data/made.json"  # the arguments of a demo's files, written last
+MADE = "data/seed"  # of a demo's files, written last
 WRONG_SHARE = 0.6
 HELD_OUT = 400
 WORDS = 16000
@@ -115,12 +115,11 @@ def prepare(
     """Create data and the untrained model under `folder`, unless they exist.
 
     Return the paths of base, demonstrations, prompts and held_out. `words` is the number of training words, of 3 to `longest`
-    letters. The model has `layers` layers of width `hidden`. Raises `UserError` for files of other arguments.
+    letters. The model has `layers` layers of width `hidden`. Raises `UserError` for files of another seed.
     """
     paths = {name: folder / "data" / f"{name}.jsonl" for name in ("demonstrations", "prompts", "held_out")}
     paths["base"] = folder / "base"
-    made = {"seed": seed, "words": words, "longest": longest, "hidden": hidden, "layers": layers}
-    if are_made(folder, made):
+    if are_made(folder, seed):
         return paths
     with bar("words and model", 4, enabled=progress) as advance:
         rows = tasks.generate_distinct(
@@ -138,18 +137,16 @@ def prepare(
         model = tiny.model("qwen3", len(tokenizer), hidden=hidden, layers=layers, heads=4, max_length=512, seed=seed)
         towers.write(model, tokenizer, paths["base"])
         advance()
-    (folder / MADE).write_text(json.dumps(made) + "\n")
+    (folder / MADE).write_text(f"{seed}\n")
     return paths
 
 
-def are_made(folder: Path, made: Mapping[str, Any]) -> bool:
-    """Return True if the files of a demo are complete. Raises `UserError` if they were made by other arguments than `made`."""
+def are_made(folder: Path, seed: int) -> bool:
+    """Return True if the files of a demo are complete. Raises `UserError` if they are of another seed."""
     if not (folder / MADE).exists():
         return False
-    before = json.loads((folder / MADE).read_text())
-    if changed := [name for name in made if before.get(name) != made[name]]:
-        what = ", ".join(f"{name} {before.get(name)} and not {made[name]}" for name in changed)
-        raise UserError(f"{folder} holds the files of a demo of {what}; choose another output_dir.")
+    if (before := (folder / MADE).read_text().strip()) != str(seed):
+        raise UserError(f"{folder} holds the files of a demo of seed {before}, not {seed}; choose another output_dir.")
     return True
 
 

@@ -30,7 +30,7 @@ SAMPLING = Sampling(max_completion_length=4)
 
 
 def run(
-    output_dir: str = "runs/demo-vision", seed: int = 0, *, sft_steps: int = 600, rl_steps: int = 200, progress: bool = True
+    output_dir: str = "runs/demo-vision", seed: int = 0, *, sft_steps: int = 600, rl_steps: int = 300, progress: bool = True
 ) -> Result:
     """Draw pictures, build a model, fine-tune it and train it with GRPO. The results are in `output_dir`/grpo.
 
@@ -86,11 +86,11 @@ def prepare(folder: Path, seed: int, progress: bool, *, hidden: int = 96, layers
     """Draw the pictures and make the untrained model under `folder`, unless they exist.
 
     Return the paths of base, demonstrations, right (held-out demonstrations without mistakes), games and held_out. Raises
-    `UserError` for files of other arguments.
+    `UserError` for files of another seed.
     """
     names = ("demonstrations", "right", "games", "held_out")
     paths = {name: folder / "data" / f"{name}.jsonl" for name in names} | {"base": folder / "base"}
-    if are_made(folder, made := {"seed": seed, "hidden": hidden, "layers": layers, "games": games}):
+    if are_made(folder, seed):
         return paths
     pictures = (folder / "data" / "pictures").absolute()
     with bar("pictures and model", 3, enabled=progress) as advance:
@@ -110,5 +110,5 @@ def prepare(folder: Path, seed: int, progress: bool, *, hidden: int = 96, layers
             sizes = {"pixels": side, "patch": squares.PIXELS, "hidden": hidden, "layers": layers}
             tiny.save_vision_model(words, paths["base"], **sizes, seed=seed)
         advance()
-    (folder / MADE).write_text(json.dumps(made) + "\n")
+    (folder / MADE).write_text(f"{seed}\n")
     return paths

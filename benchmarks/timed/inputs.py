@@ -23,8 +23,8 @@ from transformers import (
 from psigrad.errors import UserError
 from psigrad.language.data.named_datasets import go_offline_without_network
 from psigrad.language.loading.model_source import convert_to_folder
-from psigrad.language.models.backbone import read_tokenizer
 from psigrad.language.models.sizes import size
+from psigrad.language.models.tokenizer_files import read_tokenizer
 from psigrad_extras.preflight.plan.shape import config_of, model_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"

@@ -16,7 +16,7 @@ from psigrad.config import Evaluation, Model, OnlineConfig, Optim, PreferenceCon
 from psigrad.config.algorithms import resolve
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row, validate
-from psigrad.language.data.image_rows import with_marks
+from psigrad.language.data.image_rows import insert_marks
 from psigrad.language.data.reward_view import reward_view
 from psigrad.language.data.templates import example, prompt_ids
 from psigrad.language.episodes.environments import InProcess
@@ -156,7 +156,7 @@ def prompts_of(model: LanguageModel, rows: list[dict[str, Any]]) -> list[Prompt]
 
 
 def _read(row: dict[str, Any], form: str) -> Row:
-    return validate(with_marks(row, "x", Path())[0], form, "x")
+    return validate(insert_marks(row, "x", Path())[0], form, "x")
 
 
 def _policy(work: Workload, path: str, dtype: str, device: str) -> LanguageModel:

@@ -154,7 +154,7 @@ def names_of(cls: Any) -> dict[str, str]:
 
 
 def value_below(cls: Any, values: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a setting in nested `values`, or its default."""
+    """Return the value of the setting `name` in nested `values`. If it is not there, return its default in `cls`."""
     first, _, rest = name.partition(".")
     inner = values.get(first, getattr(cls(), first))
     if not rest:

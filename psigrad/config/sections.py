@@ -85,8 +85,8 @@ class Model:
     eos_token: str = ""
     """Token that ends a text, instead of the tokenizer's EOS. It is saved with the model."""
     dtype: Annotated[Literal["float32", "bfloat16"], MAIN, DeviceDefault(cuda="bfloat16")] = "float32"
-    """Precision of the weights and of the forward pass. With bfloat16 weights the optimiser updates float32 master copies. On a
-    GPU, float32 matrix products use TF32."""
+    """Precision of the weights and of the forward pass; on a GPU bfloat16 by default, as in TRL. The optimiser updates float32
+    copies (masters) of bfloat16 weights. On a GPU, float32 products use TF32."""
     quantize_base: Literal["", "nf4", "int8", "gguf"] = ""
     """Quantise the base of a LoRA adapter: to 4 bits (nf4, as in QLoRA), to 8 bits (int8), or in the types of a GGUF file (gguf).
     TRL: load_in_4bit, load_in_8bit."""
@@ -101,8 +101,8 @@ class Model:
     """Dropout on the adapter's input. Its masks depend only on the seed, the step, the text and the layer. Above 0, the policy
     ratio of the first step is no longer 1."""
     lora_target_modules: Annotated[tuple[str, ...], _ADAPTER] = ("all-linear",)
-    """Names of the modules that get an adapter; "all-linear" is every linear layer but the head. A single regular expression has
-    the meaning of peft: it must match a module's whole name."""
+    """Names of the modules that get an adapter; "all-linear" is every linear layer but the head. A single regular expression must
+    match a module's whole name, as in peft."""
     use_rslora: Annotated[bool, _ADAPTER] = False
     """Multiply the update by lora_alpha / √lora_rank instead (rank-stabilised LoRA)."""
     use_dora: Annotated[bool, _ADAPTER] = False
@@ -126,8 +126,8 @@ class Model:
     (FlexAttention) compute only the scores that are needed; "sdpa" pads. "auto" takes the first that runs and equals "sdpa". On a
     CPU it is "sdpa"."""
     gradient_checkpointing: Annotated[bool, RECORDED, DeviceDefault(cuda=True)] = False
-    """Recompute activations in the backward pass. It saves memory and takes a third more time; with a vocabulary of 150,000 on a
-    small model, nearly twice the time."""
+    """Recompute activations in the backward pass; on a GPU by default, as in TRL. It saves memory and takes a third more time, or
+    nearly twice the time for a small model with a vocabulary of 150,000."""
 
 
 @dataclass(frozen=True)
@@ -166,12 +166,12 @@ class Optim:
     """The optimiser and its schedule."""
 
     optimizer: Literal["adamw", "adamw_8bit", "muon", "adafactor"] = "adamw"
-    """Optimiser of the weights. adamw_8bit stores moments in 8 bits (bitsandbytes' formula) except for embeddings. muon
-    (torch.optim.Muon) updates matrices, and adamw updates embeddings, heads and vectors; both use learning rates of adamw's
-    size. adafactor (transformers') keeps almost no state."""
+    """Optimiser of the weights; by default adamw. adamw_8bit: AdamW with 8-bit moments (bitsandbytes' formula), except for
+    embeddings. muon: torch.optim.Muon for matrices other than embeddings and heads, AdamW for all other weights, with the
+    learning rates of adamw. adafactor: transformers' Adafactor, which keeps almost no state."""
     bf16_stochastic_round: Annotated[bool, Needs("optim.optimizer=adamw", "optim.optimizer=adamw_8bit")] = False
-    """Update bfloat16 weights without float32 masters: each is rounded up or down at random, so that rounding adds no bias
-    (torchao's name). It saves 4 bytes per weight."""
+    """Update bfloat16 weights without float32 copies. Each weight is rounded up or down at random, so that rounding adds no bias.
+    It saves 4 bytes per weight. The name is torchao's."""
     learning_rate: Annotated[PositiveOrZero, LIVE, MAIN] = 1e-6
     """Peak learning rate."""
     weight_decay: Annotated[PositiveOrZero, LIVE] = 0.0
@@ -225,8 +225,8 @@ class Sampling:
     """With sampler=vllm: the engine's first GPU, such as cuda:1; empty: the GPU that trains. With a lag, a run of one process
     then samples while it trains."""
     vllm_readback: Annotated[bool, RECORDED, Needs("sampling.sampler=vllm")] = True
-    """With sampler=vllm: after each update, compare the engine's weights bit for bit with those that were sent. Off: compare only
-    log-probs at the start."""
+    """With sampler=vllm: after each update, compare the engine's weights bit for bit with the weights that were sent. Off:
+    compare only log-probs at the start."""
     tensor_parallel_size: Annotated[Count, RECORDED] = 1
     """With sampler=vllm: number of devices over which each engine splits the model."""
     max_decode_batch: Annotated[Count, RECORDED] = 256
@@ -261,8 +261,8 @@ class Evaluation:
     metric: Reward = ""
     """`module:function` or built-in that scores held-out completions; empty: the reward."""
     load_best_model_at_end: Annotated[bool, Needs("evaluation.eval_steps")] = False
-    """Save the weights of the best evaluation at the end, not the last ones. Their checkpoint is written at that evaluation, and
-    kept in addition to those of save_total_limit."""
+    """Save the weights of the best evaluation at the end, not the last ones. Their checkpoint is written at that evaluation. It
+    is kept in addition to the checkpoints of save_total_limit."""
     metric_for_best_model: Annotated[str, _BEST] = ""
     """Held-out metric that decides which evaluation is best, such as loss or exact; empty: the first metric of the report."""
     greater_is_better: Annotated[bool | None, _BEST] = None
@@ -300,8 +300,8 @@ class Placement:
     timeout_minutes: Annotated[Positive, RECORDED] = 30.0
     """Minutes that a process waits for another one before it ends."""
     cluster: Annotated[str, RECORDED] = ""
-    """Address of a Ray cluster that samples. auto: the running cluster, or else a new one on this machine. Empty: no cluster; the
-    training processes sample."""
+    """Address of a Ray cluster to sample on. auto: a running cluster, or else one that is started on this machine. Empty: the
+    training processes sample too."""
     samplers: Annotated[CountOrZero, RECORDED, _CLUSTER] = 0
     """With a cluster: number of processes that sample; 0: as many as fit, and more when the cluster grows."""
     sampler_cpus: Annotated[Count, RECORDED, _CLUSTER] = 1

@@ -273,7 +273,7 @@ def test_another_name_is_answered_with_what_to_write(name, capsys):
     assert cli.main(["grpo", f"--{name}", "unheard"]) == 2
     said = capsys.readouterr().err
     by_value = bool(TABLE[name].values)
-    told = "{} is 'unheard', and only .* taken: " if by_value else "There is no {}: "
+    told = "{} is 'unheard'; psigrad takes only .*: " if by_value else "There is no {}: "
     flag, setting = (f"--{name}", name) if by_value else (f"flag --{name}", f"setting '{name}'")
     assert re.match(f"psigrad: {told.format(flag)}", said) and said.count("\n") == 1
     with pytest.raises(UserError, match=f"^{told.format(setting)}"):

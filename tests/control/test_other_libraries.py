@@ -228,7 +228,7 @@ def test_their_first_examples_of_dqn_and_of_evaluations_run_as_they_stand(tmp_pa
     assert model.get_env().render()[0].ndim == 3
     before = model.num_timesteps
     assert model.learn(100, reset_num_timesteps=True).num_timesteps == before + 100  # their default is as good as left out
-    with pytest.raises(UserError, match="counted on"):
+    with pytest.raises(UserError, match="always continues"):
         model.learn(100, reset_num_timesteps="yes")
 
 

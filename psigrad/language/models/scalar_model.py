@@ -129,13 +129,14 @@ def load(
     trust_remote_code: bool = False,
     for_shards: bool = False,
     base: Kind | Literal[""] = "",
+    vision: bool = False,
     towers: Sequence[str] = (),
 ) -> ScalarModel:
     """Load the scalar model at `path`: a saved reward model or critic, or any causal language model, which gets a new head.
 
     `fresh_head` initialises a new head: "random" (N(0, initializer_range²), from torch's generator) or "zero". With "refuse" a
-    model without a trained head raises `UserError`. `tokenizer` replaces the model's own. `adapter`, `for_shards`, `base` and
-    `towers` are those of `language_model.load`. Raises `UserError` if no model can be loaded from `path`.
+    model without a trained head raises `UserError`. `tokenizer` replaces the model's own. `adapter`, `for_shards`, `base`,
+    `vision` and `towers` are those of `language_model.load`. Raises `UserError` if no model can be loaded from `path`.
     """
     from psigrad.language.models.tokenizer_files import read_tokenizer
     from psigrad.language.models.vision import configure_vision
@@ -145,7 +146,7 @@ def load(
         plain = (lora is None or kind is not None) and device == "cpu"
         found = families.load(path, DTYPES[dtype], scalar=True, mapped=for_shards, kind=kind) if plain else None
         network: Any
-        network, missing = _by_transformers(path, DTYPES[dtype], trust_remote_code) if found is None else found
+        network, missing = _by_transformers(path, DTYPES[dtype], trust_remote_code, vision) if found is None else found
         if found is None and kind is not None:
             code_linears(network, kind)
         words = tokenizer or read_tokenizer(path, trust_remote_code=trust_remote_code)
@@ -167,12 +168,12 @@ def load(
     return prepare(network, words, lora, adapter, gradient_checkpointing=gradient_checkpointing, is_known=known, towers=towers)
 
 
-def _by_transformers(path: str, dtype: torch.dtype, trust: bool) -> tuple[PreTrainedModel, list[str]]:
+def _by_transformers(path: str, dtype: torch.dtype, trust: bool, vision: bool) -> tuple[PreTrainedModel, list[str]]:
     """Return transformers' model with a scalar head, and the names of the head's weights if the checkpoint lacks them."""
     from psigrad.language.models.vision import needs_vision
 
     with _quiet():
-        if needs_vision(path):
+        if needs_vision(path, vision):
             return _with_tower(path, dtype)
         hf, found = AutoModelForSequenceClassification.from_pretrained(
             path, num_labels=1, dtype=dtype, output_loading_info=True, trust_remote_code=trust

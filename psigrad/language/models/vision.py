@@ -344,11 +344,14 @@ FAMILIES: dict[str, type[Vision]] = {
 """The families that psigrad trains with images, by `model_type`."""
 
 
-def needs_vision(path: str) -> bool:
-    """Return True if transformers can load the model at `path` only together with its vision tower."""
+def needs_vision(path: str, requested: bool = False) -> bool:
+    """Return True if the model at `path` is loaded with its vision tower: if transformers cannot load it without the tower, or if
+    the tower is `requested` and the model has one.
+    """
     from transformers import PreTrainedConfig
 
-    return requires_vision(PreTrainedConfig.get_config_dict(path)[0].get("model_type"))
+    kind = PreTrainedConfig.get_config_dict(path)[0].get("model_type")
+    return requires_vision(kind) or (requested and kind in FAMILIES)
 
 
 def requires_vision(kind: Any) -> bool:

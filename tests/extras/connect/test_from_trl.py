@@ -345,7 +345,7 @@ def test_every_field_of_trl_is_taken_or_answered_as_a_keyword(name):
         try:
             resolve_names(settings, {field.name: "a value"})
         except UserError as error:
-            assert (": " in str(error) or "is taken" in str(error)) and "did you mean" not in str(error), error
+            assert (": " in str(error) or "psigrad takes only" in str(error)) and "did you mean" not in str(error), error
 
 
 TRAINERS = {"GRPOConfig": "GRPO", "RLOOConfig": "RLOO", "SFTConfig": "SFT", "DPOConfig": "DPO", "RewardConfig": "Reward"}

@@ -271,7 +271,11 @@ def test_a_call_without_words_leaves_no_word_in_a_template_of_parts(build: Build
             BOT,
             "'chat_template_kwargs.tools' would not be read; give tools in a column",
         ),
-        ({}, {**BOT, "reasoning": {"effort": "low"}}, r"'messages\[1\].reasoning' is \{'effort': 'low'\}; .* must be a string"),
+        (
+            {},
+            {**BOT, "reasoning": {"effort": "low"}},
+            r"'messages\[1\].reasoning' is \{'effort': 'low'\}; expected the thoughts as a string",
+        ),
         ({}, call([]), r"'messages\[1\].tool_calls\[0\].function.arguments' is \[\]; it must be an object"),
         ({}, call(0), r"'messages\[1\].tool_calls\[0\].function.arguments' is 0; it must be an object"),
     ],
@@ -428,8 +432,8 @@ def test_the_eos_stops_where_the_template_shows_no_end(build: Build) -> None:
     log_rewrites(tokenizer, [row], lambda kind, text, **_: told.append(text))
     log_rewrites(build(PLAIN), [row], lambda kind, text, **_: told.append(text))
     assert told == [
-        "The chat template does not support some content of my.jsonl:7, which is rewritten: turns have no end token, so only "
-        "the EOS (and --stop-token-ids) ends a completion."
+        "The chat template does not support everything in my.jsonl:7: turns have no end token, so only the EOS "
+        "(and --stop-token-ids) ends a completion."
     ], "what the fallback costs, once, and nothing where there is an end"
     with pytest.raises(RowError, match="does not end the assistant's turn"):
         observation_ids(tokenizer, Row("x", prompt=[USER]), "4")
@@ -465,7 +469,7 @@ def test_the_first_row_that_is_said_otherwise_is_told(plain_chatml: PreTrainedTo
         [sft(USER, BOT), sft(USER, BOT, chat_template_kwargs={"nothing": 1}), replace(thought, source="my.jsonl:8"), thought],
         lambda kind, text, **more: told.append(text),
     )
-    assert len(told) == 1 and "some of my.jsonl:8: thoughts are in <think> tags" in told[0]
+    assert len(told) == 1 and "everything in my.jsonl:8: thoughts are in <think> tags" in told[0]
 
 
 def test_sampling_stops_at_the_end_of_a_call_where_only_later_rows_offer_tools(build: Build) -> None:

@@ -276,7 +276,7 @@ def test_a_reward_gets_a_copied_column_and_a_renamed_one_is_gone() -> None:
     assert copied.columns == {"a": row["a"], "answer": row["a"]} and renamed.columns == {"answer": row["a"]}
     setup = RewardSetup.of(OnlineConfig(reward=("exact",), data=Data(columns="q=prompt,answer=gold")))
     (gone,) = from_rows([{"q": "2?", "answer": "2"}], "prompt-only", columns=parse_columns("q=prompt,answer=gold")).rows
-    with pytest.raises(UserError, match=r"needs the column 'answer', which columns renames to 'gold'.*gold=\{answer\} copies it"):
+    with pytest.raises(UserError, match=r"needs the column 'answer', which columns renames to 'gold'.*write gold=\{answer\}"):
         setup.judgeable([gone])
 
 

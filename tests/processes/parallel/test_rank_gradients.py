@@ -87,6 +87,10 @@ def test_wrong_ways_to_share_a_step_are_seen(models, found, tmp_path, control):
     assert apart > 1e-3
 
 
+def numbers(figures: dict) -> dict:
+    return {key: value for key, value in figures.items() if not isinstance(value, str)}
+
+
 @pytest.fixture(scope="module")
 def held_out(models, tmp_path_factory):
     """held_out(size, sharded, control): what the ranks found on held-out rows."""
@@ -111,7 +115,10 @@ def held_out(models, tmp_path_factory):
 def test_held_out_rows_are_shared_and_the_figures_those_of_one_process(held_out, name, size, sharded):
     one, several = held_out(1, False)[name], held_out(size, sharded)[name]
     assert all(figures == several["figures"][0] for figures in several["figures"])
-    assert several["figures"][0] == pytest.approx(one["figures"][0], rel=2e-5, abs=1e-6)
+    found, wanted = several["figures"][0], one["figures"][0]
+    marks = {key for key, value in wanted.items() if isinstance(value, str)}
+    assert len(marks) == (name in ("dpo", "reward")) and all(found[key] == wanted[key] for key in marks)
+    assert numbers(found) == pytest.approx(numbers(wanted), rel=2e-5, abs=1e-6)
     # a prompt that two rows share may be read on both ranks; in lockstep a rank with a part less reads one again
     most = (1.3 if sharded else 1.1) * one["tokens"][0]
     assert sum(several["tokens"]) < most and max(several["tokens"]) < most / size * 1.25
@@ -120,4 +127,4 @@ def test_held_out_rows_are_shared_and_the_figures_those_of_one_process(held_out,
 def test_a_share_taken_for_the_whole_is_seen(held_out):
     one, wrong = held_out(1, False), held_out(2, False, "own share")
     assert wrong["sft"]["figures"][0] != pytest.approx(one["sft"]["figures"][0], rel=2e-5, abs=1e-6)
-    assert wrong["dpo"]["figures"][0] == pytest.approx(one["dpo"]["figures"][0], rel=2e-5, abs=1e-6)
+    assert numbers(wrong["dpo"]["figures"][0]) == pytest.approx(numbers(one["dpo"]["figures"][0]), rel=2e-5, abs=1e-6)

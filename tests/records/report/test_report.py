@@ -49,7 +49,7 @@ def test_the_headline_is_the_first_and_the_last_evaluation(run, page):
 
 def test_the_verdict_stands_on_top_with_intervals_divergence_and_warnings(run, page):
     text = report.write([run("one")]).read_text()
-    said = "held-out exact 0.25 [0.15, 0.35] → 0.75 [0.65, 0.85]; KL to the start 3 nats per completion; 1 warning that passed"
+    said = "held-out exact 0.25 [0.15, 0.35] → 0.75 [0.65, 0.85]; KL to the start 3 nats per completion; 1 earlier warning"
     assert str(verdict(load(run("two")))) == f"Learned: {said}"
     assert text.index(said) < text.index("<table")
 
@@ -158,7 +158,7 @@ def test_held_out_pairs_are_compared_one_by_one(stem, tmp_path):
     assert str(found).startswith(
         "Learned: held-out accuracy 0.5 [0.352, 0.648] → 0.7 [0.546, 0.819]; change +0.2 [+0.0704, +0.33] "
     )
-    assert "change +0.2 [+0.0704, +0.33] over 40 pairs" in found.said
+    assert "change +0.2 [+0.0704, +0.33] over 40 pairs" in found.evidence
     for other in ("1" * 28, "1" * 28 + "x" * 12, None, 7):
         assert of(before, other).word == "No clear change", "negative control: marks that do not match count as independent"
     turned = of(before, "0" * 12 + "1" * 28)  # the same accuracies: 20 turned right and 12 wrong, 0.2 ± 0.29

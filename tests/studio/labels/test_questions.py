@@ -154,7 +154,7 @@ def test_each_aspect_has_rows_of_its_own(labelled, db):
     assert [row["criterion"] for row in take("each").rows] == ["helpful", "weighted"]
     thumbs = export.unpaired(db, labelled.owner, labelled.project, aspect="helpful").rows
     assert {(row["completion"], row["label"]) for row in thumbs} == {("x", True), ("y", False)}
-    for aspect, said in (("kind", "gives no training rows"), ("note", "free texts"), ("helpfull", "did you mean 'helpful'")):
+    for aspect, said in (("kind", "gives no training rows"), ("note", "free-text"), ("helpfull", "did you mean 'helpful'")):
         with pytest.raises(Refusal, match=said):
             take(aspect)
     best = results.ranking(db, labelled.owner, labelled.project, "completion", "helpful").places[0]
