@@ -48,12 +48,12 @@ def reason_of(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
     if isinstance(error, pickle.UnpicklingError):
         return (
-            "its weights are damaged, or a pickle with more than tensors, which psigrad does not execute; convert them to "
+            "the weights are damaged, or a pickle with more than tensors, which psigrad does not execute; convert them to "
             "safetensors"
         )
     if isinstance(error, KeyError):
         return f"{type(error).__name__} {text}"
     if "trust_remote_code" in text:
-        return "it comes with its own Python code; set model.trust_remote_code=true if you have read and trust it"
+        return "the model comes with its own Python code; set model.trust_remote_code=true if you have read and trust it"
     first, *rest = text.splitlines()
     return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first

@@ -106,8 +106,8 @@ class RewardSettings:
     """Hide the tokenizer's special tokens from rewards, as TRL does. Otherwise rewards read the special tokens that a policy
     writes inside a turn, such as <think> in some vocabularies."""
     worker_env: Annotated[tuple[str, ...], RECORDED, _WORKERS] = ()
-    """Names of extra environment variables for the processes that run your rewards, environments or tools, such as an API key's.
-    By default these processes get no secrets."""
+    """Names of extra environment variables for the processes that run your rewards, environments or tools, such as
+    OPENAI_API_KEY. By default these processes get no secrets."""
 
 
 @dataclass(frozen=True)
@@ -263,8 +263,8 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     """Put a value head on the policy's backbone instead of training a separate critic. It takes less memory, and value gradients
     flow into the policy."""
     critic_learning_rate: Annotated[PositiveOrZero, LIVE] = 0.0
-    """Peak learning rate of a separate critic. 0: 0.05 / width of the model, or the policy's rate if that is higher. A step at
-    the rate 0.05 / width moves V by about 0.05; for a model of 7B that rate is 1e-5."""
+    """Peak learning rate of a separate critic. 0: the larger of the policy's rate and 0.05 / width of the model. For a
+    model of 7B parameters the latter is about 1e-5."""
     critic_warmup_steps: CountOrZero = 0
     """Initial steps in which a separate critic learns and the policy does not change."""
     missing_eos_penalty: Annotated[PositiveOrZero, LIVE] = 0.0

@@ -86,7 +86,7 @@ def _check_size(values: Any) -> None:
     for value in found:
         found += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         if len(found) > MOST_VALUES:
-            raise ValueError(f"it has more than {MOST_VALUES:,} values")
+            raise ValueError(f"the file has more than {MOST_VALUES:,} values")
 
 
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: node.value)

@@ -113,8 +113,8 @@ class Model:
     """Contents of model/ at the end: the adapter, the full model with the adapter merged in, or both, with the adapter in
     model/adapter. A reward model is always saved in full."""
     vision: bool = False
-    """Load the vision tower too, for rows with images, if the checkpoint's language model can be loaded without it (Qwen 3.5).
-    Gemma 3 and SmolVLM are always loaded with their vision towers."""
+    """Also load the vision tower, for rows with images. Needed only for models whose language model can be loaded alone (Qwen
+    3.5); Gemma 3 and SmolVLM always load their tower."""
     trained_towers: tuple[str, ...] = ()
     """Modules outside the language model that are also trained, such as connector or vision_model. All others are frozen. With
     lora_rank their linear layers get adapters."""
@@ -138,17 +138,18 @@ class Data:
     """JSONL, JSON, Parquet or CSV file, a folder of them, hub name, or task:NAME for a task of reasoning-gym, in one of TRL's
     dataset forms; from Python also rows. Several datasets may be given, each with a weight: a.jsonl:0.7 b.jsonl:0.3."""
     columns: Annotated[str | Mapping[str, str], AfterValidator(lambda given: parse_columns(given) or "")] = ""
-    """Other names for columns of the rows: `question=prompt,answer=answer` renames two columns, and `prompt={question} Think
-    first.` builds one from another. In YAML and Python also a mapping."""
+    """New names of columns: `question=prompt` reads the column question as prompt, and `prompt={question} Think first.` builds
+    the prompt from question. In YAML and Python also a mapping."""
     plain_prompts: bool = False
     """Send plain prompts to a chat model unchanged. Otherwise each prompt is a user turn of the chat template, and plain answers
     are the assistant's turns. A model without a template gets them unchanged."""
     split: str = "train"
-    """Split to train on, or a slice of it: train[:90%], train[100:]. All rows of a file are its split train."""
+    """Split of `dataset` to read, or a slice of it: train[:90%], train[100:]. A file counts as the split
+    train, and in `eval` and `sample` also as test."""
     eval_dataset: Annotated[str | Any, PATH, SEVERAL] = ""
     """Held-out rows for evaluation; empty: `eval_prompts` rows of `dataset`, drawn at random, are held out."""
     eval_split: Annotated[str, Needs("data.eval_dataset")] = "test"
-    """Split to evaluate on, or a slice of it. All rows of a file are its split test, and also its split train."""
+    """Split of `eval_dataset` to read, or a slice of it. In a file, test and train both mean all rows."""
     max_rows: CountOrZero = 0
     """Maximum rows to read of each dataset; a dataset of the hub is then streamed instead of downloaded in full. 0: all."""
     max_prompt_length: CountOrZero = 0
@@ -251,8 +252,8 @@ class Evaluation:
     eval_steps: Annotated[CountOrZero, LIVE, STEPS, MAIN] = 0
     """Evaluate every this many steps; 0: at the end only."""
     eval_prompts: CountOrZero | None = None
-    """Number of held-out prompts. 0: none; in the command `eval`, all rows. Not given: a tenth of the dataset, and at most 64
-    (256 comparisons)."""
+    """Number of held-out prompts. 0: no evaluation in training, and all rows in `eval` and `sample`. Not given: up to 64 prompts
+    (256 comparisons), at most a tenth of the dataset."""
     num_generations_eval: Annotated[Count, MAIN, DRAWS] = 1
     """Completions per held-out prompt; more than one gives pass@k."""
     eval_temperature: Annotated[PositiveOrZero, DRAWS] = 1.0
@@ -329,7 +330,7 @@ class Hub:
     """The upload of the finished model. Names are those of transformers' TrainingArguments."""
 
     push_to_hub: Annotated[bool, FREE] = False
-    """Upload the model with its card when the run is finished, with the token in HF_TOKEN or of `hf auth login`."""
+    """Upload the model and its card after the run, with the token in HF_TOKEN or that of `hf auth login`."""
     hub_model_id: Annotated[str, FREE, _PUSHED] = ""
     """Repository to upload to: user/name, or a name in your own account; empty: the name of the run folder."""
     hub_private_repo: Annotated[bool, FREE, _PUSHED] = False

@@ -324,13 +324,15 @@ def insert_marks(
     if not wanted:
         return text, []
     if image_format is None:
-        raise ValueError("it has an image, and the model reads only text; use a vision-language model with its image processor")
+        raise ValueError(
+            "the row has an image, and the model reads only text; use a vision-language model with its image processor"
+        )
     at, made, moves, word = 0, "", [], image_format.placeholder
     for part in wanted:
         piece = word if "sha256" in part else part["text"].strip()
         found = text.find(piece, at)
         if found < 0:
-            raise ValueError("the chat template drops an image, or writes it at another place than the row")
+            raise ValueError("the chat template drops an image of the row, or moves it to another place in the text")
         made += text[at:found] + (f"\ufffc{part['sha256']}\ufffc" if "sha256" in part else piece)
         moves += [(found, 66 - len(word))] if "sha256" in part else []
         at = found + len(piece)
@@ -377,7 +379,7 @@ def decode_upright(data: bytes, *, small: bool = False) -> Image:
     """
     with _open(data) as image:
         if (count := image.width * image.height) > MOST_PIXELS:
-            raise ValueError(f"it has {count:,} pixels; at most {MOST_PIXELS:,} are allowed")
+            raise ValueError(f"the image has {count:,} pixels; at most {MOST_PIXELS:,} are allowed")
         if small:
             image.draft("RGB", (image.width // 8, image.height // 8))
         return rgb(image)
@@ -390,7 +392,9 @@ def rgb(image: Image) -> Image:
 
     found: Image.Image = ImageOps.exif_transpose(image)
     if 0 in found.size or found.mode == "F":
-        raise ValueError(f"it has {found.width} × {found.height} pixels of mode {found.mode}; expected some, of whole numbers")
+        raise ValueError(
+            f"the image has {found.width} × {found.height} pixels of mode {found.mode}; expected whole-number pixels"
+        )
     if found.mode.startswith("I"):
         grey = np.asarray(found).astype(np.float32).clip(0, 65535) / 257
         found = Image.fromarray(grey.round().astype(np.uint8))

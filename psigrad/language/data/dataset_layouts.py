@@ -267,7 +267,7 @@ def to_model_rows(
         )
     if log is not None and sent and (_has_template(tokenizer) or not plain_prompts):
         turns, rest = sum(sent), len(sent) - sum(sent)
-        why = "plain_prompts is set" if plain_prompts else "they hold special tokens, as rendered text does"
+        why = "plain_prompts is set" if plain_prompts else "the prompts hold special tokens, as rendered text does"
         why = why if _has_template(tokenizer) else "the tokenizer has no chat template"
         said = several(turns, "plain prompt", "is sent as a user turn", "are sent as user turns")
         text = f"{said} of the chat template; --plain-prompts sends them unchanged."

@@ -232,9 +232,11 @@ def _summary(name: str, form: str, total: int, bad: list[BadRow], fits: str, hin
         shown = f"{bad[0]}" + ("; the others likewise" if total > 1 else "")
     else:
         shown = "; ".join(str(row) for row in bad[:_SHOWN]) + (f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else "")
-    cure = "fix them, or skip them with --bad-rows skip"
+    cure = "fix these rows, or skip them with --bad-rows skip"
     if len(bad) == total:
-        cure = f"none is left for the form {form}; " + (f"they fit the form {fits} (docs/data.md)" if fits else "fix them")
+        cure = f"none is left for the form {form}; " + (
+            f"the rows fit the form {fits} (docs/data.md)" if fits else "fix the rows"
+        )
     return f"{name} has {len(bad)} malformed of {total} rows ({shown}); {cure}{hint}."
 
 

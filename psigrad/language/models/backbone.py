@@ -348,7 +348,7 @@ class Pretrained(ABC):
             slopes = (float((a - b).abs().max()) for a, b in zip(found[1:], own[1:], strict=True))
             gap = max(distance(found[0], own[0]), *slopes, 0.0)
             if not gap < (1e-3 if self.network.dtype in (torch.float32, torch.float64) else 0.25):
-                raise ValueError(f"its numbers differ by {gap:.1g} from the model's own")
+                raise ValueError(f"the outputs or gradients differ by {gap:.1g} from those of 'sdpa'")
         except (RuntimeError, ValueError, ImportError) as error:
             self.attention_kernel = before
             reason = reason_of(error).rstrip(".")
@@ -449,4 +449,6 @@ def _check_repeatable(model: Pretrained) -> None:
 def check_complete(missing: Iterable[str]) -> None:
     """Raise `ValueError` if weights are `missing` in a model's files. transformers would initialise them at random."""
     if names := sorted(missing):
-        raise ValueError(f"its files lack {', '.join(names[:3])}{', …' * (len(names) > 3)}, whose weights would be random")
+        raise ValueError(
+            f"the model's files lack {', '.join(names[:3])}{', …' * (len(names) > 3)}, whose weights would be random"
+        )

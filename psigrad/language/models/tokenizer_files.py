@@ -29,7 +29,9 @@ def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     check_tokenizer(os.fspath(path))
     found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     if not set(found.get_vocab()) - set(found.all_special_tokens):
-        raise ValueError("it has no tokenizer: save one there by tokenizer.save_pretrained, or copy its files from the original")
+        raise ValueError(
+            "the model has no tokenizer: save one there by tokenizer.save_pretrained, or copy its files from the original"
+        )
     from psigrad.language.models.vision import attach  # imported here, since few models have images
 
     attach(found, os.fspath(path))

@@ -40,7 +40,7 @@ class Samples:
         if self.prompt_ids is not None:
             lengths["prompt_ids"] = len(self.prompt_ids)
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"Samples are sequences of one length; these have {lengths}.")
+            raise ValueError(f"All columns of samples must have the same length; their lengths are {lengths}.")
 
     def __len__(self) -> int:
         return len(self.completions)

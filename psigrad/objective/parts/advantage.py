@@ -357,7 +357,7 @@ class k_step:
 
 @dataclass(frozen=True)
 class gae:
-    """Generalised advantage estimation: lam = 0 is the TD residual, lam = 1 is Monte Carlo − V.
+    """Generalised advantage estimation: lam = 0 is the TD residual, lam = 1 is the Monte Carlo return minus V.
 
     Formula: A_t = Σ_l (γ·λ)^l · δ_{t+l}
 

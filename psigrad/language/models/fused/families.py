@@ -138,7 +138,7 @@ def load(
         for name, file in found.items():
             if (shape := tuple(file.get_slice(name).get_shape())) != wanted[name]:
                 if name == "score.weight":
-                    raise ValueError(f"its head gives {shape[0]} numbers; a reward model's or critic's gives one")
+                    raise ValueError(f"the head gives {shape[0]} numbers; the head of a reward model or critic gives one")
                 raise ValueError(f"{name} has shape {shape}; by the configuration it is {tuple(wanted[name])}")
         tensors: dict[str, Tensor] = {}  # those to be quantised are read below, one by one
         if mapped and kind is None:

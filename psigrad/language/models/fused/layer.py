@@ -404,7 +404,7 @@ def _split_adapter(child: Any) -> tuple[nn.Linear, Adapter | None]:
     if type(child.base_layer) not in (nn.Linear, CodedLinear) or child.fan_in_fan_out:
         raise Unsupported(f"LoRA is applied to {kind_of(child.base_layer)}, not to a linear layer")
     if len(child.active_adapters) != 1 or child.merged or child.active_adapters[0] not in child.lora_A:
-        raise Unsupported("it has several adapters, or one that is merged or inactive")
+        raise Unsupported("a linear layer has several adapters, or one that is merged or inactive")
     (name,) = child.active_adapters
     a, b = child.lora_A[name], child.lora_B[name]
     if name in child.lora_variant or b.bias is not None:
