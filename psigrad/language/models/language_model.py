@@ -405,14 +405,11 @@ def load(
     except LOADING_ERRORS as error:
         what = "" if isinstance(error, OSError) else _why_no_text(path)  # do not ask a hub again that does not answer
         reason = "" if what else f" ({reason_of(error)})"
-        raise UserError(
-            f"No causal language model could be loaded from {path!r}{reason}; {what or 'give a folder or a hub name'}."
-        ) from error
-    network = network.to("cpu" if for_shards else device)
-    known = found is not None
-    return prepare(
-        network, tokenizer, lora, adapter, gradient_checkpointing=gradient_checkpointing, is_known=known, towers=towers
-    )
+        advice = what or "give a folder or a hub name"
+        raise UserError(f"No causal language model could be loaded from {path!r}{reason}; {advice}.") from error
+    network, known = network.to("cpu" if for_shards else device), found is not None
+    again = gradient_checkpointing
+    return prepare(network, tokenizer, lora, adapter, gradient_checkpointing=again, is_known=known, towers=towers)
 
 
 def prepare(
