@@ -229,10 +229,10 @@ class Sampling:
     tensor_parallel_size: Annotated[Count, RECORDED] = 1
     """With sampler=vllm: number of devices over which each engine splits the model."""
     max_decode_batch: Annotated[Count, RECORDED] = 256
-    """Sequences decoded at once. The others wait and enter as sequences finish."""
+    """Sequences decoded at once. The others wait and enter as sequences finish. On a GPU psigrad's own sampler halves the number
+    until their keys and values take at most half of the free memory."""
     cuda_graphs: bool = True
-    """With sampler=embedded on a GPU: record decoding steps once per batch size and replay them, unless that takes more than a
-    fifth of the GPU's memory."""
+    """With sampler=embedded on a GPU: record decoding steps once per batch size and replay them."""
 
     def vllm_memory_alone(self, gpus: float = 1.0) -> float:
         """Return the memory share of a vLLM engine that does not share its `gpus`."""

@@ -32,7 +32,7 @@ SLACK = {"cpu": 0.2, "returned": 0.0, "cuda": 0.1}
 BLOCKS = {"cpu": (7.5, 0.25), "cuda": (0.0, 0.0)}
 # Float32 copies of a chunk of logits that the backward pass of its log-probs needs at once; entropy needs two more.
 CHUNKS = 5
-KEPT, COPY = "kept from sampling", "sampling copy"
+KEPT, COPY, CACHE = "kept from sampling", "sampling copy", "KV cache"
 # The share of the freed activations of sampling that a critic's larger blocks fit into. Fitted on PPO in four shapes.
 REFILLED = 0.25
 
@@ -178,7 +178,8 @@ def passing(
         found += [MemoryItem("critic's activations", more, "train", "beyond the policy's, which are gone by then")] * (more > 0)
     if work.samples and not work.engine:
         slots = f"{work.slots} sequences"
-        found.append(MemoryItem("KV cache", cache_bytes(work, policy, kept, width), "sample", slots))
+        # A GPU's recorded steps keep their cache while the run trains.
+        found.append(MemoryItem(CACHE, cache_bytes(work, policy, kept, width), "held" if device == "cuda" else "sample", slots))
         if kept.fused == 4 or (kept.fused and multiplies_bfloat16()):
             layer = kept.fused * policy.matrices // policy.layers
             whole = min(policy.layers, LIMIT // layer)

@@ -23,6 +23,7 @@ from psigrad.language.loading.model_source import load_tokenizer, resolve_for_pl
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused import families
 from psigrad.language.models.fused.caches import HEAD_LIMIT
+from psigrad.language.rollout.samplers.recorded import SHARE
 from psigrad.objective.preferences.preference_loss import KahnemanTversky
 from psigrad.optim.rules import adamw_kernels
 from psigrad_extras.preflight.plan.activations import Terms, terms
@@ -34,12 +35,14 @@ from psigrad_extras.preflight.plan.arithmetic import (
     StepCost,
     Work,
     cost_of,
+    samples_itself,
     share_of,
     work_of,
 )
 from psigrad_extras.preflight.plan.hardware import Machine
 from psigrad_extras.preflight.plan.memory import (
     AMONG_OTHERS,
+    CACHE,
     COPY,
     KEPT,
     MemoryItem,
@@ -403,16 +406,26 @@ ALL = "all of these"  # changes, at once
 # The tokens of the largest and the smallest micro-batches to try if the settings leave the size to the device.
 MOST, LEAST = 1 << 16, 1 << 10
 SIZES = (MOST // LEAST).bit_length()
+FEWEST = 8
+"""The fewest sequences decoded at once to try."""
 
 
 def filling(config: Any, here: Machine) -> Any:
     """Return the settings with the largest micro-batches that fit on a machine.
 
-    On a GPU, gradient checkpointing is switched off if training is then faster, even in smaller micro-batches. The size is a
-    power of two, so that a resumed run gets the same one if nearly as much memory is free.
+    On a GPU, the sequences decoded at once are halved, down to 8, until their cache takes at most half of the memory beside what
+    is held, and the smallest micro-batches fit. Gradient checkpointing is switched off if training is then faster, even in smaller
+    micro-batches. The size is a power of two, so that a resumed run gets the same one if nearly as much memory is free.
     """
     lengths, rows, _ = lengths_of(config)
     anew = config.model.gradient_checkpointing
+    while here.kind == "cuda" and samples_itself(config) and (slots := config.sampling.max_decode_batch) > FEWEST:
+        least = predict(replace(config, micro_batch_tokens=LEAST), lengths, here, dataset=rows)
+        cache = sum(item.bytes for item in least.memory.items if item.name == CACHE)
+        taken = sum(item.bytes for item in least.memory.items if item.phase in ("weights", "held"))
+        if cache <= SHARE * (here.memory - taken + cache) and least.fits:
+            break
+        config = _with_sampling(config, max_decode_batch=slots // 2)
     found = []
     for recompute in dict.fromkeys((anew and not here.peak, anew)):
         tried = (replace(_with(config, gradient_checkpointing=recompute), micro_batch_tokens=MOST >> n) for n in range(SIZES))

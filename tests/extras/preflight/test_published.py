@@ -232,3 +232,22 @@ def test_activations_are_recomputed_only_where_the_plan_needs_it(memory, anew, t
     assert best < small or not anew  # it would fit, in passes of so few tokens that their launches take longer
     assert filling(config, replace(gpu, peak=0.0)).model.gradient_checkpointing  # with no speed to compare: the default
     assert not filling(least if anew else found, gpu).model.gradient_checkpointing  # what is given stays
+
+
+@pytest.mark.parametrize(("memory", "slots"), [(80, 64), (40, 32), (24, 8)])
+def test_sequences_are_decoded_at_once_that_leave_half_of_the_memory_to_training(memory, slots, tmp_path):
+    """The shape of Qwen3-0.6B: 114,688 bytes a token, 3,072 tokens or 0.35 GB a slot. Weights, reference, gradients and moments
+    take 10.7 GB. Half of the rest is 35, 15 or 7 GB, and in the last a pass needs more than what 16 slots leave.
+    """
+    QWEN.save_pretrained(tmp_path)
+    flags = {"device": "cuda", "path": str(tmp_path), "max_completion_length": 2816, "prompts_per_step": 32}
+    config = load(OnlineConfig, flags=flags)
+    gpu = replace(named_gpu("h100", "bfloat16"), memory=memory * 10**9)
+    found = filling(config, gpu)
+    assert config.sampling.max_decode_batch == 256 and found.sampling.max_decode_batch == slots
+    made = plan.predict(found, plan.lengths_of(found)[0], gpu)
+    (cache,) = [item for item in made.memory.items if item.name == "KV cache"]
+    assert cache.phase == "held" and made.fits
+    assert not plan.predict(replace(found, sampling=config.sampling), plan.lengths_of(found)[0], gpu).fits, "the control"
+    cpu = replace(gpu, device="cpu")
+    assert filling(config, cpu).sampling.max_decode_batch == 256

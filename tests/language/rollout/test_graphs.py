@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hybrid_models import HYBRID, network
+from transformers import Qwen3Config
 
 from psigrad import seeds
 from psigrad.language.models import tiny
@@ -53,8 +56,10 @@ def requests_():
     ]
 
 
-def watch(monkeypatch, recorder):
-    """Record on the CPU too; returns the shapes that are recorded, one list for each set of recordings."""
+def watch(monkeypatch, recorder, most=256):
+    """Record on the CPU too, in at most so many slots; returns the shapes that are recorded, one list for each set of
+    recordings.
+    """
     shapes = []
 
     class Watched(RecordedDecoding):
@@ -68,7 +73,7 @@ def watch(monkeypatch, recorder):
             super()._step(params, size, columns)
 
     monkeypatch.setattr(embedded, "RecordedDecoding", Watched)
-    monkeypatch.setattr(embedded, "fits", lambda *_: True)
+    monkeypatch.setattr(embedded, "fitting", lambda model, slots, longest: min(slots, most))
     return shapes
 
 
@@ -171,8 +176,46 @@ def test_negative_control_a_recording_that_reads_nothing_new_differs(model, requ
     assert texts(EmbeddedSampler(model).sample(requests_, PARAMS)) != texts(plain)
 
 
+def test_fewer_slots_than_asked_for_are_recorded_once_and_write_the_same(model, requests_, monkeypatch):
+    plain = EmbeddedSampler(model).sample(requests_, PARAMS)
+    shapes = watch(monkeypatch, again, most=2)
+    sampler = EmbeddedSampler(model)
+    for _ in range(2):
+        assert texts(sampler.sample(requests_, PARAMS)) == texts(plain)
+    assert len(shapes) == 1 and {size for size, _ in shapes[0]} <= {1, 2}
+
+
 def test_on_a_cpu_nothing_is_recorded(model):
-    assert not recorded.fits(model, 1, 1)
+    assert not recorded.fitting(model, 1, 1)
+
+
+# Qwen3's sizes: layers, key heads of 128, and billions of weights.
+QWEN3 = {"0.6B": (28, 8, 0.6), "1.7B": (28, 8, 1.7), "4B": (36, 8, 4.0), "8B": (36, 8, 8.2)}
+
+
+@pytest.mark.parametrize("gigabytes", [24, 40, 80])
+def test_decoding_is_recorded_in_as_many_slots_as_half_of_the_free_memory_holds(gigabytes, monkeypatch):
+    """Weights take 2 bytes, or 16 with their training. 8 billion of them leave 7.6 of 24 GB; full training of 4 needs more."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 << 30)
+    tried = 0
+    for (layers, heads, billions), each, longest in itertools.product(QWEN3.values(), (2, 16), (256, 768, 1280, 2304, 4352)):
+        sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": 1024}
+        network = SimpleNamespace(config=Qwen3Config(head_dim=128, **sizes), dtype=torch.bfloat16)
+        model = SimpleNamespace(device=torch.device("cuda"), network=network)
+        free = int(gigabytes * 1e9 - billions * 1e9 * each)
+        if free < 2 << 30:
+            continue
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free - (2 << 30), None))
+        slots, slot = recorded.fitting(model, 256, longest), 2 * 2 * layers * heads * 128 * longest
+        assert slots in (1, 2, 4, 8, 16, 32, 64, 128, 256) and slots * slot <= free / 2
+        assert slots == 256 or 2 * slots * slot > free / 2
+        tried += 1
+    assert tried >= 20
+    network.config = Qwen3Config(head_dim=128, num_hidden_layers=28, num_key_value_heads=8, hidden_size=1024)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 << 30, None))
+    # 256 slots of 1,280 tokens of the smallest model are 35 GiB: the sizes that a fifth of 80 GB refused as a whole
+    assert recorded.fitting(model, 256, 1280) == 64 and recorded.fitting(model, 256, 1 << 20) == 0
 
 
 def test_uniform_numbers_on_the_device_are_those_of_the_host():

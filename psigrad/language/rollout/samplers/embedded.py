@@ -22,7 +22,7 @@ from psigrad.language.models.probe import difference
 from psigrad.language.rollout.samplers.cache import KVCache, SharedCache, new_cache, prefill
 from psigrad.language.rollout.samplers.dialogue import CachedDialogue
 from psigrad.language.rollout.samplers.distribution import draw
-from psigrad.language.rollout.samplers.recorded import TOKENS_AT_ONCE, RecordedDecoding, fits
+from psigrad.language.rollout.samplers.recorded import TOKENS_AT_ONCE, RecordedDecoding, fitting
 from psigrad.language.rollout.types import Completion, Dialogue, Request, Sampler, SamplingParams
 
 
@@ -51,7 +51,8 @@ class EmbeddedSampler(OwnWeights):
     A prompt is prefilled once for its group. Finished sequences leave immediately, and waiting groups enter as slots become free.
     A token depends on its seed and on the number of tokens before it, never on other sequences in the batch. Only the rounding of
     matrix products varies with the batch size. `progress(tokens)` is called after each step. With `cuda_graphs`, decoding steps
-    are recorded and replayed if `recorded.fits`. The cache then persists between calls, which must not overlap.
+    are recorded and replayed on a GPU, in as many slots as `recorded.fitting` says. The cache then persists between calls, which
+    must not overlap.
     """
 
     engine = "embedded 1"
@@ -77,7 +78,9 @@ class EmbeddedSampler(OwnWeights):
         check_room(self.model, requests, params, images=True)
         params = without_placeholders(self.model, params)
         self.model.switch(training=False)
-        batch = _Batch(self.model, requests, params, self.max_batch, self._recording(requests, params), self.model.usable(cache))
+        recorded = self._recording(requests, params)
+        slots = self.max_batch if recorded is None else min(self.max_batch, recorded.cache.slots)
+        batch = _Batch(self.model, requests, params, slots, recorded, self.model.usable(cache))
         yield batch.pop_complete()
         while batch.waiting or batch.sequences.size:
             batch.admit()
@@ -110,14 +113,15 @@ class EmbeddedSampler(OwnWeights):
             # Round up, so that the slightly longer prompts of the next call need no new recording.
             slots = min(self.max_batch, 1 << (slots - 1).bit_length())
             longest = min(self.model.max_length, -(-longest // 256) * 256)
-            rooms = [(slots, longest)]
+            needs = [(slots, longest)]
             if self._recorded is not None:  # earlier needs will recur
-                rooms.insert(0, (max(slots, self._recorded.cache.slots), max(longest, self._recorded.cache.longest)))
+                needs.insert(0, (max(slots, self._recorded.wanted), max(longest, self._recorded.cache.longest)))
             self._recorded = None  # free its memory before the next allocates
-            room = next((room for room in rooms if fits(self.model, *room)), None)
-            if room is None:
+            found = [(fitting(self.model, *need), *need) for need in needs]
+            most, wanted, longest = next((one for one in found if one[0] == one[1]), found[-1])
+            if not most:
                 return None
-            self._recorded = RecordedDecoding(self.model, *room)
+            self._recorded = RecordedDecoding(self.model, most, longest, wanted)
         self._recorded.begin(params)
         return self._recorded
 

@@ -28,6 +28,8 @@ TOKENS_AT_ONCE = 8
 _NARROWEST = 128
 # Distributions whose recordings are kept: training draws from one, evaluation from another.
 _KEPT = 4
+# The largest share of the free memory that recorded keys and values may take.
+SHARE = 0.5
 
 # A function that turns a function without arguments into its replay.
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
@@ -41,9 +43,12 @@ class RecordedDecoding:
     values where the next prompt will overwrite them, and their draws are ignored.
     """
 
-    def __init__(self, model: LanguageModel, slots: int, longest: int, record: Recorder | None = None) -> None:
-        """Create the cache; `longest` is the capacity of a slot, in tokens. Call `begin` before each batch."""
-        self.model = model
+    def __init__(self, model: LanguageModel, slots: int, longest: int, wanted: int = 0, record: Recorder | None = None) -> None:
+        """Create the cache; `longest` is the capacity of a slot, in tokens. Call `begin` before each batch.
+
+        `wanted` is the number of slots that the call needs, if memory has fewer.
+        """
+        self.model, self.wanted = model, max(slots, wanted)
         self.cache = KVCache(slots, longest)
         self.weights = addresses(model)
         self._record = record or on_cuda()
@@ -57,7 +62,7 @@ class RecordedDecoding:
 
     def serves(self, slots: int, longest: int) -> bool:
         """Return True if these recordings are of the model's current weights and have enough room."""
-        room = self.cache.slots >= slots and self.cache.longest >= longest
+        room = self.wanted >= slots and self.cache.longest >= longest
         return room and self.weights == addresses(self.model)
 
     def begin(self, params: SamplingParams) -> None:
@@ -117,13 +122,24 @@ class RecordedDecoding:
         self.at.add_(1)
 
 
-def fits(model: LanguageModel, slots: int, longest: int) -> bool:
-    """Return True if the model is on a GPU and these slots, of `longest` tokens each, take at most a fifth of its memory."""
+def fitting(model: LanguageModel, slots: int, longest: int) -> int:
+    """Return how many slots of `longest` tokens to record on a GPU: `slots`, halved until they take at most half of its free
+    memory.
+
+    The other half is for training, which runs while the cache exists. Returns 0 on a CPU, and if not even one slot fits.
+    """
     if model.device.type != "cuda":
-        return False
-    values = cached_numbers(model.network.config) * slots * longest
-    memory: int = torch.cuda.get_device_properties(model.device).total_memory
-    return bool(5 * values * model.network.dtype.itemsize <= memory)
+        return 0
+    size = cached_numbers(model.network.config) * longest * model.network.dtype.itemsize
+    while slots and slots * size > SHARE * free_memory(model.device):
+        slots //= 2
+    return slots
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that tensors could use on a GPU now: those of its driver, and blocks that torch keeps for reuse."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + kept
 
 
 def addresses(model: LanguageModel) -> tuple[int, ...]:
