@@ -32,7 +32,7 @@ SLACK = {"cpu": 0.2, "returned": 0.0, "cuda": 0.1}
 BLOCKS = {"cpu": (7.5, 0.25), "cuda": (0.0, 0.0)}
 # Float32 copies of a chunk of logits that the backward pass of its log-probs needs at once; entropy needs two more.
 CHUNKS = 5
-KEPT, COPY, CACHE = "kept from sampling", "sampling copy", "KV cache"
+KEPT, COPY, CACHE, ENGINE = "kept from sampling", "sampling copy", "KV cache", "vLLM's engine"
 # The share of the freed activations of sampling that a critic's larger blocks fit into. Fitted on PPO in four shapes.
 REFILLED = 0.25
 
@@ -118,7 +118,21 @@ def engine_item(work: Work, policy: Shape, width: int, taken: float, sleeps: boo
     least = weights + own * (work.lengths.longest_prompt + work.lengths.longest_completion)
     note = f"weights, and pages for {count(max(0.0, taken - weights) / own)} tokens"
     note += f"; it needs {least / 1e9:.3g} GB" if least > taken else ""
-    return MemoryItem("vLLM's engine", taken, "sample" if sleeps else "held", note), max(0.0, least - taken)
+    return MemoryItem(ENGINE, taken, "sample" if sleeps else "held", note), max(0.0, least - taken)
+
+
+def share_asleep(held: PeakMemory, work: Work, policy: Shape, width: int, memory: float, margin: float) -> float:
+    """Return the share of the memory for an engine that sleeps while the run trains, in steps of 0.05.
+
+    It takes what training does not hold, less `margin`, and at most its present share. Returns 0 without an engine that is awake,
+    or if its weights and one text need more.
+    """
+    awake = sum(item.bytes for item in held.items if item.name == ENGINE and item.phase == "held")
+    if not awake:
+        return 0.0
+    free = memory / (1 + margin) - held.baseline - held.of("weights") - held.of("held") + awake - held.slack
+    share = min(work.engine, math.floor(20 * free / (1 + SLACK[held.allocator]) / memory) / 20)
+    return 0.0 if share <= 0 or engine_item(work, policy, width, share * memory)[1] else share
 
 
 def forward_and_back(work: Work, shape: Shape, kept: Terms, recompute: bool) -> tuple[float, float]:

@@ -58,6 +58,7 @@ from psigrad_extras.preflight.plan.memory import (
     recomputed_gradients,
     roles_of,
     sharded_items,
+    share_asleep,
 )
 from psigrad_extras.preflight.plan.shape import Shape, config_of, shape_of
 
@@ -369,6 +370,10 @@ def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         more = round(min(0.9, work.engine + plan.starved / plan.machine.memory + 0.05), 2)
         for name, value in (("tensor_parallel_size", 2 * work.tensor), ("vllm_memory", more)):
             yield f"sampling.{name}={value}", partial(_with_sampling, **{name: value})
+    width = DTYPES[config.model.dtype].itemsize
+    if share := share_asleep(plan.memory, work, plan.policy, width, plan.machine.memory, MARGIN):
+        settings: dict[str, Any] = {"vllm_sleep": True, "vllm_memory": share}
+        yield f"sampling.vllm_sleep=true sampling.vllm_memory={share}", partial(_with_sampling, **settings)
     if any(item.name == COPY for item in plan.memory.items):
         yield "sampling.sampler=vllm", partial(_with_sampling, sampler="vllm")
     if work.slots > 32 and not work.engine:
@@ -414,8 +419,8 @@ def filling(config: Any, here: Machine) -> Any:
     """Return the settings with the largest micro-batches that fit on a machine.
 
     On a GPU, the sequences decoded at once are halved, down to 8, until their cache takes at most half of the memory beside what
-    is held, and the smallest micro-batches fit. Gradient checkpointing is switched off if training is then faster, even in smaller
-    micro-batches. The size is a power of two, so that a resumed run gets the same one if nearly as much memory is free.
+    is held, and the smallest micro-batches fit. Gradient checkpointing is switched off if training is then faster, even in
+    smaller micro-batches. The size is a power of two, so that a resumed run gets the same one if nearly as much memory is free.
     """
     lengths, rows, _ = lengths_of(config)
     anew = config.model.gradient_checkpointing
