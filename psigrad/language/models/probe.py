@@ -19,7 +19,7 @@ from psigrad.errors import UserError, reason_of
 from psigrad.kernels.kernels import kernels
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.fused.layer import Unsupported
-from psigrad.language.models.packing import Groups, lay_out
+from psigrad.language.models.packing import ForwardInputs, Groups, lay_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -97,11 +97,14 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
 def compose(model: Any, texts: Groups) -> tuple[Any, str]:
     """Return the kernels inside the modules of a packed model if they reproduce these modules, otherwise None.
 
-    Also switch on the kernels of its layers with state, or return why they are off.
+    Also switch on the kernels of its layers with state, or return why they are off. On a GPU the modules launch fewer kernels.
     """
     from psigrad.language.models.fused.parts import Parts
 
     hf, native = model.network, kernels()
+    if hf.device.type == "cuda":
+        _compose_on_gpu(model, lay_out(texts, model.device, packed=True))
+        return None, ""
     if isinstance(native, str) or hf.device.type != "cpu" or hf.dtype not in native.dtypes:
         return None, ""
     parts, inputs = Parts(hf, native), lay_out(texts, model.device, packed=True)
@@ -128,6 +131,21 @@ def compose(model: Any, texts: Groups) -> tuple[Any, str]:
     for switch in switches:
         switch.native = None if reason else native
     return parts if parts.on else None, reason
+
+
+@torch.no_grad()
+def _compose_on_gpu(model: Any, inputs: ForwardInputs) -> None:
+    """Let modules launch fewer kernels if their numbers stay the same."""
+    from psigrad.language.models.fused.gpu_parts import GpuParts
+
+    parts = GpuParts(model.network)
+
+    def numbers(on: bool) -> Tensor:
+        parts.on = on
+        hidden: Tensor = model.target_hidden(inputs)
+        return hidden
+
+    parts.on = not _why_not(model.network, numbers)
 
 
 def _why_not(hf: PreTrainedModel, numbers: Callable[[bool], Tensor]) -> str:

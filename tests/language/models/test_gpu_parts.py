@@ -1,0 +1,124 @@
+"""Modules with fewer kernels on a GPU: their numbers and gradients, and the kernels that a layer launches, counted on a CPU.
+
+An operation of PyTorch that writes numbers is a kernel. RMS norms and attention, which are one kernel on a GPU, have stand-ins.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from psigrad.language.models import hf_attention, probe, tiny
+from psigrad.language.models.fused import gpu_parts
+from psigrad.language.models.fused.gpu_parts import GpuParts
+from psigrad.language.models.language_model import Lora, prepare
+from psigrad.language.models.packing import Groups
+
+# Operations that write no numbers.
+FREE = {
+    *("view", "_unsafe_view", "t", "transpose", "permute", "reshape", "detach", "expand", "slice", "select", "unsqueeze"),
+    *("squeeze", "alias", "split", "unbind", "as_strided", "empty", "empty_like", "empty_strided", "new_empty"),
+    *("new_empty_strided", "split_with_sizes", "chunk", "promote_types"),
+}
+GROUPS = Groups([[3, 1, 2] * 4, [2, 5] * 6], [[[4, 2, 1] * 4, [1] * 9], [[3] * 8, [2] * 7]])
+
+
+class Kernels(TorchDispatchMode):
+    """The kernels that are launched, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names[func.overloadpacket.__name__] += func.overloadpacket.__name__ not in FREE
+        return func(*args, **(kwargs or {}))
+
+
+def one_kernel(name: str, given: str, learns: int) -> None:
+    """Register an operation of the inputs `given`, with a gradient for the first `learns`, each a single kernel."""
+    made = torch.library.custom_op(f"stand_in::{name}", lambda *x: x[0].clone(), mutates_args=(), schema=f"({given}) -> Tensor")
+    tensors = ", ".join(f"Tensor x{i}" for i in range(learns))
+    back = torch.library.custom_op(
+        f"stand_in::{name}_back", lambda *x: [one.clone() for one in x], mutates_args=(), schema=f"({tensors}) -> Tensor[]"
+    )
+    more = given.count(",") + 1 - learns
+    made.register_autograd(
+        lambda ctx, grad: (*back(*ctx.saved_tensors), *[None] * more),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:learns]),
+    )
+
+
+one_kernel("attend", "Tensor q, Tensor k, Tensor v", 3)
+one_kernel("rms_norm", "Tensor x, Tensor weight, float eps", 2)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """The branches of a GPU on the host."""
+    monkeypatch.setattr(probe, "fuse", lambda model, texts, recompute: (None, ""))
+    monkeypatch.setattr(probe, "kernels", lambda: "none on a GPU")
+    monkeypatch.setattr(GpuParts, "runs", lambda self, x, *weights: self.on)
+
+
+def made(layers: int, lora: bool, recompute: bool, fewer: bool = True, dtype=torch.bfloat16):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    torch.manual_seed(0)
+    network = Qwen3ForCausalLM(Qwen3Config(**sizes, num_hidden_layers=layers, vocab_size=280)).to(dtype)
+    model = prepare(network, tiny.tokenizer(["say a: b"], 280), Lora(4) if lora else None, gradient_checkpointing=bool(recompute))
+    model.decoder = model.parts = None
+    for p in model.trainable().values():
+        p.data = p.data.to(dtype)
+    if fewer:
+        probe._compose_on_gpu(model, probe.lay_out(model._texts(), model.device, packed=True))
+    return model
+
+
+def launched(monkeypatch, **how) -> float:
+    """The kernels of a layer in a micro-batch, forward and backward."""
+    found = []
+    for layers in (2, 4):
+        model = made(layers, **how)
+        with monkeypatch.context() as patch:
+            patch.setattr(hf_attention, "varlen_kernel", lambda: lambda q, k, v, *rest: torch.ops.stand_in.attend(q, k, v))
+            patch.setattr(gpu_parts, "_rms_norm", lambda x, w, eps, offset=0.0: torch.ops.stand_in.rms_norm(x, w, eps))
+            model.attends = "varlen"
+            model.switch(training=bool(how["recompute"]))
+            with Kernels() as counted:
+                model.evaluate(GROUPS).logp.sum().backward()
+        found.append(counted.names.total())
+    return (found[1] - found[0]) / 2
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_log_probs_and_gradients_are_those_of_the_modules(lora, as_on_a_gpu):
+    found = []
+    for fewer in (True, False):
+        model = made(2, lora, False, fewer, torch.float64)
+        learns = [p.data.normal_(std=0.2, generator=torch.Generator().manual_seed(len(p))) for p in model.trainable().values()]
+        assert lora or len(learns) > 20
+        logp = model.evaluate(GROUPS).logp
+        found.append([logp.detach(), *torch.autograd.grad((logp * logp.detach()).sum(), list(model.trainable().values()))])
+    for ours, right in zip(*found, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-9, atol=1e-9)
+
+
+def test_negative_control_a_wrong_kernel_is_left_out(as_on_a_gpu, monkeypatch):
+    right = made(2, False, False, fewer=False).evaluate(GROUPS).logp
+    monkeypatch.setattr(gpu_parts, "norm_offset", lambda module, norm: 0.0 if "RMSNorm" in type(module).__name__ else None)
+    monkeypatch.setattr(gpu_parts, "_rms_norm", lambda x, weight, eps, offset=0.0: F.rms_norm(x, weight.shape, weight, eps + 0.1))
+    assert torch.equal(made(2, False, False).evaluate(GROUPS).logp, right)
+    monkeypatch.setattr(probe, "_why_not", lambda hf, numbers: "")
+    assert not torch.equal(made(2, False, False).evaluate(GROUPS).logp, right)
+
+
+@pytest.mark.parametrize(("lora", "recompute", "most"), [(0, 0, 90), (0, 1, 120), (1, 0, 135), (1, 1, 160)])
+def test_a_layer_launches_at_most_so_many_kernels_in_a_micro_batch(lora, recompute, most, as_on_a_gpu, monkeypatch):
+    few, many = (launched(monkeypatch, lora=lora, recompute=recompute, fewer=fewer) for fewer in (True, False))
+    print(lora, recompute, few, many)
+    assert few <= most < many - 40
