@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -46,7 +48,22 @@ class CodedLinear(nn.Linear):
             rows = x.reshape(-1, self.in_features)
             out = native.products.multiply_codes(rows, [self.matrix], x.new_empty(len(rows), self.out_features), bias)
             return out.view(*x.shape[:-1], -1)
-        return nn.functional.linear(x, unpack(self.matrix, x.dtype), bias)
+        return _Product.apply(x, self.matrix, bias)  # type: ignore[no-any-return]
+
+
+class _Product(torch.autograd.Function):
+    """x · Wᵀ + b of a frozen W, which is decoded again in the backward pass instead of kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: CodedMatrix, bias: Tensor | None) -> Tensor:
+        ctx.matrix = matrix
+        return nn.functional.linear(x, unpack(matrix, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        rows = dy.flatten(0, -2)
+        dx = (rows @ unpack(ctx.matrix, dy.dtype)).view(*dy.shape[:-1], -1) if ctx.needs_input_grad[0] else None
+        return dx, None, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
 def unpack(matrix: CodedMatrix, dtype: torch.dtype) -> Tensor:
@@ -54,6 +71,10 @@ def unpack(matrix: CodedMatrix, dtype: torch.dtype) -> Tensor:
     native = kernels()
     if matrix.codes.device.type == "cpu" and not isinstance(native, str) and dtype in native.dtypes:
         return native.products.unpack(matrix, dtype)
+    if matrix.codes.device.type == "cuda":
+        from psigrad.language.models.fused.inductor import decoder
+
+        return decoder()(matrix.codes, matrix.scales, matrix.offsets, matrix.levels, dtype)[: matrix.shape[0]]
     return matrix.by_torch(dtype)
 
 
