@@ -26,9 +26,9 @@ from psigrad.runs.machine import default_threads
 class Workload:
     """One shape of work. `kind` is the method: grpo, rloo, ppo, or offline dpo, reward, sft. The sizes of the model are those of
     one that is made (`inputs.build`); one that is given (`inputs.prepare`) has its own. TRL takes `micro_batch` rows at once
-    (0: all), with bfloat16 weights (`half_weights`) or by autocast. The logarithms of lengths of prompts (of rows, in sft) have
-    the deviation `spread`, around the lengths given. With several `turns` each completion is answered by `answer`, but the last,
-    and one that was cut.
+    (0: all), with bfloat16 weights (`half_weights`) or by autocast; psigrad takes `micro_tokens` tokens online. The logarithms of
+    lengths of prompts (of rows, in sft) have the deviation `spread`, around the lengths given. With several `turns` each
+    completion is answered by `answer`, but the last, and one that was cut.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Workload:
     spread: float = 0.0
     turns: int = 1
     micro_batch: int = 0
+    micro_tokens: int = 4096
     half_weights: bool = False
     gradient_checkpointing: bool = False
     attention: str = "auto"

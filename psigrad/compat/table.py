@@ -265,8 +265,8 @@ _ROWS = (
     # Names without an equivalent, each with the default that needs none.
     *_no_equal("every weight that learns is stepped", optim_target_modules=None),
     *_no_equal("cross-entropy is smoothed by sft alone; of DPO's losses it is loss.label_smoothing", label_smoothing_factor=0.0),
-    *_no_equal("kernels of psigrad's own compute what is compiled elsewhere", torch_compile=False),
-    *_no_equal("nothing is compiled by torch", torch_compile_backend=None, torch_compile_mode=None),
+    *_no_equal("on a GPU it is model.compile_layers; kernels of psigrad's own compute on a CPU", torch_compile=False),
+    *_no_equal("layers are compiled by torch's defaults", torch_compile_backend=None, torch_compile_mode=None),
     *_no_equal("kernels of psigrad's own compute it", liger_kernel_config=None),
     *_no_equal("embeddings get no noise", neftune_noise_alpha=None),
     *_no_equal("the trackers' project is psigrad", project="huggingface"),

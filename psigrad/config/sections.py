@@ -125,6 +125,8 @@ class Model:
     """Attention over packed sequences outside the fused decoder. On a GPU, "varlen" (torch's kernel, or flash-attn's) and "flex"
     (FlexAttention) compute only the scores that are needed; "sdpa" pads. "auto" takes the first that runs and equals "sdpa". On a
     CPU it is "sdpa"."""
+    compile_layers: Annotated[bool, RECORDED] = False
+    """On a GPU, compile each kind of layer once by torch.compile, for training and sampling. It takes a minute at the start."""
     gradient_checkpointing: Annotated[bool, RECORDED, On(cuda=True)] = False
     """Recompute activations in the backward pass. It saves memory and takes a third more time; with a vocabulary of 150,000 on a
     small model, nearly twice the time. TRL: on."""

@@ -85,7 +85,7 @@ def load_model(
     if value_head:
         model.add_value_head(whole)
     take_shard(model, world, machine.device(run), saved.shards)
-    model.attend(settings.attention)
+    _choose_ways(model, settings)
     model.balance = balance_of(model.network, settings.router_aux_loss_coef)
     return model
 
@@ -134,6 +134,15 @@ def _prepare_given(
         )
     given.made = made
     return made
+
+
+def _choose_ways(model: LanguageModel | ScalarModel, settings: Model) -> None:
+    """Set how a model attends, and compile its layers if the settings say so."""
+    model.attend(settings.attention)
+    if settings.compile_layers:
+        model.compile_layers()
+        if model.why_uncompiled:
+            _say_once(f"The layers of {settings.path} are not compiled: {model.why_uncompiled}.")
 
 
 def _options(settings: Model, run: Run, world: World) -> dict[str, Any]:
@@ -200,7 +209,7 @@ def load_scalar_model(
             )
     settle_chat(model.tokenizer, settings, checkpoint, model.network)
     take_shard(model, world, machine.device(run), saved.shards)
-    model.attend(settings.attention)
+    _choose_ways(model, settings)
     return model
 
 
@@ -307,7 +316,7 @@ def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | N
             f"The critic {config.critic!r} and the policy have different tokenizers; give a critic of the same model family."
         )
     take_shard(made, world, machine.device(config.run), saved.shards)
-    made.attend(config.model.attention)
+    _choose_ways(made, config.model)
     return made
 
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from psigrad import redaction
-from psigrad.errors import UserError, reason_of
+from psigrad.errors import UserError
 from psigrad.language.images import FIRST, sight_of
 from psigrad.language.models import attention
 from psigrad.language.models.experts import Balance, Routing
@@ -30,9 +30,9 @@ from psigrad.language.models.lora import Lora, Masks, describe_merging, merge_ad
 from psigrad.language.models.packing import ForwardInputs, Groups
 from psigrad.language.models.probe import (
     LENGTH,
+    attend,
     choose_attention,
     compose,
-    distance,
     fuse,
     recompute_activations,
     set_mode,
@@ -98,6 +98,7 @@ class Pretrained(ABC):
     - `decoder` runs the packed forward pass in fused kernels; if it is None, `why_unfused` is the reason.
     - `parts` are the kernels inside transformers' modules, if these run packed on a CPU.
     - `attends` is how packed sequences attend in transformers' modules; `why_sdpa` is why a GPU pads them anyway.
+    - `compiled` is True if torch.compile runs the layers; `why_uncompiled` is why it does not although it was tried.
     - `texts` are the texts on which ways to compute were compared.
     - `balance` is the auxiliary loss of a mixture-of-experts model; `routing` records the sampler's choices for training.
     - `root` makes sharded weights whole while its forward pass runs (`language/models/sharded.py`).
@@ -116,6 +117,8 @@ class Pretrained(ABC):
     parts: Parts | None = None
     attends: Literal["sdpa", "varlen", "flex"] = "sdpa"
     why_sdpa: str = ""
+    compiled: bool = False
+    why_uncompiled: str = ""
     root: nn.Module | None = None
     context: Any = None
     texts: Groups | None = None
@@ -341,42 +344,14 @@ class Pretrained(ABC):
 
         Raises `UserError` if another way does not run, or does not give the numbers and the gradient of "sdpa".
         """
-        if how == "auto" and self.device.type == "cuda" and self.decoder is None and not self.why_padded:
-            reasons = []
-            for one in ("varlen", "flex"):
-                try:
-                    return self.attend(one)
-                except UserError as error:
-                    reasons.append(str(error).removesuffix("; leave it at 'auto'."))
-            self.why_sdpa = "; ".join(reasons)
-        if how in ("auto", "sdpa"):
-            return
-        if self.decoder is not None or self.why_padded:
-            why = "the fused decoder has an attention of its own" if self.decoder is not None else self.why_padded
-            raise UserError(f"attention is {how!r}, and {why}; leave it at 'auto'.")
-        # With shards, gradients are computed by hooks that a probe does not run.
-        learns = [p for p in self.trainable().values() if p.requires_grad] if self.root is None else []
-        own, before = self._probe_with_gradient(learns), self.attends
-        try:
-            self.attends = how  # type: ignore[assignment]
-            found = self._probe_with_gradient(learns)
-            slopes = (float((a - b).abs().max()) for a, b in zip(found[1:], own[1:], strict=True))
-            gap = max(distance(found[0], own[0]), *slopes, 0.0)
-            if not gap < (1e-3 if self.network.dtype in (torch.float32, torch.float64) else 0.25):
-                raise ValueError(f"its numbers differ by {gap:.1g} from the model's own")
-        except (RuntimeError, ValueError, ImportError) as error:
-            self.attends = before
-            reason = reason_of(error).rstrip(".")
-            raise UserError(
-                f"attention is {how!r}, and it does not run on {self.device} ({reason}); leave it at 'auto'."
-            ) from error
+        attend(self, how)
 
-    def _probe_with_gradient(self, learns: list[nn.Parameter]) -> list[Tensor]:
-        """Return the outputs on the model's own texts, and the direction of the gradient of their sum for each parameter."""
-        with torch.set_grad_enabled(bool(learns)):
-            found = self._probe(self._texts(), packed=True)
-            slopes = torch.autograd.grad(found.sum(), learns, allow_unused=True) if learns else ()
-        return [found.detach(), *(g / g.norm().clamp(min=1e-6) for g in slopes if g is not None)]
+    def compile_layers(self) -> None:
+        """Compile the layers on a GPU if that gives their numbers and gradient, or store in `why_uncompiled` why not."""
+        from psigrad.language.models.fused.inductor import compile_layers
+
+        self.why_uncompiled = compile_layers(self)
+        self.compiled = not self.why_uncompiled
 
     def frozen_copy(self) -> Self:
         """Return a copy that never learns: the reference of full fine-tuning."""
@@ -385,7 +360,10 @@ class Pretrained(ABC):
         decoder = None if self.decoder is None else Decoder(twin, vision=self.vision)
         own: dict[str, Any] = {"attends": self.attends, "why_padded": self.why_padded, "why_unfused": self.why_unfused}
         parts = None if self.parts is None else type(self.parts)(twin, self.parts.native)
-        return type(self)(twin.eval(), self.tokenizer, decoder=decoder, parts=parts, **own)
+        made = type(self)(twin.eval(), self.tokenizer, decoder=decoder, parts=parts, **own)
+        if self.compiled:
+            made.compile_layers()
+        return made
 
     def save(self, folder: Path) -> None:
         """Save weights and tokenizer in Hugging Face form. A LoRA model saves only its adapter (and a scalar head)."""

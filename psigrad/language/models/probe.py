@@ -67,6 +67,53 @@ def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe:
     return f"{type(hf).__name__} does not run packed: {failure or reason}"
 
 
+def attend(model: Any, how: str) -> None:
+    """Set how a packed model attends; see `Pretrained.attend`."""
+    if how == "auto" and model.device.type == "cuda" and model.decoder is None and not model.why_padded:
+        reasons = []
+        for one in ("varlen", "flex"):
+            try:
+                return attend(model, one)
+            except UserError as error:
+                reasons.append(str(error).removesuffix("; leave it at 'auto'."))
+        model.why_sdpa = "; ".join(reasons)
+    if how in ("auto", "sdpa"):
+        return None
+    if model.decoder is not None or model.why_padded:
+        why = "the fused decoder has an attention of its own" if model.decoder is not None else model.why_padded
+        raise UserError(f"attention is {how!r}, and {why}; leave it at 'auto'.")
+    own, before = with_gradient(model), model.attends
+    try:
+        model.attends = how
+        check_gap(model, own)
+    except (RuntimeError, ValueError, ImportError) as error:
+        model.attends = before
+        reason = reason_of(error).rstrip(".")
+        raise UserError(f"attention is {how!r}, and it does not run on {model.device} ({reason}); leave it at 'auto'.") from error
+    return None
+
+
+def with_gradient(model: Any) -> list[Tensor]:
+    """Return the outputs on the model's own texts, and the direction of the gradient of their sum for each parameter that learns.
+
+    With shards, gradients are computed by hooks that a probe does not run.
+    """
+    learns = [p for p in model.trainable().values() if p.requires_grad] if model.root is None else []
+    with torch.set_grad_enabled(bool(learns)):
+        found = model._probe(model._texts(), packed=True)
+        slopes = torch.autograd.grad(found.sum(), learns, allow_unused=True) if learns else ()
+    return [found.detach(), *(g / g.norm().clamp(min=1e-6) for g in slopes if g is not None)]
+
+
+def check_gap(model: Any, own: list[Tensor]) -> None:
+    """Raise `ValueError` if the numbers of `with_gradient` are no longer the model's `own`."""
+    found = with_gradient(model)
+    slopes = (float((a - b).abs().max()) for a, b in zip(found[1:], own[1:], strict=True))
+    gap = max(distance(found[0], own[0]), *slopes, 0.0)
+    if not gap < (1e-3 if model.network.dtype in (torch.float32, torch.float64) else 0.25):
+        raise ValueError(f"its numbers differ by {gap:.1g} from the model's own")
+
+
 @torch.no_grad()
 def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, str]:
     """Return the fused decoder if it reproduces the model's own modules, otherwise None and the reason."""
@@ -233,6 +280,9 @@ def in_precision(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
     # Some forward passes leave their buffers in the precision that they run in (CTRL).
     buffers = [(module._buffers, name, held) for module in hf.modules() for name, held in module._buffers.items()]
     layers = _layers(hf)
+    compiled = [(layer, layer._compiled_call_impl) for layer in layers]  # hooks that change weights are not compiled
+    for layer in layers:
+        layer._compiled_call_impl = None
     inside = {p for layer in layers for p in layer.parameters()}
     hooks = [layer.register_forward_pre_hook(lambda layer, given: cast(layer.parameters())) for layer in layers]
     hooks += [layer.register_forward_hook(lambda layer, given, made: put_back(list(layer.parameters()))) for layer in layers]
@@ -243,6 +293,8 @@ def in_precision(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         put_back(list(kept))
+        for layer, own in compiled:
+            layer._compiled_call_impl = own
         for owner, name, held in buffers:
             owner[name] = held
         matmul.allow_tf32 = fast

@@ -14,10 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from psigrad.language.models import hf_attention, probe, tiny
-from psigrad.language.models.fused import gpu_parts
+from psigrad.language.models.fused import gpu_parts, inductor
 from psigrad.language.models.fused.gpu_parts import GpuParts
 from psigrad.language.models.language_model import Lora, prepare
 from psigrad.language.models.packing import Groups
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.language.rollout.types import Request, SamplingParams
 
 # Operations that write no numbers.
 FREE = {
@@ -122,3 +124,63 @@ def test_a_layer_launches_at_most_so_many_kernels_in_a_micro_batch(lora, recompu
     few, many = (launched(monkeypatch, lora=lora, recompute=recompute, fewer=fewer) for fewer in (True, False))
     print(lora, recompute, few, many)
     assert few <= most < many - 40
+
+
+@pytest.fixture
+def compiles(as_on_a_gpu, monkeypatch):
+    """compiles(model, backend): compile its layers as on a GPU."""
+    why = inductor._why_not
+
+    def run(model, backend):
+        monkeypatch.setattr(inductor, "_why_not", lambda one: why(one) if "GPU" not in why(one) else "")
+        monkeypatch.setattr(inductor, "BACKEND", backend)
+        torch._dynamo.reset()
+        model.compile_layers()
+        return model
+
+    yield run
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_compiled_layers_have_the_numbers_and_gradients_of_the_modules(lora, compiles):
+    """In training and in sampling, where a recorded step reads the cache; one version serves all layers and lengths."""
+    requests = [Request((5, 6, 7), (1, 2)), Request((9,), (3,))]
+    found, graphs = [], []
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    for backend in ("", counted):
+        model = made(3, lora, False, True, torch.float32)
+        if backend:
+            compiles(model, backend)
+            assert model.compiled and not model.why_uncompiled
+        logp = model.evaluate(GROUPS).logp
+        before = len(graphs)
+        model.evaluate(Groups([[3, 1]], [[[4, 2, 1, 7]]])).logp.sum().backward()
+        written = EmbeddedSampler(model).sample(requests, SamplingParams(max_tokens=6))
+        slopes = torch.autograd.grad((logp * logp.detach()).sum(), list(model.trainable().values()))
+        found.append(([logp.detach(), *slopes], [c.ids for group in written for c in group]))
+    (own, ids), (ours, others) = found
+    for a, b in zip(ours, own, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert ids == others and before > 0 and len(graphs) < 4 * before
+    copy = model.frozen_copy()
+    assert copy.compiled and all(layer._compiled_call_impl is not None for layer in copy.network.model.layers)
+
+
+def test_layers_that_compute_other_numbers_when_compiled_are_left_as_they_are(compiles):
+    def wrong(graph, inputs):
+        def run(*given):
+            return [x + 1.0 if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in graph.forward(*given)]
+
+        return run
+
+    model = compiles(made(2, False, False, True, torch.float32), wrong)
+    assert "its numbers differ" in model.why_uncompiled and not model.compiled
+    assert model.network.model.layers[0]._compiled_call_impl is None
+    padded = made(2, False, False)
+    padded.why_padded = "for a test"
+    assert compiles(padded, "eager").why_uncompiled == "the model runs padded"

@@ -40,9 +40,9 @@ class GpuParts:
         return self._adapted(type(module).forward) if adapts else None
 
     def runs(self, x: Tensor, *weights: Tensor) -> bool:
-        """Return True for tensors of one dtype on a GPU, none of them a shard."""
+        """Return True for tensors of one dtype on a GPU, none of them a shard. torch.compile fuses the modules' own code."""
         plain = all(type(w) in (nn.Parameter, Tensor) and w.dtype == x.dtype for w in weights)
-        return self.on and x.is_cuda and plain
+        return self.on and x.is_cuda and plain and not torch.compiler.is_compiling()
 
     def _norm(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def forward(module: Any, x: Tensor, *given: Any, **named: Any) -> Tensor:
