@@ -16,7 +16,7 @@ from transformers import Qwen3Config
 from psigrad import seeds
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import Lora, prepare
-from psigrad.language.rollout.samplers import embedded, recorded
+from psigrad.language.rollout.samplers import cache, embedded, recorded
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.samplers.recorded import RecordedDecoding
 from psigrad.language.rollout.types import Request, SamplingParams
@@ -106,7 +106,27 @@ def test_a_long_sequence_reads_more_columns_when_it_needs_them(model, monkeypatc
     plain = EmbeddedSampler(model).sample([request], params)
     shapes = watch(monkeypatch, again)
     assert texts(EmbeddedSampler(model).sample([request], params)) == texts(plain)
-    assert {columns for _, columns in shapes[0]} == {128, 256}
+    assert {columns for _, columns in shapes[0]} == {128, 192}
+
+
+def test_a_recorded_step_reads_less_than_one_and_a_half_times_the_keys_that_are_there(model, monkeypatch):
+    """Counted where attention is given keys: from 129 tokens on, at most the next of 192, 256, 384, 512, … columns."""
+    decoding = RecordedDecoding(model, 4, 4096, record=again)
+    read = [(wanted, decoding._columns(wanted)) for wanted in range(1, 4097)]
+    assert all(max(wanted, 128) <= columns < max(129, 1.5 * wanted) for wanted, columns in read)
+    assert sorted({columns for _, columns in read}) == [128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096]
+    given = []
+    attend = cache.Decode.attend
+
+    def watched(self, layer, q, k, v, scale, window, how=cache.SDPA):
+        return attend(
+            self, layer, q, k, v, scale, window, lambda q, keys, v, **named: given.append(keys.shape) or how(q, keys, v, **named)
+        )
+
+    monkeypatch.setattr(cache.Decode, "attend", watched)
+    watch(monkeypatch, again)
+    EmbeddedSampler(model).sample([Request(tuple(range(5, 135)), (7, 8))], SamplingParams(max_tokens=20))
+    assert given and {shape[2] for shape in given} == {192} and {shape[0] for shape in given} <= {1, 2}
 
 
 def counting(made):

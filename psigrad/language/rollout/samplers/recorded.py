@@ -24,7 +24,7 @@ from psigrad.seeds import uniform_on_device
 
 # Tokens of a sequence between two checks for ended sequences. Tokens drawn after an end are discarded.
 TOKENS_AT_ONCE = 8
-# Columns of keys and values that the shortest recording reads. Each longer one reads twice as many.
+# Columns of keys and values that the shortest recording reads. Longer ones read 1.5, 2, 3, 4, 6, … times as many.
 _NARROWEST = 128
 # Distributions whose recordings are kept: training draws from one, evaluation from another.
 _KEPT = 4
@@ -93,8 +93,9 @@ class RecordedDecoding:
         return self.ids[:steps, :active].cpu().numpy(), self.logprobs[:steps, :, :active].cpu().numpy()
 
     def _columns(self, wanted: int) -> int:
-        doublings = max(0, math.ceil(math.log2(wanted / _NARROWEST)))
-        return min(_NARROWEST << doublings, self.cache.longest)
+        wide = _NARROWEST << max(0, math.ceil(math.log2(wanted / _NARROWEST)))
+        between = wide * 3 // 4
+        return min(between if _NARROWEST < wanted <= between else wide, self.cache.longest)
 
     def _replay(self, size: int, columns: int) -> Callable[[], None]:
         """Return the recording of this shape, made on first use."""
