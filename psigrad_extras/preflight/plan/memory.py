@@ -14,6 +14,7 @@ from psigrad.kernels.processor import multiplies_bfloat16
 from psigrad.language.models.fused.caches import HEAD_LIMIT, LIMIT
 from psigrad.language.models.logprobs import CHUNK_ELEMENTS, CHUNK_ON_GPU, TILE_ELEMENTS, TILE_ON_GPU
 from psigrad.language.rollout.samplers.cache import BLOCK
+from psigrad.language.rollout.samplers.grouped import SHORTEST
 from psigrad.optim.gradients import HELD
 from psigrad_extras.preflight.plan.activations import Terms
 from psigrad_extras.preflight.plan.arithmetic import Work, token_bytes
@@ -101,10 +102,14 @@ def count(parameters: float) -> str:
     return f"{parameters:.0f}"
 
 
-def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int) -> float:
-    """Return the bytes of all slots' keys and values at full length; the fused decoder stores a prompt once for its group."""
+def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int, device: str = "cpu") -> float:
+    """Return the bytes of all slots' keys and values at full length. The fused decoder stores a prompt once for its group, as do
+    recorded steps on a GPU, with room for as many prompts again.
+    """
     length = work.lengths
     prompts = math.ceil(work.slots / work.members) if kept.fused else work.slots
+    if device == "cuda" and work.members > 1 and length.longest_prompt >= SHORTEST:
+        prompts = min(work.slots, math.ceil(2 * work.slots / work.members))
     own, shared = work.slots * length.longest_completion, prompts * length.longest_prompt
     if kept.fused:  # the fused decoder allocates whole blocks
         own = work.slots * math.ceil(length.longest_completion / BLOCK) * BLOCK
@@ -192,8 +197,8 @@ def passing(
         found += [MemoryItem("critic's activations", more, "train", "beyond the policy's, which are gone by then")] * (more > 0)
     if work.samples and not work.engine:
         slots = f"{work.slots} sequences"
-        # A GPU's recorded steps keep their cache while the run trains.
-        found.append(MemoryItem(CACHE, cache_bytes(work, policy, kept, width), "held" if device == "cuda" else "sample", slots))
+        phase: Phase = "held" if device == "cuda" else "sample"  # recorded steps keep their cache while the run trains
+        found.append(MemoryItem(CACHE, cache_bytes(work, policy, kept, width, device), phase, slots))
         if kept.fused == 4 or (kept.fused and multiplies_bfloat16()):
             layer = kept.fused * policy.matrices // policy.layers
             whole = min(policy.layers, LIMIT // layer)

@@ -165,7 +165,7 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
     items += [*(load_items(parts) if cpu else ()), *engine]  # a GPU has no pages of the file
     items = _with_codes(items, policy, width, coded) if coded else items
     done = _as_kept(config, work, items, kept_size(work, policy, kept) / PLAIN if quick and cpu else 0.0)
-    cost = _cost(config, done, policy, cache_bytes(work, policy, kept, width), coded if cpu else 0)
+    cost = _cost(config, done, policy, cache_bytes(work, policy, kept, width, machine.kind), coded if cpu else 0)
     cost = cost if cpu else cost.on_gpu(done, policy, frozen=bool(rank), recompute=recompute, learns=adapter or learns)
     gives_back = recompute and cpu
     beside_head = head_slack(work, policy, width, machine.kind) if head and not gives_back else 0.0

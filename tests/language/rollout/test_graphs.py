@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 import torch
 from hybrid_models import HYBRID, network
-from transformers import Qwen3Config
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM
 
 from psigrad import seeds
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import Lora, prepare
 from psigrad.language.rollout.samplers import cache, embedded, recorded
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.samplers.recorded import RecordedDecoding
+from psigrad.language.rollout.samplers.grouped import GroupedCache, GroupedDecode
+from psigrad.language.rollout.samplers.recorded import RecordedDecoding, Room
 from psigrad.language.rollout.types import Request, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=24, stop_token_ids=tuple(range(40)))  # some end early
@@ -67,13 +70,13 @@ def watch(monkeypatch, recorder, most=256):
             shapes.append([])
             super().__init__(*given, record=recorder)
 
-        def _step(self, params, size, columns):
-            if (size, columns) not in shapes[-1]:
-                shapes[-1].append((size, columns))
-            super()._step(params, size, columns)
+        def _step(self, params, *shape):
+            if shape not in shapes[-1]:
+                shapes[-1].append(shape)
+            super()._step(params, *shape)
 
     monkeypatch.setattr(embedded, "RecordedDecoding", Watched)
-    monkeypatch.setattr(embedded, "fitting", lambda model, slots, longest: min(slots, most))
+    monkeypatch.setattr(embedded, "fitting", lambda model, room: room._replace(slots=min(room.slots, most)))
     return shapes
 
 
@@ -111,8 +114,7 @@ def test_a_long_sequence_reads_more_columns_when_it_needs_them(model, monkeypatc
 
 def test_a_recorded_step_reads_less_than_one_and_a_half_times_the_keys_that_are_there(model, monkeypatch):
     """Counted where attention is given keys: from 129 tokens on, at most the next of 192, 256, 384, 512, … columns."""
-    decoding = RecordedDecoding(model, 4, 4096, record=again)
-    read = [(wanted, decoding._columns(wanted)) for wanted in range(1, 4097)]
+    read = [(wanted, RecordedDecoding._columns(wanted, 4096)) for wanted in range(1, 4097)]
     assert all(max(wanted, 128) <= columns < max(129, 1.5 * wanted) for wanted, columns in read)
     assert sorted({columns for _, columns in read}) == [128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096]
     given = []
@@ -205,8 +207,116 @@ def test_fewer_slots_than_asked_for_are_recorded_once_and_write_the_same(model, 
     assert len(shapes) == 1 and {size for size, _ in shapes[0]} <= {1, 2}
 
 
+SMALL = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+}
+
+
+def grouped(name):
+    """A model in transformers' modules with weights twice as large, so that its distributions are no longer flat."""
+    tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
+    torch.manual_seed(0)
+    if name in HYBRID:
+        hf = network(name)
+    elif name == "gemma2":  # windows, and scores that are capped
+        hf = Gemma2ForCausalLM(Gemma2Config(**SMALL, vocab_size=len(tokenizer), sliding_window=8, attn_logit_softcapping=2.0))
+    elif name == "gemma3":
+        hf = Gemma3ForCausalLM(Gemma3TextConfig(**SMALL, vocab_size=len(tokenizer), sliding_window=8))
+    else:
+        hf = tiny.model(name, len(tokenizer))
+    made = prepare(hf, tokenizer)
+    made.decoder = None
+    with torch.no_grad():
+        for p in made.network.parameters():
+            p.mul_(2)
+    return made
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "qwen3", "gemma2", "gemma3", "qwen3_5_text"])
+@pytest.mark.parametrize(("max_batch", "prompts"), [(5, 256), (256, 2), (256, 256)])
+def test_a_prompt_that_is_stored_once_for_its_group_gives_the_same_tokens(name, max_batch, prompts, requests_, monkeypatch):
+    """With keys and values, windows, capped scores and states; prompts wait for room, and move when others have ended."""
+    model = grouped(name)
+    plain = EmbeddedSampler(model, max_batch).sample(requests_, PARAMS)
+    shapes, seen = watch(monkeypatch, again), []
+    monkeypatch.setattr(embedded, "SHORTEST", 1)
+    monkeypatch.setattr(embedded, "fitting", lambda model, room: room._replace(prompts=min(room.prompts, prompts)))
+    remove = GroupedCache.remove
+    monkeypatch.setattr(GroupedCache, "remove", lambda self, ended: (remove(self, ended), seen.append(self.count))[0])
+    sampler = EmbeddedSampler(model, max_batch)
+    for _ in range(2):
+        found = sampler.sample(requests_, PARAMS)
+        assert texts(found) == texts(plain)
+        pairs = [(a, b) for ours, theirs in zip(found, plain, strict=True) for a, b in zip(ours, theirs, strict=True)]
+        assert all(a.logprobs == pytest.approx(b.logprobs, abs=1e-4) for a, b in pairs)
+    assert len(shapes) == 1 and all(len(shape) == 5 for shape in shapes[0])
+    assert seen[-1] == 0 and max(seen) <= prompts and max(seen) > (prompts > 2)
+
+
+def test_negative_control_a_prompt_in_anothers_place_gives_other_tokens(requests_, monkeypatch):
+    model = grouped("qwen3")
+    plain = EmbeddedSampler(model).sample(requests_, PARAMS)
+    watch(monkeypatch, again)
+    monkeypatch.setattr(embedded, "SHORTEST", 1)
+    seats = GroupedCache.seats
+    monkeypatch.setattr(
+        GroupedCache, "seats", lambda self, size: (made := seats(self, size))._replace(seat=made.seat[::-1].copy())
+    )
+    assert texts(EmbeddedSampler(model).sample(requests_, PARAMS)) != texts(plain)
+
+
+class Moved(TorchDispatchMode):
+    """The bytes that operations read and write, views apart."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in pytree.tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+        if len({x.untyped_storage().data_ptr() for x in tensors}) > 1:
+            self.total += sum(x.numel() * x.element_size() for x in tensors)
+        return out
+
+
+def test_a_group_of_eight_reads_a_third_of_the_bytes_for_a_token(monkeypatch):
+    """Counted in attention, for a prompt of 768 tokens and 4 key heads of 64."""
+    sizes = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "hidden_size": 64,
+        "intermediate_size": 8,
+    }
+    tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
+    model = prepare(Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=64, vocab_size=len(tokenizer))), tokenizer)
+    model.decoder, found = None, []
+    watch(monkeypatch, again)
+    requests = [Request(tuple(3 + (i + n) % 200 for i in range(760)), tuple(range(8))) for n in range(2)]
+    for shortest, kind in ((1, GroupedDecode), (1 << 20, cache.Decode)):
+        monkeypatch.setattr(embedded, "SHORTEST", shortest)
+        attend, total = kind.attend, Moved()
+
+        def counted(self, *given, attend=attend, total=total):
+            with total:
+                return attend(self, *given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "attend", counted)
+            done = EmbeddedSampler(model).sample(requests, SamplingParams(max_tokens=9))
+        found.append((total.total, [c.ids for group in done for c in group]))
+    (once, ids), (each, others) = found
+    print(once, each)
+    assert ids == others and 0 < 3 * once < each
+
+
 def test_on_a_cpu_nothing_is_recorded(model):
-    assert not recorded.fitting(model, 1, 1)
+    assert not recorded.fitting(model, Room(1, 1)).slots
 
 
 # Qwen3's sizes: layers, key heads of 128, and billions of weights.
@@ -227,7 +337,7 @@ def test_decoding_is_recorded_in_as_many_slots_as_half_of_the_free_memory_holds(
         if free < 2 << 30:
             continue
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free - (2 << 30), None))
-        slots, slot = recorded.fitting(model, 256, longest), 2 * 2 * layers * heads * 128 * longest
+        slots, slot = recorded.fitting(model, Room(256, longest)).slots, 2 * 2 * layers * heads * 128 * longest
         assert slots in (1, 2, 4, 8, 16, 32, 64, 128, 256) and slots * slot <= free / 2
         assert slots == 256 or 2 * slots * slot > free / 2
         tried += 1
@@ -235,7 +345,7 @@ def test_decoding_is_recorded_in_as_many_slots_as_half_of_the_free_memory_holds(
     network.config = Qwen3Config(head_dim=128, num_hidden_layers=28, num_key_value_heads=8, hidden_size=1024)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 << 30, None))
     # 256 slots of 1,280 tokens of the smallest model are 35 GiB: the sizes that a fifth of 80 GB refused as a whole
-    assert recorded.fitting(model, 256, 1280) == 64 and recorded.fitting(model, 256, 1 << 20) == 0
+    assert [recorded.fitting(model, Room(256, longest)).slots for longest in (1280, 1 << 20)] == [64, 0]
 
 
 def test_uniform_numbers_on_the_device_are_those_of_the_host():

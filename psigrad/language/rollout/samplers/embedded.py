@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +23,8 @@ from psigrad.language.models.probe import difference
 from psigrad.language.rollout.samplers.cache import KVCache, SharedCache, new_cache, prefill
 from psigrad.language.rollout.samplers.dialogue import CachedDialogue
 from psigrad.language.rollout.samplers.distribution import draw
-from psigrad.language.rollout.samplers.recorded import TOKENS_AT_ONCE, RecordedDecoding, fitting
+from psigrad.language.rollout.samplers.grouped import SHORTEST, GroupedCache
+from psigrad.language.rollout.samplers.recorded import TOKENS_AT_ONCE, RecordedDecoding, Room, fitting
 from psigrad.language.rollout.types import Completion, Dialogue, Request, Sampler, SamplingParams
 
 
@@ -108,20 +110,17 @@ class EmbeddedSampler(OwnWeights):
             return None
         if own.vision is not None and own.vision.axes:  # a recorded step reads no shifts
             return None
-        slots, longest = _room_for(requests, params, self.max_batch)
-        if self._recorded is None or not self._recorded.serves(slots, longest):
-            # Round up, so that the slightly longer prompts of the next call need no new recording.
-            slots = min(self.max_batch, 1 << (slots - 1).bit_length())
-            longest = min(self.model.max_length, -(-longest // 256) * 256)
-            needs = [(slots, longest)]
-            if self._recorded is not None:  # earlier needs will recur
-                needs.insert(0, (max(slots, self._recorded.wanted), max(longest, self._recorded.cache.longest)))
+        need = _to_record(requests, params, self.max_batch, self.model.max_length)
+        if self._recorded is None or not self._recorded.serves(need):
+            needs = [need]
+            if self._recorded is not None and bool(need.prompts) == bool(self._recorded.wanted.prompts):  # they will recur
+                needs.insert(0, Room(*map(max, need, self._recorded.wanted)))
             self._recorded = None  # free its memory before the next allocates
-            found = [(fitting(self.model, *need), *need) for need in needs]
-            most, wanted, longest = next((one for one in found if one[0] == one[1]), found[-1])
-            if not most:
+            found = [(fitting(self.model, need), need) for need in needs]
+            room, wanted = next((one for one in found if one[0] == one[1]), found[-1])
+            if not room.slots:
                 return None
-            self._recorded = RecordedDecoding(self.model, most, longest, wanted)
+            self._recorded = RecordedDecoding(self.model, room, wanted)
         self._recorded.begin(params)
         return self._recorded
 
@@ -162,6 +161,23 @@ def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -
     """Return the number of slots that these requests need, and the capacity of each, in tokens."""
     slots = min(max_batch, sum(len(request.seeds) for request in requests))
     return slots, max(len(request.prompt_ids) for request in requests) + params.max_tokens
+
+
+def _to_record(requests: list[Request], params: SamplingParams, max_batch: int, most: int) -> Room:
+    """Return the room that recorded steps need, rounded up so that slightly longer prompts of the next call need no other.
+
+    Long prompts of groups are stored once for their group, each while one of its completions is being sampled.
+    """
+
+    def rounded(tokens: int) -> int:
+        return min(most, -(-tokens // 256) * 256)
+
+    slots, longest = _room_for(requests, params, max_batch)
+    slots, prompt = min(max_batch, 1 << (slots - 1).bit_length()), longest - params.max_tokens
+    members = sum(len(request.seeds) for request in requests) / len(requests)
+    if prompt < SHORTEST or members < 2:
+        return Room(slots, rounded(longest))
+    return Room(slots, rounded(params.max_tokens), min(slots, math.ceil(2 * slots / members)), rounded(prompt))
 
 
 def check_room(model: LanguageModel, requests: list[Request], params: SamplingParams, images: bool = False) -> None:
@@ -226,13 +242,18 @@ class _Batch:
         self.routes = None if model.routing is None else Routes(model.routing, *self.ids.shape)
 
     def can_admit(self) -> bool:
-        return bool(self.waiting) and self.sequences.size + len(self.waiting[0][1]) <= self.max_batch
+        free = self.sequences.size + len(self.waiting[0][1]) <= self.max_batch if self.waiting else False
+        return free and self._free_prompts() > 0
+
+    def _free_prompts(self) -> int:
+        """Return how many more prompts the cache has room for, beside the slots."""
+        return self.cache.prompts - self.cache.count if isinstance(self.cache, GroupedCache) else len(self.waiting)
 
     def admit(self) -> None:
         """Prefill the waiting groups that fit, and draw their first tokens."""
         groups = []
-        room = self.max_batch - self.sequences.size
-        while self.waiting and len(self.waiting[0][1]) <= room:
+        room, prompts = self.max_batch - self.sequences.size, self._free_prompts()
+        while self.waiting and len(self.waiting[0][1]) <= room and len(groups) < prompts:
             groups.append(self.waiting.popleft())
             room -= len(groups[-1][1])
         copies = on_device([i for i, (_, members) in enumerate(groups) for _ in members], self.model.device)
