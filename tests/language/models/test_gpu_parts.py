@@ -9,7 +9,9 @@ from collections import Counter
 
 import pytest
 import torch
+from inductor_counts import counting
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -31,15 +33,20 @@ GROUPS = Groups([[3, 1, 2] * 4, [2, 5] * 6], [[[4, 2, 1] * 4, [1] * 9], [[3] * 8
 
 
 class Kernels(TorchDispatchMode):
-    """The kernels that are launched, by name."""
+    """The kernels that are launched, by name, and the bytes that those beside products read and write."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: Counter[str] = Counter()
+        self.bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names[func.overloadpacket.__name__] += func.overloadpacket.__name__ not in FREE
-        return func(*args, **(kwargs or {}))
+        name, out = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
+        self.names[name] += name not in FREE
+        if name not in FREE | {"mm", "addmm", "attend", "attend_back"}:
+            tensors = {id(x): x for x in pytree.tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)}
+            self.bytes += sum(x.numel() * x.element_size() for x in tensors.values())
+        return out
 
 
 def one_kernel(name: str, given: str, learns: int) -> None:
@@ -81,8 +88,8 @@ def made(layers: int, lora: bool, recompute: bool, fewer: bool = True, dtype=tor
     return model
 
 
-def launched(monkeypatch, **how) -> float:
-    """The kernels of a layer in a micro-batch, forward and backward."""
+def launched(monkeypatch, **how) -> tuple[float, float]:
+    """The kernels of a layer in a micro-batch, forward and backward, and the bytes beside products."""
     found = []
     for layers in (2, 4):
         model = made(layers, **how)
@@ -93,8 +100,8 @@ def launched(monkeypatch, **how) -> float:
             model.switch(training=bool(how["recompute"]))
             with Kernels() as counted:
                 model.evaluate(GROUPS).logp.sum().backward()
-        found.append(counted.names.total())
-    return (found[1] - found[0]) / 2
+        found.append((counted.names.total(), counted.bytes))
+    return (found[1][0] - found[0][0]) / 2, (found[1][1] - found[0][1]) / 2
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -121,9 +128,28 @@ def test_negative_control_a_wrong_kernel_is_left_out(as_on_a_gpu, monkeypatch):
 
 @pytest.mark.parametrize(("lora", "recompute", "most"), [(0, 0, 90), (0, 1, 120), (1, 0, 135), (1, 1, 160)])
 def test_a_layer_launches_at_most_so_many_kernels_in_a_micro_batch(lora, recompute, most, as_on_a_gpu, monkeypatch):
-    few, many = (launched(monkeypatch, lora=lora, recompute=recompute, fewer=fewer) for fewer in (True, False))
-    print(lora, recompute, few, many)
-    assert few <= most < many - 40
+    (few, less), (many, more) = (launched(monkeypatch, lora=lora, recompute=recompute, fewer=fewer) for fewer in (True, False))
+    print(lora, recompute, few, many, less / more)
+    assert few <= most < many - 40 and less < 0.6 * more
+
+
+@pytest.mark.parametrize(("lora", "most"), [(False, 40), pytest.param(True, 70, marks=pytest.mark.slow)])
+def test_a_compiled_layer_launches_at_most_40_kernels_and_moves_half_of_the_bytes(lora, most, compiles, monkeypatch):
+    """All layers together compile one forward and one backward pass, each in the parts before, between and behind attention."""
+    _, more = launched(monkeypatch, lora=lora, recompute=False, fewer=False)
+    monkeypatch.setattr(inductor, "check_gap", lambda model, own: None)
+    monkeypatch.setattr(hf_attention, "varlen_kernel", lambda: lambda q, k, v, *rest: torch.ops.stand_in.attend(q, k, v))
+    graphs = []
+    for layers in (2, 3):
+        model = made(layers, lora, False)
+        model.attends = "varlen"
+        with counting(monkeypatch) as found:
+            compiles(model, "inductor").evaluate(GROUPS).logp.sum().backward()
+        graphs.append(found)
+    print(graphs, more)
+    assert graphs[0] == graphs[1], "another layer compiles nothing"
+    assert found.kernels > 5 and found.calls > 15 and found.kernels + found.calls <= most
+    assert 0 < found.bytes <= 0.5 * more
 
 
 @pytest.fixture

@@ -259,6 +259,19 @@ def test_a_prompt_that_is_stored_once_for_its_group_gives_the_same_tokens(name, 
     assert seen[-1] == 0 and max(seen) <= prompts and max(seen) > (prompts > 2)
 
 
+def test_an_evaluation_of_single_completions_makes_room_once(requests_, monkeypatch):
+    model = grouped("qwen3")
+    shapes = watch(monkeypatch, again)
+    monkeypatch.setattr(embedded, "SHORTEST", 1)
+    alone = [replace(request, seeds=request.seeds[:1]) for request in requests_]
+    plain = texts(EmbeddedSampler(model, cuda_graphs=False).sample(alone, PARAMS))
+    sampler = EmbeddedSampler(model)
+    for _ in range(3):
+        sampler.sample(requests_, PARAMS)
+        assert texts(sampler.sample(alone, PARAMS)) == plain
+    assert len(shapes) <= 2
+
+
 def test_negative_control_a_prompt_in_anothers_place_gives_other_tokens(requests_, monkeypatch):
     model = grouped("qwen3")
     plain = EmbeddedSampler(model).sample(requests_, PARAMS)

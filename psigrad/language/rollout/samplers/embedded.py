@@ -110,11 +110,12 @@ class EmbeddedSampler(OwnWeights):
             return None
         if own.vision is not None and own.vision.axes:  # a recorded step reads no shifts
             return None
-        need = _to_record(requests, params, self.max_batch, self.model.max_length)
+        before = None if self._recorded is None else self._recorded.wanted
+        need = _to_record(requests, params, self.max_batch, self.model.max_length, before)
         if self._recorded is None or not self._recorded.serves(need):
             needs = [need]
-            if self._recorded is not None and bool(need.prompts) == bool(self._recorded.wanted.prompts):  # they will recur
-                needs.insert(0, Room(*map(max, need, self._recorded.wanted)))
+            if before is not None and bool(need.prompts) == bool(before.prompts):  # earlier needs will recur
+                needs.insert(0, Room(*map(max, need, before)))
             self._recorded = None  # free its memory before the next allocates
             found = [(fitting(self.model, need), need) for need in needs]
             room, wanted = next((one for one in found if one[0] == one[1]), found[-1])
@@ -163,10 +164,11 @@ def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -
     return slots, max(len(request.prompt_ids) for request in requests) + params.max_tokens
 
 
-def _to_record(requests: list[Request], params: SamplingParams, max_batch: int, most: int) -> Room:
+def _to_record(requests: list[Request], params: SamplingParams, max_batch: int, most: int, before: Room | None) -> Room:
     """Return the room that recorded steps need, rounded up so that slightly longer prompts of the next call need no other.
 
-    Long prompts of groups are stored once for their group, each while one of its completions is being sampled.
+    Long prompts of groups are stored once for their group, each while one of its completions is being sampled. So are those of an
+    evaluation with single completions, if the room `before` it was of this kind.
     """
 
     def rounded(tokens: int) -> int:
@@ -175,9 +177,10 @@ def _to_record(requests: list[Request], params: SamplingParams, max_batch: int, 
     slots, longest = _room_for(requests, params, max_batch)
     slots, prompt = min(max_batch, 1 << (slots - 1).bit_length()), longest - params.max_tokens
     members = sum(len(request.seeds) for request in requests) / len(requests)
-    if prompt < SHORTEST or members < 2:
+    if prompt < SHORTEST or (members < 2 and not (before and before.prompts)):
         return Room(slots, rounded(longest))
-    return Room(slots, rounded(params.max_tokens), min(slots, math.ceil(2 * slots / members)), rounded(prompt))
+    prompts = min(slots, len(requests), math.ceil(2 * slots / members))
+    return Room(slots, rounded(params.max_tokens), prompts, rounded(prompt))
 
 
 def check_room(model: LanguageModel, requests: list[Request], params: SamplingParams, images: bool = False) -> None:
