@@ -144,6 +144,7 @@ def kernels(given: Given, note: Note) -> None:
     from timed import inputs
 
     from psigrad.language.models import language_model
+    from psigrad.language.models.fused.inductor import compile_layers
     from psigrad.language.models.lora import Lora
     from psigrad.language.models.packing import Groups
 
@@ -161,7 +162,7 @@ def kernels(given: Given, note: Note) -> None:
                 model.attend("auto")
                 if how == "compiled":
                     begin = time.perf_counter()
-                    model.compile_layers()
+                    compile_layers(model)
                     note({f"{lora=} compile": {"seconds": time.perf_counter() - begin, "why_not": model.why_uncompiled}})
                 found.append(profiled(model, groups, given))
             each = {name: (found[1][name] - found[0][name]) / 2 for name in found[0]}
@@ -240,6 +241,7 @@ def sampling(given: Given, note: Note) -> None:
     from timed import inputs
 
     from psigrad.language.models import language_model
+    from psigrad.language.models.fused.inductor import compile_layers
     from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
     from psigrad.language.rollout.types import Request, SamplingParams
 
@@ -255,7 +257,7 @@ def sampling(given: Given, note: Note) -> None:
         requests = [Request(ids, tuple(range(8 * i, 8 * i + 8))) for i in range(count)]
         for how in ("recorded", "eager", "compiled"):
             if how == "compiled":
-                model.compile_layers()
+                compile_layers(model)
             sampler = EmbeddedSampler(model, cuda_graphs=how != "eager")
             sampler.sample(requests, params)
             begin = time.perf_counter()
@@ -299,6 +301,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         name, file = asked.child
         _child(next(stage for stage in STAGES if stage.name == name), given, Path(file))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends too
     end = time.monotonic() + 60 * asked.minutes - SPARE
     code, rows = _version(), read(results)
     for stage in STAGES:
@@ -310,7 +313,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
         if left < stage.least:
             print(f"{stage.name}: no time is left for it", flush=True)
             continue
-        row = {"stage": stage.name, "code": code, **take(stage, given, min(stage.most, left))}
+        most = left if asked.tiny else stage.most  # what a trial's machine takes says nothing
+        row = {"stage": stage.name, "code": code, **take(stage, given, min(most, left))}
         rows.append(row)
         results.parent.mkdir(parents=True, exist_ok=True)
         with results.open("a") as stream:

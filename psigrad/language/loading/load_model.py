@@ -140,7 +140,9 @@ def _choose_ways(model: LanguageModel | ScalarModel, settings: Model) -> None:
     """Set how a model attends, and compile its layers if the settings say so."""
     model.attend(settings.attention)
     if settings.compile_layers:
-        model.compile_layers()
+        from psigrad.language.models.fused.inductor import compile_layers  # imported here, since few runs compile
+
+        compile_layers(model)
         if model.why_uncompiled:
             _say_once(f"The layers of {settings.path} are not compiled: {model.why_uncompiled}.")
 

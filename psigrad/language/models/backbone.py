@@ -346,13 +346,6 @@ class Pretrained(ABC):
         """
         attend(self, how)
 
-    def compile_layers(self) -> None:
-        """Compile the layers on a GPU if that gives their numbers and gradient, or store in `why_uncompiled` why not."""
-        from psigrad.language.models.fused.inductor import compile_layers
-
-        self.why_uncompiled = compile_layers(self)
-        self.compiled = not self.why_uncompiled
-
     def frozen_copy(self) -> Self:
         """Return a copy that never learns: the reference of full fine-tuning."""
         twin = copy.deepcopy(self.network)
@@ -362,7 +355,9 @@ class Pretrained(ABC):
         parts = None if self.parts is None else type(self.parts)(twin, self.parts.native)
         made = type(self)(twin.eval(), self.tokenizer, decoder=decoder, parts=parts, **own)
         if self.compiled:
-            made.compile_layers()
+            from psigrad.language.models.fused.inductor import compile_layers  # imported here, since few runs compile
+
+            compile_layers(made)
         return made
 
     def save(self, folder: Path) -> None:

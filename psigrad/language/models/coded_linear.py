@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from psigrad.errors import UserError
+from psigrad import redaction
+from psigrad.errors import UserError, reason_of
+from psigrad.kernels import codes
 from psigrad.kernels.codes import CodedMatrix, Kind, can_code, code
 from psigrad.kernels.kernels import kernels
 
@@ -72,10 +76,27 @@ def unpack(matrix: CodedMatrix, dtype: torch.dtype) -> Tensor:
     if matrix.codes.device.type == "cpu" and not isinstance(native, str) and dtype in native.dtypes:
         return native.products.unpack(matrix, dtype)
     if matrix.codes.device.type == "cuda":
-        from psigrad.language.models.fused.inductor import decoder
-
-        return decoder()(matrix.codes, matrix.scales, matrix.offsets, matrix.levels, dtype)[: matrix.shape[0]]
+        return _decoder()(matrix.codes, matrix.scales, matrix.offsets, matrix.levels, dtype)[: matrix.shape[0]]
     return matrix.by_torch(dtype)
+
+
+@functools.cache
+def _decoder() -> Callable[..., Tensor]:
+    """Return `codes.decode`, compiled for all shapes. It reads 0.6 to 1.1 bytes a weight and writes 2; PyTorch alone moves 30.
+
+    Where the compiler does not run, PyTorch decodes, and the reason is printed once.
+    """
+    compiled: list[Callable[..., Tensor]] = [torch.compile(codes.decode, dynamic=True)]
+
+    def decode(*given: object) -> Tensor:
+        try:
+            return compiled[0](*given)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            redaction.say(f"Coded weights are decoded without torch.compile, in ten times the time: {reason_of(error)}.")
+            compiled[0] = codes.decode
+            return codes.decode(*given)  # type: ignore[arg-type]
+
+    return decode
 
 
 def code_linears(network: nn.Module, kind: Kind) -> None:

@@ -38,6 +38,13 @@ def text_half(network: Any) -> Any:
     return network.base_model if network.config.get_text_config() is network.config else network.get_decoder()
 
 
+def layers_of(network: Any) -> list[nn.Module]:
+    """Return the blocks of the text half, which shards gather one at a time."""
+    names, half = set(getattr(network, "_no_split_modules", None) or ()), text_half(network)
+    found = [module for module in half.modules() if type(module).__name__ in names]
+    return found or [m for child in half.modules() if isinstance(child, nn.ModuleList) for m in child]
+
+
 def towers_of(network: Any) -> list[str]:
     """Return the names of the modules of a network outside its text half."""
     config = network.config

@@ -215,7 +215,8 @@ def test_the_command_takes_a_gpu_by_name(tmp_path, capsys):
     assert cli.main([*arguments, "--device", "cuda", "--gpu", "h100", "--devices", "64"]) == 0
     out = capsys.readouterr().out
     assert "64 devices of 80 GB" in out and "Best:" in out
-    assert cli.main([*arguments, "--device", "h100"]) == 0
+    # 1,024 completions of 100 tokens, of which the embedded sampler decodes 256 until the longest has ended
+    assert cli.main([*arguments, "--device", "h100", "--prompts-per-step", "128", "--completion-length", "100"]) == 0
     out = capsys.readouterr().out
     assert "phases     sampling " in out and "samplers   embedded " in out and "; vllm is faster" in out
     assert cli.main([*arguments, "--device=h100", "--vllm-memory", "0.1"]) == 0

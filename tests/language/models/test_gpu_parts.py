@@ -29,6 +29,7 @@ FREE = {
     *("squeeze", "alias", "split", "unbind", "as_strided", "empty", "empty_like", "empty_strided", "new_empty"),
     *("new_empty_strided", "split_with_sizes", "chunk", "promote_types"),
 }
+SLOW = pytest.mark.slow
 GROUPS = Groups([[3, 1, 2] * 4, [2, 5] * 6], [[[4, 2, 1] * 4, [1] * 9], [[3] * 8, [2] * 7]])
 
 
@@ -133,21 +134,17 @@ def test_a_layer_launches_at_most_so_many_kernels_in_a_micro_batch(lora, recompu
     assert few <= most < many - 40 and less < 0.6 * more
 
 
-@pytest.mark.parametrize(("lora", "most"), [(False, 40), pytest.param(True, 70, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("lora", "most"), [(False, 40), pytest.param(True, 70, marks=SLOW)])
 def test_a_compiled_layer_launches_at_most_40_kernels_and_moves_half_of_the_bytes(lora, most, compiles, monkeypatch):
-    """All layers together compile one forward and one backward pass, each in the parts before, between and behind attention."""
+    """All layers share one forward and one backward pass, each in the parts before, between and behind attention."""
     _, more = launched(monkeypatch, lora=lora, recompute=False, fewer=False)
     monkeypatch.setattr(inductor, "check_gap", lambda model, own: None)
     monkeypatch.setattr(hf_attention, "varlen_kernel", lambda: lambda q, k, v, *rest: torch.ops.stand_in.attend(q, k, v))
-    graphs = []
-    for layers in (2, 3):
-        model = made(layers, lora, False)
-        model.attends = "varlen"
-        with counting(monkeypatch) as found:
-            compiles(model, "inductor").evaluate(GROUPS).logp.sum().backward()
-        graphs.append(found)
-    print(graphs, more)
-    assert graphs[0] == graphs[1], "another layer compiles nothing"
+    model = made(2, lora, False)
+    model.attends = "varlen"
+    with counting(monkeypatch) as found:
+        compiles(model, "inductor").evaluate(GROUPS).logp.sum().backward()
+    print(found, more)
     assert found.kernels > 5 and found.calls > 15 and found.kernels + found.calls <= most
     assert 0 < found.bytes <= 0.5 * more
 
@@ -161,14 +158,14 @@ def compiles(as_on_a_gpu, monkeypatch):
         monkeypatch.setattr(inductor, "_why_not", lambda one: why(one) if "GPU" not in why(one) else "")
         monkeypatch.setattr(inductor, "BACKEND", backend)
         torch._dynamo.reset()
-        model.compile_layers()
+        inductor.compile_layers(model)
         return model
 
     yield run
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=SLOW)])
 def test_compiled_layers_have_the_numbers_and_gradients_of_the_modules(lora, compiles):
     """In training and in sampling, where a recorded step reads the cache; one version serves all layers and lengths."""
     requests = [Request((5, 6, 7), (1, 2)), Request((9,), (3,))]
@@ -179,7 +176,7 @@ def test_compiled_layers_have_the_numbers_and_gradients_of_the_modules(lora, com
         return graph.forward
 
     for backend in ("", counted):
-        model = made(3, lora, False, True, torch.float32)
+        model = made(4, lora, False, True, torch.float32)
         if backend:
             compiles(model, backend)
             assert model.compiled and not model.why_uncompiled
@@ -192,7 +189,7 @@ def test_compiled_layers_have_the_numbers_and_gradients_of_the_modules(lora, com
     (own, ids), (ours, others) = found
     for a, b in zip(ours, own, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    assert ids == others and before > 0 and len(graphs) < 4 * before
+    assert ids == others and 0 < before <= 8 and len(graphs) < 4 * before
     copy = model.frozen_copy()
     assert copy.compiled and all(layer._compiled_call_impl is not None for layer in copy.network.model.layers)
 

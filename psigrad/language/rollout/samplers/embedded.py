@@ -254,9 +254,9 @@ class _Batch:
 
     def admit(self) -> None:
         """Prefill the waiting groups that fit, and draw their first tokens."""
-        groups = []
-        room, prompts = self.max_batch - self.sequences.size, self._free_prompts()
-        while self.waiting and len(self.waiting[0][1]) <= room and len(groups) < prompts:
+        groups: list[tuple[int, np.ndarray]] = []
+        room, most = self.max_batch - self.sequences.size, self._free_prompts()
+        while self.waiting and len(self.waiting[0][1]) <= room and len(groups) < most:
             groups.append(self.waiting.popleft())
             room -= len(groups[-1][1])
         copies = on_device([i for i, (_, members) in enumerate(groups) for _ in members], self.model.device)

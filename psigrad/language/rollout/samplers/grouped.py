@@ -149,15 +149,17 @@ class GroupedDecode(Decode):
             keys, values = (
                 torch.cat([x[owner, :, : self.prompt_width], y], 2) for x, y in zip(tables, (keys, values), strict=True)
             )
-            return how(queries, keys, values, attn_mask=mask, scale=scale).reshape(batch, 1, heads, -1)
+            out = how(queries, keys, values, attn_mask=mask, scale=scale)
+            return out.reshape(batch, 1, heads, v.shape[3])
         prompts = [x[: len(self.grid) // self.members, :, : self.prompt_width] for x in tables]
         scores = torch.cat([self._by_group(queries, prompts[0].transpose(2, 3)), queries @ keys.transpose(2, 3)], 3)
         weights = (scores.float() * scale).masked_fill(~mask, -torch.inf).softmax(3).to(v.dtype)
         before, own = weights.split([self.prompt_width, self.width], 3)
-        return (self._by_group(before, prompts[1]) + own @ values).reshape(batch, 1, heads, -1)
+        both: Tensor = self._by_group(before, prompts[1]) + own @ values
+        return both.reshape(batch, 1, heads, v.shape[3])
 
     def _by_group(self, x: Tensor, table: Tensor) -> Tensor:
         """Return x [active, H_kv, R, A] times each row's prompt [P, H_kv, A, B]."""
-        wide = x.index_select(0, self.grid).unflatten(0, (-1, self.members)).transpose(1, 2)
-        made = (wide.flatten(2, 3) @ table).unflatten(2, (self.members, -1)).transpose(1, 2)
+        wide: Tensor = x.index_select(0, self.grid).unflatten(0, (-1, self.members)).transpose(1, 2)
+        made: Tensor = (wide.flatten(2, 3) @ table).unflatten(2, (self.members, -1)).transpose(1, 2)
         return made.flatten(0, 1).index_select(0, self.seat)
