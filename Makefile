@@ -318,7 +318,7 @@ bench-gpu:
 	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) benchmarks/language.py --device cuda --dtype float32 bfloat16 --json benchmarks/results/language_gpu.jsonl
 	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) benchmarks/language.py --device cuda --dtype float32 bfloat16 --attention flex --json benchmarks/results/language_gpu_graphs.jsonl
 
-# What a GPU that is there for a quarter of an hour can tell, most worth first; the same command goes on.
+# Measurements for a quarter of an hour on a GPU, the most useful first. The same command resumes an interrupted run.
 .PHONY: gpu-quarter-hour
 gpu-quarter-hour:
 	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) benchmarks/gpu_quarter_hour.py

@@ -59,7 +59,7 @@ class CodedMatrix:
 
 
 def decode(codes: Tensor, scales: Tensor, offsets: Tensor | None, levels: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers [64 · ⌈N / 64⌉, K] of a `CodedMatrix`. torch.compile makes one kernel of it."""
+    """Return the dequantised numbers [64 · ⌈N / 64⌉, K] of a `CodedMatrix`. torch.compile generates one kernel for it."""
     if codes.dim() == 3:
         halves = torch.arange(0, 8, 4, dtype=torch.uint8, device=codes.device)
         x = levels[(codes[..., None] >> halves & 15).int()]

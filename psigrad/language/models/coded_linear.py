@@ -58,7 +58,7 @@ class CodedLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """x · Wᵀ + b of a frozen W, which is decoded again in the backward pass instead of kept."""
+    """The function x · Wᵀ + b of a frozen quantised W, which the backward pass dequantises again instead of storing it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: CodedMatrix, bias: Tensor | None) -> Tensor:
@@ -84,9 +84,9 @@ def unpack(matrix: CodedMatrix, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _decoder() -> Callable[..., Tensor]:
-    """Return `codes.decode`, compiled for all shapes. It reads 0.6 to 1.1 bytes a weight and writes 2; PyTorch alone moves 30.
+    """Return `codes.decode`, compiled for all shapes. Per weight it reads 0.6 to 1.1 bytes and writes 2; uncompiled it moves 30.
 
-    Where the compiler does not run, PyTorch decodes, and the reason is printed once.
+    If torch.compile fails, print the reason once, and decode without it.
     """
     compiled: list[Callable[..., Tensor]] = [torch.compile(codes.decode, dynamic=True)]
 
@@ -94,7 +94,9 @@ def _decoder() -> Callable[..., Tensor]:
         try:
             return compiled[0](*given)
         except torch._dynamo.exc.TorchDynamoException as error:
-            redaction.say(f"Coded weights are decoded without torch.compile, in ten times the time: {reason_of(error)}.")
+            redaction.say(
+                f"Quantised weights are decoded without torch.compile, which takes ten times as long: {reason_of(error)}."
+            )
             compiled[0] = codes.decode
             return codes.decode(*given)  # type: ignore[arg-type]
 

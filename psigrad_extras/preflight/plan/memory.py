@@ -131,10 +131,10 @@ def engine_item(work: Work, policy: Shape, width: int, taken: float, sleeps: boo
 
 
 def share_asleep(held: PeakMemory, work: Work, policy: Shape, width: int, memory: float, margin: float) -> float:
-    """Return the share of the memory for an engine that sleeps while the run trains, in steps of 0.05.
+    """Return the share of the GPU's memory that vLLM's engine can have if it sleeps during training, in steps of 0.05.
 
-    It takes what training does not hold, less `margin`, and at most its present share. Returns 0 without an engine that is awake,
-    or if its weights and one text need more.
+    It is at most the engine's present share, and at most the memory that training leaves free, less `margin`. Return 0 if there
+    is no engine, if it sleeps already, or if its weights and one text need more.
     """
     awake = sum(item.bytes for item in held.items if item.name == ENGINE and item.phase == "held")
     if not awake:

@@ -420,16 +420,17 @@ ALL = "all of these"  # changes, at once
 # The largest and the smallest micro-batches to try, in tokens, if the settings do not give the size.
 MOST, LEAST = 1 << 16, 1 << 10
 SIZES = (MOST // LEAST).bit_length()
+# The smallest number of sequences decoded at once to try.
 FEWEST = 8
-"""The fewest sequences decoded at once to try."""
 
 
 def filling(config: Any, here: Machine) -> Any:
     """Return the settings with the largest micro-batches that fit on a machine.
 
-    On a GPU, the sequences decoded at once are halved, down to 8, until their cache takes at most half of the memory beside what
-    is held, and the smallest micro-batches fit. Gradient checkpointing is switched off if training is then faster, even in
-    smaller micro-batches. The size is a power of two, so that a resumed run gets the same one if nearly as much memory is free.
+    On a GPU, the number of sequences decoded at once is halved, down to 8, until the smallest micro-batches fit and the KV cache
+    takes at most half of the memory that the run does not hold otherwise. Gradient checkpointing is switched off if training is
+    then faster, even in smaller micro-batches. The size of micro-batches is a power of two, so that a resumed run gets the same
+    one if nearly as much memory is free.
     """
     lengths, rows, _ = lengths_of(config)
     anew = config.model.gradient_checkpointing

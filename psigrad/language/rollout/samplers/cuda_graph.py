@@ -37,8 +37,9 @@ Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 class Room(NamedTuple):
-    """The capacity of a cache: slots of `longest` tokens and, if prompts are stored once for their group, prompts of
-    `longest_prompt`.
+    """The capacity of a cache: `slots` of `longest` tokens each.
+
+    If prompts are stored once for their group, there is also room for `prompts` of `longest_prompt` tokens each.
     """
 
     slots: int
@@ -61,7 +62,7 @@ class CudaGraphDecoding:
     """
 
     def __init__(self, model: LanguageModel, room: Room, wanted: Room | None = None, record: Recorder | None = None) -> None:
-        """Create the cache. Call `begin` before each batch. `wanted` is the room that the call needs, if memory has less."""
+        """Create the cache. Call `begin` before each batch. If memory limits `room`, `wanted` is the room that the call needs."""
         self.model, self.wanted = model, wanted or room
         self.cache = GroupedCache(*room) if room.prompts else KVCache(*room[:2])
         self.weights = weight_addresses(model)
@@ -113,7 +114,10 @@ class CudaGraphDecoding:
         return min(between if _NARROWEST < wanted <= between else wide, most)
 
     def _seated(self, size: int) -> tuple[int, ...]:
-        """Copy the places of grouped slots to the device, and return their shape: of the grid, and the columns of prompts."""
+        """Copy the arrays of `Seats` to the device. Return the grid's size, its members per prompt and the columns of prompts.
+
+        Without a `GroupedCache`, return ().
+        """
         if not isinstance(self.cache, GroupedCache):
             return ()
         seats = self.cache.seats(size)
@@ -124,7 +128,7 @@ class CudaGraphDecoding:
         return len(seats.grid), seats.members, self._columns(int(seats.behind.max()), self.cache.longest_prompt)
 
     def _replay(self, *shape: int) -> Callable[[], None]:
-        """Return the function that replays a step of `size` slots and `columns` columns, which is recorded on first use."""
+        """Return the function that replays a step of this shape, the arguments of `_step`. It is recorded on first use."""
         if shape not in self._replays:
             moved = [self.state, self.at, *self.cache.states.values()]
             before = [x.clone() for x in moved]
@@ -156,9 +160,9 @@ class CudaGraphDecoding:
 
 
 def fitting(model: LanguageModel, room: Room) -> Room:
-    """Return the room to record on a GPU: `room`, with slots and prompts halved until they take at most half of its free memory.
+    """Return `room` with slots and prompts halved until they take at most half of the free memory of a GPU.
 
-    The other half is for training, which runs while the cache exists. There are no slots on a CPU, or if not even one fits.
+    The other half is for training, which runs while the cache exists. The number of slots is 0 on a CPU, or if no slot fits.
     """
     if model.device.type != "cuda":
         return room._replace(slots=0)
@@ -169,7 +173,7 @@ def fitting(model: LanguageModel, room: Room) -> Room:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that tensors could use on a GPU now: those of its driver, and blocks that torch keeps for reuse."""
+    """Return the bytes that tensors can use on a GPU: those that its driver has free, and blocks that torch keeps for reuse."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + kept
 

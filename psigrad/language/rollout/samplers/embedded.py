@@ -174,10 +174,10 @@ def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -
 
 
 def _to_record(requests: list[Request], params: SamplingParams, max_batch: int, most: int, before: Room | None) -> Room:
-    """Return the room that recorded steps need, rounded up so that slightly longer prompts of the next call need no other.
+    """Return the room that recorded steps need. It is rounded up, so that slightly longer prompts fit in the next call.
 
-    Long prompts of groups are stored once for their group, each while one of its completions is being sampled. So are those of an
-    evaluation with single completions, if the room `before` it was of this kind.
+    A long prompt is stored once for its group while the group has unfinished completions. With one completion per prompt, as in
+    an evaluation, it is stored so only if the previous room `before` was of this kind.
     """
 
     def rounded(tokens: int) -> int:
@@ -258,7 +258,7 @@ class _Batch:
         return free and self._free_prompts() > 0
 
     def _free_prompts(self) -> int:
-        """Return how many more prompts the cache has room for, beside the slots."""
+        """Return how many more prompts the cache can store. Without a `GroupedCache`, only slots are limited."""
         return self.cache.prompts - self.cache.count if isinstance(self.cache, GroupedCache) else len(self.waiting)
 
     def admit(self) -> None:

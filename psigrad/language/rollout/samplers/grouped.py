@@ -1,4 +1,4 @@
-"""Keys and values of recorded decoding with the prompt stored and read once for its group, not once for each completion."""
+"""The cache of recorded decoding steps that stores and reads a prompt once for its group, not once for each completion."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from torch import Tensor
 from psigrad.language.models.attention import SDPA, PackedLayout, on_device
 from psigrad.language.rollout.samplers.cache import Decode, Key, KVCache, Prefill
 
-# The shortest prompt that is shared. Below it, the kernels beside attention's own take longer than the keys.
+# The shortest prompt that is stored once, in tokens. For shorter ones the additional kernels take longer than they save.
 SHORTEST = 256
 
 
 class GroupedCache(KVCache):
-    """A `KVCache` with the keys and values of prompts in `tables` [prompts, H_kv, longest_prompt, D]; slots hold what follows.
+    """A `KVCache` whose `tables` [prompts, H_kv, longest_prompt, D] have the keys and values of prompts. Slots have only those of
+    the tokens after the prompt.
 
-    The first `count` rows are prompts that a slot continues. A prompt moves when one before it has ended.
+    The first `count` rows are the prompts that a slot continues. When no slot continues a prompt, a later prompt moves into its
+    row.
     """
 
     def __init__(self, slots: int, longest: int, prompts: int, longest_prompt: int) -> None:
@@ -31,7 +33,7 @@ class GroupedCache(KVCache):
         self.owners = np.zeros(0, dtype=np.int64)
         """[active] the row of each slot's prompt."""
         self.behind = np.zeros(0, dtype=np.int64)
-        """[active] its number of tokens."""
+        """[active] the number of tokens of each slot's prompt."""
 
     def clear(self) -> None:
         """See `KVCache`."""
@@ -41,12 +43,12 @@ class GroupedCache(KVCache):
             x.zero_()
 
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> GroupedPrefill:
-        """See `KVCache`. Images shift no positions here."""
+        """See `KVCache`. `shifts` is not read: models with M-RoPE are not recorded."""
         self.shifts = torch.cat([self.shifts.to(copies.device), torch.zeros_like(copies)])
         return GroupedPrefill(self, prompts, copies)
 
     def remove(self, finished: Tensor) -> Tensor:
-        """See `KVCache`. Move the last prompts into the rows of those that no slot continues."""
+        """See `KVCache`. Also move the last prompts into the rows of prompts that no slot continues."""
         order = super().remove(finished)
         kept = order.cpu().numpy()
         self.owners, self.behind = self.owners[kept], self.behind[kept]
@@ -65,7 +67,7 @@ class GroupedCache(KVCache):
         return order
 
     def seats(self, size: int) -> Seats:
-        """Return where the first `size` slots read their prompts, with the shape rounded up to powers of two."""
+        """Return the grid of the first `size` slots and their prompts, with its sides rounded up to powers of two."""
         members = np.bincount(self.owners, minlength=self.count)
         rows, most = (1 << (int(n) - 1).bit_length() for n in (self.count, members.max()))
         by_owner = self.owners.argsort(kind="stable")
@@ -78,9 +80,12 @@ class GroupedCache(KVCache):
 
 
 class Seats(NamedTuple):
-    """The slots as a grid of prompts × members: the slot at each place [P · M], the place of each slot, and the tokens before it.
+    """The slots in a grid of prompts × members.
 
-    Unused places name slot 0.
+    The fields are the slot at each place of the grid [P · M], the place of each slot [size], the length of each slot's prompt
+    [size], and M.
+
+    Unused places have the index of slot 0.
     """
 
     grid: np.ndarray
@@ -93,7 +98,7 @@ class GroupedPrefill(Prefill):
     """The layout of a prefill whose prompts are stored once."""
 
     def __init__(self, cache: GroupedCache, prompts: PackedLayout, copies: Tensor) -> None:
-        """Add the slots; `copies` [n] names, for each new slot, the prompt that it continues."""
+        """Add n slots, of which slot i continues prompt `copies[i]`."""
         super().__init__(cache, prompts, copies)
         self.grouped, lengths, own = cache, prompts.pieces.prefixes, copies.cpu().numpy()
         cache.lengths[self.first :] = 0
@@ -113,12 +118,12 @@ class GroupedPrefill(Prefill):
 
 
 class GroupedDecode(Decode):
-    """The layout of one recorded step. Queries of a group read its prompt together, in one product."""
+    """The layout of one recorded step. One product multiplies all queries of a group by the keys of its prompt."""
 
     def __init__(
         self, cache: GroupedCache, places: Tensor, columns: int, width: int, seats: Sequence[Tensor], members: int
     ) -> None:
-        """Read `columns` of the slots and `width` of the prompts, at `seats`: the arrays of `Seats` on the device."""
+        """Read `columns` tokens of each slot and `width` of each prompt. `seats` are the arrays of `Seats` on the device."""
         self.grid, self.seat, self.behind = seats
         super().__init__(cache, places, columns, cache.longest, self.behind)
         self.grouped, self.prompt_width, self.members = cache, width, members
@@ -136,7 +141,7 @@ class GroupedDecode(Decode):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Write the new tokens' keys and values into the slots, then attend to prompts and slots with one softmax."""
+        """Write the new tokens' keys and values into their slots. Return each token's attention to its prompt and its slot."""
         key = self.next_call("attention", layer)
         stored, tables = self.cache.reserve(key, k, v, self.room), self.grouped.tables[key]
         batch, heads, _, dim = q.shape
@@ -144,7 +149,7 @@ class GroupedDecode(Decode):
             old[self.slots, :, self.places] = new[:, :, 0]
         keys, values = (x[:batch, :, : self.width] for x in stored)
         queries, mask = q.view(batch, k.shape[1], heads // k.shape[1], dim), self.mask(window)
-        if how is not SDPA:  # capped scores and sinks
+        if how is not SDPA:  # softcapped scores or attention sinks
             owner = self.seat // self.members
             keys, values = (
                 torch.cat([x[owner, :, : self.prompt_width], y], 2) for x, y in zip(tables, (keys, values), strict=True)
@@ -159,7 +164,7 @@ class GroupedDecode(Decode):
         return both.reshape(batch, 1, heads, v.shape[3])
 
     def _by_group(self, x: Tensor, table: Tensor) -> Tensor:
-        """Return x [active, H_kv, R, A] times each row's prompt [P, H_kv, A, B]."""
+        """Return the products of x [active, H_kv, R, A] with the table [P, H_kv, A, B] at each slot's prompt."""
         wide: Tensor = x.index_select(0, self.grid).unflatten(0, (-1, self.members)).transpose(1, 2)
         made: Tensor = (wide.flatten(2, 3) @ table).unflatten(2, (self.members, -1)).transpose(1, 2)
         return made.flatten(0, 1).index_select(0, self.seat)
