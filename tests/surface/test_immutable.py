@@ -24,7 +24,7 @@ CHANGING = {
         "ScalarModel",
         "Subject",
         "Memory",
-        "_Standing",
+        "_RuleState",
         "_Place",
         "LiveEpisode",
         "SeatedGame",
@@ -38,9 +38,9 @@ CHANGING = {
         "Engine",
         "Ticket",
         "EpisodeHistory",
-        "GivenModel",
+        "ModelObject",
         "Affinity",
-        "Masks",
+        "DropoutMasks",
         "WeightBucket",
         "Nothing",
         "Readback",
@@ -49,7 +49,7 @@ CHANGING = {
         *("ServedChoice", "TinkerModel", "TinkerServer", "Writer"),  # what is under way for who asks
         *("TokenTree", "Flat", "Session"),  # as do requests of an agent
         *("MethodWatch", "_Recorded"),  # a replay fills them as it goes
-        "_Held",  # features of images are kept in it
+        "_TowerCache",  # features of images are kept in it
         "Squares",  # a game as it is played
         "Translation",
         "TrlScript",
