@@ -49,6 +49,7 @@ help:
 	@echo "make evidence   SmolLM2 on four tasks beside TRL, three seeds, and docs/evidence.md (hours; resumable; PAIRS=1 for the first pair)"
 	@echo "make bench-gpu  the same on a CUDA device, with the packages that its Python has"
 	@echo "make test-gpu   the tests of what only runs there, likewise"
+	@echo "make gpu-quarter-hour  tests, kernels, steps beside TRL and peaks on a GPU, in 12 minutes"
 	@echo "make lint       ruff, and the English of docstrings, messages and pages"
 	@echo "make types      mypy --strict"
 	@echo "make docs       the documentation site, into build/docs"
@@ -322,6 +323,11 @@ GPU_PYTHON ?= python3
 bench-gpu:
 	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) benchmarks/language.py --device cuda --dtype float32 bfloat16 --json benchmarks/results/language_gpu.jsonl
 	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) benchmarks/language.py --device cuda --dtype float32 bfloat16 --attention flex --json benchmarks/results/language_gpu_graphs.jsonl
+
+# Measurements for a quarter of an hour on a GPU, the most useful first. The same command resumes an interrupted run.
+.PHONY: gpu-quarter-hour
+gpu-quarter-hour:
+	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) benchmarks/gpu_quarter_hour.py
 
 test-gpu:
 	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) -m pytest -m gpu tests/gpu --durations 5

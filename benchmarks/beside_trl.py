@@ -176,7 +176,7 @@ def whole_batch(work: Workload, who: str, side: WorkerProcess) -> dict[str, Any]
         "seconds": sum(s["seconds"] for s in taken),
         "tokens": sum(s["tokens"] for s in taken),
         "phases": {name: sum(s["phases"].get(name, 0.0) for s in taken) for name in names},
-        "peak_mb": max(s["peak_mb"] for s in taken),
+        **{name: max(s[name] for s in taken) for name in ("peak_mb", "gpu_peak_mb") if name in taken[0]},
     }
 
 

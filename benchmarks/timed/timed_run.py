@@ -119,6 +119,7 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
         prompts_per_step=work.prompts,
         num_generations=work.generations,
         num_iterations=work.iterations,
+        micro_batch_tokens=work.micro_tokens,
         max_logp_difference=10.0,
         keep_activations_gb=share_for_activations(path, ADAPTER if work.lora_rank else WHOLE),
     )

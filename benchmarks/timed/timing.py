@@ -141,7 +141,7 @@ def medians(work: Workload, taken: list[dict[str, Any]]) -> dict[str, Any]:
         "tokens_per_second": tokens / seconds,
         "ms_per_token": 1e3 * statistics.median(costs(work, taken)) if work.online else None,
         "phases": {name: statistics.median(s["phases"].get(name, 0.0) for s in taken) for name in names},
-        "peak_mb": max(s["peak_mb"] for s in taken),
+        **{name: max(s[name] for s in taken) for name in ("peak_mb", "gpu_peak_mb") if name in taken[0]},
     }
 
 

@@ -26,9 +26,10 @@ from psigrad.runs.machine import default_threads
 class Workload:
     """One shape of work. `kind` is the method: grpo, rloo, ppo, or offline dpo, reward, sft. The sizes of the model are those of
     one that is made (`inputs.build`); one that is given (`inputs.prepare`) has its own. TRL takes `micro_batch` rows at once
-    (0: all), with bfloat16 weights (`half_weights`) or by autocast. The logarithms of lengths of prompts (of rows, in sft) have
-    the deviation `spread`, around the lengths given. With several `turns` each completion is answered by `answer`, but the last,
-    and one that was cut. Each prompt has a picture with sides of `image` pixels (0: none).
+    (0: all), with bfloat16 weights (`half_weights`) or by autocast; psigrad takes `micro_tokens` tokens online. The logarithms of
+    lengths of prompts (of rows, in sft) have the deviation `spread`, around the lengths given. With several `turns` each
+    completion is answered by `answer`, but the last, and one that was cut. Each prompt has a picture with
+    sides of `image` pixels (0: none).
     """
 
     name: str
@@ -49,6 +50,7 @@ class Workload:
     turns: int = 1
     image: int = 0
     micro_batch: int = 0
+    micro_tokens: int = 4096
     half_weights: bool = False
     gradient_checkpointing: bool = False
     attention: str = "auto"

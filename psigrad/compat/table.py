@@ -265,8 +265,8 @@ _ROWS = (
     # Names without an equivalent, each with its default, which is accepted because it has no effect.
     *_no_equal("the optimiser steps every trained weight", optim_target_modules=None),
     *_no_equal("only sft smooths cross-entropy; for DPO's losses set loss.label_smoothing", label_smoothing_factor=0.0),
-    *_no_equal("psigrad has its own kernels in place of compiled ones", torch_compile=False),
-    *_no_equal("psigrad does not use torch.compile", torch_compile_backend=None, torch_compile_mode=None),
+    *_no_equal("on a GPU set model.compile_layers; on a CPU psigrad has its own kernels", torch_compile=False),
+    *_no_equal("psigrad compiles layers with torch's defaults", torch_compile_backend=None, torch_compile_mode=None),
     *_no_equal("psigrad has its own kernels", liger_kernel_config=None),
     *_no_equal("psigrad adds no noise to embeddings", neftune_noise_alpha=None),
     *_no_equal("the trackers' project is always psigrad", project="huggingface"),

@@ -125,6 +125,8 @@ class Model:
     """Attention over packed sequences outside the fused decoder. On a GPU, "varlen" (torch's kernel, or flash-attn's) and "flex"
     (FlexAttention) compute only the scores that are needed; "sdpa" pads. "auto" takes the first that runs and equals "sdpa". On a
     CPU it is "sdpa"."""
+    compile_layers: Annotated[bool, RECORDED] = False
+    """On a GPU, compile each kind of layer once by torch.compile, for training and sampling. It takes a minute at the start."""
     gradient_checkpointing: Annotated[bool, RECORDED, DeviceDefault(cuda=True)] = False
     """Recompute activations in the backward pass; on a GPU by default, as in TRL. It saves memory and takes a third more time, or
     nearly twice the time for a small model with a vocabulary of 150,000."""
@@ -230,10 +232,10 @@ class Sampling:
     tensor_parallel_size: Annotated[Count, RECORDED] = 1
     """With sampler=vllm: number of devices over which each engine splits the model."""
     max_decode_batch: Annotated[Count, RECORDED] = 256
-    """Sequences decoded at once. The others wait and enter as sequences finish."""
+    """Sequences decoded at once. The others wait and enter as sequences finish. On a GPU psigrad's own sampler halves the number
+    until their keys and values take at most half of the free memory."""
     cuda_graphs: bool = True
-    """With sampler=embedded on a GPU: record decoding steps once per batch size and replay them, unless that takes more than a
-    fifth of the GPU's memory."""
+    """With sampler=embedded on a GPU: record decoding steps once per batch size and replay them."""
 
     def vllm_memory_alone(self, gpus: float = 1.0) -> float:
         """Return the memory share of a vLLM engine that does not share its `gpus`."""

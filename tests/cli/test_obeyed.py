@@ -239,6 +239,8 @@ ELSEWHERE = {
     "data.plain_prompts": "language/recipes/test_rows_read.py::test_plain_prompts_of_a_run_with_a_chat_model",
     "sampling.sampler": "language/rollout/test_samplers.py::"
     "test_embedded_and_generate_write_the_same_tokens_and_the_trainer_agrees",
+    "model.compile_layers": "language/models/test_gpu_parts.py::"
+    "test_compiled_layers_have_the_numbers_and_gradients_of_the_modules",
     "sampling.cuda_graphs": "gpu/test_gpu.py::test_a_recorded_step_writes_what_a_step_writes",
     # the tiny model of these runs has no experts
     "model.router_aux_loss_coef": "language/models/test_experts.py::"

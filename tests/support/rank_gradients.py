@@ -22,6 +22,7 @@ from psigrad.language.models import language_model, scalar_model, sharded, tiny
 from psigrad.language.models.backbone import Pretrained
 from psigrad.language.models.experts import add_balance_loss, balance_of
 from psigrad.language.models.lora import Lora
+from psigrad.language.models.towers import layers_of
 from psigrad.language.rollout.types import Completion, SamplingParams, Trajectory
 from psigrad.language.training.loss_sums import LossSums
 from psigrad.language.training.offline import sft_task
@@ -213,7 +214,7 @@ def load(case: Case, folder: Path, world: World, control: str = ""):
 
 def _sabotage(model, control: str) -> None:
     if control == "root only":  # the factor acts per module: the layers keep torch's mean
-        for layer in sharded.layers_of(model.network):
+        for layer in layers_of(model.network):
             layer.set_gradient_divide_factor(2.0)
             layer.set_force_sum_reduction_for_comms(False)
     if control == "layers unseen":  # the decoder goes on with the tensors that it was made with

@@ -85,7 +85,7 @@ def load_model(
     if value_head:
         model.add_value_head(whole)
     load_shard(model, world, machine.device(run), saved.shards)
-    model.attend(settings.attention)
+    _choose_kernels(model, settings)
     model.load_balancing = balance_of(model.network, settings.router_aux_loss_coef)
     return model
 
@@ -153,6 +153,17 @@ def _prepare_given(
     return made
 
 
+def _choose_kernels(model: LanguageModel | ScalarModel, settings: Model) -> None:
+    """Set the attention of a model, and compile its layers if the settings enable it."""
+    model.attend(settings.attention)
+    if settings.compile_layers:
+        from psigrad.language.models.fused.inductor import compile_layers  # imported here, since few runs compile
+
+        compile_layers(model)
+        if model.why_uncompiled:
+            print_once(f"The layers of {settings.path} are not compiled: {model.why_uncompiled}.")
+
+
 def _options(settings: Model, run: Run, world: World) -> dict[str, Any]:
     """Return the arguments that every loader of a trainable model takes from the settings."""
     return {
@@ -218,7 +229,7 @@ def load_scalar_model(
             )
     configure_chat(model.tokenizer, settings, checkpoint, model.network)
     load_shard(model, world, machine.device(run), saved.shards)
-    model.attend(settings.attention)
+    _choose_kernels(model, settings)
     return model
 
 
@@ -326,7 +337,7 @@ def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | N
             f"The critic {config.critic!r} and the policy have different tokenizers; give a critic of the same model family."
         )
     load_shard(made, world, machine.device(config.run), saved.shards)
-    made.attend(config.model.attention)
+    _choose_kernels(made, config.model)
     return made
 
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from psigrad import redaction
-from psigrad.errors import UserError, reason_of
+from psigrad.errors import UserError
 from psigrad.language.images import FIRST, image_format_of
 from psigrad.language.models import attention
 from psigrad.language.models.experts import LoadBalancing, RouterRecorder
@@ -30,8 +30,8 @@ from psigrad.language.models.packing import ForwardInputs, Groups
 from psigrad.language.models.probe import (
     LENGTH,
     attach_kernels,
+    attend,
     choose_attention,
-    distance,
     fuse,
     recompute_activations,
     set_mode,
@@ -81,10 +81,12 @@ class Pretrained(ABC):
     - `decoder` runs the packed forward pass in fused kernels; if it is None, `why_unfused` is the reason.
     - `module_kernels` are psigrad's kernels inside transformers' modules, if these run packed on a CPU.
     - `attention_kernel` is the attention that transformers' modules use for packed sequences. `why_sdpa` is why a GPU uses
-    "sdpa".
+      "sdpa".
+    - `compiled` is True if torch.compile runs the layers. If compilation was requested and failed, `why_uncompiled` is the
+      reason.
     - `probe_texts` are the texts on which psigrad's computation was compared with transformers'.
     - `load_balancing` is the auxiliary loss of a mixture-of-experts model; `router_recorder` records the experts of sampling for
-    training.
+      training.
     - `shard_root` gathers sharded weights while its forward pass runs (`language/models/sharded.py`).
     - `dropout_masks` are the masks of the adapter's dropout.
     - `sequence_group` is the group of processes that divide the tokens of each row (`psigrad_extras/mesh/ulysses.py`), or None.
@@ -101,6 +103,8 @@ class Pretrained(ABC):
     module_kernels: ModuleKernels | None = None
     attention_kernel: Literal["sdpa", "varlen", "flex"] = "sdpa"
     why_sdpa: str = ""
+    compiled: bool = False
+    why_uncompiled: str = ""
     shard_root: nn.Module | None = None
     sequence_group: Any = None
     probe_texts: Groups | None = None
@@ -326,42 +330,7 @@ class Pretrained(ABC):
         """Set the attention of packed passes. "auto" takes the first of "varlen", "flex" and "sdpa" that works on a GPU, and
         "sdpa" on a CPU. Raises `UserError` if it does not run, or if its outputs or gradients differ from those of "sdpa".
         """
-        if choice == "auto" and self.device.type == "cuda" and self.decoder is None and not self.why_padded:
-            reasons = []
-            for one in ("varlen", "flex"):
-                try:
-                    return self.attend(one)
-                except UserError as error:
-                    reasons.append(str(error).removesuffix("; leave it at 'auto'."))
-            self.why_sdpa = "; ".join(reasons)
-        if choice in ("auto", "sdpa"):
-            return
-        if self.decoder is not None or self.why_padded:
-            why = "the fused decoder has its own attention" if self.decoder is not None else self.why_padded
-            raise UserError(f"attention is {choice!r}, and {why}; leave it at 'auto'.")
-        # With shards, gradients are computed by hooks that a probe does not run.
-        learns = [p for p in self.trainable().values() if p.requires_grad] if self.shard_root is None else []
-        own, before = self._probe_with_gradient(learns), self.attention_kernel
-        try:
-            self.attention_kernel = choice  # type: ignore[assignment]
-            found = self._probe_with_gradient(learns)
-            slopes = (float((a - b).abs().max()) for a, b in zip(found[1:], own[1:], strict=True))
-            gap = max(distance(found[0], own[0]), *slopes, 0.0)
-            if not gap < (1e-3 if self.network.dtype in (torch.float32, torch.float64) else 0.25):
-                raise ValueError(f"the outputs or gradients differ by {gap:.1g} from those of 'sdpa'")
-        except (RuntimeError, ValueError, ImportError) as error:
-            self.attention_kernel = before
-            reason = reason_of(error).rstrip(".")
-            raise UserError(
-                f"attention is {choice!r}, and it does not run on {self.device} ({reason}); leave it at 'auto'."
-            ) from error
-
-    def _probe_with_gradient(self, learns: list[nn.Parameter]) -> list[Tensor]:
-        """Return [the outputs on `_texts`, then for each of the parameters `learns` the gradient of their sum, with norm 1]."""
-        with torch.set_grad_enabled(bool(learns)):
-            found = self._probe(self._texts(), packed=True)
-            slopes = torch.autograd.grad(found.sum(), learns, allow_unused=True) if learns else ()
-        return [found.detach(), *(g / g.norm().clamp(min=1e-6) for g in slopes if g is not None)]
+        attend(self, choice)
 
     def frozen_copy(self) -> Self:
         """Return a copy of the model with frozen weights, for use as the reference in full fine-tuning."""
@@ -374,7 +343,12 @@ class Pretrained(ABC):
             "why_unfused": self.why_unfused,
         }
         kernels = None if self.module_kernels is None else type(self.module_kernels)(twin, self.module_kernels.native)
-        return type(self)(twin.eval(), self.tokenizer, decoder=decoder, module_kernels=kernels, **own)
+        made = type(self)(twin.eval(), self.tokenizer, decoder=decoder, module_kernels=kernels, **own)
+        if self.compiled:
+            from psigrad.language.models.fused.inductor import compile_layers  # imported here, since few runs compile
+
+            compile_layers(made)
+        return made
 
     def save(self, folder: Path) -> None:
         """Save weights and tokenizer in Hugging Face format. A LoRA model saves only its adapter (and a scalar head)."""

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from psigrad.errors import UserError
+from psigrad import redaction
+from psigrad.errors import UserError, reason_of
+from psigrad.kernels import codes
 from psigrad.kernels.codes import CodedMatrix, Kind, can_code, code
 from psigrad.kernels.kernels import kernels
 
@@ -48,7 +54,22 @@ class CodedLinear(nn.Linear):
             rows = x.reshape(-1, self.in_features)
             out = native.products.multiply_codes(rows, [self.matrix], x.new_empty(len(rows), self.out_features), bias)
             return out.view(*x.shape[:-1], -1)
-        return nn.functional.linear(x, unpack(self.matrix, x.dtype), bias)
+        return _Product.apply(x, self.matrix, bias)  # type: ignore[no-any-return]
+
+
+class _Product(torch.autograd.Function):
+    """The function x · Wᵀ + b of a frozen quantised W, which the backward pass dequantises again instead of storing it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: CodedMatrix, bias: Tensor | None) -> Tensor:
+        ctx.matrix = matrix
+        return nn.functional.linear(x, unpack(matrix, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        rows = dy.flatten(0, -2)
+        dx = (rows @ unpack(ctx.matrix, dy.dtype)).view(*dy.shape[:-1], -1) if ctx.needs_input_grad[0] else None
+        return dx, None, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
 def unpack(matrix: CodedMatrix, dtype: torch.dtype) -> Tensor:
@@ -56,7 +77,30 @@ def unpack(matrix: CodedMatrix, dtype: torch.dtype) -> Tensor:
     native = kernels()
     if matrix.codes.device.type == "cpu" and not isinstance(native, str) and dtype in native.dtypes:
         return native.products.unpack(matrix, dtype)
+    if matrix.codes.device.type == "cuda":
+        return _decoder()(matrix.codes, matrix.scales, matrix.offsets, matrix.levels, dtype)[: matrix.shape[0]]
     return matrix.by_torch(dtype)
+
+
+@functools.cache
+def _decoder() -> Callable[..., Tensor]:
+    """Return `codes.decode`, compiled for all shapes. Per weight it reads 0.6 to 1.1 bytes and writes 2; uncompiled it moves 30.
+
+    If torch.compile fails, print the reason once, and decode without it.
+    """
+    compiled: list[Callable[..., Tensor]] = [torch.compile(codes.decode, dynamic=True)]
+
+    def decode(*given: object) -> Tensor:
+        try:
+            return compiled[0](*given)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            redaction.say(
+                f"Quantised weights are decoded without torch.compile, which takes ten times as long: {reason_of(error)}."
+            )
+            compiled[0] = codes.decode
+            return codes.decode(*given)  # type: ignore[arg-type]
+
+    return decode
 
 
 def code_linears(network: nn.Module, kind: Kind) -> None:

@@ -34,7 +34,6 @@ from psigrad.language.models.attention import (
     modified_attention,
     on_device,
     repeat_heads,
-    rows_at,
 )
 
 IMPLEMENTATION = "psigrad"
@@ -150,9 +149,10 @@ class VarlenLayout(_Unpadded):
         return q, k, int(lengths.max(initial=0)), int(keys.max(initial=0))
 
     @cached_property
-    def _copies(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The index tables of the K keys after copying: (each key's token [K], the keys of each of the P prefix tokens [P, most]
-        (-1: none), the key of each sequence token [S - P]). Only prefix tokens are copied, so a sequence token has one key.
+    def _copies(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The index tables of the copied keys: the token of each key [K], the keys of each prefix token [P, most],
+        True [P, most, 1, 1] where there is no such key, and the key of each other token [S - P]. Only tokens of prefixes are
+        copied, so each of the others has one key.
         """
         pieces, device = self.packed.pieces, self.packed.device
         real = pieces.lengths > 0
@@ -163,27 +163,27 @@ class VarlenLayout(_Unpadded):
         first, count = many.cumsum() - many, int(pieces.prefixes.sum())
         column = np.arange(many[:count].max(initial=1))
         held = by_token[np.minimum(first[:count, None] + column, len(index) - 1)]
-        table = np.where(column < many[:count, None], held, -1)
-        return on_device(index, device), on_device(table, device), on_device(by_token[first[count:]], device)
+        missing = on_device(column >= many[:count, None], device, torch.bool)[..., None, None]
+        return on_device(index, device), on_device(held, device), missing, on_device(by_token[first[count:]], device)
 
 
 class _Copies(torch.autograd.Function):
-    """The autograd function x[index] for x [S, ...] and `index` [K]. The gradients of a row's copies are summed in float32.
+    """The autograd function x[index] for x [S, ...] and `index` [K]. The gradients of a row's copies are summed in a fixed order.
 
-    Autograd would sum them in half precision, and in an order that changes from run to run.
+    Autograd would sum them in half precision, and in an order that changes from run to run. Here each sum is computed in float32
+    and rounded once.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, many: Tensor, one: Tensor) -> Tensor:
-        ctx.save_for_backward(many, one)
+    def forward(ctx: Any, x: Tensor, index: Tensor, many: Tensor, missing: Tensor, one: Tensor) -> Tensor:
+        ctx.save_for_backward(many, missing, one)
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        many, one = ctx.saved_tensors
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        shared = rows_at(grad, many.flatten()).unflatten(0, many.shape).sum(1, dtype=wide).to(grad.dtype)
-        return torch.cat([shared, grad.index_select(0, one)]), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        many, missing, one = ctx.saved_tensors
+        shared = grad.index_select(0, many.flatten()).unflatten(0, many.shape).masked_fill_(missing, 0.0)
+        return torch.cat([shared.sum(1), grad.index_select(0, one)]), None, None, None, None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from psigrad.errors import UserError, reason_of
 from psigrad.kernels.kernels import kernels
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.fused.layer import Unsupported
-from psigrad.language.models.packing import Groups, lay_out
+from psigrad.language.models.packing import ForwardInputs, Groups, lay_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,6 +67,55 @@ def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe:
     return f"{type(hf).__name__} does not run packed: {failure or reason}"
 
 
+def attend(model: Any, choice: str) -> None:
+    """Set the attention of packed passes; see `Pretrained.attend`."""
+    if choice == "auto" and model.device.type == "cuda" and model.decoder is None and not model.why_padded:
+        reasons = []
+        for one in ("varlen", "flex"):
+            try:
+                return attend(model, one)
+            except UserError as error:
+                reasons.append(str(error).removesuffix("; leave it at 'auto'."))
+        model.why_sdpa = "; ".join(reasons)
+    if choice in ("auto", "sdpa"):
+        return None
+    if model.decoder is not None or model.why_padded:
+        why = "the fused decoder has its own attention" if model.decoder is not None else model.why_padded
+        raise UserError(f"attention is {choice!r}, and {why}; leave it at 'auto'.")
+    own, before = with_gradient(model), model.attention_kernel
+    try:
+        model.attention_kernel = choice
+        check_gap(model, own)
+    except (RuntimeError, ValueError, ImportError) as error:
+        model.attention_kernel = before
+        reason = reason_of(error).rstrip(".")
+        raise UserError(
+            f"attention is {choice!r}, and it does not run on {model.device} ({reason}); leave it at 'auto'."
+        ) from error
+    return None
+
+
+def with_gradient(model: Any) -> list[Tensor]:
+    """Return the outputs on `_texts`, and for each trained parameter the gradient of their sum, divided by its norm.
+
+    With shards there are no gradients: they are computed by hooks that a probe does not run.
+    """
+    learns = [p for p in model.trainable().values() if p.requires_grad] if model.shard_root is None else []
+    with torch.set_grad_enabled(bool(learns)):
+        found = model._probe(model._texts(), packed=True)
+        slopes = torch.autograd.grad(found.sum(), learns, allow_unused=True) if learns else ()
+    return [found.detach(), *(g / g.norm().clamp(min=1e-6) for g in slopes if g is not None)]
+
+
+def check_gap(model: Any, own: list[Tensor]) -> None:
+    """Raise `ValueError` if the outputs and gradients of `with_gradient` differ from the earlier ones, `own`."""
+    found = with_gradient(model)
+    slopes = (float((a - b).abs().max()) for a, b in zip(found[1:], own[1:], strict=True))
+    gap = max(distance(found[0], own[0]), *slopes, 0.0)
+    if not gap < (1e-3 if model.network.dtype in (torch.float32, torch.float64) else 0.25):
+        raise ValueError(f"the outputs or gradients differ by {gap:.1g} from those before")
+
+
 @torch.no_grad()
 def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, str]:
     """Return (fused decoder, "") if its outputs are those of transformers' modules, otherwise (None, the reason why not).
@@ -101,11 +150,14 @@ def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
     """Return (kernels, reason): the kernels in a packed model's modules (`ModuleKernels`), None if they change its outputs.
 
     Also enable the kernels of the model's recurrent layers if they do not change the outputs. `reason` says why the kernels of
-    recurrent layers are disabled; empty if they are not.
+    recurrent layers are disabled; empty if they are not. On a GPU, attach modules that launch fewer kernels (`GpuParts`) instead.
     """
     from psigrad.language.models.fused.module_kernels import ModuleKernels
 
     hf, native = model.network, kernels()
+    if hf.device.type == "cuda":
+        _attach_on_gpu(model, lay_out(texts, model.device, packed=True))
+        return None, ""
     if isinstance(native, str) or hf.device.type != "cpu" or hf.dtype not in native.dtypes:
         return None, ""
     module_kernels, inputs = ModuleKernels(hf, native), lay_out(texts, model.device, packed=True)
@@ -132,6 +184,21 @@ def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
     for switch in switches:
         switch.native = None if reason else native
     return module_kernels if module_kernels.on else None, reason
+
+
+@torch.no_grad()
+def _attach_on_gpu(model: Any, inputs: ForwardInputs) -> None:
+    """Attach modules that launch fewer kernels, if they do not change the outputs."""
+    from psigrad.language.models.fused.gpu_parts import GpuParts
+
+    parts = GpuParts(model.network)
+
+    def numbers(on: bool) -> Tensor:
+        parts.on = on
+        hidden: Tensor = model.target_hidden(inputs)
+        return hidden
+
+    parts.on = not _why_not(model.network, numbers)
 
 
 def _why_not(hf: PreTrainedModel, numbers: Callable[[bool], Tensor]) -> str:
@@ -222,6 +289,9 @@ def in_precision(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
     # Some models (CTRL) replace their buffers in a forward pass by ones of its precision.
     buffers = [(module._buffers, name, held) for module in hf.modules() for name, held in module._buffers.items()]
     layers = _layers(hf)
+    compiled = [(layer, layer._compiled_call_impl) for layer in layers]  # compiled layers would ignore these hooks
+    for layer in layers:
+        layer._compiled_call_impl = None
     inside = {p for layer in layers for p in layer.parameters()}
     hooks = [layer.register_forward_pre_hook(lambda layer, given: cast(layer.parameters())) for layer in layers]
     hooks += [layer.register_forward_hook(lambda layer, given, made: put_back(list(layer.parameters()))) for layer in layers]
@@ -232,6 +302,8 @@ def in_precision(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         put_back(list(kept))
+        for layer, own in compiled:
+            layer._compiled_call_impl = own
         for owner, name, held in buffers:
             owner[name] = held
         matmul.allow_tf32 = fast

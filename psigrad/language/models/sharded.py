@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from psigrad import extras
 from psigrad.language.models.backbone import Pretrained, reshard
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.models.towers import text_half, write
+from psigrad.language.models.towers import layers_of, write
 from psigrad.processes.parallel import shards
 from psigrad.processes.parallel.world import Division, World
 
@@ -86,16 +86,6 @@ def shard(model: Pretrained, world: World, device: str = "cpu") -> None:
 
 def _run_inside(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
     return run(x)
-
-
-def layers_of(network: Any) -> list[nn.Module]:
-    """Return the transformer blocks of the text half, whose weights are gathered one block at a time.
-
-    Vision and audio towers are not among them; they are gathered with the embedding and the head.
-    """
-    names, half = set(getattr(network, "_no_split_modules", None) or ()), text_half(network)
-    found = [module for module in half.modules() if type(module).__name__ in names]
-    return found or [m for child in half.modules() if isinstance(child, nn.ModuleList) for m in child]
 
 
 def named_weights(model: Pretrained) -> dict[str, Tensor]:

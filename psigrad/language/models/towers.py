@@ -38,6 +38,16 @@ def text_half(network: Any) -> Any:
     return network.base_model if network.config.get_text_config() is network.config else network.get_decoder()
 
 
+def layers_of(network: Any) -> list[nn.Module]:
+    """Return the transformer blocks of the text half, whose weights are gathered one block at a time.
+
+    Vision and audio towers are not among them; they are gathered with the embedding and the head.
+    """
+    names, half = set(getattr(network, "_no_split_modules", None) or ()), text_half(network)
+    found = [module for module in half.modules() if type(module).__name__ in names]
+    return found or [m for child in half.modules() if isinstance(child, nn.ModuleList) for m in child]
+
+
 def towers_of(network: Any) -> list[str]:
     """Return the names of a network's modules outside its text half: vision and audio towers, and their projectors."""
     config = network.config

@@ -43,9 +43,11 @@ def fit(config: C) -> C:
             return config
         where = device(config.run)
         here = replace(machine(where, config.model.dtype, measure=False), memory=free_memory(where))
-        config = filling(config, here)
+        asked, config = config, filling(config, here)
         if launch.is_first_rank():
-            says = ", ".join(f"{name}={_value(config, name)}" for name in device_defaults(type(config), here.kind))
+            names, slots = list(device_defaults(type(config), here.kind)), "sampling.max_decode_batch"
+            names += [slots] if isinstance(asked, OnlineConfig) and _value(config, slots) != _value(asked, slots) else []
+            says = ", ".join(f"{name}={_value(config, name)}" for name in names)
             redaction.say(f"on {where}: {says or f'micro_batch_tokens={config.micro_batch_tokens}'}.")
         return config
     config = config if config.micro_batch_tokens else replace(config, micro_batch_tokens=MOST)

@@ -14,6 +14,7 @@ from psigrad.kernels.processor import multiplies_bfloat16
 from psigrad.language.models.fused.caches import HEAD_LIMIT, LIMIT
 from psigrad.language.models.logprobs import CHUNK_ELEMENTS, CHUNK_ON_GPU, TILE_ELEMENTS, TILE_ON_GPU
 from psigrad.language.rollout.samplers.cache import BLOCK
+from psigrad.language.rollout.samplers.grouped import SHORTEST
 from psigrad.optim.gradients import HELD
 from psigrad_extras.preflight.plan.activations import Terms
 from psigrad_extras.preflight.plan.arithmetic import Work, token_bytes
@@ -32,7 +33,7 @@ SLACK = {"cpu": 0.2, "returned": 0.0, "cuda": 0.1}
 BLOCKS = {"cpu": (7.5, 0.25), "cuda": (0.0, 0.0)}
 # The float32 copies of a chunk of logits that the backward pass of its log-probs needs at once. Entropy needs two more.
 CHUNKS = 5
-KEPT, COPY = "kept from sampling", "sampling copy"
+KEPT, COPY, CACHE, ENGINE = "kept from sampling", "sampling copy", "KV cache", "vLLM's engine"
 # The share of the freed activations of sampling that a critic's larger blocks fit into. Fitted on PPO in four shapes.
 REFILLED = 0.25
 
@@ -104,10 +105,15 @@ def count(parameters: float) -> str:
     return f"{parameters:.0f}"
 
 
-def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int) -> float:
-    """Return the bytes of the KV cache at full length, over all slots. The fused decoder stores a prompt once for its group."""
+def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int, device: str = "cpu") -> float:
+    """Return the bytes of the KV cache at full length, over all slots.
+
+    The fused decoder stores a prompt once for its group. So do recorded steps on a GPU, with room for twice as many prompts.
+    """
     length = work.lengths
     prompts = math.ceil(work.slots / work.members) if kept.fused else work.slots
+    if device == "cuda" and work.members > 1 and length.longest_prompt >= SHORTEST:
+        prompts = min(work.slots, math.ceil(2 * work.slots / work.members))
     own, shared = work.slots * length.longest_completion, prompts * length.longest_prompt
     if kept.fused:  # the fused decoder allocates whole blocks
         own = work.slots * math.ceil(length.longest_completion / BLOCK) * BLOCK
@@ -121,7 +127,21 @@ def engine_item(work: Work, policy: Shape, width: int, taken: float, sleeps: boo
     least = weights + own * (work.lengths.longest_prompt + work.lengths.longest_completion)
     note = f"weights, and pages for {count(max(0.0, taken - weights) / own)} tokens"
     note += f"; it needs {least / 1e9:.3g} GB" if least > taken else ""
-    return MemoryItem("vLLM's engine", taken, "sample" if sleeps else "held", note), max(0.0, least - taken)
+    return MemoryItem(ENGINE, taken, "sample" if sleeps else "held", note), max(0.0, least - taken)
+
+
+def share_asleep(held: PeakMemory, work: Work, policy: Shape, width: int, memory: float, margin: float) -> float:
+    """Return the share of the GPU's memory that vLLM's engine can have if it sleeps during training, in steps of 0.05.
+
+    It is at most the engine's present share, and at most the memory that training leaves free, less `margin`. Return 0 if there
+    is no engine, if it sleeps already, or if its weights and one text need more.
+    """
+    awake = sum(item.bytes for item in held.items if item.name == ENGINE and item.phase == "held")
+    if not awake:
+        return 0.0
+    free = memory / (1 + margin) - held.baseline - held.of("weights") - held.of("held") + awake - held.slack
+    share = min(work.engine, math.floor(20 * free / (1 + SLACK[held.allocator]) / memory) / 20)
+    return 0.0 if share <= 0 or engine_item(work, policy, width, share * memory)[1] else share
 
 
 def forward_and_back(work: Work, shape: Shape, kept: Terms, recompute: bool) -> tuple[float, float]:
@@ -181,7 +201,8 @@ def passing(
         found += [MemoryItem("critic's activations", more, "train", "beyond the policy's, which are freed by then")] * (more > 0)
     if work.samples and not work.engine:
         slots = f"{work.slots} sequences"
-        found.append(MemoryItem("KV cache", cache_bytes(work, policy, kept, width), "sample", slots))
+        phase: Phase = "held" if device == "cuda" else "sample"  # recorded steps keep their cache while the run trains
+        found.append(MemoryItem(CACHE, cache_bytes(work, policy, kept, width, device), phase, slots))
         if kept.fused == 4 or (kept.fused and multiplies_bfloat16()):
             layer = kept.fused * policy.matrices // policy.layers
             whole = min(policy.layers, LIMIT // layer)

@@ -23,6 +23,7 @@ from psigrad.language.loading.model_source import load_tokenizer, resolve_for_pl
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused import families
 from psigrad.language.models.fused.caches import HEAD_LIMIT
+from psigrad.language.rollout.samplers.cuda_graph import SHARE
 from psigrad.objective.preferences.preference_loss import KahnemanTversky
 from psigrad.optim.rules import adamw_kernels
 from psigrad_extras.preflight.plan.activations import Terms, terms
@@ -34,12 +35,14 @@ from psigrad_extras.preflight.plan.arithmetic import (
     StepCost,
     Work,
     cost_of,
+    samples_itself,
     share_of,
     work_of,
 )
 from psigrad_extras.preflight.plan.hardware import Machine
 from psigrad_extras.preflight.plan.memory import (
     AMONG_OTHERS,
+    CACHE,
     COPY,
     KEPT,
     MemoryItem,
@@ -55,6 +58,7 @@ from psigrad_extras.preflight.plan.memory import (
     recomputed_gradients,
     roles_of,
     sharded_items,
+    share_asleep,
 )
 from psigrad_extras.preflight.plan.shape import Shape, config_of, shape_of
 
@@ -161,7 +165,7 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
     items += [*(load_items(parts) if cpu else ()), *engine]  # on a GPU, the mapped file is not in the device's memory
     items = _with_codes(items, policy, width, coded) if coded else items
     done = _as_kept(config, work, items, kept_size(work, policy, kept) / PLAIN if quick and cpu else 0.0)
-    cost = _cost(config, done, policy, cache_bytes(work, policy, kept, width), coded if cpu else 0)
+    cost = _cost(config, done, policy, cache_bytes(work, policy, kept, width, machine.kind), coded if cpu else 0)
     cost = cost if cpu else cost.on_gpu(done, policy, frozen=bool(rank), recompute=recompute, learns=adapter or learns)
     gives_back = recompute and cpu
     beside_head = head_slack(work, policy, width, machine.kind) if head and not gives_back else 0.0
@@ -375,6 +379,10 @@ def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         more = round(min(0.9, work.engine + plan.starved / plan.machine.memory + 0.05), 2)
         for name, value in (("tensor_parallel_size", 2 * work.tensor), ("vllm_memory", more)):
             yield f"sampling.{name}={value}", partial(_with_sampling, **{name: value})
+    width = DTYPES[config.model.dtype].itemsize
+    if share := share_asleep(plan.memory, work, plan.policy, width, plan.machine.memory, MARGIN):
+        settings: dict[str, Any] = {"vllm_sleep": True, "vllm_memory": share}
+        yield f"sampling.vllm_sleep=true sampling.vllm_memory={share}", partial(_with_sampling, **settings)
     if any(item.name == COPY for item in plan.memory.items):
         yield "sampling.sampler=vllm", partial(_with_sampling, sampler="vllm")
     if work.slots > 32 and not work.engine:
@@ -412,16 +420,27 @@ ALL = "all of these"  # changes, at once
 # The largest and the smallest micro-batches to try, in tokens, if the settings do not give the size.
 MOST, LEAST = 1 << 16, 1 << 10
 SIZES = (MOST // LEAST).bit_length()
+# The smallest number of sequences decoded at once to try.
+FEWEST = 8
 
 
 def filling(config: Any, here: Machine) -> Any:
     """Return the settings with the largest micro-batches that fit on a machine.
 
-    On a GPU, gradient checkpointing is switched off if training is then faster, even in smaller micro-batches. The size is a
-    power of two, so that a resumed run gets the same one if nearly as much memory is free.
+    On a GPU, the number of sequences decoded at once is halved, down to 8, until the smallest micro-batches fit and the KV cache
+    takes at most half of the memory that the run does not hold otherwise. Gradient checkpointing is switched off if training is
+    then faster, even in smaller micro-batches. The size of micro-batches is a power of two, so that a resumed run gets the same
+    one if nearly as much memory is free.
     """
     lengths, rows, _ = lengths_of(config)
     anew = config.model.gradient_checkpointing
+    while here.kind == "cuda" and samples_itself(config) and (slots := config.sampling.max_decode_batch) > FEWEST:
+        least = predict(replace(config, micro_batch_tokens=LEAST), lengths, here, dataset=rows)
+        cache = sum(item.bytes for item in least.memory.items if item.name == CACHE)
+        taken = sum(item.bytes for item in least.memory.items if item.phase in ("weights", "held"))
+        if cache <= SHARE * (here.memory - taken + cache) and least.fits:
+            break
+        config = _with_sampling(config, max_decode_batch=slots // 2)
     found = []
     for recompute in dict.fromkeys((anew and not here.peak, anew)):
         tried = (replace(_with(config, gradient_checkpointing=recompute), micro_batch_tokens=MOST >> n) for n in range(SIZES))

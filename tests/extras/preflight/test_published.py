@@ -11,7 +11,7 @@ from psigrad import cli
 from psigrad.config import Model, OnlineConfig, Run, Sampling, SFTConfig
 from psigrad.config.load import load
 from psigrad_extras.preflight import plan
-from psigrad_extras.preflight.plan import shape
+from psigrad_extras.preflight.plan import arithmetic, shape
 from psigrad_extras.preflight.plan.hardware import named_gpu
 from psigrad_extras.preflight.plan.placements import PUBLISHED, splits
 from psigrad_extras.preflight.plan.predict import filling
@@ -119,13 +119,21 @@ def test_a_step_takes_what_it_took_within_30_percent(run, tmp_path):
     assert planned == pytest.approx(published, rel=0.3)
 
 
-def test_a_step_of_one_gpu_takes_what_was_measured_within_30_percent(tmp_path):
-    """docs/performance.md: the shape of Qwen3-0.6B, 16 prompts of 8 completions, 64 + 128 tokens, 2.2 s, of which 1.0 sample."""
+def test_a_step_of_one_gpu_takes_what_was_measured_within_30_percent(tmp_path, monkeypatch):
+    """docs/performance.md: the shape of Qwen3-0.6B, 16 prompts of 8 completions, 64 + 128 tokens, 2.2 s, of which 1.0 sample. A
+    layer then launched 179 kernels in a micro-batch without recomputing.
+    """
     QWEN.save_pretrained(tmp_path)
     model = Model(path=str(tmp_path), dtype="bfloat16", gradient_checkpointing=True)
     sizes = {"prompts_per_step": 16, "num_generations": 8, "micro_batch_tokens": 65536}
     config = OnlineConfig(model=model, run=Run(device="cuda"), sampling=Sampling(max_completion_length=128), **sizes)
-    made = plan.predict(config, plan.Lengths(64, 128, 64, 128), named_gpu("h100", "bfloat16"))
+    lengths, gpu = plan.Lengths(64, 128, 64, 128), named_gpu("h100", "bfloat16")
+    now = plan.predict(config, lengths, gpu)
+    monkeypatch.setattr(arithmetic, "KERNELS", (56, 123))
+    monkeypatch.setattr(arithmetic, "MOVED", (5, 11))
+    made = plan.predict(config, lengths, gpu)
+    print(made.phases, now.phases)
+    assert all(now.phases[name] < 0.8 * made.phases[name] for name in ("sampling", "training"))
     assert made.seconds == pytest.approx(2.2, rel=0.3) and made.phases["sampling"] == pytest.approx(1.0, rel=0.1)
     products = replace(made.cost, launching=(0.0, 0.0), moved=0.0)  # the control
     assert products.seconds(made.machine) < 0.5
@@ -210,7 +218,8 @@ def test_the_command_takes_a_gpu_by_name(tmp_path, capsys):
     assert cli.main([*arguments, "--device", "cuda", "--gpu", "h100", "--devices", "64"]) == 0
     out = capsys.readouterr().out
     assert "64 devices of 80 GB" in out and "Best:" in out
-    assert cli.main([*arguments, "--device", "h100"]) == 0
+    # 1,024 completions of 100 tokens, of which the embedded sampler decodes 256 until the longest has ended
+    assert cli.main([*arguments, "--device", "h100", "--prompts-per-step", "128", "--completion-length", "100"]) == 0
     out = capsys.readouterr().out
     assert "phases     sampling " in out and "samplers   embedded " in out and "; vllm is faster" in out
     assert cli.main([*arguments, "--device=h100", "--vllm-memory", "0.1"]) == 0
@@ -235,3 +244,42 @@ def test_activations_are_recomputed_only_where_the_plan_needs_it(memory, anew, t
     assert best < small or not anew  # it would fit, in passes of so few tokens that their launches take longer
     assert filling(config, replace(gpu, peak=0.0)).model.gradient_checkpointing  # with no speed to compare: the default
     assert not filling(least if anew else found, gpu).model.gradient_checkpointing  # what is given stays
+
+
+@pytest.mark.parametrize(("memory", "slots"), [(80, 64), (40, 32), (24, 16), (22, 8)])
+def test_sequences_are_decoded_at_once_that_leave_half_of_the_memory_to_training(memory, slots, tmp_path):
+    """The shape of Qwen3-0.6B: 114,688 bytes a token, and 2,816 tokens and two eighths of a prompt, 0.33 GB, a slot. Weights,
+    reference, gradients and moments take 10.7 GB. Half of the rest is 35, 15, 7 or 6 GB, and in the last a pass needs more than
+    what 16 slots leave.
+    """
+    QWEN.save_pretrained(tmp_path)
+    flags = {"device": "cuda", "path": str(tmp_path), "max_completion_length": 2816, "prompts_per_step": 32}
+    config = load(OnlineConfig, flags=flags)
+    gpu = replace(named_gpu("h100", "bfloat16"), memory=memory * 10**9)
+    found = filling(config, gpu)
+    assert config.sampling.max_decode_batch == 256 and found.sampling.max_decode_batch == slots
+    made = plan.predict(found, plan.lengths_of(found)[0], gpu)
+    (cache,) = [item for item in made.memory.items if item.name == "KV cache"]
+    assert cache.phase == "held" and made.fits
+    assert not plan.predict(replace(found, sampling=config.sampling), plan.lengths_of(found)[0], gpu).fits, "the control"
+    cpu = replace(gpu, device="cpu")
+    assert filling(config, cpu).sampling.max_decode_batch == 256
+
+
+def test_an_engine_that_sleeps_is_proposed_with_the_share_that_is_free_then(tmp_path):
+    """Of 1.7 billion weights training holds 27.5 GB beside 3.4 of a reference; vLLM's 0.4 of 48 GB is 19. A share of 0.15 is 7.2
+    GB, for weights of 3.4, and with 32 GB of memory there is none.
+    """
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16}
+    Qwen3Config(**sizes, num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True).save_pretrained(
+        tmp_path
+    )
+    config = replace(settings(str(tmp_path), 1, 0), micro_batch_tokens=4096)
+    config = replace(config, sampling=replace(config.sampling, vllm_sleep=False))
+    lengths, gpu = plan.Lengths(130, 1000, 130, 2000), named_gpu("l40s", "bfloat16")
+    made = plan.predict(config, lengths, gpu)
+    (way,) = [(name, other) for name, other in made.ways if "vllm_sleep" in name]
+    assert not made.fits and way[1].fits and way[0] == "sampling.vllm_sleep=true sampling.vllm_memory=0.15"
+    assert not any("vllm_sleep" in name for name, _ in plan.predict(config, lengths, replace(gpu, memory=32 * 10**9)).ways)
+    alone = replace(config, sampling=replace(config.sampling, vllm_sleep=True))
+    assert not plan.predict(alone, lengths, gpu).fits, "the control: asleep with the same share"

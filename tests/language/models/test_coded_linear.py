@@ -10,12 +10,16 @@ import pytest
 import torch
 from cached import sample
 from fused_models import made, some_groups
+from inductor_counts import counting
 from safetensors.torch import load_file
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 import psigrad
 from psigrad.config import Model
 from psigrad.errors import UserError
+from psigrad.kernels import codes
 from psigrad.kernels.codes import NF4, code
 from psigrad.kernels.kernels import kernels
 from psigrad.language.loading.model_source import lora_of
@@ -64,6 +68,46 @@ def test_each_number_gets_the_nearest_level(kind):
     levels = torch.tensor(NF4) if kind == "nf4" else torch.arange(-127, 128) / 127
     best = (x.view(100, -1, coded.block)[..., None] - levels * scale[..., None]).abs().amin(-1)
     torch.testing.assert_close((near - x).abs().view_as(best), best, rtol=1e-3, atol=1e-6)
+
+
+def test_a_gpu_decodes_a_weight_in_four_bytes(monkeypatch):
+    """Compiled, one kernel reads codes and scales and writes bfloat16. By PyTorch's operations it is many times as much."""
+    coded = code(matrix_of(128, 640), "nf4")
+    tensors = (coded.codes, coded.scales, coded.offsets, coded.levels, torch.bfloat16)
+    with counting(monkeypatch) as found:
+        torch.compile(codes.decode, dynamic=True)(*tensors)
+    assert (found.graphs, found.kernels, found.calls) == (1, 1, 0) and 2.5 * 128 * 640 < found.bytes <= 4 * 128 * 640
+    with Bytes() as moved:
+        codes.decode(*tensors)
+    assert moved.total > 12 * 128 * 640
+
+
+class Bytes(TorchDispatchMode):
+    """The bytes that operations read and write."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in pytree.tree_leaves((args, out)) if isinstance(x, torch.Tensor)]
+        if len({x.untyped_storage().data_ptr() for x in tensors}) > 1:  # no view
+            self.total += sum(x.numel() * x.element_size() for x in tensors)
+        return out
+
+
+def test_a_layer_in_codes_keeps_no_matrix_for_its_gradient():
+    layer = torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Linear(64, 128)]))
+    code_linears(layer, "nf4")
+    coded, kept = layer[0][0], []
+    assert isinstance(coded, CodedLinear)
+    x, slope = torch.randn(2, 3, 64, requires_grad=True), torch.randn(2, 3, 128)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        out = coded(x)
+    plain = torch.nn.functional.linear(x, coded.matrix.by_torch(torch.float32), coded.bias)
+    torch.testing.assert_close(out, plain)
+    ours, right = (torch.autograd.grad(y, (x, coded.bias), slope) for y in (out, plain))
+    torch.testing.assert_close(ours, right)
+    assert max(kept, default=0) < 64 * 128
 
 
 @pytest.mark.needs("compiler")

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from psigrad.config import Model, Run
 from psigrad.errors import UserError
 from psigrad.language.loading.load_model import load_model
-from psigrad.language.models import hf_attention, tiny
+from psigrad.language.models import hf_attention, probe, tiny
 from psigrad.language.models.attention import modified_attention
 from psigrad.language.models.hf_attention import BLOCK, FlexLayout
 from psigrad.language.models.language_model import prepare
@@ -112,13 +112,9 @@ def test_flex_is_refused_where_it_cannot_train(kind, why, tmp_path):
 def test_flex_is_refused_where_its_numbers_differ(monkeypatch):
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     model = prepare(tiny.model("gpt2", len(tokenizer)), tokenizer)
-    own = type(model)._probe_with_gradient
-    monkeypatch.setattr(
-        type(model),
-        "_probe_with_gradient",
-        lambda self, learns: [x + (self.attention_kernel == "flex") for x in own(_plain(self), learns)],
-    )
-    with pytest.raises(UserError, match="the outputs or gradients differ by 1 from those of 'sdpa'"):
+    own = probe.with_gradient
+    monkeypatch.setattr(probe, "with_gradient", lambda one: [x + (one.attention_kernel == "flex") for x in own(_plain(one))])
+    with pytest.raises(UserError, match="the outputs or gradients differ by 1 from those before"):
         model.attend("flex")
     assert model.attention_kernel == "sdpa"
 

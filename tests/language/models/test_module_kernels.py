@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from psigrad.kernels.kernels import Kernels, kernels
 from psigrad.kernels.state_kernels import Trees
+from psigrad.language.models.fused import module_kernels
 from psigrad.language.models.fused.module_kernels import ModuleKernels
 from psigrad.language.models.hf_state import DeltaRule, Mamba2
 from psigrad.language.models.language_model import Lora, prepare
@@ -69,7 +70,9 @@ def test_a_copy_and_an_adapter_have_weights_of_their_own(tokenizer, groups):
 
 def test_negative_control_a_wrong_kernel_is_left_out(tokenizer, monkeypatch):
     right = Kernels.rms_norm
-    monkeypatch.setattr(ModuleKernels, "_norm_offset", lambda self, module: 0.0 if "RMSNorm" in type(module).__name__ else None)
+    monkeypatch.setattr(
+        module_kernels, "norm_offset", lambda module, rms_norm: 0.0 if "RMSNorm" in type(module).__name__ else None
+    )
     assert prepare(network("olmo2"), tokenizer).module_kernels is not None
     monkeypatch.setattr(Kernels, "rms_norm", lambda self, x, weight, eps, offset=0.0: right(self, x, weight, eps + 0.1, offset))
     model = prepare(network("olmo2"), tokenizer)

@@ -10,7 +10,7 @@ import torch
 from packed_inputs import BRANCHES, GROUPS, ROWS, draw, oracle, pieces_of
 
 from psigrad.errors import UserError
-from psigrad.language.models import hf_attention, tiny
+from psigrad.language.models import hf_attention, probe, tiny
 from psigrad.language.models.attention import modified_attention
 from psigrad.language.models.hf_attention import VarlenLayout, varlen_kernel
 from psigrad.language.models.language_model import prepare
@@ -124,12 +124,12 @@ def test_on_a_gpu_the_first_way_that_runs_is_taken_and_why_none_was(monkeypatch)
     monkeypatch.setattr(type(model), "device", property(lambda self: cuda))
     broken = []
 
-    def numbers(self, learns):
-        if self.attention_kernel in broken:
-            raise RuntimeError(f"no {self.attention_kernel} here")
+    def numbers(one):
+        if one.attention_kernel in broken:
+            raise RuntimeError(f"no {one.attention_kernel} here")
         return [torch.zeros(2)]
 
-    monkeypatch.setattr(type(model), "_probe_with_gradient", numbers)
+    monkeypatch.setattr(probe, "with_gradient", numbers)
     for more, taken in (([], "varlen"), (["varlen"], "flex"), (["flex"], "sdpa")):
         broken += more
         model.attention_kernel = "sdpa"

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hybrid_models import HYBRID, network
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM
 
 from psigrad import seeds
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import Lora, prepare
-from psigrad.language.rollout.samplers import cuda_graph, embedded
-from psigrad.language.rollout.samplers.cuda_graph import CudaGraphDecoding
+from psigrad.language.rollout.samplers import cache, cuda_graph, embedded
+from psigrad.language.rollout.samplers.cuda_graph import CudaGraphDecoding, Room
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.language.rollout.samplers.grouped import GroupedCache, GroupedDecode
 from psigrad.language.rollout.types import Request, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=24, stop_token_ids=tuple(range(40)))  # some end early
@@ -53,8 +59,10 @@ def requests_():
     ]
 
 
-def watch(monkeypatch, recorder):
-    """Record on the CPU too; returns the shapes that are recorded, one list for each set of recordings."""
+def watch(monkeypatch, recorder, most=256):
+    """Record on the CPU too, in at most so many slots; returns the shapes that are recorded, one list for each set of
+    recordings.
+    """
     shapes = []
 
     class Watched(CudaGraphDecoding):
@@ -62,13 +70,13 @@ def watch(monkeypatch, recorder):
             shapes.append([])
             super().__init__(*given, record=recorder)
 
-        def _step(self, params, size, columns):
-            if (size, columns) not in shapes[-1]:
-                shapes[-1].append((size, columns))
-            super()._step(params, size, columns)
+        def _step(self, params, *shape):
+            if shape not in shapes[-1]:
+                shapes[-1].append(shape)
+            super()._step(params, *shape)
 
     monkeypatch.setattr(embedded, "CudaGraphDecoding", Watched)
-    monkeypatch.setattr(embedded, "fits_on_gpu", lambda *_: True)
+    monkeypatch.setattr(embedded, "fitting", lambda model, room: room._replace(slots=min(room.slots, most)))
     return shapes
 
 
@@ -101,7 +109,26 @@ def test_a_long_sequence_reads_more_columns_when_it_needs_them(model, monkeypatc
     plain = EmbeddedSampler(model).sample([request], params)
     shapes = watch(monkeypatch, again)
     assert texts(EmbeddedSampler(model).sample([request], params)) == texts(plain)
-    assert {columns for _, columns in shapes[0]} == {128, 256}
+    assert {columns for _, columns in shapes[0]} == {128, 192}
+
+
+def test_a_recorded_step_reads_less_than_one_and_a_half_times_the_keys_that_are_there(model, monkeypatch):
+    """Counted where attention is given keys: from 129 tokens on, at most the next of 192, 256, 384, 512, … columns."""
+    read = [(wanted, CudaGraphDecoding._columns(wanted, 4096)) for wanted in range(1, 4097)]
+    assert all(max(wanted, 128) <= columns < max(129, 1.5 * wanted) for wanted, columns in read)
+    assert sorted({columns for _, columns in read}) == [128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096]
+    given = []
+    attend = cache.Decode.attend
+
+    def watched(self, layer, q, k, v, scale, window, how=cache.SDPA):
+        return attend(
+            self, layer, q, k, v, scale, window, lambda q, keys, v, **named: given.append(keys.shape) or how(q, keys, v, **named)
+        )
+
+    monkeypatch.setattr(cache.Decode, "attend", watched)
+    watch(monkeypatch, again)
+    EmbeddedSampler(model).sample([Request(tuple(range(5, 135)), (7, 8))], SamplingParams(max_tokens=20))
+    assert given and {shape[2] for shape in given} == {192} and {shape[0] for shape in given} <= {1, 2}
 
 
 def counting(made):
@@ -171,8 +198,167 @@ def test_negative_control_a_recording_that_reads_nothing_new_differs(model, requ
     assert texts(EmbeddedSampler(model).sample(requests_, PARAMS)) != texts(plain)
 
 
+def test_fewer_slots_than_asked_for_are_recorded_once_and_write_the_same(model, requests_, monkeypatch):
+    plain = EmbeddedSampler(model).sample(requests_, PARAMS)
+    shapes = watch(monkeypatch, again, most=2)
+    sampler = EmbeddedSampler(model)
+    for _ in range(2):
+        assert texts(sampler.sample(requests_, PARAMS)) == texts(plain)
+    assert len(shapes) == 1 and {size for size, _ in shapes[0]} <= {1, 2}
+
+
+SMALL = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+}
+
+
+def grouped(name):
+    """A model in transformers' modules with weights twice as large, so that its distributions are no longer flat."""
+    tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
+    torch.manual_seed(0)
+    if name in HYBRID:
+        hf = network(name)
+    elif name == "gemma2":  # windows, and scores that are capped
+        hf = Gemma2ForCausalLM(Gemma2Config(**SMALL, vocab_size=len(tokenizer), sliding_window=8, attn_logit_softcapping=2.0))
+    elif name == "gemma3":
+        hf = Gemma3ForCausalLM(Gemma3TextConfig(**SMALL, vocab_size=len(tokenizer), sliding_window=8))
+    else:
+        hf = tiny.model(name, len(tokenizer))
+    made = prepare(hf, tokenizer)
+    made.decoder = None
+    with torch.no_grad():
+        for p in made.network.parameters():
+            p.mul_(2)
+    return made
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "qwen3", "gemma2", "gemma3", "qwen3_5_text"])
+@pytest.mark.parametrize(("max_batch", "prompts"), [(5, 256), (256, 2), (256, 256)])
+def test_a_prompt_that_is_stored_once_for_its_group_gives_the_same_tokens(name, max_batch, prompts, requests_, monkeypatch):
+    """With keys and values, windows, capped scores and states; prompts wait for room, and move when others have ended."""
+    model = grouped(name)
+    plain = EmbeddedSampler(model, max_batch).sample(requests_, PARAMS)
+    shapes, seen = watch(monkeypatch, again), []
+    monkeypatch.setattr(embedded, "SHORTEST", 1)
+    monkeypatch.setattr(embedded, "fitting", lambda model, room: room._replace(prompts=min(room.prompts, prompts)))
+    remove = GroupedCache.remove
+    monkeypatch.setattr(GroupedCache, "remove", lambda self, ended: (remove(self, ended), seen.append(self.count))[0])
+    sampler = EmbeddedSampler(model, max_batch)
+    for _ in range(2):
+        found = sampler.sample(requests_, PARAMS)
+        assert texts(found) == texts(plain)
+        pairs = [(a, b) for ours, theirs in zip(found, plain, strict=True) for a, b in zip(ours, theirs, strict=True)]
+        assert all(a.logprobs == pytest.approx(b.logprobs, abs=1e-4) for a, b in pairs)
+    assert len(shapes) == 1 and all(len(shape) == 5 for shape in shapes[0])
+    assert seen[-1] == 0 and max(seen) <= prompts and max(seen) > (prompts > 2)
+
+
+def test_an_evaluation_of_single_completions_makes_room_once(requests_, monkeypatch):
+    model = grouped("qwen3")
+    shapes = watch(monkeypatch, again)
+    monkeypatch.setattr(embedded, "SHORTEST", 1)
+    alone = [replace(request, seeds=request.seeds[:1]) for request in requests_]
+    plain = texts(EmbeddedSampler(model, cuda_graphs=False).sample(alone, PARAMS))
+    sampler = EmbeddedSampler(model)
+    for _ in range(3):
+        sampler.sample(requests_, PARAMS)
+        assert texts(sampler.sample(alone, PARAMS)) == plain
+    assert len(shapes) <= 2
+
+
+def test_negative_control_a_prompt_in_anothers_place_gives_other_tokens(requests_, monkeypatch):
+    model = grouped("qwen3")
+    plain = EmbeddedSampler(model).sample(requests_, PARAMS)
+    watch(monkeypatch, again)
+    monkeypatch.setattr(embedded, "SHORTEST", 1)
+    seats = GroupedCache.seats
+    monkeypatch.setattr(
+        GroupedCache, "seats", lambda self, size: (made := seats(self, size))._replace(seat=made.seat[::-1].copy())
+    )
+    assert texts(EmbeddedSampler(model).sample(requests_, PARAMS)) != texts(plain)
+
+
+class Moved(TorchDispatchMode):
+    """The bytes that operations read and write, views apart."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in pytree.tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+        if len({x.untyped_storage().data_ptr() for x in tensors}) > 1:
+            self.total += sum(x.numel() * x.element_size() for x in tensors)
+        return out
+
+
+def test_a_group_of_eight_reads_a_third_of_the_bytes_for_a_token(monkeypatch):
+    """Counted in attention, for a prompt of 768 tokens and 4 key heads of 64."""
+    sizes = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "hidden_size": 64,
+        "intermediate_size": 8,
+    }
+    tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
+    model = prepare(Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=64, vocab_size=len(tokenizer))), tokenizer)
+    model.decoder, found = None, []
+    watch(monkeypatch, again)
+    requests = [Request(tuple(3 + (i + n) % 200 for i in range(760)), tuple(range(8))) for n in range(2)]
+    for shortest, kind in ((1, GroupedDecode), (1 << 20, cache.Decode)):
+        monkeypatch.setattr(embedded, "SHORTEST", shortest)
+        attend, total = kind.attend, Moved()
+
+        def counted(self, *given, attend=attend, total=total):
+            with total:
+                return attend(self, *given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "attend", counted)
+            done = EmbeddedSampler(model).sample(requests, SamplingParams(max_tokens=9))
+        found.append((total.total, [c.ids for group in done for c in group]))
+    (once, ids), (each, others) = found
+    print(once, each)
+    assert ids == others and 0 < 3 * once < each
+
+
 def test_on_a_cpu_nothing_is_recorded(model):
-    assert not cuda_graph.fits_on_gpu(model, 1, 1)
+    assert not cuda_graph.fitting(model, Room(1, 1)).slots
+
+
+# Qwen3's sizes: layers, key heads of 128, and billions of weights.
+QWEN3 = {"0.6B": (28, 8, 0.6), "1.7B": (28, 8, 1.7), "4B": (36, 8, 4.0), "8B": (36, 8, 8.2)}
+
+
+@pytest.mark.parametrize("gigabytes", [24, 40, 80])
+def test_decoding_is_recorded_in_as_many_slots_as_half_of_the_free_memory_holds(gigabytes, monkeypatch):
+    """Weights take 2 bytes, or 16 with their training. 8 billion of them leave 7.6 of 24 GB; full training of 4 needs more."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 << 30)
+    tried = 0
+    for (layers, heads, billions), each, longest in itertools.product(QWEN3.values(), (2, 16), (256, 768, 1280, 2304, 4352)):
+        sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": 1024}
+        network = SimpleNamespace(config=Qwen3Config(head_dim=128, **sizes), dtype=torch.bfloat16)
+        model = SimpleNamespace(device=torch.device("cuda"), network=network)
+        free = int(gigabytes * 1e9 - billions * 1e9 * each)
+        if free < 2 << 30:
+            continue
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free - (2 << 30), None))
+        slots, slot = cuda_graph.fitting(model, Room(256, longest)).slots, 2 * 2 * layers * heads * 128 * longest
+        assert slots in (1, 2, 4, 8, 16, 32, 64, 128, 256) and slots * slot <= free / 2
+        assert slots == 256 or 2 * slots * slot > free / 2
+        tried += 1
+    assert tried >= 20
+    network.config = Qwen3Config(head_dim=128, num_hidden_layers=28, num_key_value_heads=8, hidden_size=1024)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 << 30, None))
+    # 256 slots of 1,280 tokens of the smallest model are 35 GiB: the sizes that a fifth of 80 GB refused as a whole
+    assert [cuda_graph.fitting(model, Room(256, longest)).slots for longest in (1280, 1 << 20)] == [64, 0]
 
 
 def test_uniform_numbers_on_the_device_are_those_of_the_host():

@@ -47,7 +47,7 @@ class ModuleKernels:
             return self._linear
         if all(type(getattr(module, name, None)) is nn.Linear for name in _FEED_FORWARD) and _is_gated(module):
             return self._feed_forward(type(module).forward)
-        offset = self._norm_offset(module)
+        offset = norm_offset(module, self.native.rms_norm)
         return None if offset is None else self._norm(type(module).forward, offset)
 
     def _runs(self, x: Tensor, *weights: Tensor) -> bool:
@@ -91,38 +91,40 @@ class ModuleKernels:
             if gate or given or not self._runs(x, module.weight):
                 return own(module, x, *gate, **given)
             rows = x.reshape(-1, x.shape[-1]).contiguous()
-            made: Tensor = NormFunction.apply(self.native, rows, module.weight, _eps(module), offset)
+            made: Tensor = NormFunction.apply(self.native, rows, module.weight, eps_of(module), offset)
             return made.view(x.shape)
 
         return forward
 
-    @torch.no_grad()
-    def _norm_offset(self, module: Any) -> float | None:
-        """Return the number that an RMS norm adds to its weight: 0, or 1 in Gemma. Return None for other modules.
 
-        The module's output on random numbers is compared with the kernel's.
-        """
-        weight = getattr(module, "weight", None)
-        if (
-            "RMSNorm" not in type(module).__name__
-            or _eps(module) is None
-            or weight is None
-            or getattr(module, "bias", None) is not None
-        ):
-            return None
-        x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-        try:
-            right = type(module).forward(module, x)
-        except (TypeError, AttributeError):  # a norm with a gate
-            return None
-        near = 8 * torch.finfo(weight.dtype).eps * float(right.abs().max())
-        for offset in (0.0, 1.0):
-            if float((self.native.rms_norm(x, weight.detach(), _eps(module), offset) - right).abs().max()) <= near:
-                return offset
+@torch.no_grad()
+def norm_offset(module: Any, rms_norm: Callable[[Tensor, Tensor, Any, float], Tensor]) -> float | None:
+    """Return the number that an RMS norm adds to its weight: 0, or 1 in Gemma. Return None for other modules.
+
+    The module's output on random numbers is compared with `rms_norm(x, weight, eps, offset)`.
+    """
+    weight = getattr(module, "weight", None)
+    if (
+        "RMSNorm" not in type(module).__name__
+        or eps_of(module) is None
+        or weight is None
+        or getattr(module, "bias", None) is not None
+    ):
         return None
+    x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    try:
+        right = type(module).forward(module, x)
+    except (TypeError, AttributeError):  # a norm with a gate
+        return None
+    near = 8 * torch.finfo(weight.dtype).eps * float(right.abs().max())
+    for offset in (0.0, 1.0):
+        if float((rms_norm(x, weight.detach(), eps_of(module), offset) - right).abs().max()) <= near:
+            return offset
+    return None
 
 
-def _eps(module: Any) -> Any:
+def eps_of(module: Any) -> Any:
+    """Return the ε of a norm, under either of its names; None if it has none."""
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 

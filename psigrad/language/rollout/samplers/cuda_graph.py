@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,46 +19,66 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.sizes import cached_numbers
 from psigrad.language.rollout.samplers.cache import Decode, KVCache
 from psigrad.language.rollout.samplers.distribution import draw_at
+from psigrad.language.rollout.samplers.grouped import GroupedCache, GroupedDecode
 from psigrad.language.rollout.types import SamplingParams
 from psigrad.seeds import uniform_on_device
 
 # Tokens of a sequence between two checks for ended sequences. Tokens drawn after an end are discarded.
 TOKENS_AT_ONCE = 8
-# Columns (cached tokens per slot) that the shortest recording reads. Each longer one reads twice as many.
+# Columns (cached tokens per slot) that the shortest recording reads. Longer ones read 1.5, 2, 3, 4, 6, … times as many.
 _NARROWEST = 128
 # Distributions whose recordings are kept: training draws from one, evaluation from another.
 _KEPT = 4
+# The largest share of the free memory that recorded keys and values may take.
+SHARE = 0.5
 
 # A function that records the GPU work of its argument, and returns the replay of that work.
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+class Room(NamedTuple):
+    """The capacity of a cache: `slots` of `longest` tokens each.
+
+    If prompts are stored once for their group, there is also room for `prompts` of `longest_prompt` tokens each.
+    """
+
+    slots: int
+    longest: int
+    prompts: int = 0
+    longest_prompt: int = 0
+
+    def covers(self, other: Room) -> bool:
+        """Return True if this cache is of the same kind and at least as large."""
+        return bool(self.prompts) == bool(other.prompts) and all(a >= b for a, b in zip(self, other, strict=True))
 
 
 class CudaGraphDecoding:
     """Recorded decoding steps of a model (CUDA graphs), and their cache, whose slots have full capacity from the start.
 
     Both persist between calls, since a recording contains the memory addresses of the cache and of the weights. A recording is
-    specific to one distribution and one shape: 1, 2, 4, … slots and a number of columns. Empty slots write keys and values where
-    the next prompt will overwrite them, and their draws are ignored.
+    specific to one distribution and one shape: 1, 2, 4, … slots and a number of columns, and if prompts are stored once, the same
+    two numbers for prompts. Empty slots write keys and values where the next prompt will overwrite them, and their draws are
+    ignored.
     """
 
-    def __init__(self, model: LanguageModel, slots: int, longest: int, record: Recorder | None = None) -> None:
-        """Create the cache; `longest` is the capacity of a slot, in tokens. Call `begin` before each batch."""
-        self.model = model
-        self.cache = KVCache(slots, longest)
+    def __init__(self, model: LanguageModel, room: Room, wanted: Room | None = None, record: Recorder | None = None) -> None:
+        """Create the cache. Call `begin` before each batch. If memory limits `room`, `wanted` is the room that the call needs."""
+        self.model, self.wanted = model, wanted or room
+        self.cache = GroupedCache(*room) if room.prompts else KVCache(*room[:2])
         self.weights = weight_addresses(model)
         self._record = record or cuda_recorder()
-        self._kept: dict[Hashable, dict[tuple[int, int], Callable[[], None]]] = {}
-        device = model.device
+        self._kept: dict[Hashable, dict[tuple[int, ...], Callable[[], None]]] = {}
+        self._seats: dict[tuple[int, int], list[torch.Tensor]] = {}
+        slots, device = room.slots, model.device
         # For each slot: its last token, the position of the next, the number of drawn tokens, and the seed.
         self.state = torch.zeros(4, slots, dtype=torch.long, device=device)
         self.at = torch.zeros(1, dtype=torch.long, device=device)
         self.ids = torch.zeros(TOKENS_AT_ONCE, slots, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(TOKENS_AT_ONCE, 2, slots, device=device)
 
-    def fits(self, slots: int, longest: int) -> bool:
-        """Return True if the recordings are of the current weights, and have room for `slots` sequences of `longest` tokens."""
-        room = self.cache.slots >= slots and self.cache.longest >= longest
-        return room and self.weights == weight_addresses(self.model)
+    def fits(self, room: Room) -> bool:
+        """Return True if the recordings use the model's current weights, and have at least this room."""
+        return self.wanted.covers(room) and self.weights == weight_addresses(self.model)
 
     def begin(self, params: SamplingParams) -> None:
         """Empty all slots, and select the recordings of this distribution and of the active adapters."""
@@ -81,32 +101,54 @@ class CudaGraphDecoding:
         host[:, :active] = last, places, counts, seeds.view(np.int64)
         self.state[:, :size] = torch.from_numpy(host).to(self.state.device)
         self.at.zero_()
-        replay = self._replay(size, self._columns(int(places.max()) + steps))
+        replay = self._replay(size, self._columns(int(places.max()) + steps, self.cache.longest), *self._seated(size))
         for _ in range(steps):
             replay()
         self.cache.lengths = self.cache.lengths + steps
         return self.ids[:steps, :active].cpu().numpy(), self.logprobs[:steps, :, :active].cpu().numpy()
 
-    def _columns(self, wanted: int) -> int:
-        doublings = max(0, math.ceil(math.log2(wanted / _NARROWEST)))
-        return min(_NARROWEST << doublings, self.cache.longest)
+    @staticmethod
+    def _columns(wanted: int, most: int) -> int:
+        wide = _NARROWEST << max(0, math.ceil(math.log2(wanted / _NARROWEST)))
+        between = wide * 3 // 4
+        return min(between if _NARROWEST < wanted <= between else wide, most)
 
-    def _replay(self, size: int, columns: int) -> Callable[[], None]:
-        """Return the function that replays a step of `size` slots and `columns` columns. If there is none, record it first."""
-        if (size, columns) not in self._replays:
+    def _seated(self, size: int) -> tuple[int, ...]:
+        """Copy the arrays of `Seats` to the device. Return the grid's size, its members per prompt and the columns of prompts.
+
+        Without a `GroupedCache`, return ().
+        """
+        if not isinstance(self.cache, GroupedCache):
+            return ()
+        seats = self.cache.seats(size)
+        arrays = [torch.from_numpy(x) for x in seats[:3]]
+        held = self._seats.setdefault((size, len(seats.grid)), [x.to(self.state.device) for x in arrays])
+        for old, new in zip(held, arrays, strict=True):
+            old.copy_(new)
+        return len(seats.grid), seats.members, self._columns(int(seats.behind.max()), self.cache.longest_prompt)
+
+    def _replay(self, *shape: int) -> Callable[[], None]:
+        """Return the function that replays a step of this shape, the arguments of `_step`. It is recorded on first use."""
+        if shape not in self._replays:
             moved = [self.state, self.at, *self.cache.states.values()]
             before = [x.clone() for x in moved]
             # The recorder runs the step. It writes keys and values where this same step will write them again.
-            self._replays[size, columns] = self._record(partial(self._step, self.params, size, columns))
+            self._replays[shape] = self._record(partial(self._step, self.params, *shape))
             for x, old in zip(moved, before, strict=True):
                 x.copy_(old)
-        return self._replays[size, columns]
+        return self._replays[shape]
 
-    def _step(self, params: SamplingParams, size: int, columns: int) -> None:
+    def _layout(self, places: torch.Tensor, columns: int, *seated: int) -> Decode:
+        if not isinstance(self.cache, GroupedCache):
+            return Decode(self.cache, places, columns, self.cache.longest)
+        grid, members, width = seated
+        return GroupedDecode(self.cache, places, columns, width, self._seats[len(places), grid], members)
+
+    def _step(self, params: SamplingParams, size: int, columns: int, *seated: int) -> None:
         """Decode one token for the first `size` slots. No operation waits for the CPU, so a CUDA graph can record the step."""
         tokens, places, counts, seeds = self.state[:, :size]
-        step = Decode(self.cache, places.clone(), columns, self.cache.longest)
-        hidden = self.model.forward(tokens[:, None], places[:, None], step)
+        step = self._layout(places.clone(), columns, *seated)
+        hidden = self.model.forward(tokens[:, None], step.positions[:, None], step)
         drawn = draw_at(self.model.head(hidden[:, 0], False), params, uniform_on_device(seeds, counts)[:, None])
         self.ids[:, :size].index_copy_(0, self.at, drawn.ids[None])
         logprobs = torch.stack([drawn.logprobs, drawn.sampling_logprobs]).to(self.logprobs.dtype)
@@ -117,13 +159,23 @@ class CudaGraphDecoding:
         self.at.add_(1)
 
 
-def fits_on_gpu(model: LanguageModel, slots: int, longest: int) -> bool:
-    """Return True if the model is on a GPU and these slots, of `longest` tokens each, take at most a fifth of its memory."""
+def fitting(model: LanguageModel, room: Room) -> Room:
+    """Return `room` with slots and prompts halved until they take at most half of the free memory of a GPU.
+
+    The other half is for training, which runs while the cache exists. The number of slots is 0 on a CPU, or if no slot fits.
+    """
     if model.device.type != "cuda":
-        return False
-    values = cached_numbers(model.network.config) * slots * longest
-    memory: int = torch.cuda.get_device_properties(model.device).total_memory
-    return bool(5 * values * model.network.dtype.itemsize <= memory)
+        return room._replace(slots=0)
+    size, most = cached_numbers(model.network.config) * model.network.dtype.itemsize, SHARE * free_memory(model.device)
+    while room.slots and size * (room.slots * room.longest + room.prompts * room.longest_prompt) > most:
+        room = room._replace(slots=room.slots // 2, prompts=-(-room.prompts // 2))
+    return room
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that tensors can use on a GPU: those that its driver has free, and blocks that torch keeps for reuse."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + kept
 
 
 def weight_addresses(model: LanguageModel) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,9 +21,10 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.models.probe import difference
 from psigrad.language.rollout.samplers.cache import KVCache, SharedCache, new_cache, prefill
-from psigrad.language.rollout.samplers.cuda_graph import TOKENS_AT_ONCE, CudaGraphDecoding, fits_on_gpu
+from psigrad.language.rollout.samplers.cuda_graph import TOKENS_AT_ONCE, CudaGraphDecoding, Room, fitting
 from psigrad.language.rollout.samplers.dialogue import CachedDialogue
 from psigrad.language.rollout.samplers.distribution import draw
+from psigrad.language.rollout.samplers.grouped import SHORTEST, GroupedCache
 from psigrad.language.rollout.types import Completion, Dialogue, Request, Sampler, SamplingParams
 
 
@@ -52,7 +54,8 @@ class EmbeddedSampler(PolicyWeights):
     A prompt is prefilled once for its group. Finished sequences leave immediately, and waiting groups enter as slots become free.
     A token depends on its seed and on the number of tokens before it, never on other sequences in the batch. Only the rounding of
     matrix products varies with the batch size. After each step `progress` gets its number of tokens. With `cuda_graphs`, decoding
-    steps are recorded and replayed if `cuda_graph.fits_on_gpu`. The cache then persists between calls, which must not overlap.
+    steps are recorded and replayed on a GPU, in the number of slots that `cuda_graph.fitting` returns. The cache then persists
+    between calls, which must not overlap.
     """
 
     engine = "embedded 1"
@@ -78,7 +81,9 @@ class EmbeddedSampler(PolicyWeights):
         check_room(self.model, requests, params, images=True)
         params = without_placeholders(self.model, params)
         self.model.switch(training=False)
-        batch = _Batch(self.model, requests, params, self.max_batch, self._recording(requests, params), self.model.usable(cache))
+        recorded = self._recording(requests, params)
+        slots = self.max_batch if recorded is None else min(self.max_batch, recorded.cache.slots)
+        batch = _Batch(self.model, requests, params, slots, recorded, self.model.usable(cache))
         yield batch.pop_complete()
         while batch.waiting or batch.sequences.size:
             batch.admit()
@@ -117,19 +122,18 @@ class EmbeddedSampler(PolicyWeights):
             return None
         if own.vision is not None and own.vision.axes:  # recorded steps do not support M-RoPE
             return None
-        slots, longest = _room_for(requests, params, self.max_batch)
-        if self._graphs is None or not self._graphs.fits(slots, longest):
-            # Round up, so that the slightly longer prompts of the next call need no new recording.
-            slots = min(self.max_batch, 1 << (slots - 1).bit_length())
-            longest = min(self.model.max_length, -(-longest // 256) * 256)
-            rooms = [(slots, longest)]
-            if self._graphs is not None:  # the sizes of earlier calls will recur
-                rooms.insert(0, (max(slots, self._graphs.cache.slots), max(longest, self._graphs.cache.longest)))
+        before = None if self._graphs is None else self._graphs.wanted
+        need = _to_record(requests, params, self.max_batch, self.model.max_length, before)
+        if self._graphs is None or not self._graphs.fits(need):
+            needs = [need]
+            if before is not None and bool(need.prompts) == bool(before.prompts):  # the sizes of earlier calls will recur
+                needs.insert(0, Room(*map(max, need, before)))
             self._graphs = None  # free its memory before the next allocates
-            room = next((room for room in rooms if fits_on_gpu(self.model, *room)), None)
-            if room is None:
+            found = [(fitting(self.model, need), need) for need in needs]
+            room, wanted = next((one for one in found if one[0] == one[1]), found[-1])
+            if not room.slots:
                 return None
-            self._graphs = CudaGraphDecoding(self.model, *room)
+            self._graphs = CudaGraphDecoding(self.model, room, wanted)
         self._graphs.begin(params)
         return self._graphs
 
@@ -170,6 +174,25 @@ def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -
     """Return (the number of slots that these requests need, at most `max_batch`; the capacity of each slot in tokens)."""
     slots = min(max_batch, sum(len(request.seeds) for request in requests))
     return slots, max(len(request.prompt_ids) for request in requests) + params.max_tokens
+
+
+def _to_record(requests: list[Request], params: SamplingParams, max_batch: int, most: int, before: Room | None) -> Room:
+    """Return the room that recorded steps need. It is rounded up, so that slightly longer prompts fit in the next call.
+
+    A long prompt is stored once for its group while the group has unfinished completions. With one completion per prompt, as in
+    an evaluation, it is stored so only if the previous room `before` was of this kind.
+    """
+
+    def rounded(tokens: int) -> int:
+        return min(most, -(-tokens // 256) * 256)
+
+    slots, longest = _room_for(requests, params, max_batch)
+    slots, prompt = min(max_batch, 1 << (slots - 1).bit_length()), longest - params.max_tokens
+    members = sum(len(request.seeds) for request in requests) / len(requests)
+    if prompt < SHORTEST or (members < 2 and not (before and before.prompts)):
+        return Room(slots, rounded(longest))
+    prompts = min(slots, len(requests), math.ceil(2 * slots / members))
+    return Room(slots, rounded(params.max_tokens), prompts, rounded(prompt))
 
 
 def check_room(model: LanguageModel, requests: list[Request], params: SamplingParams, images: bool = False) -> None:
@@ -234,13 +257,18 @@ class _Batch:
         self.routes = None if model.router_recorder is None else Routes(model.router_recorder, *self.ids.shape)
 
     def can_admit(self) -> bool:
-        return bool(self.waiting) and self.sequences.size + len(self.waiting[0][1]) <= self.max_batch
+        free = self.sequences.size + len(self.waiting[0][1]) <= self.max_batch if self.waiting else False
+        return free and self._free_prompts() > 0
+
+    def _free_prompts(self) -> int:
+        """Return how many more prompts the cache can store. Without a `GroupedCache`, only slots are limited."""
+        return self.cache.prompts - self.cache.count if isinstance(self.cache, GroupedCache) else len(self.waiting)
 
     def admit(self) -> None:
         """Prefill as many waiting groups as there are free slots for, and draw their first tokens."""
-        groups = []
-        room = self.max_batch - self.sequences.size
-        while self.waiting and len(self.waiting[0][1]) <= room:
+        groups: list[tuple[int, np.ndarray]] = []
+        room, most = self.max_batch - self.sequences.size, self._free_prompts()
+        while self.waiting and len(self.waiting[0][1]) <= room and len(groups) < most:
             groups.append(self.waiting.popleft())
             room -= len(groups[-1][1])
         copies = on_device([i for i, (_, members) in enumerate(groups) for _ in members], self.model.device)

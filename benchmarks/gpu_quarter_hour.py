@@ -1,0 +1,442 @@
+"""A GPU for a quarter of an hour: `python benchmarks/gpu_quarter_hour.py [STAGE …] [--minutes 12]`, or `make gpu-quarter-hour`.
+
+The stages are in the order of their worth. Each runs in a process of its own, with a time limit, and is written down as soon as
+it has ended; what it measured until its limit counts too. The same command goes on where the last one was cut off. After each
+stage the table in docs/gpu.md is written again. `--tiny --device cpu` tries the script on a machine without a GPU, and writes to
+the folder of temporary files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from timed.workload import Workload
+
+HERE = Path(__file__).parent
+RESULTS, PAGE = HERE / "results" / "gpu_quarter_hour.jsonl", HERE.parent / "docs" / "gpu.md"
+BEGIN, END = "<!-- measured -->", "<!-- end -->"
+# Seconds that stay unused at the end, for the machine's answer.
+SPARE = 15
+Figures = dict[str, Any]
+Note = Callable[[Figures], None]
+
+
+@dataclass(frozen=True)
+class Given:
+    """Where the stages run, and on which sizes."""
+
+    device: str
+    tiny: bool
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A measurement: `run(given, note)` gives its figures to `note` as they come. It is begun if `least` seconds are left, and
+    ended after `most`.
+    """
+
+    name: str
+    run: Callable[[Given, Note], None]
+    least: int
+    most: int
+
+
+def work_of(tiny: bool, name: str, prompt: int, lora: int) -> Workload:
+    """A GRPO step of 16 × 8 completions of 128 tokens, or of a few on a tiny model."""
+    sizes: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": 128, "micro_tokens": 16384, "steps": 3}
+    if tiny:
+        sizes |= {"prompt_tokens": prompt // 16, "completion_tokens": 6, "prompts": 2, "generations": 4, "steps": 1}
+    whole = {"micro_batch": 8 if prompt > 1000 or lora else 32, "half_weights": lora > 0, "gradient_checkpointing": lora > 0}
+    return Workload(f"{name} {prompt}", f"{name}, prompts of {prompt} tokens", lora_rank=lora, **sizes, **({} if tiny else whole))
+
+
+# Qwen3's shapes of 0.6 and 4 billion weights.
+SHAPES: dict[str, Figures] = {
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
+TINY: Figures = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
+
+
+def config_of(given: Given, name: str, layers: int = 0) -> Any:
+    """The configuration of a shape, or a tiny one of its kind."""
+    from transformers import Qwen3Config
+
+    sizes = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, **SHAPES[name]}
+    sizes |= TINY | {"num_key_value_heads": 2, "head_dim": 16} if given.tiny else {}
+    sizes |= {"num_hidden_layers": layers} if layers else {}
+    ends = {"eos_token_id": 0, "pad_token_id": 1, "bos_token_id": None}
+    return Qwen3Config(**sizes, **ends, tie_word_embeddings=True, max_position_embeddings=40960)
+
+
+def files(given: Given, shape: str, work: Workload, folder: Path) -> None:
+    """The workload's model, made on the device in bfloat16, its tokenizer and its rows."""
+    import torch
+    from timed import inputs
+
+    if (folder / "work.json").exists():
+        return
+    config = config_of(given, shape)
+    torch.manual_seed(0)
+    with torch.device(given.device):
+        inputs.model_of(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
+    made = inputs.tokenizer(config.vocab_size)
+    made.save_pretrained(folder / "model")
+    inputs._write(work, made, folder)
+
+
+def facts(given: Given, note: Note) -> None:
+    """The machine, and whether what the other stages need is there. One step of a tiny model finds what is broken at once."""
+    import torch
+    from timed.timing import alone
+
+    from psigrad.runs.machine import provenance
+
+    there = {name: bool(find_spec(name)) for name in ("trl", "peft", "vllm", "triton", "flash_attn", "bitsandbytes", "pytest")}
+    memory = torch.cuda.mem_get_info() if given.device != "cpu" else ()
+    note({**provenance(given.device), "packages": there, "memory": memory})
+    small = Given(given.device, True)
+    work = work_of(True, "0.6B", 64, 0)
+    done = alone(work, "bfloat16", 2, make=partial(files_for, small, "0.6B"), device=given.device)
+    note({"tiny_step": done["ours"]["seconds"], "first_step": done["to_first_step"]["ours"]})
+
+
+def files_for(given: Given, shape: str, work: Workload, folder: Path) -> None:
+    """`files` in the order in which the benchmarks call their maker."""
+    files(given, shape, work, folder)
+
+
+def tests(folder: str, given: Given, note: Note) -> None:
+    """Tests of what only runs on a GPU; without one they are collected."""
+    only = ["-m", "gpu", "--durations", "5"] if given.device != "cpu" else ["-m", "gpu", "--collect-only"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *only, folder]
+    done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    note(
+        {
+            "status": done.returncode,
+            "last": lines[-1:],
+            "failed": failed,
+            "end": "" if not done.returncode else done.stdout[-4000:],
+        }
+    )
+
+
+def kernels(given: Given, note: Note) -> None:
+    """Kernels of a layer in a micro-batch and seconds of a micro-batch: of transformers' modules, of ours, and compiled."""
+    import torch
+    from timed import inputs
+
+    from psigrad.language.models import language_model
+    from psigrad.language.models.fused.inductor import compile_layers
+    from psigrad.language.models.lora import Lora
+    from psigrad.language.models.packing import Groups
+
+    length = 8 if given.tiny else 128
+    groups = Groups([[3] * length] * 4, [[[4] * length] * 8] * 4)
+    for lora in (False, True):
+        for how in ("eager", "compiled"):
+            found: list[dict[str, float]] = []
+            for layers in (2, 4):
+                torch.manual_seed(0)
+                with torch.device(given.device):
+                    network = inputs.model_of(config_of(given, "0.6B", layers), dtype=torch.bfloat16)
+                adapter = Lora(16) if lora else None
+                model = language_model.prepare(network, inputs.tokenizer(network.config.vocab_size), adapter)
+                model.attend("auto")
+                if how == "compiled":
+                    begin = time.perf_counter()
+                    compile_layers(model)
+                    note({f"{lora=} compile": {"seconds": time.perf_counter() - begin, "why_not": model.why_uncompiled}})
+                found.append(profiled(model, groups, given))
+            each = {name: (found[1][name] - found[0][name]) / 2 for name in found[0]}
+            note({f"{lora=} {how}": each, f"{lora=} {how} attends": model.attention_kernel, f"{lora=} slower": model.slow_reason})
+
+
+def profiled(model: Any, groups: Any, given: Given) -> dict[str, float]:
+    """Kernels, seconds and bytes of one micro-batch, forward and backward."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    def once() -> None:
+        model.evaluate(groups).logp.sum().backward()
+
+    on_gpu = given.device != "cpu"
+    for _ in range(3):
+        once()
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
+        once()
+        if on_gpu:
+            torch.cuda.synchronize()
+    events = [e for e in seen.events() if not on_gpu or str(e.device_type).endswith("CUDA")]
+    begin = time.perf_counter()
+    for _ in range(5):
+        once()
+    if on_gpu:
+        torch.cuda.synchronize()
+    busy = sum(getattr(e, "device_time_total", 0.0) for e in events) / 1e6
+    return {"kernels": len(events), "busy": busy, "seconds": (time.perf_counter() - begin) / 5}
+
+
+def beside_trl(shape: str, prompt: int, lora: int, given: Given, note: Note) -> None:
+    """A step of both, equal loss first; without TRL psigrad alone. The peak is beside the plan's."""
+    from beside_trl import beside
+    from timed.timing import alone
+
+    work, make = work_of(given.tiny, shape, prompt, lora), partial(files_for, given, shape)
+    note(planned(given, shape, work))
+    together: Figures = {"make": make, "device": given.device}
+    if find_spec("trl") is None:
+        note({"alone": alone(work, "bfloat16", 2, **together)})
+        return
+    taken: list[Figures] = []
+
+    def keep(pair: Figures) -> None:
+        taken.append(pair)
+        note({"pairs": taken})
+
+    note({"beside": beside(work, "bfloat16", 2, keep=keep, **together)})
+
+
+def planned(given: Given, shape: str, work: Workload) -> Figures:
+    """The plan of the workload on this device: bytes at the peak, and seconds by phase."""
+    from psigrad.config import Model, OnlineConfig, Run, Sampling
+    from psigrad_extras.preflight import plan
+
+    with tempfile.TemporaryDirectory() as folder:
+        config_of(given, shape).save_pretrained(folder)
+        model = Model(folder, dtype="bfloat16", lora_rank=work.lora_rank, gradient_checkpointing=work.gradient_checkpointing)
+        settings = OnlineConfig(
+            model=model,
+            run=Run(device=given.device),
+            sampling=Sampling(max_completion_length=work.completion_tokens),
+            prompts_per_step=work.prompts,
+            num_generations=work.generations,
+            micro_batch_tokens=work.micro_tokens,
+        )
+        lengths = plan.Lengths(work.prompt_tokens, work.completion_tokens, work.prompt_tokens, work.completion_tokens)
+        made = plan.predict(settings, lengths, plan.machine(given.device, "bfloat16", measure=False))
+    return {"planned_mb": made.memory.peak / 2**20, "planned_seconds": made.phases}
+
+
+def sampling(given: Given, note: Note) -> None:
+    """Seconds of 128 completions of 128 tokens: recorded, not recorded, and recorded with compiled layers."""
+    import torch
+    from timed import inputs
+
+    from psigrad.language.models import language_model
+    from psigrad.language.models.fused.inductor import compile_layers
+    from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+    from psigrad.language.rollout.types import Request, SamplingParams
+
+    torch.manual_seed(0)
+    with torch.device(given.device):
+        network = inputs.model_of(config_of(given, "0.6B"), dtype=torch.bfloat16)
+    model = language_model.prepare(network, inputs.tokenizer(network.config.vocab_size))
+    model.attend("auto")
+    count, length = (2, 8) if given.tiny else (16, 128)
+    params = SamplingParams(max_tokens=length)
+    for prompt in (64, 2048):
+        ids = tuple(2 + i % 60 for i in range(prompt // 32 if given.tiny else prompt))
+        requests = [Request(ids, tuple(range(8 * i, 8 * i + 8))) for i in range(count)]
+        for how in ("recorded", "eager", "compiled"):
+            if how == "compiled":
+                compile_layers(model)
+            sampler = EmbeddedSampler(model, cuda_graphs=how != "eager")
+            sampler.sample(requests, params)
+            begin = time.perf_counter()
+            done = sampler.sample(requests, params)
+            seconds = time.perf_counter() - begin
+            tokens = sum(len(c.ids) for group in done for c in group)
+            note({f"{how} {prompt}": {"seconds": seconds, "tokens": tokens, "why_not": model.why_uncompiled}})
+        for layer in network.model.layers:
+            layer._compiled_call_impl = None
+
+
+STAGES = (
+    Stage("facts", facts, 20, 100),
+    Stage("tests", partial(tests, "tests/gpu/test_gpu.py"), 60, 150),
+    Stage("0.6B 64", partial(beside_trl, "0.6B", 64, 0), 60, 170),
+    Stage("kernels", kernels, 45, 150),
+    Stage("0.6B 2048", partial(beside_trl, "0.6B", 2048, 0), 60, 170),
+    Stage("sampling", sampling, 45, 120),
+    Stage("4B LoRA 64", partial(beside_trl, "4B", 64, 16), 80, 200),
+    Stage("4B LoRA 2048", partial(beside_trl, "4B", 2048, 16), 80, 240),
+    Stage("shards", partial(tests, "tests/gpu/test_shards.py"), 60, 200),
+)
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Run the stages that are not done, as long as there is time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stages", nargs="*", help=", ".join(stage.name for stage in STAGES))
+    parser.add_argument("--minutes", type=float, default=12.0)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--page", type=Path)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    asked = parser.parse_args(None if arguments is None else [*arguments])
+    given = Given(asked.device, asked.tiny)
+    scratch = Path(tempfile.gettempdir())  # a trial's figures are no results
+    results = asked.results or (scratch / RESULTS.name if asked.tiny else RESULTS)
+    page = asked.page or (scratch / PAGE.name if asked.tiny else PAGE)
+    if asked.child:
+        name, file = asked.child
+        _child(next(stage for stage in STAGES if stage.name == name), given, Path(file))
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends too
+    end = time.monotonic() + 60 * asked.minutes - SPARE
+    code, rows = _version(), read(results)
+    for stage in STAGES:
+        attempts = [row for row in rows if row["stage"] == stage.name and row["code"] == code]
+        wanted = not asked.stages or stage.name in asked.stages
+        if not wanted or any(row["status"] == "done" for row in attempts) or len(attempts) > 1:
+            continue
+        left = end - time.monotonic()
+        if left < stage.least:
+            print(f"{stage.name}: no time is left for it", flush=True)
+            continue
+        most = left if asked.tiny else stage.most  # what a trial's machine takes says nothing
+        row = {"stage": stage.name, "code": code, **take(stage, given, min(most, left))}
+        rows.append(row)
+        results.parent.mkdir(parents=True, exist_ok=True)
+        with results.open("a") as stream:
+            stream.write(json.dumps(row) + "\n")
+        print(f"{stage.name}: {row['status']} in {row['seconds']:.0f} s {row.get('error', '')[-1500:]}", flush=True)
+        write(rows, page)
+    print(table(rows))
+    return 0
+
+
+def read(file: Path) -> list[Figures]:
+    """The rows of earlier calls; a line that was cut off is none."""
+    rows = []
+    for line in file.read_text().splitlines() if file.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def take(stage: Stage, given: Given, seconds: float) -> Figures:
+    """The figures of a stage, run for at most so many seconds. Its processes end with it."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        file, errors = Path(folder, "figures.json"), Path(folder, "errors")
+        command = [sys.executable, __file__, "--device", given.device, "--child", stage.name, str(file)]
+        with errors.open("w") as stream:
+            child = subprocess.Popen(
+                command + ["--tiny"] * given.tiny, stdout=stream, stderr=stream, start_new_session=True, env=_environment()
+            )
+            try:
+                status = "done" if child.wait(seconds) == 0 else "failed"
+            except subprocess.TimeoutExpired:
+                status = "cut off"
+            finally:
+                _end(child)
+        figures = json.loads(file.read_text()) if file.exists() else {}
+        found = {"status": status, "seconds": time.monotonic() - begin, "figures": figures}
+        return found if status == "done" else {**found, "error": errors.read_text()[-4000:]}
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, (str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", ""))))
+    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a stage with all that it has started, such as the two sides of a comparison."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _child(stage: Stage, given: Given, file: Path) -> None:
+    """Run a stage, and keep what it has measured so far in a file."""
+    found: Figures = {}
+
+    def note(figures: Figures) -> None:
+        found.update(figures)
+        file.with_suffix(".new").write_text(json.dumps(found, default=str))
+        file.with_suffix(".new").replace(file)
+
+    stage.run(given, note)
+
+
+def _version() -> str:
+    """The code that is measured: a hash of the packages, since a copy of the repository may have no history."""
+    files = sorted(file for folder in ("psigrad", "psigrad_extras") for file in (HERE.parent / folder).rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
+
+
+def latest(rows: list[Figures]) -> dict[str, Figures]:
+    """The last row of each stage, one that is done before others."""
+    found: dict[str, Figures] = {}
+    for row in rows:
+        if row["status"] == "done" or found.get(row["stage"], {}).get("status") != "done":
+            found[row["stage"]] = row
+    return found
+
+
+def table(rows: list[Figures]) -> str:
+    """The stages and their figures as a table of a page."""
+    lines = ["| stage | status | figures |", "|---|---|---|"]
+    known = latest(rows)
+    for stage in STAGES:
+        row = known.get(stage.name)
+        if row is not None:
+            status = f"{row['status']}, {row['seconds']:.0f} s ({row['code']})"
+            lines.append(f"| {stage.name} | {status} | {'; '.join(summary(row['figures'])) or 'none'} |")
+    return "\n".join(lines)
+
+
+def summary(figures: Figures) -> list[str]:
+    """The figures of a stage that fit a table."""
+    found = []
+    if "gpu" in figures:
+        found.append(f"{figures['gpu']}, torch {figures['versions'].get('torch')}, {figures['when'][:10]}")
+    for name, value in figures.items():
+        if isinstance(value, dict) and "kernels" in value:
+            found.append(f"{name}: {value['kernels']:.0f} kernels, {1e3 * value['seconds']:.2f} ms a layer")
+        elif isinstance(value, dict) and "tokens" in value and "why_not" in value:
+            found.append(f"{name}: {value['tokens'] / value['seconds']:,.0f} tokens/s")
+    both = figures.get("beside") or figures.get("alone")
+    if both:
+        ours = both["ours"]
+        found.append(f"psigrad {ours['seconds']:.2f} s")
+        found += [f"TRL {both['trl']['seconds']:.2f} s, ratio {both['ratio']['median']:.2f}"] if "trl" in both else []
+        if "gpu_peak_mb" in ours:
+            found.append(f"peak {ours['gpu_peak_mb']:,.0f} MB, planned {figures['planned_mb']:,.0f}")
+    elif "pairs" in figures:
+        last = figures["pairs"][-1]
+        found.append(f"psigrad {last['ours_seconds']:.2f} s, TRL {last['trl_seconds']:.2f} s")
+    return found + [str(x) for x in (*figures.get("last", ()), *figures.get("failed", ()))]
+
+
+def write(rows: list[Figures], page: Path) -> None:
+    """Put the table between the marks of the page."""
+    if page.exists():
+        before, _, rest = page.read_text().partition(BEGIN)
+        page.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Fewer kernels inside transformers' modules on a GPU.
+
+Four RMS norms take 32 of the 56 kernels that a layer of Qwen3 launches forward; PyTorch has one kernel for each. An adapter's
+update is added by the product that computes it. Both are first compared with the outputs of the modules (`probe.attach_kernels`).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from psigrad.language.models.fused.module_kernels import eps_of, norm_offset
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class GpuParts:
+    """Forward methods with fewer kernels for a network's modules. `GpuParts(network)` replaces the modules' own.
+
+    They are used while `on` is True.
+    """
+
+    def __init__(self, network: PreTrainedModel) -> None:
+        self.on = True
+        for module in network.modules():
+            made = self._forward_of(module)
+            if made is not None:
+                owner: Any = module
+                owner.forward = types.MethodType(made, module)
+
+    def _forward_of(self, module: Any) -> Callable[..., Tensor] | None:
+        """Return a forward method with fewer kernels for a module; None if there is none for the module."""
+        if norm_offset(module, _rms_norm) == 0.0:
+            return self._norm(type(module).forward)
+        adapts = hasattr(module, "lora_A") and type(getattr(module, "base_layer", None)) is nn.Linear
+        return self._adapted(type(module).forward) if adapts else None
+
+    def runs(self, x: Tensor, *weights: Tensor) -> bool:
+        """Return True for unsharded tensors of one dtype on a GPU. Inside torch.compile return False: it fuses the modules' own
+        code.
+        """
+        plain = all(type(w) in (nn.Parameter, Tensor) and w.dtype == x.dtype for w in weights)
+        return self.on and x.is_cuda and plain and not torch.compiler.is_compiling()
+
+    def _norm(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def forward(module: Any, x: Tensor, *given: Any, **named: Any) -> Tensor:
+            if given or named or not self.runs(x, module.weight):
+                return own(module, x, *given, **named)
+            return _rms_norm(x, module.weight, eps_of(module))
+
+        return forward
+
+    def _adapted(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def forward(module: Any, x: Tensor, *given: Any, **named: Any) -> Tensor:
+            names = module.active_adapters
+            single = len(names) == 1 and names[0] in module.lora_A and names[0] not in module.lora_variant
+            if given or named or not single or module.disable_adapters or module.merged:
+                return own(module, x, *given, **named)
+            (name,) = names
+            a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
+            weight, bias = module.base_layer.weight, module.base_layer.bias
+            plain = type(dropout) is nn.Identity and b.bias is None and not weight.requires_grad
+            if not plain or not self.runs(x, weight, a.weight, b.weight):
+                return own(module, x)
+            made: Tensor = _Adapted.apply(x.reshape(-1, x.shape[-1]), weight, bias, a.weight, b.weight, module.scaling[name])
+            return made.view(*x.shape[:-1], -1)
+
+        return forward
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight + offset if offset else weight, eps)
+
+
+class _Adapted(torch.autograd.Function):
+    """The function x · Wᵀ + bias + s · x · Aᵀ · Bᵀ of frozen W and bias. The products include the factor s and the sums."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+        down = x @ a.t()
+        ctx.scaling = scaling
+        ctx.save_for_backward(x, down, weight, a, b)
+        return torch.addmm(F.linear(x, weight, bias), down, b.t(), alpha=scaling)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, down, weight, a, b = ctx.saved_tensors
+        nothing = dy.new_empty(1)
+        ddown = torch.addmm(nothing, dy, b, beta=0, alpha=ctx.scaling)
+        dx = torch.addmm(dy @ weight, ddown, a) if ctx.needs_input_grad[0] else None
+        return dx, None, None, ddown.t() @ x, torch.addmm(nothing, dy.t(), down, beta=0, alpha=ctx.scaling), None
