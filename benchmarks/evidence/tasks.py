@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from psigrad.language.data.tasks import distinct
+from psigrad.language.data.tasks import generate_distinct
 from psigrad.language.models.packing import order
 from psigrad.language.rewards.builtin import reasoning_gym
 from psigrad.language.rollout.scoring import text_of
@@ -55,7 +55,7 @@ def rows(task: str) -> dict[str, list[dict[str, Any]]]:
             "task": task,
             "entry": json.dumps(row["metadata"]),  # as text, since Arrow would change it
         }
-        for row in distinct(task, HELD_OUT + STEPS * PROMPTS + SFT_ROWS, 1, **CANDIDATES[task])
+        for row in generate_distinct(task, HELD_OUT + STEPS * PROMPTS + SFT_ROWS, 1, **CANDIDATES[task])
     ]
     return {"held_out": made[:HELD_OUT], "train": made[HELD_OUT:-SFT_ROWS], "sft": made[-SFT_ROWS:]}
 

@@ -39,8 +39,8 @@ def test_rows_are_those_of_reasoning_gym(seed, shortest, longest):
     ],
 )
 def test_which_settings_need_no_library(settings, ours):
-    assert tasks.spells(tasks.TASK, settings) == ours
-    assert not tasks.spells("gcd", settings)
+    assert tasks.can_spell(tasks.TASK, settings) == ours
+    assert not tasks.can_spell("gcd", settings)
 
 
 def test_every_word_is_in_its_file_and_in_its_order():

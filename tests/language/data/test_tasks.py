@@ -33,11 +33,11 @@ def test_a_second_draw_goes_on_behind_the_first(monkeypatch):
     seen = []
     drawn = lambda name, n, at: seen.append((n, at)) or [{"prompt": i // 10} for i in range(at, at + n)]  # noqa: E731
     monkeypatch.setattr(tasks, "generate", drawn)
-    assert sorted(row["prompt"] for row in tasks.distinct("x", 3, seed=0)) == [0, 1, 2]
+    assert sorted(row["prompt"] for row in tasks.generate_distinct("x", 3, seed=0)) == [0, 1, 2]
     assert seen == [(6, 0), (6, 6), (6, 12), (6, 18)]
     monkeypatch.setattr(tasks, "generate", lambda name, n, at: [{"prompt": "one"}])
     with pytest.raises(UserError, match="gave 1 different prompts in 60 draws, not 3"):
-        tasks.distinct("x", 3, seed=0)
+        tasks.generate_distinct("x", 3, seed=0)
 
 
 def test_a_task_with_too_few_prompts_is_refused():
