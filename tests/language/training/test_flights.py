@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
+import overlap
 import pytest
 
 from psigrad.language.rewards import RewardPool, Samples, resolve
 from psigrad.language.rollout.types import NextTurn, SamplingParams
 from psigrad.language.training.online.collect import num_started
 from psigrad.objective import catalog
-
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
-
-@pytest.fixture
-def overlap(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import overlap
-
-    yield overlap
-    sys.modules.pop("overlap", None)
 
 
 def test_how_many_are_begun():
@@ -33,7 +21,7 @@ def test_how_many_are_begun():
 
 
 @pytest.mark.parametrize("lag", [1, 3])
-def test_lag_and_one_collections_are_under_way_at_once(overlap, monkeypatch, lag):
+def test_lag_and_one_collections_are_under_way_at_once(monkeypatch, lag):
     """No engine answers until as many collections have asked as are to be under way; one at a time would wait in vain."""
     together = threading.Barrier(lag + 1)
     real = overlap.Engine.sample
@@ -49,7 +37,7 @@ def test_lag_and_one_collections_are_under_way_at_once(overlap, monkeypatch, lag
 
 
 @pytest.mark.parametrize("method", [catalog.GRPO, catalog.DAPO], ids=["cursor known", "refills"])
-def test_the_staleness_is_the_lag_and_the_run_the_same_on_any_number_of_samplers(overlap, monkeypatch, method):
+def test_the_staleness_is_the_lag_and_the_run_the_same_on_any_number_of_samplers(monkeypatch, method):
     monkeypatch.setattr(overlap.catalog, "GRPO", method)
     shape = overlap.Shape(prompts=4, generations=2, steps=6, mean_tokens=3.0, token=0.0002)
     found = {samplers: overlap.run(replace(shape, samplers=samplers), 2)[1] for samplers in (1, 5)}
@@ -62,13 +50,13 @@ def test_the_staleness_is_the_lag_and_the_run_the_same_on_any_number_of_samplers
 
 
 @pytest.mark.slow
-def test_what_a_lag_buys_at_long_tails(overlap):
+def test_what_a_lag_buys_at_long_tails():
     shape = overlap.Shape(samplers=16, prompts=32, spread=1.2)
     seconds = {lag: overlap.run(shape, lag)[0] for lag in (0, 1, 4)}
     assert seconds[0] > 1.7 * seconds[1] and seconds[0] > 2.5 * seconds[4], seconds
 
 
-def test_an_episode_stays_with_its_sampler_and_its_task(overlap, monkeypatch):
+def test_an_episode_stays_with_its_sampler_and_its_task(monkeypatch):
     shape = overlap.Shape(samplers=3, generations=2, token=0.0001)
     asked: list[tuple[int, list[tuple[int, ...]]]] = []
     real = overlap.Engine.sample
@@ -92,7 +80,7 @@ def test_an_episode_stays_with_its_sampler_and_its_task(overlap, monkeypatch):
     assert all(len(engines) == 1 for engines in homes.values()) and len(asked) == 9, homes
 
 
-def test_on_engines_that_let_it_an_episode_goes_on_as_soon_as_it_is_answered(overlap, monkeypatch):
+def test_on_engines_that_let_it_an_episode_goes_on_as_soon_as_it_is_answered(monkeypatch):
     """The first episode's second turn is with its engine while the others are at their first, which wait for it."""
     shape, seen = overlap.Shape(samplers=2, generations=1, depth=4), []
     second = threading.Event()
@@ -117,7 +105,7 @@ def test_on_engines_that_let_it_an_episode_goes_on_as_soon_as_it_is_answered(ove
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_how_many_tasks_an_engine_has_at_once_changes_nothing(overlap, depth):
+def test_how_many_tasks_an_engine_has_at_once_changes_nothing(depth):
     shape = overlap.Shape(prompts=6, generations=2, steps=4, samplers=2, mean_tokens=3.0, token=0.0002)
     found = [overlap.run(replace(shape, depth=deep), 1)[1] for deep in (depth, 4)]
     assert overlap.digest(found[0]) == overlap.digest(found[1])
