@@ -46,6 +46,7 @@ help:
 	@echo "make bench      psigrad beside TRL and Stable-Baselines3 on the same work (an hour)"
 	@echo "make bench-real the models and lengths that people train with, beside TRL (hours; resumable)"
 	@echo "make bench-vision  vision-language models beside TRL (half an hour; resumable)"
+	@echo "make evidence   SmolLM2 on four tasks beside TRL, three seeds, and docs/evidence.md (hours; resumable; PAIRS=1 for the first pair)"
 	@echo "make bench-gpu  the same on a CUDA device, with the packages that its Python has"
 	@echo "make test-gpu   the tests of what only runs there, likewise"
 	@echo "make gpu-quarter-hour  tests, kernels, steps beside TRL and peaks on a GPU, in 12 minutes"
@@ -302,6 +303,11 @@ bench-real: $(INSTALLED) .trl-packages/.installed
 .PHONY: bench-vision
 bench-vision: $(INSTALLED)
 	$(RUN) benchmarks/vision_language.py $(WORKS)
+
+PAIRS ?= 12
+.PHONY: evidence
+evidence: $(INSTALLED)
+	PYTHONPATH=.:benchmarks $(RUN) -m evidence.run --pairs $(PAIRS)
 
 .trl-packages/.installed: $(INSTALLED)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .trl-packages bitsandbytes==0.50.2

@@ -15,7 +15,7 @@ _HELP = {"-h", "--help", "--help-all"}
 def start() -> int:
     """Run this process's command in a supervised child process (`supervise`), which is forked before any slow import.
 
-    Servers, help, and ranks of several processes, which their launcher supervises, run in this process.
+    Servers and help run in this process. So do the ranks of a run with several processes, since a launcher supervises them.
     """
     arguments = sys.argv[1:]
     alone = not arguments or arguments[0] in _UNTIL_ENDED or _HELP.intersection(arguments) or "WORLD_SIZE" in os.environ

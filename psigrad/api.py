@@ -107,7 +107,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
 
 
 def _from_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bool) -> tuple[Any, dict[str, Any]]:
-    """Return the method of a TRL configuration, and its settings overridden by `settings`. Warn about differences from TRL."""
+    """Return (the method of a TRL configuration, its settings overridden by `settings`). Warn about differences from TRL."""
     converted = convert_object(args)
     if method not in (converted.trainer, converted.method):
         raise UserError(
@@ -197,10 +197,14 @@ def _load_rows(dataset: Dataset, settings: Mapping[str, Any]) -> Any:
 
 
 def _rows(dataset: Dataset, split: str = "train", setting: str = "split", default_split: str = "train") -> Any:
-    """Return a dataset's name as an absolute path, and rows as a list, since they are read more than once.
+    """Return a dataset in a form that can be read more than once: a name, or a list of rows.
 
-    From a `DatasetDict`, return the rows of the split that `split` names. The recipe takes a slice such as train[:90%]. `setting`
-    is the setting that gives `split`, for messages.
+    If `dataset` is a name, return it, as an absolute path if it is a local file or folder. If it is rows, return them as a list.
+    If it is a `DatasetDict`, return the rows of the split that `split` names. A slice in `split`, such as train[:90%], is applied
+    later, when the recipe reads the rows.
+
+    Raise `UserError` if there is no such split; rows without splits only accept `default_split`. `setting` is the name of the
+    setting that gives `split`, for the error message.
     """
     name = parse_split(split).name
     if isinstance(dataset, str | os.PathLike):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class AdamWWeight:
     """One weight in an AdamW step by kernels, with its gradient and moments.
 
-    It is a float32 `master`, a bfloat16 `stored`, or both, which are then written together.
+    The weight is a float32 tensor `master`, a bfloat16 tensor `stored`, or both. If there are both, the step writes both.
     """
 
     master: Tensor | None
@@ -35,7 +35,7 @@ class AdamWWeight:
     scales: tuple[Tensor, Tensor] | None = None
     """The scales of the blocks of both moments, if the moments are 8-bit codes."""
     seed: int = 0
-    """The seed of the random numbers by which a weight without a master is rounded."""
+    """The seed of the random numbers that round a weight without a master."""
 
     @property
     def weight(self) -> Tensor:
@@ -73,11 +73,16 @@ class FlatKernels(Protocol):
     """The kernels of small ReLU networks whose weights are one flat float32 vector, and of Adam's step on this vector."""
 
     def forward(self, flat: Tensor, x: Tensor, towers: int, sizes: Sequence[int]) -> Tensor:
-        """Return the outputs of all layers for the inputs x of `towers` networks, whose layers have these `sizes`."""
+        """Return the outputs of all layers of `towers` networks for the inputs `x`. `sizes` are the widths of the networks'
+        layers.
+        """
         ...
 
     def backward(self, out: Tensor, flat: Tensor, x: Tensor, hs: Tensor, given: Tensor, sizes: Sequence[int]) -> None:
-        """Write the gradient of the weights to `out`. `hs` is the result of `forward`, `given` the last layer's gradient."""
+        """Write the gradient of the weights to `out`.
+
+        `hs` is the result of `forward`, and `given` is the gradient of the last layer's outputs.
+        """
         ...
 
     def adam(
@@ -114,7 +119,7 @@ class CompiledKernels(Protocol):
         ...
 
     def draw(self, logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Sample a token from each row of `logits`, and return the tokens and their log-probs.
+        """Sample a token from each row of `logits`. Return (the tokens, their log-probs).
 
         The token is the first one whose cumulative probability exceeds the uniform number `u` of the row.
         """

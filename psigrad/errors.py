@@ -25,12 +25,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def several(count: int, noun: str, one: str = "", more: str = "") -> str:
-    """Return a number with its noun, and with the verb that fits, `one` or `more`: "1 row is", "2 rows are"."""
+    """Return `count` with its noun and a verb: `one` for a count of 1, otherwise `more`. Examples: "1 row is", "2 rows are"."""
     return " ".join(filter(None, [str(count), noun if count == 1 else f"{noun}s", one if count == 1 else more]))
 
 
 def kind_of(value: object) -> str:
-    """Return a value's type with its article: "an int", "a list". None is "None"."""
+    """Return the type of a value with an article, for messages: "an int", "a list". For None it is "None"."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
 
@@ -48,12 +48,12 @@ def reason_of(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
     if isinstance(error, pickle.UnpicklingError):
         return (
-            "its weights are damaged, or a pickle with more than tensors, which psigrad does not execute; convert them to "
+            "the weights are damaged, or a pickle with more than tensors, which psigrad does not execute; convert them to "
             "safetensors"
         )
     if isinstance(error, KeyError):
         return f"{type(error).__name__} {text}"
     if "trust_remote_code" in text:
-        return "it comes with its own Python code; set model.trust_remote_code=true if you have read and trust it"
+        return "the model comes with its own Python code; set model.trust_remote_code=true if you have read and trust it"
     first, *rest = text.splitlines()
     return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first

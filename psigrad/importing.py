@@ -100,7 +100,7 @@ def _imported(name: str, path: str, kind: str) -> ModuleType:
 def _watched(name: str) -> Iterator[None]:
     """Record what happens while the block imports the module `name`: files that are opened for reading, and other imports.
 
-    They are stored in `opened_by` and `loaded_by`.
+    The files are stored in `opened_by`, and the imported modules in `loaded_by`.
     """
     before = set(sys.modules)
     if not _watching:

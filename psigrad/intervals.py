@@ -15,9 +15,9 @@ LARGE = 50
 
 
 def wilson(successes: float, n: int, outside: float = 0.05) -> tuple[float, float]:
-    """Return the interval of a proportion (Wilson 1927): 95 %, or 1 − `outside`.
+    """Return (low, high), the interval of a proportion (Wilson 1927) with the confidence 1 − `outside`.
 
-    It stays inside [0, 1] and is not empty at 0 or n successes. Raises ValueError unless 0 ≤ successes ≤ n and n > 0.
+    The interval stays inside [0, 1] and is not empty at 0 or n successes. Raises ValueError unless 0 ≤ successes ≤ n and n > 0.
     """
     if not 0 <= successes <= n or n < 1:
         raise ValueError(f"wilson got {successes} successes of {n}; expected 0 <= successes <= n and n > 0.")
@@ -33,10 +33,10 @@ def _score(p: float, n: float, z: float) -> tuple[float, float]:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of a mean.
+    """Return (low, high), the 95 % interval of a mean.
 
-    For values in [0, 1] it is Wilson's, with n·m·(1 − m)/s² in place of n where they vary less than zeros and ones. For other
-    values it is `unbounded_interval`. Raises ValueError without values.
+    For values in [0, 1] it is Wilson's interval, with n·m·(1 − m)/s² in place of n if the values vary less than zeros and ones.
+    For other values it is `unbounded_interval`. Raises ValueError without values.
     """
     n, mean, error = _moments(values)
     if not all(0 <= value <= 1 for value in values):
@@ -47,14 +47,17 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def unbounded_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval mean ± t·s/√n (Student's t); (NaN, NaN) if all values are equal. Raises ValueError if empty."""
+    """Return (low, high), the 95 % interval mean ± t·s/√n (Student's t). It is (NaN, NaN) if all values are equal.
+
+    Raises ValueError without values.
+    """
     n, mean, error = _moments(values)
     reach = _student(n - 1) * error if error else math.nan
     return mean - reach, mean + reach
 
 
 def _moments(values: Sequence[float]) -> tuple[int, float, float]:
-    """Return the number of values, their mean, and its standard error s/√n."""
+    """Return (the number of values, their mean, the mean's standard error s/√n)."""
     n = len(values)
     if not n:
         raise ValueError("An interval needs at least one value.")
@@ -127,8 +130,9 @@ def difference(before: Interval, after: Interval) -> Interval:
 def detectable_gain(values: Sequence[float]) -> float:
     """Return the rise of the mean that a second evaluation of the same rows would detect with a probability of about 80 %.
 
-    Formula: g = 2.8·√((v(m) + v(m + g))/n), v the variance of a row at that mean, and at least 5.5/n of the values' range
-             (6.7/n below `LARGE`), with which four (five) rows change in 80 % of cases
+    Formula: g = 2.8·√((v(m) + v(m + g))/n), with v the variance of a row at that mean
+
+    g is at least 5.5/n of the values' range, or 6.7/n below `LARGE` rows. Four (five) rows then change in 80 % of cases.
 
     Both evaluations are treated as independent, so the detectable gain is really smaller if rows differ in difficulty.
     Raises ValueError without values.

@@ -105,7 +105,7 @@ def claim(folder: Path, command: str, setting: str = "output_dir") -> Path:
 
 
 def _owner(folder: Path) -> Any:
-    """Return the command that made a folder, "" while it writes its name, or None."""
+    """Return the name of the command that made a folder; "" while that command writes its name; None for any other folder."""
     try:
         text = (folder / OWNER).read_text()
         return text and json.loads(text).get("command")

@@ -66,7 +66,9 @@ def hide(value: Any) -> Any:
 
 
 def clear(value: Any) -> Any:
-    """Return a JSON value without secrets: those that `hide` recognises, and the `values` of secret environment variables."""
+    """Return a JSON value without secrets: without those that `hide` recognises and without the values of secret environment
+    variables.
+    """
     return json.loads(without(json.dumps(hide(value)).encode(), values()))
 
 
@@ -98,7 +100,7 @@ def values() -> list[bytes]:
 
 
 def without(lines: bytes, secret: list[bytes]) -> bytes:
-    """Return lines of JSON in which these secret values are replaced."""
+    """Return lines of JSON in which each value in `secret` is replaced by a placeholder."""
     for value in secret:
         lines = lines.replace(value, HIDDEN.encode())
     return lines

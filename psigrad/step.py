@@ -21,7 +21,7 @@ class RunState:
     nonfinite: int = 0
     """The number of consecutive steps, up to this one, whose gradient was not finite."""
     evaluated: bool = False
-    """True if the evaluation that is due at this step, or before the first one, is complete."""
+    """True if the evaluation that is due at this step, or before the first step, is complete."""
     changes: dict[str, Any] = field(default_factory=dict)
     """The settings that callbacks have changed, by dotted name."""
     callbacks: dict[str, Any] = field(default_factory=dict)

@@ -27,15 +27,15 @@ THEIRS: dict[str, tuple[str, str, Any, str]] = {
     "critic_learning_rate": ("stable_baselines3.PPO", "vf_coef", 0.5, "policy and critic share an optimiser and its rate"),
     "normalize_advantage": ("stable_baselines3.PPO", "normalize_advantage", True, "over each minibatch"),
     "tuned": ("stable_baselines3.PPO", "policy_kwargs", None, "the same numbers in every environment"),
-    "n_envs": ("stable_baselines3.A2C", "n_steps", 5, "one copy, unless there are several"),
+    "n_envs": ("stable_baselines3.A2C", "n_steps", 5, "one copy, or those of the given vector environment"),
     "adam_epsilon": ("stable_baselines3.DQN", "policy_kwargs", None, "1e-05, for DQN 1e-08"),
     "dqn.buffer_size": ("stable_baselines3.DQN", "buffer_size", 1_000_000, ""),
     "dqn.learning_starts": ("stable_baselines3.DQN", "learning_starts", 100, ""),
 }
 # Setting -> psigrad's default in words, where its value is not clear.
 SAID = {
-    "n_envs": "8 copies for `a2c`, one for `ppo` and `dqn`",
-    "tuned": "rl-zoo3's numbers where it has the environment",
+    "n_envs": "8 copies for `a2c`, one for `ppo`, `trpo` and `dqn`",
+    "tuned": "rl-zoo3's numbers for an environment that rl-zoo3 has",
     "model.dtype": "`float32`, on a GPU `bfloat16`",
     "model.gradient_checkpointing": "`False`, on a GPU `True`",
     "run.save_steps": "every 10 minutes (`save_minutes`), and the newest are kept",

@@ -30,7 +30,7 @@ SAMPLING = Sampling(max_completion_length=4)
 
 
 def run(
-    output_dir: str = "runs/demo-vision", seed: int = 0, *, sft_steps: int = 600, rl_steps: int = 200, progress: bool = True
+    output_dir: str = "runs/demo-vision", seed: int = 0, *, sft_steps: int = 600, rl_steps: int = 300, progress: bool = True
 ) -> Result:
     """Draw pictures, build a model, fine-tune it and train it with GRPO. The results are in `output_dir`/grpo.
 

@@ -77,7 +77,7 @@ def grid_of(settings: GridSettings) -> GridWorld:
             return GridWorld(**given)
         return GridWorld.from_text(Path(settings.map).read_text(), **given)
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        why = error.strerror if isinstance(error, OSError) else "the file is not text"
         raise UserError(f"The map {settings.map!r} cannot be read: {why}.") from error
     except ValueError as error:
         raise UserError(str(error)) from error

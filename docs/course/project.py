@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 9 · The closing project: a task of your own
+# # 10 · The closing project: a task of your own
 #
 # You know all the parts. Now use them on a task that *you* choose, from rows to a model that is better than its demonstrations, and
 # measure how sure you are. The project has six milestones. Each ends with checks that print ✓ or what is missing. Below is a worked

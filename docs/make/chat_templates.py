@@ -346,7 +346,8 @@ def counts(found: dict[str, dict[str, str]]) -> str:
         said.append(f"{column} {cells['yes'] + cells['dropped']}{dropped}")
     wrong = sum(cell == "wrong" for cells in found.values() for cell in cells.values())
     right = ", ".join(said)
-    return f"Of the {len(calling)} that write calls, right or dropped: {right}. Silently wrong in all {len(found)}: {wrong}."
+    begin = f"Of the {len(calling)} that write calls, this many pass or drop the field: {right}."
+    return f"{begin} Wrong cells of all {len(found)}: {wrong}."
 
 
 def table() -> str:

@@ -24,7 +24,7 @@ DOCS = Path(__file__).parents[1]
 TABLE = DOCS / "methods" / "table.md"
 
 SLOT_NAMES = {*MEANING.values(), "score", "link"}
-COUNTED = "over the chosen steps t of the kept trajectories i; "  # table.md has this line, once for all pages
+COUNTED = "over the policy's steps t in the trajectories i that no filter dropped; "  # table.md has this line, once for all pages
 COMMON = ("ratio", "aggregate", "KL")  # slots whose parts many methods share: their formula is enough
 UNMEASURED = "No curve has been measured yet."
 

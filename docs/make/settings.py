@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin
 from psigrad.compat.table import TABLE
 from psigrad.compat.trl import AGGREGATES, LINKS, LOSSES
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
-from psigrad.config.fields import Mark, Setting, help_of, settings_of
+from psigrad.config.fields import Mark, Setting, device_defaults, help_of, settings_of
 from psigrad.config.methods import list_declarations
 from psigrad.config.shortcuts import SHORTCUTS, find_values
 from psigrad.control.settings import ControlConfig
@@ -138,6 +138,9 @@ def _row(name: str, uses: dict[str, Setting], only: tuple[str, ...] = tuple(RECI
     """Return one line of a table. If the default differs between commands, the line names those with another than the first."""
     recipe, first = next(iter(uses.items()))
     others = [f"{_default(one.default)} ({r})" for r, one in uses.items() if one.default != first.default]
+    on_gpu = next((found[name] for r in uses if name in (found := device_defaults(RECIPES[r], "cuda"))), None)
+    if on_gpu is not None:
+        others.append(f"{_default(on_gpu)} (training on a GPU)")
     default = ", ".join([_default(first.default), *others])
     about = help_of(RECIPES[recipe], name).replace("<", "&lt;")
     about += "" if len(only) == len(RECIPES) else f" {_commands(only)}."

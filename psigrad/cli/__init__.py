@@ -169,7 +169,10 @@ _PEERS = {
 
 
 def _is_user_message(error: ValueError) -> bool:
-    """Return True if one of psigrad's checks raised the error, whose message is then for users, and not some other library."""
+    """Return True if one of psigrad's checks raised the error, so that its message is for users.
+
+    Return False for an error of another library.
+    """
     if isinstance(error, UserError):
         return True
     trace = error.__traceback__

@@ -122,7 +122,7 @@ def join_columns(arguments: Sequence[str], settings: Container[str] = ()) -> lis
 
 
 def parse_known(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, list[str]]:
-    """Return (settings of class `cls`, all other arguments), for a command that passes the other arguments to another command."""
+    """Return (settings of class `cls`, all other arguments). A command uses it to pass those arguments to another command."""
     parser = _Parser(prog=f"psigrad {command}", add_help=False, usage=argparse.SUPPRESS)
     _add_flags(parser, cls, command, {}, every=True, told=asks_for_help(arguments))
     known, rest = parser.parse_known_args(list(arguments))
@@ -164,7 +164,7 @@ def _number_of(kind: Callable[[str], T], text: str) -> T:
 
 
 def parse_names_and_output(command: str, arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """Parse the arguments of a command that takes only names and `--output FILE`, and return both."""
+    """Parse a command's arguments, which are names and `--output FILE`. Return (the names, FILE or None)."""
     parser = _Parser(prog=f"psigrad {command}")
     parser.add_argument("names", nargs="*")
     parser.add_argument("--output", metavar="FILE")
@@ -215,7 +215,10 @@ def _read(value: Any, hint: Any, name: str) -> Any:
 
 
 def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool, told: bool) -> _Parser:
-    """Return the parser of a command. Its help lists `every` setting, or only those that are marked `MAIN`."""
+    """Return the parser of a command. Its help lists `every` setting, or only those that are marked `MAIN`.
+
+    Flags have help texts only if `told` is True, since reading the texts takes time.
+    """
     parser = _Parser(
         prog=f"psigrad {command}",
         description=inspect.getdoc(cls),
@@ -237,7 +240,7 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
 
 
 def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) -> None:
-    """Add a flag for every shortcut to a part of the algorithm, also for parts that this method lacks.
+    """Add a flag for every shortcut to a part of the algorithm, including parts that this method lacks.
 
     Giving the flag of a missing part raises an error later, which explains the reason.
     """
@@ -264,7 +267,7 @@ def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) ->
 def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool, told: bool) -> None:
     """Add a flag for every setting, section by section. `defaults` are a method's defaults by name.
 
-    Help texts are read from the source code only with `told`, since reading takes time.
+    Help texts are read from the source code only if `told` is True, since reading takes time.
     """
     groups: dict[str, Any] = {}
     ordered = sorted(settings_of(cls).items(), key=lambda one: not one[0].startswith(("model.", "data.")))
@@ -294,7 +297,7 @@ def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[
 
 
 def _choices(hint: Any, default: Any) -> str:
-    """Return text for the help of a setting: its allowed words, if it is one of a few words, and its default."""
+    """Return help text for a setting: the words that it may be, if they are few, and its default."""
     words = [str(word) for word in get_args(hint) if word] if get_origin(hint) is Literal else []
     parts = [", ".join(words)] * (len(words) > 1) + [f"default {default}"] * (default not in ("", (), None))
     return f" ({'; '.join(parts)})" if parts else ""

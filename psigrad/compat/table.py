@@ -256,7 +256,7 @@ _ROWS = (
     *_needless("psigrad's sampler batches continuously", "use_transformers_continuous_batching"),
     *_needless("vLLM chooses it", "vllm_model_impl"),
     *_needless("the limit is the model's own length", "vllm_max_model_length"),
-    *_needless("completions are logged as text", "log_multimodal"),
+    *_needless("rollouts and the report show images anyway", "log_multimodal"),
     *_needless("a reward model is read with its own tokenizer", "reward_processing_classes"),
     *_needless("no such buffers are kept", "ignore_bias_buffers"),
     *_needless("the method determines it", "lora_task_type"),

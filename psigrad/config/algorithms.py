@@ -112,7 +112,7 @@ def resolve_loss(spec: LossSpec) -> Preference | KahnemanTversky:
 def resolve_online(spec: Spec | OnlinePreference) -> PolicyGradient | OnlinePreference:
     """Return the method of an online run: a policy gradient, or a preference loss on the run's own samples.
 
-    The latter is "online_dpo" or {"preset": "online_dpo", "loss": …}.
+    A preference loss is given as "online_dpo" or {"preset": "online_dpo", "loss": …}.
     """
     if isinstance(spec, OnlinePreference):
         return spec
@@ -145,7 +145,10 @@ def _resolve_any(spec: Any) -> PolicyGradient | OnlinePreference | Preference | 
 
 
 def _with_numbers(part: T) -> T:
-    """Return a method or a part. Raises `UserError` if a number of it or of its parts is NaN, or infinite and not a bound."""
+    """Return a method or a part unchanged. Raises `UserError` if one of its numbers, or of its parts' numbers, is NaN.
+
+    Raises it also for an infinite number that is not a bound.
+    """
     for name in [f.name for f in fields(part)]:  # type: ignore[arg-type]
         value = getattr(part, name)
         if isinstance(value, float) and not math.isfinite(value) and not (value > 0 and name in _BOUNDS):
@@ -194,7 +197,9 @@ INNER = {"psi": "psi", "returns": "psi", "surrogate": "surrogate"}
 
 
 def _inner(name: str, value: Any, outer: Any) -> Any:
-    """Return the value of the parameter `name` of the part `outer`. If it is a part itself, a mapping changes its parameters."""
+    """Return the value of the parameter `name` of the part `outer`. If that parameter is a part, a mapping changes its
+    parameters.
+    """
     return value if name not in INNER or value is None else _part(INNER[name], value, getattr(outer, name, None))
 
 

@@ -46,16 +46,18 @@ PATH, WRITTEN = Mark.PATH, Mark.WRITTEN
 
 
 class DeviceDefault:
-    """A note on a setting: its default in training runs on a type of device, as in `Annotated[str, On(cuda="bfloat16")]`."""
+    """A note on a setting: its default in training runs on a type of device, as in `Annotated[str,
+    DeviceDefault(cuda="bfloat16")]`.
+    """
 
     def __init__(self, **values: Any) -> None:
         self.values = values
 
 
 class Unread:
-    """A note on a section: its settings that a command does not read, as in `run: Annotated[Run, NotRead("max_steps")]`.
+    """A note on a section: the settings in it that a command does not read, as in `run: Annotated[Run, Unread("max_steps")]`.
 
-    A keyword names the setting that replaces one of them: `Unread(temperature="evaluation.eval_temperature")`.
+    A keyword is such a setting, and its value the setting to use instead: `Unread(temperature="evaluation.eval_temperature")`.
     """
 
     def __init__(self, *names: str, **instead: str) -> None:
@@ -63,16 +65,20 @@ class Unread:
 
 
 class ReadBy:
-    """A note on a setting or section: the algorithms that read it, as in `Annotated[Dqn, ReadBy("dqn")]`, or all but `but`."""
+    """A note on a setting or section: the algorithms that read it, as in `Annotated[Dqn, ReadBy("dqn")]`.
+
+    With the argument `but`, all algorithms except those in `but` read it.
+    """
 
     def __init__(self, *algorithms: str, but: Collection[str] = ()) -> None:
         self.algorithms, self.but = algorithms, but
 
 
 class Needs:
-    """A note on a setting or section: it has no effect without these, as in `Annotated[float, Needs("sampling.sampler=vllm")]`.
+    """A note on a setting or section: it has no effect unless one of the `settings` is set.
 
-    Each is the dotted name of a setting that must be set, or a dotted name with the required value. One of them is enough.
+    For example, `Annotated[float, Needs("sampling.sampler=vllm")]`. Each of the `settings` is the dotted name of a setting, or a
+    dotted name with the required value.
     """
 
     def __init__(self, *settings: str) -> None:
@@ -94,7 +100,8 @@ class Setting(NamedTuple):
 def cached(question: C) -> C:
     """Return the function `question` with its results cached.
 
-    It is `functools.cache` with the function's own type, since mypy does not accept every class as a hashable argument.
+    The result has the type of `question`. `functools.cache` would lose it, and mypy does not accept every class as a hashable
+    argument.
     """
     return cast(C, cache(question))
 
@@ -112,7 +119,8 @@ def settings_of(cls: Any) -> dict[str, Setting]:
 def unread_settings(cls: Any) -> dict[str, str]:
     """Return {setting in a section of `cls` that the command does not read: the setting that replaces it, or ""}.
 
-    Help omits these settings. Giving one that has no replacement raises an error, unless the value is False or the default.
+    Help omits the settings that are not read. Giving one without a replacement raises an error, unless the value is False or the
+    default.
     """
     sections = types_of(cls, notes=True)
     found = {name: mark for name, annotated in sections.items() for mark in _extras(annotated) if isinstance(mark, Unread)}
@@ -121,9 +129,9 @@ def unread_settings(cls: Any) -> dict[str, str]:
 
 @cached
 def types_of(cls: Any, notes: bool = False) -> Mapping[str, Any]:
-    """Return the types of a class's fields by name, with or without the notes of `Annotated`.
+    """Return {name: type} of a class's fields, with or without the notes of `Annotated`.
 
-    They are cached, since reading them takes milliseconds.
+    The result is cached, since reading types takes milliseconds.
     """
     return MappingProxyType(get_type_hints(cls, include_extras=notes))
 
@@ -144,7 +152,7 @@ def unread_by(cls: Any, algorithm: str) -> set[str]:
 
 
 def idle(config: Any) -> dict[str, str]:
-    """Return {name: sentence} for each changed setting of `config` that has no effect, as no setting that it `Needs` is set."""
+    """Return {name: sentence} for each changed setting of `config` that has no effect, because nothing that it `Needs` is set."""
     found, settings = {}, settings_of(type(config))
     for name, mark in _notes(type(config), Needs):
         value = _value(config, name)

@@ -103,11 +103,11 @@ class RewardSettings:
     worker_memory_gb: Annotated[PositiveOrZero, RECORDED, _WORKERS] = 16.0
     """Memory limit of each process that runs your rewards, environments or tools, in 1e9 bytes; 0: no limit."""
     skip_special_tokens: Annotated[bool, Needs(*_SCORED.settings, "reward_model")] = True
-    """Hide the tokenizer's special tokens from rewards, as TRL does. Otherwise rewards read those that a policy writes inside a
-    turn, such as <think> in some vocabularies."""
+    """Hide the tokenizer's special tokens from rewards, as TRL does. Otherwise rewards read the special tokens that a policy
+    writes inside a turn, such as <think> in some vocabularies."""
     worker_env: Annotated[tuple[str, ...], RECORDED, _WORKERS] = ()
-    """Names of extra environment variables for the processes that run your rewards, environments or tools, such as an API key's.
-    By default these processes get no secrets."""
+    """Names of extra environment variables for the processes that run your rewards, environments or tools, such as
+    OPENAI_API_KEY. By default these processes get no secrets."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ class EpisodeSettings:
     max_turns: Annotated[Count, _PLAYED] = 8
     """Maximum number of the policy's turns in an episode. A longer episode is cut."""
     max_turn_length: Annotated[CountOrZero, _PLAYED] = 0
-    """Maximum tokens of one turn of the policy; all its turns together are then limited to max_completion_length. 0: each turn
-    is limited to max_completion_length."""
+    """Maximum tokens of one turn of the policy; max_completion_length then limits all turns of an episode together. 0:
+    max_completion_length limits each turn."""
     max_observation_length: Annotated[CountOrZero, _PLAYED] = 0
     """Maximum tokens of one answer of an environment or tool. A longer answer is cut. 0: as many as leave room for another
     turn."""
@@ -220,8 +220,8 @@ class SFTConfig(_SectionsForRows, PackingSettings, RewardSettings):
     label_smoothing_factor: BelowOne = 0.0
     """Share of the target probability that is spread evenly over all tokens of the vocabulary. The held-out loss ignores it."""
     train_empty_thinking: bool = False
-    """Also train on the empty thought that some chat templates write before an answer without one (Qwen3: <think></think>).
-    Otherwise it is context, as it is when sampling with thinking disabled."""
+    """Also train on the empty thought that some chat templates write before an answer that has no thought (Qwen3:
+    <think></think>). Otherwise the empty thought is context, as in sampling with thinking disabled."""
 
 
 @dataclass(frozen=True)
@@ -263,8 +263,8 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     """Put a value head on the policy's backbone instead of training a separate critic. It takes less memory, and value gradients
     flow into the policy."""
     critic_learning_rate: Annotated[PositiveOrZero, LIVE] = 0.0
-    """Peak learning rate of a separate critic; 0: 0.05 / width of the model, or the policy's if that is higher. The default moves
-    V by about 0.05 a step, and is 1e-5 for a model of 7B."""
+    """Peak learning rate of a separate critic. 0: the larger of the policy's rate and 0.05 / width of the model. For a
+    model of 7B parameters the latter is about 1e-5."""
     critic_warmup_steps: CountOrZero = 0
     """Initial steps in which a separate critic learns and the policy does not change."""
     missing_eos_penalty: Annotated[PositiveOrZero, LIVE] = 0.0
@@ -292,8 +292,8 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     the embedded sampler and single completions."""
     keep_activations_gb: Annotated[PositiveOrZero | None, RECORDED] = None
     """Memory, in 1e9 bytes, for activations that training reuses from sampling (fused decoder only, not with gradient
-    checkpointing). With 0, or if they need more, training runs its own forward pass. By default a quarter of the memory that is
-    free beside the model, chosen once at the start of the run."""
+    checkpointing). With 0, or if the activations need more, training runs its own forward pass. By default a quarter of the
+    memory that the model leaves free, chosen once at the start of the run."""
     max_logp_difference: PositiveOrZero = 0.0
     """Stop if the log-probs of sampler and trainer differ by more than this on average; 0: 1e-3 in float32, 0.1 in bfloat16."""
     record_tokens: Annotated[CountOrZero, RECORDED, LIVE] = 4
@@ -325,7 +325,8 @@ class RewardConfig(PackingSettings):
     step_separator: Annotated[str, Needs("process")] = "\n"
     """Text that ends a step, in process reward models."""
     center_rewards_coefficient: PositiveOrZero = 0.0
-    """Weight of (r_w + r_l)², which pulls the mean reward to 0."""
+    """Weight of (r_w + r_l)², the squared sum of the rewards of the better and the worse answer. It pulls the mean reward to 0.
+    """
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
     """Share of the comparisons whose label is assumed to be wrong."""
     batch_size: Annotated[Count, MAIN] = 16
@@ -367,7 +368,7 @@ class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetting
     best_of: Annotated[Count, MAIN] = 1
     """Sample this many completions of each prompt and keep the one with the highest reward."""
     benchmark: Annotated[Literal["", "gsm8k", "math", "mmlu"], MAIN] = ""
-    """Benchmark whose prompts and scoring the rows use. A reward that is given replaces its scoring."""
+    """Benchmark whose prompts and scoring the rows use. If `reward` is given, it replaces the benchmark's scoring."""
     num_fewshot: Annotated[CountOrZero, Needs("benchmark")] = 0
     """With a benchmark: worked examples before each question."""
     likelihood: bool = False

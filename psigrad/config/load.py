@@ -106,14 +106,17 @@ def _add_device_defaults(cls: type[Any], values: dict[str, Any]) -> None:
 
 
 def has_cuda() -> bool:
-    """Return True if a run uses a GPU by default."""
+    """Return True if torch finds a GPU, which a run then uses by default."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def _merge(below: Any, above: Any) -> Any:
-    """Return a file's value `above` a method's default `below`. A section is merged name by name; any other value replaces it."""
+    """Merge a file's value `above` over a method's default `below`, and return the result.
+
+    A section is merged name by name. Any other value of the file replaces the default.
+    """
     sections = isinstance(below, dict) and isinstance(above, dict) and "preset" not in below
     return {**below, **above} if sections else above
 
@@ -137,7 +140,7 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 
 
 def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str] = frozenset(), names: Names = OWN) -> T:
-    """Build the settings. Errors name the file `source`, except for the settings in `beside`, which are not from that file."""
+    """Build the settings. Errors name the file `source`, except for the settings in `beside`, which are not from the file."""
     _refuse_unknown(cls, values, source, "", names)
     values = _drop_unread(cls, values, f"{source}: " if source else "")
     try:
@@ -168,11 +171,10 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
 
 
 def _drop_unread(cls: type[Any], values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return `values` without the settings that the command does not read (`unread_settings`), which their replacements take
-    over.
+    """Return `values` without the settings that the command does not read (`unread_settings`). Their replacements get the values.
 
-    Raises `UserError` if such a setting has no replacement and its value is neither False nor the default, or if its
-    replacement is also given with another value.
+    Raises `UserError` if such a setting has no replacement and its value is neither False nor the default. Raises it also if the
+    replacement is given with another value.
     """
     made: dict[str, Any] = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
     for name, instead in unread_settings(cls).items():

@@ -88,7 +88,7 @@ _COUNTERPARTS: dict[tuple[type[Any], str], str] = {
 
 
 def other_methods(cls: type[Any], name: str) -> str:
-    """Return a hint, starting with a colon, if `name` is a setting of other methods than those of `cls`; otherwise ""."""
+    """Return a hint, starting with a colon, if `name` is a setting of other methods than those of class `cls`; otherwise ""."""
     if cls not in _FAMILIES:
         return ""
     leaf = name.rpartition(".")[2]

@@ -21,17 +21,20 @@ class Names(Protocol):
         ...
 
     def check(self, cls: Any, given: Iterable[tuple[str, Any]]) -> None:
-        """Raise `UserError` if one setting has two values under two names."""
+        """Raise `UserError` if `given` has two values for one setting under two names."""
         ...
 
     def of_file(
         self, cls: Any, in_file: Mapping[str, Any], flags: Mapping[str, Any], source: str
     ) -> tuple[dict[str, Any], list[GivenSetting]]:
-        """Split a file's settings: return (settings that are nested in sections, settings given by name without a section)."""
+        """Return (the file's settings that are nested in sections, its settings that are given by name without a section)."""
         ...
 
     def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[GivenSetting]) -> list[GivenSetting]:
-        """Return `given`, which override `values`, under dotted names and with shortcuts expanded. Raises `UserError`."""
+        """Return the settings `given`, which override `values`, under dotted names and with shortcuts expanded.
+
+        Raises `UserError` if a shortcut's part is missing.
+        """
         ...
 
 
@@ -39,16 +42,19 @@ class PlainNames:
     """The names of psigrad alone. Those of other libraries are unknown."""
 
     def dotted_name(self, cls: Any, name: str) -> str:
-        """Return the dotted name of a setting of `cls`, and an unknown name unchanged. See `Names`."""
+        """Return the dotted name of a setting of `cls`. Return an unknown name unchanged."""
         return names_of(cls).get(name, name)
 
     def check(self, cls: Any, given: Iterable[tuple[str, Any]]) -> None:
-        """Do nothing: each setting has only one name. See `Names`."""
+        """Do nothing, since each setting has only one name."""
 
     def of_file(
         self, cls: Any, in_file: Mapping[str, Any], flags: Mapping[str, Any], source: str
     ) -> tuple[dict[str, Any], list[GivenSetting]]:
-        """Split a file's settings into those nested in sections and those given by name alone. `model: PATH` is `model.path`."""
+        """Return (the file's settings that are nested in sections, its settings that are given by name without a section).
+
+        `model: PATH` becomes `model.path`.
+        """
         nested: dict[str, Any] = {}
         flat: list[GivenSetting] = []
         hints = types_of(cls)
@@ -62,7 +68,10 @@ class PlainNames:
         return nested, flat
 
     def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[GivenSetting]) -> list[GivenSetting]:
-        """Return `given` under dotted names, with shortcuts expanded. Raises `UserError` if a shortcut's part is missing."""
+        """Return the settings `given` under dotted names, with shortcuts expanded.
+
+        Raises `UserError` if a shortcut's part is missing.
+        """
         named = [GivenSetting(self.dotted_name(cls, one.name), one.value, one.source) for one in given]
         found, lacking = expand(cls, values, named)
         if lacking:

@@ -86,7 +86,7 @@ def _check_size(values: Any) -> None:
     for value in found:
         found += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         if len(found) > MOST_VALUES:
-            raise ValueError(f"it has more than {MOST_VALUES:,} values")
+            raise ValueError(f"the file has more than {MOST_VALUES:,} values")
 
 
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: node.value)
@@ -154,7 +154,7 @@ def names_of(cls: Any) -> dict[str, str]:
 
 
 def value_below(cls: Any, values: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a setting in nested `values`, or its default."""
+    """Return the value of the setting `name` in nested `values`. If it is not there, return its default in `cls`."""
     first, _, rest = name.partition(".")
     inner = values.get(first, getattr(cls(), first))
     if not rest:

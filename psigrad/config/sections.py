@@ -85,8 +85,8 @@ class Model:
     eos_token: str = ""
     """Token that ends a text, instead of the tokenizer's EOS. It is saved with the model."""
     dtype: Annotated[Literal["float32", "bfloat16"], MAIN, DeviceDefault(cuda="bfloat16")] = "float32"
-    """Precision of the weights and of the forward pass, as in TRL on a GPU. The optimiser updates float32 masters of bfloat16
-    weights. On a GPU, float32 products use TF32."""
+    """Precision of the weights and of the forward pass; on a GPU bfloat16 by default, as in TRL. The optimiser updates float32
+    copies (masters) of bfloat16 weights. On a GPU, float32 products use TF32."""
     quantize_base: Literal["", "nf4", "int8", "gguf"] = ""
     """Quantise the base of a LoRA adapter: to 4 bits (nf4, as in QLoRA), to 8 bits (int8), or in the types of a GGUF file (gguf).
     TRL: load_in_4bit, load_in_8bit."""
@@ -101,8 +101,8 @@ class Model:
     """Dropout on the adapter's input. Its masks depend only on the seed, the step, the text and the layer. Above 0, the policy
     ratio of the first step is no longer 1."""
     lora_target_modules: Annotated[tuple[str, ...], _ADAPTER] = ("all-linear",)
-    """Names of the modules that get an adapter; "all-linear" is every linear layer but the head. A single regular expression has
-    the meaning of peft: it must match a module's whole name."""
+    """Names of the modules that get an adapter; "all-linear" is every linear layer but the head. A single regular expression must
+    match a module's whole name, as in peft."""
     use_rslora: Annotated[bool, _ADAPTER] = False
     """Multiply the update by lora_alpha / √lora_rank instead (rank-stabilised LoRA)."""
     use_dora: Annotated[bool, _ADAPTER] = False
@@ -113,8 +113,8 @@ class Model:
     """Contents of model/ at the end: the adapter, the full model with the adapter merged in, or both, with the adapter in
     model/adapter. A reward model is always saved in full."""
     vision: bool = False
-    """Load the vision tower too, for rows with images, if the checkpoint's language model can be loaded without it (Qwen 3.5).
-    Gemma 3 and SmolVLM are always loaded with theirs."""
+    """Also load the vision tower, for rows with images. Needed only for models whose language model can be loaded alone (Qwen
+    3.5); Gemma 3 and SmolVLM always load their tower."""
     trained_towers: tuple[str, ...] = ()
     """Modules outside the language model that are also trained, such as connector or vision_model. All others are frozen. With
     lora_rank their linear layers get adapters."""
@@ -128,8 +128,8 @@ class Model:
     compile_layers: Annotated[bool, RECORDED] = False
     """On a GPU, compile each kind of layer once by torch.compile, for training and sampling. It takes a minute at the start."""
     gradient_checkpointing: Annotated[bool, RECORDED, DeviceDefault(cuda=True)] = False
-    """Recompute activations in the backward pass. It saves memory and takes a third more time; with a vocabulary of 150,000 on a
-    small model, nearly twice the time. TRL: on."""
+    """Recompute activations in the backward pass; on a GPU by default, as in TRL. It saves memory and takes a third more time, or
+    nearly twice the time for a small model with a vocabulary of 150,000."""
 
 
 @dataclass(frozen=True)
@@ -140,17 +140,18 @@ class Data:
     """JSONL, JSON, Parquet or CSV file, a folder of them, hub name, or task:NAME for a task of reasoning-gym, in one of TRL's
     dataset forms; from Python also rows. Several datasets may be given, each with a weight: a.jsonl:0.7 b.jsonl:0.3."""
     columns: Annotated[str | Mapping[str, str], AfterValidator(lambda given: parse_columns(given) or "")] = ""
-    """Other names for columns of the rows: question=prompt,answer=answer renames two, and prompt={question} Think first. builds
-    one from others. In YAML and Python also a mapping."""
+    """New names of columns: `question=prompt` reads the column question as prompt, and `prompt={question} Think first.` builds
+    the prompt from question. In YAML and Python also a mapping."""
     plain_prompts: bool = False
     """Send plain prompts to a chat model unchanged. Otherwise each prompt is a user turn of the chat template, and plain answers
     are the assistant's turns. A model without a template gets them unchanged."""
     split: str = "train"
-    """Split to train on, or a slice of it: train[:90%], train[100:]. A file has only the split train."""
+    """Split of `dataset` to read, or a slice of it: train[:90%], train[100:]. A file counts as the split
+    train, and in `eval` and `sample` also as test."""
     eval_dataset: Annotated[str | Any, PATH, SEVERAL] = ""
     """Held-out rows for evaluation; empty: `eval_prompts` rows of `dataset`, drawn at random, are held out."""
     eval_split: Annotated[str, Needs("data.eval_dataset")] = "test"
-    """Split to evaluate on, or a slice of it. A file has the splits train and test."""
+    """Split of `eval_dataset` to read, or a slice of it. In a file, test and train both mean all rows."""
     max_rows: CountOrZero = 0
     """Maximum rows to read of each dataset; a dataset of the hub is then streamed instead of downloaded in full. 0: all."""
     max_prompt_length: CountOrZero = 0
@@ -167,12 +168,12 @@ class Optim:
     """The optimiser and its schedule."""
 
     optimizer: Literal["adamw", "adamw_8bit", "muon", "adafactor"] = "adamw"
-    """Optimiser of the weights: adamw; adamw_8bit, with 8-bit moments (bitsandbytes' formula) except for embeddings; muon
-    (torch.optim.Muon), with adamw's learning rates, for matrices other than embeddings and heads, which adamw updates; or
-    adafactor (transformers'), which keeps almost no state."""
+    """Optimiser of the weights; by default adamw. adamw_8bit: AdamW with 8-bit moments (bitsandbytes' formula), except for
+    embeddings. muon: torch.optim.Muon for matrices other than embeddings and heads, AdamW for all other weights, with the
+    learning rates of adamw. adafactor: transformers' Adafactor, which keeps almost no state."""
     bf16_stochastic_round: Annotated[bool, Needs("optim.optimizer=adamw", "optim.optimizer=adamw_8bit")] = False
-    """Update bfloat16 weights without float32 masters: each is rounded up or down at random, so that rounding adds no bias
-    (torchao's name). It saves 4 bytes per weight."""
+    """Update bfloat16 weights without float32 copies. Each weight is rounded up or down at random, so that rounding adds no bias.
+    It saves 4 bytes per weight. The name is torchao's."""
     learning_rate: Annotated[PositiveOrZero, LIVE, MAIN] = 1e-6
     """Peak learning rate."""
     weight_decay: Annotated[PositiveOrZero, LIVE] = 0.0
@@ -226,8 +227,8 @@ class Sampling:
     """With sampler=vllm: the engine's first GPU, such as cuda:1; empty: the GPU that trains. With a lag, a run of one process
     then samples while it trains."""
     vllm_readback: Annotated[bool, RECORDED, Needs("sampling.sampler=vllm")] = True
-    """With sampler=vllm: after each update, compare the engine's weights bit for bit with those that were sent. Off: compare only
-    log-probs at the start."""
+    """With sampler=vllm: after each update, compare the engine's weights bit for bit with the weights that were sent. Off:
+    compare only log-probs at the start."""
     tensor_parallel_size: Annotated[Count, RECORDED] = 1
     """With sampler=vllm: number of devices over which each engine splits the model."""
     max_decode_batch: Annotated[Count, RECORDED] = 256
@@ -253,8 +254,8 @@ class Evaluation:
     eval_steps: Annotated[CountOrZero, LIVE, STEPS, MAIN] = 0
     """Evaluate every this many steps; 0: at the end only."""
     eval_prompts: CountOrZero | None = None
-    """Number of held-out prompts; 0: none, or all in `eval`. Not given: up to 64 (256 comparisons), at most a tenth of the
-    dataset."""
+    """Number of held-out prompts. 0: no evaluation in training, and all rows in `eval` and `sample`. Not given: up to 64 prompts
+    (256 comparisons), at most a tenth of the dataset."""
     num_generations_eval: Annotated[Count, MAIN, DRAWS] = 1
     """Completions per held-out prompt; more than one gives pass@k."""
     eval_temperature: Annotated[PositiveOrZero, DRAWS] = 1.0
@@ -262,8 +263,8 @@ class Evaluation:
     metric: Reward = ""
     """`module:function` or built-in that scores held-out completions; empty: the reward."""
     load_best_model_at_end: Annotated[bool, Needs("evaluation.eval_steps")] = False
-    """Save the weights of the best evaluation at the end, not the last ones. Their checkpoint is written at that evaluation, and
-    kept in addition to those of save_total_limit."""
+    """Save the weights of the best evaluation at the end, not the last ones. Their checkpoint is written at that evaluation. It
+    is kept in addition to the checkpoints of save_total_limit."""
     metric_for_best_model: Annotated[str, _BEST] = ""
     """Held-out metric that decides which evaluation is best, such as loss or exact; empty: the first metric of the report."""
     greater_is_better: Annotated[bool | None, _BEST] = None
@@ -301,8 +302,8 @@ class Placement:
     timeout_minutes: Annotated[Positive, RECORDED] = 30.0
     """Minutes that a process waits for another one before it ends."""
     cluster: Annotated[str, RECORDED] = ""
-    """Sample on a Ray cluster: its address, or auto for a running cluster, else this machine; empty: the training processes
-    sample too."""
+    """Address of a Ray cluster to sample on. auto: a running cluster, or else one that is started on this machine. Empty: the
+    training processes sample too."""
     samplers: Annotated[CountOrZero, RECORDED, _CLUSTER] = 0
     """With a cluster: number of processes that sample; 0: as many as fit, and more when the cluster grows."""
     sampler_cpus: Annotated[Count, RECORDED, _CLUSTER] = 1
@@ -331,7 +332,7 @@ class Hub:
     """The upload of the finished model. Names are those of transformers' TrainingArguments."""
 
     push_to_hub: Annotated[bool, FREE] = False
-    """Upload the model with its card when the run is finished, with the token in HF_TOKEN or of `hf auth login`."""
+    """Upload the model and its card after the run, with the token in HF_TOKEN or that of `hf auth login`."""
     hub_model_id: Annotated[str, FREE, _PUSHED] = ""
     """Repository to upload to: user/name, or a name in your own account; empty: the name of the run folder."""
     hub_private_repo: Annotated[bool, FREE, _PUSHED] = False
@@ -382,8 +383,8 @@ class Run:
     device: Annotated[str, MACHINE] = "auto"
     """Device to compute on. auto: cuda if available, else cpu."""
     max_memory: Annotated[str, MACHINE] = ""
-    """Memory limit, such as 8GB: micro-batches are made smaller and activations are recomputed until the run fits. Empty: as the
-    settings say."""
+    """Memory limit, such as 8GB: micro-batches are made smaller and activations are recomputed until the run fits. Empty: no
+    limit."""
     progress: Annotated[bool, FREE] = True
     """Show progress bars and tables."""
     report: Annotated[bool, FREE] = True

@@ -63,7 +63,7 @@ def find_parts(root: Part, prefix: str = "") -> list[tuple[str, Part]]:
 
 
 def _change(root: Part, slot: str, value: Any) -> Any:
-    """Return the new value of a slot or parameter of `root` after a setting changes it to `value`."""
+    """Return the new value of the slot or parameter `slot` of `root`, if the setting `value` is given for it."""
     before = root.parameters.get(slot)
     if root.name == "OnlinePreference" and slot == "loss" and isinstance(value, str | Mapping):
         return describe_method(value if isinstance(value, str) else {"preset": "dpo", **value})
@@ -93,14 +93,15 @@ Places = list[tuple[str, Any]]
 
 
 class Shortcut(NamedTuple):
-    """The meaning of a short name: the part that it belongs to, in words, its help text, and how to find and set its settings."""
+    """The meaning of a short name. `what` says in messages which part of the algorithm the name belongs to."""
 
     what: str
     help: str
     find: Callable[[Part], Places]
-    """Method -> (dotted path, current value) of each setting that the name stands for; empty if the method lacks the part."""
+    """A function (method) -> [(dotted path, current value)] of the settings that the name stands for. Empty if the method lacks
+    the part."""
     write: Callable[[Part, str, Any], Any] = lambda root, place, value: value
-    """(Method, dotted path, given value) -> the value of the setting at that path."""
+    """A function (method, dotted path, given value) -> the value of the setting at that path."""
     switch: bool = False
     """True if the value is yes or no."""
     main: bool = False
@@ -114,7 +115,7 @@ def shortcuts_of(cls: Any) -> dict[str, Shortcut]:
 
 
 def find_values(name: str, spec: Any) -> Places:
-    """Return (dotted path, current value) of a shortcut's settings in the method that the setting `spec` describes."""
+    """Return [(dotted path, current value)] of a shortcut's settings in the method that the setting `spec` describes."""
     root = describe_method(spec)
     return [] if root is None else SHORTCUTS[name].find(root)
 
@@ -177,7 +178,10 @@ def _describe_missing(name: str, short: Shortcut, spec: Any) -> str:
 
 
 def find_parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[Part], Places]:
-    """Return a finder of the parameter `field` of every part with one of the names `parts`, in the `slots` or in all slots."""
+    """Return a `Shortcut.find` for the parameter `field` of all parts with one of the names `parts`.
+
+    Only parts in the `slots` count, or in any slot if `slots` is empty.
+    """
 
     def places(root: Part) -> Places:
         return [
@@ -194,7 +198,9 @@ def _either(*finders: Callable[[Part], Places]) -> Callable[[Part], Places]:
 
 
 def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
-    """Return a finder of the parameter `field` of the part in `slot`; it is 0 if the slot of a policy gradient is empty."""
+    """Return a `Shortcut.find` for the parameter `field` of the part in `slot`. If the slot of a policy gradient is empty, its
+    value is 0.
+    """
 
     def places(root: Part) -> Places:
         if root.name != "PolicyGradient":
@@ -206,9 +212,9 @@ def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
 
 
 def _kl_weight(root: Part) -> Places:
-    """Return the path and value of the KL term's coefficient.
+    """Return [(dotted path, value)] of the KL term's coefficient.
 
-    In distillation the KL term is the whole loss, and the value runs from forward KL (0) to reverse KL (1) instead.
+    In distillation the KL term is the whole loss. The value then runs from 0 (forward KL) to 1 (reverse KL) instead.
     """
     if not _is_distillation(root):
         return _may_have("kl", "coefficient")(root)
@@ -229,12 +235,12 @@ def _is_distillation(root: Part) -> bool:
 
 
 def _preference_weight(root: Part) -> Places:
-    """Return the path and value of β in a preference loss. ORPO's log-odds have no β; return those of the odds term's weight."""
+    """Return [(dotted path, value)] of β in a preference loss. ORPO's log-odds have no β: return the weight of the odds term."""
     return _preference("preference" if root.parameters.get("score") == Part("log_odds") else "beta")(root)
 
 
 def _preference(*fields: str) -> Callable[[Part], Places]:
-    """Return a finder of these fields of a preference loss, or of the preference loss inside online DPO."""
+    """Return a `Shortcut.find` for these fields of a preference loss, or of the preference loss inside online DPO."""
 
     def places(root: Part) -> Places:
         if root.name == "OnlinePreference":
@@ -246,7 +252,9 @@ def _preference(*fields: str) -> Callable[[Part], Places]:
 
 
 def find_slot(slot: str) -> Callable[[Part], Places]:
-    """Return a finder of a policy gradient's slot and the name of the part in it, or None if the slot is empty."""
+    """Return a `Shortcut.find` for a policy gradient's slot. The value is the name of the part in the slot, or None if it is
+    empty.
+    """
 
     def places(root: Part) -> Places:
         part = root.parameters.get(slot)
@@ -259,7 +267,7 @@ _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
 def find_grouped(root: Part) -> Places:
-    """Return the path of each psi that compares within groups, and the standard deviation it uses: batch, group or none."""
+    """Return [(dotted path, standard deviation)] of each psi that compares within groups: batch, group or none."""
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
         for place, part in find_parts(root)
@@ -289,9 +297,10 @@ _RATIOS = {"sequence_token": "sequence"}
 
 
 def _filter(part: str, field: str = "") -> tuple[Callable[[Part], Places], Callable[[Part, str, Any], Any]]:
-    """Return (finder, writer) of a shortcut that adds the filter `part` to a method's filters, or removes it from them.
+    """Return (`Shortcut.find`, `Shortcut.write`) for a shortcut that adds the filter `part` to a method's filters, or removes it.
 
-    The shortcut's value is True or False. With `field`, it is that parameter of the filter, and null removes the filter.
+    The shortcut's value is True or False. If `field` is given, the value is that parameter of the filter, and null removes the
+    filter.
     """
 
     def names(root: Part) -> list[Part]:

@@ -238,7 +238,7 @@ def _make_own_environments(folder: Path, config: ControlConfig, kept: Any) -> tu
     except UserError as error:
         if kept is None:
             raise
-        reason = str(error) if config.env else "its environment has no id"
+        reason = str(error) if config.env else "the saved environment has no id"
         observation_space, action_space = map(from_json, kept)
         absent = partial(Absent, observation_space, action_space, reason)
         return replace(config, env=absent), vector.make(absent, config.n_envs)

@@ -49,7 +49,7 @@ class Dqn:
     target_update_interval: Count = 1_000
     """Transitions between two updates of the target network."""
     tau: Share = 1.0
-    """Share of the way that the target network moves towards the learning one at its update; 1 copies it."""
+    """Share τ of the learning network in the updated target network: τ · learning + (1 - τ) · target; 1 copies it."""
     double_q: bool = False
     """Use Double DQN: the learning network chooses the next action, and the target network gives its value."""
     exploration_fraction: Share = 0.1
@@ -98,7 +98,8 @@ class ControlConfig:
     total_timesteps: Annotated[Count, LENGTH, MAIN] = 100_000
     """Steps of the policy, summed over all copies."""
     n_envs: Annotated[Count, MAIN] = 8
-    """Number of copies of the environment. Stable-Baselines3: 1, where none are made."""
+    """Number of copies of the environment that are stepped together. With `tuned`, the algorithm and the environment
+    set it."""
     n_steps: Annotated[CountOrZero, MAIN, _NOT_DQN] = 32
     """Steps of each copy per rollout; 0: complete episodes."""
     n_episodes: Annotated[Count, _NOT_DQN] = 1
@@ -108,11 +109,12 @@ class ControlConfig:
     n_epochs: Annotated[Count, MAIN, _GRADIENTS] = 1
     """Passes over a rollout."""
     gamma: Annotated[Discount, MAIN] = 0.99
-    """Discount per step (gamma of psi)."""
+    """Discount γ per step, of the method's advantage estimator."""
     gae_lambda: Annotated[Discount | None, _NOT_DQN] = None
-    """λ of generalised advantage estimation (lam of psi, if it has one); null: the preset's."""
+    """λ of generalised advantage estimation, if the method uses it; null: the preset's."""
     normalize_advantage: Annotated[Literal[True, False, "minibatch"] | None, _NOT_DQN] = None
-    """Whiten advantages over the rollout, or over each minibatch as Stable-Baselines3 does; null: as in the preset."""
+    """Whiten advantages (mean 0, standard deviation 1) over the rollout, or over each minibatch as in Stable-Baselines3; null: as
+    in the preset."""
     clip_range: Annotated[PositiveOrZero | None, MAIN, _GRADIENTS] = None
     """PPO's ε; null: the preset's."""
     clip_range_schedule: Annotated[Literal["constant", "linear"], _GRADIENTS] = "constant"

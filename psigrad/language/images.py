@@ -35,7 +35,7 @@ COLUMNS = ("images", "image")
 MOST_PIXELS = 89_478_485
 """The most pixels of an image: the number from which Pillow warns of a decompression bomb."""
 # Pillow's other readers start programs (EPS) or are rarely tested.
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,9 @@ class Picture:
     data: bytes | None = None
 
     def read(self) -> bytes:
-        """Return the bytes of the file. Raises `UserError` if it has changed since it was first read."""
+        """Return the encoded bytes of the image. Raises `UserError` if its file is missing or has changed since it was first
+        read.
+        """
         if self.data is not None or self.path is None:
             return self.data or b""
         try:
@@ -82,7 +84,7 @@ class ImageFormat(Protocol):
 
     @property
     def version(self) -> str:
-        """A hash of all settings on which an image's pixel values depend, such as those of the image processor."""
+        """A hash of all settings that affect an image's pixel values, such as the image processor's."""
 
     def save(self, folder: Path) -> None:
         """Write the image processor's files into a model's folder."""
@@ -98,7 +100,7 @@ _IMAGE_FORMAT = "psigrad_image_format"
 
 
 def attach_image_format(tokenizer: Any, image_format: ImageFormat | None) -> None:
-    """Attach a `ImageFormat` to a tokenizer, so that its prompts may have images. With None, prompts are text only."""
+    """Attach an `ImageFormat` to a tokenizer, so that its prompts may have images. With None, prompts are text only."""
     setattr(tokenizer, _IMAGE_FORMAT, image_format)
 
 
@@ -136,10 +138,10 @@ def unregister(digest: str) -> None:
 
 
 def store_in(folder: Path | None, digests: Iterable[str] = ()) -> None:
-    """Store a run's images in this folder: those of its rows (`digests`), and all that are registered later. None stops this.
+    """Store a run's images in this folder: those of its rows (`digests`), and all that are registered later. With None, stop.
 
     Images given as bytes become files named by their SHA-256. For images given as files, paths.jsonl has the paths. A resumed
-    run, and other processes, read them there.
+    run, and other processes, read the images there.
     """
     _run[:] = [] if folder is None else [folder]
     if folder is None:
@@ -152,7 +154,7 @@ def store_in(folder: Path | None, digests: Iterable[str] = ()) -> None:
 
 
 def _store(picture: Picture, folder: Path) -> Picture:
-    """Write an image that was given as bytes to the folder, and return it as that file."""
+    """Write an image that was given as bytes to the folder. Return the `Picture` of the written file."""
     if picture.data is None:
         return picture
     with _open(picture.data) as image:
@@ -196,7 +198,7 @@ def first_id(digest: str) -> int:
 
 
 def split_id(token: int) -> tuple[Picture, int]:
-    """Return the image that an image token belongs to, and the token's index in that image."""
+    """Return (the image that an image token belongs to, the token's index in that image)."""
     place = token & (1 << _PLACES) - 1
     first = token - place
     if first not in _by_first:
@@ -245,7 +247,10 @@ def label_images(text: str) -> str:
 
 
 def label_of(token: int) -> str:
-    """Return an image's label if the token is its first, otherwise "". The bits in the id suffice for an unknown image."""
+    """Return an image's label if the token is the image's first one, otherwise "".
+
+    If the image is not registered, the label is made from the bits of the SHA-256 in the id.
+    """
     place = token & (1 << _PLACES) - 1
     return "" if place else label(_by_first.get(token) or f"{(token ^ FIRST) >> _PLACES << 2:012x}")
 
@@ -305,7 +310,7 @@ def _open_all(value: Any) -> Any:
 def insert_marks(
     text: str, messages: Iterable[Mapping[str, Any]], image_format: ImageFormat | None
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Replace the placeholders of images in a rendered text by marks. Return the text, and a shift for each image.
+    """Replace the placeholders of images in a rendered text by marks. Return (the text, a shift for each image).
 
     A shift is (the index of the placeholder, the number of characters by which the mark is longer). Raises `ValueError` if the
     template leaves an image out or writes it elsewhere, and if a text contains the placeholder.
@@ -319,13 +324,15 @@ def insert_marks(
     if not wanted:
         return text, []
     if image_format is None:
-        raise ValueError("it has an image, and the model reads only text; use a vision-language model with its image processor")
+        raise ValueError(
+            "the row has an image, and the model reads only text; use a vision-language model with its image processor"
+        )
     at, made, moves, word = 0, "", [], image_format.placeholder
     for part in wanted:
         piece = word if "sha256" in part else part["text"].strip()
         found = text.find(piece, at)
         if found < 0:
-            raise ValueError("the chat template drops an image, or writes it at another place than the row")
+            raise ValueError("the chat template drops an image of the row, or moves it to another place in the text")
         made += text[at:found] + (f"\ufffc{part['sha256']}\ufffc" if "sha256" in part else piece)
         moves += [(found, 66 - len(word))] if "sha256" in part else []
         at = found + len(piece)
@@ -335,7 +342,7 @@ def insert_marks(
 
 
 def expand_marks(text: str, image_format: ImageFormat | None) -> tuple[str, list[Picture]]:
-    """Return a text for the tokenizer, with placeholder tokens in place of image marks, and its images in order.
+    """Return (a text for the tokenizer with placeholder tokens in place of image marks, the images in order).
 
     Raises `UserError` if the model reads only text.
     """
@@ -372,7 +379,7 @@ def decode_upright(data: bytes, *, small: bool = False) -> Image:
     """
     with _open(data) as image:
         if (count := image.width * image.height) > MOST_PIXELS:
-            raise ValueError(f"it has {count:,} pixels; at most {MOST_PIXELS:,} are allowed")
+            raise ValueError(f"the image has {count:,} pixels; at most {MOST_PIXELS:,} are allowed")
         if small:
             image.draft("RGB", (image.width // 8, image.height // 8))
         return rgb(image)
@@ -385,7 +392,9 @@ def rgb(image: Image) -> Image:
 
     found: Image.Image = ImageOps.exif_transpose(image)
     if 0 in found.size or found.mode == "F":
-        raise ValueError(f"it has {found.width} × {found.height} pixels of mode {found.mode}; expected some, of whole numbers")
+        raise ValueError(
+            f"the image has {found.width} × {found.height} pixels of mode {found.mode}; expected whole-number pixels"
+        )
     if found.mode.startswith("I"):
         grey = np.asarray(found).astype(np.float32).clip(0, 65535) / 257
         found = Image.fromarray(grey.round().astype(np.uint8))
@@ -396,7 +405,7 @@ def rgb(image: Image) -> Image:
 
 
 def inspect(data: bytes) -> tuple[tuple[int, int], bool]:
-    """Return the upright size of an encoded image after decoding all of it, and True if it is animated."""
+    """Decode all of an encoded image. Return ((width, height) of the upright image, True if it is animated)."""
     decode_upright(data, small=True)
     with _open(data) as image:
         return _size_of(image), image.format != "MPO" and bool(getattr(image, "is_animated", False))
@@ -412,6 +421,8 @@ def media_type(data: bytes) -> str:
 
 
 def _size_of(image: Image) -> tuple[int, int]:
+    if image.format == "TIFF":
+        image.load()  # which turns it; some versions of Pillow have its upright size before, too
     turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
     return (image.height, image.width) if turned else (image.width, image.height)
 
@@ -419,4 +430,4 @@ def _size_of(image: Image) -> tuple[int, int]:
 def _open(data: bytes) -> Image:
     from PIL import Image
 
-    return Image.open(io.BytesIO(data), formats=_FORMATS)
+    return Image.open(io.BytesIO(data), formats=FORMATS)

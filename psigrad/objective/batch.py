@@ -23,7 +23,7 @@ _NUMBERS = tuple(name for name in PER_STEP if name not in ("mask", "rewarded"))
 
 
 def zero_outside(mask: Tensor, x: Tensor) -> Tensor:
-    """Return x where mask is True, 0 elsewhere. Masked values, NaN and inf included, influence neither value nor gradient.
+    """Return x where mask is True, 0 elsewhere. Values outside the mask, even NaN and inf, influence neither value nor gradient.
 
     Multiplying by the mask fails: 0 · NaN = NaN. Masking after a function fails too: the gradient of
     where(mask, exp(x), 0) at a masked x = inf is 0 · inf = NaN. So mask first and compute afterwards.
@@ -32,12 +32,12 @@ def zero_outside(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def is_full(mask: Tensor) -> bool:
-    """Return True if the mask is on the CPU and True everywhere. On a GPU return False: reading the mask there forces a wait."""
+    """Return True if the mask is on the CPU and True everywhere. For a mask on a GPU return False, as reading it would wait."""
     return mask.device.type == "cpu" and bool(mask.all())
 
 
 def inside(mask: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the function x -> `zero_outside(mask, x)`, or x -> x if `is_full(mask)`."""
+    """Return a function that applies `zero_outside(mask, x)` to a tensor x. If `is_full(mask)`, it returns x unchanged."""
     return (lambda x: x) if is_full(mask) else partial(zero_outside, mask)
 
 
@@ -67,7 +67,7 @@ class Batch:
     group: Tensor
     """[N] int64: rows with the same number answer the same prompt (or start from the same state)."""
     inputs: Any = None
-    """Opaque model inputs for these rows: a tensor or a list with one entry per row, or a mapping of them."""
+    """Opaque model inputs for these rows: a tensor or list with one entry per row, or a mapping of such tensors and lists."""
     logp_ref: Tensor | None = None
     """[N, T] log-probability under the frozen reference policy."""
     logp_sampler: Tensor | None = None
@@ -85,7 +85,9 @@ class Batch:
     entropy: Tensor | None = None
     """[N, T] the entropy of each step's distribution under the policy that collected the batch, in nats."""
     rewarded: Tensor | None = None
-    """[N, T] bool: True on steps that received a reward, even 0. None: steps with a reward other than 0, and each row's last."""
+    """[N, T] bool: True on steps that received a reward, even of 0. None: the steps with a reward other than 0 and the last step
+    of each row count as rewarded.
+    """
     parts: Tensor | None = None
     """[N, K] the outputs of K reward functions, before weights; NaN where a function does not apply."""
     part_weights: tuple[float, ...] = ()
@@ -123,7 +125,7 @@ class Batch:
 
     @cached_property
     def is_full(self) -> bool:
-        """True if every step is known to be chosen and each row has at least one step."""
+        """True if all steps of all rows are chosen; False also if that is not known, because the mask is on a GPU."""
         return self.mask.shape[1] > 0 and is_full(self.mask)
 
     @property
@@ -162,7 +164,7 @@ class Batch:
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
-    """Return x in float32 or float64. Half precision rounds sums over long rows, and rounds GSPO's narrow clip bounds to 1."""
+    """Cast x to float32 if it is in half precision, which rounds sums over long rows, and GSPO's narrow clip bounds to 1."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
@@ -223,17 +225,17 @@ class Prepared:
     metrics: dict[str, float]
     """Metrics of the whole batch."""
     state: dict[str, float]
-    """The method's state after this batch; see `PolicyGradient.initial_state`."""
+    """The method's state after this batch: plain numbers by name; see `PolicyGradient.initial_state`."""
     returns: Tensor | None = None
     """[N, T] target of the critic, if there is one."""
     counts: Tensor | None = None
-    """[N, T] bool: True on the steps whose surrogate loss counts; None if no filter drops single steps."""
+    """[N, T] bool: True on the steps whose surrogate loss is part of the loss; None if no filter drops single steps."""
     marks: Tensor | None = None
     """[N, T] True, or a weight above 0, on the steps chosen by the surrogate's method `marks`; None if it has no such method."""
 
     @cached_property
     def is_full(self) -> bool:
-        """True if every step is known to be trained on; see `Batch.is_full`."""
+        """True if all steps are trained on; False also if that is not known, because the mask is on a GPU."""
         return self.batch.is_full and bool((self.keep & self.needs_gradient).all())
 
     def select(self, rows: Tensor | slice) -> Prepared:
@@ -248,7 +250,7 @@ class Prepared:
     def steps(self) -> Prepared:
         """Return every chosen step of the kept rows as a separate row, in order, for minibatches of steps. Inputs are dropped.
 
-        Only the per-step parts give the same result on these rows: the token ratio and the token_mean aggregate.
+        Use it only with the token ratio and the token_mean aggregate. Other ratios and aggregates need whole rows.
         """
         mask = self.batch.mask & self.keep[:, None]
         at = mask.flatten().nonzero()[:, 0]  # computed once: every boolean index would search again
@@ -266,11 +268,11 @@ class Loss:
     value: Tensor
     """Scalar loss with gradient."""
     terms: dict[str, Tensor]
-    """Detached scalars. Metrics are means over the steps of rows that need a gradient."""
+    """Detached scalars by name. Metrics among them are means over the steps of rows that need a gradient."""
 
 
 def _pick(x: Tensor, at: Tensor) -> Tensor:
-    """Return elements of an [N, T] tensor by their flat positions, as a column."""
+    """Return the elements [M, 1] of an [N, T] tensor at the flat positions `at` [M]."""
     return x.flatten()[at][:, None]
 
 
@@ -332,7 +334,7 @@ def group_std(x_N: Tensor, group_N: Tensor) -> Tensor:
 
 
 def rank_in_group(x_N: Tensor, group_N: Tensor) -> Tensor:
-    """Return 0 for the greatest x of the row's group, 1 for the next, …; among equal x the earlier row comes first."""
+    """Return each row's rank in its group: 0 for the greatest x, 1 for the next, …; among equal x the earlier row comes first."""
     order_N = x_N.argsort(descending=True, stable=True)
     order_N = order_N[group_N[order_N].argsort(stable=True)]
     sorted_N, places_N = group_N[order_N].contiguous(), torch.arange(len(x_N), device=x_N.device)
@@ -345,7 +347,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def step_covariance(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-    """Return each step's share [N, T] of the covariance: (x − mean(x))·(y − mean(y)), with means where mask is True."""
+    """Return each step's share [N, T] of the covariance, (x − mean(x))·(y − mean(y)). Means are over steps where mask is True."""
     return ((x - masked_mean(x, mask)) * (y - masked_mean(y, mask))).masked_fill(~mask, 0.0)
 
 
@@ -372,8 +374,8 @@ def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float | Tensor) -> T
 
     With x the rewards this is the reward-to-go; with x the TD errors and discount γλ it is GAE.
 
-    Short rows are multiplied by a matrix of the discount's powers. Long rows take log₂ T passes instead of T, with d the discount
-    and S the shift by one step: y = (1 − dS)⁻¹·x = …(1 + d⁴S⁴)(1 + d²S²)(1 + dS)·x.
+    Short rows are multiplied by a matrix of the discount's powers. Long rows take log₂ T passes instead of T, by the identity
+    y = (1 − dS)⁻¹·x = …(1 + d⁴S⁴)(1 + d²S²)(1 + dS)·x, with d the discount and S the shift by one step.
     """
     within, n_steps = inside(mask_NT), x_NT.shape[1]
     y_NT, holes = within(x_NT), _holes(mask_NT)
@@ -404,14 +406,14 @@ _FEW = 16
 
 @lru_cache(maxsize=32)
 def _powers(n_steps: int, discount: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return [T, T]: discount^(u − t) in row u and column t ≤ u, 0 elsewhere."""
+    """Return the matrix [T, T] with discount^(u − t) in row u and column t ≤ u, and 0 elsewhere."""
     steps = torch.arange(n_steps, dtype=torch.float64)
     ahead = steps[:, None] - steps
     return torch.where(ahead < 0, 0.0, discount ** ahead.clamp(min=0)).to(device, dtype)
 
 
 def next_chosen(x_NT: Tensor, mask_NT: Tensor, last_N: Tensor) -> Tensor:
-    """Return x at the next chosen step of the same row; `last_N` if there is none."""
+    """Return for each step the value of x at the next chosen step of its row, or the row's `last_N` if there is none."""
     n_steps = x_NT.shape[1]
     if n_steps and not _holes(mask_NT):
         ahead_NT = torch.cat([x_NT[:, 1:], last_N[:, None]], dim=1)
@@ -427,7 +429,7 @@ def next_chosen(x_NT: Tensor, mask_NT: Tensor, last_N: Tensor) -> Tensor:
 
 
 def _holes(mask_NT: Tensor) -> bool:
-    """Return True if a chosen step follows one that was not chosen. Padding at the end of a row is not a hole."""
+    """Return True if, in some row, a chosen step follows a masked one. Padding at the end of a row is not a hole."""
     return mask_NT.shape[1] > 1 and not bool(mask_NT.all()) and bool((mask_NT[:, 1:] & ~mask_NT[:, :-1]).any())
 
 

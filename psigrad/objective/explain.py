@@ -34,7 +34,7 @@ Explained = PolicyGradient | OnlinePreference | Preference | KahnemanTversky
 
 
 def explain(method: Explained, other: Explained | None = None) -> str:
-    """Return the formula that a method minimises, part by part. With two methods, return their differences."""
+    """Return a text with the formula that a method minimises, part by part. With `other`, describe the differences instead."""
     if other is not None:
         return _difference(method, other)
     if isinstance(method, OnlinePreference):
@@ -88,7 +88,7 @@ def _formula(method: PolicyGradient) -> str:
 
 def _legend(method: PolicyGradient) -> list[str]:
     fixed = "A, w and c carry" if method.correction else "A and w carry"
-    lines = [f"over the chosen steps t of the kept trajectories i; {fixed} no gradient."]
+    lines = [f"over the policy's steps t in the trajectories i that no filter dropped; {fixed} no gradient."]
     if method.kl is not None and method.kl.where == "reward" and method.needs_reference:
         lines.append("The KL to the reference is subtracted from the rewards before A is computed.")
     return lines

@@ -1,7 +1,7 @@
 """Lazy import of torch on first use. Help texts and settings list the methods but need no torch, whose import takes seconds.
 
-Write `from psigrad.objective.lazy_torch import Tensor, torch` instead of `import torch` where a method is declared. Nothing is
-put into `sys.modules`, so `import torch` elsewhere works as usual.
+Modules that declare methods write `from psigrad.objective.lazy_torch import Tensor, torch` instead of `import torch`.
+`sys.modules` is unchanged, so `import torch` works as usual elsewhere.
 """
 
 from __future__ import annotations

@@ -63,17 +63,17 @@ class PolicyGradient:
     """
 
     psi: Psi
-    """Batch -> advantage [N,T]; see advantage.py."""
+    """The advantage estimator: Batch -> advantage [N,T]; see advantage.py."""
     ratio: Ratio
-    """(logp, logp_old, mask) -> log ratio [N,T]; see ratio.py."""
+    """The ratio: (logp, logp_old, mask) -> log ratio [N,T]; see ratio.py."""
     surrogate: Surrogate
-    """(logp, log_ratio, advantage) -> loss per step [N,T]; see surrogate.py."""
+    """The policy's loss: (logp, log_ratio, advantage) -> loss per step [N,T]; see surrogate.py."""
     aggregate: Aggregate
-    """(mask, totals) -> weights [N,T]; see aggregate.py."""
+    """The weights of the steps' losses: (mask, totals) -> weights [N,T]; see aggregate.py."""
     kl: KL | None = None
     """Penalty on the distance from the reference policy."""
     keep: tuple[Keep, ...] = ()
-    """Batch -> bool [N] or [N,T]. A row or step must pass all filters; see aggregate.py."""
+    """The filters: Batch -> bool [N] or [N,T]. Rows and steps that do not pass all filters are dropped; see aggregate.py."""
     critic: value_loss | None = None
     """Loss of the value function."""
     entropy: bonus | None = None
@@ -132,7 +132,7 @@ class PolicyGradient:
 
     @property
     def needs_reference(self) -> bool:
-        """True if a frozen reference policy is read."""
+        """True if the method reads the log-probs of a frozen reference policy."""
         return self.kl is not None and self.kl.coefficient != 0
 
     @property
@@ -152,7 +152,7 @@ class PolicyGradient:
 
     @property
     def needs_reward(self) -> bool:
-        """True if rewards have any influence. If False, the reference is a teacher and the only source of signal."""
+        """True if rewards influence the loss. If False, the policy learns only from the KL to its reference, a teacher."""
         return self.psi is not no_reward
 
     @property
@@ -167,7 +167,7 @@ class PolicyGradient:
 
     @property
     def min_group_size(self) -> int:
-        """The smallest number of trajectories per prompt."""
+        """The smallest number of trajectories per prompt that the method can learn from."""
         psi = self.psi.psi if isinstance(self.psi, whitened) else self.psi
         if isinstance(psi, pass_at_k):
             return psi.k + 1  # k completions alone give no signal, whichever of them are right
@@ -175,7 +175,7 @@ class PolicyGradient:
 
     @property
     def dynamic_sampling(self) -> bool:
-        """True if groups without signal are dropped, so that the trainer should collect others."""
+        """True if groups without signal are dropped, so that the trainer should collect other groups in their place."""
         return has_signal in self.keep
 
     def initial_state(self) -> dict[str, float]:
@@ -192,8 +192,8 @@ class PolicyGradient:
     def prepare(self, batch: Batch, state: State, *, metrics: bool = True) -> Prepared:
         """Compute the advantages, the filters and the new state for a whole collected batch.
 
-        With `metrics` False the batch's metrics are skipped, which speeds up loops of many small batches. With an adaptive KL
-        coefficient they are computed all the same.
+        If `metrics` is False and the KL coefficient is not adaptive, the metrics are skipped. This speeds up loops of many small
+        batches.
         Errors: ValueError if a reward is not finite, if no group has `min_group_size` rows, or if the batch lacks a field that a
         part reads.
         """
@@ -229,7 +229,7 @@ class PolicyGradient:
         return Prepared(batch, advantage, keep, needs_gradient, figures, new_state, returns, counts, marks)
 
     def _choose(self, batch: Batch, advantage: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return `keep` [N], `counts` [N, T] and `marks` [N, T] as `Prepared` describes them.
+        """Return (`keep` [N], `counts` [N, T], `marks` [N, T]), the fields of `Prepared` with these names.
 
         `counts` is None unless a filter drops single steps, and `marks` is None unless the surrogate needs it.
         """
@@ -244,7 +244,7 @@ class PolicyGradient:
         return keep, counts, marks
 
     def totals(self, prepared: Prepared, rows: Tensor | None = None) -> Totals:
-        """Return the counts over the rows of one optimiser step (all rows if None)."""
+        """Return the counts over the rows `rows` of one optimiser step; None means all rows."""
         part = prepared if rows is None else prepared.select(rows)
         if part.is_full:
             return Totals(len(part.keep), part.batch.mask.numel(), part.batch.mask.numel())
@@ -258,7 +258,7 @@ class PolicyGradient:
     def loss(self, prepared: Prepared, evaluation: PolicyOutputs, totals: Totals, state: State, *, metrics: bool = True) -> Loss:
         """Compute one micro-batch's share of the loss of an optimiser step whose counts are `totals`.
 
-        The loss is the policy's, plus the critic's if there is one. With `metrics` False all terms but the losses are skipped,
+        The loss is the policy's, plus the critic's if there is one. If `metrics` is False, all terms but the losses are skipped,
         which speeds up loops of many small steps.
         Errors: ValueError if the batch or the evaluation lacks a field that a part reads.
         """
@@ -271,7 +271,7 @@ class PolicyGradient:
     def policy_loss(
         self, prepared: Prepared, evaluation: PolicyOutputs, totals: Totals, state: State, *, metrics: bool = True
     ) -> Loss:
-        """Compute `loss` without the critic's part. A critic that is a model of its own has its own pass, which saves memory."""
+        """Compute `loss` without the critic's loss. A critic that is a separate model has its own pass, which saves memory."""
         batch = prepared.batch
         mask = batch.mask & prepared.keep[:, None]
         within = inside(mask)
@@ -317,7 +317,7 @@ class PolicyGradient:
         return Loss(value, terms)
 
     def critic_loss(self, prepared: Prepared, value: Tensor, totals: Totals) -> Loss:
-        """Compute the critic's part of `loss` from its values [N, T].
+        """Compute the critic's loss, which is part of `loss`, from the critic's values [N, T].
 
         Errors: ValueError without a critic, or if the batch lacks values.
         """
@@ -333,11 +333,14 @@ class PolicyGradient:
 
     @property
     def adapts(self) -> bool:
-        """True if a penalty's coefficient is adapted after each update to the measured KL."""
+        """True if the method has a penalty whose coefficient follows the KL measured after each update; then call `adapt`."""
         return isinstance(self.surrogate, kl_penalty) and self.surrogate.target is not None
 
     def adapt(self, prepared: Prepared, logp: Tensor) -> dict[str, float]:
-        """Return the state after all passes over a batch, from the new policy's log-probs [N, T]; see `adapts`."""
+        """Return the state with the penalty's coefficient adapted, after all passes over a batch.
+
+        `logp` [N, T] are the new policy's log-probs, from which the KL is measured.
+        """
         kept = prepared.batch.mask & prepared.keep[:, None]
         assert isinstance(self.surrogate, kl_penalty)
         return adapt(self.surrogate, prepared.state, measure_kl(logp, prepared.batch.logp_old, kept))

@@ -1,4 +1,4 @@
-"""Deep Q-learning's target and loss. Values that stay constant between updates are computed for many updates at once."""
+"""The target and the loss of deep Q-learning. Numbers that stay the same between updates are computed for many at once."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch.nn.functional import one_hot, smooth_l1_loss
 
 
 def back_up(reward: Tensor, terminated: Tensor, next_q: Tensor, gamma: float) -> Tensor:
-    """Return the targets [M, A] of Q(s_t, a_t) for each possible next action.
+    """Return the targets [M, A] of Q(s_t, a_t), one for each action a' that may come next.
 
     Formula: r + γ·(1 − terminated)·Q⁻(s', a'), with the target network's Q⁻(s', ·) in `next_q` [M, A]
 
-    An episode that was only cut by its time limit is not terminated: its next state keeps its value.
+    An episode that was only cut by its time limit is not terminated, so the value of its next state is added.
 
     Source: Mnih et al. 2015, Nature 518.
     """
@@ -21,10 +21,10 @@ def back_up(reward: Tensor, terminated: Tensor, next_q: Tensor, gamma: float) ->
 
 
 def td_target(worth: Tensor, choosing_q: Tensor | None = None) -> Tensor:
-    """Return y [M] from the backed-up values `worth` [M, A]: the greatest of each row.
+    """Return y [M], the greatest of each row of the targets `worth` [M, A], which `back_up` returned.
 
-    Double DQN instead takes the value of the action that the learning network would choose by its Q(s', ·) in `choosing_q` [M,
-    A].
+    If `choosing_q` [M, A] is given, take the target of the action with the greatest `choosing_q` instead. Double DQN passes the
+    learning network's Q(s', ·).
 
     Source: van Hasselt et al. 2016, arXiv:1509.06461.
     """
@@ -34,7 +34,7 @@ def td_target(worth: Tensor, choosing_q: Tensor | None = None) -> Tensor:
 
 
 def q_loss(q: Tensor, action: Tensor, target: Tensor) -> Tensor:
-    """Return the mean Huber loss (δ = 1) of Q [M, A] at the actions [M] taken.
+    """Return the mean Huber loss (δ = 1) of the values `q` [M, A] at the taken actions [M].
 
     Formula: mean of ½·d² where |d| < 1 and |d| − ½ elsewhere, d = Q(s_t, a_t) − y
     """
@@ -42,7 +42,7 @@ def q_loss(q: Tensor, action: Tensor, target: Tensor) -> Tensor:
 
 
 def shares(action: Tensor, actions: int, size: int) -> Tensor:
-    """Return the weights [M, A] that `q_slope` takes: 1 / `size`, the batch size, at the action taken, and 0 at the others."""
+    """Return weights [M, A] for `q_slope`: 1 / `size` at the taken action, and 0 elsewhere. `size` is the batch size."""
     return one_hot(action, actions).float().div_(size)
 
 
@@ -58,5 +58,5 @@ def polyak(target: Tensor, source: Tensor, tau: float) -> None:
 
 
 def linear_epsilon(progress: float, fraction: float, first: float, last: float) -> float:
-    """Return ε after a share `progress` of the run: it falls from `first` to `last` over the share `fraction`, then stays."""
+    """Return ε after a share `progress` of a run. It falls from `first` to `last` over the share `fraction`, then it stays."""
     return last if progress >= fraction else first + (last - first) * progress / fraction

@@ -1,7 +1,7 @@
 """The gradient of a loss in closed form, for small networks, where a node of the autograd graph costs more than its arithmetic.
 
-The closed form covers batches without masked steps, the surrogates score, unclipped and clip, an entropy bonus and the critic's
-squared error. All other cases use autograd through `PolicyGradient.loss`, with which tests compare the closed form.
+The closed form covers batches without masked steps, the surrogates `score`, `unclipped` and `clip`, an entropy bonus and the
+critic's squared error. All other cases use autograd through `PolicyGradient.loss`. Tests compare the closed form with it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from psigrad.objective.policy_gradient import PolicyGradient
 
 @dataclass(frozen=True, eq=False)
 class Slopes:
-    """The terms of the closed-form gradient that are the same in every pass over the same steps.
+    """The closed-form gradient of the loss on given steps. The fields have the numbers that every pass over them shares.
 
     Formulas, with w the aggregate's weights and n the number of steps:
 
-    dL/dlog π = −w·A (score), −w·A·ρ (unclipped, and clip where ρ is within the bounds)
+    dL/dlog π = −w·A for the surrogate `score`, and −w·A·ρ for `unclipped`. For `clip` it is −w·A·ρ while ρ is within the
+    bounds, otherwise 0.
     dL/dH = −c_H / n
     dL/dV = c_V·(V − R) / n, and 0 where the critic's clip is active
     """
@@ -35,7 +36,7 @@ class Slopes:
     logp_old: Tensor | None
     """[N, T] log π_old, if there is a ratio."""
     bounds: tuple[Tensor, Tensor] | None
-    """[N, T] the log ratios between which a clipped ratio keeps its gradient."""
+    """(lower, upper) [N, T]: the log ratios between which `clip` has a gradient; None for other surrogates."""
     entropy: float
     """dL/dH of every step."""
     critic: value_loss | None
@@ -44,7 +45,7 @@ class Slopes:
     steps: int
 
     def logp(self, logp: Tensor) -> Tensor:
-        """Return dL/dlog π [N, T]."""
+        """Return dL/dlog π [N, T] at the current policy's log-probs `logp` [N, T]."""
         if self.logp_old is None:
             return self.scale
         moved = logp - self.logp_old
@@ -55,7 +56,7 @@ class Slopes:
         return slope.masked_fill_((moved < least) | (moved > most), 0.0)
 
     def value(self, value: Tensor) -> Tensor:
-        """Return dL/dV [N, T]."""
+        """Return dL/dV [N, T] at the critic's current values `value` [N, T]."""
         assert self.critic is not None and self.returns is not None
         slope = (value - self.returns) * (self.critic.coefficient / self.steps)
         if self.critic.clip is None:
@@ -68,7 +69,7 @@ class Slopes:
 
 
 def has_slopes(algorithm: PolicyGradient) -> bool:
-    """Return True if the closed form is known for the parts of a method."""
+    """Return True if this module has the closed-form gradient for all parts of a method."""
     surrogate, critic = algorithm.surrogate, algorithm.critic
     known = surrogate in (score, unclipped) or type(surrogate) is clip
     fits = algorithm.ratio in (ratio.none, ratio.token) and algorithm.correction is None
@@ -77,7 +78,10 @@ def has_slopes(algorithm: PolicyGradient) -> bool:
 
 
 def slopes(algorithm: PolicyGradient, prepared: Prepared, totals: Totals) -> Slopes | None:
-    """Return the closed form for a method for which `has_slopes` is True, or None if some row or step is not trained on."""
+    """Return the closed-form gradient of a method for which `has_slopes` is True.
+
+    Return None if a step of the batch is masked, or if a filter dropped a row.
+    """
     surrogate, batch = algorithm.surrogate, prepared.batch
     if not prepared.is_full and not bool((batch.mask & prepared.keep[:, None]).all()):
         return None
@@ -97,6 +101,6 @@ def slopes(algorithm: PolicyGradient, prepared: Prepared, totals: Totals) -> Slo
 
 
 def _bounds(surrogate: clip, advantage: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (low, high): the gradient is 0 where log ρ < low with A < 0, and where log ρ > high with A > 0."""
+    """Return (lower, upper) [N, T], the log ratios outside which `clip` has no gradient: −∞ and ∞ if it has no such bound."""
     low, high = torch.log(advantage.new_tensor([1 - surrogate.low, 1 + surrogate.high])).unbind()
     return torch.where(advantage < 0, low, -torch.inf), torch.where(advantage > 0, high, torch.inf)

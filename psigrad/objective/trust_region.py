@@ -18,9 +18,9 @@ Product = Callable[[Tensor], Tensor]
 
 
 def conjugate_gradients(product: Product, b: Tensor, steps: int, tolerance: float = 1e-10) -> Tensor:
-    """Return x with A·x ≈ b for a symmetric positive definite A, given as its product with a vector; exact after len(b) steps.
+    """Return x with A·x ≈ b for a symmetric positive definite matrix A. `product` is the function v -> A·v.
 
-    Iteration ends when |b − A·x|² ≤ tolerance · |b|², whatever the scale of b.
+    It ends after `steps` iterations, or when |b − A·x|² ≤ tolerance · |b|². In exact arithmetic, len(b) iterations suffice.
 
     Source: Hestenes and Stiefel 1952.
     """
@@ -39,7 +39,10 @@ def conjugate_gradients(product: Product, b: Tensor, steps: int, tolerance: floa
 
 
 def fisher_product(kl: Tensor, parameters: Tensor, damping: float) -> Product:
-    """Return v -> (F + damping·I)·v, with F the Hessian of `kl`, a scalar that is 0 and minimal at the current `parameters`."""
+    """Return the function v -> (F + damping·I)·v, with F the Hessian of the scalar `kl` with respect to `parameters`.
+
+    At the current parameters `kl` must be 0, its minimum.
+    """
     (gradient,) = torch.autograd.grad(kl, parameters, create_graph=True)
 
     def product(v: Tensor) -> Tensor:
@@ -54,7 +57,7 @@ class TrustRegionStep:
     """The outcome of a trust-region step."""
 
     shift: Tensor
-    """The vector added to the parameters; zeros if no try was accepted."""
+    """The vector to add to the parameters; zeros if no step length was accepted."""
     improvement: float
     """The increase of the surrogate objective."""
     kl: float
@@ -75,8 +78,9 @@ def step(
 ) -> TrustRegionStep:
     """Return the trust-region step along `gradient` (of the objective to maximise).
 
-    `product` is v -> F·v. `measure(shift)` returns the true improvement and the true mean KL with `shift` added. The step shrinks
-    by `shrink` until it improves within `max_kl`. If none of `tries` lengths does, the shift is zero.
+    `product` is v -> F·v. `measure(shift)` returns (improvement, mean KL) of the policy with `shift` added to its parameters. The
+    step is multiplied by `shrink` until it improves the objective with a KL of at most `max_kl`. If none of `tries` lengths does,
+    the shift is zero.
     """
     direction = conjugate_gradients(product, gradient, cg_steps)
     curvature = float(direction @ product(direction))

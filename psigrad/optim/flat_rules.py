@@ -1,8 +1,8 @@
 """Adam and RMSprop on one flat vector of weights.
 
-They compute the steps of `torch.optim`'s classes, with which `tests/optim/test_flat_rules.py` compares them. On one small vector,
-torch's classes spend ten times as long on bookkeeping as on numbers. Denormal numbers are flushed to 0, because arithmetic on
-them takes a hundred times as long, and the moments of a weight whose gradient stays 0 decay to such numbers.
+Their steps are those of `torch.optim`'s classes; `tests/optim/test_flat_rules.py` compares them. On one small vector, torch's
+classes spend ten times as long on bookkeeping as on arithmetic. Denormal numbers, to which the moments of a weight decay if its
+gradient stays 0, are set to 0. Arithmetic on denormal numbers takes a hundred times as long.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Adam:
         return {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Take a step: by a kernel on a CPU, which makes one pass over memory instead of seven, otherwise by torch."""
+        """Update the weights: on a CPU by a kernel, which makes one pass over memory instead of seven, otherwise by torch."""
         torch.set_flush_denormal(True)
         try:
             for u in updates:
@@ -74,7 +74,7 @@ class RMSprop:
         return {"square_avg": torch.zeros_like(p)}
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Take a step by torch's operations."""
+        """Update the weights by torch's operations."""
         torch.set_flush_denormal(True)
         try:
             for u in updates:
@@ -93,7 +93,7 @@ def _kernels(u: Update) -> FlatKernels | None:
 
 
 def _factor(step: StepSize) -> float:
-    """Return the factor by which clipping multiplies gradients."""
+    """Return the factor by which gradient clipping multiplies gradients; 1 if the norm is not above the limit."""
     return step.max_norm / step.norm if 0 < step.max_norm < step.norm else 1.0
 
 
@@ -108,5 +108,5 @@ def _tiny(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _root(square: Tensor, scale: float) -> Tensor:
-    """Return √(scale·v + 1e-30) for v = `square`. MKL takes twenty times as long for the square root of 0."""
+    """Return √(scale·v + 1e-30) for v = `square`. 1e-30 is added because MKL takes twenty times as long for √0."""
     return torch.add(_tiny(square.dtype, square.device), square, alpha=scale).sqrt_()

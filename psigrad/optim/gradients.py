@@ -24,7 +24,7 @@ HELD = 0.5
 
 
 class Use(Protocol):
-    """One use of a weight [V, E] in a forward pass, with what is needed to compute the weight's gradient from it again."""
+    """One use of a weight [V, E] in a forward pass, with the tensors from which the weight's gradient can be recomputed."""
 
     @property
     def size(self) -> int:
@@ -32,15 +32,15 @@ class Use(Protocol):
         ...
 
     def add_to(self, out: Tensor, rows: slice) -> None:
-        """Add the rows `rows` of the weight's gradient from this use to `out` [rows, E]."""
+        """Compute the rows `rows` of the weight's gradient from this use, and add them to `out` [rows, E]."""
         ...
 
 
 class Sums:
-    """The sums of the gradients of `weights` (None: of any weight) over their uses in a step.
+    """The sums of the gradients of `weights` (None: of any weight) over all uses of each weight in an optimiser step.
 
     A sum's tensor is reused in the next optimiser step, because a freed block of that size would be fragmented by smaller
-    tensors. With `recompute` a sum has no tensor, if every use of the weight in the step can compute its gradient again.
+    tensors. With `recompute`, a weight gets no such tensor if every use of it in the step can recompute its gradient.
     """
 
     def __init__(self, weights: Iterable[Tensor] | None = None, *, recompute: bool = False) -> None:
@@ -56,9 +56,9 @@ class Sums:
         return self._weights is None or weight in self._weights
 
     def of(self, weight: Tensor) -> Tensor:
-        """Return the tensor of the sum of a weight's gradients, which is `weight.grad`. If there is none, set it to 0.
+        """Return `weight.grad`, the tensor in which a weight's gradients are summed. If it is None, first set it to zeros.
 
-        The tensor of the previous step is reused.
+        If there is a tensor from the previous step, it is reused for the zeros.
         """
         if weight.grad is None:
             before = self.tensors.get(weight)
@@ -79,9 +79,9 @@ class Sums:
             self.float32[weight] = gradient.float()
 
     def defers(self, weight: Tensor, use: Use) -> bool:
-        """Store `use` and return True if `blocks` can compute its gradient later; otherwise return False.
+        """If `blocks` can compute the gradient of `use` later, store `use` and return True. Otherwise return False.
 
-        In that case the caller must add the gradient to the sum now.
+        If False is returned, the caller must add the gradient to the sum now.
         """
         held = self.uses.get(weight, [])
         room = HELD * weight.numel() - use.size - sum(u.size for u in held)
@@ -139,8 +139,8 @@ def in_place(*sums: Sums) -> Iterator[None]:
 def sums_for(weight: Tensor) -> Sums | None:
     """Return the `Sums` for the gradients of `weight`; None if autograd must sum them.
 
-    That is so outside `in_place`, and for a weight in half precision, whose sum would lose small terms. Call this in the forward
-    pass, because backward passes may run in another thread, where `in_place` is not set.
+    It returns None outside `in_place`, and for a weight in half precision, whose sum would lose small terms. Call it in the
+    forward pass, because backward passes may run in another thread, where `in_place` is not set.
     """
     return _sums_of(weight) if weight.dtype in (torch.float32, torch.float64) else None
 
@@ -157,7 +157,7 @@ def _sums_of(weight: Tensor) -> Sums | None:
 
 
 class _Rows:
-    """The use of an embedding table in a lookup of the rows `ids` [N], with the gradients dy [N, E] of these rows."""
+    """The use of an embedding table in a lookup of the rows `ids` [N]. `dy` [N, E] are the gradients of the looked-up rows."""
 
     def __init__(self, ids: Tensor, dy: Tensor) -> None:
         self.ids, self.dy = ids, dy
@@ -175,7 +175,7 @@ class _Rows:
 
 
 class _Lookup(torch.autograd.Function):
-    """The function `F.embedding`, whose backward pass adds the gradients to the rows of a `Sums`."""
+    """The autograd function of `embedding`. Its backward pass adds the rows' gradients to a `Sums`."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, ids: Tensor, padding: int | None, sums: Sums) -> Tensor:

@@ -1,4 +1,4 @@
-"""AdamW with less memory: 8-bit moments, and bfloat16 weights without float32 masters, or with 16-bit remainders of them."""
+"""AdamW with less memory: 8-bit moments, and bfloat16 weights whose float32 master is absent or stored as a 16-bit remainder."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _EMBEDDING = re.compile(r"embed|wte|wpe", re.IGNORECASE)
 def levels(signed: bool) -> Tensor:
     """Return the 256 levels to which a moment, divided by the largest in its block, is rounded.
 
-    They are 0, 1, and for each power of ten 10⁻ⁱ, i = 0 … 6, the middles of 2^(6 − i) equal parts of [0.1, 1] · 10⁻ⁱ, with both
-    signs. The second moment has no sign (`signed` is False), so there are twice as many parts. This is dynamic tree quantisation
+    The levels are 0, 1, and for i = 0 … 6 the middles of 2^(6 − i) equal parts of [0.1, 1] · 10⁻ⁱ, with both signs. If `signed`
+    is False, as for the second moment, there are twice as many parts instead of two signs. This is dynamic tree quantisation
     (Dettmers et al. 2022, arXiv:2110.02861) as in bitsandbytes.
     """
     found = [0.0, 1.0]
@@ -46,7 +46,7 @@ def levels(signed: bool) -> Tensor:
 
 @functools.cache
 def middles(signed: bool) -> Tensor:
-    """Return for each level the largest number that is rounded to it: the middle to the next level, and infinity for the last.
+    """Return for each level the largest number that is rounded to it: the middle between it and the next, ∞ for the last level.
 
     Unlike in bitsandbytes, a second moment above 0 is never rounded to 0, because the next step is divided by its root plus ε.
     """
@@ -89,9 +89,9 @@ def _signed(number: int) -> int:
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Split float32 numbers into (the nearest bfloat16, a remainder of 16 bits), from which `join` computes them again.
+    """Split float32 numbers into (the nearest bfloat16 numbers, 16-bit remainders). `join` restores the float32 numbers.
 
-    The last bit of a number changes if it is midway between two bfloat16 numbers, since its remainder 2¹⁵ exceeds 16 bits by 1.
+    A number midway between two bfloat16 numbers is restored with another last bit, since its remainder 2¹⁵ exceeds int16 by 1.
     """
     stored = master.to(torch.bfloat16)
     remainder = master.view(torch.int32) - (stored.view(torch.int16).int() << 16)
@@ -99,7 +99,7 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(stored: Tensor, remainder: Tensor) -> Tensor:
-    """Return the float32 numbers from the two parts that `split` returned."""
+    """Return the float32 numbers that `split` divided into bfloat16 numbers `stored` and a 16-bit `remainder`."""
     return (stored.view(torch.int16).int() << 16).add_(remainder).view(torch.float32)
 
 
@@ -123,7 +123,7 @@ class LowMemoryAdamW:
 
     With `eight_bits` the moments are codes in blocks of 256 numbers. Embeddings have float32 moments, as in transformers, because
     their rows learn at very different rates. With `remainders` a float32 master is stored as the bfloat16 weight and a remainder
-    (`split`). Without, θ ← θ - η·m̂ / (√v̂ + ε) of a bfloat16 weight is rounded up or down at random, so that steps smaller than
+    (`split`). Otherwise the new bfloat16 weight θ - η·m̂ / (√v̂ + ε) is rounded up or down at random, so that steps smaller than
     a 256th of a weight are right on average (Zamirai et al. 2020, arXiv:2010.06192). The random numbers depend on `seed`, the
     weight's name and the step.
     """
@@ -136,7 +136,7 @@ class LowMemoryAdamW:
 
     @property
     def by_rows(self) -> bool:
-        """True if rows of a weight can be updated separately: without blocks of codes and without stochastic rounding."""
+        """True if rows of a weight can be updated separately: if there are no blocks of codes and no stochastic rounding."""
         return self.remainders and not self.eight_bits
 
     def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
@@ -176,9 +176,9 @@ class LowMemoryAdamW:
         )
 
     def _step_by_torch(self, w: AdamWWeight, remainder: Tensor | None, step: StepSize) -> None:
-        """Take the step of one weight by torch, a chunk of elements at a time.
+        """Update one weight by torch, a chunk of elements at a time.
 
-        It is for other devices than the CPU, and tests compare the kernel with it.
+        This is used on other devices than the CPU. Tests compare the CPU's kernel with it.
         """
         weight, whole = w.weight, w.weight.reshape(-1)  # a copy of a weight that is not contiguous
         flat = [x.view(-1) for x in (w.gradient, w.exp_avg, w.exp_avg_sq)]
@@ -203,7 +203,10 @@ class LowMemoryAdamW:
     def _step_chunk(
         self, x: Tensor, g: Tensor, stored: list[Tensor], scales: Sequence[Tensor | None], w: AdamWWeight, step: StepSize
     ) -> Tensor:
-        """Return the numbers x of a chunk after the step, and store their new moments, or the moments' codes and scales."""
+        """Return the numbers x of a chunk after the step, and write their new moments to `stored`.
+
+        If the moments are quantised, their codes are written to `stored` and their scales to `scales`.
+        """
         beta1, beta2 = self.betas
         moments = [m if s is None else decode(_blocks(m), s, i == 0).view(-1)[: len(x)]
                    for i, (m, s) in enumerate(zip(stored, scales, strict=True))]  # fmt: skip
@@ -240,9 +243,9 @@ def _has_kernel(w: AdamWWeight) -> bool:
 
 @functools.cache
 def _tables() -> tuple[Tensor, ...]:
-    """Return the kernels' tables of the codes of the first (signed) moment, then those of the second (unsigned) moment.
+    """Return six lookup tables for the kernels, three for the signed first moment, then three for the unsigned second moment.
 
-    They are the levels, the middles between them, and the first possible level of each cell.
+    The three are the `levels`, the `middles`, and for each cell (a small interval of numbers) the first possible level.
     """
     # A cell is the interval of floats with the same upper 16 bits, from 2^-24 to 1. There is no middle below 2^-24.
     edges = ((torch.arange((24 << 7) + 2) + (103 << 7)) << 16).to(torch.int32).view(torch.float32)

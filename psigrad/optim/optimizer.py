@@ -46,7 +46,7 @@ class PassOutOfMemoryError(MemoryError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True for an out-of-memory error, also one of PyTorch's CPU allocator, which has no exception class of its own."""
+    """Return True for an out-of-memory error, including that of PyTorch's CPU allocator, which is a plain `RuntimeError`."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
@@ -113,8 +113,8 @@ class Optimizer:
     """The optimiser of named parameters by the rule in `optim.optimizer`, or by `rule`. Only matrices have weight decay.
 
     `seed` is that of stochastic rounding. With `recompute` the gradient of a large head is not stored; its rows are computed
-    twice, for the norm and for the update. In a `world` of several processes, gradients are summed over them. `reduces` is a
-    function that switches the summation over shards on and off, for summing only in the last pass of a step.
+    twice, for the norm and for the update. Gradients are summed over the processes of the `world`. `reduces` is the function that
+    switches FSDP's summation over shards on or off. If it is given, gradients are summed only in the last pass of a step.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Optimizer:
         self.parameters, self.optim, self.world, self.reduces = dict(parameters), optim, world, reduces
         self.weights = {name: _weight(name, p, optim, rule, seed) for name, p in self.parameters.items()}
         self.nonfinite = self.updates = 0
-        """The number of steps without a finite gradient since the last finite one, and the number of updates of the weights."""
+        """`nonfinite` counts the steps since the last finite gradient. `updates` counts the updates of the weights."""
         rows = all(w.rule.by_rows for w in self.weights.values())
         self._half = [w for w in self.weights.values() if w.is_half]
         self._sharded = [w for w in self.weights.values() if w.local is not w.parameter]
@@ -144,11 +144,11 @@ class Optimizer:
 
     @property
     def masters(self) -> dict[str, nn.Parameter]:
-        """The tensors that rules update, by parameter name: the parameters, or their float32 masters (`Weight.master`)."""
+        """The tensors that the rules update, by parameter name: the parameters or their float32 masters (`Weight.master`)."""
         return {name: w.master for name, w in self.weights.items()}
 
     def step(self, losses: Iterable[Callable[[], Tensor]], lr: float) -> float | None:
-        """Sum the gradients of `losses` (one per micro-batch), and update the weights with the learning rate `lr`.
+        """Sum the gradients of the losses (one function per micro-batch), and update the weights with the learning rate `lr`.
 
         Return the gradient norm before clipping. If it is not finite, change no weight and return None.
         """
@@ -205,9 +205,9 @@ class Optimizer:
         return [w.master for w in self.weights.values() if w.local is w.parameter]
 
     def norm(self) -> float:
-        """Return the norm of the gradient, over all shards, and move each gradient to where its rule reads it.
+        """Return the norm of the gradient over all shards, and move each gradient to the tensor where the update reads it.
 
-        A rule reads the master's gradient. If kernels update a half-precision weight, they read the weight's own.
+        An update rule reads the master's gradient. Kernels that update a half-precision weight read the weight's own gradient.
         """
         for w in self._sharded:
             w.local.grad = None if w.parameter.grad is None else local_of(w.parameter.grad)
@@ -225,7 +225,7 @@ class Optimizer:
         return math.sqrt(stored**2 + math.fsum(squares)) if squares else stored
 
     def _norm_over_ranks(self) -> float:
-        """Return the norm of the gradient from the shards of all processes. A weight that is not sharded counts once."""
+        """Return the norm of the gradient over the shards of all processes. A weight that is not sharded counts once."""
         parts, learns = [0.0, 0.0], [w for w in self.weights.values() if w.gradient is not None]
         squares = [w.gradient.double().pow(2).sum() for w in learns if w.gradient is not None]
         for w, square in zip(learns, torch.stack(squares).tolist() if squares else [], strict=True):
@@ -271,7 +271,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the result of `state_dict`. The state of a parameter that `tensors` lacks becomes 0.
+        """Restore a state from `tensors`, the result of `state_dict`. The state of a parameter that `tensors` lacks becomes 0.
 
         Raises `UserError`, and changes nothing, if `tensors` has the state of other parameters or of another rule.
         """
@@ -348,7 +348,7 @@ def _weight(name: str, parameter: nn.Parameter, optim: Optim, rule: UpdateRule |
 
 
 def _rule(name: str, p: Tensor, optim: Optim, stochastic: bool, remainder: bool, seed: int) -> UpdateRule:
-    """Return the update rule of a parameter by the settings in `optim`. Its master is `p`."""
+    """Return the update rule of the parameter `name` by the settings in `optim`. `p` is the parameter's master."""
     betas, eight_bits = (optim.adam_beta1, optim.adam_beta2), optim.optimizer == "adamw_8bit"
     if optim.optimizer == "adafactor":
         return Adafactor()
@@ -372,7 +372,10 @@ def _total_norm(gradients: list[Tensor]) -> float:
 
 
 def _reduce_last(losses: Iterable[Callable[[], Tensor]], reduces: Callable[[bool], None]) -> Iterator[Callable[[], Tensor]]:
-    """Yield the losses, and let `reduces` enable the summation of gradients over processes only for the last one."""
+    """Yield the losses. Call `reduces(False)` before all but the last, `reduces(True)` before the last.
+
+    Gradients are then summed over the processes only once.
+    """
     held: Callable[[], Tensor] | None = None
     for loss in losses:
         reduces(False)
@@ -385,7 +388,7 @@ def _reduce_last(losses: Iterable[Callable[[], Tensor]], reduces: Callable[[bool
 
 
 def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor]]) -> None:
-    """Compute the gradient of the sum of `losses` (one per micro-batch) for all parameters of the optimisers.
+    """Compute the gradient of the sum of the losses (one function per micro-batch) for all parameters of the optimisers.
 
     Previous gradients are dropped. If a process runs out of memory, raise `PassOutOfMemoryError` on all processes. With sharded
     weights the process raises the original error instead, because a pass needs all processes until its end.
@@ -422,7 +425,7 @@ def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor
 
 
 def apply_together(rates: Sequence[tuple[Optimizer, float]]) -> list[float]:
-    """Update the weights of several optimisers, each with its learning rate and clipped by its own gradient norm.
+    """Update the weights of several optimisers, given as (optimiser, learning rate). Each clips its own gradient norm.
 
     Return the norms before clipping. If one is not finite, change no weight; the first optimiser counts this in `nonfinite`.
     """
@@ -437,7 +440,7 @@ def apply_together(rates: Sequence[tuple[Optimizer, float]]) -> list[float]:
 
 
 def step_together(rates: Sequence[tuple[Optimizer, float]], losses: Iterable[Callable[[], Tensor]]) -> list[float] | None:
-    """Compute the gradients of the sum of `losses` for several optimisers, and update their weights.
+    """Compute the gradients of the sum of `losses`, and update the weights of several optimisers at their learning rates.
 
     Return the norms before clipping. If one is not finite, change no weight and return None.
     """

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class StepSize(NamedTuple):
-    """The learning rate of one optimiser step, the gradient's norm, and the maximal norm after clipping (0: no clipping)."""
+    """The learning rate `lr` of a step, the gradient's `norm`, and `max_norm`, to which the norm is clipped (0: no clipping)."""
 
     lr: float
     norm: float = 0.0
@@ -40,7 +40,7 @@ class StepSize(NamedTuple):
 
 
 class Update(NamedTuple):
-    """The tensors of one parameter in a step. The rule updates `weight` and `state` in place, and may overwrite `gradient`."""
+    """The tensors of one parameter in a step. A rule updates `weight` and `state` in place, and may overwrite `gradient`."""
 
     name: str
     weight: Tensor
@@ -64,12 +64,12 @@ class UpdateRule(Protocol):
         ...
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Update the parameters in `updates`, those with a gradient, and their states in place."""
+        """Update the weights and states in `updates` in place. `updates` has all parameters with a gradient."""
         ...
 
 
 def adamw_kernels(dtype: torch.dtype, device: str) -> OptimizerKernels | None:
-    """Return the kernels for AdamW steps on weights of this dtype and device; None if there are none."""
+    """Return the kernels that take AdamW steps on weights of this dtype and device; None if there are none."""
     if dtype != torch.bfloat16 or device != "cpu":
         return None  # without loading the kernels, which may have to be compiled
     found = kernels()
@@ -95,9 +95,9 @@ class AdamW:
         return {"step": torch.zeros((), device=p.device), **moments}
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Take a step on all parameters: by kernels if the gradient is in half precision and there are any, otherwise by torch.
+        """Update all parameters: by kernels if there are any and the gradient is in half precision, otherwise by torch.
 
-        Both divide gradients for clipping while they read them. A separate pass over memory would take a third of a step's time.
+        Both clip the gradients while they read them. A separate pass over memory would take a third of a step's time.
         """
         half = [u for u in updates if u.stored is not None and u.gradient.dtype == u.stored.dtype]
         plain = [u for u in updates if u.stored is None or u.gradient.dtype != u.stored.dtype]
@@ -164,7 +164,7 @@ class Muon:
         return {"momentum_buffer": torch.zeros_like(p)}
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Take a step on all matrices."""
+        """Update all matrices."""
         for decay in dict.fromkeys(u.weight_decay for u in updates):
             group = [u for u in updates if u.weight_decay == decay]
             muon(
@@ -205,7 +205,7 @@ class Adafactor:
         return {"step": torch.zeros(()), "exp_avg_sq_row": rows, "exp_avg_sq_col": columns}
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Take a step on all parameters, one after the other."""
+        """Update all parameters, one after the other."""
         if step.divisor != 1.0:
             torch._foreach_div_([u.gradient for u in updates], step.divisor)
         for u in updates:
@@ -229,8 +229,8 @@ class Adafactor:
 def learning_rate(optim: Optim, step: int, total: int) -> float:
     """Return the learning rate of step `step` (from 0) of `total`: linear warm-up, then the decay of `lr_scheduler_type`.
 
-    The rates are those of transformers' schedule with `total` + 1 steps, of which `warmup_steps` + 1 are warm-up. Its first step,
-    whose rate is 0, is left out.
+    The rates are those of transformers' schedule with `total` + 1 steps, of which `warmup_steps` + 1 are warm-up. The first step
+    of that schedule, whose rate is 0, is skipped.
     """
     if step < optim.warmup_steps and optim.lr_scheduler_type not in _OWN_WARM_UP:
         return optim.learning_rate * (step + 1) / (optim.warmup_steps + 1)
@@ -245,7 +245,7 @@ DECAYS = ("linear", "cosine", "constant")
 
 
 def decayed(peak: float, kind: str, progress: float) -> float:
-    """Return the learning rate after a share `progress` of the steps, from `peak`, by the decay `kind` of `DECAYS`."""
+    """Return the learning rate that starts at `peak`, after a share `progress` of the steps. `kind` is a decay of `DECAYS`."""
     match kind:
         case "linear":
             return peak * max(0.0, 1 - progress)
@@ -261,7 +261,7 @@ _OWN_WARM_UP = ("cosine_warmup_with_min_lr", "warmup_stable_decay")
 
 @lru_cache(maxsize=16)
 def _factor(name: str, arguments: str, warmup: int, total: int, peak: float) -> Callable[[int], float]:
-    """Return a function from the step to the factor of the `peak` rate, which transformers' `get_scheduler` computes.
+    """Return a function of the step: the factor of the `peak` learning rate in transformers' schedule `name`.
 
     Raises `UserError` for arguments that the schedule `name` does not accept.
     """

@@ -52,8 +52,8 @@ def save(root: Path, step: int, write: Callable[[Path], Mapping[str, Any] | None
     """Write a checkpoint `root/step-…` from the files that `write(folder)` puts into a folder. `meta` goes into the manifest.
 
     `write` may return the `seal_file` results of some of the files, which are then not hashed again. An older checkpoint of the
-    same step is replaced; at every moment one of the two can be found. Raise `CheckpointError` if the disk is full or read-only;
-    earlier checkpoints are then unchanged.
+    same step is replaced, and at every moment one of the two checkpoints exists. Raise `CheckpointError` if the disk is full or
+    read-only; earlier checkpoints are then unchanged.
     """
     final, beside = root / f"step-{step:08d}", _temporary(root, step)
     try:
@@ -142,7 +142,7 @@ def _write_manifest(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a manifest's content without its own key "sha256", which stores this hash."""
+    """Return the SHA-256 of a manifest's content without the key "sha256", under which the manifest stores this hash."""
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -160,7 +160,7 @@ def _traces(path: Path, files: Mapping[str, Any]) -> list[Any]:
 def verify(path: Path, rank: int = 0, size: int = 1) -> dict[str, Any]:
     """Return the manifest of a checkpoint whose files are all unchanged. Raise `CheckpointError` naming a changed file.
 
-    With several processes (`size`), each hashes only every `size`-th file. If no process raises, call `trust` in each.
+    With several processes (`size`), each process hashes only every `size`-th file. If none of them raises, each calls `trust`.
     """
     manifest = read_manifest(path)
     check_format(path, manifest)
@@ -229,7 +229,9 @@ def step_of(path: Path) -> int | None:
 
 
 def steps(root: Path) -> list[Path]:
-    """Return the checkpoint folders, newest first. Of one step, the current folder comes before those that it replaced."""
+    """Return the checkpoint folders, newest first. If a step has a current folder and one that it replaced, the current one is
+    first.
+    """
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if step_of(path) is not None and path.is_dir() and not path.is_symlink()]
@@ -237,9 +239,10 @@ def steps(root: Path) -> list[Path]:
 
 
 def latest(root: Path | Sequence[Path], limit: int | None = None, check: Callable[[Path], dict[str, Any]] = verify) -> Latest:
-    """Return the newest checkpoint that verifies, of step `limit` or before. `root` is their folder, or a list of checkpoints.
+    """Return the newest checkpoint that verifies, of step `limit` or before. `root` is the folder of checkpoints, or a list of
+    them.
 
-    `check` verifies one checkpoint, such as together with other processes, and raises `CheckpointError`.
+    `check` verifies one checkpoint and raises `CheckpointError`. It may do this together with other processes.
     """
     ignored = []
     for path in steps(root) if isinstance(root, Path) else root:
@@ -309,10 +312,10 @@ def free_bytes(path: Path) -> int:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes in the files below a folder; 0 if there is none."""
+    """Return the number of bytes in the files below a folder; 0 if the folder does not exist."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
 
 
 def is_disk_trouble(error: BaseException) -> bool:
-    """Return True if an exception is an error of the disk. Errors of safetensors and tokenizers tell it only by their text."""
+    """Return True if an exception is an error of the disk. Those of safetensors and tokenizers are recognised by their text."""
     return isinstance(error, OSError) or "(os error " in str(error)

@@ -105,7 +105,7 @@ def check_settings(
 
 
 def _read_allowed(now: Mapping[str, Any], leaves: Mapping[str, Any]) -> set[str]:
-    """Return the names in `run.allow`. Raise `UserError` for one that is neither a pin nor a setting."""
+    """Return the names in `run.allow`. Raise `UserError` for a name that is neither a pin nor a setting."""
     names = set(now.get("run", {}).get("allow", ()))
     known = {*PINS, *leaves, *(name.rpartition(".")[2] for name in leaves)}
     for name in sorted(names - known):
@@ -116,7 +116,7 @@ def _read_allowed(now: Mapping[str, Any], leaves: Mapping[str, Any]) -> set[str]
 def rename_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by dotted name in which `algorithm.preset` is renamed to `algorithm`, and `loss.preset` to `loss`.
 
-    A preset then has the same name whether a part of it was changed or not.
+    The setting of a preset then has the same name if one of the preset's parts was changed, and if none was.
     """
     return {n.removesuffix(".preset") if n in ("algorithm.preset", "loss.preset") else n: v for n, v in settings.items()}
 
@@ -132,7 +132,8 @@ def hash_parts(parts: Mapping[str, Any]) -> dict[str, str]:
 def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], allow: Iterable[str] = ()) -> list[Change]:
     """Return the pins in `now` that differ from those in the checkpoint's manifest `before`, if `allow` names all of them.
 
-    Raise `UserError` naming the pins that differ and are not allowed. A pin that only one of the two has is not compared.
+    Raise `UserError` naming the pins that differ and are not allowed. A pin that is only in `before` or only in `now` is not
+    compared.
     """
     changes = [Change(name, before[name], value) for name, value in now.items() if before.get(name, value) != value]
     refused = [change for change in changes if change.name not in set(allow)]
@@ -193,7 +194,7 @@ def _folder_hash(folder: Path) -> str:
 
 
 def hash_code(*objects: Any) -> str | None:
-    """Return the SHA-256 of the user's code behind functions, classes and objects; None if all of it is psigrad's or a library's.
+    """Return the SHA-256 of the user's code behind functions, classes and objects; None if none of the code is the user's.
 
     The hash covers the files that define the objects, the user's own modules that these files import, and the data files that
     these modules opened while `psigrad.importing` imported them. In a script or notebook only the definitions of the objects are

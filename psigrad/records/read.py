@@ -34,7 +34,7 @@ class Sample:
 
 
 def find_best_step(events: Sequence[Mapping[str, Any]]) -> float:
-    """Return the step of the best evaluation if the final model has its weights; infinite if it has those of the last step."""
+    """Return the step of the best evaluation if the final model has its weights; infinity if it has the last step's weights."""
     last: Mapping[str, Any] = next((event for event in reversed(events) if event.get("kind") in KEEPS), {})
     return number(last.get("step")) if last.get("kind") == "kept" else math.inf
 
@@ -62,7 +62,7 @@ class RunData:
     """Step -> row -> the mean of the metric over the row's scored held-out completions."""
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Return the steps and the values of one metric or timing, without values that are not finite."""
+        """Return (steps, values) of one metric or timing, without values that are not finite."""
         rows = self.timings if key.startswith("time/") or key in ("step_time", "tokens_per_second") else self.metrics
         points = [(row["step"], number(row[key])) for row in rows if key in row]
         points = [(step, value) for step, value in points if math.isfinite(value)]
@@ -107,7 +107,7 @@ class RunData:
 
     @property
     def compared(self) -> list[dict[int, Sample]]:
-        """The held-out rows that `samples` has for all of its evaluations, as {step: sample}. Changed rewards come first."""
+        """{step: sample} for each held-out row with a sample at every evaluation in `samples`. Changed rewards come first."""
         steps = list(self.samples)
         common = [row for row in (self.samples[steps[0]] if steps else ()) if all(row in self.samples[s] for s in steps)]
         rows = [{step: self.samples[step][row] for step in steps} for row in common]
@@ -149,7 +149,7 @@ def clip(value: Any, limit: int = TEXT_LIMIT) -> str:
 
 
 def load_all(folders: Sequence[str | Path]) -> list[RunData]:
-    """Return the runs in `folders`. Their names are the ends of their paths, as short as they can be while all differ."""
+    """Return the runs in `folders`. A run's name is the end of its path, as short as possible while all names differ."""
     runs = [load(folder) for folder in folders]
     parts = [run.path.resolve().parts for run in runs]
     for depth in range(1, max(map(len, parts), default=0) + 1):
@@ -193,9 +193,9 @@ def load(folder: str | Path) -> RunData:
 def _rollouts(
     files: Sequence[Path],
 ) -> tuple[dict[int, list[float]], Counter[tuple[str, str]], dict[int, dict[str, Sample]], dict[int, dict[int, float]]]:
-    """Return rewards, troubles, samples and held-out means in one pass over the files, which can be far larger than memory.
+    """Return (`rewards`, `troubles`, `samples`, `held_out`) of `RunData` in one pass, since files can be far larger than memory.
 
-    Of held-out completions only the positions in the files are stored; those of three evaluations are then read again.
+    Of held-out completions only the positions in the files are stored. The completions of three evaluations are then read again.
     """
     rewards: dict[int, list[float]] = {}
     troubles: Counter[tuple[str, str]] = Counter()
@@ -270,7 +270,10 @@ def _text_of(message: Mapping[str, Any]) -> str:
 
 
 def _label(part: Mapping[str, Any]) -> str:
-    """Return a label for a content part that is no text: its type, for an image also its size and the start of its SHA-256."""
+    """Return a label for a content part that is not text: its type.
+
+    The label of an image also has its size and the start of its SHA-256.
+    """
     said = f" {part.get('width')}×{part.get('height')} {str(part['sha256'])[:6]}" if "sha256" in part else ""
     return f"{part.get('type', 'part')}{said}"
 

@@ -35,7 +35,7 @@ def parts_of(folder: Path) -> list[RolloutPart]:
 
 
 def rollout_files(folder: Path) -> list[Path]:
-    """Return the files of a run's completions, in the order of their rows: the renamed parts, then rollouts.jsonl."""
+    """Return the files of a run's completions, in the order of their rows: first the renamed parts, then rollouts.jsonl."""
     return [part.path for part in parts_of(folder)] + [folder / "rollouts.jsonl"]
 
 
@@ -53,8 +53,8 @@ def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
 def restore_parts(folder: Path, step: int, written: int | None) -> None:
     """Undo `rename_part` for parts with rows after `step`, when a run returns to the checkpoint of `step`.
 
-    The part that contains the step becomes rollouts.jsonl again. A part that ends at the step does so if it still was
-    rollouts.jsonl when the checkpoint was saved: its number of rows is then `written`, the number in the checkpoint's manifest.
+    The part that contains the step becomes rollouts.jsonl again. A part whose last row has this step becomes it only if it was
+    not yet renamed when the checkpoint was saved. The part then has `written` rows, the number in the checkpoint's manifest.
     """
     for part in reversed(parts_of(folder)):
         if part.last > step or (part.last == step and part.rows == written):
@@ -91,7 +91,7 @@ def last_event(events: Path, *kinds: str) -> dict[str, Any]:
 def end_last_line(file: Path, *, cut: bool = True) -> None:
     """Make a file end with a line break, so that the next row begins a new line.
 
-    A complete last row without a line break gets one. An incomplete last row, as a kill leaves it, is removed with `cut`.
+    A complete last row without a line break gets one. An incomplete last row, as a kill leaves it, is removed if `cut` is True.
     """
     begin = end = 0
     line = b"\n"
@@ -107,11 +107,12 @@ def end_last_line(file: Path, *, cut: bool = True) -> None:
 
 
 def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
-    """Truncate a file to its rows of step `step` and before. `written` is the number of these rows that were written, if known.
+    """Truncate a file to its rows of step `step` and before. `written` is the number of these rows when they were written, if
+    known.
 
     Rows are in the order of their steps. If they are not, the fewest rows whose removal restores the order count as damaged. If
     rows are missing, the lines after the last remaining row are moved to FILE.damaged too, since a missing row may be among them.
-    Otherwise these lines are deleted.
+    If no row is missing, these lines are deleted.
     """
     end_last_line(file, cut=False)
     ends, steps, end = array("q", [0]), array("q"), 0
@@ -134,10 +135,10 @@ def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
 
 
 def truncate_large(file: Path, step: int, written: int | None, end: int | None) -> Truncation | None:
-    """Truncate a large file, which had `end` bytes and `written` rows at step `step`, to this size without reading all of it.
+    """Truncate a large file to its first `end` bytes, which hold its `written` rows up to step `step`, without reading all of it.
 
     Reading takes a quarter of a minute per gigabyte. Return None and change nothing if the file is small, or if no row of `step`
-    or before ends at byte `end`: then use `truncate_to_step`.
+    or before ends at byte `end`. In these cases use `truncate_to_step`.
     """
     if written is None or end is None or end < _LARGE or not file.is_file() or file.stat().st_size < end:
         return None
@@ -205,7 +206,7 @@ def replace_file(file: Path, content: Iterable[bytes], writer: str = "") -> None
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return the device and inode of a file or folder; None if it does not exist."""
+    """Return (device, inode) of a file or folder; None if it does not exist."""
     try:
         found = path.stat()
     except OSError:
@@ -216,7 +217,7 @@ def identity(path: Path) -> tuple[int, int] | None:
 def restore_file(file: Path, stream: BinaryIO) -> None:
     """Restore a file that was deleted or replaced by another while it was open, from the open `stream`. Close the stream.
 
-    A file that now has the name is renamed to FILE.replaced.
+    If another file now has the name, it is renamed to FILE.replaced.
     """
 
     def pieces() -> Iterator[bytes]:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 FORMAT = 1
 
 PARTS = "eval/rewards/"
-"""The prefix of held-out figures of a single reward function. The figures of their sum do not have it."""
+"""The prefix of held-out figures of a single reward function. Figures of the sum of all functions lack this prefix."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _LARGEST = 1e100  # beyond it the arithmetic of axes overflows, and no figure of a run is so large
 _NUMBERS = re.compile(rb"\[[-+.0-9eE, ]+\]")
@@ -117,7 +117,7 @@ class RolloutRow(TypedDict):
     seat: NotRequired[int]
     """In a game with several players: the number of the seat (player) whose turns the completion contains."""
     cuts: NotRequired[list[dict[str, Any]]]
-    """Answers of the environment that were cut, or dropped, which ended the episode: {"turn", "kind", "reason"}."""
+    """Answers of the environment that were cut, or that were dropped and so ended the episode: {"turn", "kind", "reason"}."""
     contexts: NotRequired[list[tuple[int, list[int]]]]
     """(position, prompt): from this position of `completion_ids` on, the policy read this prompt instead of the previous tokens.
 
@@ -126,7 +126,7 @@ class RolloutRow(TypedDict):
     step_rewards: NotRequired[list[list[float]]]
     """(position in `completion_ids`, reward) of rewards that were given before the end of the completion."""
     logprobs: NotRequired[list[float]]
-    """Per token: log-prob under the sampling policy. This key and those below exist in the first `record_tokens` groups only."""
+    """Per token: log-prob under the sampling policy. Only the first `record_tokens` groups have this key and those below."""
     sampling_logprobs: NotRequired[list[float]]
     """Per token: log-prob under the distribution that the token was drawn from, if top_p, top_k or min_p cut the policy's."""
     trained_logprobs: NotRequired[list[float]]
@@ -163,7 +163,7 @@ class RolloutFigures:
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """Return a line as a JSON object; None if it is not one."""
+    """Return the JSON object in a line; None if the line is not a JSON object."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -172,7 +172,7 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def parse_step(line: bytes) -> dict[str, Any] | None:
-    """Return a line as a row with a valid "step" (an integer from 0), as in metrics, timings and rollouts; otherwise None."""
+    """Return the row in a line of metrics, timings or rollouts; None if it has no valid "step" (an integer from 0)."""
     row = parse_row(line)
     step = None if row is None else row.get("step")
     return row if type(step) is int and 0 <= step < 2**53 else None

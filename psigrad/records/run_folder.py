@@ -54,7 +54,7 @@ def _strict(value: Any) -> Any:
 def settings_before(folder: Path) -> dict[str, Any] | None:
     """Return the settings of the run in a folder, or of its newest checkpoint if config.json is damaged or missing.
 
-    Return None if there is no run, or if the checkpoint does not store them, as those of older versions.
+    Return None if there is no run, or if its checkpoint stores no settings, as in older versions.
     """
     file = folder / "config.json"
     found = parse_row(file.read_bytes()) if file.exists() else None
@@ -245,7 +245,7 @@ class RunFolder:
         redaction.say(f"{self.path}: {text}")
 
     def _check_unmoved(self) -> None:
-        """Check that the folder and its files of rows are still those that this process has open.
+        """Check that the folder and its files of rows are the ones that this process has open.
 
         A file that was deleted or replaced is written again. If a file was shortened, log a message. Raise `RunFolderError` if
         the folder was moved or deleted.
@@ -313,14 +313,15 @@ class RunFolder:
         return {name: os.fstat(self._files[name].fileno()).st_size for name in self.rows}
 
     def disk_low(self) -> str:
-        """Return the reason why another checkpoint may not fit on the disk; empty if it does, or if none was saved yet."""
+        """Return the reason why another checkpoint may not fit on the disk; "" if one fits, or if none was saved yet."""
         free, needed = checkpoint.free_bytes(self.path), self.checkpoint_bytes
         if free >= 1.5 * needed:
             return ""
         return f"The disk of {self.path} has {free} bytes free, and a checkpoint takes {needed}."
 
     def save_model(self, write: Callable[[Path], None]) -> Path:
-        """Write the final `model/` with `write(folder)`, so that at every moment it is complete or the old one. Return its path.
+        """Write the final `model/` with `write(folder)` and return its path. A crash leaves either the old model or the complete
+        new one.
 
         The files are written to a temporary folder, flushed to the disk, and the folder is renamed.
         """
@@ -341,7 +342,7 @@ class RunFolder:
         return self.path / "model", self.path / ".model.new", self.path / ".model.old"
 
     def _settle_model(self) -> None:
-        """Undo or complete a `save_model` during which the process was killed."""
+        """Undo or complete a `save_model` that a kill interrupted."""
         final, beside, aside = self._models()
         if aside.exists() and not final.exists():
             os.rename(aside, final)

@@ -35,7 +35,9 @@ class SignalNames:
         return len(self._of)
 
     def of(self, key: str) -> str:
-        """Return the name of the signal for a key; the key itself if it has none or another key has the name."""
+        """Return the name of the signal that `key` belongs to. Return `key` itself if there is none, or if another key got the
+        name.
+        """
         if key not in self._of:
             name = name_of(key)
             self._of[key] = key if name in self._given else name
@@ -65,7 +67,7 @@ class Memory:
         self._squares += value * value - old * old
 
     def spread(self) -> tuple[float, float]:
-        """Return the mean and the standard deviation of the stored values."""
+        """Return (mean, standard deviation) of the stored values."""
         mean = self._sum / len(self.values)
         return mean, math.sqrt(max(0.0, self._squares / len(self.values) - mean * mean))
 
@@ -79,7 +81,7 @@ Larger numbers are worse.
 
 @cache
 def texts() -> dict[str, dict[str, Any]]:
-    """Return the texts of each rule, for `psigrad explain NAME` and docs/debugging.md.
+    """Return {name of a rule: its texts}, for `psigrad explain NAME` and docs/debugging.md.
 
     The texts are the title, the problem, its cause, the remedy, an example, and the files that the example needs.
     """
@@ -100,7 +102,8 @@ class Rule:
     until: float
     patience: int = 1
     worst: str = "reward"
-    """The completions of the step to display: those of the lowest "reward", or the "longest"."""
+    """The completions of the step that are displayed with the warning: the lowest by "reward", the "longest", or the "unscored".
+    """
     signal: str = ""
     grave: bool = False
     min_count: int = 1
@@ -143,25 +146,31 @@ def _mean(values: Collection[float]) -> float:
 
 
 def _not_finite(figures: Figures, memory: Memory) -> float | None:
-    """Return the number of figures of training in a row that are not finite. Skip a row with held-out figures alone."""
+    """Return the number of training figures in this row that are not finite; None in a row with held-out figures alone."""
     found = sum(not math.isfinite(value) for name, value in figures.items() if not name.startswith("eval/"))
     found += "loss" in figures and figures.get("updates") == 0  # the step was skipped, because its gradient was not finite
     return float(found) if found or any(not name.startswith(("eval/", "held_out")) for name in figures) else None
 
 
 def _uncorrected(figures: Figures, memory: Memory) -> float | None:
-    """Return the difference between the log-probs of sampler and trainer; None if importance weights correct for it."""
+    """Return the difference between the log-probs of sampler and trainer.
+
+    Return None if the row lacks it, or if importance weights correct for it.
+    """
     return None if _CORRECTION in figures else _of("mismatch")(figures, memory)
 
 
 def _correction(figures: Figures, memory: Memory) -> float | None:
-    """Return |1 - w|, with w the mean importance weight that corrects for the sampler."""
+    """Return |1 - w|, with w the mean importance weight that corrects for the sampler; None if the row has no such weight."""
     weight = _finite(figures, _CORRECTION)
     return None if weight is None else abs(1 - weight)
 
 
 def _entropy_left(figures: Figures, memory: Memory) -> float | None:
-    """Return the share of the initial entropy, the mean of the first five rows, that the policy has lost."""
+    """Return the share of the initial entropy that the policy has lost. The initial entropy is the mean of the first five rows.
+
+    Return None in these rows, without an entropy, and for methods without a reward, since imitation is supposed to lose entropy.
+    """
     value = figures.get("entropy", figures.get("surprise"))
     learns_by_reward = "reward" in figures or "return" in figures  # imitation is supposed to lose entropy
     if value is None or not math.isfinite(value) or not learns_by_reward:
@@ -174,9 +183,10 @@ def _entropy_left(figures: Figures, memory: Memory) -> float | None:
 
 
 def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
-    """Return the z-score of the gradient norm's logarithm among the previous 50 rows; the deviation is at least log √2.
+    """Return the z-score of the gradient norm's logarithm among the previous 50 rows; None before there are 20 rows.
 
-    The logarithm is used because norms are skewed. Without it, half of the successful runs have an outlier.
+    The standard deviation counts as log √2 if it is less. The logarithm is used because norms are skewed. Without it, half of the
+    successful runs have an outlier.
     """
     if (norm := _finite(figures, "grad_norm")) is None:
         return None
@@ -189,7 +199,9 @@ def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
 
 
 def _below_zero_late(figures: Figures, memory: Memory) -> float | None:
-    """Return minus the explained variance. Skip the first ten rows, in which a critic may still learn the scale of returns."""
+    """Return minus the explained variance. Return None in the first ten rows, since a critic may still learn the scale of
+    returns.
+    """
     if (value := _finite(figures, "explained_variance")) is None:
         return None
     memory.cooldown += 1
@@ -197,9 +209,10 @@ def _below_zero_late(figures: Figures, memory: Memory) -> float | None:
 
 
 def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
-    """Return the relative growth of the length since the first five rows, but 0 while the held-out metric improves.
+    """Return the relative growth of the length since the first five rows, or 0 while the held-out metric improves.
 
-    The metric counts as improving until three evaluations in a row are not better than the best.
+    The metric counts as improving until three evaluations in a row are not better than the best. Return None in the first five
+    rows and in rows without a length.
     """
     length, held_out = _finite(figures, "length"), _finite(figures, "held_out")
     if held_out is not None:
@@ -215,7 +228,10 @@ def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
 
 
 def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
-    """Return the rise of the share of truncated completions over the last 20 rows, but 0 if the reward did not rise too."""
+    """Return the rise of the share of truncated completions over the last 20 rows, or 0 if the reward did not rise too.
+
+    Return None before there are 20 rows.
+    """
     cut, reward = _finite(figures, "truncated"), _finite(figures, "reward")
     if cut is None or reward is None:
         return None
@@ -230,9 +246,9 @@ def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
 
 
 def _below_best(figures: Figures, memory: Memory) -> float | None:
-    """Return how far the held-out metric is below its best, but 0 if the training reward has not risen since the best.
+    """Return how far the held-out metric is below its best, or 0 if the training reward has not risen since the best.
 
-    The unit is half the width of the 95 % interval of the difference. Rows without an evaluation are skipped.
+    The unit is half the width of the 95 % interval of the difference. Return None in rows without an evaluation.
     """
     reward, held_out = _finite(figures, "reward"), _finite(figures, "held_out")
     if reward is not None:
@@ -359,7 +375,7 @@ class Watch:
             standing.pending = None
 
     def alerts(self) -> list[RunWarning]:
-        """Return the current warnings, then the withdrawn ones, each with the newest first."""
+        """Return the current warnings, then the withdrawn ones. In both groups the newest are first."""
         standing = [s.alert for s in self._standing.values() if s.alert is not None]
         return [*sorted(standing, key=lambda a: -a.step), *reversed(self._past)]
 

@@ -52,7 +52,7 @@ class Best(Callback):
             control.should_training_stop = True
 
     def _figure(self, metrics: Mapping[str, Any], step: int) -> tuple[float, bool]:
-        """Return the figure by which evaluations are compared, and True if a greater value is better.
+        """Return (the figure by which evaluations are compared, True if a greater value is better).
 
         If the settings name none, the first evaluation decides which figure it is.
         """

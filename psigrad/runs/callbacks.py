@@ -50,13 +50,17 @@ class Callback:
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
-        """Handle the start of training, before the first step, also of a resumed run."""
+        """Handle the start of training, before the first step. A resumed run sends this event again."""
 
     def on_step_begin(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
         """Handle the start of each step."""
 
     def on_step_end(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
-        """Handle the end of each step. `should_evaluate` and `should_save` are True if due; they may be set either way."""
+        """Handle the end of each step.
+
+        `control.should_evaluate` and `control.should_save` are True if an evaluation or a checkpoint is due. Set or clear them to
+        change this.
+        """
 
     def on_log(self, args: Any, state: Any, control: Control, logs: Mapping[str, Any], **kwargs: Any) -> None:
         """Handle each row of metrics, passed as `logs`."""
@@ -162,7 +166,7 @@ class Callbacks:
         self.model, self.tokenizer = model, tokenizer
 
     def add_row(self, row: Mapping[str, Any]) -> None:
-        """Store a row of metrics, which the callbacks receive at the next event."""
+        """Store a row of metrics. The callbacks receive it at the next event."""
         if self.callbacks:
             self._rows.append(dict(row))
 
@@ -231,7 +235,7 @@ class Callbacks:
         return replace(state, callbacks=held)
 
     def _name_each(self) -> list[tuple[str, Any]]:
-        """Return each callback with a unique name."""
+        """Return (a unique name, the callback) for each callback."""
         names = [type(callback).__name__ for callback in self.callbacks]
         return [
             (name if names.count(name) == 1 else f"{name} {names[: i + 1].count(name)}", callback)

@@ -50,7 +50,7 @@ def cycle(loop: Loop[S], state: S, settings: Run, journal: Journal) -> S:
 
     A request to stop takes effect between steps, or interrupts an evaluation, which the resumed run repeats. The state is saved,
     then `Stopped` is raised. If a step fails before it has changed a weight, the previous state is saved before the error
-    propagates. If the disk fills up, the run is saved and ends while a checkpoint still fits.
+    propagates. If the disk is almost full, the run is saved and ends while one more checkpoint fits.
     """
     hooks, shown = journal.callbacks, settings.progress and journal.world.rank == 0
     state = hooks.begin(state, loop.total)
@@ -95,15 +95,16 @@ class _Saves(Generic[S]):
         return not state.nonfinite and bool((minutes and spent >= 60 * minutes) or (every and state.turns % every == 0))
 
     def keep(self, state: S) -> S:
-        """Save a checkpoint of the state, and call the callbacks."""
+        """Save a checkpoint of the state and call the callbacks. Return the state with the settings that they changed."""
         self.loop.save(self.journal.callbacks.collect_memory(state))
         self.saved, self.saved_at = state.step, time.monotonic()
         return self.journal.callbacks.after_save(state, self.journal.folder.checkpoints / f"step-{state.step:08d}")
 
     def evaluate(self, state: S) -> S:
-        """Evaluate, and call the callbacks. If a requested stop interrupts this, save the state and raise `Stopped`.
+        """Evaluate and call the callbacks. Return the state with the settings that they changed.
 
-        The saved state is marked as not evaluated, so the resumed run evaluates first.
+        If a requested stop interrupts the evaluation, save the state and raise `Stopped`. The saved state is marked as not
+        evaluated, so the resumed run evaluates first.
         """
         try:
             self.loop.evaluate(state)
@@ -113,7 +114,9 @@ class _Saves(Generic[S]):
         return self.journal.callbacks.after_evaluation(replace(state, evaluated=True))
 
     def after(self, state: S, last: bool) -> S:
-        """Save after a step if `control.should_save` is set, after the last step, or if the disk is nearly full."""
+        """Save after a step if `control.should_save` is set, after the last step, or if the disk is nearly full. Return the
+        state.
+        """
         if not state.nonfinite:
             self.last_finite = state
         if self.journal.callbacks.control.should_save or (last and self.last_finite.step > self.saved):
@@ -145,7 +148,8 @@ class _Saves(Generic[S]):
 
     @contextlib.contextmanager
     def rescue(self) -> Iterator[None]:
-        """Save the newest state if a callback fails in the block. A callback fails on all ranks and has changed no weight.
+        """If a callback fails in the block, save the newest state. It is valid: the callback fails on all ranks and changes no
+        weight.
 
         In all cases wait for a checkpoint that is written in the background.
         """

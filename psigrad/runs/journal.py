@@ -58,7 +58,7 @@ class CompletionPrinter:
         """Print no figures: the progress bar has them."""
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Print a line for each: its reward, the end of its prompt, and its text."""
+        """Print a line for each of `count` completions: its reward, the end of its prompt, and its text."""
         trained = [row for row in rows if row["kind"] == "train"]
         if step < self._next or not trained:
             return
@@ -76,8 +76,8 @@ class CompletionPrinter:
 class WarningReporter:
     """The warnings of a run: each rule of `psigrad.records.warnings` is reported once, on stderr and as an event.
 
-    Warnings that a solved task explains are suppressed while it is solved. A rule that is raised once in a sound run is reported
-    only when it is raised again.
+    Warnings that a solved task explains are suppressed while it is solved. Some rules raise a warning once in a sound run. They
+    are reported only when they raise it again.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -118,18 +118,18 @@ def memory() -> dict[str, int]:
 
 
 class MemoryTrimmer:
-    """A limit on memory growth by fragmentation: it gives freed memory back to the system when the process grows.
+    """A limit on memory growth by fragmentation of the heap. It returns freed memory to the system when the process has grown.
 
     Freed tensors of many different sizes leave gaps in the heap that later tensors do not fit into. The memory after the first
-    `steps` steps counts as the need of the run. Gaps are given back once the memory is more than `above` times that. This is not
-    done in every step, since taking memory again costs page faults.
+    `steps` steps counts as the need of the run. Gaps are returned once the memory is more than `above` times that need. This is
+    not done in every step, since the system then has to provide the memory again, page by page.
     """
 
     def __init__(self, steps: int = 3, above: float = 1.02) -> None:
         self._left, self._above, self._needed = steps, above, 0
 
     def __call__(self) -> dict[str, int]:
-        """Return `memory()` for the row of timings, and give memory back if necessary. Call it at the end of each step."""
+        """Return `memory()` for the row of timings, and trim the heap if necessary. Call this at the end of each step."""
         held = memory()
         now = held.pop("anonymous_bytes", 0)  # cached pages of files vary with the machine's other needs
         if self._left > 0:
@@ -194,7 +194,7 @@ class Journal:
             self.log(kind, text, why=text)
 
     def disk_low(self) -> str:
-        """Return the reason why another checkpoint may not fit on the disk; empty if it does fit."""
+        """Return the reason why another checkpoint may not fit on the disk; "" if one fits."""
         return self.world.broadcast(self.folder.disk_low())
 
     def metrics(self, step: int, figures: Mapping[str, Any]) -> None:
@@ -226,7 +226,7 @@ class Journal:
     def interruptible(self) -> Iterator[None]:
         """Raise `Interrupted` in the block when a stop is requested, and remove the rows that the block has written.
 
-        With several processes nothing is interrupted, since the others would wait for this one forever.
+        With several processes nothing is interrupted, since other processes would wait for this one forever.
         """
         if self.signal is None or self.world.size > 1:
             yield
@@ -248,7 +248,8 @@ class Journal:
 
 
 class Watchdog:
-    """A thread that reports phases that hang: longer than `seconds`, and than ten times the longest earlier phase of the name.
+    """A thread that reports phases that hang: those longer than `seconds` and ten times the longest earlier phase of the same
+    name.
 
     It calls `report(phase, seconds)` once for each such phase and writes all stacks to a file. It does not stop the phase.
     """

@@ -26,7 +26,7 @@ _SHOWN = 10
 class MetricsHistory(list[dict[str, Any]]):
     """The rows of metrics.jsonl, each a training step or an evaluation, in order of their "step".
 
-    `pandas.DataFrame(history)` is a table of these rows. `to_pandas()` returns one with a single row for each step.
+    `pandas.DataFrame(history)` is a table of these rows. `to_pandas()` returns a table with a single row for each step.
     """
 
     def to_pandas(self) -> pandas.DataFrame:
@@ -37,7 +37,7 @@ class MetricsHistory(list[dict[str, Any]]):
         return pandas.DataFrame(rows).set_index("step").sort_index() if rows else pandas.DataFrame()
 
     def series(self, name: str) -> tuple[list[int], list[Any]]:
-        """Return the steps and the values of one figure."""
+        """Return (steps, values) of one figure."""
         rows = [row for row in self if name in row]
         return [row["step"] for row in rows], [row[name] for row in rows]
 

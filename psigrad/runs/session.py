@@ -116,8 +116,8 @@ def new_folder(recipe: str) -> Path:
 def load_finished(config: Any, journal: Journal, run_pins: Mapping[str, str]) -> Result | None:
     """Return the result of a run that finished earlier, and print that nothing was done; None if the run is unfinished.
 
-    `run_pins` are the pins of the run, by the names of `pins.PINS`. Raise `UserError` if they differ from those of the finished
-    run and `run.allow` does not name them.
+    `run_pins` are the pins of this start, by the names of `pins.PINS`. Raise `UserError` if they differ from the finished run's
+    pins and `run.allow` does not name the difference.
     """
     folder = journal.folder.path
     if not journal.folder.finished:
@@ -146,7 +146,9 @@ def newest_checkpoint(journal: Journal) -> Path | None:
 
 
 def _verify_together(world: World, root: Path) -> checkpoint.Latest:
-    """Return the newest checkpoint in `root` that verifies, as rank 0 lists them. Each rank hashes a share of the files."""
+    """Return the newest checkpoint in `root` that verifies. Rank 0 lists the checkpoints, and each rank hashes a share of the
+    files.
+    """
 
     def check(path: Path) -> dict[str, Any]:
         manifest, fault = dict[str, Any](), ""
@@ -210,7 +212,7 @@ def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: 
 
 
 def evaluations(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the first evaluation of a run and the evaluation of its final weights, each with its step."""
+    """Return (the first evaluation of a run, the evaluation of its final weights), each with its step; ({}, {}) without any."""
     kept = find_best_step([last_event(folder / "events.jsonl", *KEEPS)])
     rows = merge_by_step(row for row in read_steps(folder / "metrics.jsonl") if any(name.startswith("eval/") for name in row))
     ordered = [rows[step] for step in sorted(rows) if step <= kept]

@@ -95,7 +95,7 @@ def convert_exits() -> Iterator[None]:
 
 
 class Stopped(UserError):
-    """A requested stop of the run (SIGTERM or Ctrl-C); all is saved. The program exits with 128 + the signal's number."""
+    """A requested stop of the run (SIGTERM or Ctrl-C), whose state is saved. The program exits with 128 + the signal's number."""
 
     exit_status = 128
 
@@ -110,9 +110,9 @@ _SAID = b"\npsigrad: Stopping after the current step, then saving. Ctrl-C again 
 class StopSignal:
     """A block in which the first SIGTERM, SIGHUP or SIGINT only sets `requested` and `number`.
 
-    The second raises KeyboardInterrupt. After Ctrl-C a line on the terminal announces the stop. The process then exits with 128 +
-    the signal's number: 143 (SIGTERM), 129 (SIGHUP), 130 (SIGINT). Outside the main thread, which alone can set handlers, the
-    block does nothing.
+    A second signal raises KeyboardInterrupt. After Ctrl-C a line on the terminal announces the stop. The process then exits with
+    128 + the signal's number: 143 (SIGTERM), 129 (SIGHUP), 130 (SIGINT). Only the main thread can set handlers; in other threads
+    the block does nothing.
     """
 
     def __init__(self) -> None:

@@ -156,7 +156,8 @@ def _stack(given: Any, name: str) -> tuple[Matrix, int]:
             raise ValueError(f"{name} has shape {stacked.shape}, states first; expected (A, S, S); use MDP.from_state_first.")
     if stacked.ndim != 2 or stacked.shape[1] == 0 or stacked.shape[0] == 0 or stacked.shape[0] % stacked.shape[1]:
         raise ValueError(
-            f"{name} has shape {stacked.shape}; expected (A, S, S), A sparse (S, S) matrices, or all stacked as (A·S, S)."
+            f"{name} has shape {stacked.shape}; expected an array (A, S, S), a list of A sparse matrices (S, S), or one matrix "
+            "(A·S, S)."
         )
     return stacked, stacked.shape[0] // stacked.shape[1]
 

@@ -44,7 +44,7 @@ def ask(url: str, body: Any = None, *, key: str = "", seconds: float, largest: i
     except (OSError, ValueError, HTTPException) as error:
         reason = getattr(error, "reason", error)  # urllib wraps the error of the socket
         slow = f" in {seconds:g} s" if isinstance(reason, TimeoutError) else ""
-        raise NoAnswerError(f"{type(reason).__name__}: {reason}"[:_WORDS] + slow, again=True) from error
+        raise NoAnswerError(f"the request failed{slow}: {type(reason).__name__}: {reason}"[:_WORDS], again=True) from error
 
 
 def pause(attempt: int, error: NoAnswerError) -> float:

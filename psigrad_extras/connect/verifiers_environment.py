@@ -214,7 +214,7 @@ class _EndedError(Exception):
         if isinstance(self.made, BaseException):
             return reason_of(self.made)
         errors = [*self.made.errors, *(error for trace in self.made.traces for error in trace.errors)]
-        return "; ".join(f"{error.type}: {error.message}" for error in errors) or "it ended at once"
+        return "; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode ended at once"
 
 
 class _Talk:

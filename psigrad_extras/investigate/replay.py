@@ -125,7 +125,7 @@ class RecordedSessions:
     def _session(self, sampler: Sampler, params: SamplingParams, asked: Trajectory) -> Trajectory:
         row = self.rows.get(asked.completion.seed)
         if row is None:
-            return replace(asked, reason="it has no row in rollouts.jsonl", turns=0, answer="")
+            return replace(asked, reason="the completion has no row in rollouts.jsonl", turns=0, answer="")
         (_, prompt), *branches = row["contexts"]
         mask = tuple(map(bool, row.get("mask", ())))
         made = replace(
@@ -286,7 +286,7 @@ def _settings(path: Path, number: int) -> OnlineConfig:
     """Return the settings at a step: those in the first checkpoint at or after it, or else the run's final ones."""
     found = parse_row((path / "config.json").read_bytes()) if (path / "config.json").is_file() else None
     if found is None or kind_of(found) != "online":
-        lacks = "it has no config.json" if path.is_dir() else "the folder does not exist"
+        lacks = "the folder has no config.json" if path.is_dir() else "the folder does not exist"
         says = f"its config.json says {kind_of(found)}" if found else lacks
         raise UserError(f"{path} is not a run of online RL: {says}; give the folder of an online run.")
     check_format(path, found)
@@ -347,7 +347,7 @@ def _compare(found: _Recorded, now: _Folder, rows: Mapping[int, Row], recorded: 
         lines += [
             f"{_name(row)}: {key} is {_brief(a)} in its row, but {_brief(b)} in the replay" for key, a, b in pairs if a != b
         ]
-    lines += [f"{_name(row)}: it has no row in rollouts.jsonl" for seed, row in again.items() if seed not in rows]
+    lines += [f"{_name(row)}: no row in rollouts.jsonl" for seed, row in again.items() if seed not in rows]
     figures = [(name, value, now.figures.get(name)) for name, value in recorded.items()]
     return lines + [f"step {number}: {n} is {a!r} in metrics.jsonl, but {b!r} in the replay" for n, a, b in figures if a != b]
 

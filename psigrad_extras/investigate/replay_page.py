@@ -13,7 +13,7 @@ from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.paths import absolute
-from psigrad.records.read import show_number
+from psigrad.records.read import messages, show_number
 from psigrad.records.report import html
 from psigrad.records.report.html import Cell, Table, render, save
 from psigrad.records.run_folder import REPLAYS, to_line
@@ -52,7 +52,12 @@ def page(replay: Any) -> str:
     rows = [[Cell(name), *(Cell(show_number(own.get(name)), "n") for own in figures.values())] for name in names]
     most = {name: _greatest(replay.groups, name) for name in figures}
     groups = [
-        {**group, "completions": [{**c, "methods": _shown(c, most)} for c in group["completions"]]} for group in replay.groups
+        {
+            **group,
+            "prompt": messages(group["prompt"]) or group["prompt"],
+            "completions": [{**c, "methods": _shown(c, most)} for c in group["completions"]],
+        }
+        for group in replay.groups
     ]
     return render(
         "replay.html",

@@ -31,6 +31,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes.online_settings import method
+from psigrad.language.recipes.row_limits import check_images
 from psigrad.language.rollout.samplers.distribution import filter_logits
 from psigrad.language.rollout.types import Request
 from psigrad.language.training.online.batching import MicroBatch, inputs_of, micro_batches, outputs_by_row, rows_of, to_batch
@@ -52,6 +53,7 @@ def run(config: OnlineConfig, told: Callable[[str], None] = lambda name: None) -
     """
     machine.prepare_torch(config.run)
     check_sampling(config.sampling)
+    check_images(config)
     found, subject = list[Finding](), load_subject(config)
     tools = (check_tools,) if config.tools or str(config.environment).startswith("mcp:") else ()
     checks = (

@@ -45,7 +45,7 @@ def run(command: str, python: str, steps: int, folder: Path) -> tuple[dict[str, 
     if (folder / "error.txt").is_file():
         raise UserError((folder / "error.txt").read_text())
     if not (folder / "record.pt").is_file():
-        last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        last = (done.stderr.strip().splitlines() or ["the process printed nothing"])[-1]
         raise UserError(f"TRL's process ended with status {done.returncode} before it had recorded a step: {last}.")
     about: dict[str, Any] = json.loads((folder / "about.json").read_text())
     return about, torch.load(folder / "record.pt", weights_only=True)

@@ -269,8 +269,10 @@ class VLLMSampler(Sampler):
         if wrong or unknown or stale or held != self.version:
             missed = wrong or [f"{name} (in a layout that psigrad does not know)" for name in unknown]
             more = f" and {len(missed) - 1} more" if len(missed) > 1 else ""
-            what = f"it does not compute with the weight {missed[0]}{more} as sent" if missed else ""
-            what = what or (f"its prefix cache kept {stale} tokens of old weights" if stale else f"it still has version {held}")
+            what = f"the engine does not compute with the weight {missed[0]}{more} as sent" if missed else ""
+            what = what or (
+                f"the prefix cache kept {stale} tokens of old weights" if stale else f"the engine still has version {held}"
+            )
             said = f"vLLM did not take update {self.version} of the weights: {what}. Use sampler=embedded."
             raise self._fail(UserError(said))
 
@@ -397,7 +399,7 @@ class VLLMSampler(Sampler):
 
     def _ask(self, name: str, *arguments: Any) -> None:
         if self._worker is None:
-            raise EngineLostError("it was not running")
+            raise EngineLostError("the engine was not running")
         self._worker.ask((name, arguments), PATIENCE)
 
     def _hear(self, name: str) -> Iterator[list[Any]]:
@@ -423,7 +425,7 @@ class VLLMSampler(Sampler):
             while (message := worker.poll()) is None:
                 if time.monotonic() > worker.deadline:
                     self._end()
-                    raise EngineLostError("it did not answer in time")
+                    raise EngineLostError("the engine did not answer in time")
                 if not worker.alive() and worker.poll() is None:
                     raise WorkerGone
                 with selectors.DefaultSelector() as selector:

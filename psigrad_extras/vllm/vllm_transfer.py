@@ -125,7 +125,7 @@ class BucketTransfer(WeightTransferEngine):  # type: ignore[misc]
         if bucket.path:
             return read(bucket.path)
         contents = broadcast.Contents(**(bucket.contents or {}))
-        assert self.group is not None, "it met nobody"
+        assert self.group is not None, "the worker has joined no group"
         return broadcast.unpack(contents, self.group.receive(contents.size))
 
     def finish_weight_update(self) -> None:

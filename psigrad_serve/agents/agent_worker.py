@@ -177,9 +177,9 @@ def _number(reward: Any) -> float | None:
     try:
         number = float(reward)
     except (TypeError, ValueError):
-        raise TypeError(f"it returned {repr(reward)[:80]} as its reward; expected a number or None") from None
+        raise TypeError(f"the agent returned {repr(reward)[:80]} as its reward; expected a number or None") from None
     if not math.isfinite(number):
-        raise ValueError(f"its reward is {number}; expected a finite number")
+        raise ValueError(f"the agent's reward is {number}; expected a finite number")
     return number
 
 

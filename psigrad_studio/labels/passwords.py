@@ -39,7 +39,7 @@ def hash_password(password: str, cost: ScryptCost | None = None, *, name: str = 
         raise Refusal(f"The password has {len(password)} characters; expected {SHORTEST} to {LONGEST}.")
     judged = zxcvbn(password[:_JUDGED], user_inputs=[name, "".join(name.split()), *name.split(), "psigrad", "studio"])
     if judged["score"] < _SAFE:
-        why = judged["feedback"]["warning"].rstrip(".") or "it is similar to many others"
+        why = judged["feedback"]["warning"].rstrip(".") or "many passwords are similar"
         raise Refusal(f"The password is easy to guess ({why}); choose a longer one, such as four unrelated words.")
     cost = cost or COST
     salt = secrets.token_bytes(16)

@@ -26,12 +26,13 @@ def explained(row: Row, group: Sequence[Row]) -> str:
         return ""
     if row.get("status") == "unscored":
         reason = escape(str(row.get("reason") or ""))[:300]
-        return f"It has no reward, so it is not trained on{f': {reason}' if reason else ''}."
+        return f"The completion has no reward, so it is not trained on{f': {reason}' if reason else ''}."
     if row.get("completion_ids") == []:
-        return "It is empty: there is no token whose probability could change."
+        return "The completion is empty: there is no token whose probability could change."
     if row.get("kept") is False:
         return (
-            f"A filter dropped it{_by_its_length(row)}, so its advantage of {shown(number(row.get('advantage')))} has no effect."
+            f"A filter dropped the completion{_by_its_length(row)}, so its advantage of {shown(number(row.get('advantage')))} "
+            "has no effect."
         )
     advantage = number(row.get("advantage"))
     if math.isnan(advantage):
@@ -60,7 +61,7 @@ def _not_used(group: Sequence[Row]) -> str:
         )
     if len(rewards) < 2 <= len(group):
         return "Too few completions of its group have a reward to compare it with, so the group was dropped."
-    return "It was not part of the batch that was trained on."
+    return "The completion was not part of the batch that was trained on."
 
 
 def _zero(row: Row, group: Sequence[Row]) -> str:
@@ -75,10 +76,10 @@ def _zero(row: Row, group: Sequence[Row]) -> str:
         if any(number(a) != 0 for a in _listed(row, "advantages")):
             return "The advantages of its tokens have the mean 0; each is shown below."
         if rewards and math.isclose(own, math.fsum(rewards) / len(rewards), rel_tol=1e-6, abs_tol=1e-9):
-            return f"Its reward of {shown(own)} equals the mean of its group, so its probability is neither raised nor lowered."
+            return f"The reward of {shown(own)} equals the mean of its group, so its probability is neither raised nor lowered."
         if "best" in _neighbours(row, group):
-            return "It is neither the best nor the worst of its group; only those two are trained on."
-        return f"Its advantage is 0 though its reward is {shown(own)} and its group's mean is {shown(_mean(rewards))}."
+            return "The completion is neither the best nor the worst of its group; only those two are trained on."
+        return f"The advantage is 0 though its reward is {shown(own)} and its group's mean is {shown(_mean(rewards))}."
     return "The policy chose none of its tokens (all are masked)."
 
 

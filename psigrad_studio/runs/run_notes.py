@@ -48,7 +48,7 @@ class RunNotes:
         try:
             status = self.path.stat(follow_symlinks=False)
             if status.st_size > MOST_BYTES:
-                raise ValueError(f"it is larger than {MOST_BYTES >> 20} MiB")
+                raise ValueError(f"the file is larger than {MOST_BYTES >> 20} MiB")
             if status.st_mtime_ns != self._known[0]:
                 self._known = (status.st_mtime_ns, _checked(json.loads(self.path.read_text("utf-8"))))
         except FileNotFoundError:

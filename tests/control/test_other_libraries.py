@@ -327,7 +327,9 @@ def test_a_replay_buffer_is_saved_and_loaded_as_in_stable_baselines3(tmp_path):
     assert len(ours["action"]) == 64 and all((ours[name] == theirs[name]).all() for name in ours)
     with pytest.raises(UserError, match="There is no file"):
         other.load_replay_buffer(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"is not a replay buffer of this agent: it holds observation of shape \[4\]"):
+    with pytest.raises(
+        UserError, match=r"is not a replay buffer of this agent: the saved transitions have observation of shape \[4\]"
+    ):
         DQN("MountainCar-v0", **settings).load_replay_buffer(saved)
     with pytest.raises(AttributeError, match="only DQN has a replay buffer"):
         PPO(Chain, **SMALL).save_replay_buffer(tmp_path / "x")

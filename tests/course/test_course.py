@@ -32,6 +32,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "ppo_rloo": {"sft_steps": 3, "rl_steps": 2, "seeds": 1},
     "grpo": {"completions": 400, "sft_steps": 3, "rl_steps": 1},
     "dpo": {"sft_steps": 3, "dpo_steps": 2, "rl_steps": 2, "solve_steps": 20},
+    "pictures": {"games": 60, "held_out_games": 12, "sft_steps": 3, "rl_steps": 1},
     "project": {"sft_steps": 3, "rl_steps": 1, "held_out_rows": 120},
     "reward_model": {"comparisons": 300, "sft_steps": 3, "reward_steps": 2, "rl_steps": 2},
 }
@@ -90,7 +91,7 @@ def test_a_chapter_has_what_each_has(name):
     cells = course.cells((course.COURSE / f"{name}.py").read_text())
     text = "\n".join(cell.text for cell in cells if cell.kind == "markdown")
     headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
-    assert re.match(r"\d · ", headings[0])
+    assert re.match(r"\d+ · ", headings[0])
     assert "Where it fails" in headings and "Now on a language model" in headings
     exercises = re.findall(r"^\d\. ", text[text.index("## Exercises") :], re.MULTILINE)
     answers = [heading for heading in headings if heading.startswith("Answer ")]
@@ -239,6 +240,14 @@ def test_dpo(tmp_path):
     margins = left["runs"]["DPO"].history.series("eval/rewards/margins")[1]
     assert margins[-1] > margins[0] + 0.5
     assert left["accuracy"]["RLOO"] > left["accuracy"]["SFT"] + 0.15
+
+
+@pytest.mark.long
+def test_pictures(tmp_path):
+    left = whole("pictures", tmp_path)
+    assert left["right"] == pytest.approx(0.5, abs=0.03)
+    assert left["accuracy"][0] < left["right"] < left["accuracy"][-1] - 0.05
+    assert left["blind"] < 0.35 and left["counts"].max() < 0.3
 
 
 @pytest.mark.long

@@ -81,7 +81,7 @@ def test_a_map_that_is_none_is_refused(tmp_path):
 
 def test_a_file_that_is_no_text_is_named(tmp_path):
     (tmp_path / "map.bin").write_bytes(b"\x7fELF\xd0\xff")
-    with pytest.raises(UserError, match=r"map\.bin' cannot be read: it is not text"):
+    with pytest.raises(UserError, match=r"map\.bin' cannot be read: the file is not text"):
         shown(map=str(tmp_path / "map.bin"))
 
 

@@ -104,7 +104,7 @@ def test_the_towers_of_a_vision_language_checkpoint_never_learn_and_are_saved(na
     network = vision_language(name)
     model = save(network, tokenizer, tmp_path / "model")
     (model / "preprocessor_config.json").write_text("{}") if name == "qwen3_5" else None
-    load_model._print_once.cache_clear()
+    load_model.print_once.cache_clear()
     before = {key: x.clone() for key, x in network.state_dict().items()}
     assert command("plan grpo", model, *lora, "--json") == 0
     plan = json.loads(capsys.readouterr().out)

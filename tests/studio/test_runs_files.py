@@ -367,7 +367,7 @@ def test_why_an_advantage_is_zero():
     lost = rollout(1, 0, 0, status="unscored", reason="time-out after 10 s", reward=None, advantage=None)
     assert "time-out after 10 s" in explained(lost, [lost, *mean])
     cut = rollout(1, 0, 1, finish_reason="length", kept=False, advantage=0.7)
-    assert "A filter dropped it, because the length limit cut it" in explained(cut, [cut])
+    assert "A filter dropped the completion, because the length limit cut it" in explained(cut, [cut])
     unused = [dict(row, advantage=None) for row in group]
     assert "the group was dropped" in explained(unused[0], unused)
     masked = rollout(1, 0, 0, mask=[0, 0, 0, 0], advantage=0.0)

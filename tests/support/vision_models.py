@@ -20,6 +20,12 @@ MARKS = {
     "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
     "qwen": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
 }
+TOWERS = {
+    **dict.fromkeys(("idefics3", "smolvlm"), ("vision_model", "connector")),
+    "gemma3": ("vision_tower", "multi_modal_projector"),
+    **dict.fromkeys(("qwen3_vl", "qwen3_5"), ("visual",)),
+}
+"""The modules of each family that compute an image's features."""
 # What each family's template writes for an image.
 _PLACES = {"idefics3": "<image>", "gemma3": "<start_of_image>", "qwen": "<|vision_start|><|image_pad|><|vision_end|>"}
 

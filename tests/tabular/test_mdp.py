@@ -106,7 +106,7 @@ MISTAKES = {
     "negative": ({"transitions": np.array([[[1.5, -0.5], [0, 1]]] * 2)}, "negative or non-finite"),
     "nan": ({"transitions": P * np.nan}, "negative or non-finite"),
     "states first": ({"transitions": np.ones((2, 3, 2)) / 2}, "use MDP.from_state_first"),
-    "not square": ({"transitions": np.ones((2, 3, 4))}, r"shape \(2, 3, 4\); expected \(A, S, S\)"),
+    "not square": ({"transitions": np.ones((2, 3, 4))}, r"shape \(2, 3, 4\); expected an array \(A, S, S\)"),
     "reward shape": ({"rewards": np.ones((3, 2))}, r"rewards has shape \(3, 2\); expected \(2, 2\)"),
     "infinite reward": ({"rewards": np.array([[5, 10], [-1, -np.inf]])}, r"rewards\[1, 1\] is -inf; expected a finite number"),
     "terminal": ({"terminal": np.array([0, 1])}, "expected 2 booleans"),

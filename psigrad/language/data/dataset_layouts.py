@@ -87,7 +87,9 @@ def is_template(text: str) -> bool:
 
 
 def translate(raw: Mapping[str, Any], form: str, source: str) -> tuple[dict[str, Any], list[str]]:
-    """Return (the row in TRL's columns, the names of recognised layouts). Unused columns stay. Raise `RowError`."""
+    """Return (the row in TRL's columns, a note on each recognised layout). Other columns stay. Raise `RowError` for a row that
+    contradicts itself.
+    """
     row, found = dict(raw), []
     for step in (_conversations, _alpaca, _split_messages, _unify_kinds, _system_turn):
         if said := step(row, form, source):
@@ -131,7 +133,10 @@ _PAIR = (("chosen", "completion"), ("rejected", "rejected"))
 
 
 def _conversations(row: dict[str, Any], form: str, source: str) -> str:
-    """Rename ShareGPT's `conversations` to `messages`. `dataset_rows` then reads the {"from", "value"} turns."""
+    """Rename ShareGPT's column `conversations` to `messages`. `dataset_rows` later reads the {"from", "value"} turns.
+
+    The row itself is changed. Return a note for the log, or "" if nothing changed.
+    """
     for name in ("conversations", "conversation"):
         if isinstance(row.get(name), list) and row[name] and row.get("messages") is None and row.get("prompt") is None:
             row["messages"] = row.pop(name)
@@ -156,7 +161,10 @@ def _alpaca(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def _split_messages(row: dict[str, Any], form: str, source: str) -> str:
-    """Split `messages` into a prompt and a last answer. If other columns have the answers, all messages are the prompt."""
+    """Split the row's `messages` into its prompt and last answer. If other columns have the answers, all messages are the prompt.
+
+    The row itself is changed. Return a note for the log, or "" if nothing changed.
+    """
     said = row.get("messages")
     if form in ("sft", "messages", "stepwise") or not isinstance(said, list) or not said or row.get("prompt") is not None:
         return ""
@@ -171,9 +179,10 @@ def _split_messages(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
-    """Convert prompt and answers so that all are text, or all are messages.
+    """Convert the row's prompt and answers so that all are text, or all are messages.
 
-    In ultrafeedback_binarized the prompt is text, and the answers are conversations that begin with it.
+    In ultrafeedback_binarized the prompt is text, and the answers are conversations that begin with it. The row itself is
+    changed. Return a note for the log, or "" if there is nothing to report.
     """
     prompt, names = row.get("prompt"), _answers(row, form)
     row |= {name: [row[name]] for name in names if isinstance(row[name], Mapping)}
@@ -202,7 +211,10 @@ def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def _system_turn(row: dict[str, Any], form: str, source: str) -> str:
-    """Make a system column the first turn of the conversation. With a plain prompt, `to_turns` uses the column."""
+    """Make the text of a system column the first turn of the row's conversation. With a plain prompt, `to_turns` uses the column.
+
+    The row itself is changed. Return a note for the log, or "" if there is none.
+    """
     name, text = system_of(row)
     if not text or form == "stepwise":
         return ""
@@ -220,7 +232,7 @@ def _system_turn(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def system_of(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return (name, text) of the column with the system turn; empty if there is none."""
+    """Return (name, text) of the column with the system turn; two empty strings if there is none."""
     return next(((n, row[n]) for n in SYSTEM if isinstance(row.get(n), str) and row[n].strip()), ("", ""))
 
 
@@ -255,7 +267,7 @@ def to_model_rows(
         )
     if log is not None and sent and (_has_template(tokenizer) or not plain_prompts):
         turns, rest = sum(sent), len(sent) - sum(sent)
-        why = "plain_prompts is set" if plain_prompts else "they hold special tokens, as rendered text does"
+        why = "plain_prompts is set" if plain_prompts else "the prompts hold special tokens, as rendered text does"
         why = why if _has_template(tokenizer) else "the tokenizer has no chat template"
         said = several(turns, "plain prompt", "is sent as a user turn", "are sent as user turns")
         text = f"{said} of the chat template; --plain-prompts sends them unchanged."
@@ -315,7 +327,7 @@ def _common_lead(answers: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def _answers(row: Mapping[str, Any], form: str) -> list[str]:
-    """Return the columns with answers that this form reads."""
+    """Return the names of the row's answer columns that this form reads."""
     names = {"prompt-only": (), "preference": ANSWERS[1:], "unpaired-preference": ANSWERS}.get(form, ANSWERS[:1])
     return [name for name in names if row.get(name) is not None]
 

@@ -65,7 +65,8 @@ class Row:
     columns: dict[str, Any] = field(default_factory=dict)
     plain_prompt: str | None = None
     raw_paths: dict[str, list[Any]] = field(default_factory=dict, compare=False)
-    """For columns that the file names differently: its column, the offset of turn numbers, its name of a turn's content."""
+    """This row's column -> [the file's column, the offset of turn numbers, the file's key of a turn's content], if these differ.
+    """
 
     @property
     def dataset_prompt(self) -> Any:
@@ -87,7 +88,7 @@ class Row:
 class BadRow:
     """The reason for which a row was rejected.
 
-    `column` is "" if the whole row is at fault. `source` then ends with the number of the character, if known.
+    `column` is "" if the whole row is at fault. In that case `source` ends with the position of the bad character, if known.
     """
 
     source: str
@@ -169,7 +170,7 @@ def role_of(message: Mapping[str, Any]) -> str:
 
 
 def column_names(rows: Iterable[Row]) -> list[str]:
-    """Return the columns of these rows that are not part of their form, sorted alphabetically."""
+    """Return the names of the rows' columns that are not part of their form, sorted alphabetically."""
     return sorted({name for row in rows for name in row.columns})
 
 
@@ -266,13 +267,15 @@ def _steps(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Form:
-    """A form of rows: the `columns` that it reads and those it `needs`. `fields` checks and returns the fields of a `Row`."""
+    """A form of rows: the names of the `columns` that it reads and of those that it `needs`. `fields` checks and returns a row's
+    fields.
+    """
 
     columns: tuple[str, ...]
     fields: Callable[[_Check, Mapping[str, Any]], dict[str, Any]]
     needs: tuple[str, ...] = ()
     for_rewards: bool = False
-    """True if all other columns are passed to reward functions; then none may have the name of one of their arguments."""
+    """True if reward functions get all other columns. Then no column may have the name of an argument of reward functions."""
 
 
 # A row that fits several forms gets the first of them. As in TRL, reward functions get no `completion` from the dataset: that
@@ -435,7 +438,7 @@ def _depth(value: object) -> int:
 
 
 def _numbers(name: str, value: object) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of every float in a column. Use a stack, not recursion: rows may be nested as deep as JSON allows."""
+    """Yield (path, value) of every float in a column. Use a stack, not recursion: rows may be nested as deep as JSON allows."""
     stack: list[tuple[str, object]] = [(name, value)]
     while stack:
         path, item = stack.pop()

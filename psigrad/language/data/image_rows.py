@@ -34,7 +34,7 @@ def insert_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mappi
     """Return (a raw row with its images as marks in the text, notes on how they were read). A row without images is unchanged.
 
     Paths are relative to `base`. The column `images` keeps the images as given, for reward functions. Raises `RowError` for an
-    image that cannot be read. Raises it also if the column has more or fewer images than the messages have parts without one.
+    image that cannot be read. Raises it also if the column's images are more or fewer than the image parts that contain no image.
     """
 
     def fail(column: str, reason: str) -> NoReturn:
@@ -71,7 +71,10 @@ def insert_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mappi
 
 
 def _anchored(given: Any, base: Path) -> Any:
-    """Return an image as given, or its path made absolute: reward functions run in another folder."""
+    """Return an image that is given as a path with an absolute path, since reward functions run in another folder.
+
+    Return any other image unchanged.
+    """
     path = (given.get("bytes") or given.get("path")) if isinstance(given, Mapping) else given
     return str(_path(path, base)) if isinstance(path, str | os.PathLike) and not str(path).startswith("data:") else given
 
@@ -100,7 +103,7 @@ def _put_first(made: dict[str, Any], conversations: list[str], marks: str, colum
 
 
 class _Reader:
-    """The reader of one row's images. `found` are the images in content parts, as given. `moves`: one is animated."""
+    """The reader of one row's images. `found` are the images in content parts, as given. `moves` is True once one is animated."""
 
     def __init__(self, base: Path, fail: Fail) -> None:
         self.base, self.fail, self.found, self.moves = base, fail, list[Any](), False
@@ -115,7 +118,9 @@ class _Reader:
         return {**turn, name: [self.part(part, f"{where}.{name}[{i}]", rest) for i, part in enumerate(turn[name])]}
 
     def part(self, part: Any, where: str, rest: Iterator[str]) -> Any:
-        """Return a content part; an image part becomes a text part with the mark."""
+        """Return a content part. An image part becomes a text part with its mark, or with the next mark of `rest` if it contains
+        no image.
+        """
         if not is_image(part):
             return part
         own = source_of(part)
@@ -135,9 +140,10 @@ class _Reader:
 
 
 def read(given: Any, base: Path) -> tuple[Picture, bool]:
-    """Read an image: a path, bytes, a data URL, Arrow's {"bytes", "path"} or Pillow's. Return it, and True if it is animated.
+    """Read an image and return (the image, True if it is animated).
 
-    Raises `ValueError` with the reason for anything else, and for an image that cannot be decoded to its end.
+    `given` is a path, bytes, a data URL, Arrow's {"bytes", "path"}, or an image of Pillow. Raises `ValueError` with the reason
+    for anything else, and for an image that cannot be decoded to its end.
     """
     if isinstance(given, Mapping):
         given = given.get("bytes") or given.get("path")
@@ -170,7 +176,10 @@ def read(given: Any, base: Path) -> tuple[Picture, bool]:
 
 @functools.lru_cache(maxsize=65536)
 def _of_file(path: Path, *stat: int) -> tuple[Picture, bool]:
-    """Read a file, only once for all rows that have it."""
+    """Read an image file and return (the image, True if it is animated).
+
+    The result is cached by `path` and `stat` (the file's size, time and inode), so rows with the same file read it only once.
+    """
     return _of_bytes(path.read_bytes(), path)
 
 
@@ -181,7 +190,9 @@ def _of_bytes(data: bytes, path: Path | None = None) -> tuple[Picture, bool]:
         size, moves = images.inspect(data)
     except Exception as error:  # a decoder can raise anything
         name = f"the file {path}" if path is not None else f"{len(data)} bytes"
-        raise ValueError(f"is {name}, not a whole image that psigrad reads ({name_reason(error)})") from None
+        unknown = type(error).__name__ == "UnidentifiedImageError"  # whose text has the address of an object
+        why = f"expected {', '.join(images.FORMATS)}" if unknown else name_reason(error)
+        raise ValueError(f"is {name}, not a whole image that psigrad reads ({why})") from None
     return Picture(hashlib.sha256(data).hexdigest(), *size, path, None if path is not None else data), moves
 
 
@@ -205,7 +216,7 @@ def observation_text(content: Any) -> Any:
 
 
 def observation_json(content: Any) -> Any:
-    """Return an observation whose images are data URLs, so that it is JSON. Raises `ValueError` for one that cannot be read."""
+    """Return an observation whose images are data URLs, so that it is JSON. Raises `ValueError` if an image cannot be read."""
 
     def part(one: Any) -> Any:
         if not is_image(one):
@@ -224,7 +235,7 @@ def _each_content(content: Any, of_parts: Callable[[list[Any]], Any], of_text: C
 
 
 def has_parts(content: Any) -> bool:
-    """Return True if an observation is Pillow's image or a list of content parts."""
+    """Return True if an observation is an image of Pillow or a list of content parts."""
     parts = content if isinstance(content, list) and content else [content] if not isinstance(content, str) else [None]
     return all(is_image(part) or isinstance(_text(part), str) for part in parts)
 
@@ -255,7 +266,7 @@ def to_data_urls(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
 def to_agent_row(row: Row, *, as_json: bool = False) -> dict[str, Any]:
     """Return a row's prompt and columns for an agent, with messages in OpenAI's form and images as data URLs.
 
-    If `as_json`, images in columns become data URLs or paths too.
+    If `as_json`, images in columns become data URLs too, unless they are given as a path or URL.
     """
 
     def plain(value: Any) -> Any:
@@ -270,7 +281,11 @@ def to_agent_row(row: Row, *, as_json: bool = False) -> dict[str, Any]:
 
 
 def to_json_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a raw row with marks as JSON that `insert_marks` reads: images become parts, and a column of paths and data URLs."""
+    """Return a raw row with image marks as JSON values that `insert_marks` can read again.
+
+    Marks in messages become image parts, and marks in plain text are removed. The column `images` gets the images' paths or data
+    URLs.
+    """
     texts = [row.get("prompt"), row.get("completion")]
     found = [images.picture(digest) for text in texts for digest in _digests_in(text)]
     if not found:

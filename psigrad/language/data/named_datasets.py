@@ -15,7 +15,8 @@ from psigrad.language.data.row_files import READERS, RawRow, Records, kind_of_fi
 from psigrad.language.data.splits import SplitSlice, canonical_split, parse_split, split_of
 
 SINGLE = ("train", "test")
-"""The splits that a source without splits, such as a file, stands for: the first in training, both in evaluation."""
+"""The split names that select all rows of a source without splits, such as a file. Training accepts only the first, evaluation
+both."""
 # Data files that psigrad does not read. A folder with one is rejected: otherwise a part of the dataset would be missing silently.
 _OTHER = "parquet arrow feather orc avro xlsx xls zip tar tgz 7z pkl npz npy h5 hdf5 db sqlite"
 _UNREAD = frozenset(f".{ending}" for ending in _OTHER.split())
@@ -23,7 +24,7 @@ _network = {"missing": False}
 
 
 def read_named(dataset: str, split: str, *, streaming: bool = False, single: Sequence[str] = SINGLE) -> Records:
-    """Return the raw rows of a split, or of a slice of it. A source without splits counts as each split in `single`.
+    """Return the raw rows of a split, or of a slice of it. In a source without splits, each name in `single` selects all rows.
 
     Raise `UserError` for a name or a split that does not exist.
     """
@@ -59,14 +60,14 @@ def read_named(dataset: str, split: str, *, streaming: bool = False, single: Seq
 
 
 def _check_single(part: SplitSlice, name: str, own: str, single: Sequence[str]) -> None:
-    """Raise `UserError` for a split that a source without splits does not have."""
+    """Raise `UserError` if a source without splits lacks the split `part`. Its splits are `single`, and `own` from its name."""
     if canonical_split(part.name) not in (own, *single):
         cut = f"{own or single[0]}[:90%]"
         raise UserError(f"{name} has no split {part.name!r}: it has no splits; remove the split, or give a slice: {cut}.")
 
 
 def _suggest_file(path: Path) -> str:
-    """Return a hint for an error message: the name in the path's folder that is most similar to the path's."""
+    """Return a hint for an error message: the file in the path's folder whose name is most similar; "" if none is similar."""
     return nearest(path.name, os.listdir(path.parent)) if path.parent.is_dir() else ""
 
 

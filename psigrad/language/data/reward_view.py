@@ -17,8 +17,8 @@ from psigrad.language.rollout.types import Trajectory
 def reward_view(
     tokenizer: Any = None, plays: bool = False, skip_special_tokens: bool = True
 ) -> Callable[[Mapping[int, Row]], ToSamples]:
-    """Return the `to_samples` function of a `ScoredRollout`. With `plays`, samples also have the turns and tokens of the policy
-    alone.
+    """Return the `to_samples` function of a `ScoredRollout`. With `plays`, samples of episodes also have the policy's own turns
+    and tokens.
 
     Reward functions get the columns of all rows of the rollout. The value is None if a completion's own row lacks the column.
     With `skip_special_tokens`, they get the policy's text without special tokens; `completion_ids` are complete.
@@ -72,7 +72,7 @@ def _keep(text: str, ids: Sequence[int] = ()) -> str:
 
 
 def _hidden(message: Message, hide: Callable[..., str]) -> Message:
-    """Return a message; if it is the policy's, without special tokens."""
+    """Return a message. If it is the policy's, `hide` removes its special tokens."""
     said = message.get("content")
     return {**message, "content": hide(said)} if message.get("role") == "assistant" and isinstance(said, str) else message
 

@@ -1,7 +1,8 @@
 """A cache of rows and their tokens in Arrow files, which are memory-mapped; a row is decoded on access.
 
-A token takes four bytes; eight if there are images. A file is in Arrow's own format, followed by its SHA-256. It is written under
-a temporary name and renamed, so that other processes find it complete or not at all. Damaged or truncated files are ignored.
+A token id takes four bytes, or eight if rows have images. A file is in Arrow's own format, followed by its SHA-256. It is written
+under a temporary name and renamed, so that other processes find it complete or not at all. Damaged or truncated files are
+ignored.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ class UncacheableError(ValueError):
 
 
 def pack_row(row: Row) -> tuple[str, list[int]]:
-    """Return a row as JSON. Raise `UncacheableError` if JSON cannot represent it, or if it may have an image: an image file can
-    change while the file of the rows stays the same.
+    """Return (a row as JSON, an empty list of tokens). Raise `UncacheableError` if JSON cannot represent the row.
+
+    Raise it also if the row may have an image: an image file can change while the file of the rows stays the same.
     """
     values = {f.name: value for f in fields(row) if (value := getattr(row, f.name)) not in (None, (), {})}
     try:
@@ -61,9 +63,10 @@ def unpack_row(text: str, _: list[int]) -> Row:
 
 
 def pack(value: Any) -> tuple[str, list[int]]:
-    """Return the structure of a training item as JSON, and its tokens.
+    """Return (the structure of a training item as JSON, its token ids).
 
-    In the JSON, a list of tokens becomes its length. A list of flags becomes the lengths of its runs, the first of them of False.
+    In the JSON, a list of tokens becomes its length. A list of flags becomes the lengths of its runs; the first run has value
+    False.
     """
     ids: list[int] = []
 
@@ -106,7 +109,10 @@ def unpack(text: str, ids: list[int]) -> Any:
 
 @functools.cache
 def _schema(bits: int = 32) -> pa.Schema:
-    """Return the schema for ids of `bits` bits. Import pyarrow here: with pandas it takes 70 MB, and only large data needs it."""
+    """Return the Arrow schema of packed items, whose token ids have `bits` bits.
+
+    Import pyarrow here: with pandas it takes 70 MB, and only large data needs it.
+    """
     import pyarrow as pa
 
     return pa.schema([("json", pa.large_string()), ("ids", pa.large_list(pa.int64() if bits == 64 else pa.int32()))])
@@ -127,7 +133,7 @@ def batch_of(packed: Sequence[tuple[str, list[int]]]) -> pa.RecordBatch:
 
 
 def serialise(batch: pa.RecordBatch) -> tuple[int, bytes]:
-    """Return a batch as (the number of bits of an id, the batch's bytes)."""
+    """Return (the width of the batch's token ids in bits, the batch as bytes). `deserialise` takes both."""
     return batch.schema.field("ids").type.value_type.bit_width, batch.serialize().to_pybytes()
 
 
@@ -166,8 +172,8 @@ class ArrowSequence(Sequence[T], Generic[T]):
 
 @dataclass(frozen=True)
 class PreparedRows(Generic[T]):
-    """A run's training `rows` and `held_out` rows as the model reads them. `items` and `held_out_items` are their training
-    items.
+    """A run's training `rows` and `held_out` rows as the model reads them. `items` and `held_out_items` are the same rows encoded
+    for training.
     """
 
     rows: Sequence[Row]
@@ -210,7 +216,7 @@ def write(path: Path, prepared: PreparedRows[Any], messages: Any, max_bytes: int
 
 
 def read(path: Path) -> tuple[PreparedRows[Any], Any] | None:
-    """Return the rows that `write` cached, memory-mapped, and their messages; None if the file is missing or damaged."""
+    """Return (the rows that `write` cached, memory-mapped; their messages), or None if the file is missing or damaged."""
     if not path.is_file():
         return None
     import pyarrow as pa

@@ -30,7 +30,7 @@ MAX_LINE_BYTES = 32 * 2**20
 """The longest line in bytes. Longer lines are mistakes, and several copies of one would be in memory."""
 
 MOST_GROWTH, LEAST_BYTES = 200, 256 * 2**20
-"""The most bytes of rows that a compressed file may hold, as a multiple of its size, and what any file may hold."""
+"""The rows of a compressed file may have this multiple of its size in bytes, or `LEAST_BYTES` if that is more."""
 
 _BOM = b"\xef\xbb\xbf"
 _ROW_BYTES = 64  # a row's own memory, at least
@@ -82,7 +82,7 @@ def _open(path: Path) -> IO[bytes]:
 
 
 class _Expansion:
-    """The bytes of the rows that were read from a compressed file, which a decompression bomb would make without end."""
+    """A counter of the bytes of rows read from a compressed file. It stops a decompression bomb, whose rows would never end."""
 
     def __init__(self, path: Path) -> None:
         compressed = path.suffix.lower() in (*COMPRESSED, ".parquet")
@@ -190,7 +190,7 @@ def _refuse_one_object(data: bytes, path: Path) -> None:
 
 
 def _json_list(text: str, name: str) -> Records:
-    """Yield the objects of a JSON list one by one. Each has its line number, and a bad one does not hide the others."""
+    """Yield the objects of a JSON list one by one, each with its line number. A malformed object does not hide the others."""
     at, line, counted = _skip(text, _skip(text, 0) + 1), 1, 0
     more = text[at : at + 1] != "]"
     while more:
@@ -220,7 +220,9 @@ def _skip(text: str, at: int) -> int:
 
 
 def _end_of(text: str, at: int) -> int:
-    """Return the end of a value that the strict decoder rejected, if Python's own decoder can read it."""
+    """Return the end of the JSON value at `at`, which the strict decoder rejected. Raise `JSONDecodeError` if Python's decoder
+    rejects it too.
+    """
     try:
         return _PLAIN.raw_decode(text, at)[1]
     except json.JSONDecodeError:
@@ -252,9 +254,10 @@ def _parquet(path: Path, name: str) -> Records:
 
 
 def _rows_at_once(metadata: Any, expansion: _Expansion) -> int:
-    """Return the rows of a batch, so few that a batch of one repeated value of a dictionary stays within the limit.
+    """Return the number of rows to read in one batch.
 
-    Raises `UserError` if the columns' own sizes are beyond the limit.
+    A column with a dictionary may repeat one large value in each row. The number is so small that even such a batch stays within
+    the limit. Raises `UserError` if the columns' own sizes exceed the limit.
     """
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     columns = [[group.column(i) for i in range(group.num_columns)] for group in groups]
@@ -290,7 +293,9 @@ def _csv(default: str, path: Path, name: str) -> Records:
 
 
 def _csv_rows(path: Path, default: str) -> Iterator[tuple[int, dict[str, object] | str]]:
-    """Yield (line, row) of each row, or (line, its fault). An empty cell is null. Raise `UserError` if there are no columns."""
+    """Yield (line number, row), or (line number, reason) for a malformed row. An empty cell is null. Raise `UserError` if there
+    are no columns.
+    """
     csv.field_size_limit(32 * 2**20)
     try:
         with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as file:
@@ -311,7 +316,7 @@ def _csv_rows(path: Path, default: str) -> Iterator[tuple[int, dict[str, object]
 
 
 def _delimiter(header: str, default: str) -> str:
-    """Return the usual delimiter if it separates names in the header, otherwise one that does.
+    """Return the delimiter of a CSV file: `default` if it separates names in the header, otherwise another one that does.
 
     Excel writes ; in locales whose decimal separator is the comma.
     """

@@ -19,7 +19,9 @@ SHOWN, _LONGEST = 3, 2000
 
 
 class Segment(NamedTuple):
-    """Tokens of one kind in a row: prompt, trained, masked (read after the trained ones, without loss), or sampled."""
+    """Tokens of one `kind` in a row, as text. The kind is prompt, trained, masked (after the trained tokens, without loss), or
+    sampled.
+    """
 
     kind: str
     text: str
@@ -52,7 +54,7 @@ def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") 
 
 
 def first_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], separator: str = "\n") -> list[RenderedRow]:
-    """Return the first three rows as their model reads them, or the reason for which one is skipped."""
+    """Return the first three rows as their model reads them. A row that cannot be rendered is replaced by the reason."""
     found: list[RenderedRow] = []
     for row in rows[:SHOWN]:
         try:

@@ -31,9 +31,9 @@ _WEIGHT = re.compile(r"^(.+):(\d+(?:\.\d*)?|\.\d+)$")
 
 @dataclass(frozen=True)
 class LoadedRows:
-    """The valid rows in the order of the source, the skipped rows, and the recognised layouts.
+    """The valid rows in the order of the source, the rows skipped with `bad_rows="skip"`, and the recognised layouts.
 
-    Rows are skipped with `bad_rows="skip"`. `recognised` maps each layout (`dataset_layouts`) to the number of its rows.
+    `recognised` maps the note on each layout (`dataset_layouts.translate`) to the number of its rows.
     """
 
     rows: list[Row]
@@ -54,10 +54,10 @@ def load(
     """Load the rows of a JSONL, JSON, Parquet, CSV or TSV file, a folder of them or of `Dataset.save_to_disk`, or a hub dataset.
 
     `split` may be a slice, as in `datasets`: train[:90%], train[100:]. If file names in a folder contain split words (train,
-    validation, test and their usual variants), only the files of the split are read. A source without splits, such as a file,
-    provides the split in its name, and those of `single`. A hub configuration is named after a colon: "openai/gsm8k:main".
-    "task:NAME" makes rows of a reasoning-gym task. With `max_rows` only the first rows are read, and a hub dataset is streamed.
-    `columns` renames some columns (`dataset_layouts.map_columns`).
+    validation, test and their usual variants), only the files of the split are read. In a source without splits, such as a file,
+    the split in its name and each name in `single` stand for all rows. A hub configuration is named after a colon:
+    "openai/gsm8k:main". "task:NAME" makes rows of a reasoning-gym task. With `max_rows` only the first rows are read, and a hub
+    dataset is streamed. `columns` renames some columns (`dataset_layouts.map_columns`).
 
     Raise UserError naming file, line, column and reason. With `bad_rows="skip"`, malformed rows are skipped and returned as
     `skipped`; only an unreadable file raises an error.
@@ -137,7 +137,7 @@ def check_held_out(count: int, total: int) -> None:
 
 
 def log_held_out(count: int, total: int, selection: str, log: Log | None) -> None:
-    """Log how many rows are held out, of how many, and which."""
+    """Log the number of held-out rows, the total number of rows, and how the held-out rows were selected."""
     if log is not None and count:
         are = "is" if count == 1 else "are"
         text = f"{count} of {total} rows, {selection}, {are} held out; --eval-prompts sets their number."
@@ -155,7 +155,8 @@ def _log_seen(train: Iterable[Row], held_out: Sequence[Row], log: Log) -> None:
 
 
 def _draw(counts: Sequence[int], seed: int, keys: Sequence[Sequence[Any]]) -> tuple[set[Any], list[int]]:
-    """Draw keys in random order, so that about `counts[i]` rows of part i have one of them; `keys` has the key of each row.
+    """Draw keys in random order until about `counts[i]` rows of part i have one of them. `keys[i]` has the key of each of its
+    rows.
 
     Return (the drawn keys, the number of rows of each part that have one).
     """
@@ -185,7 +186,7 @@ def _prompt_key(row: Row) -> bytes:
 
 
 def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Mapping[str, str], base: Path) -> LoadedRows:
-    """Return the checked rows. Paths of images are relative to the file of their row, which is in the folder `base`."""
+    """Check the records and return the `LoadedRows`. Paths of images are relative to their row's file, which is in `base`."""
     if form not in (known := ["sft", *FORMS]):
         raise UserError(f"The form {form!r} is unknown; it must be one of {', '.join(known)}{nearest(form, known)}")
     if bad_rows not in ("stop", "skip"):
@@ -231,9 +232,11 @@ def _summary(name: str, form: str, total: int, bad: list[BadRow], fits: str, hin
         shown = f"{bad[0]}" + ("; the others likewise" if total > 1 else "")
     else:
         shown = "; ".join(str(row) for row in bad[:_SHOWN]) + (f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else "")
-    cure = "fix them, or skip them with --bad-rows skip"
+    cure = "fix these rows, or skip them with --bad-rows skip"
     if len(bad) == total:
-        cure = f"none is left for the form {form}; " + (f"they fit the form {fits} (docs/data.md)" if fits else "fix them")
+        cure = f"none is left for the form {form}; " + (
+            f"the rows fit the form {fits} (docs/data.md)" if fits else "fix the rows"
+        )
     return f"{name} has {len(bad)} malformed of {total} rows ({shown}); {cure}{hint}."
 
 
@@ -272,8 +275,9 @@ def quotas(total: int, weights: Sequence[float]) -> list[int]:
 def mix(parts: Sequence[Sequence[Row]], weights: Sequence[float | None], seed: int) -> list[Row]:
     """Return as many rows as all datasets have together, divided between the datasets by their weights.
 
-    Without weights, every row occurs once. Otherwise each row of a dataset of n rows with quota q occurs ⌊q/n⌋ or ⌈q/n⌉ times.
-    The seed and the position of the dataset decide which rows occur once more. Training shuffles the rows in every epoch.
+    Without weights, every row occurs once. With weights, a dataset of n rows has a quota of q rows, and each of its rows occurs
+    ⌊q/n⌋ or ⌈q/n⌉ times. The seed and the position of the dataset decide which rows occur once more. Training shuffles the rows
+    in every epoch.
     """
     rows: list[Row] = []
     given = [weight for weight in weights if weight is not None]
@@ -291,7 +295,7 @@ HELD_OUT, _HELD_OUT_PAIRS, ONE_OF = 64, 256, 10
 
 
 def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: Log | None = None) -> tuple[list[Row], list[Row]]:
-    """Return training rows and held-out rows.
+    """Return (training rows, held-out rows).
 
     Without an eval dataset, `eval_prompts` rows are held out, drawn with `seed`. If that is None, a tenth of the rows is held out
     (of each of several datasets as well), and at most 64 (comparisons: 256). Each of several datasets contributes its share to
@@ -326,7 +330,7 @@ def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: L
 
 
 def read_dataset(data: Data, form: str, dataset: Any, split: str, log: Log | None = None) -> LoadedRows:
-    """Return the rows of one dataset, or of several one after the other. Raise `UserError` if no name was given."""
+    """Return the `LoadedRows` of one dataset, or of several in sequence. Raise `UserError` if no name was given."""
     parts = _read_each(data, form, parse_mixture(dataset), split, log)
     return LoadedRows([row for part in parts for row in part.rows], [bad for part in parts for bad in part.skipped])
 
@@ -344,7 +348,7 @@ def form_of(data: Data) -> str:
 def _read_each(
     data: Data, form: str, shares: Sequence[MixturePart], split: str, log: Log | None, single: Sequence[str] = SINGLE
 ) -> list[LoadedRows]:
-    """Return the rows of each dataset. `log` receives the recognised layouts and the number of skipped rows."""
+    """Return the `LoadedRows` of each dataset. `log` receives the recognised layouts and the number of skipped rows."""
     parts = [_read_one(data, form, share.dataset, split, single) for share in shares]
     if log is None:
         return parts

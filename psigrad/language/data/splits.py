@@ -15,7 +15,7 @@ _SLICE = re.compile(r"([^\[\]]*)\[\s*(-?\d+%?)?\s*:\s*(-?\d+%?)?\s*\]")
 
 
 class SplitSlice(NamedTuple):
-    """A split's name, and the bounds of a slice of it: a number of rows, or a share such as 90%; empty for none."""
+    """A split's name, and the two bounds of a slice. A bound is a number of rows, a share such as 90%, or empty."""
 
     name: str
     start: str = ""

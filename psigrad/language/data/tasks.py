@@ -36,7 +36,9 @@ def can_spell(name: str, settings: dict[str, Any]) -> bool:
 
 
 def spell_rows(size: int, seed: int, *, min_word_len: int = SHORTEST, max_word_len: int) -> list[dict[str, Any]]:
-    """Return `size` rows that ask to spell a word of such a length backward; row i depends on `seed` + i only."""
+    """Return `size` rows that ask to spell a word of `min_word_len` to `max_word_len` letters backward. Row i depends on `seed` +
+    i only.
+    """
     known, found = [word for word in load_words() if min_word_len <= len(word) <= max_word_len], []
     lengths = {"difficulty": {"word_len": (min_word_len, max_word_len)}}
     for i in range(size):
@@ -102,8 +104,8 @@ def generate(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
 def generate_distinct(name: str, size: int, seed: int, **settings: Any) -> list[dict[str, Any]]:
     """Return `size` rows with different prompts, so that no held-out prompt is ever trained on.
 
-    They are in a random order that depends on `seed`. In the order of drawing, prompts that a task rarely makes would come last,
-    and a split would be unfair. Raise `UserError` if a task has too few prompts.
+    The rows are in a random order that depends on `seed`. In the order of drawing, prompts that a task rarely makes would come
+    last, and a split would be unfair. Raise `UserError` if a task has too few prompts.
     """
     rows: dict[str, dict[str, Any]] = {}
     drawn = 0

@@ -130,7 +130,7 @@ def encode_batch(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, emp
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool) -> tuple[Conversation, list[list[Piece]]]:
-    """Return a row's conversation and, for each of its contexts, the pieces to encode. `encode_batch` may have prepared them."""
+    """Return (a row's conversation, the pieces to encode of each of its contexts). `encode_batch` may have prepared both."""
     made: tuple[Conversation, list[list[Piece]]] | None = dialect.specials_of(tokenizer).conversations.pop(id(row), None)
     if made is None or made[0].row is not row:
         conversation = Conversation(tokenizer, row)
@@ -148,7 +148,7 @@ def example(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0) -
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, row: Row | None = None) -> tuple[int, ...]:
-    """Return the tokens that end an assistant's turn in the chat template.
+    """Return the ids of the tokens that end an assistant's turn in the chat template.
 
     A sampler must stop at them, and they are not always the EOS. A turn that calls a tool may end with its own token, which is
     included if the row offers tools. Return the EOS if the template has no end of turn.
@@ -199,7 +199,7 @@ class Reading:
 def next_reading(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], context: str) -> Reading:
     """Return the input of the policy for the next turn of a conversation, given the text `context` so far.
 
-    The text is the chat template's rendering for sampling, as a server would render the messages. If it extends the known text,
+    The text is the chat template's rendering for sampling, as a server would render the messages. If it begins with `context`,
     earlier tokens stay as sampled. If the template rewrites earlier turns (Qwen3 drops thoughts), the whole text is encoded.
     Raise `UserError` if the template cannot render the messages.
     """
@@ -228,7 +228,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
 
 
 def special_token_remover(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
-    """Return a function (text, ids) -> the text of these ids without special tokens, as transformers decodes them.
+    """Return a function (text, ids) -> the text of the tokens `ids` without special tokens, as transformers decodes them.
 
     `text` is the result of `decode`. Without ids, the special tokens are found by their text.
     """
@@ -271,7 +271,8 @@ def opened_thought(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]
 def _dropped_ids(tokenizer: PreTrainedTokenizerBase, template: str, *named: str) -> frozenset[int]:
     """Return the ids that `decode` drops.
 
-    `template` and `named` belong to the cache key, so that a change of them takes effect.
+    `named` are the tokenizer's named tokens. The result is cached by the arguments, so another `template` or other `named` tokens
+    take effect.
     """
     ids = {tokenizer.convert_tokens_to_ids(token) for token in named}
     with contextlib.suppress(UserError):  # no template, or one that does not end turns
@@ -338,7 +339,7 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> 
 def _last_cut(tokenizer: PreTrainedTokenizerBase, before: str) -> str:
     """Return the last part of a text, on which the tokens of a following text depend.
 
-    Tokenizers split a text at its added tokens first, so the text before the last of these has no effect.
+    Tokenizers split a text at its added tokens first, so the text before the last added token has no effect.
     """
     cuts = dialect.specials_of(tokenizer).cuts
     return before[max((match.start() for match in cuts.finditer(before)), default=0) :] if cuts is not None else before
@@ -397,7 +398,7 @@ def _is_blank(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
 
 
 def _trim(tokenizer: PreTrainedTokenizerBase, ids: list[int], first: int, last: int) -> int:
-    """Return `last` without the white-space tokens at the end of ids[first:last]."""
+    """Return the index `last`, moved back over the white-space tokens at the end of ids[first:last]."""
     while last > first and _is_blank(tokenizer, ids[last - 1]):
         last -= 1
     return last
@@ -406,10 +407,10 @@ def _trim(tokenizer: PreTrainedTokenizerBase, ids: list[int], first: int, last: 
 def _end_of_turn(
     tokenizer: PreTrainedTokenizerBase, row: Row, ids: list[int], first: int, last: int, turn: int, stops: tuple[int, ...]
 ) -> int:
-    """Return the index after the special token that ends a turn, which is in ids[first:last] or just after it.
+    """Return the index after the special token that ends a turn.
 
-    It is after them if a template puts it outside its generation block (trl#5988). Another special token behind it at the very
-    end (Phi-3: the EOS) does not belong to the turn, since it is never sampled.
+    The token is in ids[first:last], or just after these if a template writes it outside its generation block (trl#5988). Another
+    special token behind it at the very end (Phi-3: the EOS) does not belong to the turn, since it is never sampled.
     """
     special = dialect.specials_of(tokenizer).ids
     inner = outer = _trim(tokenizer, ids, first, last)

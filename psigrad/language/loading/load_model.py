@@ -76,17 +76,12 @@ def load_model(
                 adapter=(whole or (before.folder if before is not None else None)) if lora is not None else None,
                 tokenizer=given.tokenizer if given is not None else before.tokenizer if before is not None else "",
                 eos_token=settings.eos_token,
-                vision=settings.vision,
                 **_options(settings, run, world),
             )
         model.from_adapter = before is not None
     configure_chat(model.tokenizer, settings, checkpoint, model.network)
     if (names := tower_names(model.network)) and model.vision is None:
-        _print_once(
-            f"Only the text half of {settings.path} is used: {', '.join(names)} are not trained, and are saved unchanged."
-        )
-    elif frozen := [name for name in names if name.rpartition(".")[2] not in settings.trained_towers]:
-        _print_once(f"{', '.join(frozen)} of {settings.path} are frozen; name the ones to train in --trained-towers.")
+        print_once(f"Only the text half of {settings.path} is used: {', '.join(names)} are not trained, and are saved unchanged.")
     if value_head:
         model.add_value_head(whole)
     load_shard(model, world, machine.device(run), saved.shards)
@@ -96,7 +91,8 @@ def load_model(
 
 
 @cache
-def _print_once(text: str) -> None:
+def print_once(text: str) -> None:
+    """Print a message unless this process has printed it before."""
     redaction.say(text)
 
 
@@ -112,7 +108,7 @@ class SavedWeights:
 
     @classmethod
     def of(cls, checkpoint: Path | None, part: str = "") -> SavedWeights:
-        """Return the policy's weights in a checkpoint, or those of another `part` of it: reference or critic."""
+        """Return the weights of the policy in a checkpoint, or of the model in its folder `part`: reference or critic."""
         place = part_of(checkpoint, part)
         if place is None:
             return cls()
@@ -120,7 +116,10 @@ class SavedWeights:
 
 
 def part_of(checkpoint: Path | None, part: str) -> Path | None:
-    """Return the folder of a part of a checkpoint, None for a new run. Raises `UserError` if the checkpoint has no such part."""
+    """Return the folder of a part of a checkpoint, such as critic; None if `checkpoint` is None, as in a new run.
+
+    Raises `UserError` if the checkpoint has no such part.
+    """
     if checkpoint is not None and not (checkpoint / part).is_dir():
         raise UserError(
             f"{checkpoint} has no {part}: the run needed none when it was saved. Restore its settings to resume it, or choose "
@@ -162,7 +161,7 @@ def _choose_kernels(model: LanguageModel | ScalarModel, settings: Model) -> None
 
         compile_layers(model)
         if model.why_uncompiled:
-            _print_once(f"The layers of {settings.path} are not compiled: {model.why_uncompiled}.")
+            print_once(f"The layers of {settings.path} are not compiled: {model.why_uncompiled}.")
 
 
 def _options(settings: Model, run: Run, world: World) -> dict[str, Any]:
@@ -174,6 +173,7 @@ def _options(settings: Model, run: Run, world: World) -> dict[str, Any]:
         "gradient_checkpointing": settings.gradient_checkpointing,
         "trust_remote_code": settings.trust_remote_code,
         "for_shards": world.lockstep,
+        "vision": settings.vision,
         "towers": settings.trained_towers,
     }
 
@@ -244,6 +244,7 @@ def load_trained_scalar_model(settings: Model, run: Run) -> ScalarModel:
         device=machine.device(run),
         fresh_head="refuse",
         trust_remote_code=settings.trust_remote_code,
+        vision=True,  # a trained checkpoint with a tower reads images
     )
 
 
@@ -364,7 +365,7 @@ def configure_chat(
 
 
 def _first_day(checkpoint: Path) -> str | None:
-    """Return the date stored in a checkpoint. `checkpoint` is its folder, or the folder of the reference or critic in it."""
+    """Return the date stored in a checkpoint, or None. `checkpoint` is its folder, or the folder of one of its models in it."""
     whole = next((folder for folder in (checkpoint, checkpoint.parent) if (folder / MANIFEST).exists()), None)
     day: str | None = None if whole is None else json.loads((whole / MANIFEST).read_text()).get("date")
     return day

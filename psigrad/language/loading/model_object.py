@@ -54,7 +54,9 @@ class ModelObject:
 
     @property
     def dtype(self) -> str:
-        """The precision of the network as a value of the setting `dtype`. Raises `UserError` for one that cannot be trained."""
+        """The precision of the network as a value of the setting `dtype`. Raises `UserError` for a precision that cannot be
+        trained.
+        """
         assert self.network is not None
         name = next((name for name, dtype in DTYPES.items() if dtype == self.network.dtype and name != "float64"), None)
         if name is None:
@@ -64,7 +66,7 @@ class ModelObject:
         return name
 
     def save_start(self, folder: Path, world: World, allowed: bool) -> None:
-        """Save the initial weights in `folder`. If `folder` already has some, load those into the network instead.
+        """Save the initial weights in `folder`. If `folder` already has initial weights, load them into the network instead.
 
         Raises `UserError` if the run in that folder started from other weights, unless `allowed`.
         """
@@ -165,8 +167,8 @@ def load_weights(network: PreTrainedModel, folder: Path) -> None:
 def wrap_objects(model: Any, tokenizer: Any) -> ModelObject | None:
     """Return the `ModelObject` of a model and a tokenizer of which at least one is an object; None if both are names.
 
-    Without a tokenizer, use the one of the folder or hub name that the model was loaded from. Raises `UserError` for an object
-    that is not a causal transformers model.
+    Without a tokenizer, use the tokenizer of the folder or hub name that the model was loaded from. Raises `UserError` for an
+    object that is not a causal transformers model.
     """
     named = isinstance(model, str | os.PathLike)
     if named and tokenizer is None:

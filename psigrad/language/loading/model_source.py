@@ -101,7 +101,7 @@ def find_adapter(settings: Model, *, local: bool = False) -> TrainedAdapter | No
 
 
 def lora_of(settings: Model) -> Lora | None:
-    """Return the adapter to train: a new one that the settings request, or the one whose training continues."""
+    """Return the adapter to train: a new one from the settings, or the one whose training continues. None: train all weights."""
     if settings.lora_rank:
         return Lora(
             settings.lora_rank,
@@ -304,7 +304,7 @@ def convert_to_folder(path: str) -> str:
 
 
 def _folder_of(settings: Model) -> str:
-    """Return a folder that transformers can load for `settings.path`. With quantize_base=gguf it has no converted weights."""
+    """Return a folder that transformers can load for `settings.path`. With quantize_base=gguf its weights are not converted."""
     return str(_without_weights(settings.path)) if settings.quantize_base == "gguf" else convert_to_folder(settings.path)
 
 
@@ -345,7 +345,7 @@ def _base_identity(adapter: Path) -> str:
 
 
 def _convert_once(name: str, source: Path, make: Callable[[Path, Path], None]) -> str:
-    """Return the cached folder `name`, which `make(source, folder)` writes if it is missing. It is never seen incomplete."""
+    """Return the cached folder `name`. `make(source, folder)` writes it if it is missing. No process sees it incomplete."""
     conversions = cache_folder("models")
     place = conversions / name
     if place.is_dir():

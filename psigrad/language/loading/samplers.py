@@ -77,11 +77,11 @@ def check_sampling(sampling: Sampling) -> None:
 def sampling_params(
     sampling: Sampling, model: LanguageModel | None, rows: Iterable[Row], temperature: float | None = None
 ) -> SamplingParams:
-    """Return the sampling parameters. `temperature` replaces the setting's, such as in evaluations.
+    """Return the sampling parameters. `temperature` replaces the setting's value, for example in evaluations.
 
     Chat models do not always end a turn with the EOS. If the prompts are conversations, the end of a turn also stops a
     completion. If one of the first thousand rows offers tools, the end of a tool call stops it too. `model` is None if a server
-    samples, which adds these stop tokens itself.
+    samples; the server then adds these stop tokens itself.
     """
     conversations = islice((row for row in rows if not isinstance(row.prompt, str)), 1000)
     conversation = max(conversations, key=lambda row: bool(row.columns.get("tools")), default=None)

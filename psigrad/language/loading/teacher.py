@@ -40,12 +40,13 @@ class TeacherOutput:
 
 
 Ask = Callable[[Groups, float, int], Sequence[TeacherOutput]]
-"""(prompts with completions in the teacher's tokens, temperature, k) -> the evaluation of each completion, in order."""
+"""A function (prompts with completions in the teacher's tokens, temperature, k) -> the evaluation of each completion, in order.
+"""
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher that serves as the reference. With `spans`, it has another tokenizer, and is compared on pieces of text.
+    """A teacher that serves as the reference. With `spans`, it has another tokenizer, and the KL compares pieces of text.
 
     A piece of text ends where both tokenizers end a token.
     """
@@ -64,7 +65,7 @@ class Teacher:
 
     @property
     def is_own_reference(self) -> bool:
-        """False: a teacher is never the policy."""
+        """Always False, since a teacher is never the policy."""
         return False
 
     def clear(self) -> None:
@@ -83,20 +84,21 @@ class Teacher:
             )
 
     def log_probs(self, groups: Groups, temperature: float) -> Tensor:
-        """Return the log-probs [n, T] of the completions' tokens, padded with zeros."""
+        """Return the teacher's log-prob [n, T] of each token of the completions, padded with zeros."""
         said = self._evaluate(groups, temperature, 0)
         return torch.nn.utils.rnn.pad_sequence([one.logp for one in said], batch_first=True)
 
     def top(self, groups: Groups, temperature: float) -> Top:
-        """Return the most probable tokens [n, T, k] at each position of the completions."""
+        """Return the ids and log-probs [n, T, k] of the teacher's most probable tokens at each position of the completions."""
         tops = [one.top for one in self._evaluate(groups, temperature, self.top_k) if one.top is not None]
         ids, logp = ([getattr(top, name) for top in tops] for name in ("ids", "logp"))
         return Top(*(torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (ids, logp)))
 
     def store_pieces(self, ends: Tensor, theirs: Tensor, logp: Tensor) -> None:
-        """Store the ends of a batch's text pieces, their log-probs, and the baseline. All arguments have the shape [N, T].
+        """Store the ends of a batch's text pieces, the teacher's log-probs of the pieces, and a baseline for each completion.
 
-        `theirs` are the teacher's log-probs of the pieces, and `logp` the policy's of the tokens.
+        All arguments have the shape [N, T]. `ends` is True at the last token of a piece, and `theirs` has the teacher's log-prob
+        of the piece there. `logp` has the policy's log-prob of each token.
         """
         d = torch.where(ends, span_kl(logp, ends, theirs), 0.0).sum(1)
         count = ends.sum(1)
@@ -104,8 +106,9 @@ class Teacher:
         self._pieces[:] = [ends, theirs, (d.sum() - d) / others]
 
     def add_kl(self, evaluation: PolicyOutputs, rows: Tensor) -> PolicyOutputs:
-        """Return `evaluation` of these rows of the batch, with the KL by pieces of text added if `store_pieces` stored the
-        pieces.
+        """Return `evaluation`, the policy's outputs for these rows of the batch, with the KL of the text pieces added.
+
+        Return it unchanged if `store_pieces` has stored no pieces.
         """
         if not self._pieces:
             return evaluation
@@ -121,7 +124,10 @@ class Teacher:
         return [self._cache[row] for row in rows]
 
     def pieces(self, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return a mask [n, T] that is True where a piece of text ends, and the teacher's log-prob [n, T] of each piece there."""
+        """Return (a mask [n, T], log-probs [n, T]). The mask is True where a piece of text ends.
+
+        There the log-probs have the teacher's log-prob of the piece; elsewhere they are 0.
+        """
         rows = [(tuple(p), tuple(c)) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
         read = [self._translate(prompt, ids) for prompt, ids in rows]
         said = self._evaluate(Groups([p for p, _ in rows], [[ids] for ids, _ in read]), temperature, 0)
@@ -135,9 +141,9 @@ class Teacher:
         return ends, theirs
 
     def _translate(self, prompt: tuple[int, ...], ids: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-        """Return a completion in the teacher's tokens, and where its pieces of text end in both tokenizations.
+        """Return (a completion in the teacher's tokens, the ends of its text pieces in both tokenizations).
 
-        Each end is (number of the policy's tokens, number of the teacher's tokens) up to there.
+        An end is (the number of the policy's tokens, the number of the teacher's tokens) before it.
         """
         eos, finished = self.tokenizer.eos_token_id, bool(ids) and ids[-1] in self.policy.eos_token_ids
         body = ids[:-1] if finished else ids
@@ -154,13 +160,16 @@ class Teacher:
 
 @dataclass(frozen=True)
 class TeacherReference(Annotator):
-    """The annotator of a teacher: its log-probs, its most probable tokens, or the KL by pieces of text."""
+    """The `Annotator` of a teacher. It adds the teacher's log-probs, its most probable tokens, or the KL by pieces of text."""
 
     teacher: Teacher
     gives_reference = True
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: Any) -> Batch:
-        """Add `logp_ref` if the KL term compares sampled tokens. If it compares pieces of text, store the teacher's log-probs."""
+        """Add the column `logp_ref` to the batch if the KL term compares sampled tokens.
+
+        If it compares pieces of text, store the teacher's log-probs of the pieces instead.
+        """
         algorithm, budget, temperature = run.algorithm, run.config.micro_batch_tokens, run.params.temperature
         self.teacher.clear()
         if not isinstance(algorithm, PolicyGradient):
@@ -197,7 +206,7 @@ class TeacherReference(Annotator):
     def add_terms(
         self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Add the KL by pieces of text to the outputs of a forward pass."""
+        """Return (`part`, `outputs` with the KL by pieces of text). `outputs` are the results of a forward pass."""
         return part, self.teacher.add_kl(outputs, rows)
 
 
@@ -207,7 +216,7 @@ def is_address(reference: str) -> bool:
 
 
 def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, list[int]]:
-    """Return (text, ends): the tokens' text up to the last complete character, and its length after each token.
+    """Return (the tokens' text up to the last complete character, the length of that text after each token).
 
     The length is -1 where a token ends inside a character.
     """
@@ -226,9 +235,9 @@ def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[s
 
 
 def align(own: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (tokens of `own`, tokens of `others`) up to each position of the text at which both have the end of a token.
+    """Return, for each position of the text at which both tokenizers end a token, the numbers of tokens before it.
 
-    `own` and `others` are the ends that `text_ends` returns for two tokenizers.
+    The numbers are (tokens of `own`, tokens of `others`). Both arguments are the ends that `text_ends` returns for a tokenizer.
     """
     mine, theirs = ({end: i + 1 for i, end in enumerate(ends) if end > 0} for ends in (own, others))
     return [(mine[end], theirs[end]) for end in sorted(mine.keys() & theirs.keys())]

@@ -1,4 +1,4 @@
-"""Attention over packed sequences that share prefixes."""
+"""Attention, convolutions and recurrences over a packed row: the sequences of a pass, concatenated, with shared prefixes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class AttentionLayer(Protocol):
-    """The properties of a fused layer that `FusedLayout.mix` reads. `window` is the sliding window in tokens, 0 for none."""
+    """The properties of a fused layer that `FusedLayout.mix` reads. `window` is the sliding window in tokens; 0: no window."""
 
     index: int
     heads: Heads
@@ -68,25 +68,23 @@ class Recurrence(Protocol):
     """
 
     def scan(self, inputs: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the outputs [N, L, ...] for inputs [N, L, ...], and the states [N, ...] after the last token. `state` [N, ...]
-        is the state before the first token; None means zeros.
+        """Return (outputs [N, L, ...], states [N, ...] after the last token) for inputs [N, L, ...]. `state` [N, ...] is the
+        state before the first token; None means zeros.
         """
 
     def step(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the outputs [N, ...] of one token [N, ...] of each sequence, and the states after it. If no gradient is enabled,
-        these may be `state` itself, changed in place.
-        """
+        """Return (outputs, states) [N, ...] after one more token per sequence. Without gradient `state` may change in place."""
 
     def scan_trees(self, inputs: Tensors, trees: Trees) -> tuple[Tensor, Tensor] | None:
-        """Return the outputs [S, ...] and the states for a packed row's inputs [S, ...], by C++ kernels; None if none fits."""
+        """Return (outputs [S, ...], states) for a packed row's inputs [S, ...], by C++ kernels. Return None if no kernel fits."""
 
 
 @dataclass(frozen=True)
 class ShortConvolution:
     """A causal depthwise convolution along sequences, with its activation. Each output reads a token and the K - 1 before it.
 
-    `weight` is [C, K]. `kernel(x, windows)` is a C++ kernel for x [S, C] and the rows [S, K] that each token reads (-1: none); it
-    returns None if it cannot compute them.
+    `weight` is [C, K]. `kernel(x, windows)` computes the convolution in C++ for x [S, C] and the rows of x that each token reads,
+    `windows` [S, K] (-1: none). It returns None if it does not support these tensors.
     """
 
     weight: Tensor
@@ -95,12 +93,12 @@ class ShortConvolution:
     kernel: Callable[[Tensor, Tensor], Tensor | None] = lambda x, windows: None
 
     def finish(self, made: Tensor) -> Tensor:
-        """Add the bias to the sums over the taps [S, C], and apply the activation."""
+        """Add the bias to the weighted sums `made` [S, C] over each token's window, and apply the activation."""
         return self.activation(made if self.bias is None else made + self.bias)
 
 
 class Layout(Protocol):
-    """The division of a forward pass's tokens into sequences, which layers in transformers' modules call to mix tokens."""
+    """The division of a forward pass's S tokens into sequences. Layers in transformers' modules call it to mix tokens."""
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
@@ -118,7 +116,7 @@ class Layout(Protocol):
 
 
 class FusedLayout(Protocol):
-    """The division of a forward pass's tokens into sequences, which fused layers call for attention."""
+    """The division of a forward pass's S tokens into sequences. Fused layers call it for attention."""
 
     @property
     def packed_weights(self) -> PackedWeights | None:
@@ -129,9 +127,9 @@ class FusedLayout(Protocol):
         """The slots of the key-value cache in which a decoding step stores its new tokens; None in any other pass."""
 
     def mix(self, layer: AttentionLayer, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute attention, and return its output [S, H·D] and the log-sum-exp of each query's scores [S, H].
+        """Compute attention. Return (output [S, H·D], log-sum-exp of each query's scores [S, H]).
 
-        `rotated` holds queries and keys after the rotary embedding, [S, (H + H_kv)·D]. `qkv` has the rows [q | k | v] before it.
+        `rotated` [S, (H + H_kv)·D] has queries and keys after the rotary embedding. `qkv` has the rows [q | k | v] before it.
         """
 
 
@@ -150,9 +148,9 @@ def rows_at(x: Tensor, index: Tensor) -> Tensor:
 
 
 class _Take(torch.autograd.Function):
-    """The function `rows_at(x, index)` for an `index` that has every row of x at most once, with `inverse` as its inverse.
+    """The function `rows_at(x, index)` for an `index` that has every row of x at most once. `inverse` is its inverse.
 
-    The backward is then `rows_at(grad, inverse)`, a gather. The backward of autograd would be a slower scatter.
+    The backward pass is then `rows_at(grad, inverse)`, a gather. That of autograd would be a slower scatter.
     """
 
     @staticmethod
@@ -174,7 +172,7 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 
 class Pieces(NamedTuple):
-    """The pieces of a packed row, as NumPy arrays: the token counts of B prefixes, and of N sequences that follow them.
+    """The pieces of a packed row, as NumPy arrays: the token counts of B `prefixes`, and of N `sequences` that follow them.
 
     `prefix` [N] is the prefix that each sequence continues, and `seen` [N] the number of prefix tokens that it attends to.
     """
@@ -213,7 +211,7 @@ def on_device(numbers: Any, device: torch.device | str, dtype: torch.dtype = tor
 
 
 def _table(lengths: np.ndarray, start: int, device: torch.device) -> Tensor:
-    """Return [len(lengths), longest], the packed positions of pieces that follow each other from `start`; -1 is padding."""
+    """Return the packed positions [len(lengths), longest] of the tokens of consecutive pieces from `start` on; -1: padding."""
     first, steps = start + lengths.cumsum() - lengths, np.arange(lengths.max(initial=0))
     return on_device(np.where(steps < lengths[:, None], first[:, None] + steps, -1), device)
 
@@ -225,7 +223,7 @@ class PackedLayout:
     pieces: Pieces
     device: torch.device
     blocks: Tensor | None = None
-    """[S] the number of each token's block, 0 for none. Tokens of a block, such as an image in Gemma 3, attend to each other."""
+    """[S] the number of each token's block; 0: no block. Tokens of a block, such as an image in Gemma 3, attend to each other."""
     packed_weights = slots = None
 
     @cached_property
@@ -245,17 +243,17 @@ class PackedLayout:
 
     @cached_property
     def sequence_prefix(self) -> Tensor:
-        """[N] the index of the prefix that each sequence continues, on the device."""
+        """[N] the index of the prefix that each sequence continues, as a tensor on the layout's device."""
         return on_device(self.pieces.prefix, self.device)
 
     @cached_property
     def seen(self) -> Tensor:
-        """[N] the number of prefix tokens that each sequence attends to, on the device."""
+        """[N] the number of prefix tokens that each sequence attends to, as a tensor on the layout's device."""
         return on_device(self.pieces.seen, self.device)
 
     @cached_property
     def _order(self) -> Tensor:
-        """[B·P + N·L] the packed position of each token of the padded prefixes [B, P] and sequences [N, L]; -1 at padding."""
+        """[B·P + N·L] the packed position of each token of the padded prefixes [B, P], then sequences [N, L]; -1: padding."""
         return torch.cat([self.prefix_rows.flatten(), self.sequence_rows.flatten()])
 
     @cached_property
@@ -267,8 +265,8 @@ class PackedLayout:
         return on_device((begin - pieces.starts).repeat(pieces.lengths) + np.arange(self.rows), self.device)
 
     def _prefix_mask(self, window: int | None) -> Tensor | None:
-        """Return the mask of attention within prefixes: [P, P], or [B, 1, P, P] with blocks. Return None if causal attention is
-        the same: without blocks, and without a sliding window that is shorter than the prefixes.
+        """Return the mask of attention within prefixes: [B, 1, P, P] if there are blocks, otherwise [P, P]. Return None if it is
+        the causal mask: if there are neither blocks nor a sliding window that is shorter than the prefixes.
         """
         length = self.prefix_rows.shape[1]
         if self.blocks is None and (window is None or window >= length):
@@ -278,7 +276,9 @@ class PackedLayout:
         return near & self._or_same_block((distance >= 0).to(near.device), self.prefix_rows)
 
     def _or_same_block(self, causal: Tensor, rows: Tensor) -> Tensor:
-        """Return the mask `causal` [L, L], or with blocks [K, 1, L, L]: tokens `rows` [K, L] of a block also see each other."""
+        """Return the mask `causal` [L, L] if the row has no blocks. Otherwise return a mask [K, 1, L, L] for K pieces, in which
+        tokens of the same block also attend to each other. `rows` [K, L] are the packed positions of the pieces' tokens.
+        """
         if self.blocks is None:
             return causal
         own = rows_at(self.blocks, rows.flatten()).view(rows.shape)
@@ -345,9 +345,9 @@ class PackedLayout:
         return how.finish(made).index_select(0, own)
 
     def _windows(self, taps: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tables (`rows` [E], `begin` [S], `windows` [S, taps]) of a convolution: `rows` has the tokens of each piece
-        after the `taps - 1` tokens that precede the piece (-1: none), `begin` is the position in `rows` where the window of each
-        token begins, and `windows` are the tokens in that window.
+        """Return the tables (`rows` [E], `begin` [S], `windows` [S, taps]) of a convolution. `rows` has for each piece the
+        `taps - 1` tokens before it (-1: none), then its own. `begin` is the index in `rows` where a token's window begins, and
+        `windows` are the tokens in that window.
         """
         if taps not in self._taps:
             pieces, before = self.pieces, np.arange(1 - taps, 0)
@@ -369,8 +369,8 @@ class PackedLayout:
         return self.scan_with_states(recurrence, inputs, every=False)[0]
 
     def scan_with_states(self, recurrence: Recurrence, inputs: Tensors, every: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Return the outputs of `scan`, and the states [segments, ...] after each segment of `segments`. If `every` is False,
-        the C++ kernels return only the states from which another segment continues.
+        """Return (the outputs of `scan`, the states [segments, ...] after the segments of `segments`). If `every` is False, the
+        C++ kernels return only the states from which another segment continues.
         """
         if self.device.type == "cpu" and (ready := recurrence.scan_trees(inputs, self._trees(every))) is not None:
             return ready
@@ -390,7 +390,7 @@ class PackedLayout:
         return waves(self.pieces)
 
     def _trees(self, every: bool) -> Trees:
-        """Return the segments in the form of the C++ kernels, cached. `every` is as in `scan_with_states`."""
+        """Return the segments as the C++ kernels read them, cached. `every` is as in `scan_with_states`."""
         if every not in self._forests:
             self._forests[every] = trees(self._waves, every)
         return self._forests[every]
@@ -401,11 +401,10 @@ class PackedLayout:
 
     @cached_property
     def segments(self) -> tuple[Tensor, Tensor, list[tuple[tuple[int, int], Tensor | None]]]:
-        """The tables (`order`, `inverse` [S], waves) of the row as segments, which a recurrence runs in parallel, wave by wave.
+        """The tables (`order`, `inverse` [S], waves) of the row cut into segments. A recurrence runs a wave of segments at once.
 
-        A segment continues one of an earlier wave, or none. A prefix is cut where its sequences start. `order` is the packed
-        position of each padded token (-1: padding), and `inverse` its inverse. A wave is its shape (segments, longest) and the
-        earlier segment that each of its segments continues (-1 or None: none).
+        Prefixes are cut where their sequences start. `order` is the packed position of each token of the padded waves (-1: none),
+        `inverse` its inverse. A wave is ((segments, longest), the earlier segment that each continues; -1 or None: none).
         """
         tables, shapes = [], []
         for wave in self._waves:
@@ -424,7 +423,7 @@ class PackedLayout:
 
     @cached_property
     def spans(self) -> Spans:
-        """The layout in the kernels' form. A sequence without a prefix is given as a prefix that no sequence continues."""
+        """The layout as the kernels read it. A sequence without a prefix counts as a prefix that no sequence continues."""
         spans = list(zip(self.pieces.starts.tolist(), self.pieces.lengths.tolist(), strict=True))
         count = len(self.pieces.prefixes)
         if not count:

@@ -130,7 +130,7 @@ class Pretrained(ABC):
 
     @property
     def slow_reason(self) -> str:
-        """The reason why the model runs more slowly than its device allows, and the cost; empty if it does not."""
+        """The reason why the model runs more slowly than its device allows, and how much it costs; empty if it does not."""
         if self.why_padded:
             return f"Sequences are padded, not packed, which takes two to five times the time and memory: {self.why_padded}."
         if self.why_unfused and self.device.type == "cpu":
@@ -153,20 +153,20 @@ class Pretrained(ABC):
         return min(size(config, "positions") or 1 << 31, *_unscaled_lengths(config))
 
     def switch(self, training: bool) -> None:
-        """Set training or evaluation mode. If it is set already, do nothing, because setting it visits every module."""
+        """Set training or evaluation mode, unless it is set already, because setting it visits every module."""
         if self.network.training != training:
             set_mode(self.network, training)
 
     @abstractmethod
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
-        """Return the model's outputs on `probe_texts`, packed or padded, to compare psigrad's computation with transformers'."""
+        """Return outputs on `texts`, from a packed or a padded pass, to compare psigrad's computation with transformers'."""
 
     @abstractmethod
     def _sample_texts(self, length: int) -> list[list[int]]:
         """Return two texts of `length` tokens that are typical of the model."""
 
     def _texts(self) -> Groups:
-        """Return the texts on which psigrad's computation is compared with transformers'. They are drawn once."""
+        """Return the texts on which psigrad's computation is compared with transformers', always the same ones."""
         if self.probe_texts is None:
             self.probe_texts = shared_prompts(*self._sample_texts(min(LENGTH, self.max_length)))
         return self.probe_texts
@@ -183,7 +183,7 @@ class Pretrained(ABC):
     ) -> Tensor:
         """Return the hidden states [B, S, E] of ids and positions [B, S], or only those [M, E] of the `target_rows` [M], which
         are indices into the B·S tokens. `layout` says which tokens attend to which. A fused decoder adds its activations to
-        `keep`, or reads them from `cached`. Routers choose `experts` [layers, B·S, k], unless it is None.
+        `keep`, or reads them from `cached`. If `experts` [layers, B·S, k] is not None, routers choose these experts.
         """
         if self.decoder is not None:
             fused: Any = layout
@@ -208,7 +208,7 @@ class Pretrained(ABC):
         return hidden if target_rows is None else hidden.flatten(0, 1).index_select(0, target_rows)
 
     def _embedded(self, input_ids: Tensor) -> tuple[Any, dict[str, Any]]:
-        """Return the module of the packed pass and its inputs: ids, or embeddings with the features of images.
+        """Return (the module of the packed pass, its inputs): ids, or embeddings with the features of images.
 
         A decoding step, with one token per sequence, reads images only on a CPU (`dialogue.py`). On a GPU it may be captured as a
         CUDA graph, which cannot check on the host whether an id is an image's.
@@ -230,7 +230,7 @@ class Pretrained(ABC):
         return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
     def placed(self, inputs: ForwardInputs) -> ForwardInputs:
-        """Return packed inputs with the positions and the attention of their images. Raises `UserError` for a text-only model."""
+        """Return packed inputs with positions and attention adapted to images. Raises `UserError` for a text-only model."""
         vision = self._check_images(inputs)
         return inputs if vision is None else vision.apply_layout(inputs)
 
@@ -256,12 +256,12 @@ class Pretrained(ABC):
         return self._scaled(hidden.flatten(0, 1).index_select(0, wanted))
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        """Return hidden states times `logit_factor`, in the head's dtype. Those of Mamba-2 are float32 with bfloat16 weights."""
+        """Return hidden states times `logit_factor`, in the head's dtype. Mamba-2's are float32 even with bfloat16 weights."""
         hidden = hidden * factor if (factor := self.logit_factor) != 1.0 else hidden
         return hidden.to(self.network.dtype)
 
     def _padded(self, module: Any, inputs: ForwardInputs) -> Any:
-        """Return the output of transformers' `module` for padded inputs. It computes positions itself: RoBERTa's start at 2."""
+        """Return the output of transformers' `module` for padded inputs. It computes the positions, as RoBERTa's start at 2."""
         if self.dropout_masks.used:
             self.dropout_masks.read(inputs)
         vision = self._check_images(inputs)
@@ -274,7 +274,7 @@ class Pretrained(ABC):
         return self._balanced(made, inputs.attention_mask)
 
     def _balanced(self, output: Any, mask: Tensor | None = None) -> Any:
-        """Return the output `output` of a forward pass, after the auxiliary loss (if there is one) has read its router logits."""
+        """Compute the auxiliary loss, if there is one, from a forward pass's `output`. Return `output` itself."""
         if self.load_balancing is not None:
             self.load_balancing.compute(output, mask)
         return output
@@ -295,9 +295,9 @@ class Pretrained(ABC):
     ) -> Self:
         """Choose packed or padded passes and fused or transformers' layers, and add the adapter if there is one.
 
-        If the model `is_known` (`fused.families.load`), it runs packed and fused without a test. For any other, psigrad's outputs
-        are first compared with those of transformers' modules. The model's dropout is switched off as in TRL; otherwise the ratio
-        of the first update would not be 1. Outside the text model, only the vision and audio modules `towers` are trained.
+        If `is_known` is True (`fused.families.load`), the model runs packed and fused without a test. Otherwise psigrad's outputs
+        are first compared with those of transformers' modules. The model's dropout is switched off as in TRL, since the ratio of
+        the first update would not be 1. Outside the text model, only the vision and audio modules `towers` are trained.
         """
         check_finite(self.network)
         hf, is_known = self.network, is_known and lora is None
@@ -333,7 +333,7 @@ class Pretrained(ABC):
         attend(self, choice)
 
     def frozen_copy(self) -> Self:
-        """Return a copy with frozen weights, which is the reference in full fine-tuning."""
+        """Return a copy of the model with frozen weights, for use as the reference in full fine-tuning."""
         twin = copy.deepcopy(self.network)
         twin.requires_grad_(False)
         decoder = None if self.decoder is None else Decoder(twin, vision=self.vision)
@@ -362,9 +362,7 @@ class Pretrained(ABC):
 
 
 def with_gathered_weights(model: Pretrained, compute: Callable[[], R]) -> R:
-    """Return the result of `compute`. If the weights are sharded, run it in the forward pass of `shard_root`, which gathers
-    them.
-    """
+    """Call `compute` and return its result. Sharded weights are gathered meanwhile, by the forward pass of `shard_root`."""
     if model.shard_root is None:
         return compute()
     found: list[R] = []
@@ -398,8 +396,8 @@ def reshard(model: Pretrained) -> None:
 
 
 def _unscaled_lengths(config: Any) -> list[int]:
-    """Return the lengths up to which rotary embeddings do not depend on the longest sequence of a pass. Beyond them, those of
-    longrope (Phi) and dynamic NTK do, so that a sequence's result would depend on the other sequences of its pass.
+    """Return the lengths up to which rotary embeddings do not depend on the longest sequence of a pass. Beyond these lengths,
+    with longrope (Phi) and dynamic NTK a sequence's result would depend on the other sequences of its pass.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     tables = list(rope.values()) if rope and all(isinstance(table, dict) for table in rope.values()) else [rope]
@@ -425,4 +423,6 @@ def _check_repeatable(model: Pretrained) -> None:
 def check_complete(missing: Iterable[str]) -> None:
     """Raise `ValueError` if weights are `missing` in a model's files. transformers would initialise them at random."""
     if names := sorted(missing):
-        raise ValueError(f"its files lack {', '.join(names[:3])}{', …' * (len(names) > 3)}, whose weights would be random")
+        raise ValueError(
+            f"the model's files lack {', '.join(names[:3])}{', …' * (len(names) > 3)}, whose weights would be random"
+        )

@@ -73,7 +73,7 @@ class _Product(torch.autograd.Function):
 
 
 def unpack(matrix: CodedMatrix, dtype: torch.dtype) -> Tensor:
-    """Return the dequantised numbers [N, K] of a matrix."""
+    """Return the matrix [N, K] with its codes dequantised to `dtype`."""
     native = kernels()
     if matrix.codes.device.type == "cpu" and not isinstance(native, str) and dtype in native.dtypes:
         return native.products.unpack(matrix, dtype)
@@ -106,7 +106,7 @@ def _decoder() -> Callable[..., Tensor]:
 def code_linears(network: nn.Module, kind: Kind) -> None:
     """Replace the linear layers inside the transformer blocks by quantised ones, in place.
 
-    A layer remains as it is if the codes' block size does not divide its rows. Raises `UserError` if no layer can be quantised.
+    A layer is not quantised if its row length is not a multiple of the codes' block size. Raises `UserError` if none can be.
     """
     found = False
     for name, child in list(network.named_modules()):
@@ -127,7 +127,7 @@ def coded_as(network: nn.Module) -> Kind | None:
 
 
 def uncode_linears(network: nn.Module, dtype: torch.dtype) -> None:
-    """Replace quantised layers by plain ones with the dequantised numbers, into which an adapter can be merged."""
+    """Replace quantised layers by `nn.Linear` layers with the dequantised numbers, so that an adapter can be merged in."""
     for name, child in list(network.named_modules()):
         if isinstance(child, CodedLinear):
             plain = nn.Linear(child.in_features, child.out_features, bias=False, device="meta")

@@ -27,8 +27,10 @@ from psigrad.objective import Loss
 class LoadBalancing:
     """The auxiliary loss of a mixture-of-experts model, and its coefficient.
 
-    Formula: E · Σ_e f_e · P_e. f_e is the number of tokens sent to expert e, and P_e the sum of its router probabilities. Both
-    are summed over all layers and divided by the number of tokens times layers. The loss is k if all experts are used equally.
+    Formula: E · Σ_e f_e · P_e, with f_e the number of tokens sent to expert e and P_e the sum of its router probabilities
+
+    f_e and P_e are summed over all layers and divided by the number of tokens times layers. The loss is k if all experts are used
+    equally.
 
     Source: Fedus et al. 2021, Switch Transformer, arXiv:2101.03961; transformers' `load_balancing_loss_func`.
     """
@@ -68,7 +70,7 @@ class LoadBalancing:
 def balance_of(network: Any, coefficient: float | None) -> LoadBalancing | None:
     """Return the auxiliary loss of a model, or None if it has none or its coefficient is 0.
 
-    If `coefficient` is None, the configuration's own is used. Raises `UserError` for a coefficient if the model has no routers.
+    If `coefficient` is None, that of the model's configuration is used. Raises `UserError` for a coefficient without routers.
     """
     config = network.config.get_text_config()
     own, chosen = getattr(config, "router_aux_loss_coef", None), size(config, "chosen")
@@ -109,9 +111,9 @@ class RouterRecorder:
         return np.uint8 if self.num_experts <= 256 else np.uint16
 
     def _route(self, place: int, router: Any, given: Any, named: Any, made: Any) -> Any:
-        """Return a router's output (logits, weights [S, k], experts [S, k]), with the given choice if there is one.
+        """Return a router's output (logits, weights [S, k], experts [S, k]); inside `follow` with the given choice of experts.
 
-        This is the forward hook of the router `place`. It also records the output if `record` is active.
+        This is the forward hook of the router with the index `place`. Inside `record` it also records the output.
         """
         if self._followed is not None:
             with _FixedChoice(self._followed[place], made[0].shape[-1]):
@@ -174,7 +176,7 @@ class _FixedChoice(TorchFunctionMode):
 
 
 class Routes:
-    """The experts that a sampler records in one call: those of each prompt's tokens, and of each sampled token but the last.
+    """The experts that a sampler records in one call, for all tokens of each prompt and all sampled tokens but the last.
 
     The last token of a completion is never an input of the model, so no router sees it.
     """
@@ -186,21 +188,21 @@ class Routes:
         self.written = np.zeros(shape, dtype=routing.dtype)
 
     def _found(self, seen: list[tuple[Tensor, Tensor]]) -> np.ndarray:
-        """Return the recorded choices of all routers as an array [S, layers, k]."""
+        """Return the experts in `seen`, the list from `RouterRecorder.record`, as an array [S, layers, k]."""
         found: np.ndarray = torch.stack([choice for _, choice in seen], 1).cpu().numpy().astype(self.router_recorder.dtype)
         return found
 
     def read(self, requests: Sequence[int], lengths: Sequence[int], seen: list[tuple[Tensor, Tensor]]) -> None:
-        """Record the experts of the prompts of `requests`, which one forward pass has computed one after the other."""
+        """Record the experts of the prompts of these requests, which are concatenated in the forward pass recorded in `seen`."""
         parts = np.split(self._found(seen), np.cumsum(lengths)[:-1])
         self.prompts |= {r: _text(part) for r, part in zip(requests, parts, strict=True)}
 
     def write(self, sequences: np.ndarray, places: np.ndarray, seen: list[tuple[Tensor, Tensor]]) -> None:
-        """Record the experts of one token of each of these sequences, at its position `places` in the completion."""
+        """Record the experts of one token of each sequence. `places` are the tokens' positions in their completions."""
         self.written[sequences, places] = self._found(seen)
 
     def of(self, request: int, sequence: int, count: int) -> dict[str, str]:
-        """Return the recorded experts of a prompt and of its completion of `count` tokens, in base64."""
+        """Return the experts of a request's prompt and of its completion of `count` tokens: two `Completion` fields in base64."""
         return {"prompt_experts": self.prompts[request], "experts": _text(self.written[sequence, : max(count - 1, 0)])}
 
 
@@ -209,7 +211,9 @@ def _text(choices: np.ndarray) -> str:
 
 
 def routers_of(network: Any) -> list[nn.Module]:
-    """Return the router modules in layer order: those that transformers lists and that return (logits, weights, experts)."""
+    """Return the router modules of all layers, in order: modules that transformers lists as routers and that return
+    (logits, weights, experts).
+    """
     known = (getattr(type(network.base_model), "_can_record_outputs", None) or {}).get("router_logits")
     recorders: list[Any] = known if isinstance(known, list) else [known]
     kinds = tuple(one.target_class for one in recorders if getattr(one, "index", None) == 0)

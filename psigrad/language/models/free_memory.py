@@ -10,7 +10,9 @@ from huggingface_hub import try_to_load_from_cache
 # A number above this is no limit, like the "max" that most cgroups have.
 _NO_LIMIT = 1 << 60
 WHOLE, ADAPTER = 8, 1
-"""The memory of training as a multiple of the weights' files: all weights (with float32 masters and moments), or an adapter."""
+"""The memory of training, as a multiple of the size of the weight files: `WHOLE` if all weights are trained (with float32
+masters and moments), `ADAPTER` if only an adapter is.
+"""
 
 
 def share_for_activations(model: str, times: int) -> float:

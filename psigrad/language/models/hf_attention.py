@@ -49,7 +49,7 @@ def attention(
     layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention with transformers' signature. With a `layout`, ignore `attention_mask` and apply no dropout."""
+    """Compute attention; transformers calls this function. With a `layout`, `attention_mask` and dropout are ignored."""
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     plain = softcap is None and sinks is None
     if layout is None and plain:
@@ -81,8 +81,8 @@ Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float, int 
 def varlen_kernel() -> Varlen:
     """Return a kernel for causal attention within pieces of different lengths: torch's `varlen_attn`, or flash-attn's.
 
-    If a piece has more keys than queries, its queries are at the last keys. Both kernels need half precision. Raises `ValueError`
-    if neither is installed.
+    If a piece has more keys than queries, its queries are those of its last tokens: the causal mask is aligned at the end. Both
+    kernels need half precision. Raises `ValueError` if neither is installed.
     """
 
     def left(window: int | None) -> tuple[int, int]:
@@ -122,8 +122,8 @@ class _Unpadded:
 class VarlenLayout(_Unpadded):
     """A packed layout that computes attention by a kernel for pieces of different lengths, without padding; see `Layout`.
 
-    Every prefix is a piece, and so is every sequence, with a copy of its prefix's keys and values before its own. Only the scores
-    that are needed are computed.
+    Every prefix and every sequence is a piece. The keys and values of a sequence's prefix are copied before the sequence's own.
+    Only the scores that are needed are computed.
     """
 
     kernel: Varlen
@@ -168,7 +168,7 @@ class VarlenLayout(_Unpadded):
 
 
 class _Copies(torch.autograd.Function):
-    """The function x[index] for x [S, ...] and `index` [K]. The gradients of a row's copies are summed in a fixed order.
+    """The autograd function x[index] for x [S, ...] and `index` [K]. The gradients of a row's copies are summed in a fixed order.
 
     Autograd would sum them in half precision, and in an order that changes from run to run. Here each sum is computed in float32
     and rounded once.
@@ -219,8 +219,8 @@ class FlexLayout(_Unpadded):
 
     @cached_property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Four tensors [S] with a number per token: its prefix (or its sequence, without prefixes), its sequence (-1 for a token
-        of a prefix), its position in the text, and the position in the text where its sequence starts.
+        """Four tensors [S] with numbers per token: its prefix (in a row without prefixes, its sequence), its sequence (-1 for a
+        token of a prefix), its position in the text, and the position in the text where its sequence starts.
         """
         pieces, count, rows = self.packed.pieces, len(self.packed.pieces.prefixes), self.packed.rows
         numbers, nothing = np.arange(len(pieces.sequences)), np.full(len(pieces.sequences), -1)
@@ -278,21 +278,21 @@ class FlexLayout(_Unpadded):
 
 
 def unpad(packed: PackedLayout, how: str) -> Layout:
-    """Return the layout whose attention is "varlen" or "flex". A row with blocks of images needs a mask, and is unchanged."""
+    """Return a layout with the attention `how`, "varlen" or "flex". A row with image blocks needs a mask: return it unchanged."""
     if packed.blocks is not None:
         return packed
     return FlexLayout(packed) if how == "flex" else VarlenLayout(packed, varlen_kernel())
 
 
 def _list_blocks(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return FlexAttention's form of a mask [Q, K] of blocks: the number of True in each row, [1, 1, Q], and their columns,
-    followed by those of the others, [1, 1, Q, K].
+    """Return a mask [Q, K] of blocks as FlexAttention reads it: (the number of True in each row [1, 1, Q], the columns of each
+    row [1, 1, Q, K], those where the mask is True first).
     """
     return blocks.sum(1)[None, None], (~blocks).argsort(1, kind="stable")[None, None]
 
 
 @functools.cache
 def _kernel(device: str) -> Callable[..., Any]:
-    """Return flex_attention: on a GPU compiled once for all lengths, elsewhere uncompiled, which computes all scores."""
+    """Return flex_attention. On a GPU it is compiled once for all lengths. Elsewhere it is not, and computes all scores."""
     plain: Callable[..., Any] = flex_attention
     return torch.compile(plain, dynamic=True) if device == "cuda" else plain

@@ -1,10 +1,10 @@
 """Recurrent layers inside any transformers model: the gated delta rule, Mamba-2 and short convolutions, over packed rows.
 
 transformers has a registry for attention functions, but none for recurrences. Its recurrent layers (mixers) call a few global
-functions, and pass on the keyword arguments of the forward call. `attach` lets a mixer of a loaded model run the same code with
-psigrad's functions under these names. They read the layout of the packed row from the keyword arguments. State and window start
-at zero in each sequence, and those of a prompt are computed once for its completions. Without a layout they call transformers'
-functions. On a CPU, C++ kernels compute packed rows with their gradients if the mixer's `Switch` has them.
+functions, and pass on the keyword arguments of the forward call. `attach` replaces these functions by psigrad's in the mixers
+of a loaded model. psigrad's functions read the layout of the packed row from the keyword arguments. State and window start at
+zero in each sequence, and those of a prompt are computed once for its completions. Without a layout, psigrad's functions call
+transformers'. On a CPU, C++ kernels compute packed rows with their gradients if the mixer's `Switch` has kernels.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Function = Callable[..., Any]
 
 
 def attach(network: nn.Module) -> None:
-    """Replace the global functions that the recurrent layers of `network` call by psigrad's, which read layouts.
+    """Let the recurrent layers of `network` call psigrad's functions, which read layouts, in place of transformers'.
 
-    Each of these layers gets the attribute `has_state`, the `Switch` of its kernels.
+    Each recurrent layer gets the attribute `has_state`, the `Switch` of its kernels.
     """
     for module in network.modules():
         own: Any = inspect.unwrap(type(module).forward)
@@ -48,7 +48,7 @@ def attach(network: nn.Module) -> None:
 
 
 class Switch:
-    """The C++ kernels for the packed rows of a recurrent layer, or None. A copy of the layer shares this object."""
+    """The holder of the C++ kernels for a recurrent layer's packed rows, or of None. Copies of the layer share this object."""
 
     native: Kernels | None = None
 
@@ -136,7 +136,7 @@ def _mamba2(own: Function, layer: int, switch: Switch) -> Function:
 def _never(own: Function, layer: int, switch: Switch) -> Function:
     """Return a function that replaces `mamba2_split_conv1d_scan_combined`, and returns None if there is a layout.
 
-    Its fused kernel cannot read a layout. With None, the mixer calls the functions above instead.
+    transformers' fused kernel cannot read a layout. If it returns None, the mixer calls the functions that are replaced above.
     """
 
     def scan(*args: Any, layout: Layout | None = None, **given: Any) -> Any:
@@ -166,7 +166,7 @@ def _plain(inputs: Tensors) -> list[Tensor]:
 
 
 class _Convolution(torch.autograd.Function):
-    """The function `StateKernels.convolve` with its gradient, for a weight [C, K]."""
+    """The autograd function of `StateKernels.convolve`, for a weight [C, K]."""
 
     @staticmethod
     def forward(ctx: Any, native: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor, silu: bool) -> Tensor:
@@ -183,7 +183,7 @@ class _Convolution(torch.autograd.Function):
 
 
 class _Scan(torch.autograd.Function):
-    """The function `StateKernels.chunks` with its gradient, for states that start at 0."""
+    """The autograd function of `StateKernels.chunks`, for states that start at 0."""
 
     @staticmethod
     def forward(ctx: Any, native: Kernels, trees: Trees, delta: bool, states: Tensor, *inputs: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class _Scan(torch.autograd.Function):
 def _scan(
     switch: Switch, trees: Trees, delta: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the outputs and states of `StateKernels.chunks` from states of 0; None if its kernel is disabled or does not fit."""
+    """Return (outputs, states) of `StateKernels.chunks` from states of 0; None if the kernel is disabled or does not fit."""
     native = switch.native
     if native is None or g.dim() != 2 or v.dtype not in native.dtypes or not q.dtype == k.dtype == v.dtype:
         return None

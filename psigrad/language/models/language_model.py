@@ -45,18 +45,18 @@ VALUE_HEAD = "value_head"
 
 @dataclass(frozen=True)
 class Divergence:
-    """The request for a divergence between policy and reference, which `LanguageModel.evaluate` sums over the vocabulary."""
+    """A request for a divergence between policy and reference, which `LanguageModel.evaluate` sums over the vocabulary."""
 
     model: LanguageModel | Top
-    """The reference or teacher, or its most probable tokens [N, T, k]. A LoRA model that is given itself is evaluated without
-    its adapter.
+    """The reference (or teacher), or its most probable tokens [N, T, k]. If it is the evaluated LoRA model itself, its adapter
+    is disabled.
     """
     kind: str = "exact"
     """KL(π‖ref) ("exact"), KL(ref‖π) ("exact_forward") or the Jensen–Shannon divergence ("exact_js")."""
     mixture: float = 0.5
     """The weight of the reference in the mixture of "exact_js"."""
     inputs: Groups | None = None
-    """The inputs of the reference if they differ from the policy's. They have the same completions after other prompts."""
+    """The inputs of the reference, if its prompts differ from the policy's; the completions are the same."""
 
 
 class SoftcappedHead:
@@ -85,8 +85,8 @@ class LanguageModel(Pretrained):
 
     value_head: nn.Linear | None = None
     full_logits: bool = False
-    """True if the logits of a padded pass differ from the LM head's on the last hidden states, so that transformers computes them
-    for all tokens at once.
+    """True if the LM head on the last hidden states does not give the logits of a padded pass. transformers then computes the
+    logits of all tokens at once.
     """
     new_cache: ClassVar[type[ActivationCache]] = ActivationCache
     """The class of the cache of activations that training reuses from sampling. Its argument is the limit in bytes."""
@@ -105,7 +105,7 @@ class LanguageModel(Pretrained):
 
     @torch.no_grad()
     def _why_full_logits(self) -> str:
-        """Return why the LM head on the last hidden states does not give the logits of a padded pass; empty if it does."""
+        """Return the reason why the LM head on the last hidden states does not give a padded pass's logits; empty if it does."""
 
         def logits(full: bool) -> Tensor:
             self.full_logits = full
@@ -119,7 +119,7 @@ class LanguageModel(Pretrained):
             return reason_of(error)
 
     def usable(self, cache: ActivationCache | None) -> ActivationCache | None:
-        """Return `cache` if its activations can be those of this model: if a fused decoder runs, with the adapter enabled."""
+        """Return `cache` if its activations can be this model's: if a fused decoder runs with the adapter enabled. Else None."""
         return cache if self.decoder is not None and (self.adapter is None or self.decoder.adapted) else None
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -128,7 +128,7 @@ class LanguageModel(Pretrained):
         return super().trainable() | head
 
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
-        """Return the logits of the completions' tokens, [N, T]. If logits are small, log-probs hide their differences."""
+        """Return the logits [N, T] of the completions' tokens. Log-probs would hide differences between small logits."""
         self.switch(self.train_mode and torch.is_grad_enabled())
         forward = lay_out(texts, self.device, packed)
 
@@ -191,11 +191,12 @@ class LanguageModel(Pretrained):
         packed: bool | None = None,
         cache: ActivationCache | None = None,
     ) -> PolicyOutputs:
-        """Return log π of every target token as [N, T] (zeros elsewhere).
+        """Return `PolicyOutputs` with log π of every target token as [N, T] (zeros elsewhere).
 
-        On request the result also has the entropy, the exact KL to `kl_to` (or another `Divergence`), and the value head's V.
-        Gradients flow unless the caller is under `torch.no_grad()`. If `kl_to` is this LoRA model itself, it is evaluated without
-        its adapter. `packed=False` selects padded passes, which are slower. Activations of these tokens in `cache` are reused.
+        On request the result also has the entropy, the exact KL to the model `kl_to` (or another `Divergence`), and the value
+        head's V. Gradients flow unless the caller is under `torch.no_grad()`. If `kl_to` is this LoRA model itself, its adapter
+        is disabled for the reference. `packed=False` selects padded passes, which are slower. Activations of these tokens in
+        `cache` are reused.
         """
         stats, targets = self.stats(
             inputs, temperature=temperature, entropy=entropy, kl_to=kl_to, value=value, packed=packed, cache=cache
@@ -220,9 +221,9 @@ class LanguageModel(Pretrained):
         packed: bool | None = None,
         cache: ActivationCache | None = None,
     ) -> tuple[TokenStats, Targets]:
-        """Return the statistics of `evaluate` as tensors [M] over the target tokens, and the `Targets` with their positions.
+        """Return (the statistics of `evaluate` as tensors [M] over the target tokens, the `Targets` with the tokens' positions).
 
-        The entropy "figure" is for logging, and may have no gradient.
+        With `entropy` "figure" the entropy is for logging, and may have no gradient.
         """
         self.switch(self.train_mode and torch.is_grad_enabled())
         whole = lay_out(inputs, self.device, packed if packed is not None else not self.why_padded)
@@ -263,7 +264,7 @@ class LanguageModel(Pretrained):
     def _reference_hidden(
         self, request: Divergence, other: LanguageModel, inputs: Groups | Rows, forward: ForwardInputs
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return the reference's `_target_hidden`, without gradient. `other` is the reference's model.
+        """Return (hidden states, head) of the reference model `other` as `_target_hidden` does, without gradient.
 
         If `other` is this model itself, its adapter is disabled.
         """
@@ -290,7 +291,7 @@ class LanguageModel(Pretrained):
 
     @torch.no_grad()
     def most_probable(self, inputs: Groups, k: int) -> tuple[Tensor, Top]:
-        """Return log π [N, T] of the completions' tokens, and the k most probable tokens [N, T, k] at each position."""
+        """Return (log π [N, T] of the completions' tokens, the k most probable tokens [N, T, k] at each position)."""
         self.switch(False)
         forward = lay_out(inputs, self.device, not self.why_padded)
         hidden, head = with_gathered_weights(self, lambda: self._target_hidden(forward))
@@ -300,7 +301,10 @@ class LanguageModel(Pretrained):
         return self.evaluate(inputs).logp, Top(*(x.new_zeros(*shape, x.shape[-1]).index_put(at, x) for x in columns))
 
     def _with_values(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
-        """Return `_target_hidden`, and the value head's V [M] of the state before each target, in at least float32."""
+        """Return (hidden states, head, V) of the targets: the result of `_target_hidden`, and the value head's V [M] before each.
+
+        V is in at least float32.
+        """
         if self.value_head is None:
             raise ValueError("This model has no value head; call add_value_head() first.")
         hidden = self.target_hidden(inputs)
@@ -310,10 +314,9 @@ class LanguageModel(Pretrained):
         return hidden, self.output_head(), values
 
     def _target_hidden(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return the hidden states [M, E] that predict the targets, and the head that maps them to logits.
+        """Return (the hidden states [M, E] that predict the targets, the head that maps them to logits).
 
-        If the padded pass of a model is used although it can be packed, or with `full_logits`, transformers computes the logits.
-        The result is then these logits [M, V], and an identity.
+        If transformers must compute the logits of a padded pass (not `_applies_head`), return (these logits [M, V], an identity).
         """
         if inputs.layout is not None or self._applies_head:
             return self.target_hidden(inputs), self.output_head()
@@ -322,11 +325,14 @@ class LanguageModel(Pretrained):
 
     @property
     def _applies_head(self) -> bool:
-        """True if a padded pass ends with hidden states, to which psigrad applies the LM head in chunks."""
+        """True if psigrad applies the LM head to the hidden states of a padded pass, in chunks; else transformers does.
+
+        It is False for a model that could be packed, since its padded passes only serve for comparison.
+        """
         return bool(self.why_padded) and not self.full_logits
 
     def without_adapter(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which the LoRA adapter is disabled. The model is then its own reference, without more memory."""
+        """Return a context in which the LoRA adapter is disabled, so that the model is its own reference and needs no copy."""
         if self.adapter is None:
             raise ValueError("Only a LoRA model carries its own reference; use frozen_copy() for full fine-tuning.")
         adapter: Any = self.adapter
@@ -399,14 +405,11 @@ def load(
     except LOADING_ERRORS as error:
         what = "" if isinstance(error, OSError) else _why_no_text(path)  # do not ask a hub again that does not answer
         reason = "" if what else f" ({reason_of(error)})"
-        raise UserError(
-            f"No causal language model could be loaded from {path!r}{reason}; {what or 'give a folder or a hub name'}."
-        ) from error
-    network = network.to("cpu" if for_shards else device)
-    known = found is not None
-    return prepare(
-        network, tokenizer, lora, adapter, gradient_checkpointing=gradient_checkpointing, is_known=known, towers=towers
-    )
+        advice = what or "give a folder or a hub name"
+        raise UserError(f"No causal language model could be loaded from {path!r}{reason}; {advice}.") from error
+    network, known = network.to("cpu" if for_shards else device), found is not None
+    again = gradient_checkpointing
+    return prepare(network, tokenizer, lora, adapter, gradient_checkpointing=again, is_known=known, towers=towers)
 
 
 def prepare(
@@ -428,7 +431,7 @@ def prepare(
 
 
 def _why_no_text(path: str) -> str:
-    """Return the advice of `vision.why_not_text` on the checkpoint at `path`; empty if its configuration cannot be read."""
+    """Return the advice of `vision.why_not_text` for the checkpoint at `path`; empty if its configuration cannot be read."""
     from psigrad.language.models.vision import why_not_text
 
     try:

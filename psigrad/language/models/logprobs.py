@@ -26,7 +26,7 @@ CHUNK_ON_GPU, TILE_ON_GPU = 4, 256
 
 
 class _Logits(torch.autograd.Function):
-    """The function h·Wᵀ by `kernels.multiply`. Unlike PyTorch's product, it compiles no code for each new number of tokens.
+    """The autograd function h·Wᵀ by `kernels.multiply`, which unlike PyTorch compiles no code for each new number of tokens.
 
     With `sums`, the weight's gradient is summed over chunks in float32. Autograd's sum in half precision would lose small terms.
     """
@@ -52,7 +52,7 @@ class _Logits(torch.autograd.Function):
 
 
 class _ChosenLogProbs(torch.autograd.Function):
-    """The function log π(a) of given tokens a, computed in tiles of logits. Only a log-sum-exp per token is stored for backward.
+    """The autograd function log π(a) of tokens a, computed in tiles of logits. Only a log-sum-exp per token is stored.
 
     Formula: with z = h·Wᵀ / T and π = softmax(z), d log π(a) / dz = e_a − π. A tile has as many hidden states as possible, so
     that the head's weights are read once in each direction (Wijmans et al. 2024, arXiv:2411.09009).
@@ -114,7 +114,7 @@ class _ChosenLogProbs(torch.autograd.Function):
 
 
 class _Figures:
-    """The most probable token and the entropy at each of M positions, summed up from tiles of logits (after the temperature)."""
+    """The most probable token and the entropy at each of M positions, computed from tiles of logits (after the temperature)."""
 
     def __init__(self, count: int, like: Tensor) -> None:
         self._top, self._total, self._mean = (like.new_zeros(count) for _ in range(3))
@@ -122,7 +122,7 @@ class _Figures:
         self.best = torch.zeros(count, dtype=torch.long, device=like.device)
 
     def add(self, rows: slice, columns: slice, logits: Tensor) -> None:
-        """Add a tile of logits, and overwrite it. Σ eᶻ⁻ᵐ and Σ eᶻ⁻ᵐ(z − m) are stored, with m the largest logit z so far."""
+        """Add a tile of logits z, and overwrite it. This updates Σ eᶻ⁻ᵐ and Σ eᶻ⁻ᵐ(z − m), with m the largest logit so far."""
         highest, place = logits.max(1)
         self.best[rows] = torch.where(highest > self._top[rows], place + columns.start, self.best[rows])
         higher = torch.maximum(self._top[rows], highest)
@@ -139,7 +139,7 @@ class _Figures:
 
 
 class _RowLogProbs(torch.autograd.Function):
-    """The function of `_ChosenLogProbs` for a GPU, in large chunks that each have complete rows of logits.
+    """The autograd function log π(a) of tokens a for a GPU, in large chunks of complete rows of logits.
 
     If `best`, it also returns the most probable tokens, and if `mixed`, the entropies. Neither has a gradient.
     """
@@ -222,9 +222,9 @@ def _on_gpu(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _HeadUse:
-    """The tensors of one backward pass through a head: its inputs, the log-sum-exp per token, and the log-probs' gradient.
+    """The tensors of one backward pass through an LM head: its inputs, the log-sum-exp per token, and the log-probs' gradient.
 
-    The gradient of the head's weight can be computed from them at any later time.
+    From these tensors the gradient of the head's weight can be computed at any later time.
     """
 
     hidden: Tensor
@@ -245,9 +245,10 @@ class _HeadUse:
         self.add_products(None, out, rows)
 
     def add_products(self, dhidden: Tensor | None, dweight: Tensor | None, tokens: slice) -> None:
-        """Add the gradients that come from the logits of the vocabulary's `tokens`.
+        """Add the gradients through the logits of the vocabulary's `tokens` to `dhidden` and `dweight`.
 
-        `dhidden` [M, E] is that of the hidden states, and `dweight` that of the weight's rows `tokens`; None is not computed.
+        `dhidden` [M, E] is the gradient of the hidden states, and `dweight` that of the weight's rows `tokens`. A gradient that
+        is None is not computed.
         """
         weight, ids = self.weight.detach()[tokens], self.ids - tokens.start
         for rows, columns, logits, stored in _tiles(self.hidden, weight, self.temperature):
@@ -271,9 +272,9 @@ def _native(hidden: Tensor, weight: Tensor) -> Kernels | None:
 def _sampler_logprobs(
     native: Kernels, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, figures: _Figures | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probs [M] of tokens, with the same bits as when the sampler draws from these logits, and their logits [M].
+    """Return (log-probs [M], logits [M]) of the tokens `ids`, computed from `hidden` and `weight`.
 
-    `figures` also receives the logits.
+    The log-probs have the same bits as those that the sampler computes. If `figures` is given, all logits are added to it.
     """
     height = max(1, min(len(hidden), TILE_ELEMENTS // STRETCH))
     most = TILE_ELEMENTS if figures is None else TILE_ELEMENTS // 4  # figures make three copies of a tile
@@ -296,9 +297,9 @@ def _sampler_logprobs(
 
 
 def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Yield tiles (rows, columns, logits, stored) of some hidden states and some tokens; each tile overwrites the previous one.
+    """Yield tiles of the logits as (rows of `hidden`, rows of `weight`, logits, stored). A tile overwrites the previous one.
 
-    `logits` are in at least float32 and divided by the temperature. `stored` are those in the weight's dtype before that.
+    `logits` are in at least float32 and divided by the temperature. `stored` are the undivided logits in the weight's dtype.
     """
     height = min(len(hidden), TILE_ROWS)
     width = min(len(weight), max(1, TILE_ELEMENTS // height))
@@ -317,7 +318,7 @@ def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple
 
 
 def _hits(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return a mask [m] of the ids in the range `columns`, and their index in it, [m, 1], which is arbitrary for other ids."""
+    """Return (a mask [m] of the ids in the range `columns`, their index in the range [m, 1], arbitrary for other ids)."""
     hit = (ids >= columns.start) & (ids < columns.stop)
     return hit, (ids - columns.start).clamp_(0, columns.stop - columns.start - 1)[:, None]
 
@@ -349,9 +350,9 @@ def token_stats(
 ) -> TokenStats:
     """Return the `TokenStats` of hidden states [M, E] under `head` (E -> V), computed in chunks of M.
 
-    Chunks are recomputed in the backward pass. If `head` is a linear layer without bias and only log-probs need a gradient, its
-    closed form is used, and entropy and accuracy are computed in the same pass. If only log-probs are requested, those in
-    `cached` from the same head are reused. `reference_hidden` are the hidden states or the `Top` of a divergence's reference.
+    Chunks are recomputed in the backward pass. If `head` is a linear layer without bias and only log-probs need a gradient, the
+    gradient is computed in closed form, and entropy and accuracy in the same pass. If only log-probs are requested, those in
+    `cached` from the same head are reused. `reference_hidden` are the reference's hidden states or its `Top`, for a divergence.
     """
     linear: Any = head if (plain := type(head) is nn.Linear and head.bias is None) else None
     if plain and _on_gpu(hidden) and request.is_closed_form and len(ids):

@@ -1,4 +1,4 @@
-"""LoRA adapters of peft: creating, resuming, merging and saving them, and their dropout.
+"""LoRA adapters of peft: their creation, loading, merging and dropout.
 
 A dropout mask is a function of the run, the step, the text and the layer. It does not depend on the state of a random generator.
 """
@@ -56,8 +56,8 @@ class Lora:
 
     Formula: s = alpha / rank, or alpha / √rank with `rslora`. With `dora` each row of W + s·B A is scaled to a trained length.
 
-    `target_modules` are names as in peft. "all-linear" means every linear layer but the head, and a single regular expression the
-    modules whose full name it matches. The modules in `modules_to_save` are trained in full.
+    `target_modules` are names as in peft. "all-linear" means every linear layer but the head. A single regular expression means
+    the modules whose full name it matches. The modules in `modules_to_save` are trained in full.
 
     Source: Hu et al. 2021, LoRA, arXiv:2106.09685; Kalajdzievski 2023, rsLoRA, arXiv:2312.03732; Liu et al. 2024, DoRA,
     arXiv:2402.09353.
@@ -87,12 +87,12 @@ class Lora:
 
 
 def _as_pattern(name: str) -> str:
-    """Return a string from peft's `target_modules`, which is a regular expression, in a form that `_is_pattern` recognises."""
+    """Return the regular expression `name` from peft's `target_modules`, changed if needed so that `_is_pattern` is True."""
     return name if name == "all-linear" or _is_pattern(name) else f"(?:{name})"
 
 
 def _is_pattern(name: str) -> bool:
-    """Return True if a target has a character that no module's name has, so that it is a regular expression."""
+    """Return True if a target module is a regular expression, by a character that module names cannot have."""
     return re.search(r"[^\w.-]", name) is not None
 
 
@@ -104,7 +104,7 @@ def is_adapted(name: str, targets: Sequence[str]) -> bool:
 
 
 def _peft_targets(targets: Sequence[str]) -> str | list[str]:
-    """Return `target_modules` for peft. Raises `UserError` for an invalid regular expression, or one next to other targets."""
+    """Return `target_modules` as peft takes them. Raises `UserError` for a regular expression that is invalid or not alone."""
     patterns = [target for target in targets if target != "all-linear" and _is_pattern(target)]
     if patterns and len(targets) > 1:
         raise UserError(f"lora_target_modules has the regular expression {patterns[0]!r} among {len(targets)}; give only that.")
@@ -216,7 +216,7 @@ def add_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, tow
 
 
 def _in_half(hf: PreTrainedModel, lora: Lora) -> bool:
-    """Return True if the adapter's weights are bfloat16: on a GPU, if the base is bfloat16 too.
+    """Return True if a new adapter's weights must be bfloat16: on a GPU, if the base model is bfloat16 too.
 
     A float32 adapter would cast the input of every layer and its own output, which takes a tenth of a step. The optimiser has
     float32 masters of the adapter anyway. An adapter with DoRA or on a quantised base is float32.
@@ -247,7 +247,7 @@ def suppress_peft_warning() -> Iterator[None]:
 
 
 def merge_adapter(network: PreTrainedModel, adapter: nn.Module | None) -> Any:
-    """Return a copy of the complete model with its adapter merged in; `network` itself if `adapter` is None."""
+    """Return a copy of the complete model with its adapter merged in. If `adapter` is None, return `network` itself."""
     wrapped: Any = copy.deepcopy(adapter)
     if wrapped is None:
         return network
@@ -287,22 +287,22 @@ def describe_merging(adapter: Any) -> str:
 
 
 def base_of(module: Any) -> Any:
-    """Return the original layer of a layer that peft has wrapped; any other layer unchanged."""
+    """Return the original layer inside a layer that peft has wrapped. Return any other layer unchanged."""
     return getattr(module, "original_module", getattr(module, "base_layer", module))
 
 
 @dataclass
 class DropoutMasks:
-    """The seed and the text from which a model's dropout masks are computed (`CountedDropout`)."""
+    """The seed and the tokens of the current pass, from which a model's dropout masks are computed (`CountedDropout`)."""
 
     seed: int = 0
     tokens: Tensor | None = None
-    """[B, S] a number for each token of the forward pass, from `hash_tokens`."""
+    """[B, S] the hash of each token of the forward pass and of the text before it (`hash_tokens`)."""
     used: bool = False
     """True if the model has dropout."""
 
     def count(self, adapter: nn.Module) -> None:
-        """Replace each dropout layer of a peft adapter by a `CountedDropout` with these masks."""
+        """Replace each dropout layer of a peft adapter by a `CountedDropout` that computes its mask from this object."""
         for name, module in list(adapter.named_modules()):
             if isinstance(module, nn.Dropout) and ".lora_dropout." in name:
                 adapter.set_submodule(name, CountedDropout(module.p, name, self))
@@ -313,7 +313,7 @@ class DropoutMasks:
         self.seed = seeds.derive("dropout", *parts)
 
     def read(self, inputs: ForwardInputs) -> None:
-        """Store the text of a forward pass, from which its masks are computed. A pass without gradient has no dropout."""
+        """Store the hashes of a forward pass's tokens, for its masks. A pass without gradient has no dropout and needs none."""
         if self.used and torch.is_grad_enabled():
             whole = inputs.token_hashes is None
             self.tokens = hash_tokens(inputs.input_ids, inputs.position_ids, inputs.layout) if whole else inputs.token_hashes
@@ -333,7 +333,7 @@ class CountedDropout(nn.Module):
         self.threshold, self.layer, self.masks = min(round(p * _VALUES), _VALUES - 1), layer, masks
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop features of x [B, S, …] or [B·S, …], or of [B, E] with one token per text. Raises `UserError` for other rows."""
+        """Drop features of x: [B, S, …], [B·S, …], or [B, E] with one token per text. Raises `UserError` for other shapes."""
         if not self.training or not self.threshold:
             return x
         tokens = self._tokens_of(x)
@@ -344,7 +344,7 @@ class CountedDropout(nn.Module):
         return x.masked_fill(dropped.reshape(x.shape), 0.0) / (1 - self.threshold / _VALUES)
 
     def _tokens_of(self, x: Tensor) -> Tensor:
-        """Return the number of the token (`hash_tokens`) in each row of x."""
+        """Return the hash (`hash_tokens`) of the token in each row of x."""
         tokens = self.masks.tokens
         assert tokens is not None, "no forward pass has given its text"
         if x.shape[:2] == tokens.shape or len(x) == tokens.numel():
@@ -358,9 +358,9 @@ class CountedDropout(nn.Module):
 
 
 def hash_tokens(ids: Tensor, positions: Tensor, layout: Any = None) -> Tensor:
-    """Return a hash per token [B, S] of the text up to the token: Σ w(id_i, i) modulo 2^64 over its tokens i, w a random word.
+    """Return for each token [B, S] a hash of the text up to it: Σ_i w(id_i, i) modulo 2^64, with w a pseudo-random function.
 
-    A token has the same number in a packed row, in a padded row, and behind a prompt that other sequences share.
+    A token has the same hash in a packed row, in a padded row, and after a prompt that other sequences share.
     """
     sums = seeds.words_on_device(ids, positions).cumsum(-1)
     if not isinstance(layout, PackedLayout):  # padding is at the end, and no text follows it

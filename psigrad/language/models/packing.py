@@ -1,4 +1,4 @@
-"""The assignment of rows to forward passes, and the layout of their token ids: packed or padded.
+"""The assignment of rows to forward passes, and the packed or padded layout of a pass's token ids.
 
 In a packed pass each prefix is computed once, and there is no padding. Padded passes are slower. They are used for models that
 cannot pack, and to check packed ones.
@@ -75,7 +75,7 @@ def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[
 def _evenly(lengths: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
     """Return equally many micro-batches for each rank, with about the same number of tokens; the largest come first.
 
-    The budget is the smallest, in steps of 3 %, that needs no more micro-batches than the given one.
+    They are packed with the smallest budget, in steps of 3 %, that needs no more micro-batches than `budget`.
     """
     tokens = sum(lengths)
     rounds = max(1, math.ceil(len(pack_by_tokens(lengths, budget)) / ranks))
@@ -88,10 +88,10 @@ def _evenly(lengths: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
 def pack_groups(
     prompts: Sequence[int], completions: Sequence[Sequence[int]], budget: int, ranks: int = 1
 ) -> list[list[tuple[int, list[int]]]]:
-    """Return micro-batches of (g, ks): the completions ks of group g, whose prompt is computed once for them.
+    """Return micro-batches, lists of (g, ks): the indices ks of completions of group g, whose prompt is computed once for them.
 
     `prompts[g]` and `completions[g][k]` are token counts. A group costs its prompt plus its completions. A group is split only
-    if it alone is above the budget, or above each rank's share of all tokens. Each part of it then includes the prompt again.
+    if it alone is above the budget, or above each rank's share of all tokens. Each part of the group then has the prompt again.
     Every (g, k) occurs exactly once.
     """
     most = budget
@@ -114,8 +114,8 @@ Ids = Sequence[int]
 class Groups:
     """Completions that share prompts: `completions[b][k]` continues `prompts[b]`, or its first `starts[b][k]` tokens.
 
-    Results are [N, T] for the N completions in order, T the length of the longest. All tokens of a completion are targets, or
-    with `masks` those where `masks[b][k]` is True.
+    Results are [N, T] for the N completions in order, T the length of the longest. All tokens of a completion are targets; with
+    `masks`, only those where `masks[b][k]` is True.
     """
 
     prompts: Sequence[Ids]
@@ -126,13 +126,13 @@ class Groups:
     """The experts that routers chose in sampling for the tokens of each prompt and each completion (`experts.RouterRecorder`)."""
 
     def begin(self) -> list[int]:
-        """Return a list of N numbers: how many tokens of its prompt each completion continues."""
+        """Return for each of the N completions the number of tokens of its prompt that it continues."""
         if self.starts is not None:
             return [start for group in self.starts for start in group]
         return [len(prompt) for prompt, group in zip(self.prompts, self.completions, strict=True) for _ in group]
 
     def wanted(self, count: int) -> np.ndarray:
-        """Return a mask [count] over the tokens of all completions, one completion after the other: True for targets."""
+        """Return a mask [count] over the concatenated tokens of all completions, True for targets. `count` is their number."""
         if self.masks is None:
             return np.ones(count, dtype=bool)
         return np.fromiter((own for group in self.masks for mask in group for own in mask), dtype=bool, count=count)
@@ -164,7 +164,7 @@ class Targets:
     """The M tokens of a forward pass whose log-probs are computed.
 
     The hidden state at the flat position `rows[m]` predicts the token `ids[m]`, whose log-prob is at [n[m], t[m]] of the result.
-    `shape` is the result's, (N, T).
+    `shape` is the shape (N, T) of the result.
     """
 
     rows: Tensor
@@ -174,12 +174,12 @@ class Targets:
     shape: tuple[int, int]
 
     def some(self, indices: Tensor) -> Targets:
-        """Return the K targets with the indices `indices` [K]."""
+        """Return the subset of the targets at the indices `indices` [K]."""
         rows, ids, n, t = (x.index_select(0, indices) for x in (self.rows, self.ids, self.n, self.t))
         return Targets(rows, ids, n, t, self.shape)
 
     def unpack(self, values: Tensor) -> Tensor:
-        """Scatter [M] -> [N, T], with zeros elsewhere."""
+        """Scatter the targets' values [M] to their positions in [N, T], with zeros elsewhere."""
         return values.new_zeros(self.shape).index_put((self.n, self.t), values)
 
 
@@ -232,13 +232,13 @@ def _shape(lengths: Sequence[int]) -> tuple[int, int]:
 
 
 def _places(lengths: np.ndarray) -> np.ndarray:
-    """Return the position of each token in its piece: 0 … length - 1 for each of `lengths`, concatenated."""
+    """Return the position of each token in its piece: 0 … length - 1 for each length in `lengths`, concatenated."""
     places: np.ndarray = np.arange(lengths.sum()) - (lengths.cumsum() - lengths).repeat(lengths)
     return places
 
 
 def _flat(pieces: Iterable[Ids], count: int) -> np.ndarray:
-    """Return the ids of all pieces, `count` in total."""
+    """Return the concatenated ids of all pieces, `count` in total."""
     return np.fromiter(chain.from_iterable(pieces), dtype=np.int64, count=count)
 
 

@@ -1,8 +1,8 @@
 """Tests that psigrad's faster computation of a model gives the same outputs as transformers' modules.
 
 In bfloat16 two correct computations can differ widely: on random token ids, SmolLM2 in bfloat16 is 7 nats from SmolLM2 in
-float32. Both computations therefore also run in float32. Their difference there must be a small share of that between bfloat16
-and float32. In float32 rounding is a thousand times smaller, but an error of 1 % in a layer's weights is as large as before.
+float32. Both computations therefore also run in float32. Their difference there must be a small share of the difference between
+bfloat16 and float32. In float32 rounding is a thousand times smaller, but a wrong layer's error is as large as in bfloat16.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Numbers = Callable[[], Tensor]
 
 @torch.no_grad()
 def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe: Callable[[Groups, bool], Tensor]) -> str:
-    """Return why the packed forward pass can't be used for this model; empty if it gives the outputs of transformers' attention.
+    """Compare packed passes with transformers' attention. Return the reason why they can't be used; empty if outputs are equal.
 
     `texts_of()` returns the texts for the test, and `probe(texts, packed)` the model's outputs on them, without a fused decoder.
     Afterwards the model uses psigrad's attention if the test passed, otherwise transformers'.
@@ -108,17 +108,17 @@ def with_gradient(model: Any) -> list[Tensor]:
 
 
 def check_gap(model: Any, own: list[Tensor]) -> None:
-    """Raise `ValueError` if `with_gradient` now returns other numbers than before, which are `own`."""
+    """Raise `ValueError` if the outputs and gradients of `with_gradient` differ from the earlier ones, `own`."""
     found = with_gradient(model)
     slopes = (float((a - b).abs().max()) for a, b in zip(found[1:], own[1:], strict=True))
     gap = max(distance(found[0], own[0]), *slopes, 0.0)
     if not gap < (1e-3 if model.network.dtype in (torch.float32, torch.float64) else 0.25):
-        raise ValueError(f"its numbers differ by {gap:.1g} from the model's own")
+        raise ValueError(f"the outputs or gradients differ by {gap:.1g} from those before")
 
 
 @torch.no_grad()
 def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, str]:
-    """Return the fused decoder if its outputs are those of transformers' modules; otherwise None and the reason.
+    """Return (fused decoder, "") if its outputs are those of transformers' modules, otherwise (None, the reason why not).
 
     `recompute` enables gradient checkpointing in the decoder.
     """
@@ -147,11 +147,10 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
 
 @torch.no_grad()
 def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
-    """Return psigrad's kernels inside the modules of a packed model (`ModuleKernels`) if they do not change its outputs;
-    otherwise None.
+    """Return (kernels, reason): the kernels in a packed model's modules (`ModuleKernels`), None if they change its outputs.
 
-    Also enable the kernels of its recurrent layers, if these do not change the outputs. The second result is the reason why they
-    are disabled, or empty. On a GPU, attach modules that launch fewer kernels (`GpuParts`) instead.
+    Also enable the kernels of the model's recurrent layers if they do not change the outputs. `reason` says why the kernels of
+    recurrent layers are disabled; empty if they are not. On a GPU, attach modules that launch fewer kernels (`GpuParts`) instead.
     """
     from psigrad.language.models.fused.module_kernels import ModuleKernels
 
@@ -203,7 +202,10 @@ def _attach_on_gpu(model: Any, inputs: ForwardInputs) -> None:
 
 
 def _why_not(hf: PreTrainedModel, numbers: Callable[[bool], Tensor]) -> str:
-    """Return `difference` of the outputs `numbers(True)` with kernels from those without, or the error that kernels raise."""
+    """Return why kernels cannot be used: the `difference` in outputs, or the error that they raise. Return "" if they can.
+
+    `numbers(True)` returns outputs with kernels, `numbers(False)` without.
+    """
     try:
         return difference(hf, lambda: numbers(False), lambda: numbers(True))
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -211,7 +213,7 @@ def _why_not(hf: PreTrainedModel, numbers: Callable[[bool], Tensor]) -> str:
 
 
 def difference(hf: PreTrainedModel, own: Numbers, fast: Numbers) -> str:
-    """Return a text about the difference of `fast()` from the correct outputs `own()`; empty if it is within rounding.
+    """Return a text about the difference between the outputs `fast()` and the correct ones `own()`; empty if it is rounding.
 
     If the model has attention windows longer than the texts, they are shortened for one more comparison in float32.
     """
@@ -242,7 +244,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 def shared_prompts(one: Sequence[int], other: Sequence[int]) -> Groups:
     """Return two prompts of different lengths, with two completions each, cut from two texts.
 
-    They are enough to detect a model in which packed sequences affect each other.
+    These texts suffice to detect a model in which packed sequences affect each other.
     """
     third, half = len(one) // 3, len(one) // 2
     completions = ((one[third:], one[third : third + 1]), (other[half : half + 2], other[half:]))
@@ -320,7 +322,7 @@ def _layers(hf: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def shorten_windows(hf: PreTrainedModel) -> Iterator[bool]:
-    """Shorten the windows and chunks of attention that exceed `LENGTH` tokens to `WINDOW`. Yield True if there are any.
+    """Shorten attention windows and chunks above `LENGTH` tokens to `WINDOW` inside this context. Yield True if there are any.
 
     The size is set in the model's modules, and in its configuration, from which masks are built. Both are restored at the end.
     """
@@ -366,7 +368,7 @@ def _perturb_fresh_adapters(decoder: Decoder) -> Iterator[None]:
 
 
 def _try(hf: PreTrainedModel, implementation: str, run: Callable[[], Any]) -> tuple[Any, str]:
-    """Return the result of `run` with transformers' attention set to `implementation`; if it fails, None and the error."""
+    """Set transformers' attention to `implementation` and call `run`. Return (its result, ""), or (None, the error)."""
     try:
         hf.set_attn_implementation(implementation)
         return run(), ""

@@ -55,11 +55,11 @@ class ScalarModel(Pretrained):
 
     @property
     def plain_prompts(self) -> bool:
-        """True if the model was trained on prompts without a chat template, although its tokenizer has one."""
+        """True if the model was trained on prompts without a chat template, although its tokenizer may have one."""
         return bool(getattr(self.network.config, PLAIN_PROMPTS, False))
 
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
-        """Return V before the tokens of the completions, or the scores [N, 1] of a model that only scores whole texts."""
+        """Return V [N, T] of the text before each completion token, or scores [N, 1] if the model only scores whole texts."""
         return self.values(texts, packed=packed) if self.per_token else self.scores(texts)[:, None]
 
     def _sample_texts(self, length: int) -> list[list[int]]:
@@ -83,7 +83,7 @@ class ScalarModel(Pretrained):
         return wide
 
     def scores(self, inputs: Groups, *, packed: bool | None = None) -> Tensor:
-        """Return the scores [N] of every prompt with its completion, at the last token. A group's prompt is computed once."""
+        """Return the scores [N] of prompts with their completions, read at the last token. A group's prompt is computed once."""
         if not self.per_token:
             return self._whole([[*p, *c] for p, group in zip(inputs.prompts, inputs.completions, strict=True) for c in group])
         # V before the extra token 0, which is not computed, is V after the last real token.
@@ -106,7 +106,7 @@ class ScalarModel(Pretrained):
 
 
 def _read_out(head: Any, hidden: Tensor) -> Tensor:
-    """Return w · h [M]. If the hidden states are in half precision, the product is computed and returned in float32.
+    """Return the head's outputs w · h [M] for hidden states h. Half precision is cast to float32 first.
 
     In bfloat16 a reward of 12.3 would become 12.3125.
     """
@@ -129,13 +129,14 @@ def load(
     trust_remote_code: bool = False,
     for_shards: bool = False,
     base: Kind | Literal[""] = "",
+    vision: bool = False,
     towers: Sequence[str] = (),
 ) -> ScalarModel:
     """Load the scalar model at `path`: a saved reward model or critic, or any causal language model, which gets a new head.
 
     `fresh_head` initialises a new head: "random" (N(0, initializer_range²), from torch's generator) or "zero". With "refuse" a
-    model without a trained head raises `UserError`. `tokenizer` replaces the model's own. `adapter`, `for_shards`, `base` and
-    `towers` are those of `language_model.load`. Raises `UserError` if no model can be loaded from `path`.
+    model without a trained head raises `UserError`. `tokenizer` replaces the model's own. `adapter`, `for_shards`, `base`,
+    `vision` and `towers` are those of `language_model.load`. Raises `UserError` if no model can be loaded from `path`.
     """
     from psigrad.language.models.tokenizer_files import read_tokenizer
     from psigrad.language.models.vision import configure_vision
@@ -145,7 +146,7 @@ def load(
         plain = (lora is None or kind is not None) and device == "cpu"
         found = families.load(path, DTYPES[dtype], scalar=True, mapped=for_shards, kind=kind) if plain else None
         network: Any
-        network, missing = _by_transformers(path, DTYPES[dtype], trust_remote_code) if found is None else found
+        network, missing = _by_transformers(path, DTYPES[dtype], trust_remote_code, vision) if found is None else found
         if found is None and kind is not None:
             code_linears(network, kind)
         words = tokenizer or read_tokenizer(path, trust_remote_code=trust_remote_code)
@@ -167,12 +168,12 @@ def load(
     return prepare(network, words, lora, adapter, gradient_checkpointing=gradient_checkpointing, is_known=known, towers=towers)
 
 
-def _by_transformers(path: str, dtype: torch.dtype, trust: bool) -> tuple[PreTrainedModel, list[str]]:
-    """Return transformers' model with a scalar head, and the names of the head's weights if the checkpoint lacks them."""
+def _by_transformers(path: str, dtype: torch.dtype, trust: bool, vision: bool) -> tuple[PreTrainedModel, list[str]]:
+    """Return (transformers' model with a scalar head, the names of the head's weights that the checkpoint lacks)."""
     from psigrad.language.models.vision import needs_vision
 
     with _quiet():
-        if needs_vision(path):
+        if needs_vision(path, vision):
             return _with_tower(path, dtype)
         hf, found = AutoModelForSequenceClassification.from_pretrained(
             path, num_labels=1, dtype=dtype, output_loading_info=True, trust_remote_code=trust
@@ -183,7 +184,7 @@ def _by_transformers(path: str, dtype: torch.dtype, trust: bool) -> tuple[PreTra
 
 
 def _with_tower(path: str, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
-    """Return a vision-language model with a scalar head `score`, and the names of the head's weights if they are new.
+    """Return (a vision-language model with a scalar head `score`, the names of the head's weights that the checkpoint lacks).
 
     transformers has no class for such a model. The head is saved with the other weights.
     """
@@ -221,8 +222,8 @@ def prepare(
 def _padding(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the padding id by which transformers finds the last token of a row, or None if it equals EOS.
 
-    transformers scores a row at its last token that is not padding. With padding equal to EOS, it would score a text before its
-    EOS token. With None, it raises an error on batches instead.
+    transformers scores a row at its last token that is not padding. If the padding id were EOS, it would score a text before its
+    EOS token. If the padding id is None, it raises an error on batches instead.
     """
     return None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
 

@@ -14,9 +14,10 @@ Wave = list[tuple[int, int, int]]
 
 
 def waves(pieces: Any) -> list[Wave]:
-    """Return the segments of a row of `attention.Pieces` in waves. A segment continues one of an earlier wave, or none.
+    """Cut a packed row (`attention.Pieces`) into segments, and return them in waves.
 
-    Segments are numbered consecutively over all waves. A prefix is cut into segments where its sequences start.
+    A segment continues a segment of an earlier wave, or none. Segments are numbered consecutively over all waves. A prefix is cut
+    where its sequences start.
     """
     count, starts = len(pieces.prefixes), pieces.starts
     found: list[Wave] = []
@@ -36,9 +37,9 @@ def waves(pieces: Any) -> list[Wave]:
 
 
 def trees(each: list[Wave], every: bool) -> Trees:
-    """Return the segments in the form of the C++ kernels, which return the states after some of them.
+    """Return the segments of `waves` as the C++ kernels read them.
 
-    These are all segments with `every`, otherwise those that another segment continues.
+    If `every`, the kernels return the states after all segments; otherwise only after those that another segment continues.
     """
     flat, root = [segment for wave in each for segment in wave], list[int]()
     for i, (_, _, before) in enumerate(flat):

@@ -118,7 +118,7 @@ def _describe(model: Pretrained, folder: Path) -> None:
 
 @torch.no_grad()
 def gather(model: Pretrained, names: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, gathered weight) of every parameter, or of those in `names`. All processes must iterate together."""
+    """Yield (name, gathered weight) of every parameter, or only of those in `names`. All processes must iterate together."""
     reshard(model)
     for name, parameter in model.network.named_parameters():
         if names is None or name in names:
@@ -129,7 +129,7 @@ def gather(model: Pretrained, names: set[str] | None = None) -> Iterator[tuple[s
 def save_merged(model: Pretrained, world: World, folder: Path, saved_form: str = "merged") -> None:
     """Save the complete model in Hugging Face format with the adapter merged in. Rank 0 gathers all of it in memory.
 
-    With `saved_form` "adapter" only the adapter is saved, and with "both" also the adapter, in the folder adapter/.
+    If `saved_form` is "adapter", save only the adapter. If it is "both", save also the adapter, in the folder adapter/.
     """
     state: dict[str, Tensor] = {}
     for name, weight in gather(model):
@@ -146,7 +146,7 @@ def save_merged(model: Pretrained, world: World, folder: Path, saved_form: str =
 
 
 def write_adapter(model: Pretrained, state: dict[str, Tensor], folder: Path) -> None:
-    """Write the adapter in peft's format. `state` has the gathered weights by their names in `model.network`."""
+    """Write the model's adapter in peft's format. `state` has the gathered weights by their names in `model.network`."""
     wrapper: Any = model.adapter
     first = next(iter(state))
     prefix = next(name.removesuffix(first) for name, _ in wrapper.named_parameters() if name.endswith(first))
@@ -155,7 +155,7 @@ def write_adapter(model: Pretrained, state: dict[str, Tensor], folder: Path) -> 
 
 
 class _Saved:
-    """A transformers model that is saved with given weights."""
+    """A model with given weights, which `towers.write` saves in place of its own sharded ones."""
 
     def __init__(self, network: Any, state: dict[str, Tensor]) -> None:
         self.network, self.state = network, state
@@ -165,7 +165,7 @@ class _Saved:
 
 
 def merge(model: Pretrained, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return `state` with the adapters merged: s·B A is added to each matrix, and names are those of the model without LoRA."""
+    """Return the weights `state` with the adapters merged in: s·B A is added to each matrix. Names are those without LoRA."""
     found = {}
     for name, weight in state.items():
         if ".lora_" in name:
@@ -190,7 +190,7 @@ class Replica:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Gather the model's trained weights, and copy them into the twin. All processes must call it together."""
+        """Gather the model's trained weights, and copy them into the copy `twin`. All processes must call this together."""
         own = dict(self.twin.network.named_parameters())
         for name, weight in gather(self.model, self._learns):
             own[name].copy_(weight)

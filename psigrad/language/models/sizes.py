@@ -30,7 +30,7 @@ _WITHOUT_KEYS = frozenset(("linear_attention", "conv", "mamba", "mlp", "moe"))
 def size(config: Any, what: str) -> int:
     """Return the size `what`, a key of `NAMES`, of the language model (without vision or audio towers).
 
-    If layers differ, it is the largest. If the configuration does not have this size, it is 0.
+    If layers differ, return the largest size. If the configuration does not have this size, return 0.
     """
     return max(_values(config.get_text_config(), what), default=0)
 
@@ -44,7 +44,7 @@ def layer_sizes(config: Any, what: str) -> tuple[int, ...]:
 def cached_numbers(config: Any) -> int:
     """Return the number of elements in the key-value cache per token: Σ over layers of H_kv · (D_key + D_value).
 
-    Layers without attention add none. Multi-head latent attention is cached after its projection to all heads.
+    Layers without attention are not counted. Multi-head latent attention is cached after its projection to all heads.
     """
     text = config.get_text_config()
     if _first(text, ("kv_lora_rank",)):
@@ -58,7 +58,7 @@ def cached_numbers(config: Any) -> int:
 
 
 def _values(text: Any, what: str) -> Sequence[int]:
-    """Return the size `what` of each layer if layers differ, otherwise one number for all of them."""
+    """Return the size `what` of each layer if layers differ. Otherwise return one number, for all layers."""
     names = NAMES[what]
     read = (*names, *NAMES["hidden"], *NAMES["heads"]) if what == "head_dim" else names
     differ = getattr(text, "per_layer_attributes", None) or ()

@@ -15,7 +15,7 @@ LEAST_REST = 1e-6
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Statistics per token [M]: `logp` is log π(a|s); the others are computed on request.
+    """Statistics per token [M]: `logp` is log π(a|s). The others are computed on request, and None otherwise.
 
     `entropy` is that of π(·|s) and `kl` is KL(π‖ref) over the vocabulary, in nats. `hit` is True if a is the most probable token.
     `value` is the critic's V(s), and `mean_logp` the mean of log π over the vocabulary.
@@ -30,7 +30,7 @@ class TokenStats:
 
     @property
     def columns(self) -> tuple[Tensor | None, ...]:
-        """All statistics in the order of the fields; None for those not requested."""
+        """All statistics in the order of the fields. A statistic that was not requested is None."""
         return (self.logp, self.entropy, self.kl, self.hit, self.value, self.mean_logp)
 
     def detach(self) -> TokenStats:
@@ -40,7 +40,7 @@ class TokenStats:
 
 
 def upcast(logits: Tensor) -> Tensor:
-    """Cast half precision to float32; float32 and float64 are unchanged."""
+    """Cast logits in half precision to float32. Return logits in float32 and float64 unchanged."""
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
@@ -55,9 +55,9 @@ class Top:
         return Top(self.ids[where], self.logp[where])
 
     def compare(self, logits: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two tensors [M, k + 1]: log π, from logits [M, V], and log π_ref, each of the k tokens and of all others summed.
+        """Return (log π, log π_ref) [M, k + 1] of the k tokens, and in the last column of all other tokens together.
 
-        `normaliser` [M] is the log-sum-exp of the logits.
+        `logits` [M, V] are the policy's, and `normaliser` [M] is their log-sum-exp.
         """
         log_pi = logits.gather(-1, self.ids) - normaliser[:, None]
         rest, rest_ref = (torch.full_like(normaliser, -torch.inf) for _ in range(2))
@@ -101,7 +101,7 @@ class TokenStatsRequest:
         return not (slopes or self.mean_logp) and self.reference_head is None
 
     def of(self, logits: Tensor, ids: Tensor, reference_hidden: Tensor | Top | None) -> tuple[Tensor, ...]:
-        """Return logp, entropy, kl, hit and mean_logp of `TokenStats` from logits [M, V] and ids [M]; empty if not requested.
+        """Return (logp, entropy, kl, hit, mean_logp) of `TokenStats` from logits [M, V] and ids [M]; empty if not requested.
 
         `reference_hidden` are the reference's hidden states for `reference_head`, or its `Top`.
         """
@@ -130,9 +130,9 @@ class TokenStatsRequest:
         return logp, entropy, kl, hit, mean_logp
 
     def _divergence(self, pi: Tensor, log_pi: Tensor, never: Tensor, log_ref: Tensor) -> Tensor:
-        """Return the divergence [M] of π from ref. Where `never` is True, π is 0 and `log_pi` [M, V] is 0 in place of −∞.
+        """Return the divergence [M] between π and the reference, from π, log π, log π_ref [M, V] and the mask `never`.
 
-        `log_ref` [M, V] may be −∞.
+        Where `never` is True, `pi` is 0 and `log_pi` is 0 in place of −∞. `log_ref` may be −∞.
         """
         if self.divergence == "exact":
             return (pi * (log_pi - log_ref.masked_fill(never, 0.0))).sum(-1)
@@ -146,6 +146,6 @@ class TokenStatsRequest:
 
 
 def _exp(log_pi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return π, log π, and the mask where π is 0. There log π is set to 0, so that 0 · log 0 and its gradient are 0."""
+    """Return (π, log π, the mask where π is 0). Under the mask log π is 0, so that π · log π and its gradient are 0."""
     pi, never = log_pi.exp(), log_pi.isneginf()
     return pi, log_pi.masked_fill(never, 0.0), never

@@ -1,4 +1,4 @@
-"""Tokenizers of folders and hub models. Their files come with a model, so they are checked before the library reads them."""
+"""Tokenizers of folders and hub models. Their files come with a model, so they are checked before they are read."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from psigrad.language.models.towers import file_of
 
 MOST_ADDED = 100_000
-"""The most added tokens: the library's time grows with the square of their number."""
+"""The most added tokens of a tokenizer. The time that the tokenizers library takes grows with the square of their number."""
 MOST_GROWTH = 1024
-"""The most characters that a normaliser or decoder may make of one, and that a template may put around a text."""
+"""The most characters that a normaliser or decoder may make of one character, and that a template may put around a text."""
 
 
 def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -29,7 +29,9 @@ def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     check_tokenizer(os.fspath(path))
     found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     if not set(found.get_vocab()) - set(found.all_special_tokens):
-        raise ValueError("it has no tokenizer: save one there by tokenizer.save_pretrained, or copy its files from the original")
+        raise ValueError(
+            "the model has no tokenizer: save one there by tokenizer.save_pretrained, or copy its files from the original"
+        )
     from psigrad.language.models.vision import attach  # imported here, since few models have images
 
     attach(found, os.fspath(path))
@@ -55,7 +57,7 @@ def check_tokenizer(path: str) -> None:
 
 
 def _growth(part: Any) -> float:
-    """Return an upper bound of the characters that a part of a tokenizer makes of one character."""
+    """Return an upper bound of the number of characters that a part of a tokenizer makes of one character."""
     if not isinstance(part, dict):
         return 1.0
     if part.get("type") == "TemplateProcessing":

@@ -74,7 +74,7 @@ def freeze_towers(network: Any, learns: Sequence[str] = ()) -> None:
 
 
 def check_names(names: Sequence[str], learns: Sequence[str]) -> list[str]:
-    """Return the full `names` whose last part is not in `learns`. Raises `UserError` if `learns` has a part that none ends in."""
+    """Return the module `names` whose last part is not in `learns`. Raises `UserError` if no name ends in a part of `learns`."""
     short = {name.rpartition(".")[2]: name for name in names}
     for name in learns:
         if name not in short:
@@ -92,7 +92,7 @@ class Towers:
         self.config, self.processors = config, processors
         self._open = [safe_open(file, framework="pt") for file in files]
         self.text: dict[str, str] = {}
-        """The checkpoint's name of each tensor of the text half, by the name without enclosing modules."""
+        """The names of the text half's tensors in the checkpoint, by their names without enclosing modules."""
         self.other_tensors: list[tuple[Any, str]] = []
         for file in self._open:
             for name in file.keys():  # noqa: SIM118 (it is no dictionary)
@@ -106,7 +106,7 @@ class Towers:
 
     @classmethod
     def find(cls, path: str, network: Any) -> Self | None:
-        """Return the towers of the checkpoint at `path`, from which `network` was loaded; None if `network` is all of it."""
+        """Return the towers of the checkpoint at `path`, from which `network` was loaded; None if all of it was loaded."""
         from transformers import PreTrainedConfig
 
         config, _ = PreTrainedConfig.get_config_dict(path)
@@ -117,7 +117,7 @@ class Towers:
     def put_back(self, folder: Path) -> bool:
         """Add the towers to the text half saved in `folder`, so that it is a complete checkpoint, and return True.
 
-        If the names of its tensors are not those of the original checkpoint, change nothing and return False.
+        If the saved tensors' names are not those of the original checkpoint, change nothing and return False.
         """
         shards = sorted(folder.glob("model*.safetensors"))
         last = len(shards) + 1
@@ -145,7 +145,7 @@ class Towers:
 
 
 def processor_files(path: str) -> dict[str, bytes]:
-    """Return the configuration files of the image, sound and video processors at `path`: content by file name."""
+    """Return the contents of the image, sound and video processors' configuration files at `path`, by file name."""
     return {name: file.read_bytes() for name in _PROCESSORS if (file := file_of(path, name)) is not None}
 
 
@@ -170,7 +170,7 @@ def put_back(network: Any, folder: Path) -> bool:
 
 
 def tower_names(network: Any) -> list[str]:
-    """Return the names of the modules outside the text half in a network's checkpoint, whether they were loaded or not."""
+    """Return the names of all modules outside the text half in a network's checkpoint, including those that were not loaded."""
     found = getattr(network, _TOWERS, None)
     tensors = [] if found is None else [name for _, name in found.other_tensors]
     return towers_of(network) or sorted({".".join(name.split(".")[: 1 + name.startswith("model.")]) for name in tensors})
@@ -203,7 +203,7 @@ def _weight_files(path: str) -> list[Path]:
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """Return the header entry of each tensor in a safetensors file."""
+    """Return the header entries of a safetensors file by tensor name."""
     with file.open("rb") as stream:
         header: dict[str, Any] = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     return {name: value for name, value in header.items() if name != "__metadata__"}

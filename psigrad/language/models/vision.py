@@ -36,7 +36,7 @@ KEPT_BYTES = 1 << 29
 
 
 Features = tuple[Tensor, ...]
-"""An image's features [n, E], and for DeepStack a tensor [n, E] for each of the first layers, to whose output it is added."""
+"""An image's features [n, E]. With DeepStack further tensors [n, E] follow, which are added to the first layers' outputs."""
 
 
 class _ImageCache:
@@ -47,7 +47,7 @@ class _ImageCache:
         self._bytes = 0
 
     def get(self, digest: str, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Return the cached tensors of an image. If there are none, `make` computes them."""
+        """Return the cached tensors of the image with the SHA-256 `digest`. If there are none, `make` computes them."""
         if digest not in self._kept:
             self._kept[digest] = make()
             self._bytes += sum(x.nbytes for x in self._kept[digest])
@@ -69,8 +69,8 @@ class _TowerCache:
 class Vision:
     """The images of one model family: their text in prompts, and their features. A tokenizer has one as its `images.ImageFormat`.
 
-    If `two_way`, the tokens of an image attend to each other in both directions. If `axes`, an image token has a position in
-    time, height and width (M-RoPE).
+    If `two_way` is True, the tokens of an image attend to each other in both directions. If `axes` is True, an image token has
+    a position in time, height and width (M-RoPE).
     """
 
     two_way = axes = False
@@ -88,7 +88,7 @@ class Vision:
 
     @property
     def forbidden(self) -> tuple[int, ...]:
-        """The placeholders of images and videos, which no completion may contain."""
+        """The ids of the placeholder tokens of images and videos, which no completion may contain."""
         found = (self.token_id, getattr(self.config, "video_token_id", None))
         return tuple(int(token) for token in found if token is not None)
 
@@ -107,15 +107,15 @@ class Vision:
         raise NotImplementedError
 
     def pixels(self, pictures: Sequence[Picture]) -> tuple[Tensor, ...]:
-        """Return the vision tower's `inputs` for some images, computed by the image processor."""
+        """Return the arguments of the vision tower that `inputs` names for these images, computed by the image processor."""
         made = self.processor(images=[one.open() for one in pictures], return_tensors="pt")
         return tuple(made[name] for name in self.inputs)
 
     def features(self, network: Any, pictures: Sequence[Picture]) -> list[Features]:
         """Return the features of each image.
 
-        Without gradient they are computed image by image, and cached until a weight of the tower changes. If the tower is
-        trained and a gradient is enabled, those of all images are computed together and not cached.
+        If the tower is trained and a gradient is enabled, the features of all images are computed together and not cached.
+        Otherwise they are computed image by image, and cached until a weight of the tower changes.
         """
         if network not in self._held:
             self._held[network] = _TowerCache(tower_parameters(network))
@@ -158,7 +158,7 @@ class Vision:
     def fill(self, network: Any, embedded: Tensor, ids: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Replace the embeddings [N, E] of the image tokens in `ids` [N] by the images' features.
 
-        Return the new embeddings, and DeepStack's features of the image tokens.
+        Return (the new embeddings, DeepStack's features of the image tokens).
         """
         seen = (ids >= FIRST).nonzero()[:, 0]
         if not len(seen):
@@ -174,11 +174,11 @@ class Vision:
         return filled, tuple(columns[1:])
 
     def shift(self, ids: Sequence[int]) -> int:
-        """Return the position of the next token after `ids`, minus their number. It is 0 but in families with `axes`."""
+        """Return the position of the next token after `ids`, minus the number of `ids`; 0 except in families with `axes`."""
         return 0
 
     def apply_layout(self, inputs: ForwardInputs) -> ForwardInputs:
-        """Return packed inputs with images, with the positions and the attention that the family gives image tokens."""
+        """Return packed inputs, changed to have the positions and the attention that the family gives image tokens."""
         return inputs
 
     def forward_arguments(self, inputs: ForwardInputs) -> dict[str, Tensor]:
@@ -202,8 +202,8 @@ class Vision:
 class Tiles(Vision):
     """The images of Idefics 3 and SmolVLM, which are cut into tiles.
 
-    In a prompt an image's tiles and then the whole image, scaled down, follow each other. Each has the same number of features,
-    after a token that names it.
+    In a prompt the tiles of an image are followed by the whole image, scaled down. Each has the same number of features, after
+    a token that names it.
     """
 
     inputs, along = ("pixel_values", "pixel_attention_mask"), 1
@@ -232,7 +232,7 @@ class Tiles(Vision):
         return self.each * (rows * columns + 1)
 
     def pixels(self, pictures: Sequence[Picture]) -> tuple[Tensor, ...]:
-        """Return the vision tower's `inputs`: the tiles of all images, as if all were in one prompt."""
+        """Return the vision tower's arguments: the tiles of all images, processed as if all images were in one prompt."""
         made = self.processor(images=[[one.open() for one in pictures]], return_tensors="pt")
         return tuple(made[name] for name in self.inputs)
 
@@ -276,7 +276,7 @@ class Grid(Vision):
     inputs = ("pixel_values", "image_grid_thw")
 
     def _grid(self, picture: Picture) -> tuple[int, int]:
-        """Return the numbers of rows and columns of an image's grid of features."""
+        """Return (number of rows, number of columns) of an image's grid of features."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         own = self.processor
@@ -291,7 +291,10 @@ class Grid(Vision):
         return rows * columns
 
     def shift(self, ids: Sequence[int]) -> int:
-        """Return the position of the next token after `ids`, minus their number. An image of h × w features takes max(h, w)."""
+        """Return the position of the next token after `ids`, minus the number of `ids`.
+
+        An image of h × w features advances the position by max(h, w).
+        """
         found = 0
         for token in ids:
             if token >= FIRST:
@@ -344,11 +347,14 @@ FAMILIES: dict[str, type[Vision]] = {
 """The families that psigrad trains with images, by `model_type`."""
 
 
-def needs_vision(path: str) -> bool:
-    """Return True if transformers can load the model at `path` only together with its vision tower."""
+def needs_vision(path: str, requested: bool = False) -> bool:
+    """Return True if the model at `path` is loaded with its vision tower: if transformers cannot load it without the tower, or if
+    the tower is `requested` and the model has one.
+    """
     from transformers import PreTrainedConfig
 
-    return requires_vision(PreTrainedConfig.get_config_dict(path)[0].get("model_type"))
+    kind = PreTrainedConfig.get_config_dict(path)[0].get("model_type")
+    return requires_vision(kind) or (requested and kind in FAMILIES)
 
 
 def requires_vision(kind: Any) -> bool:
@@ -359,8 +365,8 @@ def requires_vision(kind: Any) -> bool:
 
 
 def why_not_text(config: Any) -> str:
-    """Return advice for a checkpoint that psigrad cannot load: a model of images or sounds outside `FAMILIES`, whose language
-    model transformers cannot load alone. It is empty for any other checkpoint.
+    """Return a text with advice if psigrad cannot load the checkpoint: if it is a model of images or sounds that is not in
+    `FAMILIES`, and transformers cannot load its language model alone. Otherwise return "".
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -389,7 +395,8 @@ def configure_vision(tokenizer: Any, network: Any, path: str) -> None:
 def attach(tokenizer: Any, path: str, config: Any = None) -> str:
     """Allow images in the tokenizer's prompts if the model at `path` is of `FAMILIES` and has an image processor.
 
-    If the model's `config` is given, only the processor is read from `path`. Return why the processor was not loaded, or "".
+    If the model's `config` is given, only the processor is read from `path`. If the processor cannot be loaded, return the error,
+    otherwise "".
     """
     from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig
 
@@ -419,6 +426,6 @@ def tokenizer_of(processor: Any, config: Any) -> Any:
 
 
 def _rows(features: Any) -> Tensor:
-    """Return features [n, E] as one tensor; transformers returns a tensor, or a list with one per image."""
+    """Return the features [n, E] as one tensor, whether transformers returned a tensor or a list with one per image."""
     whole = torch.cat([x.flatten(0, -2) for x in features]) if isinstance(features, list | tuple) else features
     return whole.flatten(0, -2)

@@ -14,8 +14,9 @@ R = TypeVar("R")
 
 
 def change_settings(run: R, changes: Mapping[str, Any]) -> R:
-    """Return a run (`OnlineRun` or `OfflineRun`) with these settings changed. Raises `UserError` for a name that is not a
-    number.
+    """Return a run (`OnlineRun` or `OfflineRun`) with these settings changed.
+
+    Raises `UserError` for a setting whose value is not a number.
     """
     made: Any = run
     for name, value in changes.items():
@@ -35,7 +36,7 @@ def change_settings(run: R, changes: Mapping[str, Any]) -> R:
 
 
 def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
-    """Return a run with these settings changed by `change_settings`, and set the new settings in its optimisers too."""
+    """Return a run with these settings changed by `change_settings`. Set the new values in the run's optimisers too."""
     if not changes:
         return run
     made: Any = change_settings(run, changes)

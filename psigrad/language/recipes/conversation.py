@@ -33,7 +33,7 @@ OWN_ROWS = 2000
 
 @contextlib.contextmanager
 def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Journal | None = None) -> Iterator[Player | None]:
-    """Yield the player of episodes or of agent sessions; None if a row is a single completion.
+    """Yield the `Player` that plays episodes or sessions of an agent; None if a completion is a single turn without answers.
 
     psigrad's own games run in this process. A user's environments and tools run in workers that can be killed. All of them run on
     a cluster if `placement.environment_actors` is above 0. The tokenizer determines how tool calls are parsed.
@@ -103,10 +103,10 @@ def start_environments(config: Played, form: CallForm) -> Playing:
 
 
 def read_episode_rows(config: OnlineConfig, episodes: Player | None, tokenizer: Any, log: Log) -> tuple[list[Row], list[Row]]:
-    """Return training and held-out rows in the form that the model reads, from the dataset or from the environment.
+    """Return (training rows, held-out rows) as the model reads them, from the dataset or from the environment.
 
-    Of an environment's rows the first are held out, as many as of a dataset. Each row has the tools' schemas. Raises `UserError`
-    if no rows are left to train on.
+    If the environment makes the rows, the first ones are held out, as many as of a dataset of this size. Each row has the tools'
+    schemas. Raises `UserError` if no rows are left to train on.
     """
     own, asked = environment_rows(config, episodes), config.evaluation.eval_prompts
     if own is None:
@@ -135,7 +135,7 @@ def _server(config: Played) -> str:
 
 
 def list_tools(config: Played) -> list[Tool]:
-    """Return the tools that the policy may call: the given tools, or those of the MCP server. Raises `UserError`."""
+    """Return the tools that the policy may call: those in the settings, or those of the MCP server. Raises `UserError`."""
     if server := _server(config):
         return list(extras.load("mcp environment").episodes_of(server, config.worker_env).tools)
     return resolve(config.tools, config.worker_env)

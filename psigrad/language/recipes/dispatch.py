@@ -13,6 +13,7 @@ from psigrad.language import images
 from psigrad.language.loading import model_object
 from psigrad.language.loading.model_object import ModelObject
 from psigrad.language.loading.model_source import check_exists
+from psigrad.language.recipes.row_limits import check_images
 from psigrad.optim import check_schedule
 from psigrad.processes.parallel import launch
 from psigrad.runs import machine
@@ -39,6 +40,7 @@ def run(config: TrainingConfig, given: ModelObject | None = None) -> Result:
     """
     config = fit_memory(config)
     check_schedule(config.optim)
+    check_images(config)
     speaks = config.hub.push_to_hub and launch.is_first_rank()
     if speaks:
         hub = extras.load("hub")

@@ -26,6 +26,7 @@ from psigrad.language.loading.model_source import resolve_path
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes.conversation import environment_rows, episodes_for, offer_tools
 from psigrad.language.recipes.evaluator import Evaluator, figures_of
+from psigrad.language.recipes.row_limits import check_images
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.rewards import Scorer
 from psigrad.language.rewards.benchmarks import BENCHMARKS, BenchmarkReward, Choice, as_prompts
@@ -64,7 +65,7 @@ class Report:
 
     @property
     def unscored(self) -> str:
-        """A message with the number of completions without reward and the most common reason; empty if all have one."""
+        """A message with the number of completions without a reward, and the most common reason; empty if all have a reward."""
         reasons = [t.reason or "no reason was given" if t.reward is None else None for t in self.trajectories]
         return explain_unscored(reasons, [self.rows[t.row].source for t in self.trajectories]) if any(reasons) else ""
 
@@ -75,9 +76,10 @@ class Report:
 
 
 def run(config: EvalConfig) -> Report:
-    """Sample `num_generations_eval` completions of each prompt and score them. With `best_of` n, keep the one of highest reward.
+    """Sample `num_generations_eval` completions of each prompt and score them.
 
-    Raises `UserError` on mistakes of the user, including rewards that score no completion at all.
+    With `best_of` n, sample n completions of each prompt and keep the one with the highest reward. Raises `UserError` on mistakes
+    of the user, including rewards that score no completion at all.
     """
     if config.benchmark and not (config.reward or config.reward_model or config.evaluation.metric):
         shape = BENCHMARKS[config.benchmark]
@@ -136,12 +138,13 @@ def score_settings(config: EvalConfig, report: Report) -> dict[str, Any]:
 
 
 def sample_and_score(config: EvalConfig | SampleConfig, scored: bool) -> Report:
-    """Sample completions, and score them if `scored`."""
+    """Sample completions of the rows' prompts, score them if `scored` is True, and return the `Report`."""
     check_output(config.output)
     for text in idle(config).values():
         redaction.say(text)
     machine.prepare_torch(config.run)
     samplers.check_sampling(config.sampling)
+    check_images(config)
     best_of = config.best_of if isinstance(config, EvalConfig) else 1
     metric = config.evaluation.metric if isinstance(config, EvalConfig) else ""
     functions = (metric,) if metric and best_of == 1 else None if scored else ()
@@ -163,7 +166,10 @@ def _by_model(
     model: LanguageModel,
     episodes: Player | None,
 ) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
-    """Sample and score `size` completions of each prompt with a local model."""
+    """Sample `size` completions of each prompt with a local model and score them.
+
+    Return (the figures, the completions, the dataset rows).
+    """
     rows = rewards.judgeable(_rows(config, episodes, model.tokenizer), redaction.log)
     if isinstance(config, EvalConfig) and config.likelihood:
         letters = extras.load("likelihood").likeliest_letters(model, rows)
@@ -178,7 +184,10 @@ def _by_model(
 def _by_server(
     config: EvalConfig | SampleConfig, rewards: RewardSetup, scorer: Scorer | None, size: int
 ) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
-    """Sample `size` completions of each prompt from a server and score them, with the seeds that a local model would use."""
+    """Sample `size` completions of each prompt from a server and score them, with the seeds that a local model would use.
+
+    Return (the figures, the completions, the dataset rows).
+    """
     if config.plays:
         raise UserError("Episodes and agents need a local model; remove --server, or environment, tools and agent.")
     if config.evaluation.eval_kl:
@@ -206,7 +215,10 @@ def _choose(
     trajectories: list[Trajectory],
     rows: Sequence[Row],
 ) -> Report:
-    """Return a report on all completions, or with `best_of` on the best of each prompt, which the metric scores if it is set."""
+    """Return the report on all completions. With `best_of`, return the report on the best completion of each prompt instead.
+
+    If a metric is set, it scores the best completions.
+    """
     if not isinstance(config, EvalConfig) or config.best_of == 1:
         return Report(figures, trajectories, rows)
     best = _best(trajectories, config.best_of)
@@ -242,7 +254,7 @@ def _best(trajectories: list[Trajectory], size: int) -> list[Trajectory]:
 
 
 def _rows(config: EvalConfig | SampleConfig, episodes: Player | None, tokenizer: Any) -> list[Row]:
-    """Return the rows of the dataset or of the environment, in the form that the model reads."""
+    """Return the rows of the dataset or of the environment, with the prompts that the model reads (`to_turns`)."""
     own, data = environment_rows(config, episodes), config.data
     benchmark = config.benchmark if isinstance(config, EvalConfig) else ""
     if own is None and isinstance(config, EvalConfig) and benchmark:

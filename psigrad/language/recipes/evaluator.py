@@ -46,7 +46,7 @@ class Evaluator:
     skip_special_tokens: bool = True
 
     def __call__(self, model: LanguageModel, sampler: Sampler, version: int) -> tuple[dict[str, float], list[Trajectory]]:
-        """Return the `eval/…` figures and the completions from which they were computed."""
+        """Sample and score the held-out prompts. Return (the `eval/…` figures, the completions)."""
         collector = collector_of(sampler.snapshot(), model, self.player, needs_reward=self.scorer is None)
         view = reward_view(model.tokenizer, collector.plays, self.skip_special_tokens)
         rollout = ScoredRollout(collector, self.scorer, view, self.world)
@@ -103,9 +103,9 @@ class Evaluator:
 def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric: str) -> dict[str, Any]:
     """Return the metric's mean over prompts with its 95 % interval, pass@k, and lengths.
 
-    pass@k is returned if k > 1 and the metric is 0 or 1. If the metric is a sum of several reward functions, the mean of each is
-    returned. Unscored completions are excluded and counted. The interval is over prompts, since completions of one prompt are not
-    independent.
+    pass@k is returned for k = `num_generations` > 1 and a metric that is 0 or 1. If the metric is a sum of several reward
+    functions, the mean of each is returned. Unscored completions are excluded and counted. The interval is over prompts, since
+    completions of one prompt are not independent.
     """
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
     values = scored_groups(trajectories, num_generations)
@@ -126,7 +126,7 @@ def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric:
 
 
 def scored_groups(trajectories: Sequence[Trajectory], num_generations: int) -> list[list[float]]:
-    """Return the metric of each prompt's scored completions, without prompts that have none."""
+    """Return, for each prompt, the metric of its scored completions. Prompts without any are left out."""
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
     values = [[t.reward for t in group if t.reward is not None] for group in groups]
     return [group for group in values if group]
@@ -147,7 +147,7 @@ def describe_sensitivity(values: Sequence[Sequence[float]], metric: str) -> str:
 
 
 def _over_prompts(name: str, values: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return the mean over prompts of their completions' mean values, and its 95 % interval if it can be computed."""
+    """Return the mean over prompts of each prompt's mean value, and the mean's 95 % interval if it can be computed."""
     if not values:
         return {}
     means = [math.fsum(group) / len(group) for group in values]

@@ -18,16 +18,17 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.data.row_rendering import first_rows
 from psigrad.language.loading import samplers
-from psigrad.language.loading.load_model import load_model, load_scalar_model
+from psigrad.language.loading.load_model import load_model, load_scalar_model, print_once
 from psigrad.language.loading.model_object import ModelObject
 from psigrad.language.loading.model_source import write_end_tokens
 from psigrad.language.models import sharded
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
-from psigrad.language.models.towers import write
+from psigrad.language.models.towers import tower_names, write
 from psigrad.language.recipes.learners import Learner, begin
 from psigrad.language.recipes.loops import SampledEvaluation, train_offline
 from psigrad.language.recipes.memory_check import check_offline
+from psigrad.language.recipes.row_limits import check_images
 from psigrad.language.recipes.run_pins import collect_pins
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.rollout.types import ReplicaSampler, Sampler, State
@@ -45,6 +46,9 @@ Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
 
 def optimizer_of(model: LanguageModel | ScalarModel, config: Config, world: World = ALONE) -> Optimizer:
     """Return the optimiser of the model's trainable weights."""
+    towers = tower_names(model.network) if model.vision is not None else ()
+    if frozen := [name for name in towers if name.rpartition(".")[2] not in config.model.trained_towers]:
+        print_once(f"{', '.join(frozen)} of {config.model.path} are frozen; name the ones to train in --trained-towers.")
     recompute = config.model.gradient_checkpointing
     root: Any = model.shard_root
     reduces = root.set_requires_gradient_sync if config.placement.reduce_once and root is not None else None
@@ -67,6 +71,7 @@ def train_on_rows(
 
     `judges` are the reward and the held-out metric.
     """
+    check_images(config, model, prepared.rows)
     learner = Learner(model, optimizer_of(model, config, journal.world))
     note_rows(config, model, prepared.rows, journal, checkpoint)
     pins, counted = collect_pins(config, model.tokenizer, prepared, judges), (len(prepared.rows), len(prepared.held_out))
@@ -111,7 +116,7 @@ def generated_of(
     reference: Callable[[], LanguageModel | None],
     journal: Journal,
 ) -> Iterator[SampledEvaluation | None]:
-    """Yield the evaluation that samples completions of held-out prompts; None if no reward can measure them."""
+    """Yield the `SampledEvaluation` of completions of held-out prompts; None if no reward can score them."""
     if not (measure.weights and rows):
         yield None
         return
@@ -196,7 +201,7 @@ def write_model(model: LanguageModel | ScalarModel, folder: Path, saved_form: st
 
 
 def write_card(folder: Path) -> None:
-    """Write README.md beside the weights, where users expect it. A failure to write it does not end the run."""
+    """Write README.md into the folder of the weights, where users expect it. A failure to write it does not end the run."""
     from psigrad.records.report import card
 
     model = folder / "model"

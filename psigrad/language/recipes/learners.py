@@ -28,7 +28,8 @@ from psigrad.runs.cycle import LEFT
 from psigrad.runs.journal import Journal
 
 Write = Callable[[Path, World], dict[str, Any] | None]
-"""A function that writes into a folder, together with the other ranks, and returns the checksums of files that it knows."""
+"""A function that writes files into a folder, together with the other ranks. It returns the checksums of files if it knows them.
+"""
 PENDING = "pending.jsonl"
 
 
@@ -61,7 +62,10 @@ Learners = Sequence[Learner | Follower]
 
 
 def commit(root: Path, step: int, write: Write, world: World, meta: Mapping[str, Any]) -> Path | None:
-    """Write a checkpoint with `write` and return its folder on rank 0. With sharded models, all ranks must call this."""
+    """Write a checkpoint with `write`. Return its folder on rank 0, and None on other ranks.
+
+    With sharded models, all ranks must call this.
+    """
     if world.rank:
         if world.lockstep:
             write(world.broadcast(root), world)
@@ -72,9 +76,9 @@ def commit(root: Path, step: int, write: Write, world: World, meta: Mapping[str,
 
 
 def stage(state: State, learners: Learners, world: World, *, copies: bool) -> Write:
-    """Return a writer of a checkpoint of the current state.
+    """Return a function that writes a checkpoint of the current state.
 
-    With `copies`, everything that training changes is copied to host memory, so the writer may run while steps continue. Raises
+    With `copies`, everything that training changes is copied to host memory, so the function may run while steps continue. Raises
     `NonFiniteError` if the weights contain values from which no run should continue.
     """
     for learner in learners:
@@ -100,7 +104,10 @@ def stage(state: State, learners: Learners, world: World, *, copies: bool) -> Wr
 
 
 def _part(learner: Learner | Follower, copies: bool) -> Callable[[Path, World], None]:
-    """Return a writer of a learner's weights and optimiser state to a folder. With `copies`, they are copied now, not then."""
+    """Return a function that writes a learner's weights and optimiser state to a folder.
+
+    With `copies`, both are copied now. Otherwise the function writes the values of the time at which it is called.
+    """
     moments = learner.optimizer.state_dict() if isinstance(learner, Learner) else {}
     model: Any = learner.model
     if getattr(model, "shard_root", None) is not None:
@@ -120,7 +127,7 @@ def _part(learner: Learner | Follower, copies: bool) -> Callable[[Path, World], 
 
 
 def copy_weights(model: Any) -> Any:
-    """Return a copy of a model whose weights are in host memory. It can only be saved."""
+    """Return a copy of a model with its weights in host memory. The copy can be saved, but not run."""
     modules = {
         name: module for name in ("network", "adapter", "value_head") if (module := getattr(model, name, None)) is not None
     }
@@ -139,7 +146,9 @@ def _numbers(state: State) -> dict[str, Any]:
 
 
 def restore(path: Path, learners: Learners) -> State:
-    """Restore the optimisers from a verified checkpoint and return its state. The caller loads the models from `path`."""
+    """Restore the optimisers from a verified checkpoint, and return the run's state in it. The caller loads the models from
+    `path`.
+    """
     for learner in learners:
         if not isinstance(learner, Learner):
             continue
@@ -193,13 +202,14 @@ class CheckpointWriter:
         folder.event("saved", step=now.step)
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until the checkpoint is written, or raise `TimeoutError` after this many seconds. Raise a write error once."""
+        """Wait until the checkpoint is written. Raise `TimeoutError` after `seconds`, and an error of the writing thread once."""
         job, self._job = self._job, None
         if job is not None:
             job.result(self._await_all_ranks(job) if seconds is None and self._journal.world.lockstep else seconds)
 
     def _await_all_ranks(self, job: Future[None]) -> float | None:
-        """Wait until all ranks have written, or one has failed. After a failure, return the seconds that the others still have.
+        """Wait until all ranks have written, or one has failed. Return None, or after a failure the seconds to wait for other
+        ranks.
 
         A stalled rank is detected here as well; otherwise the write would block for hours.
         """
@@ -242,10 +252,11 @@ def begin(
     fresh: State,
     rows: tuple[int, int],
 ) -> RunStart:
-    """Return the state to start from: `fresh`, or the state in the checkpoint `saved`. In that case restore the optimisers too.
+    """Return the start of a run: from the checkpoint `saved`, whose optimisers are restored, or else from the state `fresh`.
 
-    `pinned` are the values that checkpoints pin (`language/recipes/run_pins.py`). `rows` are the numbers of training and held-out
-    rows. Raises `UserError` if a pin differs from the checkpoint's and `run.allow` does not name the difference.
+    `pinned` are the values that checkpoints pin (`language/recipes/run_pins.py`). `rows` is (the number of training rows, the
+    number of held-out rows). Raises `UserError` if a pin differs from the checkpoint's and `run.allow` does not name the
+    difference.
     """
     world = journal.world
     if world.size > 1:
@@ -274,7 +285,10 @@ def _best(state: State) -> int:
 
 
 def _sums_of(learners: Learners) -> dict[str, str]:
-    """Return the sums of the trainable weights that are not sharded, to check that processes start with equal weights."""
+    """Return {"weights": the sums of all trainable weights that are not sharded}.
+
+    Processes compare them to check that they start with equal weights.
+    """
     optimizers = [learner.optimizer for learner in learners if isinstance(learner, Learner)]
     whole = (w.local for optimizer in optimizers for w in optimizer.weights.values() if w.local is w.parameter)
     return {"weights": " ".join(str(float(p.detach().double().sum())) for p in whole)}

@@ -29,7 +29,7 @@ LESS_MEMORY = (
 
 @dataclass(frozen=True)
 class SampledEvaluation:
-    """The objects that an evaluation on sampled completions needs, in addition to one on held-out losses."""
+    """The model, the sampler and the evaluator for an evaluation on sampled completions of held-out prompts."""
 
     model: LanguageModel
     sampler: Sampler

@@ -70,7 +70,9 @@ class ModelScorer:
         return self._where_it_fits(pairs, self._by_texts)
 
     def _where_it_fits(self, pairs: Sequence[tuple[Ids, Ids]], score: Callable[..., list[Result]]) -> list[Result]:
-        """Apply `score` to the texts that fit the model's positions, and return `Unscored` for the others."""
+        """Apply `score` to the texts that fit the model's positions. Return the results, with `Unscored` for texts that do not
+        fit.
+        """
         long = [describe_overflow(self.model, pair) for pair in pairs]
         found = iter(score([pair for pair, why in zip(pairs, long, strict=True) if not why]))
         return [Unscored(f"the reward model {self.name} cannot read {why}") if why else next(found) for why in long]
@@ -79,9 +81,10 @@ class ModelScorer:
         return [self._result(value) for value in score_all(self.model, pairs, self.micro_batch_tokens)]
 
     def _row(self, samples: Samples, i: int) -> Row:
-        """Return a completion as a dataset row. If the prompt is text and the completion messages, make the prompt a user turn.
+        """Return a completion as a dataset row. If the prompt is text but the completion is messages, make the prompt a user
+        turn.
 
-        For a model without a chat template, make the completion a text instead.
+        For a model without a chat template, make the completion text instead.
         """
         prompt, completion = samples.prompts[i], samples.completions[i]
         if isinstance(prompt, str) and not isinstance(completion, str):
@@ -92,7 +95,7 @@ class ModelScorer:
         return to_turns(self.model.tokenizer, Row("a completion", prompt, completion, columns=columns), self.model.plain_prompts)
 
     def _tokens(self, row: Row, own: tuple[Ids, Ids] | None) -> tuple[Ids, Ids]:
-        """Return the tokens of a prompt and of its completion.
+        """Return (the tokens of a prompt, the tokens of its completion).
 
         Use the policy's tokens, and replace their end by the tokens that ended answers in the reward model's training. A template
         may write more than the token at which sampling stops, and a cut completion has no end. Use the rendered row instead if
@@ -114,7 +117,7 @@ class ModelScorer:
 
     @torch.no_grad()
     def _by_steps(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Result]:
-        """Return each completion's mean of σ(z) over its steps, from few forward passes over all completions.
+        """Return each completion's mean of σ(score) over its steps, from few forward passes over all completions.
 
         Each step's share of the reward is assigned to the step's last token, so that any psi can use it.
         """
@@ -167,7 +170,10 @@ def answer_end(tokenizer: Any, plain: bool) -> list[int] | None:
 
 
 def step_ends(tokenizer: Any, ids: Ids, separator: str) -> list[int]:
-    """Return the position of each step's last token: those with the separator, and the last before EOS if its step has none."""
+    """Return the index of each step's last token: each token with the separator.
+
+    If the last token before EOS has no separator, its index is included, since it ends the last step.
+    """
     ends = [i for i, token in enumerate(ids) if separator in tokenizer.decode([token])]
     last = len(ids) - 1
     while last >= 0 and ids[last] == tokenizer.eos_token_id:
@@ -200,13 +206,13 @@ def score_all(model: ScalarModel, pairs: Sequence[tuple[Ids, Ids]], budget: int)
 
 @dataclass(frozen=True)
 class Mixture:
-    """A weighted sum of several scorers. A completion that one of them cannot score stays unscored."""
+    """A weighted sum of several scorers. A completion stays unscored if one of the scorers cannot score it."""
 
     scorers: Sequence[Scorer]
     weights: Sequence[float]
 
     def begin(self) -> Scoring:
-        """Return a `Scoring` that passes each group to all scorers at once, so that each starts as early as it can."""
+        """Return a `Scoring` that passes each group to all scorers at once, so that each scorer starts as early as it can."""
         return MixedScoring([scorer.begin() for scorer in self.scorers], self.weights)
 
 

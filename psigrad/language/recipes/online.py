@@ -70,7 +70,7 @@ class Job:
 
 
 Setup = tuple[RewardSetup, RewardSetup | None]
-"""The reward, and the held-out metric if it differs."""
+"""(the reward, the held-out metric); the metric is None if it is the reward."""
 
 
 def run(config: OnlineConfig, given: ModelObject | None = None) -> Result:
@@ -173,7 +173,10 @@ def _learners(
 
 
 def _past_policies(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World) -> PastPolicies | None:
-    """Return the past selves of the policy that are its opponents, from the checkpoint if there is one; None without them."""
+    """Return the opponents of the policy in games, which are frozen copies of it (past selves); None if the run has none.
+
+    They are loaded from the checkpoint if there is one.
+    """
     if not config.past_opponents:
         return None
     places = [part_of(checkpoint, f"past-{n}") for n in range(config.past_kept)]
@@ -213,12 +216,13 @@ def annotators_of(reference: LanguageModel | Teacher | None, past: PastPolicies 
 
 @contextlib.contextmanager
 def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterator[Executor | None]:
-    """Yield threads that sample during training steps, if `lag` is above 0 and sampling needs no device or process of training.
+    """Yield an executor on rank 0 whose threads sample during training steps; None if sampling and training cannot overlap.
 
-    A cluster has lag + 1 threads, one for each batch that is being sampled, but only one if environments play. An engine on
-    another GPU holds one version of the weights, so it has one thread. Such an engine does not overlap with training in two
-    cases: several training processes would communicate in this thread and in the step at once, and the log-probs of
-    distributions cut by top_p, top_k or min_p need the trainer.
+    An overlap needs a `lag` above 0, and sampling without a device or process of training. A cluster has lag + 1 threads, one for
+    each batch that is being sampled, but only one if environments play. An engine on another GPU holds one version of the
+    weights, so it has one thread. Such an engine does not overlap with training in two cases: several training processes would
+    communicate in this thread and in the step at once, and the log-probs of distributions cut by top_p, top_k or min_p need the
+    trainer.
     """
     beside = sampler.overlaps and world.size == 1 and not config.sampling.filtered
     if not ((sampler.central or beside) and config.lag and world.rank == 0):
@@ -240,6 +244,7 @@ def _prepare_rows(
     def make(log: Log) -> PreparedRows[Any]:
         given, held = read_episode_rows(config, episodes, model.tokenizer, log)
         rows, held_out = rewards.judgeable(given, log), (metric or rewards).judgeable(held, log)
+        row_limits.check_images(config, model, rows)
         prompts = row_limits.encode_prompts(rows, model, config.data, reserved_tokens(config), log)
         return PreparedRows(rows, held_out, prompts.encoded, [])
 

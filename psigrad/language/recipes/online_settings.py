@@ -29,7 +29,10 @@ from psigrad.runs.journal import Journal
 
 
 def method(config: OnlineConfig) -> PolicyGradient | OnlinePreference:
-    """Return the algorithm. A preset that divides by a constant length divides by max_completion_length, as in TRL."""
+    """Return the algorithm of the settings.
+
+    A preset that divides by a constant length divides by max_completion_length, as in TRL.
+    """
     algorithm, spec = resolve_online(config.algorithm), config.algorithm
     if isinstance(algorithm, OnlinePreference):
         return algorithm
@@ -40,7 +43,10 @@ def method(config: OnlineConfig) -> PolicyGradient | OnlinePreference:
 
 
 def set_activation_memory(config: OnlineConfig) -> OnlineConfig:
-    """Return the settings with a number for `keep_activations_gb`: a resumed run's earlier number, or else by the free memory."""
+    """Return the settings with a number for `keep_activations_gb`.
+
+    If none is given, a resumed run keeps its earlier number, and in a new run the free memory determines it.
+    """
     if config.keep_activations_gb is not None:
         return config
     before = settings_before(paths.absolute(config.run.output_dir)) if config.run.output_dir else None
@@ -214,7 +220,10 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
 
 
 def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
-    """Raise `UserError` if a `Teacher` does not support these settings, or if `span` is set for a reference with equal tokens."""
+    """Raise `UserError` if a `Teacher` does not support these settings.
+
+    Raise it also if the KL estimator is `span` although the reference has the policy's tokenizer.
+    """
     spans = isinstance(algorithm, PolicyGradient) and algorithm.kl is not None and algorithm.kl.estimator == "span"
     if not isinstance(reference, Teacher):
         if spans and reference is not None:
@@ -233,7 +242,7 @@ def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGrad
 
 
 def check_reference_sync(config: OnlineConfig, adapter: bool) -> None:
-    """Raise `UserError` if the reference shall follow the policy (`ref_model_sync_steps`) and the policy trains an adapter."""
+    """Raise `UserError` if `ref_model_sync_steps` moves the reference although the policy trains an adapter."""
     if config.ref_model_sync_steps and adapter:
         raise UserError(
             "ref_model_sync_steps moves the reference's weights, but with LoRA the reference is the model without its adapter; "

@@ -114,7 +114,10 @@ def _logps(
     answers: Sequence[Sequence[Answer]],
     world: World,
 ) -> list[list[float]]:
-    """Return the reference's log-probs, from the disk cache if they were computed for the same weights and tokens."""
+    """Return the reference's log-prob of each answer of each prompt.
+
+    They are read from the disk cache if they were computed before for the same weights and tokens.
+    """
     assert reference is not None
     if not config.cache_reference:
         return reference_logps(reference, prompts, answers, config.micro_batch_tokens, world)

@@ -43,7 +43,7 @@ from psigrad.runs.journal import Journal
 R = TypeVar("R")
 T = TypeVar("T")
 RowFilter = Callable[[Any], tuple[Any, Mapping[str, int]]]
-"""A function that filters an encoded row: it returns the part to keep (None to drop the row), and counts by name."""
+"""A function (encoded row) -> (the part of the row to train on, counts by name). None in place of the part drops the row."""
 
 Encoded = tuple[tuple[int, bytes], list[BadRow], Counter[str]]
 _AT_ONCE = 1024
@@ -82,9 +82,10 @@ class Encoder(Generic[R]):
 
 
 def encode_rows(rows: Sequence[R], encoder: Encoder[R], data: Data, log: Log | None = None) -> tuple[Sequence[Any], Counter[str]]:
-    """Return the encoded rows, as Arrow batches if there are many, and the encoder's counts.
+    """Return (the encoded rows, as Arrow batches if there are many; the encoder's counts by name).
 
-    A row that the encoder rejects stops the run with its place in the file. With `bad_rows: skip` it is dropped and counted.
+    A row that the encoder rejects stops the run, and the error names its place in the file. With `bad_rows: skip` it is dropped
+    and counted.
     """
     if len(rows) < FEW and data.num_proc <= 1:
         made: Sequence[Any]
@@ -214,7 +215,7 @@ def _drop_images(row: Row) -> Row:
 def _key(data: Data, tokenizer: PreTrainedTokenizerBase, settings: Sequence[Any]) -> str:
     """Return the cache key, a SHA-256 of everything that rows and tokens depend on.
 
-    Return "" if that is unknown, or if a cache would save little.
+    Return "" if one of these things is unknown, or if a cache would save little.
     """
     names = [share.dataset for given in (data.dataset, data.eval_dataset) if given for share in parse_mixture(given)]
     if not all(isinstance(name, str) for name in names) or not row_cache.limit():

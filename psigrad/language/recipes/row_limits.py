@@ -1,24 +1,25 @@
-"""The length limits of rows: prompts must leave room for a completion, and rows have at most `max_length` tokens."""
+"""The length limits of rows: prompts must leave room for a completion, rows have at most `max_length` tokens, and images."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from psigrad.config import Data, OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
+from psigrad.config import Data, OnlineConfig, Placement, PreferenceConfig, RewardConfig, Sampling, SFTConfig
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_layouts import Log, to_model_rows, to_turns
 from psigrad.language.data.dataset_rows import Row, RowError
+from psigrad.language.data.image_rows import digests_of
 from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import describe_rewrites, prompt_ids
-from psigrad.language.loading.teacher import Teacher
+from psigrad.language.loading.teacher import Teacher, is_address
 from psigrad.language.models.backbone import Pretrained
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
@@ -28,9 +29,10 @@ from psigrad.runs.journal import Journal
 
 
 def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, completion: int, log: Log | None = None) -> Prompts:
-    """Return the rows with their prompt tokens, each of which leaves room for `completion` tokens among the model's positions.
+    """Return the rows with the tokens of their prompts.
 
-    A prompt that is too long raises `UserError` with its place in the file. With `bad_rows: skip` it is dropped and counted.
+    The model's positions must have room for a prompt and `completion` more tokens. A prompt that is too long raises `UserError`
+    with its place in the file. With `bad_rows: skip` it is dropped and counted.
     """
     room, limit = model.max_length - completion, data.max_prompt_length
 
@@ -59,7 +61,10 @@ def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, comple
 
 
 def log_rewrites(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], log: Log) -> None:
-    """Log a message about content that the chat template can render only in other words, for the first such row of a hundred."""
+    """Log which content of a row the chat template does not support and what replaces it.
+
+    Only the first such row among the first hundred is logged.
+    """
     for row in rows[:100]:
         with contextlib.suppress(RowError):  # such a row was dropped and reported already
             if notes := describe_rewrites(tokenizer, row):
@@ -71,7 +76,7 @@ def log_rewrites(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], log: L
 def add_teacher_prompts(
     prompts: Sequence[Prompt], config: OnlineConfig, model: LanguageModel, reference: LanguageModel | Teacher | None
 ) -> Sequence[Prompt]:
-    """Add to each prompt the tokens that the reference reads instead, if it reads another column or has another tokenizer.
+    """Add to each prompt the tokens that the reference reads, if it reads another column or has another tokenizer.
 
     Otherwise return the prompts unchanged. Raises `UserError` for a row that lacks the column or leaves no room for a completion.
     """
@@ -109,15 +114,36 @@ def _teacher_row(row: Row, column: str, tokenizer: PreTrainedTokenizerBase) -> R
     return read if isinstance(row.prompt, str) else to_turns(tokenizer, read)
 
 
+def check_images(config: Any, model: Pretrained | None = None, rows: Iterable[Row] = ()) -> None:
+    """Raise `UserError` if one of `rows` has an image, and the settings name a sampler or placement that reads text alone.
+
+    Without a model, settings that load or train a vision tower mean images, so that nothing is loaded before the error.
+    """
+    if model is None:
+        towers = {"vision loads": config.model.vision, "trained_towers names": bool(config.model.trained_towers)}
+        given = next((f"model.{name} a vision tower" for name, is_set in towers.items() if is_set), "")
+    else:
+        given = next((f"{row.source} has an image" for row in rows if digests_of(row)), "") if model.vision is not None else ""
+    placement, sampler = getattr(config, "placement", Placement()), getattr(config, "sampling", Sampling()).sampler
+    reasons = {
+        f"sampling.sampler={sampler} reads text alone; set sampler to embedded": sampler in ("transformers", "vllm"),
+        f"placement.cp_size={placement.cp_size} divides rows of text alone; set cp_size to 1": placement.cp_size > 1,
+        "placement.cluster samples where images are not sent; sample on this machine": bool(placement.cluster),
+        "a reference server reads text alone; give a folder as reference": is_address(getattr(config, "reference", "")),
+    }
+    if given and (why := next((why for why, holds in reasons.items() if holds), "")):
+        raise UserError(f"{given}, but {why}, or train without images.")
+
+
 def token_limit(config: SFTConfig | RewardConfig | PreferenceConfig, model: LanguageModel | ScalarModel) -> int:
     """Return the most tokens of a row: `max_length`, or the model's positions if they are fewer."""
     return min(config.max_length or model.max_length, model.max_length)
 
 
 def check_positions(longest: int, **others: Any) -> None:
-    """Raise `UserError` for each of these models that has fewer positions than the run's longest text has tokens.
+    """Raise `UserError` for a model that has fewer positions than the run's longest text has tokens.
 
-    Some models would compute beyond their positions without an error. The keywords are the models' names for the message.
+    Some models would compute beyond their positions without an error. `others` are the models, by their names for the message.
     """
     for name, other in others.items():
         if isinstance(other, Pretrained) and longest > other.max_length:
@@ -141,10 +167,10 @@ def prepare_answers(
     limit: int,
     journal: Journal,
 ) -> PreparedRows[Any]:
-    """Return the rows with answers to compare, and the tokens of the rows.
+    """Return the rows with answers to compare, and their tokens.
 
-    A truncated answer cannot be judged, so rows with more tokens than `limit` are dropped and counted. Raises `UserError` if none
-    is left.
+    A truncated answer cannot be judged, so rows with more tokens than `limit` are dropped and counted. Raises `UserError` if no
+    row is left.
     """
     settings = [form, limit, config.evaluation.eval_prompts, config.run.seed, getattr(config, "step_separator", ""), type(config)]
     return prepare(config.data, encoder.tokenizer, settings, journal, partial(_answers, config, form, encoder, limit))

@@ -62,9 +62,9 @@ def score(
     """Score each prompt-completion row by the reward functions, in order, one at a time, in a worker process.
 
     `rows` is a file, folder or hub dataset, or rows from Python, whose columns `columns` renames. The functions receive all other
-    columns beside prompt and completion. `tokenizer` names a model whose tokenizer makes the argument `completion_ids`; without
-    one these are empty. `bad_rows="skip"` drops malformed rows. Raises `UserError` if a reward counts tokens and no tokenizer is
-    given.
+    columns beside prompt and completion. `tokenizer` names a model whose tokenizer makes the argument `completion_ids`; without a
+    tokenizer that argument is empty. `bad_rows="skip"` drops malformed rows. Raises `UserError` if a reward counts tokens and no
+    tokenizer is given.
     """
     if not rewards:
         raise UserError("No reward was given; name one with --reward, such as exact or my_module:my_reward.")
@@ -113,7 +113,7 @@ def summary(scores: Sequence[RowScore]) -> str:
 
 
 def _ids(tokenizer: str) -> Callable[[Row], list[int]]:
-    """Return a function that gives the tokens of a row's completion."""
+    """Return a function (row) -> the token ids of the row's completion."""
     if not tokenizer:
         return lambda row: []
     loaded = load_tokenizer(tokenizer)

@@ -26,7 +26,7 @@ from psigrad.language.loading.teacher import Teacher
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes.evaluator import Evaluator
 from psigrad.language.recipes.model_scorer import Mixture, ModelScorer
-from psigrad.language.recipes.row_limits import encode_prompts
+from psigrad.language.recipes.row_limits import check_images, encode_prompts
 from psigrad.language.rewards import RewardPool, RewardSpec, Scorer, resolve
 from psigrad.language.rewards.code import Code
 from psigrad.language.rewards.reward_pool import check_weights, names_apart
@@ -43,7 +43,7 @@ class RewardSetup:
 
     config: Scored
     alone: tuple[Reward, ...] | None
-    """Functions that replace all rewards of the settings."""
+    """Functions that replace all rewards of the settings; None if the rewards of the settings are used."""
     specs: tuple[RewardSpec, ...]
     """The resolved functions: a user's code is imported once per run."""
     weights: Mapping[str, float]
@@ -53,8 +53,8 @@ class RewardSetup:
     def of(cls, config: Scored, functions: Sequence[Reward] | None = None) -> RewardSetup:
         """Return the rewards of `config.reward` and `config.reward_model` with `config.reward_weights`.
 
-        `functions`, if given, replace all of these. Raises `UserError` for a function that does not exist, and for a wrong number
-        of weights.
+        `functions`, if given, replace all of these rewards. Raises `UserError` for a function that does not exist, and for a
+        wrong number of weights.
         """
         given: Sequence[Reward] = config.reward if functions is None else functions
         paths, weights = (config.reward_model, config.reward_weights) if functions is None else ((), ())
@@ -76,7 +76,7 @@ class RewardSetup:
 
     @property
     def metric(self) -> str:
-        """The name of the value in reports: the name of the only reward, or "reward" if there are several."""
+        """The name of the value in reports: the name of the only reward, or "reward" for several rewards and for episodes."""
         plays = isinstance(self.config, EpisodeSettings) and bool(self.config.environment or self.config.asks)
         return next(iter(self.weights)) if len(self.weights) == 1 and not plays else "reward"
 
@@ -159,7 +159,7 @@ class RewardSetup:
 
     @property
     def needs(self) -> list[list[str]]:
-        """The columns that each function needs; empty with a reward model, which can score every row."""
+        """For each reward function, the columns that it needs. Empty with a reward model, which can score every row."""
         return [] if self.config.reward_model else [needed_columns(function) for function in self.functions]
 
     def _with_golds(self, rows: Sequence[Row], log: Log | None) -> Sequence[Row]:
@@ -207,7 +207,8 @@ def describe_hidden_tokens(config: Scored, tokenizer: PreTrainedTokenizerBase | 
 def samples_of(rows: Sequence[Row], names: Sequence[str]) -> Samples:
     """Return dataset rows, with their own completions, as the `Samples` that reward functions receive.
 
-    `names` are the columns to include, usually all columns of the dataset (`column_names`). A row that lacks one has None.
+    `names` are the columns to include, usually all columns of the dataset (`column_names`). The value is None if a row lacks a
+    column.
     """
     columns = {name: [row.columns.get(name) for row in rows] for name in names}
     return Samples([row.prompt for row in rows], [row.completion or "" for row in rows], [[]] * len(rows), columns)
@@ -262,7 +263,11 @@ def evaluator_for(
     size: int | None = None,
     world: World = ALONE,
 ) -> Evaluator:
-    """Return the held-out evaluation on `rows`, which `scorer` scores. `rewards` name the metric and filter the rows."""
+    """Return the held-out evaluation on `rows`, which `scorer` scores.
+
+    `rewards` gives the metric's name, and excludes rows that it cannot score.
+    """
+    check_images(config, model, rows)
     prompts = encode_prompts(rewards.judgeable(rows), model, config.data, reserved_tokens(config))
     return Evaluator(
         prompts=prompts,

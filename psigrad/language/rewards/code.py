@@ -167,7 +167,7 @@ class _Judged:
         run = self.runs.pop(0)
         if run.printed:
             wrong = same_output(outcome.stdout, run.printed.expected, self._settings.tolerance)
-            self._faults.append(_trouble(outcome) or ("" if wrong else "its output differs from the expected one"))
+            self._faults.append(_trouble(outcome) or ("" if wrong else "the output differs from the expected one"))
         values = iter(outcome.values)
         for check in run.evaluated:
             self._faults.append(_value_fault(check, [next(values) for _ in check.expressions], outcome))
@@ -205,20 +205,22 @@ def _value_fault(check: Evaluated, values: Sequence[Any], outcome: ProgramOutcom
         if isinstance(value, MissingValue):
             return (_trouble(outcome) if outcome else "") or value.reason
     try:
-        return "" if check.judge(*values) else "its value differs from the expected one"
+        return "" if check.judge(*values) else "the value differs from the expected one"
     except _WRONG:
-        return "its value cannot be compared with the expected one"
+        return "the value cannot be compared with the expected one"
 
 
 def _trouble(outcome: ProgramOutcome) -> str:
     """Return the reason why a program failed to run to its end; empty if it ran to its end."""
     if outcome.status not in ("exited", "stopped"):
-        return {"timeout": "it ran out of time", "memory": "it ran out of memory", "output": "it printed too much"}[
-            outcome.status
-        ]
+        return {
+            "timeout": "the program ran out of time",
+            "memory": "the program ran out of memory",
+            "output": "the program printed too much",
+        }[outcome.status]
     if outcome.code and outcome.status == "exited":
         last = outcome.stderr.strip().splitlines()[-1:] or [f"exit status {outcome.code}"]
-        return f"it crashed ({last[0][:200]})"
+        return f"the program crashed ({last[0][:200]})"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Collectors, which sample trajectories for prompts, and `ScoredRollout`, which has the trajectories scored meanwhile.
+"""Collectors, which sample trajectories for prompts, and `ScoredRollout`, which scores trajectories while others are sampled.
 
 `Completions` collects single answers. The collectors of episodes, agents' sessions and recorded completions are in other
 packages. `rollout_row` turns a trajectory into a line of rollouts.jsonl.
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 DIGITS = 4
 """The decimal places of values per token in rollouts.jsonl."""
 SeedOf = Callable[[int, int], int]
-"""A function (index of the prompt, number of the completion in its group) -> the seed of that completion."""
+"""A function that returns a completion's seed, given the index of its prompt and its number in the group."""
 ToSamples = Callable[[Sequence[Trajectory]], Samples]
-"""A function that turns a group of trajectories into the samples that reward functions receive: text and columns, not tokens."""
+"""A function that turns a group of trajectories into the samples that reward functions receive: texts and dataset columns."""
 
 
 class TrajectoryCollector(Protocol):
-    """A source of trajectories for prompts: single completions, episodes or sessions of agents. It computes no rewards."""
+    """A source of trajectories for prompts: single completions, episodes, or sessions of agents. It does not call the scorer."""
 
     @property
     def sampler(self) -> Sampler:
@@ -52,11 +52,14 @@ class TrajectoryCollector(Protocol):
         version: int,
         cache: ActivationCache | None = None,
     ) -> Iterator[list[tuple[int, list[Trajectory]]]]:
-        """Yield (index of the prompt, its trajectories) as groups complete. A sampler may fill `cache` for the trainer."""
+        """Sample `num_generations` trajectories of each prompt. Yield lists of (prompt's index, its trajectories) as groups end.
+
+        `version` is the number of optimiser steps of the weights. A sampler may store activations in `cache` for the trainer.
+        """
         ...
 
     def snapshot(self) -> Self:
-        """Return this collector with the policy's current weights; see `Sampler.snapshot`."""
+        """Return a collector that samples with the policy's current weights; see `Sampler.snapshot`."""
         ...
 
 
@@ -92,7 +95,7 @@ class Completions:
             yield groups
 
     def snapshot(self) -> Completions:
-        """Return this collector with the policy's current weights; see `TrajectoryCollector`."""
+        """Return a collector that samples with the policy's current weights; see `TrajectoryCollector`."""
         return replace(self, sampler=self.sampler.snapshot())
 
 
@@ -107,10 +110,10 @@ class ScoredRollout:
     collector: TrajectoryCollector
     scorer: Scorer | None
     to_samples: Callable[[Mapping[int, Any]], ToSamples]
-    """A function of the dataset rows by index. It returns the `ToSamples` function for trajectories of these rows."""
+    """A function that is given dataset rows by index, and returns the `ToSamples` function for trajectories of these rows."""
     world: World = ALONE
     complete: bool = False
-    """True if every process receives all tokens of all trajectories, to store pending collections in a checkpoint."""
+    """True if every process receives the tokens of all trajectories, so that a checkpoint can store pending collections."""
 
     def __call__(
         self,
@@ -122,9 +125,10 @@ class ScoredRollout:
         clock: Clock | None = None,
         cache: ActivationCache | None = None,
     ) -> list[Trajectory]:
-        """Return `num_generations` scored trajectories of each prompt and seat, in order. `version` is the step of the policy.
+        """Return `num_generations` scored trajectories of each prompt (in games of each seat, i.e. player), in order.
 
-        `clock` measures sampling as "time/sample", and the wait for rewards after sampling as "time/score".
+        `version` is the number of optimiser steps of the policy. `clock` measures sampling as "time/sample", and the wait for
+        rewards after sampling as "time/score".
         """
         clock, world, central = clock or Clock(), self.world, self.collector.sampler.central
         share = range(world.rank, len(prompts), 1 if central else world.size)
@@ -167,7 +171,7 @@ class ScoredRollout:
             return scoring.assign_to([t for place in range(len(mine)) for t in groups[place]])
 
     def snapshot(self) -> ScoredRollout:
-        """Return this rollout with the policy's current weights."""
+        """Return a rollout that samples with the policy's current weights; see `Sampler.snapshot`."""
         return replace(self, collector=self.collector.snapshot())
 
 
@@ -199,13 +203,13 @@ class PendingRewards:
             self._scoring.poll()
 
     def assign_to(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Wait for the scores, and return these trajectories with their rewards, all of which were added before."""
+        """Wait for the scores, and return the trajectories with their rewards. All of them must have been added before."""
         results: Sequence[Result] = [Scored(0.0)] * len(trajectories) if self._scoring is None else self._scoring.results()
         return [add_reward(t, results[self._places[id(t)]]) for t in trajectories]
 
 
 def add_reward(trajectory: Trajectory, result: Result) -> Trajectory:
-    """Return the trajectory with its reward: the scorer's value plus the rewards for single steps."""
+    """Return the trajectory with its reward: the scorer's value plus all rewards for single steps of the completion."""
     if trajectory.reason:  # the environment or the agent failed
         return replace(trajectory, status="unscored")
     if isinstance(result, Unscored):
@@ -267,7 +271,9 @@ def rollout_row(
 
 
 def log_probs_of(completion: Completion) -> dict[str, list[float]]:
-    """Return `logprobs` under the policy, and `sampling_logprobs` if a filter such as top-k changed the distribution."""
+    """Return a completion's columns of rollouts.jsonl: `logprobs` under the policy, rounded, and `sampling_logprobs` if a filter
+    such as top-k made them differ.
+    """
     same = completion.logprobs == completion.sampling_logprobs
     sampling = {} if same else {"sampling_logprobs": round_all(completion.sampling_logprobs)}
     return {"logprobs": round_all(completion.logprobs), **sampling}

@@ -20,7 +20,7 @@ from psigrad.processes.parallel.world import World
 
 
 class RemoteTokens(Sequence[int]):
-    """A placeholder for tokens that another process has. It equals tokens and placeholders of the same length and hash."""
+    """A placeholder for token ids that another process has. It equals ids and placeholders of the same length and hash."""
 
     def __init__(self, length: int, key: int) -> None:
         self.length, self.key = length, key
@@ -41,9 +41,9 @@ class RemoteTokens(Sequence[int]):
 
 
 def drop_tokens(trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory without its tokens and texts, as every process receives it.
+    """Return the trajectory without its tokens and texts, the form in which every process receives it.
 
-    Of a tool's answer it keeps the first 7 characters, since metrics count the answers that begin with "error: ".
+    The first 7 characters of a tool's answer remain, since metrics count the answers that begin with "error: ".
     """
 
     def remote(ids: Sequence[int]) -> Any:
@@ -106,7 +106,7 @@ def pack(rows: Sequence[Trajectory]) -> bytes:
 
 
 def unpack(data: bytes) -> list[Trajectory]:
-    """Return the trajectories that `pack` serialised. Log-probs and masks of those without tokens are views of the arrays."""
+    """Return the trajectories that `pack` serialised. If they have no tokens, log-probs and masks are views of the arrays."""
     arrays = safetensors.numpy.load(data)
     held, at = json.loads(arrays["rest"].tobytes().decode("utf-8", "surrogatepass")), dict.fromkeys(arrays, 0)
 
@@ -135,9 +135,9 @@ def _changed_fields(made: Any) -> dict[str, Any]:
 
 
 def gather_trajectories(world: World, own: Sequence[Trajectory], *, with_tokens: bool = False) -> list[list[Trajectory]]:
-    """Return the trajectories of every process, by rank. `own` are those of this process.
+    """Return lists of the trajectories of all processes, by rank. `own` are the trajectories of this process.
 
-    Those of other processes have neither tokens nor texts (`drop_tokens`), unless `with_tokens`.
+    The trajectories of other processes have neither tokens nor texts (`drop_tokens`), unless `with_tokens` is True.
     """
     made = list(own) if with_tokens else [replace(t, holders=(world.rank,)) for t in own]
     data = pack(made if with_tokens else [drop_tokens(t) for t in made])
@@ -146,7 +146,7 @@ def gather_trajectories(world: World, own: Sequence[Trajectory], *, with_tokens:
 
 
 def broadcast_collected(world: World, collected: Collected) -> Collected:
-    """Return the collection `collected` of rank 0 on every rank. Other ranks get no tokens (`drop_tokens`)."""
+    """Send rank 0's collection `collected` to all ranks, and return it. Other ranks get no tokens (`drop_tokens`)."""
     place = {id(t): n for n, t in enumerate(collected.trajectories)}
     groups = [[place[id(t)] for t in group] for group in collected.groups]
     groups, cursor, entries = world.broadcast((groups, collected.cursor, collected.entries))
@@ -155,7 +155,7 @@ def broadcast_collected(world: World, collected: Collected) -> Collected:
 
 
 def fetch_tokens(world: World, rows: list[Trajectory], rows_by_rank: Sequence[Sequence[int]]) -> None:
-    """On each rank, fetch the tokens of the rows with indices `wanted[rank]`, and store them in `rows`.
+    """On each rank, fetch the tokens of the rows with the indices `rows_by_rank[rank]` from other ranks, and set them in `rows`.
 
     All ranks must call this function with the same `rows_by_rank`.
     """
@@ -175,7 +175,7 @@ def fetch_tokens(world: World, rows: list[Trajectory], rows_by_rank: Sequence[Se
 
 
 def gather_rows(world: World, rows_by_key: Mapping[int, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Send the rows of all processes to rank 0, which returns them sorted by their keys. Other ranks return their own rows."""
+    """Send the rows of all processes to rank 0. Rank 0 returns all rows, sorted by their keys; others return their own rows."""
     data = json.dumps(list(rows_by_key.items())).encode() if world.rank else b""
     each = world.exchange([b"" if rank else data for rank in range(world.size)])
     rows = [*rows_by_key.items(), *(pair for part in each if part for pair in json.loads(part))]

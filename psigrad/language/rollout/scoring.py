@@ -27,11 +27,11 @@ class Samples:
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """The other columns of the prompts' rows, by name."""
     prompt_ids: Sequence[Sequence[int]] | None = None
-    """The prompt's tokens, for scorers that read the policy's own tokens."""
+    """The tokens of each prompt, for scorers that read the policy's own tokens."""
     policy_turns: Sequence[Sequence[str]] | None = None
-    """The policy's text, turn by turn, if a completion also contains other speakers; None: `turns_of` finds the turns."""
+    """The policy's turns in each completion, if it also contains other speakers; None: `turns_of` finds the turns."""
     policy_ids: Sequence[Sequence[int]] | None = None
-    """The tokens that the policy wrote; None: all of `completion_ids`."""
+    """The tokens of each completion that the policy wrote; None: all of `completion_ids`."""
     opened_thoughts: Sequence[str] | None = None
     """The tag (such as <think>) with which each prompt opens a thought at its end, or ""; None: no prompt opens one."""
 
@@ -40,14 +40,14 @@ class Samples:
         if self.prompt_ids is not None:
             lengths["prompt_ids"] = len(self.prompt_ids)
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"Samples are sequences of one length; these have {lengths}.")
+            raise ValueError(f"All columns of samples must have the same length; their lengths are {lengths}.")
 
     def __len__(self) -> int:
         return len(self.completions)
 
     @property
     def arguments(self) -> dict[str, Sequence[Any]]:
-        """The columns sent to the reward functions' workers, by name."""
+        """The columns that are sent to the reward functions' worker processes, by name."""
         said = {"prompts": self.prompts, "completions": self.completions}
         own = {name: list(map(images.remove_marks, values)) for name, values in said.items()}
         own |= {"completion_ids": list(self.completion_ids)}
@@ -56,7 +56,7 @@ class Samples:
 
 
 def concatenate(parts: Sequence[Samples]) -> Samples:
-    """Concatenate these samples. Raises `ValueError` if they do not have the same kinds of columns."""
+    """Return one `Samples` with all samples of `parts`. Raises `ValueError` if the parts have different columns."""
     optional = ("prompt_ids", "policy_turns", "policy_ids", "opened_thoughts")
     kinds = {(*sorted(part.columns), *(name for name in optional if getattr(part, name) is not None)) for part in parts}
     if len(kinds) > 1:
@@ -105,9 +105,9 @@ class FailedTest(float):
 
 @dataclass(frozen=True)
 class Scored:
-    """A reward: `value` is the weighted sum, `parts` the value of each function (None: not applicable).
+    """A completion's reward: `value` is the weighted sum, `parts` the value of each reward function (None: not applicable).
 
-    `value` is the reward for the whole completion. `steps` has (token index, reward) of further rewards for steps inside it.
+    `value` is for the whole completion. `steps` has (token index, reward) of each further reward for a step inside it.
     """
 
     value: float
@@ -117,9 +117,9 @@ class Scored:
 
 @dataclass(frozen=True)
 class Failed:
-    """A completion that a reward function reported as the policy's fault, by `Failure`.
+    """A completion for which a reward function raised `Failure`, because the policy is at fault.
 
-    That function's part is the failure reward. `value` is the weighted sum of all parts.
+    In `parts` that function has the failure reward. `value` is the weighted sum of all parts.
     """
 
     value: float
@@ -144,7 +144,7 @@ Result = Scored | Failed | Unscored
 class Failure(Exception):
     """The exception by which a reward function reports that a completion is the policy's fault.
 
-    It is raised, or returned in the function's list for one sample.
+    A reward function raises it, or puts it into its returned list in place of one sample's reward.
     """
 
 
@@ -185,11 +185,11 @@ class Scorer(Protocol):
 def check_unscored(
     reasons: Sequence[str | None], limit: float, sources: Sequence[str] = (), before: Sequence[Sequence[int]] = ()
 ) -> list[list[int]]:
-    """Raise `RewardError` if more than `limit` of the last `WINDOW` completions are unscored through a fault, or if all are.
+    """Raise `RewardError` if a share above `limit` of the last `WINDOW` completions is unscored through a fault, or if all are.
 
-    `limit` is a share. `reasons` has one entry per completion of a step: the reason why it is unscored, or None. A completion to
-    which no function applies is no fault. `before` is the previous step's return value: [faults, completions] of each of the last
-    steps. The returned window includes this step.
+    `reasons` has one entry per completion of a step: the reason why it is unscored, or None. A completion to which no reward
+    function applies is no fault. Return a list with [number of faults, number of completions] of each of the last steps,
+    including this one. `before` is the list that the previous step returned.
     """
     faults = [None if reason is None or reason.startswith(NOT_APPLICABLE) else reason for reason in reasons]
     window = [*map(list, before), [sum(reason is not None for reason in faults), len(faults)]]
@@ -205,9 +205,10 @@ def check_unscored(
 
 
 def explain_unscored(reasons: Sequence[str | None], sources: Sequence[str] = (), above: str = "") -> str:
-    """Return a sentence with the number of unscored completions, the most common reason and its rows.
+    """Return a sentence with the number of unscored completions, the most common reason, and the rows where it occurred.
 
-    `reasons` are as in `check_unscored`. `sources[i]` is the file and line of the row of completion i.
+    `reasons` are as in `check_unscored`. `sources[i]` is the file and line of the row of completion i. `above` is inserted after
+    the number.
     """
     counts: dict[str, list[int]] = {}
     for i, reason in enumerate(reasons):
@@ -222,19 +223,19 @@ def explain_unscored(reasons: Sequence[str | None], sources: Sequence[str] = (),
 
 
 def turns_of(completion: Any) -> list[str]:
-    """Return the policy's turns in a completion: the text, or the contents of the assistant's messages."""
+    """Return the policy's turns: [`completion`] if it is a text, otherwise the contents of the assistant's messages."""
     if isinstance(completion, str):
         return [completion]
     return [_content(message) for message in completion if message.get("role") == "assistant"]
 
 
 def text_of(completion: Any) -> str:
-    """Return the policy's last turn: a text unchanged, or the content of the last assistant message."""
+    """Return the policy's last turn: `completion` itself if it is a text, otherwise the content of the last assistant message."""
     return (turns_of(completion) or [""])[-1]
 
 
 def transcript_of(messages: Any) -> str:
-    """Return the full conversation: a text unchanged, or the contents of all messages."""
+    """Return the full conversation as one text: `messages` itself if it is a text, otherwise the contents of all messages."""
     return messages if isinstance(messages, str) else "\n".join(map(_content, messages))
 
 

@@ -1,4 +1,4 @@
-"""Types of sampling: prompts, completions, trajectories, samplers. They hold token ids; text is only decoded from them."""
+"""The types of sampling: prompts, completions, trajectories, samplers. They hold token ids; text is only decoded from the ids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FinishReason = Literal["stop", "length"]
 class Prompt:
     """A dataset row with its tokens: its `index`, the token `ids` of its prompt, and the `row` itself, which rewards receive.
 
-    `teacher_ids` is the prompt that the reference model reads; empty: it reads `ids`.
+    `teacher_ids` are the tokens of the prompt that the reference model reads; empty: it reads `ids`.
     """
 
     index: int
@@ -32,7 +32,7 @@ class Prompt:
 
 
 class Prompts(Sequence[Prompt]):
-    """A sequence of prompts, each created on access. `encoded[i]` is (index of a row in `rows`, the token ids of its prompt)."""
+    """A sequence of prompts, each created on access. `encoded[i]` is (index in `rows`, token ids of the row's prompt)."""
 
     def __init__(self, rows: Sequence[Any], encoded: Sequence[Any]) -> None:
         self.rows, self.encoded = rows, encoded
@@ -124,24 +124,24 @@ class Sampler(ABC):
     """A sampler of completions: embedded, transformers, vLLM, or a custom one (`language/loading/samplers.py`)."""
 
     exact: bool = False
-    """True if its log-probs equal those of the trainer's own forward pass in float32, up to rounding. Then several optimiser
-    steps on a batch need no forward pass that first recomputes the log-probs.
+    """True if the sampler's log-probs equal those of the trainer's own forward pass in float32, up to rounding. Then several
+    optimiser steps on a batch need no forward pass that first recomputes the log-probs.
     """
 
     engine: str = ""
-    """The name and version of the program that draws tokens. The same seeds give other tokens under another version."""
+    """The name and version of the program that draws tokens. Another version may draw other tokens from the same seeds."""
 
     central: bool = False
     """True if one process samples for all processes that train together; False if each process samples its share."""
 
     overlaps: bool = False
-    """True if it samples on devices that the trainer does not use, so that with a lag it may sample during training steps."""
+    """True if the sampler uses other devices than the trainer, so that in runs with a lag it may sample during training steps."""
 
     @abstractmethod
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample the requests. After each decoding step, yield (index, completions) of every request that the step completed.
+        """Sample the requests. After each decoding step, yield a list of (index, completions) of the requests that are complete.
 
         A sampler that runs the trainer's own weights may store its activations in `cache`, for training to reuse.
         """
@@ -160,16 +160,16 @@ class Sampler(ABC):
     ) -> list[list[float]] | None:
         """Return the log-prob of each token of these completions of a prompt, under the sampler's weights and after temperature.
 
-        They are computed separately from any other request. Return None if the sampler cannot do that exactly.
+        The log-probs do not depend on other requests. Return None if the sampler cannot compute them exactly.
         """
         return None
 
     def count(self) -> dict[str, Any]:
-        """Return the sampler's counters, for the run's record."""
+        """Return the sampler's counters by name, for the records of the run."""
         return {}
 
     def close(self) -> None:  # noqa: B027
-        """Release all resources except memory of this process. The sampler cannot be used afterwards."""
+        """Release resources outside of this process's memory, such as other processes. The sampler cannot be used afterwards."""
 
     def snapshot(self) -> Sampler:
         """Return a sampler that has the trainer's current weights. A sampler that runs a copy of the weights updates the copy.
@@ -180,7 +180,10 @@ class Sampler(ABC):
 
 
 class NextTurn(NamedTuple):
-    """The next turn of an episode: its seed, and the tokens to read since the last turn, or the full new context if `restart`."""
+    """The request for an episode's next turn: its `seed`, and `ids`, the tokens to read before it.
+
+    `ids` are the tokens since the previous turn. If `restart`, they are a new context that replaces all earlier tokens.
+    """
 
     ids: Sequence[int]
     seed: int
@@ -191,7 +194,7 @@ class Dialogue(ABC):
     """Episodes of several turns that a sampler has started. The number of an episode is the index of its prompt."""
 
     joins: bool = False
-    """True if `turns`, while it samples, calls `more()` and also samples the next turns of other episodes that it returns."""
+    """True if `turns` repeatedly calls `more()` while it samples. It then also samples the turns that `more` returns."""
     more: Callable[[], Mapping[int, NextTurn]] = dict
 
     @abstractmethod
@@ -207,7 +210,7 @@ class RestartedDialogue(Dialogue):
         self.contexts = [tuple(prompt) for prompt in prompts]
 
     def turns(self, next_turns: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
-        """Sample the next turns; see `Dialogue`. The first turns of a group have the same prompt, so they are one request."""
+        """Sample the next turns; see `Dialogue`. The first turns of a group have one prompt, so they are one request."""
         requests, owners = self._begin(next_turns)
         for completed in self._steps(requests, owners):
             for place, completions in completed:
@@ -216,7 +219,7 @@ class RestartedDialogue(Dialogue):
                     yield i, completion
 
     def _begin(self, next_turns: Mapping[int, NextTurn]) -> tuple[list[Request], list[list[int]]]:
-        """Return requests for these turns, and the episodes of each request."""
+        """Return (requests for these turns, lists of the episodes that each request is for)."""
         requests: list[Request] = []
         owners: list[list[int]] = []
         for i in sorted(next_turns):
@@ -231,7 +234,7 @@ class RestartedDialogue(Dialogue):
         return requests, owners
 
     def _steps(self, requests: list[Request], owners: list[list[int]]) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample the requests. `owners[i]` are the episodes of request i. A subclass that adds requests adds their owners."""
+        """Sample the requests. `owners[i]` are the episodes of request i. A subclass that adds requests also extends `owners`."""
         return self.sampler.steps(requests, self.params)
 
 
@@ -268,7 +271,7 @@ class ReplicaSampler(Sampler):
 
 
 class Cut(NamedTuple):
-    """A record that an environment's answer was too long: it was shortened ("cut"), or "dropped", which ends the episode.
+    """A record of an environment's answer that was too long. It was shortened ("cut"), or "dropped", which ends the episode.
 
     `turn` is the number of the policy's turn before the answer; 0 for the environment's opening.
     """
@@ -279,7 +282,7 @@ class Cut(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A change of context: from token `start` of a completion on, the policy read this prompt in place of all earlier tokens."""
+    """A change of context: from token `start` of a completion on, the policy read `prompt_ids` in place of all earlier tokens."""
 
     start: int
     prompt_ids: tuple[int, ...]
@@ -331,11 +334,11 @@ class Trajectory:
     Empty: all tokens follow the prompt.
     """
     seat: int | None = None
-    """The seat (player) whose turns the trajectory has, in a game of several seats."""
+    """In a game of several players (seats): the seat whose turns the trajectory has."""
     answer: str | None = None
-    """The last answer of an agent's session. Rewards receive it if the prompt is text; None: they receive `text`."""
+    """The last answer of an agent's session, which rewards receive if the prompt is text. None: rewards receive `text`."""
     holders: tuple[int, ...] = ()
-    """The ranks that have the tokens (`exchange.py`): the one that made them, then those that received them; empty: all ranks."""
+    """The ranks that have the tokens (`exchange.py`): first the rank that sampled them, then the receivers; empty: all."""
 
     @property
     def source_rank(self) -> int:
@@ -344,14 +347,14 @@ class Trajectory:
 
     @property
     def contexts(self) -> list[CompletionSpan]:
-        """The completion, split at its `branches` into parts that follow one prompt each; a single part if there are none."""
+        """The completion, split at its `branches` into parts that each follow one prompt; a single part without branches."""
         starts = [Branch(0, self.prompt_ids), *self.branches]
         ends = [branch.start for branch in starts[1:]] + [len(self.completion.ids)]
         return [CompletionSpan(at, prompt, self.completion.ids[at:end]) for (at, prompt), end in zip(starts, ends, strict=True)]
 
     @property
     def step_return(self) -> float:
-        """The sum of `step_rewards`."""
+        """The sum of the rewards in `step_rewards`."""
         return math.fsum(reward for _, reward in self.step_rewards)
 
     @property
@@ -398,11 +401,11 @@ class Collected:
 
 
 ELSEWHERE = Collected([], [], 0, {})
-"""An empty placeholder, on ranks that do not sample, for the collection that rank 0 has."""
+"""An empty collection, which stands for rank 0's collection on ranks that do not sample."""
 
 
 class Pending(Protocol):
-    """A collection whose completions may still be being sampled or scored, in another thread."""
+    """A collection that another thread may still be sampling or scoring."""
 
     def result(self) -> Collected:
         """Wait for the collection and return it."""
@@ -428,10 +431,10 @@ class State(RunState):
     cursor: int = 0
     """The number of prompts (online) or rows (SFT) drawn from the endless sequence of shuffled epochs."""
     algorithm: dict[str, float] = field(default_factory=dict)
-    """The `PolicyGradient`'s own state: a moving-average baseline, an adaptive KL coefficient."""
+    """The `PolicyGradient`'s own state by name, such as a moving-average baseline or an adaptive KL coefficient."""
     ledger: dict[str, int] = field(default_factory=dict)
-    """The number of prompts drawn so far, and of those trained on, pending, or dropped, in online runs (`online/collect.py`)."""
+    """In online runs: the numbers of prompts drawn so far, trained on, pending, and dropped, by name (`online/collect.py`)."""
     pending: tuple[Pending, ...] = ()
-    """The collections for later steps that have already started, in runs with a lag."""
+    """In runs with a lag: the collections for later steps that have already started."""
     unscored: list[list[int]] = field(default_factory=list)
-    """[unscored completions through a fault, completions] of each of the last steps; see `rollout.scoring.check_unscored`."""
+    """[number unscored through a fault, number of completions] of each of the last steps; see `scoring.check_unscored`."""

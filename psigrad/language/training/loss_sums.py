@@ -1,4 +1,4 @@
-"""Sums of the losses of an optimiser step's micro-batches, and a retry with smaller ones if memory runs out."""
+"""The sums of the losses of a step's micro-batches, and a retry with smaller micro-batches if memory runs out."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class LossSums:
         self._now: dict[str, Tensor] = {}
 
     def add(self, loss: Loss) -> Tensor:
-        """Add the loss of a micro-batch, which is its part of the step's loss, and return it for the backward pass."""
+        """Add a micro-batch's loss, a part of the step's loss. Return its value, for which the caller runs the backward pass."""
         for name, term in {"loss": loss.value.detach(), **loss.terms}.items():
             self._now[name] = term.double() + self._now.get(name, 0.0)  # float() here would stall a GPU
         return loss.value
 
     def of(self, share: Callable[[], Loss], weight: float = 1.0) -> Tensor:
-        """Compute the loss of a micro-batch and `add` it. With weight 0, add nothing and return a loss of 0."""
+        """Compute the loss of a micro-batch, `add` it, and return it. With weight 0, add nothing and return a loss of 0."""
         loss = share()
         return self.add(loss) if weight else 0.0 * loss.value
 
     def end_step(self, norms: list[float] | None) -> None:
-        """End an optimiser step with these gradient norms, None if one was not finite."""
+        """End an optimiser step. `norms` are its gradient norms, or None if one was not finite."""
         self.steps += 1
         terms, self._now = self._now, {}
         where = next((term.device for term in terms.values()), None)
@@ -69,12 +69,12 @@ class LossSums:
 def within_memory(
     run: R, optimizers: list[Optimizer], learn: Callable[[R], T], changes: dict[str, Any]
 ) -> tuple[T, dict[str, Any], dict[str, str]]:
-    """Return (`learn(run)`, the `changes` of settings, notes). If memory runs out, call `learn` again with smaller micro-batches.
+    """Return (the result of `learn(run)`, changed settings, notes). If memory runs out, retry with smaller micro-batches.
 
-    Each time the micro-batches have half the tokens, which changes gradients only by rounding. The new size is among the changes,
+    Each retry halves the tokens of a micro-batch, which changes gradients only by rounding. The new size is added to `changes`,
     so that later steps and a resumed run use it.
 
-    Raise the error if a weight has changed, if the smallest size is not enough, or if only this one of several processes failed.
+    Raise the memory error if a weight has changed, if the smallest size is not enough, or if other processes did not fail.
     """
     given: Any = run
     notes: dict[str, str] = {}

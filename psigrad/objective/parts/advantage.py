@@ -56,18 +56,18 @@ class StatefulPsi(ABC):
 
     @abstractmethod
     def initial_state(self) -> dict[str, float]:
-        """Return the state before the first batch."""
+        """Return the state before the first batch, as numbers by name."""
 
     @abstractmethod
     def __call__(self, batch: Batch, state: Mapping[str, float]) -> tuple[Tensor, dict[str, float]]:
-        """Return the advantages [N,T] and the state after this batch."""
+        """Return (advantages [N,T], the state after this batch)."""
 
 
 Psi = Callable[[Batch], Tensor] | StatefulPsi
 
 
 def needs(what: frozenset[str]) -> Callable[[F], F]:
-    """Return a decorator that marks a plain function with its needs."""
+    """Return a decorator that sets the attribute `needs` of a function, such as {"value"} or {"group"}, to `what`."""
 
     def mark(part: F) -> F:
         part.__dict__["needs"] = what
@@ -77,17 +77,17 @@ def needs(what: frozenset[str]) -> Callable[[F], F]:
 
 
 def needs_of(part: object) -> frozenset[str]:
-    """Return the declared needs of a part; empty if it declares none."""
+    """Return the attribute `needs` of a part, the extra inputs that it reads; empty if it has none."""
     return frozenset(getattr(part, "needs", ()))
 
 
 def over_steps(x_N: Tensor, batch: Batch) -> Tensor:
-    """Return [N, T]: the number of each trajectory on all of its chosen steps, 0 on masked steps."""
+    """Return [N, T]: row i has the number `x_N[i]` on all of its chosen steps, and 0 on masked steps."""
     return zero_outside(batch.mask, x_N[:, None].expand(batch.mask.shape))
 
 
 def ones(batch: Batch) -> Tensor:
-    """Every step counts the same: maximum likelihood of the kept completions.
+    """An advantage of 1 for every step, which maximises the likelihood of the kept completions.
 
     Formula: A_t = 1
 
@@ -100,7 +100,7 @@ def ones(batch: Batch) -> Tensor:
 
 
 def no_reward(batch: Batch) -> Tensor:
-    """Nothing is learnt from rewards: only the KL term acts, towards a teacher.
+    """An advantage of 0 for every step: the policy learns only from the KL term, whose reference is a teacher.
 
     Formula: A_t = 0
 
@@ -135,7 +135,7 @@ class total_return:
 
 @dataclass(frozen=True)
 class reward_to_go:
-    """The return from each step on, without rewards that the step cannot have caused.
+    """The return from each step on. Earlier rewards, which the step cannot have caused, are not counted.
 
     Formula: A_t = G_t = Σ_{u≥t} γ^(u−t) · r_u
 
@@ -174,7 +174,7 @@ class moving_average(StatefulPsi):
 
     Formula: A_t = R_i − b,  then m ← decay·m + (1 − decay)·mean(R),  b = m / (1 − decay^batches)
 
-    b is 0 on the first batch. It never contains R_i, so the expected gradient is unchanged.
+    The baseline b is 0 on the first batch. It never contains R_i, so it does not change the expected gradient.
 
     Source: Williams 1992 (reinforcement comparison); Ahmadian et al. 2024, arXiv:2402.14740.
 
@@ -183,18 +183,18 @@ class moving_average(StatefulPsi):
     """
 
     decay: float = 0.9
-    """The share of the old average that each batch keeps."""
+    """The weight of the old average in each update of the average."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
             raise ValueError(f"moving_average has decay={self.decay}; expected 0 <= decay < 1; 0.9 remembers about ten batches.")
 
     def initial_state(self) -> dict[str, float]:
-        """Return the average before the first batch."""
+        """Return the state before the first batch: an average of 0 over 0 batches."""
         return {"reward_average": 0.0, "reward_batches": 0.0}
 
     def __call__(self, batch: Batch, state: Mapping[str, float]) -> tuple[Tensor, dict[str, float]]:
-        """Return advantages [N, T], and the state after this batch."""
+        """Return (advantages [N, T], the state after this batch)."""
         average, batches = state["reward_average"], state["reward_batches"]
         baseline = average / (1 - self.decay**batches) if batches else 0.0
         advantage = over_steps(batch.sequence_reward - baseline, batch)
@@ -255,7 +255,7 @@ class group_mean:
 
 
 def best_of_group(batch: Batch) -> Tensor:
-    """1 for the best completion of each group (the earliest of equals), 0 for the others.
+    """An advantage of 1 for the best completion of each group (the earliest of equals), and 0 for all others.
 
     Formula: A_t = 1 if R_i is the greatest of its group, else 0
 
@@ -270,7 +270,7 @@ def best_of_group(batch: Batch) -> Tensor:
 
 @needs(ACTION_VALUE)
 def action_value(batch: Batch) -> Tensor:
-    """The critic's value of the step itself.
+    """The critic's value of each step's action in its state.
 
     Formula: A_t = Q(s_t, a_t)
 
@@ -289,7 +289,7 @@ def action_value(batch: Batch) -> Tensor:
 
 @needs(VALUE | ACTION_VALUE)
 def action_advantage(batch: Batch) -> Tensor:
-    """The advantage of the step over the average step of its state, by a critic of states and a critic of actions.
+    """The value of the step's action minus the value of its state, by a critic of actions and a critic of states.
 
     Formula: A_t = Q(s_t, a_t) − V(s_t)
 
@@ -337,7 +337,7 @@ class k_step:
     """
 
     k: int = 5
-    """Rewards before the critic takes over."""
+    """The number of rewards that are summed before the critic's value stands for all later ones."""
     gamma: float = 1.0
     """Discount per chosen step."""
     needs: ClassVar[frozenset[str]] = VALUE
@@ -357,7 +357,7 @@ class k_step:
 
 @dataclass(frozen=True)
 class gae:
-    """Generalised advantage estimation: lam = 0 is the TD residual, lam = 1 is Monte Carlo − V.
+    """Generalised advantage estimation: lam = 0 is the TD residual, lam = 1 is the Monte Carlo return minus V.
 
     Formula: A_t = Σ_l (γ·λ)^l · δ_{t+l}
 
@@ -391,8 +391,8 @@ class length_gae:
     """
 
     alpha: float = 0.05
-    """α: the sum of the weights λ^l is α·|y|; the paper's value. Trajectories of at most 1/α steps get λ = 0. For short
-    trajectories use a larger α, such as 2.
+    """α: the weights λ^l sum to α·|y|. The default is the paper's value. Trajectories of at most 1/α steps get λ = 0, so use a
+    larger α for short trajectories, such as 2.
     """
     gamma: float = 1.0
     """Discount per chosen step."""
@@ -411,7 +411,7 @@ class length_gae:
 
 @dataclass(frozen=True)
 class whitened:
-    """The advantages of the wrapped psi, shifted and scaled to mean 0 and standard deviation 1 over the batch's chosen steps.
+    """The advantages of the parameter `psi`, shifted and scaled to mean 0 and standard deviation 1 over the batch's chosen steps.
 
     Formula: A_t = (Ψ_t − mean(Ψ)) / (std(Ψ) + eps), over the whole batch
 
@@ -435,7 +435,7 @@ class whitened:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The needs of the wrapped psi."""
+        """The `needs` of the wrapped psi."""
         return needs_of(self.psi)
 
     def __call__(self, batch: Batch) -> Tensor:

@@ -23,7 +23,7 @@ Aggregate = Callable[[Tensor, Totals], Tensor]
 
 
 def token_mean(mask: Tensor, totals: Totals) -> Tensor:
-    """Mean over all steps of the optimiser step: a long sequence weighs more.
+    """The mean over all steps of all sequences: a long sequence weighs more.
 
     Formula: w_t = 1 / (number of steps in all sequences)
 
@@ -36,7 +36,7 @@ def token_mean(mask: Tensor, totals: Totals) -> Tensor:
 
 
 def sequence_mean(mask: Tensor, totals: Totals) -> Tensor:
-    """Mean over the steps of each sequence, then over sequences: a step of a long sequence weighs less.
+    """The mean over the steps of each sequence, then over sequences: a step of a long sequence weighs less.
 
     Formula: w_t = 1 / (|y| · number of sequences)
 
@@ -49,7 +49,7 @@ def sequence_mean(mask: Tensor, totals: Totals) -> Tensor:
 
 
 def sequence_sum(mask: Tensor, totals: Totals) -> Tensor:
-    """Sum over the steps of each sequence, then mean over sequences: the log-probability of the whole trajectory.
+    """The sum over the steps of each sequence, then the mean over sequences: the log-probability of the whole trajectory.
 
     Formula: w_t = 1 / (number of sequences)
 
@@ -63,7 +63,7 @@ def sequence_sum(mask: Tensor, totals: Totals) -> Tensor:
 
 @dataclass(frozen=True)
 class fixed_length:
-    """Sum over the steps of each sequence divided by a constant, then mean over sequences: no length bias.
+    """The sum over the steps of each sequence divided by a constant, then the mean over sequences: no length bias.
 
     Formula: w_t = 1 / (n · number of sequences)
 
@@ -91,12 +91,13 @@ Keep = Callable[..., Tensor]
 
 
 def has_signal(batch: Batch) -> Tensor:
-    """Drop groups whose rewards are all equal; the trainer collects others in their place.
+    """Drop groups whose rewards are all equal. The trainer then collects other groups in their place.
 
     Formula: keep i  ⇔  min(M) < max(M) in the group of i, with M the batch's `metric`, or its rewards if there is no metric
 
-    The test is exact equality, since the standard deviation of floats is not 0 for eight rewards of 0.1. The paper tests
-    correctness. With a length penalty, the rewards of right answers differ, and their group would teach length alone.
+    The test is exact equality, since the standard deviation of floats is not 0 for eight rewards of 0.1. The paper compares
+    correctness. If a length penalty is part of the reward, right answers differ in reward, and a group of them would be kept
+    although it teaches length alone. Then set `metric`.
 
     Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2 (dynamic sampling).
 
@@ -123,7 +124,7 @@ def not_truncated(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class top_k:
-    """Keep the k best trajectories of each group (the earlier of equals first).
+    """Keep the k best trajectories of each group. Among equal returns the earlier trajectory comes first.
 
     Formula: keep i  ⇔  R_i is among the k greatest of its group
 
@@ -181,10 +182,10 @@ class top_entropy:
 class clip_covariance:
     """Drop a few of the steps that lower the entropy most: likely ones with a high advantage, or unlikely ones with a low one.
 
-    Formula: with C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A)): a random choice of the steps with
-             low < C_t < high is dropped; its size is share · (number of all steps)
+    Formula: C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A))
+             of the steps with low < C_t < high, a random choice of share · (number of all steps) is dropped
 
-    The draw is by a hash of the log-probs: the same batch in any order drops the same steps.
+    The random choice is by a hash of the log-probs, so the same steps are dropped in whatever order the batch has its rows.
 
     Source: Cui et al. 2025, Clip-Cov, arXiv:2505.22617; verl's clip_cov (which recomputes C_t for every micro-batch).
 

@@ -12,7 +12,8 @@ from psigrad.objective.lazy_torch import Tensor, torch
 
 @dataclass(frozen=True)
 class value_loss:
-    """Squared error of the critic against the return R_t = A_t + V_old(s_t), mean over all steps.
+    """Squared error of the critic against the return R_t = Â_t + V_old(s_t), mean over all steps. Â_t is `returns`, or else A_t
+    before whitening.
 
     Formula: c_V · ½·(V(s_t) − R_t)², and with clip ε: c_V · ½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²)
 
@@ -25,10 +26,10 @@ class value_loss:
     coefficient: float = 0.1
     """c_V; TRL's vf_coef."""
     clip: float | None = None
-    """ε: a move of V away from V_old lowers the loss only up to ε; TRL's cliprange_value. None: no clip."""
+    """ε: once V has moved by ε from V_old, moving further does not lower the loss. TRL's cliprange_value. None: no clip."""
     returns: Callable[[Batch], Tensor] | None = None
-    """The estimate of R_t − V_old(s_t): a psi such as gae(lam=1), for a critic with another λ than the policy's (decoupled GAE,
-    Yuan et al. 2025, VC-PPO, arXiv:2503.01491). None: the policy's own psi, before whitening.
+    """A psi that estimates R_t − V_old(s_t), such as gae(lam=1). The critic can then have another λ than the policy (decoupled
+    GAE, Yuan et al. 2025, VC-PPO, arXiv:2503.01491). None: the method's own psi, before whitening.
     """
 
     def __call__(self, value: Tensor, value_old: Tensor, returns: Tensor) -> Tensor:
@@ -46,13 +47,13 @@ class bonus:
 
     Formula: − c_H · (1 / number of steps) · Σ_t H(π(·|s_t))
 
-    The mean is over steps whatever the aggregate is, so that c_H means the same for every method.
+    With any aggregate the mean is over steps, so that c_H means the same for every method.
 
     Source: Williams and Peng 1991; Mnih et al. 2016, A3C, arXiv:1602.01783; TRL entropy_coef.
     """
 
     coefficient: float = 0.01
-    """c_H."""
+    """c_H, the weight of the bonus."""
 
 
 PARTS: dict[str, tuple[type[Any], ...]] = {"critic": (value_loss,), "entropy": (bonus,)}

@@ -28,7 +28,7 @@ class group_mean_batch_std:
 
     Formula: A_t = (R_i − mean_group(R)) / (std_batch(R) + eps)
 
-    Easy and hard prompts are not scaled up, unlike with the standard deviation of their own group.
+    The standard deviation of the own group would be small for easy and for hard prompts, and would scale them up.
 
     Source: Hu et al. 2025, REINFORCE++, arXiv:2501.03262 (global normalisation); TRL scale_rewards "batch".
 
@@ -49,12 +49,12 @@ class group_mean_batch_std:
 
 @needs(GROUP)
 def length_weighted_mean(batch: Batch) -> Tensor:
-    """The return minus the mean return of its group weighted by length, the baseline of least variance if the squared norm of
-    a completion's score grows with its length.
+    """The return minus the mean return of its group, in which each completion's return is weighted by its length.
 
     Formula: A_t = R_i − Σ_j |y_j|·R_j / Σ_j |y_j|
 
-    The baseline contains R_i, so the expected gradient is not exactly that of the reward, as with the plain mean.
+    This baseline has the least variance if the squared norm of ∇log π(y) grows in proportion to the length of y. It contains R_i,
+    so the expected gradient is not exactly that of the reward; nor is it with the plain mean.
 
     Source: Hao et al. 2025, OPO, arXiv:2505.23585.
 
@@ -94,7 +94,7 @@ def over_group_mean(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class pass_at_k:
-    """The mean advantage, over all choices of k completions that include this one, of their best completion.
+    """The pass@k advantage, averaged over all choices of k completions of the group that include this one.
 
     Formula: with G completions of which m are wrong, P = 1 − C(m, k)/C(G, k) and σ = √(P·(1 − P)):
              A_t = (1 − P)/σ where y is right, (1 − P − C(m − 1, k − 1)/C(G − 1, k − 1))/σ where it is wrong, and 0 where σ = 0
@@ -108,7 +108,7 @@ class pass_at_k:
     """
 
     k: int = 4
-    """k, of which one completion must be right. It must be less than the group's size, as σ is always 0 for the whole group."""
+    """k, the number of completions of which one must be right. It must be less than the group's size, otherwise σ is always 0."""
     right: float = 0.5
     """A completion is right if its return is above this."""
     needs: ClassVar[frozenset[str]] = GROUP
@@ -135,12 +135,12 @@ class pass_at_k:
 
 @dataclass(frozen=True)
 class decoupled_group_mean:
-    """Each reward function's values are standardised within the group, weighted and added, then scaled over the batch.
+    """The weighted sum of the reward functions' values, each standardised within the group. The sum is scaled over the batch.
 
     Formula: A_t = S_i / (std_batch(S) + eps), S_i = Σ_k w_k · (r_ik − mean_group(r_k)) / (std_group(r_k) + eps)
 
-    A sum of different rewards hides their kinds: (1, 0) and (0, 1) look alike to the group's mean. A function that does not apply
-    to a completion adds nothing to its S. A KL penalty in the reward is ignored.
+    In a plain sum of rewards, the values (1, 0) and (0, 1) of two functions look the same. A function that does not apply to a
+    completion adds nothing to S_i. A KL penalty in the reward is ignored.
 
     Source: Liu et al. 2026, GDPO, arXiv:2601.05242; TRL multi_objective_aggregation "normalize_then_sum".
 
@@ -174,7 +174,7 @@ class decoupled_group_mean:
 
 @dataclass(frozen=True)
 class process_group_mean:
-    """Process supervision: step rewards are standardised over the group; a token's advantage is the sum of those from it on.
+    """Process supervision: step rewards are standardised over the group, and a token's advantage sums those from the token on.
 
     Formula: A_t = Σ_{u ≥ t, u rewarded} (r_u − mean(r)) / (std(r) + eps), mean and std over all rewarded tokens of the group
 
@@ -187,7 +187,7 @@ class process_group_mean:
     """
 
     std: bool = True
-    """Divide by the standard deviation or not."""
+    """True: divide by the standard deviation."""
     eps: float = 1e-4
     """Added to the standard deviation; TRL's value of GRPO."""
     needs: ClassVar[frozenset[str]] = GROUP
@@ -210,7 +210,7 @@ class process_group_mean:
 
 
 def _choose_ratio(of_N: Tensor, among_N: Tensor, k: int) -> Tensor:
-    """Return C(of, k) / C(among, k) as float64; 0 if `of` < k."""
+    """Return C(of, k) / C(among, k), a ratio of binomial coefficients, in float64; 0 if `of` < k."""
     ratio_N = torch.ones(of_N.shape, dtype=torch.float64, device=of_N.device)
     for i in range(k):
         ratio_N = ratio_N * (of_N - i).clamp(min=0) / (among_N - i).clamp(min=1)

@@ -1,6 +1,6 @@
 """Surrogates for samples of another policy. They weight steps by π / π_sampler, so a method with one of them has no correction.
 
-They fill the surrogate slot and ignore the ratio slot. If the sampler's log-probs are not known, log π_old replaces them.
+They fill the surrogate slot and ignore the ratio slot. If the sampler's log-probs are not known, log π_old takes their place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEAST_LOG_WEIGHT = math.log(1e-8)
 
 @dataclass(frozen=True)
 class symmetric_mask(SamplerWeighted):
-    """The importance-weighted surrogate, without the steps whose probability has moved too far in either direction.
+    """The importance-weighted surrogate, with loss 0 for steps whose probability has moved too far in either direction.
 
     Formula: L_t = −M_t · w_t · A_t, w_t = π(a_t|s_t) / π_sampler(a_t|s_t)
              M_t = 1 where |π(a_t|s_t) − π_sampler(a_t|s_t)| ≤ δ; else 0
@@ -54,7 +54,8 @@ class gamma_weight(SamplerWeighted):
     """The policy gradient, weighted by a smooth function of the sequence's ratio that falls off for large and small ratios.
 
     Formula: L_t = −sg[φ(W)] · A_t · log π(a_t|s_t), φ(W) = W^k · e^(λ·(1 − W)), W = Π_u π(a_u|s_u) / π_sampler(a_u|s_u)
-             k, λ = k_positive, lambda_positive where A_t ≥ 0; k_negative, lambda_negative where A_t < 0
+             k and λ are the parameters k_positive and lambda_positive where A_t ≥ 0,
+             and the parameters k_negative and lambda_negative where A_t < 0
 
     φ(1) = 1, so that fresh samples get the plain policy gradient. W is not normalised by the length. Log ratios are limited to
     ±20 per step, and log W to [log 1e-8, 20].
@@ -68,11 +69,11 @@ class gamma_weight(SamplerWeighted):
     k_positive: float = 2.0
     """k of steps with an advantage of at least 0; TRL's vespo_k_pos."""
     lambda_positive: float = 3.0
-    """λ of the same steps; TRL's vespo_lambda_pos."""
+    """λ of steps with an advantage of at least 0; TRL's vespo_lambda_pos."""
     k_negative: float = 3.0
     """k of steps with a negative advantage; TRL's vespo_k_neg."""
     lambda_negative: float = 2.0
-    """λ of the same steps; TRL's vespo_lambda_neg."""
+    """λ of steps with a negative advantage; TRL's vespo_lambda_neg."""
     needs: ClassVar[frozenset[str]] = SEQUENCES | {"logp_sampler"}
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ sampler), and the KL (policy / frozen reference).
 A ratio is a function (logp [N,T] with gradient, logp_old [N,T], mask [N,T]) -> log ratio [N,T]. Masked steps arrive as 0. A
 correction is Batch -> detached weights [N,T], which multiply the surrogate only, not the KL term.
 
-The KL slot says where the penalty acts and how it is estimated. Per step, with the action a sampled from π and
+The KL slot determines where the penalty acts and how it is estimated. Per step, with the action a sampled from π and
 d = log π(a|s) − log π_ref(a|s):
 
 | estimator | value | E[value] | E[gradient of value] |
@@ -19,8 +19,8 @@ d = log π(a|s) − log π_ref(a|s):
 | exact_js | m·KL(π_ref‖M) + (1 − m)·KL(π‖M), M = m·π_ref + (1 − m)·π | itself | its gradient, without sampling noise |
 | span | log π(w) − log π_ref(w) of a piece of text w, at its last step | KL(π‖π_ref) of the next piece | its gradient |
 
-The gradients are those of the KL at the states visited. In the reward only the value matters: the policy gradient itself accounts
-for later states.
+The gradients are those of the KL at the visited states. If the penalty is in the reward, only its value matters, because the
+policy gradient accounts for later states.
 Sources: Schulman 2020, Approximating KL divergence; Tang and Munos 2025, arXiv:2506.09477; Agarwal et al. 2024,
 GKD, arXiv:2306.13649 (the forward and the Jensen–Shannon divergence).
 """
@@ -39,7 +39,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def exp_ratio(log_ratio: Tensor) -> Tensor:
-    """Return ρ = exp(log ratio), capped at exp(20). Above the cap its gradient is that of a ratio of exp(20), not 0.
+    """Return ρ = exp(log ratio), capped at exp(20). Above the cap the gradient is that of a ratio of exp(20), not 0.
 
     A step of negative advantage whose ratio has grown beyond the cap can therefore recover.
     """
@@ -47,7 +47,7 @@ def exp_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def bound(log_ratio: Tensor) -> Tensor:
-    """Return min(x, 20) with the gradient of x."""
+    """Return min(x, 20) of log ratios x, with the gradient of x itself."""
     return log_ratio - (log_ratio - MAX_LOG_RATIO).clamp(min=0).detach()
 
 
@@ -96,7 +96,7 @@ def sequence(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
 
 
 def trajectory(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
-    """One ratio for the whole completion taken as a single action; use it with the sequence_mean aggregate.
+    """One ratio for the whole completion, taken as a single action. Use it with the sequence_mean aggregate.
 
     Formula: ρ_t = Π_u π(a_u|s_u) / π_old(a_u|s_u)
 
@@ -114,7 +114,7 @@ LEVELS: tuple[Level, ...] = ("token", "sequence", "geometric")
 
 
 def _sampler_ratio(batch: Batch, level: Level) -> Tensor:
-    """Return π_old / π_sampler [N,T] of each step, or their product or geometric mean over the sequence at each of its steps."""
+    """Return π_old / π_sampler [N,T] of each step, or at each step the product or geometric mean over its sequence."""
     gap = _gap(batch)
     if level != "token":
         gap = gap.sum(1, keepdim=True).expand(gap.shape)
@@ -172,7 +172,7 @@ class truncated_importance:
 
 @dataclass(frozen=True)
 class masked_importance:
-    """Importance weights between trainer and sampler; steps or sequences outside the bounds are dropped.
+    """Importance weights between trainer and sampler, set to 0 for steps or sequences outside the bounds.
 
     Formula: c_t = sg[w_t] if floor ≤ w_t ≤ cap else 0, with w_t = π_old(a_t|s_t) / π_sampler(a_t|s_t), or its product over the
              sequence, or its geometric mean
@@ -204,12 +204,12 @@ class masked_importance:
 
 @dataclass(frozen=True)
 class divergence_rejection:
-    """Sequences on which sampler and trainer are too far apart are dropped; all others keep weight 1.
+    """A weight of 0 for sequences on which sampler and trainer are too far apart, and 1 for all others.
 
     Formula: c_t = 1 if (1/|y|)·Σ_u (w_u − 1 − log w_u) ≤ limit else 0, with w_u = π_old(a_u|s_u) / π_sampler(a_u|s_u)
 
-    The mean is the k3 estimate of KL(π_sampler‖π_old) per step. It is never negative, so differences do not cancel as in a
-    product of ratios.
+    The mean is the k3 estimate of KL(π_sampler‖π_old) per step. Its terms are never negative, so they cannot cancel. In a
+    product of ratios they can.
 
     Source: verl, rollout correction (rejection by k3 over a sequence); Schulman 2020, Approximating KL divergence.
 
@@ -241,7 +241,7 @@ ESTIMATORS: tuple[Estimator, ...] = ("k1", "k2", "k3", "k1+", "k3+", *MEASURED)
 
 
 def estimate(estimator: Estimator, d: Tensor) -> Tensor:
-    """Return the per-step estimate of KL(π‖π_ref) from d = log π − log π_ref at the sampled action."""
+    """Return the estimate of KL(π‖π_ref) at each step, from d = log π − log π_ref of the sampled action."""
     k2 = d**2 / 2
     straight_through = k2 - k2.detach()
     match estimator:
@@ -261,7 +261,7 @@ def estimate(estimator: Estimator, d: Tensor) -> Tensor:
 
 
 def span_kl(logp: Tensor, ends: Tensor, theirs: Tensor, baseline: Tensor | None = None) -> Tensor:
-    """Return [N, T] the sampled KL to a reference with another tokenizer, by pieces of text: the estimator "span".
+    """Return the estimate "span" [N, T] of the KL to a reference with another tokenizer, computed on pieces of text.
 
     Formula: value Σ_w d_w, gradient Σ_w (d_w − b)·∇log π(w), with d_w = log π(w) − log π_ref(w)
 
@@ -338,10 +338,10 @@ class KL:
     coefficient: float | adaptive = 0.04
     """β, fixed or adaptive."""
     importance_weighted: bool = False
-    """In the loss: weight each step by its ratio π/π_old (TRL's use_bias_correction_kl)."""
+    """True: weight each step's penalty in the loss by the ratio π/π_old (TRL's use_bias_correction_kl)."""
     mixture: float = 0.5
-    """With exact_js: m, the reference's share of the mixture M; near 0 like KL(π_ref‖π), near 1 like KL(π‖π_ref). TRL's
-    GKD beta.
+    """m of exact_js, the reference's share of the mixture M: near 0 the divergence is like KL(π_ref‖π), near 1 like KL(π‖π_ref).
+    TRL's GKD beta.
     """
 
     def __post_init__(self) -> None:
@@ -373,7 +373,7 @@ class KL:
 
     @property
     def formula(self) -> str:
-        """The formula of this placement and estimator."""
+        """The formula of the penalty for this `where` and `estimator`."""
         estimate_of = {
             "k1": "d_t", "k2": "d_t²/2", "k3": "(e^(−d_t) − 1 + d_t)", "exact": "Σ_a π(a|s_t)·log(π(a|s_t)/π_ref(a|s_t))",
             "exact_forward": "Σ_a π_ref(a|s_t)·log(π_ref(a|s_t)/π(a|s_t))",
@@ -393,15 +393,15 @@ class KL:
         return f"L_t ← L_t + {beta}·{weight}{estimate_of}{meaning}"
 
     def initial_state(self) -> dict[str, float]:
-        """Return β before the first batch, if it is adaptive."""
+        """Return the state before the first batch: the initial β if it is adaptive, otherwise nothing."""
         return {KL_KEY: self.coefficient.initial} if isinstance(self.coefficient, adaptive) else {}
 
     def beta(self, state: Mapping[str, float]) -> float:
-        """Return the current β."""
+        """Return the current β: the one in `state` if it is adaptive, otherwise the fixed coefficient."""
         return state[KL_KEY] if isinstance(self.coefficient, adaptive) else self.coefficient
 
     def per_step(self, logp: Tensor, logp_old: Tensor, logp_ref: Tensor) -> Tensor:
-        """Return the estimate [N,T] for the loss, with gradient. The model computes the exact estimators instead."""
+        """Return the estimate [N,T] for the loss, with gradient. Not for the exact estimators, which the model computes."""
         kl = estimate(self.estimator, logp - logp_ref)
         if not self.importance_weighted:
             return kl

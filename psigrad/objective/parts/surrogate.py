@@ -1,8 +1,8 @@
 """The surrogate slot: (logp, log_ratio, advantage) -> loss per step, all [N,T]; no mean, no metrics.
 
 Losses are minimised, so each is the negative of an objective. A surrogate declares extra inputs in `needs`. "mask" is the mask
-[N,T], for whole sequences. "logp_sampler" is the sampler's log-probs, or log π_old if they are not known. "marks" [N,T] is the
-result of its method `marks` on the whole collected batch: True, or a weight above 0, on the steps that it chooses.
+[N,T], for losses over whole sequences. "logp_sampler" is the sampler's log-probs, or log π_old if those are not known. "marks"
+[N,T] is the result of the surrogate's method `marks` on the whole batch: True, or a weight above 0, on the steps that it chooses.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ SEQUENCES = frozenset({"mask"})
 
 
 class SilentSurrogate:
-    """A surrogate without gradient where the advantage is 0."""
+    """The base class of surrogates whose gradient is 0 wherever the advantage is 0."""
 
 
 class RatioSurrogate(SilentSurrogate):
-    """A surrogate whose gradient flows through the ratio alone and is 0 where the advantage is 0."""
+    """The base class of surrogates whose gradient flows through the ratio alone, and is 0 wherever the advantage is 0."""
 
 
 class SamplerWeighted(SilentSurrogate):
-    """A surrogate that weights steps by π / π_sampler itself, in place of a correction. No gradient where the advantage is 0."""
+    """The base class of surrogates that weight steps by π / π_sampler. A method with one of them needs no correction."""
 
 
 def score(logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def unclipped(logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class clip(RatioSurrogate):
-    """The clipped surrogate: no gradient once a step has moved far enough in the direction of its advantage.
+    """The clipped surrogate: a step has no gradient once its ratio has moved far enough in the direction of its advantage.
 
     Formula: L_t = −min(ρ_t·A_t, clip(ρ_t, 1 − low, 1 + high)·A_t)
 
@@ -138,8 +138,7 @@ class truncated_weight(SilentSurrogate):
 
     Formula: L_t = −sg[min(ρ_t, cap)] · A_t · log π(a_t|s_t)
 
-    Source: MiniMax 2025, CISPO, arXiv:2506.13585 (no lower bound, as they run it); cap 5 as in ScaleRL,
-    arXiv:2510.13786, and TRL.
+    Source: MiniMax 2025, CISPO, arXiv:2506.13585 (no lower bound, as they run it); cap 5: ScaleRL, arXiv:2510.13786, and TRL.
 
     >>> show(truncated_weight()(row(-1, -1), row(0, 2), row(1, 1)))
     [[1.0, 5.0]]
@@ -161,7 +160,7 @@ class truncated_weight(SilentSurrogate):
 
 
 def innermost(surrogate: Surrogate) -> Surrogate:
-    """Return the surrogate that wrapping surrogates, such as `with_imitation`, contain; otherwise the surrogate itself."""
+    """Remove all wrapping surrogates, such as `with_imitation`. Return the surrogate inside, or `surrogate` if it wraps none."""
     inner: Surrogate | None = getattr(surrogate, "surrogate", None)
     return surrogate if inner is None else innermost(inner)
 
@@ -172,12 +171,12 @@ def silent_without_advantage(surrogate: Surrogate) -> bool:
 
 
 def differentiates_ratio(surrogate: Surrogate) -> bool:
-    """Return True if the learning signal flows through the ratio alone, so that nothing is learnt without a ratio."""
+    """Return True if the surrogate's gradient flows through the ratio alone, so that a method without a ratio learns nothing."""
     return innermost(surrogate) is unclipped or isinstance(innermost(surrogate), RatioSurrogate | kl_penalty)
 
 
 def clip_fractions(surrogate: Surrogate, log_ratio: Tensor, advantage: Tensor) -> dict[str, Tensor]:
-    """Return {TRL's name of the metric: [N,T], True on steps that a `clip` clips or a `truncated_weight` truncates}."""
+    """Return, by TRL's names of the clip metrics, masks [N,T] of the steps that a `clip` or a `truncated_weight` bounds."""
     surrogate = innermost(surrogate)
     ratio = exp_ratio(log_ratio.detach())
     if isinstance(surrogate, clip):
@@ -193,7 +192,8 @@ def clip_fractions(surrogate: Surrogate, log_ratio: Tensor, advantage: Tensor) -
 class soft_clip(RatioSurrogate):
     """The ratio through a sigmoid: the gradient fades smoothly as the ratio moves away from 1, without the clip's sharp edge.
 
-    Formula: L_t = −(4/τ)·σ(τ·(ρ_t − 1))·A_t, τ = positive where A_t > 0, else negative
+    Formula: L_t = −(4/τ)·σ(τ·(ρ_t − 1))·A_t
+             τ is the parameter positive where A_t > 0, and the parameter negative elsewhere
 
     At ρ = 1 the gradient is that of ρ_t·A_t.
 
@@ -287,7 +287,7 @@ class geometric_clip(RatioSurrogate):
 
 @dataclass(frozen=True)
 class off_policy_mask:
-    """The wrapped surrogate, without the sequences of negative advantage that have become much less likely.
+    """The wrapped surrogate, with loss 0 for sequences of negative advantage that have become much less likely.
 
     Formula: L_t = M·L'_t, M = 0 where A_t < 0 and (1/|y|)·Σ_u (log π_sampler(a_u|s_u) − log π(a_u|s_u)) > δ; else 1
 
@@ -298,7 +298,7 @@ class off_policy_mask:
     """
 
     surrogate: Callable[..., Tensor] = field(default_factory=clip)
-    """L': the surrogate of the sequences that count."""
+    """L': the wrapped surrogate, which gives the loss of all other sequences."""
     delta: float = 0.5
     """δ: the mean fall of a sequence's log-probabilities, in nats per step."""
 
@@ -309,7 +309,7 @@ class off_policy_mask:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The extra inputs: the mask and the sampler's log-probs."""
+        """The extra inputs that `__call__` receives: the mask and the sampler's log-probs."""
         return SEQUENCES | {"logp_sampler"}
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor, logp_sampler: Tensor) -> Tensor:
@@ -324,10 +324,10 @@ class off_policy_mask:
 class covariance_penalty(RatioSurrogate):
     """The importance-weighted surrogate, with a penalty on changes of the few steps that lower the entropy most.
 
-    Formula: L_t = −ρ_t·A_t + [t ∈ M]·coefficient·|log ρ_t|, M the share of all steps with the greatest
+    Formula: L_t = −ρ_t·A_t + [t ∈ M]·coefficient·|log ρ_t|, M the given share of all steps with the greatest
              C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A))
 
-    On fresh samples the penalty has no gradient: it needs several passes or minibatches.
+    The penalty needs several passes or minibatches. In the first pass ρ_t = 1, where it has no gradient.
 
     Source: Cui et al. 2025, KL-Cov, arXiv:2505.22617; verl's kl_cov (which chooses M again in every micro-batch).
     """
@@ -346,7 +346,7 @@ class covariance_penalty(RatioSurrogate):
             )
 
     def marks(self, batch: Batch, advantage: Tensor) -> Tensor:
-        """Return [N, T] bool: True on the steps of M. Among steps of equal C_t, earlier ones are chosen first."""
+        """Return the mask [N, T] of the steps in M. Among steps of equal C_t, earlier ones are chosen first."""
         covariance = step_covariance(batch.logp_old, advantage, batch.mask).masked_fill(~batch.mask, -math.inf).flatten()
         count = min(max(int(self.share * int(batch.mask.sum())), 1), int(batch.mask.sum()))
         marked = torch.zeros_like(batch.mask).flatten()
@@ -360,10 +360,10 @@ class covariance_penalty(RatioSurrogate):
 
 @dataclass(frozen=True)
 class with_imitation:
-    """The wrapped surrogate, plus the cross-entropy of the batch's right answers, so that a solution once found is not lost.
+    """The wrapped surrogate L', plus the cross-entropy of the batch's right answers, so that a solution once found is not lost.
 
     Formula: L_t = L'_t − coefficient · [R_i ≥ right] · (S / S⁺) · log π(a_t|s_t)
-             S all steps of the batch, S⁺ those of right answers
+             S is the number of steps in the batch, S⁺ the number of steps of right answers
 
     With the token_mean aggregate the second term is the coefficient times the mean cross-entropy of the right answers' steps.
     R_i is the batch's metric if it has one, otherwise the sum of the rewards.
@@ -372,7 +372,7 @@ class with_imitation:
     """
 
     surrogate: Callable[..., Tensor] = field(default_factory=clip)
-    """L': the surrogate that the policy learns by."""
+    """L': the wrapped surrogate."""
     coefficient: float = 0.1
     """Weight of the cross-entropy; the paper's μ."""
     right: float = 1.0
@@ -387,7 +387,7 @@ class with_imitation:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The extra inputs: the marks, and the needs of the wrapped surrogate."""
+        """The extra inputs that `__call__` receives: the marks, and those that the wrapped surrogate needs."""
         return frozenset({"marks"}) | frozenset(getattr(self.surrogate, "needs", ()))
 
     def marks(self, batch: Batch, advantage: Tensor) -> Tensor:
@@ -402,7 +402,7 @@ class with_imitation:
 
 
 def _check_inner(outer: off_policy_mask | with_imitation, known: frozenset[str]) -> None:
-    """Raise `ValueError` if the wrapped surrogate needs an input that is not in `known`, or has a state."""
+    """Raise `ValueError` if the surrogate that `outer` wraps has a state, or needs an input that is not in `known`."""
     inner = outer.surrogate
     if set(getattr(inner, "needs", ())) - known or (isinstance(inner, kl_penalty) and inner.target is not None):
         raise ValueError(
@@ -420,10 +420,10 @@ class kl_penalty:
 
     Formula: L_t = −ρ_t·A_t + β·(ρ_t − 1 − log ρ_t)
 
-    The bracket is an unbiased, never negative estimate of KL(π_old‖π). Steps were sampled from π_old, which does not depend on
-    the parameters, so its gradient is unbiased too. With a `target`, β is doubled when the measured KL is above 1.5 · target and
-    halved when it is below target / 1.5. After each update, call `adapt` with the result of `measure_kl`. β is stored in the
-    method's state.
+    ρ_t − 1 − log ρ_t is never negative, and an unbiased estimate of KL(π_old‖π). Its gradient is unbiased too, because steps were
+    sampled from π_old, which does not depend on the parameters. With a `target`, β is doubled when the measured KL is above
+    1.5 · target and halved when it is below target / 1.5. After each update, call `adapt` with the result of `measure_kl`. β is
+    in the method's state.
 
     Source: Schulman et al. 2017, PPO, arXiv:1707.06347, section 4.
 
@@ -459,7 +459,7 @@ def measure_kl(logp: Tensor, logp_old: Tensor, mask: Tensor) -> float:
 
 
 def adapt(penalty: kl_penalty, state: Mapping[str, float], kl: float) -> dict[str, float]:
-    """Return the state after one update that moved the policy by `kl`."""
+    """Return the method's state with β adapted to `kl`, the result of `measure_kl` after an update."""
     coefficient = state[PENALTY_KEY]
     if penalty.target is not None and kl > 1.5 * penalty.target:
         coefficient *= 2

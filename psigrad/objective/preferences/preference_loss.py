@@ -2,8 +2,8 @@
 
     loss = (1/N) Σ_n link(h_w − margin, h_l) + λ·NLL(chosen),   h = β·score(log π(y|x), log π_ref(y|x), |y|)
 
-The N pairs and the chosen tokens are those of the whole optimiser step, so any split into micro-batches gives the same gradient.
-KTO, which learns from unpaired completions, has its own class.
+N and the number of chosen tokens in NLL are those of the whole optimiser step, so any split into micro-batches gives the same
+gradient. KTO, which learns from unpaired completions, has its own class.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Labelled:
 
 
 def _check_rows(of: Pairs | Labelled, but: tuple[str, ...] = ()) -> None:
-    """Raise `ValueError` unless every field of `of` has the shape [N] of the first field, except those named in `but`."""
+    """Raise `ValueError` if a field of `of`, except those named in `but`, has another shape than the first field, [N]."""
     given = {f.name: getattr(of, f.name) for f in fields(of) if f.name not in but and getattr(of, f.name) is not None}
     shape = next(iter(given.values())).shape
     for name, tensor in given.items():
@@ -101,7 +101,7 @@ def log_ratio(logp: Tensor, ref: Tensor | None, tokens: Tensor) -> Tensor:
 
 
 def mean_log_ratio(logp: Tensor, ref: Tensor | None, tokens: Tensor) -> Tensor:
-    """The log-ratio per token: a long completion counts no more than a short one.
+    """The log-ratio per token, so that a long completion counts no more than a short one.
 
     Formula: (log π(y|x) − log π_ref(y|x)) / |y|
 
@@ -190,7 +190,7 @@ class robust:
 
 
 def hinge(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """No loss once the chosen completion is ahead by 1.
+    """The hinge loss: 0 once the score of the chosen completion exceeds that of the rejected one by 1.
 
     Formula: max(0, 1 − (h_w − h_l))
 
@@ -203,7 +203,7 @@ def hinge(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def squared(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """The difference of the scores regressed on 1/(2β), so that it stays finite however sure the labels are.
+    """The squared distance of the scores' difference from 1/(2β). The difference stays finite even if labels are certain.
 
     Formula: ((h_w − h_l)/β − 1/(2β))²
 
@@ -216,7 +216,7 @@ def squared(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Make the chosen completion more probable and the rejected one less, separately: for completions better than the model's.
+    """Raise the probability of the chosen completion and lower the rejected one's. Use it if the model is worse than the chosen.
 
     Formula: 1 − σ(h_w) + σ(h_l)
 
@@ -229,7 +229,7 @@ def apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def apo_down(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Make both less probable, the rejected one more so: for a model better than the chosen completions.
+    """Lower the probability of both completions, of the rejected one more. Use it if the model is better than the chosen.
 
     Formula: σ(h_w) + 1 − σ(h_w − h_l)
 
@@ -242,7 +242,7 @@ def apo_down(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def nca_pair(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Each completion compared with the reference, so that the chosen one's probability does not fall with the other's.
+    """A loss that compares each completion with the reference, so that the chosen one's probability does not fall too.
 
     Formula: −log σ(h_w) − ½·log σ(−h_w) − ½·log σ(−h_l)
 
@@ -252,7 +252,7 @@ def nca_pair(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def bco_pair(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """A classifier of single completions as chosen or rejected, without the paper's shift δ.
+    """The loss of a classifier that takes each completion as chosen or rejected, without the paper's shift δ.
 
     Formula: −log σ(h_w) − log σ(−h_l)
 
@@ -262,7 +262,7 @@ def bco_pair(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def sppo_hard(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Each score regressed on its own target: a certain win for the chosen, a certain loss for the rejected.
+    """The squared distance of each score from its own target: a certain win for the chosen, a certain loss for the rejected.
 
     Formula: (h_w/β − 1/(2β))² + (h_l/β + 1/(2β))²
 
@@ -281,16 +281,16 @@ def _check_smoothing(share: float) -> None:
 
 @dataclass(frozen=True)
 class Preference:
-    """A loss on pairs. Make a variant with `dataclasses.replace(DPO, beta=0.3)`."""
+    """A loss on pairs of a chosen and a rejected completion. Make a variant with `dataclasses.replace(DPO, beta=0.3)`."""
 
     score: Score
-    """(log π, log π_ref, tokens) -> [N]."""
+    """The score of completions: (log π, log π_ref, number of tokens) -> [N]."""
     link: Link
-    """(β·score of the chosen, less the margin; β·score of the rejected; β) -> loss [N]."""
+    """The loss of pairs: (β·score of the chosen − margin, β·score of the rejected, β) -> [N]."""
     beta: float = 0.1
     """β: limits the distance from the reference; a small β allows a large distance."""
     margin: float = 0.0
-    """The lead that h_w must have; SimPO's γ. Margins per pair are added."""
+    """The margin by which h_w must exceed h_l; SimPO's γ. Margins per pair are added to it."""
     sft: float = 0.0
     """λ: the weight of the negative log-likelihood of the chosen completions, per token."""
     preference: float = 1.0
@@ -313,7 +313,7 @@ class Preference:
         return self.score in (log_ratio, mean_log_ratio)
 
     def rewards(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Return β·score of the chosen and of the rejected completions, [N] each: the implicit rewards."""
+        """Return the implicit rewards: (β·score of the chosen completions, β·score of the rejected ones), [N] each."""
         chosen = self.beta * self.score(pairs.logp_chosen, pairs.ref_chosen, pairs.tokens_chosen)
         return chosen, self.beta * self.score(pairs.logp_rejected, pairs.ref_rejected, pairs.tokens_rejected)
 
@@ -322,9 +322,9 @@ class Preference:
         return correct(*self.rewards(pairs))
 
     def loss(self, pairs: Pairs, total_pairs: int, total_chosen_tokens: int) -> Loss:
-        """Return the share of these pairs in the loss of an optimiser step with these totals of pairs and chosen tokens.
+        """Return these pairs' part of the loss of a step with `total_pairs` pairs and `total_chosen_tokens` chosen tokens.
 
-        The terms, under TRL's names, are shares in the same way.
+        The terms, under TRL's names, are such parts too.
         """
         chosen, rejected = self.rewards(pairs)
         total_pairs = max(total_pairs, 1)
@@ -354,7 +354,7 @@ class Preference:
 
 
 def correct(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Return [N]: 1 where the chosen is ahead, ½ where the two are equal, 0 where it is behind."""
+    """Return [N]: 1 where `chosen` is greater than `rejected`, ½ where they are equal, 0 elsewhere."""
     return (chosen > rejected).to(chosen.dtype) + 0.5 * (chosen == rejected).to(chosen.dtype)
 
 
@@ -384,7 +384,7 @@ class OnlinePreference:
 
 @dataclass(frozen=True)
 class KahnemanTversky:
-    """A loss on completions labelled good or bad one by one, by a value function that saturates around a reference point.
+    """A loss on single completions labelled good or bad. It saturates on both sides of the reference point z.
 
     Formula: λ_D·(1 − σ(β·(r − z))) for desirable, λ_U·(1 − σ(β·(z − r))) for others, r = log π(y|x) − log π_ref(y|x)
 
@@ -413,7 +413,7 @@ class KahnemanTversky:
         return True
 
     def loss(self, rows: Labelled, total: int, total_desirable: int) -> Loss:
-        """Return the share of these completions in the loss of an optimiser step with `total` of them."""
+        """Return these completions' part of the loss of a step with `total` completions, of which `total_desirable` are good."""
         total = max(total, 1)
         ratio = rows.logp - rows.ref
         sign = torch.where(rows.desirable, ratio.new_tensor(1.0), -1.0)

@@ -29,7 +29,7 @@ class BradleyTerry:
     """
 
     center_rewards_coefficient: float = 0.0
-    """c: pulls the mean reward of a pair to 0, which the comparisons do not determine; TRL's name."""
+    """c: pulls the mean reward of each pair to 0. Comparisons do not determine this mean. The name is TRL's."""
     label_smoothing: float = 0.0
     """ε: probability that a label is wrong."""
 
@@ -41,7 +41,9 @@ class BradleyTerry:
             )
 
     def loss(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None, total_pairs: int) -> Loss:
-        """Return the share of these pairs, rewards [n], in the loss of an optimiser step with `total_pairs`.
+        """Return the part of an optimiser step's loss that these n pairs contribute. The step has `total_pairs` pairs.
+
+        `chosen` and `rejected` are the rewards [n] of the pairs' completions.
 
         Errors: ValueError if a tensor's shape is not [n], since it would broadcast silently.
         """
@@ -68,9 +70,9 @@ class BradleyTerry:
 
 
 def process_loss(logits: Tensor, labels: Tensor, total_steps: int) -> Loss:
-    """Return the share of these steps in the loss of an optimiser step with `total_steps`.
+    """Return the part of an optimiser step's loss that these labelled solution steps contribute.
 
-    Logits and labels (in [0, 1]) have one shape.
+    `labels` are in [0, 1] and have the shape of `logits`. `total_steps` is the number of all labels of the optimiser step.
 
     Formula: −label·log σ(z) − (1 − label)·log(1 − σ(z))
 
@@ -85,7 +87,7 @@ def process_loss(logits: Tensor, labels: Tensor, total_steps: int) -> Loss:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The model's confidence max(p, 1 − p) against its accuracy, in bins of confidence."""
+    """A comparison of the model's confidence max(p, 1 − p) with its accuracy, in bins of confidence."""
 
     lower: tuple[float, ...]
     """The least confidence of each bin."""
@@ -107,7 +109,7 @@ class Calibration:
 def calibration(lead: Tensor, bins: int = 10) -> Calibration:
     """Return the calibration of P(chosen beats rejected) = σ(lead) on held-out pairs, lead [n] = r_w − r_l.
 
-    Source: Guo et al. 2017, arXiv:1706.04599. Errors: ValueError if a lead is NaN or there is less than one bin.
+    Source: Guo et al. 2017, arXiv:1706.04599. Errors: ValueError if an element of `lead` is NaN or `bins` is below 1.
     """
     lead = lead.detach().double()
     if bins < 1 or bool(lead.isnan().any()):

@@ -1,7 +1,7 @@
 """Sharded tensors (DTensors), of which each process holds some rows: access to the local rows, and safetensors files.
 
-The files have the Hugging Face format of torch.distributed.checkpoint, without pickle. Files that N processes wrote, and also a
-plain model.safetensors, can be read by any number of processes.
+The files have the Hugging Face format of torch.distributed.checkpoint, without pickle. Any number of processes can read files
+that N processes wrote, and also a plain model.safetensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def local_of(x: Tensor) -> Tensor:
 
 
 def is_sharded(x: Any) -> bool:
-    """Return True if a tensor is a DTensor. The class is not imported for this, since that takes half a second."""
+    """Return True if a tensor is a DTensor. The test does not import the class, which would take half a second."""
     return hasattr(x, "to_local")
 
 
@@ -51,7 +51,7 @@ def local_parameter(parameter: Any) -> nn.Parameter:
 
 
 def shard_like(local: Tensor, parameter: Tensor) -> Tensor:
-    """Return a tensor sharded like `parameter`, such as an optimiser's moment, from this process's rows `local` of it."""
+    """Return a tensor sharded like `parameter`, such as an optimiser's moment. `local` are this process's rows of the tensor."""
     if not is_sharded(parameter) or local.dim() == 0:
         return local
     from torch.distributed.tensor import DTensor
@@ -108,7 +108,7 @@ def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _checkpoints() -> Any:
-    """Import torch.distributed.checkpoint, which takes a second."""
+    """Import and return torch.distributed.checkpoint. It is imported only when needed, because that takes a second."""
     import torch.distributed.checkpoint
 
     return torch.distributed.checkpoint

@@ -42,7 +42,8 @@ class Division(NamedTuple):
     """The division of the processes of a sharded model (fsdp) into groups, given as three sizes.
 
     `replicate` is the number of groups that each hold a full copy of the model. `tensor` is the number of processes that compute
-    every layer together (tensor parallelism). `context` is the number that split the tokens of every row (context parallelism).
+    every layer together (tensor parallelism). `context` is the number of processes that split the tokens of every row (context
+    parallelism).
     """
 
     replicate: int = 1
@@ -56,7 +57,7 @@ class Division(NamedTuple):
 
 
 class World(Protocol):
-    """The communication of one process, the `rank`-th of `size`, with the others that train together."""
+    """The communication of one process with the others that train together. It has the number `rank` of `size` processes."""
 
     rank: int
     """The number of this process: 0 … size - 1. Rank 0 writes the run folder."""
@@ -102,7 +103,7 @@ class Alone:
         return x
 
     def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
-        """Return the only part, which this process sends to itself."""
+        """Return `parts`, since its only part is what this process sends to itself."""
         return list(parts)
 
 
@@ -174,9 +175,10 @@ def convert_errors() -> Iterator[None]:
 
 
 def silent_ranks(store: Any, rank: int, size: int, seconds: float) -> list[int]:
-    """Return the ranks that do not report within `seconds` that they wait. Each rank calls this when it loses another one.
+    """Return the ranks that have ended or hang: those that do not report to the `store` within `seconds`.
 
-    If the store itself does not answer, return rank 0, whose machine hosts the store.
+    Each rank that has lost another one calls this function, which also reports that this rank waits. If the store itself does
+    not answer, return rank 0, whose machine hosts the store.
     """
     try:
         store.set_timeout(timedelta(seconds=seconds))
@@ -263,7 +265,7 @@ def _make_group(device: str, size: int, minutes: float) -> None:
 
 
 def check_equal(world: World, values: Mapping[str, str]) -> None:
-    """Raise `UserError` with the name of the value if the processes differ in one of the values of `values`."""
+    """Raise `UserError`, which names the value, if the processes have different values of a name in `values`."""
     each = world.all_gather(dict(values))
     for name in values:
         others = [rank for rank, own in enumerate(each) if own.get(name) != each[0].get(name)]
@@ -290,10 +292,10 @@ def num_teams(world: World) -> int:
 
 
 def shard(world: World, parts: Sequence[T], rank: int | None = None) -> list[tuple[T, float]]:
-    """Return the parts of a step that this rank, or the given `rank`, computes: [(part, weight)], each with weight 1.
+    """Return the parts of a step that this process, or the process `rank`, computes, as a list of (part, weight 1).
 
-    They are every `num_teams(world)`-th part. In lockstep all ranks need equally many passes, so a rank with one part fewer also
-    gets the first part with weight 0.
+    It computes every `num_teams(world)`-th part. In lockstep all processes need equally many passes, so a process with one part
+    fewer also gets the first part, with weight 0.
     """
     shares = num_teams(world)
     own = [(part, 1.0) for part in parts[(world.rank if rank is None else rank) // world.division.team :: shares]]
@@ -311,11 +313,11 @@ def map_shared(world: World, parts: Sequence[P], of: Callable[[P], T]) -> list[T
 
 
 def sum_gradients(world: World, parameters: Sequence[Tensor], failed: bool = False) -> bool:
-    """Replace each gradient by its sum over the ranks, computed in at least float32.
+    """Replace each parameter's gradient by its sum over the ranks, computed in at least float32, and return False.
 
-    If a rank `failed`, return True on all ranks and sum nothing. If no rank has a gradient for a parameter, its gradient stays
-    None, so that the optimizer does not decay the parameter. If only some ranks have one, the others add zeros. Small gradients
-    are sent in one message.
+    If a rank passes `failed`, sum nothing and return True on all ranks. If no rank has a gradient for a parameter, its gradient
+    stays None, so that the optimizer does not decay the parameter. If only some ranks have a gradient, the others add zeros.
+    Small gradients are sent in one message.
     """
     if world.size == 1 or not parameters:
         return False
@@ -340,7 +342,7 @@ def sum_gradients(world: World, parameters: Sequence[Tensor], failed: bool = Fal
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of parameters of one dtype with at most `BUCKET` numbers together, or with one larger parameter."""
+    """Yield lists of parameters of one dtype with at most `BUCKET` elements in all. A larger parameter has its own list."""
     bucket: list[Tensor] = []
     for p in parameters:
         if bucket and (p.dtype != bucket[0].dtype or sum(q.numel() for q in bucket) + p.numel() > BUCKET):

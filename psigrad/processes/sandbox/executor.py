@@ -202,7 +202,7 @@ def decode_value(line: bytes) -> Any:
         answer = json.loads(line)
         return _plain(answer["value"], 0) if "value" in answer else MissingValue(str(answer["error"])[:400])
     except (ValueError, TypeError, KeyError, RecursionError, AttributeError, ArithmeticError):
-        return MissingValue("its answer cannot be read")
+        return MissingValue("the answer cannot be read")
 
 
 def _plain(value: Any, depth: int) -> Any:

@@ -131,7 +131,10 @@ def _held_out_figures(run: RunData) -> Iterator[tuple[str, str]]:
 
 
 def _held_out_table(run: RunData) -> list[list[str]]:
-    """Return a Markdown table of held-out figures before and after training, with 95 % intervals. Two lines are the head."""
+    """Return the lines of a Markdown table of held-out figures before and after training, with 95 % intervals.
+
+    The first two lines are the table's head.
+    """
     rows = run.evaluations
     if not rows:
         return []
@@ -158,7 +161,7 @@ def _trained(run: RunData, base: ModelOrigin) -> str:
 
 
 def _facts(run: RunData, base: ModelOrigin, pins: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the facts of the training: base model, data, rewards, times and machine."""
+    """Return (name, text) of each fact of the training: base model, data, rewards, times and machine."""
     start = _start(run)
     data = ", ".join(f"[{name}](https://huggingface.co/datasets/{hub})" if hub else f"`{name}`" for name, hub in _datasets(run))
     rows = number(start.get("rows"))
@@ -209,7 +212,7 @@ def _settings(run: RunData) -> dict[str, Any]:
 
 
 def _base(run: RunData) -> ModelOrigin:
-    """Return the base model of the training. If it was itself trained by psigrad, take the hub model that its card names."""
+    """Return the base model of the training. If psigrad trained it too, return the hub model that its model card names."""
     name = str(run.settings.get("model.path") or "")
     pin, local = str(_pins(run).get("model") or ""), Path(name)
     if name and (len(pin) == _COMMIT or (not pin and not local.exists() and _HUB_NAME.fullmatch(name))):
@@ -231,7 +234,7 @@ def _metadata(card: Path) -> dict[str, Any]:
 
 
 def _datasets(run: RunData, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (name, hub name) of each dataset; the hub name is "" for other datasets."""
+    """Yield (name, hub name) of each dataset. The hub name is "" if the dataset is not from the hub."""
     given = run.settings.get(f"data.{prefix}dataset") or []
     for one in given if isinstance(given, list) else [given]:
         name = str(one).partition(":")[0]
@@ -256,7 +259,7 @@ def _pins(run: RunData) -> Mapping[str, Any]:
 
 
 def _publish(card: str, run: RunData) -> str:
-    """Replace absolute paths in the card by their last part. They are useless to readers and reveal the user's name."""
+    """Replace absolute paths in the card by their last part. Absolute paths are useless to readers and reveal the user's name."""
     leaves = [leaf for value in run.settings.values() for leaf in (value if isinstance(value, list) else [value])]
     for path in sorted((leaf for leaf in leaves if isinstance(leaf, str) and leaf.startswith("/")), key=len, reverse=True):
         card = card.replace(path, Path(path).name)

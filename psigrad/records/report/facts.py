@@ -69,7 +69,7 @@ def _describe_limits(machine: dict[str, Any]) -> list[str]:
 
 
 def _describe_duration(run: RunData) -> str:
-    """Return a text with the duration of the run, and the time of that which steps and evaluations took.
+    """Return a text with the duration of the run, and with the time that steps and evaluations took.
 
     The duration is the sum over all starts of the time from the start to the last event.
     """

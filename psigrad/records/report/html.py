@@ -64,7 +64,7 @@ class Table:
     On a phone each row of any table is displayed as a block, in which every cell has its column's title above it.
     """
     visible_rows: int = 0
-    """The number of rows that are visible at first; the others can be unfolded. 0: all."""
+    """The number of rows that are visible at first; a reader can unfold the others. 0: all are visible."""
     name: str = ""
     """The table's name for screen readers."""
 
@@ -170,7 +170,7 @@ def _trace(run: RunData) -> str:
 
 
 def _warnings(run: RunData) -> Table | None:
-    """Return a table of the warnings about the run, the current ones first."""
+    """Return a table of the warnings about the run, the current ones first; None if there are none."""
     raised: dict[str, list[RunWarning]] = {}
     watch = apply_rules(run)
     for alert in watch.alerts():
@@ -185,7 +185,10 @@ def _warnings(run: RunData) -> Table | None:
 
 
 def _headline(run: RunData) -> Table | None:
-    """Return a table of the main figures: the rows of summary.json, or else the first and the last evaluation."""
+    """Return a table of the main figures: the rows of summary.json, or else the first and the last evaluation.
+
+    Return None if the run has neither.
+    """
     if run.summary:
         named = ((r, ", ".join(filter(None, (r["name"], r.get("unit"))))) for r in run.summary)
         return Table(("", "", "95 % interval"), [[Cell(name), _number(r["value"]), Cell(interval(r), "n")] for r, name in named])
@@ -234,7 +237,10 @@ def _compare(runs: Sequence[RunData]) -> Table:
 
 
 def _differences(runs: Sequence[RunData]) -> Table | None:
-    """Return a table of the settings in which the runs differ, and of the hashes (12 digits) of user code that differs."""
+    """Return a table of the settings that differ between runs, and of the hashes (12 digits) of user code that differs.
+
+    Return None if nothing differs.
+    """
     settings = [{**run.settings, **{f"code of {name}": value[:12] for name, value in run.code.items()}} for run in runs]
     differ = [
         name
@@ -246,9 +252,9 @@ def _differences(runs: Sequence[RunData]) -> Table | None:
 
 
 def _samples(run: RunData) -> Table | None:
-    """Return a table of held-out completions at the first, the middle and the last evaluation.
+    """Return a table of held-out completions at the first, the middle and the last evaluation; None if there are none.
 
-    Its sentence counts the prompts that went from wrong to right, if all rewards are 0 or 1.
+    The table's summary counts the prompts that went from wrong to right, if all rewards are 0 or 1.
     """
     rows, steps = run.compared, list(run.samples)
     if not rows:
@@ -276,7 +282,7 @@ def _samples(run: RunData) -> Table | None:
 
 
 def thumbnails(run: Path, text: str) -> list[str]:
-    """Return the images that a text names as data URIs, at most 96 pixels wide and high. Skip images that cannot be read."""
+    """Return, as data URIs, the images that a text names, at most 96 pixels wide and high. Skip images that cannot be read."""
     from PIL import Image
 
     found, folder = list[str](), run / "images"
@@ -297,14 +303,14 @@ def _verdict(sample: Sample) -> str:
 
 
 def _troubles(run: RunData) -> Table | None:
-    """Return a table of the most frequent reasons why completions failed or stayed unscored."""
+    """Return a table of the most frequent reasons why completions failed or stayed unscored; None if there are none."""
     rows = [[Cell(s), _number(count), Cell(why, "text")] for (s, why), count in run.troubles.most_common(12)]
     more = len(run.troubles) - len(rows)
     return Table(("", "count", "reason"), rows, f"and {more:,} more reasons" if more else "") if rows else None
 
 
 def _overrides(run: RunData) -> Table | None:
-    """Return a table of the settings that differ from the defaults."""
+    """Return a table of the settings that differ from the defaults; None if there are none."""
     rows = [[Cell(name), Cell(_value(value), "text")] for name, value in overrides(run).items()]
     return Table((), rows[:80]) if rows else None
 

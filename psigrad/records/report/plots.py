@@ -49,7 +49,7 @@ _SPREAD = Plot("Rewards", "Share of completions by reward.", ())
 
 
 def smooth(values: Sequence[float], weight: float = 0.0) -> list[float]:
-    """Return the exponential moving average with bias correction: Σ w^i·x / Σ w^i, i steps back.
+    """Return the exponential moving average with bias correction: Σ w^i·x_i / Σ w^i, with x_i the value i steps back.
 
     The default weight w is 0.9, and larger for series of more than 800 values.
     """
@@ -81,7 +81,9 @@ def draw(runs: Sequence[RunData]) -> list[tuple[Plot, str]]:
 
 
 def _worth_drawing(values: Sequence[float]) -> bool:
-    """Return True if a curve has two points or more that are not all zero, as clip ratios of on-policy runs are."""
+    """Return True if a curve has two points or more and is not zero everywhere. Clip ratios of on-policy runs, for example, are
+    zero.
+    """
     return len(values) > 1 and any(values)
 
 
@@ -123,7 +125,10 @@ def _lines(axes: Any, plot: Plot, runs: Sequence[RunData]) -> None:
 
 
 def _thin(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Return at most 2·`_POINTS` points of a curve: the least and the greatest of each interval, so that its outline stays."""
+    """Return (steps, values) of at most 2·`_POINTS` points of a curve.
+
+    They are the least and the greatest value of each interval, so that the outline stays.
+    """
     stride = -(-len(steps) // _POINTS)
     if stride <= 2:
         return list(steps), list(values)
@@ -141,7 +146,9 @@ def _band(axes: Any, run: RunData, name: str, colour: str) -> None:
 
 
 def _spread(axes: Any, run: RunData) -> None:
-    """Draw the shares of the completions by reward as stacked areas over training: by value, or in five ranges."""
+    """Draw, as stacked areas over training, the share of the completions with each reward, or with rewards in each of five
+    ranges.
+    """
     steps = sorted(run.rewards)
     every = [reward for step in steps for reward in run.rewards[step]]
     low, high, values = min(every), max(every), sorted(set(every))

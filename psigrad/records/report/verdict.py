@@ -46,10 +46,10 @@ def verdict(run: RunData) -> Verdict:
     Its figures are the held-out metric (for pairs: the accuracy) before and after training with 95 % intervals, the KL to the
     initial model, and the warnings. If the run failed or was stopped, the verdict says so.
 
-    The run learned if the 95 % interval of the metric's change is above 0, and got worse if it is below. The interval is that of
-    `paired_difference` over the prompts (pairs) that both evaluations scored. If these are not recorded, it is that of two
-    independent samples, which is wider. There is no judgement with fewer than `LEAST_ROWS` rows, or if neither evaluation has an
-    interval.
+    The run learned if the 95 % interval of the metric's change is above 0, and got worse if it is below. The interval is computed
+    by `paired_difference` over the prompts (pairs) that both evaluations scored. If the metric of each prompt is not recorded,
+    the evaluations count as independent samples, and the interval is wider. There is no judgement with fewer than `LEAST_ROWS`
+    rows, or if neither evaluation has an interval.
     """
     word, mood, figures_said = _judge(run)
     end: Mapping[str, Any] = next((event for event in reversed(run.events) if event.get("kind") in _ENDS), {})
@@ -63,7 +63,7 @@ def verdict(run: RunData) -> Verdict:
 
 
 def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
-    """Return the judgement, its mood (good, bad or plain), and the texts of the figures."""
+    """Return (the judgement, its mood, texts with the figures behind it). The mood is good, bad or plain."""
     metric, rows = run.held_out_metric, run.evaluations
     for stem, key in ((metric, f"{metric}/mean"), *((share, share) for share in _PAIRS)):
         judged = [row for row in rows if stem and key in row and (stem == metric or f"{stem}/low" in row)]
@@ -112,13 +112,16 @@ def _pairs(run: RunData, before: int, after: int, *means: float) -> list[tuple[f
 
 
 def _marked(*marks: Any) -> list[tuple[float, float]]:
-    """Return 1, ½ or 0 for each held-out pair, before and after, from the `marks_of` two evaluations; [] if they do not match."""
+    """Return (before, after) for each held-out pair: 1 for the right order, 0 for the wrong one, ½ for a tie.
+
+    `marks` are the results of `marks_of` for both evaluations. Return [] if one of them is missing or their lengths differ.
+    """
     before, after = ([_MARKS[mark] for mark in text] if isinstance(text, str) and {*text} <= {*_MARKS} else [] for text in marks)
     return [*zip(before, after, strict=True)] if len(before) == len(after) else []
 
 
 def _unpaired(first: Interval, last: Interval) -> Interval:
-    """Return the difference of two independent evaluations. If one has no interval, it gets the width of the other's."""
+    """Return the difference of two independent evaluations. If one has no interval, use the width of the other one's interval."""
     ends = [one if one.low < one.high else None for one in (first, last)]
     known = ends[0] or ends[1]
     if known is None:
@@ -128,7 +131,7 @@ def _unpaired(first: Interval, last: Interval) -> Interval:
 
 
 def _change(name: str, first: Interval, last: Interval, change: Interval, rows: float) -> tuple[str, Mood, list[str]]:
-    """Return the judgement, its mood and the texts of the figures for two evaluations of `rows` rows."""
+    """Return (the judgement, its mood, texts with the figures) for two evaluations of `rows` rows each."""
     said = [f"held-out {name} {_with_interval(*first)} → {_with_interval(*last)}"]
     if not math.isfinite(change.mean):
         return "Unknown", "bad", said
@@ -159,7 +162,7 @@ def _describe_small_change(run: RunData) -> list[str]:
 
 
 def _rows_judged(run: RunData, row: Mapping[str, Any]) -> float:
-    """Return the least number of rows or episodes that an evaluation scored; infinite if the run does not record it."""
+    """Return a lower bound on the number of rows or episodes that an evaluation scored; infinity if it is not recorded."""
     if "eval/prompts" in row:
         size = max(1.0, number(run.settings.get("evaluation.num_generations_eval", 1)))
         return number(row["eval/prompts"]) - number(row.get("eval/unscored", 0)) // size
@@ -169,7 +172,7 @@ def _rows_judged(run: RunData, row: Mapping[str, Any]) -> float:
 
 
 def _parts(first: Mapping[str, Any], last: Mapping[str, Any]) -> list[str]:
-    """Return a text with the figures of each reward function before and after, if there are several."""
+    """Return [a text with the mean of each reward function before and after training], or [] if there is only one function."""
     keys = [key for key in last if key.startswith(PARTS) and key.endswith("/mean")]
     said = [f"{key[len(PARTS) : -5]} {_short(number(first.get(key)))} → {_short(number(last[key]))}" for key in keys]
     return [", ".join(said)] if said else []
@@ -209,7 +212,7 @@ def apply_rules(run: RunData) -> Watch:
 
 
 def _warnings(watch: Watch) -> list[str]:
-    """Return texts on the current warnings, the number of withdrawn ones, and those that a solved task explains."""
+    """Return texts on the current warnings, on the number of withdrawn warnings, and on warnings that a solved task explains."""
     found = watch.alerts()
     standing = dict.fromkeys(alert.rule for alert in found if alert.ended is None)
     calm, loud = ([BY_NAME[r].title for r in standing if watch.explains(r) is solved] for solved in (True, False))

@@ -10,6 +10,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
+import vision_models
 from safetensors.torch import load_file
 from tiny_jobs import sft_config
 from transformers import (
@@ -203,12 +204,14 @@ def test_what_cannot_be_exported_is_a_sentence(job, adapted, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     Path("full").mkdir()
     Path("full/x").touch()
+    vision_models.make("idefics3", tmp_path / "eyes")
     for words, said in (
         (["export", str(job / "base"), "--to", "adapter"], "has no adapter"),
         (["export", str(job / "base"), "--to", "ggml"], "expected gguf, merged"),
         (["export", str(job / "base"), "--to", "gguf", "--quantization", "q4_k"], "expected f32, f16"),
         (["export", str(job / "base"), "--to", "gguf", "--output", "full"], "holds files that this command did not write"),
         (["export"], "takes one run folder or model"),
+        (["export", "eyes", "--to", "gguf"], "is a vision-language model, of which GGUF files are not written"),
         (["export", "nobody/nothing", "--to", "gguf"], "No causal language model could be loaded from 'nobody/nothing'"),
         (["merge", str(adapted), "--to", "gguf"], "merge writes the merged model"),
     ):

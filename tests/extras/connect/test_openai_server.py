@@ -122,13 +122,15 @@ def test_what_goes_wrong_is_said_in_a_sentence(answer, settings, sentence, reque
 def test_a_server_that_is_not_there_or_hangs_or_serves_several_models_is_said_too(monkeypatch):
     over = threading.Event()
     monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
-    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9/v1 gave no completion in 3 attempts \(Connection.*refused"):
+    with pytest.raises(
+        UserError, match=r"http://127\.0\.0\.1:9/v1 gave no completion in 3 attempts \(the request failed: Connection.*refused"
+    ):
         asked("http://127.0.0.1:9")
     with pytest.raises(UserError, match="must begin with http"):
         asked("localhost:8000")
     with (
         standing_in(lambda n, body: over.wait(60) and chat("x")) as (url, _),
-        pytest.raises(UserError, match=r"timed out.* in 0\.2 s"),
+        pytest.raises(UserError, match=r"the request failed in 0\.2 s: .*timed out"),
     ):
         asked(url, model="small", seconds=0.2, attempts=1)
     over.set()

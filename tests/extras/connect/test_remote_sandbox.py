@@ -63,7 +63,7 @@ def test_the_first_test_that_fails_ends_a_program(service):
     """The service prints its stdin twice."""
     tests = [{"input": "a", "output": "aa"}, {"input": "b", "output": "b"}, {"input": "c", "output": "cc"}]
     (wrong,) = Code(service=service)(["..."], tests=[tests])
-    assert wrong == 0.0 and wrong.reason == "test 2 of 3: its output differs from the expected one"
+    assert wrong == 0.0 and wrong.reason == "test 2 of 3: the output differs from the expected one"
     assert [program["stdin"] for asked in Service.asked for program in asked["programs"]] == ["a", "b"]
     Service.asked.clear()
     assert Code(service=service, partial=True)(["..."], tests=[tests]) == [2 / 3]
@@ -102,6 +102,6 @@ def test_what_is_no_http_is_no_answer():
 
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
-        with pytest.raises(SandboxError, match="no usable answer \\(BadStatusLine"):
+        with pytest.raises(SandboxError, match="no usable answer \\(the request failed: BadStatusLine"):
             RemoteExecutor(f"http://127.0.0.1:{listening.getsockname()[1]}").run([Program("x")], Limits())
         thread.join(10)

@@ -8,15 +8,18 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import vision_models
+from pictures import Painter, draw
 from resuming import following_config, lagging_config
 from tiny_jobs import agent_config, episodes_config, online_config, ppo_config
 
 from psigrad.cli import main
-from psigrad.config import Evaluation
+from psigrad.config import Data, Evaluation
 from psigrad.errors import UserError
 from psigrad.language.recipes import online
 from psigrad.records import run_folder
-from psigrad_extras.investigate.replay import lines_of, replay
+from psigrad_extras.investigate import replay_page
+from psigrad_extras.investigate.replay import Replay, lines_of, replay
 
 pytestmark = pytest.mark.usefixtures("rewards_here")
 
@@ -25,6 +28,20 @@ def single_pass(job, output, **run):
     """One optimiser step a collection, through the activations that sampling kept; no KL, so a loss is a loss."""
     made = online_config(job, output, algorithm={"preset": "grpo", "kl": None}, **run)
     return replace(made, num_minibatches=1, evaluation=Evaluation(eval_prompts=0))
+
+
+def pictured(_, output, **run):
+    """Pictures of rows and of an environment, groups drawn again for lack of signal, and completions of older weights."""
+    folder = output.parent
+    vision_models.make("qwen3_vl", folder / "base", hidden=32, layers=2)
+    draw("red").save(folder / "a.png")
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "paint"}]}]
+    (folder / "train.jsonl").write_text((json.dumps({"prompt": prompt, "images": ["a.png"]}) + "\n") * 8)
+    made = online_config(folder, output, algorithm="dapo", **run)
+    sampling = replace(made.sampling, max_completion_length=16, sampler="pictures:Brief")
+    made = replace(made, reward=(), environment=Painter, max_turns=3, lag=1, max_refills=2, sampling=sampling)
+    data = Data(dataset=str(folder / "train.jsonl"))
+    return replace(made, data=data, evaluation=Evaluation(eval_prompts=0), micro_batch_tokens=256)
 
 
 CONFIGS = {"grpo": online_config, "single pass": single_pass}
@@ -36,6 +53,7 @@ MORE = {
     "lag": lagging_config,
     "following reference": following_config,
     "online dpo": partial(online_config, algorithm="online_dpo"),
+    "pictures": pictured,
 }
 
 
@@ -172,6 +190,10 @@ def test_the_command_and_its_page(made, capsys, tmp_path):
     text = page.read_text()
     assert "Bit for bit" in text and "weight " in text and 'class="up4' in text and "<script" not in text
     assert not (made("single pass") / run_folder.REPLAYS).exists()
+    parts = [{"type": "image", "sha256": "ab" * 32, "width": 16, "height": 8}, {"type": "text", "text": "how?"}]
+    group = {"row": 0, "prompt": [{"role": "user", "content": parts}], "completions": []}
+    shown = replay_page.page(Replay("run", 1, 0, [], [], {}, [group], {}))
+    assert "[image 16×8 ababab]\nhow?" in shown and "sha256" not in shown
 
 
 @pytest.mark.parametrize(

@@ -308,7 +308,9 @@ def test_a_missed_update_ends_the_run_in_a_sentence():
     sampler = VLLMSampler(model, 16, service="vllm_sabotage:service")
     switch(sampler, head=True)
     step(model, 1e-6)
-    said = r"did not take update 2 of the weights: it does not compute with the weight model\.embed_tokens\.weight as sent"
+    said = (
+        r"did not take update 2 of the weights: the engine does not compute with the weight model\.embed_tokens\.weight as sent"
+    )
     with pytest.raises(UserError, match=said):
         sampler.sample(some_requests(), SamplingParams(max_tokens=4))
     with pytest.raises(UserError, match=said):

@@ -45,7 +45,7 @@ def test_completions_come_group_by_group_from_the_weights_of_now(engine):
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"), [("dies", r"its process ended \(exit status 9\)"), ("hangs", "it did not answer in time")]
+    ("fault", "reason"), [("dies", r"its process ended \(exit status 9\)"), ("hangs", "the engine did not answer in time")]
 )
 def test_an_engine_that_is_lost_is_started_again_and_nothing_is_sampled_twice(engine, fault, reason, monkeypatch):
     told = []
@@ -74,7 +74,7 @@ def test_one_that_is_lost_while_nobody_asks_is_started_again_with_the_weights_of
         ("broken", r"vLLM cannot run this model \(no kernel for it\); sample with sampler=embedded"),
         ("fails", r"vLLM cannot run this model \(out of pages\)"),
         ("misses", r"did not take update 2 .* does not compute with the weight \S+weight and \d+ more as sent"),
-        ("keeps", r"did not take update 2 .* its prefix cache kept 130 tokens of old weights"),
+        ("keeps", r"did not take update 2 .* the prefix cache kept 130 tokens of old weights"),
     ],
 )
 def test_what_cannot_go_on_ends_in_a_sentence_and_leaves_no_process(engine, fault, sentence):
@@ -475,7 +475,9 @@ def test_adapters_that_only_whole_weights_can_carry_are_told():
     assert "fully trained" in vllm_weights.why_merged(a_model(Lora(rank=4, modules_to_save=("lm_head",))))
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     apart = tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2, tied=False)
-    assert "it is on lm_head" in vllm_weights.why_merged(prepare(apart, tokenizer, lora=Lora(4, target_modules=("lm_head",))))
+    assert "the adapter is on lm_head" in vllm_weights.why_merged(
+        prepare(apart, tokenizer, lora=Lora(4, target_modules=("lm_head",)))
+    )
     assert vllm_weights.why_merged(a_model()) == "it has none"
 
 

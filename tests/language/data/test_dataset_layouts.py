@@ -334,7 +334,7 @@ def test_which_way_plain_prompts_go_is_said(plain_chatml: Any, bare: Any) -> Non
     rows = [Row("x", prompt="a"), Row("x", prompt="<|im_start|>b"), Row("x", prompt=[user("c")])]
     one = "1 plain prompt is sent as a user turn of the chat template; --plain-prompts sends them unchanged."
     assert said(plain_chatml, rows) == [
-        f"{one} 1 plain prompt is sent unchanged: they hold special tokens, as rendered text does."
+        f"{one} 1 plain prompt is sent unchanged: the prompts hold special tokens, as rendered text does."
     ]
     assert said(plain_chatml, rows, plain=True) == ["2 plain prompts are sent unchanged: plain_prompts is set."]
     assert said(bare, rows) == ["2 plain prompts are sent unchanged: the tokenizer has no chat template."]

@@ -61,6 +61,9 @@ def test_an_image_is_its_bytes_however_it_is_given(files, given):
     row = read(prompt=[say("what?", {"type": "image", "image": given}, "!")])
     assert row.prompt[0]["content"] == f"what?{R}!"
     assert row.columns == {"images": [str(given) if isinstance(given, Path) else given]}
+    assert image_rows.observation_text([{"type": "image", "image": given}, "!"]) == f"{R}!"
+    answered = read("messages", messages=[say("look"), CALLS, say({"type": "image", "image": given}, role="tool"), X])
+    assert answered.messages[2]["content"] == R
     picture = images.picture(R[1:-1])
     assert (picture.width, picture.height, picture.read()) == (16, 8, RED)
 
@@ -128,7 +131,7 @@ def refused(row, form="prompt-only"):
         ({"prompt": "a", "images": [RED, None]}, "rows:1: column images[1] is of type 'NoneType'"),
         ({"prompt": "a", "image": "gone.png"}, "rows:1: column image is 'gone.png', and there is no file"),
         ({"prompt": "a", "image": b""}, "rows:1: column image has no bytes"),
-        ({"prompt": "a", "image": b"%PDF-1.4 no image"}, "not a whole image that psigrad reads (UnidentifiedImageError"),
+        ({"prompt": "a", "image": b"%PDF-1.4 no image"}, "not a whole image that psigrad reads (expected PNG, JPEG"),
         (
             {"prompt": "a", "image": encoded(draw("red", (64, 64)), "JPEG")[:-60]},
             "bytes, not a whole image that psigrad reads (OSError",
@@ -166,7 +169,10 @@ def test_a_bomb_is_refused_before_it_is_decoded():
 
 
 def pixels(data):
-    return images.picture(image_rows.digests_of(read(prompt="a", image=data))[0]).open()
+    picture = images.picture(image_rows.digests_of(read(prompt="a", image=data))[0])
+    found = picture.open()
+    assert found.size == (picture.width, picture.height)  # by which its features are counted
+    return found
 
 
 def test_odd_files_are_upright_and_rgb():
@@ -174,9 +180,10 @@ def test_odd_files_are_upright_and_rgb():
     turned.putpixel((0, 0), (0, 0, 255))
     exif = Image.Exif()
     exif[0x0112] = 6  # the top of the scene is at the right
-    found = pixels(encoded(turned, "PNG", exif=exif))
-    assert found.size == (8, 16)
-    assert found.getpixel((7, 0)) == (0, 0, 255)
+    for form in ("PNG", "TIFF", "WEBP"):  # Pillow itself turns TIFF
+        found = pixels(encoded(turned, form, exif=exif, lossless=True))
+        assert found.size == (8, 16) and found.getpixel((7, 0)) == (0, 0, 255)
+    assert pixels(encoded(turned, "JPEG", exif=exif)).size == (8, 16)
     assert pixels(encoded(draw((255, 0, 0, 0), mode="RGBA"))).getpixel((0, 0)) == (255, 255, 255)
     assert pixels(encoded(draw((10, 20, 30, 128), mode="RGBA"))).getpixel((0, 0)) == (132, 137, 142)
     palette = draw("red").quantize(2)

@@ -114,7 +114,7 @@ def test_a_pair_shares_the_image_of_its_prompt(words):
     [
         ("{{- '<image>' -}}", "", "drops an image"),
         ("{{- '<image>' -}}", "{{- '<image><image>' -}}", "writes '<image>' 2 times"),
-        ("for part in message['content']", "for part in message['content'] | reverse", "writes it at another place than the row"),
+        ("for part in message['content']", "for part in message['content'] | reverse", "moves it to another place in the text"),
         ("message['content'] is string", "true", "chat template"),
     ],
 )

@@ -339,8 +339,8 @@ def test_rows_of_another_form_are_told_once_with_the_form_that_they_fit(tmp_path
         load(str(jsonl(tmp_path / "pairs.jsonl", pairs)), form="sft")
     said = str(caught.value)
     assert said.count("column 'completion' is missing") == 1 and "7 malformed of 7 rows" in said
-    assert "they fit the form preference" in said
-    with pytest.raises(UserError, match="none is left for the form preference; fix them"):
+    assert "the rows fit the form preference" in said
+    with pytest.raises(UserError, match="none is left for the form preference; fix the rows"):
         load(str(jsonl(tmp_path / "odd.jsonl", [{"question": "a"}])), form="preference")
 
 

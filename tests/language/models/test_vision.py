@@ -10,7 +10,7 @@ import pytest
 import torch
 from cached import sample
 from transformers import AutoModelForImageTextToText
-from vision_models import ids_of, make, picture, processor_of
+from vision_models import TOWERS, ids_of, make, picture, processor_of
 
 from psigrad.errors import UserError
 from psigrad.language import images
@@ -26,7 +26,6 @@ PLACES = {"gemma3": "{}", "qwen3_vl": "<|vision_start|>{}<|vision_end|>", "qwen3
 # (text, its images): none, one, two of different shapes, and one twice.
 PROMPTS = [("How many?", []), ("See {0} and say", [1]), ("First {0}, then {1}: how many", [1, 2]), ("{0}again{0}", [3])]
 ANSWERS = [["two", " 7"], ["three four", "x"], [" none", "8"], ["yes", "no"]]
-TOWERS = {"idefics3": ["vision_model", "connector"], "gemma3": ["vision_tower", "multi_modal_projector"], "qwen3_5": ["visual"]}
 
 
 def marked(family, text, numbers):
@@ -187,7 +186,7 @@ def learning(made):
     return of
 
 
-@pytest.mark.parametrize("family", TOWERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_of_tower_projector_and_text_are_those_of_each_sequence_alone(family, made, learning):
     (model, own), (_, _, _, processor, prompts, groups) = learning(family), made(family)
     ours, theirs = model.trainable(), dict(own.named_parameters())
@@ -204,7 +203,7 @@ def test_gradients_of_tower_projector_and_text_are_those_of_each_sequence_alone(
         assert a is None or float((a - b).norm() / size) < 1e-5, name
 
 
-@pytest.mark.parametrize("family", TOWERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_gradient_of_tower_and_projector_is_that_of_finite_differences(family, made, learning):
     """transformers' norms round to float32 whatever the weights are, so that a difference has few digits."""
     (model, _), groups = learning(family), made(family)[-1]
@@ -223,9 +222,10 @@ def test_the_gradient_of_tower_and_projector_is_that_of_finite_differences(famil
     assert (ends[0] - ends[1]) / 2e-3 == pytest.approx(slope, rel=0.02)
 
 
-def test_completions_of_an_image_have_probabilities_that_sum_to_one(made):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_completions_of_an_image_have_probabilities_that_sum_to_one(family, made):
     """All completions of one token; the gradient of an expected reward is the score function's, Σ π R ∇log π."""
-    _, model, own, processor, prompts, groups = made("gemma3")
+    _, model, own, processor, prompts, groups = made(family)
     rows = model.vocabulary
     every, rewards = [[token] for token in range(rows)], torch.randn(rows, generator=torch.Generator().manual_seed(2))
     logp = model.evaluate(Groups([groups.prompts[1]], [every])).logp[:, 0]

@@ -1,4 +1,6 @@
-"""Every recipe on rows with images: killed and resumed to the same bits, and refused where an image has changed."""
+"""Every recipe on rows with images, each of another family: killed and resumed to the same bits, and refused if an image has
+changed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import os
 import random
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import vision_models
@@ -14,8 +17,11 @@ from PIL import Image, ImageDraw
 from resuming import digest, dying_at
 from tiny_jobs import forked, online_config, ppo_config, preference_config, reward_config, sft_config
 from transformers import AutoModelForImageTextToText
+from vision_models import TOWERS
 
+import psigrad
 from psigrad.errors import UserError
+from psigrad.language.loading import samplers
 from psigrad.language.recipes import online, preference, reward, sft
 
 pytestmark = pytest.mark.usefixtures("rewards_here")
@@ -29,10 +35,10 @@ def digits(completions, answer, images, **_):
 
 
 @pytest.fixture(scope="module")
-def pictured(tmp_path_factory):
+def pictured(request, tmp_path_factory):
     """A tiny model and rows that ask how many squares an image has; every fourth asks of two, every fourth of none."""
     folder = tmp_path_factory.mktemp("pictured")
-    vision_models.make("idefics3", folder / "base", hidden=32, layers=1)
+    vision_models.make(getattr(request, "param", "idefics3"), folder / "base", hidden=32, layers=2)
     rng, rows = random.Random(0), []
     for i in range(COUNT):
         names = [f"{i}-{k}.png" for k in range((1, 2, 1, 0)[i % 4])]
@@ -59,7 +65,8 @@ def pictured(tmp_path_factory):
 
 def adapted(made):
     """The tower learns too, and passes hold a prompt with two images and its completions."""
-    return replace(made, model=replace(made.model, trained_towers=("vision_model", "connector")), micro_batch_tokens=128)
+    kind = json.loads((Path(made.model.path) / "config.json").read_text())["model_type"]
+    return replace(made, model=replace(made.model, vision=True, trained_towers=TOWERS[kind]), micro_batch_tokens=128)
 
 
 def grpo(job, output):
@@ -75,7 +82,10 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
+FAMILY = {"sft": "smolvlm", "grpo": "idefics3", "dpo": "gemma3", "reward": "qwen3_5", "ppo": "qwen3_vl"}
+
+
+@pytest.mark.parametrize(("name", "pictured"), FAMILY.items(), indirect=["pictured"])
 def test_a_run_with_images_is_killed_and_resumed_bitwise_and_moves_the_tower(name, pictured, tmp_path):
     run, config = RECIPES[name]
 
@@ -92,7 +102,7 @@ def test_a_run_with_images_is_killed_and_resumed_bitwise_and_moves_the_tower(nam
         for place in (pictured / "base", tmp_path / "whole" / "model")
     )
     moved = {key for key in before if not before[key].equal(after[key])}
-    assert any(".vision_model." in key for key in moved) and any(".connector." in key for key in moved)
+    assert all(any(f".{tower}." in key for key in moved) for tower in TOWERS[FAMILY[name]])
 
     _kill(lambda: run(config(pictured, tmp_path / "killed")), 2 * len(events) // 3)
     assert list((tmp_path / "killed" / "checkpoints").iterdir())
@@ -130,3 +140,38 @@ def test_a_resume_is_refused_where_an_image_has_changed(pictured, tmp_path):
             online.run(grpo(pictured, tmp_path / "run"))
     finally:
         file.write_bytes(held)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "said"),
+    [
+        ("grpo", {"model.vision": True, "sampler": "vllm"}, "model.vision loads a vision tower, but sampling.sampler=vllm reads"),
+        ("dpo", {"trained_towers": ["connector"], "sampler": "transformers"}, "set sampler to embedded"),
+        ("sft", {"model.vision": True, "strategy": "fsdp", "cp_size": 2}, "placement.cp_size=2 divides rows of text alone; set"),
+        ("reward", {"model.vision": True, "strategy": "fsdp", "cp_size": 2}, "set cp_size to 1"),
+        ("grpo", {"model.vision": True, "cluster": "auto"}, "placement.cluster samples where images are not sent"),
+        ("distill", {"model.vision": True, "reference": "http://localhost:1/v1"}, "give a folder as reference"),
+    ],
+)
+def test_settings_that_read_text_alone_are_refused_before_anything_is_loaded(method, settings, said, tmp_path):
+    scored = {"reward": digits} if method == "grpo" else {}
+    with pytest.raises(UserError, match=said):
+        psigrad.train(
+            method, model=tmp_path / "none", dataset=[{"prompt": "a"}], output_dir=tmp_path / "run", **scored, **settings
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_with_images_are_refused_before_the_first_sampling_and_rows_of_text_are_not(pictured, tmp_path, monkeypatch):
+    made = grpo(pictured, tmp_path / "run")
+    made = replace(made, model=replace(made.model, vision=False, trained_towers=()))
+    made = replace(made, sampling=replace(made.sampling, sampler="transformers"), run=replace(made.run, max_steps=1))
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"prompt": "How many?", "answer": "1"}\n' * 8)
+    online.run(replace(made, reward=("exact",), data=replace(made.data, dataset=str(text), eval_dataset=str(text))))
+    monkeypatch.setattr(samplers, "make", None)
+    with pytest.raises(UserError, match=r"train.jsonl:1 has an image, but sampling.sampler=transformers reads text alone"):
+        online.run(replace(made, run=replace(made.run, output_dir=str(tmp_path / "other"))))
+    with pytest.raises(UserError, match=r"train.jsonl:1 has an image"):
+        psigrad.evaluate(model=pictured / "base", dataset=pictured / "train.jsonl", split="train", reward=digits,
+                         sampler="transformers")  # fmt: skip

@@ -148,7 +148,7 @@ def test_a_program_that_loops_is_wrong_however_many_tests_it_has_and_the_rewards
         scoring = pool.begin()
         texts = ["while True: pass", slow]
         scoring.add(Samples(["p"] * 2, texts, [[1]] * 2, {"tests": [tests, tests[:3]]}))
-        late = Failed(0.0, "code: test 1 of 12: it ran out of time", {"code": 0.0})
+        late = Failed(0.0, "code: test 1 of 12: the program ran out of time", {"code": 0.0})
         assert scoring.results() == [late, Scored(1.0, {"code": 1.0})]
 
 

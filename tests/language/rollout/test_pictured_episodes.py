@@ -101,7 +101,8 @@ def test_a_cut_never_tears_a_picture_and_text_never_becomes_one():
         def step(self, completion):
             return self.said, 0.0, False
 
-    for said in (mark, "an <image>", [{"type": "image", "image": "gone.png"}]):
+    bad = ("gone.png", "https://example.com/a.png", encoded(draw("red", (64, 64)), "JPEG")[:-60])
+    for said in (mark, "an <image>", *([{"type": "image", "image": given}] for given in bad)):
         Typing.said = said
         found, _ = played(InProcess(Typing), row_of(prompt=[{"role": "user", "content": "a"}]), "red")
         assert "the environment's" in found.reason

@@ -158,11 +158,11 @@ def test_held_out_pairs_are_compared_one_by_one(stem, tmp_path):
     assert str(found).startswith(
         "Learned: held-out accuracy 0.5 [0.352, 0.648] → 0.7 [0.546, 0.819]; change +0.2 [+0.0704, +0.33] "
     )
-    assert "change +0.2 [+0.0704, +0.33] over 40 pairs" in found.said
+    assert "change +0.2 [+0.0704, +0.33] over 40 pairs" in found.evidence
     for other in ("1" * 28, "1" * 28 + "x" * 12, None, 7):
-        assert of(before, other).word == "No clear change", "negative control: marks that do not match count as independent"
+        assert of(before, other).judgement == "No clear change", "negative control: marks that do not match count as independent"
     turned = of(before, "0" * 12 + "1" * 28)  # the same accuracies: 20 turned right and 12 wrong, 0.2 ± 0.29
-    assert turned.word == "No clear change"
+    assert turned.judgement == "No clear change"
 
 
 @pytest.mark.parametrize(

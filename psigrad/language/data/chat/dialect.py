@@ -56,7 +56,7 @@ class Dialect:
     """The features of conversations that a template can render, found by probes. It is cached for each template."""
 
     parts: bool = False
-    """True if contents must be lists of parts: plain strings are dropped."""
+    """True if the template drops contents that are plain strings, so that contents must be lists of parts."""
     system: bool = True
     developer: bool = True
     reasoning: str = "field"
@@ -65,18 +65,21 @@ class Dialect:
     Hidden means that the template removes thoughts.
     """
     calls: str = "object"
-    """The type of the arguments of tool calls: object, or text (JSON); hermes if the template needs calls as content."""
+    """The type of the arguments of tool calls: object, or text (JSON). hermes: the template renders calls only as text in the
+    content."""
     empty: str | None = None
-    """The content that a turn with nothing but calls must have: None or ""."""
+    """The content that a turn with only tool calls must have: None or ""."""
     answers: bool = True
     tools: bool = True
     turn_end: str = ""
-    """The text after an assistant's last word, up to the special token that ends the turn; empty if none does."""
+    """The text after the content of an assistant's turn, up to and including the special token that ends the turn; empty without
+    one."""
     call_end: str = ""
     """The text that ends a turn with a tool call, before the tool's answer."""
     turn_next: str = ""
     call_next: str = ""
-    """`turn_next` and `call_next` are the parts of both ends that the next turn renders (GLM), otherwise the same texts."""
+    """`turn_next` and `call_next`: the parts of `turn_end` and `call_end` that the template writes only with the next turn (GLM).
+    If it writes the end with the turn itself, they equal `turn_end` and `call_end`."""
     header: str = ""
     """The text that opens the assistant's turn if the template ignores add_generation_prompt."""
     probes: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -90,16 +93,18 @@ class Specials:
     ids: frozenset[int]
     pattern: re.Pattern[str]
     cuts: re.Pattern[str] | None = None
-    """The pattern of added tokens at which the tokenizer splits a text first; None if such a split is not certain."""
+    """A pattern of the added tokens at which the tokenizer splits every text first. None if a split may depend on the text around
+    it."""
     backend: Any = None
-    """The underlying tokenizer of `tokenizers`, if transformers adds nothing to its result."""
+    """The underlying tokenizer of the library `tokenizers`; None if transformers changes the ids that it returns."""
     named_tokens: str = ""
     """The named special tokens (EOS, BOS, …) as text. Templates refer to them by name, so a change makes cached dialects invalid.
     """
     prefix_ids: dict[str, list[int]] | None = field(default=None, compare=False)
-    """Inside `cache_specials`, a cache of the tokens of texts that others follow (`templates.encode_after`); otherwise None."""
+    """Inside `cache_specials`, a cache for `templates.encode_after`: preceding text -> its token ids. None outside that block."""
     encoded: dict[str, list[int]] = field(default_factory=dict, compare=False)
-    """The tokens of texts from `templates.encode_batch`. `conversations` are their conversations, by the id of the row."""
+    """Text -> its token ids, from `templates.encode_batch`. `conversations`: Python's `id` of a row -> the row's rendered
+    conversation."""
     conversations: dict[int, Any] = field(default_factory=dict, compare=False)
 
 
@@ -134,11 +139,11 @@ def cache_specials(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 
 
 def _backend_of(tokenizer: PreTrainedTokenizerBase, added: list[Any]) -> tuple[re.Pattern[str] | None, Any]:
-    """Return `Specials.cuts` and `Specials.backend`.
+    """Return (`Specials.cuts`, `Specials.backend`) for a tokenizer with the added tokens `added`.
 
-    `tokenizers` splits a text at its added tokens, at the longest of those that begin first, and then processes each piece alone.
-    A split must not depend on the text before the token. It does if the token is matched in normalised text, must be a separate
-    word, or may be part of another token.
+    `tokenizers` splits a text at its added tokens, and then processes each piece alone. If several added tokens begin at the same
+    position, the longest counts. `cuts` needs a split that does not depend on the text before the token. It does depend on it if
+    the token is matched in normalised text, must be a separate word, or may be part of another token.
     """
     from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
@@ -156,7 +161,7 @@ def _backend_of(tokenizer: PreTrainedTokenizerBase, added: list[Any]) -> tuple[r
 
 
 def dialect_of(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> Dialect:
-    """Return the features that the template renders with these arguments. The result is cached."""
+    """Return the `Dialect` of the tokenizer's chat template with these template arguments. The result is cached."""
     settings = {name: value for name, value in arguments.items() if name != "tools"}
     template, special = tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"]), specials_of(tokenizer)
     key = (template, json.dumps(settings, sort_keys=True, default=str), special)
@@ -213,11 +218,11 @@ def _probe(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], spe
 
 
 def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, str]:
-    """Return (the text that ends a turn whose last word is the sentinel, the part of it that the next turn writes).
+    """Return (the text that ends a turn with the sentinel as its content, the part of that text that only the next turn writes).
 
-    The end is the common text of two renderings: the turn as the `last` one, and the turn `followed` by another. If they share no
-    special token, it is the end of the last turn (gpt-oss: <|return|>). Otherwise it is the beginning of the next turn (GLM:
-    <|user|>). Only in that last case does the next turn write a part of it.
+    `last` is a rendering in which the turn is the last one. In `followed`, another turn follows. The end is the common text of
+    both. If that has no special token, it is the end of `last` (gpt-oss: <|return|>). In both cases the second text equals the
+    first. If `last` has no special token either, the end is the beginning of the next turn in `followed` (GLM: <|user|>).
     """
     ending, behind = last.rpartition(SENTINEL)[2], followed.rpartition(SENTINEL)[2]
     shared = next((i for i, (a, b) in enumerate(zip(ending, behind, strict=False)) if a != b), min(len(ending), len(behind)))
@@ -230,7 +235,7 @@ def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, s
 
 
 def rewrite(messages: Sequence[Message], tools: Any, dialect: Dialect) -> tuple[list[Message], Any]:
-    """Return the messages and tools, rewritten where necessary so that the template renders all of them."""
+    """Return (messages, tools), rewritten where necessary so that the template renders all of them."""
     spoken: list[Message] = []
     if tools and not dialect.tools:
         offer = _OFFER.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
@@ -264,7 +269,7 @@ def rewrite(messages: Sequence[Message], tools: Any, dialect: Dialect) -> tuple[
 
 
 def describe_rewrites(messages: Sequence[Message], tools: Any, dialect: Dialect) -> list[str]:
-    """Return a note for each feature of the messages that `rewrite` rewrites because the template lacks it."""
+    """Return a note for each feature of the messages that the template lacks and that `rewrite` therefore rewrites."""
     roles = {message["role"] for message in messages}
     calls = any(message.get("tool_calls") for message in messages)
     thoughts = any(message.get(name) for message in messages for name in REASONING)

@@ -58,7 +58,8 @@ _exceeded: dict[str, list[str]] = {}
 def limit_rendering(template: str) -> Iterator[None]:
     """Apply the limits to a rendering of this template inside this block.
 
-    Raise `TemplateLimit` if it exceeds them, and at once if it did `_TRIES` times before: psigrad renders dozens of probes.
+    Raise `TemplateLimit` if the rendering exceeds a limit. psigrad renders dozens of probes, so a template that has exceeded a
+    limit `_TRIES` times raises the error at once.
     """
     if len(before := _exceeded.get(template, [])) == _TRIES:
         raise TemplateLimit(before[0])
@@ -121,8 +122,9 @@ def _make_count(template: Template, text: str) -> None:
 
 
 class _Counting(NodeTransformer):
-    """A transformer of syntax trees. It adds a check of the clock to each loop and macro, and replaces operators by filters,
-    which Jinja's sandbox calls directly.
+    """A transformer of a template's syntax tree that adds a check of the clock to each loop and macro.
+
+    It also replaces operators by filters of the same meaning, which add up the sizes of their results.
     """
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
@@ -211,7 +213,7 @@ _MULTIPLYING = ("replace", "indent", "expandtabs", "join", "format")
 
 
 def _check_arguments(name: str, values: Sequence[Any]) -> None:
-    """Raise `TemplateLimit` for a number that is too large, and if a function would multiply its arguments to too much."""
+    """Raise `TemplateLimit` if a number among the arguments is too large, or if the function's result would be too long."""
     counts = [value for value in values if type(value) is int]
     if counts and max(map(abs, counts)) > LARGEST:
         raise TemplateLimit("calls a function with a number that is too large")

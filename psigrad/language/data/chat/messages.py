@@ -22,7 +22,9 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def drop_nulls(value: Any) -> Any:
-    """Return the value without null keys of objects, at every depth: Arrow fills in the keys of other rows."""
+    """Return the value without keys of objects whose value is null, at every depth. Arrow adds such keys for columns of other
+    rows.
+    """
     if isinstance(value, Mapping):
         return {key: drop_nulls(inner) for key, inner in value.items() if inner is not None}
     return [drop_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
@@ -61,7 +63,8 @@ def is_trained(message: Message) -> bool:
 def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
     """Return the messages of a fine-tuning row, each with its weight if a column named in `WEIGHTS` lists the weights.
 
-    `messages` is None if the row has a completion. Reject a mask of tokens, and a weight of the whole row other than 1.
+    The parameter `messages` is None if the row has a completion. Reject a mask of tokens, and a weight of the whole row other
+    than 1.
     """
     weighed = messages
     for name, given in columns.items():
@@ -87,7 +90,7 @@ def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
 
 
 def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
-    """Reject a tool's answer that names a call other than one just made, or whose position differs from its call's.
+    """Reject a tool's answer to a call that was not just made. Reject also answers in another order than their calls.
 
     Templates match calls and answers by order.
     """

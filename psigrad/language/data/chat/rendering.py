@@ -69,7 +69,7 @@ def arguments_of(tokenizer: PreTrainedTokenizerBase, row: Row) -> dict[str, Any]
 def tools_of(row: Row) -> list[Any] | None:
     """Return the tools of a row, given as a list or JSON text of one, without the nulls that Parquet adds to objects.
 
-    Return None if there are none: an empty list makes Llama's template write its tool preamble.
+    Return None if there are no tools, since an empty list makes Llama's template write its tool preamble.
     """
     tools = row.columns.get("tools")
     return drop_nulls(json.loads(tools) if isinstance(tools, str) else tools) or None
@@ -107,8 +107,8 @@ def render(
 def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], messages: Sequence[Message]) -> Any:
     """Return (the text of the messages, the spans of characters that the `{% generation %}` blocks of the template wrote).
 
-    `apply_chat_template(return_assistant_tokens_mask=True)` is not used. It lets tokens merge across the start of a turn. If a
-    tokenizer trims offsets, it also loses every turn after one that starts with a space.
+    `apply_chat_template(return_assistant_tokens_mask=True)` is not used, since it lets tokens merge across the start of a turn.
+    With a tokenizer that trims offsets, it also loses every turn after a turn that starts with a space.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -130,11 +130,11 @@ def _has_blocks(template: str) -> bool:
 
 
 def contexts(conversation: Conversation, *, empty_thinking: bool = False) -> list[Context]:
-    """Return the assistant's turns of a row in contexts: each turn after the text that the template renders to sample it.
+    """Return the row's `Context`s. In them, each assistant's turn follows the text that the template renders to sample that turn.
 
     A template that leaves earlier turns unchanged gives one context for all turns. A template that rewrites them (Qwen3 drops
-    thoughts) gives one context for each rewritten turn. An empty thought that the template adds is context, unless
-    `empty_thinking`.
+    thoughts) gives one context for each rewritten turn. An empty thought that the template adds is not trained, unless
+    `empty_thinking` is True.
 
     Raise `RowError` for a turn without such a context, and for content that the template leaves out.
     """
@@ -175,7 +175,7 @@ def contexts(conversation: Conversation, *, empty_thinking: bool = False) -> lis
 
 
 def _render_turn(conversation: Conversation, messages: Sequence[Message], empty_thinking: bool) -> tuple[str, str, list[Span]]:
-    """Return the text before the last message as it is sampled, the text up to the end of that message, and its trained spans."""
+    """Return (the text from which the last message is sampled, the text up to its end, its trained spans)."""
     said = messages[-1]
     before, blocks = conversation.render(messages[:-1], generation_prompt=True), conversation.blocks(messages)
     text = as_rendered = conversation.render(messages)
@@ -216,8 +216,8 @@ def _render_turn(conversation: Conversation, messages: Sequence[Message], empty_
 def _find_last_turn(conversation: Conversation, messages: Sequence[Message], before: str, text: str) -> str | None:
     """Return the last turn's text after its generation prompt, although the turn changes the rendering of earlier turns.
 
-    For example, gpt-oss drops the thought beside a call once an answer follows, and Gemma 4 the end of the turn. Return None if
-    the beginning of the turn is not found.
+    For example, once an answer follows, gpt-oss drops the thought beside a call, and Gemma 4 drops the end of the turn. Return
+    None if the beginning of the turn is not found.
     """
     unended = before.rstrip().removesuffix(conversation.dialect.turn_end)
     if unended != before.rstrip() and text.startswith(unended):
@@ -233,9 +233,10 @@ def _find_last_turn(conversation: Conversation, messages: Sequence[Message], bef
 
 
 def _continue_thought(conversation: Conversation, message: Message, before: str, text: str, index: int) -> tuple[str, str]:
-    """Return the text before a turn, and the text up to its end, if the generation prompt opens a thought.
+    """Return (the text before a turn, the text up to the turn's end) for a generation prompt that opens a thought.
 
-    The template leaves that thought out or writes it differently once the turn is there.
+    The template drops the opened thought, or renders it differently, once the turn follows the prompt. Raise `RowError` if an
+    opened thought does not explain the difference.
     """
     opened, thought = OPEN.search(before), _thought_of(message)
     tail = "" if opened is None else text[opened.start() :]
@@ -266,9 +267,9 @@ def check_rendered(
 ) -> None:
     """Raise `RowError` if the template leaves out part of a row. The error names the turn and the field.
 
-    `texts` are the renderings in which each message is looked up: for a trained turn that turn alone, since a question may have
-    the same words. A text that occurs verbatim is present. For anything else, the rendering without it must differ. Without
-    `every_field`, the template may leave out fields other than texts, calls and thoughts.
+    `texts[j]` is the rendering in which message j is looked up. For a trained turn it is that turn alone, since a question may
+    have the same words. A text that occurs in it verbatim is present. Any other part must change the rendering if it is removed.
+    If not `every_field`, the template may leave out fields other than texts, calls and thoughts.
     """
     for j, message in enumerate(messages):
         part = messages[: j + 1] if j in trained else messages
@@ -336,9 +337,10 @@ class TurnForm:
     """The text between the prompt and an answer without a thought."""
     opens: str = ""
     closes: str = ""
-    """`opens` is the text before a thought, `closes` that between a thought and an answer; empty if thoughts are not rendered."""
+    """`opens` is the text before a thought, and `closes` is the text between a thought and the answer. Both are empty if the
+    template drops thoughts."""
     ends: str = ""
-    """The beginning of `closes` that also follows a thought before a call, in a turn without an answer."""
+    """The beginning of `closes` that ends a thought even if a call follows it in place of an answer."""
     content_end: str = ""
     """The text that ends a turn whose content follows a call (Gemma 4); empty if the content comes before the call."""
 
@@ -357,7 +359,7 @@ class TurnForm:
 
 
 def turn_form(conversation: Conversation, role: str) -> TurnForm:
-    """Return the texts that the template writes around an assistant's turn after a message of this role. Probe it only once."""
+    """Return the texts that the template writes around an assistant's turn after a message of this role. The result is cached."""
     kept = conversation.dialect.probes
     if role not in kept:
         kept[role] = _probe_turn_form(
@@ -388,9 +390,9 @@ def _probe_turn_form(conversation: Conversation, before: Sequence[Message]) -> T
 
 
 def render_between(conversation: Conversation, observation: Sequence[Message]) -> tuple[str, str]:
-    """Return (the special token that ends the policy's turn, the template's text from there to the next turn).
+    """Return (the special token that ends the policy's turn, the text from the end of that token to the policy's next turn).
 
-    That text has the observation. It is rendered after a turn of one word, since a template may rewrite real turns.
+    The text contains the `observation`. It is rendered after a turn of one word, since a template may rewrite real turns.
     """
     name = next((str(m["name"]) for m in observation if m["role"] == "tool" and m.get("name")), "")
     calls = [call_of(name or "call")] if observation[0]["role"] == "tool" else []

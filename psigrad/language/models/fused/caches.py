@@ -44,19 +44,19 @@ _PAYS = 4
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The tensors that are cached per row: in each of `layers` layers those of `kinds`, given as (width, dtype)."""
+    """The sizes of the tensors that are cached. Each of `layers` layers has one tensor per (width, dtype) in `kinds`."""
 
     layers: int
     kinds: tuple[tuple[int, torch.dtype], ...]
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """The bytes of one row of each tensor of a layer."""
+        """The number of bytes in one row of each tensor of a layer."""
         return tuple(width * kind.itemsize for width, kind in self.kinds)
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of one row of all tensors of all layers."""
+        """The number of bytes in one row of all tensors of all layers."""
         return self.layers * sum(self.sizes)
 
 
@@ -77,7 +77,7 @@ class Block:
         return torch.from_numpy(self._places + self._sizes * start)
 
     def part(self, layer: int, index: int, start: int = 0, count: int | None = None) -> Tensor:
-        """Return `count` rows of one tensor from the row `start`, [count, width]; without a count, all rows from there."""
+        """Return `count` rows of one tensor from row `start` on, [count, width]; all rows from there if `count` is None."""
         width, kind = self.layout.kinds[index]
         count, size = self.rows - start if count is None else count, self.layout.sizes[index]
         first = int(self._starts[index]) + start * size
@@ -106,7 +106,7 @@ class Block:
 
 
 def native() -> Kernels:
-    """Return the C++ kernels. They always exist here, because only the fused decoder, which needs them, creates blocks."""
+    """Return the C++ kernels. They are always available here, because only the fused decoder, which needs them, has blocks."""
     found = kernels()
     assert not isinstance(found, str), found
     return found
@@ -121,7 +121,7 @@ class CachedLogProbs:
     version: Version
 
     def for_head(self, head: Tensor, temperature: float) -> Tensor | None:
-        """Return the log-probs if this head with its present weights computed them at this temperature; otherwise None."""
+        """Return the log-probs if `head`, with its current weights, computed them at this temperature. Otherwise return None."""
         return self.logps if (self.version, self.temperature) == (version_of(head), temperature) else None
 
 
@@ -152,20 +152,20 @@ class ActivationCache:
 
     @property
     def open(self) -> bool:
-        """True if the limit has not been exceeded."""
+        """True if the cache still stores rows, because its limit has not been exceeded."""
         return self.bytes <= self.limit
 
     def next_row(self, count: int) -> int:
-        """Return the index of the row at which the next `count` rows start. They are in one slab if they fit into one."""
+        """Return the first free cache row of a slab that has room for `count` rows; the first row of a new slab if none has."""
         for slab, taken in enumerate(self._taken):
             if taken + count <= SLAB:
                 return slab * SLAB + taken
         return len(self._taken) * SLAB
 
     def reserve(self, count: int, parts: RowLayout) -> tuple[Block, int] | None:
-        """Return the slab and the row in it where the next `count` rows start, or None if they do not fit into one slab.
+        """Return (slab, row in the slab) where the next `count` rows start, or None if they do not fit into one slab.
 
-        A kernel can then write the activations there. The caller must call `add` afterwards.
+        A kernel can write the activations there. The caller must then call `add`.
         """
         if count > SLAB:
             return None
@@ -173,7 +173,7 @@ class ActivationCache:
         return self._slab(slab, parts), place
 
     def add(self, count: int, parts: RowLayout, now: list[Version], layers: Layers | None = None) -> None:
-        """Add the next `count` rows: copied from `layers`, or, if that is None, already written where `reserve` said.
+        """Add the next `count` rows. Copy them from `layers`; if that is None, they are already where `reserve` returned.
 
         `now` are the versions of the weights that computed the activations.
         """
@@ -199,7 +199,7 @@ class ActivationCache:
         return self.slabs[index]
 
     def register(self, prompt: tuple[int, ...], prompt_rows: np.ndarray, completions: Iterable[CachedCompletion]) -> None:
-        """Record which rows of the cache belong to which tokens: `prompt_rows` [P] to `prompt`, and those of its completions."""
+        """Record the cache rows of a prompt's tokens, `prompt_rows` [P], and of its completions, for `find`."""
         if self.slabs:
             self._prompts[prompt] = prompt_rows
             self._completions |= {(prompt, written.ids): written for written in completions}
@@ -210,7 +210,7 @@ class ActivationCache:
         self._head = head_now if self._head == head_now or not self._completions else _MIXED
 
     def clear(self) -> None:
-        """Free all rows, and store nothing more, because the row indices that callers have would be wrong afterwards."""
+        """Free all rows, and never store rows again, because callers still have indices of the old rows."""
         self.limit = -1.0
         self.slabs, self._taken, self._prompts, self._completions = [], [], {}, {}
 
@@ -249,13 +249,14 @@ class CacheHit:
         self._slabs, self._where = slabs, torch.stack([slab.addresses() for slab in slabs], dim=2)
 
     def output(self, index: int, target_rows: Tensor | None = None) -> Tensor:
-        """Return the output [W, E] of the layer `index` at the tokens `target_rows` [W]; at all tokens if that is None."""
+        """Return the output [W, E] of the layer `index` at the tokens `target_rows` [W]. None means all tokens."""
         return self._gather([(index, 0, self._of(target_rows))])[0]
 
     def saved_for_backward(self, index: int, target_rows: Tensor | None = None) -> tuple[Tensor | None, list[Tensor]]:
-        """Return the tensors for a layer's backward pass: its input (None for the first layer), and those of `Layer.forward`.
+        """Return (a layer's input, the tensors that `Layer.forward` stored), for the layer's backward pass.
 
-        Tensors that depend on attention's output row by row have only the rows of the tokens `target_rows`.
+        The input is None for the first layer. Tensors that `Layer.forward` computes only for output rows have the rows
+        `target_rows`.
         """
         some, parts = self._of(target_rows), range(1, len(self._parts.kinds))
         asked = [(index, part, some if part >= FIRST_PART_AFTER_ATTENTION else self._rows) for part in parts]
@@ -265,7 +266,7 @@ class CacheHit:
         return x, own
 
     def _gather(self, target_rows: list[tuple[int, int, Tensor]]) -> list[Tensor]:
-        """Return a tensor for each (layer, index of the tensor in `Layer.kinds`, rows of the cache)."""
+        """Gather a tensor from the cache for each (layer, index of the tensor in `Layer.kinds`, rows of the cache)."""
         kinds = [self._parts.kinds[part] for _, part, _ in target_rows]
         out = [torch.empty(len(rows), width, dtype=kind) for (*_, rows), (width, kind) in zip(target_rows, kinds, strict=True)]
         layers, parts = zip(*((layer, part) for layer, part, _ in target_rows), strict=True)
@@ -277,7 +278,7 @@ class CacheHit:
 
 
 def versions(weights: Iterable[Tensor]) -> list[Version]:
-    """Return the versions of some weights. Two results are equal if and only if no weight has changed in between."""
+    """Return the versions of these weights. Two results are equal if and only if no weight has changed in between."""
     return [version_of(p) for p in weights]
 
 
@@ -288,7 +289,7 @@ def version_of(weight: Tensor) -> Version:
 
 @dataclass(frozen=True)
 class Projection:
-    """The matrices that multiply the same input, with their biases and LoRA matrices. Their outputs are stored side by side."""
+    """The matrices that multiply the same input, with their biases and LoRA matrices. Their outputs are concatenated."""
 
     matrices: Sequence[Tensor | CodedMatrix]
     bias: Tensor | None
@@ -297,7 +298,7 @@ class Projection:
 
     @property
     def each(self) -> list[Tensor]:
-        """The tensors that `pack` packs: matrices that are not quantised, and the LoRA matrices."""
+        """The tensors that `pack` must pack: the matrices that are not quantised, and the LoRA matrices."""
         return [x for x in (*self.matrices, *(self.low or ())) if isinstance(x, Tensor)]
 
     def pack(self, products: Products) -> PackedProjection:
@@ -312,7 +313,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class PackedProjection:
-    """The form of `Projection` for the decoding kernels, with one packed `matrix` or with quantised matrices `coded`."""
+    """A `Projection` as the decoding kernels read it, with one packed `matrix` or with quantised matrices `coded`."""
 
     matrix: PackedMatrix | None
     bias: Tensor | None
@@ -323,7 +324,7 @@ class PackedProjection:
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """The address of the packed matrix, and that of the table of quantised ones; 0 if absent."""
+        """(address of the packed matrix, address of the table of quantised matrices); 0 for the one that is absent."""
         return (0 if self.matrix is None else self.matrix.panels.data_ptr(), 0 if self.table is None else self.table.data_ptr())
 
     @property
@@ -332,7 +333,7 @@ class PackedProjection:
         return 0 if self.low is None else self.low[0].shape[0]
 
     def multiply(self, x: Tensor, out: Tensor, residual: Tensor | None, products: Products) -> Tensor:
-        """Compute out ← x times the matrices, side by side, plus the residual stream, the bias and the LoRA terms."""
+        """Write to `out` x times the matrices, concatenated, plus `residual`, biases and LoRA terms. Return `out`."""
         base = self.bias if residual is None else residual
         if self.matrix is None:
             products.multiply_codes(x, self.coded, out, base)
@@ -362,8 +363,8 @@ class PackedWeights:
         """Return the packed matrices of the layer `key`. If they are missing or outdated, pack the result of `make`.
 
         Return None if the memory limit is reached, or if a matrix can't be packed. `weights` are the tensors whose versions show
-        if the matrices have changed. Packing is faster even for one sequence, because all layers then run in one kernel call
-        (0.8 of the time).
+        if the matrices have changed. Packing pays even for one sequence, because all layers then run in one kernel call, which
+        takes 0.8 of the time.
         """
         have = self._layers.get(key)
         if have is not None and have[0] == versions(weights):
@@ -381,9 +382,9 @@ class PackedWeights:
         return self._layers[key][1]
 
     def head(self, weight: Tensor, products: Products) -> PackedMatrix | None:
-        """Return the packed LM head. It is packed at the fourth request with the same weights, when packing saves time.
+        """Return the packed LM head. It is packed at the fourth request with the same weights, from which on packing saves time.
 
-        Return None before that, if the head is larger than `HEAD_LIMIT`, or if PyTorch computes its products.
+        Return None at earlier requests, if the head is larger than `HEAD_LIMIT`, or if PyTorch computes the head's products.
         """
         asked_of, asked, packed = self._head
         asked = 1 + (asked if asked_of == version_of(weight) else 0)
@@ -395,9 +396,9 @@ class PackedWeights:
         return packed
 
     def table(self, key: Hashable, now: list[Version], make: Callable[[], Tensor | None]) -> Tensor | None:
-        """Return a table with the addresses of all layers' weights. `make` computes it if `key` or the versions `now` changed.
+        """Return the table of addresses that `make` computes, cached until `key` or the weights' versions `now` change.
 
-        None if `make` returns None.
+        Return None if `make` returns None.
         """
         if self._table is None or self._table[:2] != (key, now):
             made = make()

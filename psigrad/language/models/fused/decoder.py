@@ -1,4 +1,4 @@
-"""The decoder of Llama, Mistral, Qwen2 and Qwen3 on a CPU: large products by PyTorch, everything else by psigrad's kernels.
+"""The fused decoder of Llama, Mistral, Qwen2 and Qwen3 on a CPU: psigrad's kernels compute all but large matrix products.
 
 Tests compare it with transformers' modules, which run all other cases: other architectures, other devices, float64.
 """
@@ -32,7 +32,7 @@ _WHOLE = RowSelection()
 
 
 class _LayerFunction(torch.autograd.Function):
-    """The function of a fused layer, with a hand-written gradient.
+    """The autograd function of a fused layer, with a hand-written backward pass.
 
     With `cached` activations the forward pass is skipped, and the backward pass reads the cache. The output of the layer is then
     NaN, because autograd needs a tensor there, but no layer may use it. With `recompute` the backward pass runs the layer's
@@ -80,11 +80,11 @@ class _LayerFunction(torch.autograd.Function):
 
 
 class NormFunction(torch.autograd.Function):
-    """The function of an RMS norm: x / sqrt(mean(x²) + eps) · (weight + offset)."""
+    """The autograd function of an RMS norm: x / sqrt(mean(x²) + eps) · (weight + offset)."""
 
     @staticmethod
     def forward(ctx: Any, native: Kernels, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        """Compute the norm of each row of x by `Kernels.rms_norm`."""
+        """Normalise each row of x by `Kernels.rms_norm`."""
         ctx.native, ctx.how = native, (eps, offset)
         ctx.save_for_backward(x, weight)
         return native.rms_norm(x, weight, eps, offset)
@@ -92,7 +92,7 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        """Return the gradients of x and of the weight; the other inputs have none."""
+        """Return a gradient for each input of `forward`: those of x and of the weight, and None for all others."""
         x, weight = ctx.saved_tensors
         dx = torch.zeros_like(x)
         dw = ctx.native.gradients.rms_norm(dx, x, weight, dy.contiguous(), *ctx.how)
@@ -239,7 +239,8 @@ class Decoder:
     def _step(self, x: Tensor, how: PassArguments, keep: ActivationCache | None, now: list[Version]) -> Tensor | None:
         """Run one decoding step through all layers in one kernel call, which writes activations directly into the cache `keep`.
 
-        Return the last layer's output; None if this is not a decoding step, or if matrices are not packed.
+        Return the last layer's output. Return None, without computing anything, if this is no decoding step or matrices are not
+        packed.
         """
         packed_weights, slots, rows = how.layout.packed_weights, how.layout.slots, len(x)
         if packed_weights is None or slots is None:

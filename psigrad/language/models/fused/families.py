@@ -1,7 +1,7 @@
 """The architectures that the fused decoder supports, and the loader of their weights.
 
-A model that `load` returns runs fused at once. The test suite compares these architectures with transformers' modules, so a run
-does not. Weights are read one at a time into transformers' model, so that they can be quantised while they are read.
+A model that `load` returns needs no comparison with transformers' modules when a run starts, because the test suite compares
+these architectures. Weights are read one at a time into transformers' model, so that they can be quantised while they are read.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _empty(config: PreTrainedConfig, generation: GenerationConfig | None, scalar
 def load(
     path: str, dtype: torch.dtype, *, scalar: bool = False, mapped: bool = False, kind: Kind | None = None
 ) -> tuple[PreTrainedModel, list[str]] | None:
-    """Load the model at `path` (a folder or a hub name), and return it with the names of missing weights.
+    """Load the model at `path` (a folder or a hub name). Return (the model, the names of weights that its files lack).
 
     Return None if the fused decoder or this loader does not support the model, so that transformers must load it. With `mapped`,
     weights of the requested dtype are mapped from their file into memory, for a process that soon frees most of them. With a
@@ -138,7 +138,7 @@ def load(
         for name, file in found.items():
             if (shape := tuple(file.get_slice(name).get_shape())) != wanted[name]:
                 if name == "score.weight":
-                    raise ValueError(f"its head gives {shape[0]} numbers; a reward model's or critic's gives one")
+                    raise ValueError(f"the head gives {shape[0]} numbers; the head of a reward model or critic gives one")
                 raise ValueError(f"{name} has shape {shape}; by the configuration it is {tuple(wanted[name])}")
         tensors: dict[str, Tensor] = {}  # those to be quantised are read below, one by one
         if mapped and kind is None:
@@ -162,7 +162,7 @@ def load(
 def _put_codes(
     network: PreTrainedModel, each: Iterator[tuple[str, Tensor | CodedMatrix]], dtype: torch.dtype, kind: Kind
 ) -> dict[str, Tensor]:
-    """Put the quantised matrices among the tensors `each` into new `CodedLinear` layers. Return the other tensors by name."""
+    """Put the quantised matrices of `each` (name, tensor) into new `CodedLinear` layers. Return all other tensors by name."""
     rest = {}
     for name, read in each:
         if isinstance(read, CodedMatrix):
@@ -173,7 +173,7 @@ def _put_codes(
 
 
 def _of_gguf(path: str, config: PreTrainedConfig, wanted: set[str]) -> Iterator[tuple[str, CodedMatrix | Tensor]]:
-    """Yield the weights `wanted` of a GGUF file. The reader is imported here, because only GGUF files need it."""
+    """Yield (name, tensor) of the `wanted` weights in a GGUF file. Only this function imports the reader of GGUF files."""
     from psigrad.language.models.fused import gguf_weights
 
     yield from gguf_weights.read(path, config, wanted)
@@ -182,9 +182,9 @@ def _of_gguf(path: str, config: PreTrainedConfig, wanted: set[str]) -> Iterator[
 def _code_layers(
     places: Mapping[str, str], wanted: Iterable[str], dtype: torch.dtype, kind: Kind
 ) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
-    """Yield the tensors `wanted` of safetensors files one by one, with the layers' matrices quantised.
+    """Yield (name, tensor) of the `wanted` tensors in safetensors files one by one, with the layers' matrices quantised.
 
-    They are quantised from numbers in `dtype`, as in `coded_linear.code_linears`. `places` is the file of each tensor.
+    Matrices are cast to `dtype` before they are quantised, as in `coded_linear.code_linears`. `places` is each tensor's file.
     """
     for name in wanted:
         with safe_open(places[name], "pt") as alone:  # closing the file frees its pages

@@ -1,4 +1,4 @@
-"""The weights of a GGUF file. Quantised matrices keep their codes if psigrad has an equal kind; others are dequantised."""
+"""The reader of weights in GGUF files. Quantised matrices stay quantised if psigrad supports their codes; others do not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PERMUTED = ("attn_q.", "attn_k.")
 
 
 def read(folder: str, config: Any, wanted: Collection[str]) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
-    """Yield the tensors of the GGUF file in `folder` whose names in transformers' model are in `wanted`.
+    """Yield (name, tensor) from the GGUF file in `folder`, for tensors whose names in transformers' model are in `wanted`.
 
     Raises `ValueError` if one is missing.
     """
@@ -63,7 +63,7 @@ def ends_in(file: Path) -> list[int]:
 
 
 def _rows(x: Any, permuted: list[int]) -> Any:
-    """Reorder the rows of query and key matrices from llama.cpp's order to transformers'. llama.cpp interleaves a head's halves.
+    """Reorder the rows of a query or key matrix. llama.cpp interleaves the halves of each head, which transformers does not.
 
     `permuted` has the number of heads, or is empty if the rows already have transformers' order.
     """

@@ -39,14 +39,14 @@ class Unsupported(Exception):
 
 
 def compute_dtype(stored: torch.dtype) -> torch.dtype:
-    """Return the dtype of a layer's computation: bfloat16 if weights are and the processor is faster with it, else float32."""
+    """Return the dtype of a layer's computation: bfloat16 if weights have it and the CPU is faster with it, else float32."""
     return torch.bfloat16 if stored == torch.bfloat16 and fast_bfloat16() else torch.float32
 
 
 class Weights:
-    """Tensors in the dtype of a layer's computation. Those of another dtype are cast, and cast again whenever they change.
+    """Weights, cast to the dtype of a layer's computation. The copies are cached, and made again when a weight changes.
 
-    With `exact` they are cast to float32 at each use, and the copies are not stored. Codes of quantised matrices are not cast.
+    With `exact`, weights are cast to float32 at each use, and the copies are not cached. Quantised matrices are not cast.
     """
 
     def __init__(self, given: Sequence[Tensor], exact: bool = False) -> None:
@@ -57,7 +57,7 @@ class Weights:
         self._cast: list[Tensor] = [p.detach() for p in self.given]
 
     def now(self) -> list[Tensor]:
-        """Return the tensors with their present values in the dtype of the computation, in the given order."""
+        """Return the weights in the dtype of the computation, with their current values, in the given order."""
         if all(p.dtype in (self.dtype, torch.uint8) for p in self.given):
             return self.given
         if self.exact:
@@ -74,7 +74,7 @@ class LoraDelta:
 
     a: Tensor
     b: Tensor
-    """s·B [out, r]: the scale s = `scale` is already in it."""
+    """s·B [out, r], already multiplied by the scale s = `scale`."""
     scale: float
     products: Products
 
@@ -89,7 +89,7 @@ class LoraDelta:
         multiply(multiply(dy, self.b), self.a, dx, base=dx)
 
     def gradients(self, dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of A and B."""
+        """Return (the gradient of A, the gradient of B), from the gradient dy of the output and the input x."""
         multiply = self.products.of
         return multiply(multiply(dy, self.b).t(), x), multiply(dy.t(), multiply(x, self.a.t())).mul_(self.scale)
 
@@ -108,16 +108,16 @@ class PassArguments(NamedTuple):
 class RowSelection:
     """The rows that a layer reads and writes. None means one row for each of the S tokens.
 
-    `input_rows` [S] is the row of the input x for each token: in the first layer, equal tokens share a row. `output_rows` [W]
-    lists the tokens whose output is needed, each once: in the last layer, those that predict a target. The other tokens have only
-    keys and values there.
+    `input_rows` [S] is the row of the input x for each token. In the first layer, equal tokens share a row. `output_rows` [W]
+    lists each token whose output is needed. In the last layer these are the tokens that predict a target; for the others the
+    layer computes only keys and values.
     """
 
     input_rows: Tensor | None = None
     output_rows: Tensor | None = None
 
     def gather_inputs(self, x: Tensor) -> Tensor:
-        """Gather x [rows, …] -> [S, …], the input row of every token."""
+        """Return the input row of every token: x [rows, …] -> [S, …]."""
         return x if self.input_rows is None else x.index_select(0, self.input_rows)
 
     def sum_input_grads(self, dx: Tensor, count: int) -> Tensor:
@@ -125,11 +125,11 @@ class RowSelection:
         return dx if self.input_rows is None else dx.new_zeros(count, dx.shape[1]).index_add_(0, self.input_rows, dx)
 
     def gather_outputs(self, x: Tensor) -> Tensor:
-        """Gather x [S, …] -> [W, …], the rows of the tokens whose output is needed."""
+        """Return the rows of the tokens whose output is needed: x [S, …] -> [W, …]."""
         return x if self.output_rows is None else x.index_select(0, self.output_rows)
 
     def scatter_output_grads(self, dx: Tensor, tokens: int) -> Tensor:
-        """Scatter the gradient dx [W, …] of the output rows to all tokens [S, …], with zeros elsewhere. May return dx itself."""
+        """Scatter the gradient dx [W, …] of the output rows to all S tokens, zeros elsewhere. The result may be dx itself."""
         return dx if self.output_rows is None else dx.new_zeros(tokens, dx.shape[1]).index_copy_(0, self.output_rows, dx)
 
 
@@ -149,7 +149,7 @@ class LayerWeights:
     """True in decoding. Products of few rows may then be summed in another order than in training, which is faster."""
 
     def apply(self, group: int, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Compute out ← x times each matrix of a group, side by side, plus biases, LoRA terms and the `residual` stream."""
+        """Write to `out` the products of x with each matrix of a group, concatenated, plus biases, LoRA terms and `residual`."""
         if self.packed is not None:
             return self.packed[group].multiply(x, out, residual, self.native.products)
         members = _GROUPS[group]
@@ -189,7 +189,7 @@ class LayerWeights:
 
 
 class Layer:
-    """One fused decoder layer over rows [S, E]. `window` is its sliding window in tokens, 0 for none."""
+    """One fused decoder layer over rows [S, E]. `window` is its sliding window in tokens; 0: no window."""
 
     def __init__(self, index: int, module: Any, heads: Heads, window: int, native: Kernels, exact: bool = False) -> None:
         attention, mlp = module.self_attn, module.mlp
@@ -227,7 +227,7 @@ class Layer:
     def adapted(self) -> bool:
         """True if the layer has LoRA adapters and they are enabled.
 
-        Raises `ValueError` if they have been merged, or if other adapters are active than when this object was created.
+        Raises `ValueError` if the adapters have been merged, or if other adapters are active than when this layer was created.
         """
         for adapter in self.adapters.values():
             if adapter.module.merged or adapter.module.active_adapters != [adapter.name]:
@@ -238,7 +238,7 @@ class Layer:
         return any(not adapter.module.disable_adapters for adapter in self.adapters.values())
 
     def current_weights(self, adapted: bool, packed_weights: PackedWeights | None = None) -> LayerWeights:
-        """Return the current weights, with LoRA if `adapted`, and packed if `packed_weights` is given and has room for them."""
+        """Return the current weights: with the LoRA terms if `adapted`, and packed if the cache `packed_weights` has room."""
         now = iter(self.weights.now())
         matrices: list[Any] = [self.coded.get(i, next(now)) for i in range(7)]
         norms = [next(now), next(now)]
@@ -285,16 +285,16 @@ class Layer:
 
     @property
     def kinds(self) -> tuple[tuple[int, torch.dtype], ...]:
-        """The width and dtype of the tensors that `forward` returns per row: the output, then those for `backward`."""
+        """(width, dtype) of each tensor that `forward` returns: first of the output, then of the tensors for `backward`."""
         heads, width, inner = self.heads, self._linear[3].out_features, self._linear[4].out_features
         own = [(n, self.dtype) for n in (width, heads.row, heads.queries * heads.dim, width, 2 * inner)]
         return (*own[:3], (heads.queries, torch.float32), *own[3:])
 
     def forward(self, x: Tensor, how: PassArguments, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the layer's output [W, E], and the tensors that `backward` needs besides x.
+        """Return (the layer's output [W, E], the tensors that `backward` needs besides x).
 
-        For every token [S, …] they are [q|k|v], attention's output, and the log-sum-exps of its scores. For the output rows
-        [W, …] they are the residual stream after attention, and [gate|up].
+        These tensors are, for every token [S, …], [q|k|v], attention's output and the log-sum-exps of its scores; and for the
+        output rows [W, …] the residual stream after attention and [gate|up].
         """
         weights = self.current_weights(how.adapted, how.layout.packed_weights)
         normed = self.native.rms_norm(x, weights.norms[0], self.eps)
@@ -318,10 +318,10 @@ class Layer:
         selection: RowSelection,
         overwrite: bool,
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the gradients of x and of the layer's weights, in the order of `weights`; `learns` selects the seven matrices.
+        """Return (the gradient of x, the gradients of the layer's `weights` in their order; None for untrained weights).
 
-        `kept` has the tensors from `forward`. The list is emptied, so that each tensor is freed after its last use. With
-        `overwrite` the gradients may be written into these tensors.
+        `learns` is True for the weights that need a gradient. `kept` has the tensors from `forward`. The list is emptied, so that
+        each tensor is freed after its last use. With `overwrite` the gradients may be written into these tensors.
         """
         (angles, layout, adapted), multiply = how, self.native.products.of
         assert isinstance(layout, PackedLayout)
@@ -369,7 +369,7 @@ class Layer:
         return dx, [*matrices, *small, *heads, *first, *dbias, *itertools.chain(*(pairs[i] for i in self.adapters))]
 
     def _sum(self, parts: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
-        """Return Σᵢ partsᵢ · matricesᵢ."""
+        """Return the sum of the products parts[i] · matrices[i]."""
         multiply = self.native.products.of
         total = multiply(parts[0], matrices[0])
         for part, matrix in zip(parts[1:], matrices[1:], strict=True):
@@ -392,7 +392,7 @@ class Adapter:
 
 
 def _split_adapter(child: Any) -> tuple[nn.Linear, Adapter | None]:
-    """Return the linear layer of a module, and its LoRA adapter or None.
+    """Return (the linear layer of a module, the LoRA adapter on it or None).
 
     Raises `Unsupported` unless the module is a linear layer, or peft's LoRA layer without dropout or variants.
     """
@@ -404,7 +404,7 @@ def _split_adapter(child: Any) -> tuple[nn.Linear, Adapter | None]:
     if type(child.base_layer) not in (nn.Linear, CodedLinear) or child.fan_in_fan_out:
         raise Unsupported(f"LoRA is applied to {kind_of(child.base_layer)}, not to a linear layer")
     if len(child.active_adapters) != 1 or child.merged or child.active_adapters[0] not in child.lora_A:
-        raise Unsupported("it has several adapters, or one that is merged or inactive")
+        raise Unsupported("a linear layer has several adapters, or one that is merged or inactive")
     (name,) = child.active_adapters
     a, b = child.lora_A[name], child.lora_B[name]
     if name in child.lora_variant or b.bias is not None:

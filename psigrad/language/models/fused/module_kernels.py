@@ -28,7 +28,7 @@ _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 class ModuleKernels:
     """The kernels in a network's modules. `ModuleKernels(network, native)` replaces the forward methods of these modules.
 
-    They run in kernels while `on` is True. `packed` is the cache of packed matrices in a decoding step, else None.
+    The kernels are used while `on` is True. `packed` is the cache of packed matrices in a decoding step, else None.
     """
 
     def __init__(self, network: PreTrainedModel, native: Kernels) -> None:
@@ -42,7 +42,7 @@ class ModuleKernels:
                 owner.forward = types.MethodType(made, module)
 
     def _forward_of(self, module: Any) -> Callable[..., Tensor] | None:
-        """Return a forward method by kernels for a module; None if there are no kernels for the module."""
+        """Return a forward method that computes a module by kernels; None if there are no kernels for the module."""
         if type(module) is nn.Linear:
             return self._linear
         if all(type(getattr(module, name, None)) is nn.Linear for name in _FEED_FORWARD) and _is_gated(module):
@@ -99,7 +99,7 @@ class ModuleKernels:
 
 @torch.no_grad()
 def norm_offset(module: Any, rms_norm: Callable[[Tensor, Tensor, Any, float], Tensor]) -> float | None:
-    """Return the number that an RMS norm adds to its weight, 0 or 1 (Gemma); None if the module is no plain RMS norm.
+    """Return the number that an RMS norm adds to its weight: 0, or 1 in Gemma. Return None for other modules.
 
     The module's output on random numbers is compared with `rms_norm(x, weight, eps, offset)`.
     """

@@ -39,9 +39,9 @@ Key = tuple[str, int, int]  # the kind of a layer, its index, and the number of 
 class KVCache:
     """Keys and values [slots, H_kv, capacity, D] of each attention. Slots 0 … active - 1 hold sequences of `lengths` tokens.
 
-    An attention's `Key` has its layer and the number of earlier attentions of that layer in the same pass. DiffLlama attends
-    twice in each layer, and HRM-Text runs its layers several times. Layers with state keep that of each slot [slots, ...]: the
-    window of a convolution, or the state of a recurrence.
+    The `Key` of an attention is its layer and the number of earlier attentions of that layer in the same pass. DiffLlama attends
+    twice in each layer, and HRM-Text runs its layers several times. For recurrent layers the cache has the state of each slot
+    [slots, ...], and for convolutions their window.
     """
 
     exact = False
@@ -61,15 +61,15 @@ class KVCache:
         return self.lengths.numel()
 
     def store_states(self, layer: Key, first: int, states: Tensor) -> None:
-        """Store the states [n, ...] of the n slots that begin at slot `first`."""
+        """Store the states [n, ...] of a layer for the n slots from `first` on."""
         if layer not in self.states:
             self.states[layer] = states.new_zeros(self.slots, *states.shape[1:])
         self.states[layer][first : first + len(states)] = states
 
     def reserve(self, layer: Key, k: Tensor, v: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of an attention, after enlarging them if a slot has room for fewer than `tokens` tokens.
+        """Return (keys, values) of an attention for all slots, enlarged if a slot has room for fewer than `tokens` tokens.
 
-        `k` and `v` [·, H_kv, ·, D] determine heads, widths and type. Their widths may differ (multi-head latent attention).
+        `k` and `v` [·, H_kv, ·, D] determine heads, widths and dtype. Their widths may differ (multi-head latent attention).
         """
         have = self.layers.get(layer)
         if have is None or have[0].shape[2] < tokens:
@@ -87,9 +87,9 @@ class KVCache:
             x.zero_()
 
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> Prefill:
-        """Return the layout of a forward pass over prompts. Add n slots, of which slot i continues prompt `copies[i]`.
+        """Add n slots, of which slot i continues prompt `copies[i]`, and return the layout of the prompts' forward pass.
 
-        `shifts` [B] is the position of the token after each prompt minus the prompt's length, which images change (M-RoPE).
+        `shifts` [B] is the position of the token after each prompt minus the prompt's length; not 0 after images (M-RoPE).
         """
         new = torch.zeros_like(copies) if shifts is None else shifts[copies]
         self.shifts = torch.cat([self.shifts.to(new.device), new])
@@ -122,13 +122,13 @@ class KVCache:
 
 
 class _CallCounter:
-    """The base of layouts for one forward pass. It counts the calls of each layer."""
+    """The base class of layouts for one forward pass. It counts the calls of each layer."""
 
     def __init__(self) -> None:
         self._calls: Counter[tuple[str, int]] = Counter()
 
     def next_call(self, kind: str, layer: int) -> Key:
-        """Count a call of a layer, and return its key in the cache."""
+        """Count a call of a layer for a `kind` of state, and return the call's key in the cache."""
         self._calls[kind, layer] += 1
         return kind, layer, self._calls[kind, layer] - 1
 
@@ -180,10 +180,10 @@ class Decode(_CallCounter):
     """The layout of one decoding step: one new token per active slot, which attends only to its own slot."""
 
     def __init__(self, cache: KVCache, places: Tensor, columns: int, room: int, shifts: Tensor | None = None) -> None:
-        """Put the next token of slot i at index `places[i]` of its keys and values, for len(places) slots.
+        """Prepare a step that stores the next token of slot i at index `places[i]` of its slot, for len(places) slots.
 
         The token's position is `places[i] + shifts[i]`. The step reads `columns` tokens of each slot, and makes room for
-        `room`.
+        `room` tokens.
         """
         super().__init__()
         self.cache, self.places, self.width, self.room = cache, places, columns, room
@@ -193,7 +193,7 @@ class Decode(_CallCounter):
         self._masks: dict[int | None, Tensor] = {}
 
     def mask(self, window: int | None) -> Tensor:
-        """Return [active, 1, 1, width], True where a sequence may attend to a column. `window` limits the distance, in tokens."""
+        """Return the mask [active, 1, 1, width], True where a token attends to a column of its slot, within the `window`."""
         if window not in self._masks:
             columns = torch.arange(self.width, device=self.places.device)[None]
             seen = columns <= self.places[:, None]
@@ -205,7 +205,7 @@ class Decode(_CallCounter):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Write the new tokens' keys and values into their slots. Return the attention of each token to its own slot."""
+        """Write the new tokens' keys and values into their slots. Return the output of each token's attention to its own slot."""
         keys, values = self.cache.reserve(self.next_call("attention", layer), k, v, self.room)
         keys[self.slots, :, self.places] = k[:, :, 0]
         values[self.slots, :, self.places] = v[:, :, 0]
@@ -237,7 +237,7 @@ class Decode(_CallCounter):
 class CachedPrompt:
     """The keys and values of a prompt: one row per layer, first all keys, then all values, in float32.
 
-    They are in the order that decoding reads (`Kernels.prompt_tables`).
+    Within a row the order is that in which the decoding kernel reads (`Kernels.prompt_tables`).
     """
 
     def __init__(self, length: int, layers: int, heads: Heads) -> None:
@@ -257,7 +257,7 @@ def prompt_addresses(prompts: list[CachedPrompt], layers: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The rows of a decoding step in groups: rows that continue the same prompt are adjacent."""
+    """The rows of a decoding step, divided into G groups of adjacent rows. The rows of a group continue the same prompt."""
 
     prompts: Tensor
     """[layers, 2, G] addresses of the prompts' keys and values."""
@@ -299,7 +299,7 @@ class SharedCache:
     def exact(self) -> bool:
         """True if the layers produce the same bits as in training.
 
-        They do if the matrices are packed for the kernels, and if training multiplies by the kernels too.
+        That is so if the matrices are packed for the kernels, and training multiplies by the kernels too.
         """
         return self.packed_weights.bytes > 0
 
@@ -324,7 +324,7 @@ class SharedCache:
         return SharedDecode(self)
 
     def remove(self, finished: Tensor) -> Tensor:
-        """Release the slots of the rows where `finished` [active] is True, and prompts that no row continues.
+        """Release the slots of the rows where `finished` [active] is True, and the prompts that no row continues any more.
 
         Returns the old indices [active after] of the remaining rows, in order.
         """
@@ -338,31 +338,28 @@ class SharedCache:
 
     @property
     def selection(self) -> np.ndarray:
-        """The arguments of `select_slots`, [3, active]: each row's prompt, its number of tokens after the prompt, and its
-        slot.
-        """
+        """The arguments that select the active rows in `select_slots`, [3, active]: prompts, numbers of tokens, and slots."""
         return np.stack([self.prompt, self.lengths, self.slots])
 
     def select_slots(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
         """Select the slots that the next steps decode, in this order. Slots of one prompt must be adjacent.
 
-        `prompt` and `lengths` are each slot's prompt and number of tokens. Other slots keep their tokens and wait.
+        `prompt` and `lengths` are each slot's prompt and number of tokens. Other slots are unchanged, and can be selected later.
         """
         self.prompt, self.lengths, self.slots = prompt, lengths, slots
         self._arrangement = None
 
     def retain_slots(self, prompt: np.ndarray, slots: np.ndarray) -> None:
-        """Select no slot for the next steps. Keep these prompts and slots, which wait, and free all others."""
+        """Select no slot for the next steps, and free all prompts and slots but these, which can be selected later."""
         self.select_slots(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
         self._free = np.setdiff1d(np.arange(self.slot_tables[0].shape[1]), slots)
         kept = set(prompt.tolist())
         self.prompts = {number: table for number, table in self.prompts.items() if number in kept}
 
     def reserve(self, tokens: int) -> tuple[list[Tensor], Tensor]:
-        """Return keys and values of each layer [2, slots, H_kv, capacity, D], with room for `tokens` per slot, and their
-        addresses.
+        """Return (each layer's keys and values [2, slots, H_kv, capacity, D], their addresses), with room for `tokens` per slot.
 
-        They grow layer by layer, so at most one layer is in memory twice.
+        They are enlarged layer by layer, so at most one layer is in memory twice.
         """
         *shape, have, dim = self.slot_tables[0].shape
         if have < tokens:
@@ -374,7 +371,7 @@ class SharedCache:
         return self.slot_tables, self._addresses
 
     def arrangement(self) -> Arrangement:
-        """Return the active rows in groups of one prompt each, cached until they change."""
+        """Return the active rows in groups of one prompt each. The result is cached until the rows change."""
         if self._arrangement is None:
             first = np.flatnonzero(np.diff(self.prompt, prepend=-1, append=-1))
             prompts = [self.prompts[number] for number in self.prompt[first[:-1]].tolist()]
@@ -388,7 +385,7 @@ class SharedCache:
 class SharedPrefill:
     """The layout of a prefill for fused layers: packed prompts whose keys and values are also stored for decoding.
 
-    They are written to the addresses `tables` [layers, 2, G]. Prompt g has `lengths[g]` tokens from `starts[g]`.
+    `tables` [layers, 2, G] are the addresses of the prompts' keys and values. Prompt g has `lengths[g]` tokens from `starts[g]`.
     """
 
     prompts: PackedLayout
@@ -417,12 +414,12 @@ class SharedDecode:
         cache.lengths = cache.lengths + 1
 
     def mix(self, layer: AttentionLayer, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend from one new token per sequence to its prompt and its earlier tokens, by the native kernel."""
+        """Return the attention of each row's new token to its prompt and slot, by the native kernel; see `FusedLayout.mix`."""
         return layer.native.decode(rotated, qkv, self.slots, layer.index, layer.heads, layer.window)
 
 
 def new_cache(model: LanguageModel, slots: int, longest: int, behind: int = 0) -> KVCache | SharedCache:
-    """Return an empty cache for this model. A slot holds up to `longest` tokens, of which `behind` (0: all) follow its prompt."""
+    """Return an empty cache for sequences of up to `longest` tokens, of which at most `behind` (0: all) follow the prompt."""
     if model.decoder is None:
         return KVCache(slots, longest, None if model.module_kernels is None else PackedWeights())
     return SharedCache(slots, behind or longest, len(model.decoder.layers), model.decoder.heads, model.decoder.dtype)
@@ -435,7 +432,7 @@ def prefill(
     copies: Tensor,
     keep: ActivationCache | None,
 ) -> Tensor:
-    """Run the prompts into n new slots, of which slot i continues prompt `copies[i]`. Return the logits [n, V] after them."""
+    """Prefill n new slots, of which slot i continues prompt `copies[i]`. Return the logits [n, V] after the slots' prompts."""
     inputs = pack(Groups(prompts, [[] for _ in prompts]), model.device)
     shifts = None
     inputs = model.placed(inputs)

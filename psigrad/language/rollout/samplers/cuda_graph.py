@@ -90,9 +90,9 @@ class CudaGraphDecoding:
             del self._kept[oldest]
 
     def decode(self, last: np.ndarray, counts: np.ndarray, seeds: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """Decode up to `steps` more tokens for every active slot, given its last token, number of tokens and seed, [active] each.
+        """Decode up to `steps` tokens for every active slot, from its last token, number of tokens and seed, [active] each.
 
-        Returns ids [steps, active] and log-probs [steps, 2, active]: under the policy, then under the sampling distribution.
+        Returns (ids [steps, active], log-probs [steps, 2, active]); the 2 are under the policy and the sampling distribution.
         """
         active, steps = self.cache.active, min(steps, TOKENS_AT_ONCE)
         size = min(1 << (active - 1).bit_length(), self.cache.slots)
@@ -145,7 +145,7 @@ class CudaGraphDecoding:
         return GroupedDecode(self.cache, places, columns, width, self._seats[len(places), grid], members)
 
     def _step(self, params: SamplingParams, size: int, columns: int, *seated: int) -> None:
-        """Decode one token for the first `size` slots without waiting for the CPU."""
+        """Decode one token for the first `size` slots. No operation waits for the CPU, so a CUDA graph can record the step."""
         tokens, places, counts, seeds = self.state[:, :size]
         step = self._layout(places.clone(), columns, *seated)
         hidden = self.model.forward(tokens[:, None], step.positions[:, None], step)
@@ -179,7 +179,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def weight_addresses(model: LanguageModel) -> tuple[int, ...]:
-    """Return the memory addresses of the weights."""
+    """Return the memory addresses of all weights. A recording is valid only while they stay the same."""
     return tuple(p.data_ptr() for p in model.network.parameters())
 
 

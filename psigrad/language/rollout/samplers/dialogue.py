@@ -20,28 +20,27 @@ STEP = 8
 
 
 class SlotCache(KVCache):
-    """A `KVCache` of numbered slots. `select_slots` moves the slots of a turn to the front; the others keep their tokens and
-    wait.
-    """
+    """A `KVCache` of numbered slots. `select_slots` moves slots to the front, to be decoded. Others keep their tokens."""
 
     def __init__(self, slots: int, longest: int, packed_weights: PackedWeights | None = None) -> None:
         """Create empty slots. `longest` is the capacity of a slot, in tokens."""
         super().__init__(slots, longest, packed_weights)
         self._numbers = np.arange(slots)
-        """[slots] the number of the slot that is in each row of the tensors."""
+        """[slots] the number of the slot that each row of the tensors belongs to."""
         self._shifts = torch.zeros(slots, dtype=torch.long)
         """[slots] the position of each slot's next token minus its index in the slot, by the slot's number."""
 
     @property
     def selection(self) -> np.ndarray:
-        """The arguments of `select_slots`, [3, active]: 0 (each slot has its own prompt), each row's number of tokens, and its
-        slot.
+        """The arguments that select the active rows in `select_slots`, [3, active]: 0, numbers of tokens, and slots.
+
+        The first row is 0 because every slot has its own prompt.
         """
         self._shifts[torch.from_numpy(self._numbers[: self.active])] = self.shifts
         return np.stack([0 * self._numbers[: self.active], self.lengths.numpy(), self._numbers[: self.active]])
 
     def select_slots(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
-        """Move these slots, which hold `lengths` tokens, to the front: the next steps decode them. Other slots wait."""
+        """Move these slots, which hold `lengths` tokens, to the front. The next steps decode them. `prompt` is not read."""
         numbers, rows = self._numbers.copy(), np.arange(self.slots)
         for row, slot in enumerate(slots):
             here = int(np.flatnonzero(numbers == slot)[0])
@@ -55,7 +54,7 @@ class SlotCache(KVCache):
         self.shifts = self._shifts[torch.from_numpy(slots[: len(lengths)].copy())]
 
     def retain_slots(self, prompt: np.ndarray, slots: np.ndarray) -> None:
-        """Select no slot for the next steps, and keep these slots, which wait. New sequences overwrite the others."""
+        """Select no slot for the next steps. These slots can be selected later; new sequences may overwrite all others."""
         self.select_slots(prompt, self._numbers[:0], np.setdiff1d(self._numbers, slots))
 
 
@@ -63,8 +62,8 @@ class CachedDialogue(Dialogue):
     """The embedded sampler's `Dialogue` on a CPU.
 
     The first turn prefills each prompt once for its group. In later turns, decoding steps read the environment's tokens. An
-    episode that has read all of them already samples in the same steps. If the environment's text is so long that a full prefill
-    is cheaper, the episodes restart with all their tokens as their prompt.
+    episode whose tokens are all read samples in the same steps. If the environment's text is so long that a full prefill is
+    cheaper, the cache is filled again with all tokens of the episodes.
     """
 
     def __init__(self, model: LanguageModel, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> None:
@@ -86,7 +85,7 @@ class CachedDialogue(Dialogue):
 
     @torch.inference_mode()
     def turns(self, next_turns: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
-        """Sample the next turn of these episodes with the cached keys and values; see `Dialogue`."""
+        """Sample the next turn of these episodes with the cached keys and values; see `Dialogue.turns`."""
         self.model.switch(training=False)
         unread = {}
         for i, (ids, _, restart) in next_turns.items():
@@ -109,7 +108,7 @@ class CachedDialogue(Dialogue):
         yield from turn.decode(self.cache, {} if restart else unread)
 
     def _prefill(self, live: Sequence[int]) -> torch.Tensor:
-        """Prefill all tokens of these episodes into the cache, select their slots, and return the logits after each episode."""
+        """Prefill all tokens of these episodes into the cache, select their slots, and return the logits [n, V] after each."""
         firsts = [n for n, i in enumerate(live) if n == 0 or self.contexts[i] != self.contexts[live[n - 1]]]
         copies = on_device(np.cumsum([n in set(firsts) for n in range(len(live))]) - 1, self.model.device)
         prompts = [self.contexts[live[n]] for n in firsts]
@@ -128,14 +127,14 @@ class _Turn:
     def __init__(self, dialogue: CachedDialogue, live: Sequence[int], seeds: Mapping[int, int]) -> None:
         self.dialogue, self.seeds = dialogue, seeds
         self.ended: list[int] = []
-        """The episodes that have ended their turn since the last `_pop_ended`."""
+        """The episodes whose turn has ended since the last call of `_pop_ended`."""
         self.rows = np.array(live, dtype=np.int64)
         self.ids: dict[int, list[int]] = {i: [] for i in live}
         self.logprobs: dict[int, list[float]] = {i: [] for i in live}
         self.sampling_logprobs: dict[int, list[float]] = {i: [] for i in live}
 
     def decode(self, cache: SharedCache | SlotCache, unread: dict[int, list[int]]) -> Iterator[tuple[int, Completion]]:
-        """Decode token by token, and yield (episode, completion) as turns end. An episode first reads its `unread` tokens."""
+        """Decode token by token, and yield (episode, completion) as turns end. First, steps read an episode's `unread` tokens."""
         model = self.dialogue.model
         yield from self._pop_ended()
         while len(self.rows):

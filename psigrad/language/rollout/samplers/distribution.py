@@ -54,10 +54,10 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> DrawnTokens:
-    """Draw one token per row of logits [B, V]: the inverse of the cumulative distribution at u(seed, counter).
+    """Draw one token per row of logits [B, V], by inverting the cumulative distribution at a uniform number u(seed, counter).
 
     Row i depends only on `logits[i]`, `seeds_u64[i]` and `counter[i]` (its number of tokens so far). At temperature 0 the most
-    probable token is taken: then `sampling_logprobs` is 0 and `logprobs` is at temperature 1.
+    probable token is taken. Then `sampling_logprobs` is 0 and `logprobs` is at temperature 1.
     """
     found = _drawn(logits, params, seeds_u64, counter)
     if not params.forbidden or found.ids.device.type != "cpu" or not bool((wrong := _forbidden(found.ids, params)).any()):
@@ -79,7 +79,7 @@ def _forbidden(ids: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _drawn(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> DrawnTokens:
-    """Draw one token per row; see `draw`. On a CPU it may be a forbidden token, which `draw` replaces."""
+    """Draw one token per row as `draw` does. On a CPU the result may be a forbidden token, which `draw` then replaces."""
     if logits.device.type != "cpu":
         return _draw(logits, params, seeds_u64, counter)
     native = kernels()
@@ -99,7 +99,7 @@ def _draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter
 
 
 def draw_at(logits: Tensor, params: SamplingParams, u: Tensor) -> DrawnTokens:
-    """Draw one token per row of logits [B, V] at the uniform numbers u [B, 1], float64. A GPU never waits for the CPU."""
+    """Draw one token per row of logits [B, V] at the uniform float64 numbers u [B, 1]. A GPU need not wait for the CPU."""
     logits = upcast(logits)
     if params.temperature not in (0.0, 1.0):
         logits = logits / params.temperature
@@ -117,14 +117,16 @@ def draw_at(logits: Tensor, params: SamplingParams, u: Tensor) -> DrawnTokens:
 
 
 def _weights(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return exp(logits − their maximum) [B, V] and log Σ exp(logits) [B]."""
+    """Return (exp(logits − each row's maximum) [B, V], log Σ exp(logits) [B])."""
     top = logits.amax(-1, keepdim=True)
     weights = (logits - top).exp_()
     return weights, top[:, 0] + weights.sum(-1).log()
 
 
 def inverse(weights: Tensor, u: Tensor) -> Tensor:
-    """Return the first index [B] whose cumulative weight exceeds u [B, 1] · the total, for weights [B, V] >= 0 of any scale.
+    """Return for each row the first index [B] whose cumulative weight exceeds u [B, 1] times the row's sum of weights.
+
+    The `weights` [B, V] are at least 0.
 
     A large vocabulary is summed in blocks, and searched only inside the selected block, in a tenth of the time.
     """
@@ -144,7 +146,7 @@ def inverse(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the first index whose cumulative weight exceeds `target`(total), at most the last index with a weight."""
+    """Return for each row the first index whose cumulative weight exceeds `target(total)`, or the last with a weight above 0."""
     # In float32, a sum over a large vocabulary would make rare tokens unreachable.
     sums = weights.double().cumsum(-1)
     ids = torch.searchsorted(sums, target(sums[:, -1:]), right=True)[:, 0]
@@ -153,7 +155,7 @@ def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _may_be(rare: Tensor) -> bool:
-    """Return True if any value is True. On a GPU always return True, since reading the values would cost more than it saves."""
+    """Return True if any element of `rare` is True. On a GPU always return True, since reading the mask there costs more."""
     return rare.is_cuda or bool(rare.any())
 
 

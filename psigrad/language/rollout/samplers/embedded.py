@@ -29,7 +29,7 @@ from psigrad.language.rollout.types import Completion, Dialogue, Request, Sample
 
 
 class PolicyWeights(Sampler):
-    """The base of samplers that run the training model itself, not a copy of its weights."""
+    """The base class of samplers that run the training model itself, not a copy of its weights."""
 
     exact = True
     model: LanguageModel
@@ -74,7 +74,7 @@ class EmbeddedSampler(PolicyWeights):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample the requests; see `Sampler`. `cache` is complete, and of use to training, after the last request.
+        """Sample the requests; see `Sampler`. `cache` is filled, for use in training, when all requests are complete.
 
         Raises `UserError` if a prompt leaves no room for `max_tokens`.
         """
@@ -107,7 +107,10 @@ class EmbeddedSampler(PolicyWeights):
         return CachedDialogue(model, prompts, without_placeholders(model, params))
 
     def _recording(self, requests: list[Request], params: SamplingParams) -> CudaGraphDecoding | None:
-        """Return recorded decoding steps with room for these requests, if possible those of the last call; None: not recorded."""
+        """Return recorded decoding steps with room for these requests, if possible those of the last call.
+
+        Return None if decoding is not recorded.
+        """
         own = self.model
         if (
             not self.cuda_graphs
@@ -136,7 +139,7 @@ class EmbeddedSampler(PolicyWeights):
 
 
 def without_placeholders(model: LanguageModel, params: SamplingParams) -> SamplingParams:
-    """Return the parameters with the placeholder tokens of images forbidden, if the model reads images."""
+    """Return `params`; if the model reads images, with their placeholder tokens added to `forbidden`."""
     return params if model.vision is None else replace(params, forbidden=model.vision.forbidden)
 
 
@@ -144,7 +147,7 @@ def without_placeholders(model: LanguageModel, params: SamplingParams) -> Sampli
 def why_not_embedded(model: LanguageModel) -> str:
     """Return the reason why `EmbeddedSampler` cannot sample this packed model; empty if it can.
 
-    Its prefill and one decoding step are compared with the packed forward pass. Fused and sharded models are not compared.
+    The sampler's prefill and one decoding step are compared with the packed forward pass, except for fused and sharded models.
     """
     if model.decoder is not None or model.shard_root is not None:
         return ""
@@ -168,7 +171,7 @@ def why_not_embedded(model: LanguageModel) -> str:
 
 
 def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -> tuple[int, int]:
-    """Return the number of slots that these requests need, and the capacity of each, in tokens."""
+    """Return (the number of slots that these requests need, at most `max_batch`; the capacity of each slot in tokens)."""
     slots = min(max_batch, sum(len(request.seeds) for request in requests))
     return slots, max(len(request.prompt_ids) for request in requests) + params.max_tokens
 
@@ -193,9 +196,9 @@ def _to_record(requests: list[Request], params: SamplingParams, max_batch: int, 
 
 
 def check_room(model: LanguageModel, requests: list[Request], params: SamplingParams, images: bool = False) -> None:
-    """Raise `UserError` for empty prompts and for prompts that would exceed the model's positions.
+    """Raise `UserError` for empty prompts, and for prompts that with their completion would exceed the model's positions.
 
-    Raise it also for prompts with images, unless `images` says that the sampler reads them.
+    Also raise it for prompts with images, unless `images` is True, because the sampler reads them.
     """
     for request in requests:
         if not images and any(token >= FIRST for token in request.prompt_ids):
@@ -262,7 +265,7 @@ class _Batch:
         return self.cache.prompts - self.cache.count if isinstance(self.cache, GroupedCache) else len(self.waiting)
 
     def admit(self) -> None:
-        """Prefill the waiting groups that fit, and draw their first tokens."""
+        """Prefill as many waiting groups as there are free slots for, and draw their first tokens."""
         groups: list[tuple[int, np.ndarray]] = []
         room, most = self.max_batch - self.sequences.size, self._free_prompts()
         while self.waiting and len(self.waiting[0][1]) <= room and len(groups) < most:
@@ -304,11 +307,11 @@ class _Batch:
         return self._draw(self.model.head(hidden[:, 0], self.cache.exact, self.cache.packed_weights), self.sequences)
 
     def _recording(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that records the experts to which tokens are routed, if the model replays them in training."""
+        """Return a context that records the experts to which tokens are routed, or that does nothing if they are not reused."""
         return contextlib.nullcontext([]) if self.routes is None else self.routes.router_recorder.record()
 
     def _keep(self) -> ActivationCache | None:
-        """Return the cache that stores this forward pass's activations; None if it is full or there is none."""
+        """Return the cache that stores this forward pass's activations; None if there is none or it is full."""
         return self.kept if self.kept is not None and self.kept.open else None
 
     def name_rows(self) -> None:
@@ -326,13 +329,13 @@ class _Batch:
             self.kept.register(request.prompt_ids, np.arange(start, start + len(request.prompt_ids)), own)
 
     def _draw(self, logits: torch.Tensor, sequences: np.ndarray) -> int:
-        """Draw and record a token for each of `sequences`. Returns their number."""
+        """Draw and record a token for each of `sequences`. Returns the number of tokens."""
         drawn = draw(logits, self.params, self.seeds[sequences], self.counts[sequences])
         logprobs = torch.stack([drawn.logprobs, drawn.sampling_logprobs])
         return self._write(drawn.ids.cpu().numpy()[None], logprobs.cpu().numpy()[None], sequences)
 
     def _write(self, ids: np.ndarray, logprobs: np.ndarray, sequences: np.ndarray) -> int:
-        """Record tokens [K, n] and log-probs [K, 2, n] of `sequences`, each up to its end, and release those that end.
+        """Record K new tokens `ids` [K, n] of n `sequences` with log-probs [K, 2, n]. Sequences that end on the way are released.
 
         Returns the number of recorded tokens.
         """
@@ -356,7 +359,7 @@ class _Batch:
         return int(taken.sum())
 
     def pop_complete(self) -> list[tuple[int, list[Completion]]]:
-        """Return the requests that have completed since the last call, with their completions."""
+        """Return (index of a request, its completions) for all requests that have completed since the last call."""
         places, self.complete = self.complete, []
         return [(r, [self._completion(i) for i in range(self.firsts[r], self.firsts[r + 1])]) for r in places]
 

@@ -19,9 +19,9 @@ from psigrad.language.rollout.types import Completion, DrawnToken, FinishReason,
 
 
 class _Drawer(LogitsProcessor):
-    """A logits processor that draws a token by psigrad's counter-based random numbers, and gives all others the logit -inf.
+    """A logits processor that draws a token by psigrad's counter-based random numbers, and sets all other logits to -inf.
 
-    The greedy search of `generate` then takes that token, so both samplers write the same text.
+    The greedy search of `generate` then takes the drawn token, so this sampler and the embedded one write the same text.
     """
 
     def __init__(self, params: SamplingParams, seeds: np.ndarray) -> None:
@@ -48,7 +48,7 @@ class TransformersSampler(PolicyWeights):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample all requests, and yield them together; see `Sampler`. Raises `UserError` if a prompt leaves too little room."""
+        """Sample all requests, and yield all completions at once; see `Sampler`. Raises `UserError` if a prompt is too long."""
         check_room(self.model, requests, params)
         self.model.network.eval()
         flat = [(request.prompt_ids, seed) for request in requests for seed in request.seeds]
@@ -59,7 +59,7 @@ class TransformersSampler(PolicyWeights):
 
     @torch.inference_mode()
     def stream(self, request: Request, params: SamplingParams) -> Iterator[DrawnToken]:
-        """Yield the tokens of one completion as they are drawn, equal to those of `sample` for the request's only seed."""
+        """Yield the tokens of one completion as they are drawn. The request has one seed. `sample` would draw the same tokens."""
         check_room(self.model, [request], params)
         self.model.network.eval()
         stops = {*self.model.eos_token_ids, *params.stop_token_ids}
@@ -90,7 +90,7 @@ class TransformersSampler(PolicyWeights):
 
 
 def _completion(ids: list[int], logprobs: list[float], sampling: list[float], stops: set[int], seed: int) -> Completion:
-    """Return a completion that ends with its first stop token, since generate writes padding after it."""
+    """Return the completion up to its first stop token. `generate` writes padding after it, which is dropped."""
     count = next((t + 1 for t, token in enumerate(ids) if token in stops), len(ids))
     reason: FinishReason = "stop" if ids[count - 1] in stops else "length"
     return Completion(tuple(ids[:count]), tuple(logprobs[:count]), tuple(sampling[:count]), reason, seed)

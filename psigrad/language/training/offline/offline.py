@@ -26,7 +26,7 @@ Share = Callable[[], Loss]
 
 
 class Task(Protocol):
-    """A kind of training on recorded rows. It has the rows, and computes the loss of any of them."""
+    """A kind of training on recorded rows. A task holds the rows, and computes the loss on any of them."""
 
     @property
     def name(self) -> str:
@@ -49,14 +49,14 @@ class Task(Protocol):
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
         """Return the loss of one optimiser step on these rows, as one function per forward pass of at most `budget` tokens.
 
-        For several `ranks`, which take passes in turn, all passes have about equally many tokens. Values, gradients and terms of
-        all passes add up to those of the step, however it is split.
+        For several `ranks`, to which passes are assigned in turn, all passes have about equally many tokens. With any `budget`,
+        the losses, gradients and terms of all passes add up to those of the step.
         """
         ...
 
     def held_out(self, budget: int, world: World = ALONE) -> Mapping[str, float | str]:
         """Return metrics over all rows; the caller disables gradients. Each process of the world computes its share of the
-        passes, and all receive the result. Text is the `marks_of` the rows.
+        passes, and all receive the result. A metric that is a text comes from `marks_of`.
         """
         ...
 
@@ -83,7 +83,7 @@ class Settings(Protocol):
 
 @dataclass(frozen=True)
 class OfflineRun:
-    """The parts of one run on recorded data. `held_out` has the rows that are not trained on."""
+    """The objects of one run on recorded data. `held_out` is the task on the rows that are not trained on."""
 
     config: Settings
     task: Task
@@ -93,7 +93,7 @@ class OfflineRun:
     world: World = ALONE
     """The processes of the run."""
     watch: Observe = contextlib.nullcontext
-    """The observer of a step's phases."""
+    """A function that observes the phases of a step."""
 
 
 def step(run: OfflineRun, state: State) -> Outcome[State]:
@@ -120,7 +120,7 @@ def step(run: OfflineRun, state: State) -> Outcome[State]:
 
 
 def learn(run: OfflineRun, rows: Sequence[int], lr: float) -> tuple[float | None, LossSums]:
-    """Take one optimiser step on these rows. Return the gradient's norm, None if it is not finite, and the sums of the loss."""
+    """Take one optimiser step on these rows. Return (the gradient's norm, or None if it is not finite; the sums of the loss)."""
     world, sums = run.world, LossSums(run.world)
     passes = run.task.shares(rows, run.config.micro_batch_tokens, num_teams(world))
     shares = shard(world, [partial(add_balance_loss, run.task.model, share, len(passes)) for share in passes])
@@ -135,12 +135,12 @@ def terms_of(share: Share) -> dict[str, float]:
 
 
 def marks_of(hits: Iterable[float]) -> str:
-    """Return a character for each pair, to compare two evaluations: 1 for the right order, 0 for the wrong one, h for a tie."""
+    """Return a text with a character per pair: 1 if it is ranked right, 0 if wrong, h for a tie. It pairs two evaluations."""
     return "".join("0h1"[round(2 * hit)] for hit in hits)
 
 
 def sum_terms(terms: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the sums of the terms of several shares."""
+    """Return the sum of each term over several forward passes."""
     total: dict[str, float] = {}
     for own in terms:
         for name, term in own.items():

@@ -1,4 +1,4 @@
-"""Preference tasks: DPO and its relatives on pairs, KTO on completions without a partner."""
+"""Preference tasks: DPO and its variants on pairs, KTO on single completions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from psigrad.processes.parallel.world import ALONE, World, map_shared, num_teams
 def answer_logps(
     model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]], cache: ActivationCache | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return ([N] log π of every answer, summed over the tokens of its mask; [N] number of those tokens)."""
+    """Return ([N] log π of every answer, summed over its target tokens; [N] the number of these tokens)."""
     texts = [[text for answer in group for text in answer.texts] for group in answers]
     logp = model.evaluate(Groups(prompts, [[text.ids for text in group] for group in texts]), cache=cache).logp
     mask = torch.zeros(logp.shape, dtype=torch.bool)
@@ -42,7 +42,7 @@ def answer_logps(
 def reference_logps(
     model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]], budget: int, world: World = ALONE
 ) -> list[list[float]]:
-    """Return log π_ref of every answer of every prompt. A LoRA model is its own reference, without its adapter."""
+    """Return log π_ref of every answer, as one list per prompt. A LoRA model without its adapter is its own reference."""
     found: list[list[float]] = [[] for _ in prompts]
     sizes = [len(p) + sum(a.tokens for a in group) for p, group in zip(prompts, answers, strict=True)]
     for part, _ in shard(world, pack_by_tokens(sizes, budget, num_teams(world))):
@@ -57,7 +57,7 @@ def reference_logps(
 
 @dataclass(frozen=True)
 class PreferenceTask:
-    """A `Preference` loss on pairs; `reference` has (chosen, rejected) log-probs if the loss reads them.
+    """The task of a `Preference` loss on pairs. `reference` has each pair's log-probs (chosen, rejected) if the loss needs them.
 
     `cache` has the activations from sampling, if the model itself wrote the answers.
     """
@@ -81,7 +81,7 @@ class PreferenceTask:
         return sum(self.pairs[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """Return the loss on these pairs, one function per forward pass; see `Task`."""
+        """Return the loss on these pairs, as one function per forward pass; see `Task`."""
         targets = sum(self.pairs[i].chosen.targets for i in rows)
         parts = pack_by_tokens([self.pairs[i].tokens for i in rows], budget, ranks)
         return [partial(self._loss, [rows[k] for k in part], len(rows), targets) for part in parts]
@@ -107,7 +107,7 @@ class PreferenceTask:
         return self.loss.loss(self.evaluate(rows), total, targets)
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float | str]:
-        """Return loss and rewards over all pairs, accuracy with its 95 % interval, and each pair's mark."""
+        """Return the mean loss and rewards over all pairs, the accuracy with its 95 % interval, and the pairs' `marks_of`."""
         targets = sum(p.chosen.targets for p in self.pairs)
         parts = pack_by_tokens([p.tokens for p in self.pairs], budget, num_teams(world))
         found = map_shared(world, parts, partial(self._judge, targets))
@@ -117,7 +117,7 @@ class PreferenceTask:
         return {**sum_terms(terms for terms, _ in found), **{f"rewards/accuracies/{name}": value for name, value in more.items()}}
 
     def _judge(self, targets: int, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
-        """Return the terms of the loss on these rows, and 1 for each pair that is ranked correctly, otherwise 0."""
+        """Return (the terms of the loss on these rows, for each pair 1 if it is ranked right, ½ for a tie, otherwise 0)."""
         evaluated = self.evaluate(rows)
         terms = self.loss.loss(evaluated, len(self), targets).terms
         return {name: float(term) for name, term in terms.items()}, self.loss.correct(evaluated).tolist()
@@ -125,7 +125,10 @@ class PreferenceTask:
 
 @dataclass(frozen=True)
 class KTOTask:
-    """The KTO loss on judged rows. `reference` has each row's log-probs of its own and its mismatched answer (`mismatch`)."""
+    """The task of the KTO loss on rows labelled good or bad.
+
+    `reference` has for each row the log-probs of its own answer and of its mismatched answer (`mismatch`).
+    """
 
     model: LanguageModel
     loss: KahnemanTversky
@@ -149,9 +152,7 @@ class KTOTask:
         return sum(self.rows[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """Return the loss, one function per forward pass; see `Task`. First estimate the KL of the full step on mismatched
-        answers.
-        """
+        """Estimate KTO's KL of the step on mismatched answers. Return the loss as one function per forward pass; see `Task`."""
         return self._shares(rows, budget, ALONE, ranks)
 
     def _shares(self, rows: Sequence[int], budget: int, world: World, ranks: int = 0) -> list[Share]:
@@ -183,14 +184,14 @@ class KTOTask:
         return self.loss.loss(Labelled(logp, ref, good, z), total, desirable)
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
-        """Return loss and rewards over all rows."""
+        """Return the mean loss and rewards over all rows; see `Task`."""
         return sum_terms(map_shared(world, self._shares(range(len(self)), budget, world), terms_of))
 
 
 def mismatch(rows: Sequence[LabelledAnswer]) -> list[Answer]:
-    """Return a mismatched answer for each row: that of the nearest earlier row with another prompt, as in TRL.
+    """Return a mismatched answer for each row: the answer of the nearest earlier row with another prompt, as in TRL.
 
-    The last row counts as the one before the first. If all rows have the same prompt, each keeps its own answer.
+    Before the first row comes the last row. If all rows have the same prompt, each row gets its own answer.
     """
     found, other = list(rows), None
     for i in range(1 - len(rows), len(rows)):  # start one round earlier, so that the first row has a predecessor

@@ -22,7 +22,7 @@ from psigrad.processes.parallel.world import ALONE, World, map_shared, num_teams
 
 @dataclass(frozen=True)
 class RewardTask:
-    """The Bradley–Terry loss on pairs; both answers share one pass over their prompt."""
+    """The task of the Bradley–Terry loss on pairs. A pair's prompt is computed once for both answers."""
 
     model: ScalarModel
     loss: BradleyTerry
@@ -37,12 +37,12 @@ class RewardTask:
         return sum(self.pairs[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """Return the loss on these pairs, one function per forward pass; see `Task`."""
+        """Return the loss on these pairs, as one function per forward pass; see `Task`."""
         parts = pack_by_tokens([self.pairs[i].tokens for i in rows], budget, ranks)
         return [partial(self._loss, [rows[k] for k in part], len(rows)) for part in parts]
 
     def scores(self, rows: Sequence[int]) -> Tensor:
-        """Return the scores [n, 2] of chosen and rejected answers."""
+        """Return the scores [n, 2] of these pairs: chosen answers in column 0, rejected ones in column 1."""
         picked = [self.pairs[i] for i in rows]
         return self.model.scores(Groups([p.prompt for p in picked], [[p.chosen.ids, p.rejected.ids] for p in picked])).view(-1, 2)
 
@@ -55,14 +55,14 @@ class RewardTask:
         return self.loss.loss(scores[:, 0], scores[:, 1], margin, total)
 
     def _judge(self, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
-        """Return the terms of the loss on these rows, and each chosen answer's score minus that of the rejected one."""
+        """Return (the terms of the loss on these rows, for each pair the score of the chosen answer minus the rejected one's)."""
         scores = self.scores(rows)
         loss = self._loss_of(scores, rows, len(self))
         lead = scores.double()
         return {name: float(term) for name, term in loss.terms.items()}, (lead[:, 0] - lead[:, 1]).tolist()
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float | str]:
-        """Return loss, accuracy with its 95 % interval and each pair's mark, and the calibration of σ(r_w − r_l)."""
+        """Return the loss, the accuracy with its 95 % interval, the pairs' `marks_of`, and the calibration of σ(r_w − r_l)."""
         lead = torch.zeros(len(self), dtype=torch.float64)
         parts = pack_by_tokens([p.tokens for p in self.pairs], budget, num_teams(world))
         found = map_shared(world, parts, self._judge)
@@ -79,7 +79,7 @@ class RewardTask:
 
 @dataclass(frozen=True)
 class ProcessRewardTask:
-    """The loss of a process reward model on solutions with labelled steps. A step's logit is read after its last token."""
+    """The task of a process reward model on solutions with labelled steps. A step's logit is read after its last token."""
 
     model: ScalarModel
     solutions: Sequence[Steps]
@@ -93,7 +93,7 @@ class ProcessRewardTask:
         return sum(self.solutions[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """Return the loss on these solutions, one function per forward pass; see `Task`."""
+        """Return the loss on these solutions, as one function per forward pass; see `Task`."""
         total = sum(len(self.solutions[i].ends) for i in rows)
         parts = pack_by_tokens([self.solutions[i].tokens for i in rows], budget, ranks)
         return [partial(self._loss, [self.solutions[rows[k]] for k in part], total) for part in parts]
@@ -109,7 +109,7 @@ class ProcessRewardTask:
 
 
 def step_values(model: ScalarModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
-    """Return for every text (ids, ends) the model's values after the tokens with the indices `ends`."""
+    """Return for each text (ids, ends) a tensor with the model's values after the tokens at the indices `ends`."""
     # V "before" the next token is V after this one. A dummy token follows the last and is never computed.
     rows = [[*ids, 0] for ids, _ in texts]
     masks = [[t - 1 in set(ends) for t in range(len(ids) + 1)] for ids, ends in texts]

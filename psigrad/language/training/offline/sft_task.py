@@ -16,12 +16,13 @@ from psigrad.processes.parallel.world import ALONE, World, map_shared, num_teams
 
 @dataclass(frozen=True)
 class SFTTask:
-    """Cross-entropy on the tokens of each example's mask.
+    """The task of supervised fine-tuning: cross-entropy on the target tokens, those where an example's mask is True.
 
     Formula: L = −(1/M) Σ log π(a_t|s_t) over the M target tokens of the whole optimiser step; with label smoothing ε it is −(1/M)
     Σ [(1 − ε) log π(a_t|s_t) + ε/V · Σ_v log π(v|s_t)] over a vocabulary of V, as in transformers' `LabelSmoother`
 
-    A row has one text, or one for each turn with its own context (`templates.examples`). Tokens they share are computed once.
+    A row has one text, or one text for each turn with its own context (`templates.examples`). Tokens that texts of a row share
+    are computed once.
     """
 
     model: LanguageModel
@@ -38,7 +39,7 @@ class SFTTask:
         return sum(one.tokens for i in rows for one in bundle(self.rows[i]))
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """Return the loss on these rows, one function per forward pass; see `Task`."""
+        """Return the loss on these rows, as one function per forward pass; see `Task`."""
         bundles = [bundle(self.rows[i]) for i in rows]
         targets = max(1, sum(sum(text.mask) for own in bundles for one in own for text in one.texts))
         parts = pack_by_tokens([sum(one.tokens for one in own) for own in bundles], budget, ranks)
@@ -62,7 +63,7 @@ class SFTTask:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Texts with a common prefix, which is computed once: text i continues the first `starts[i]` tokens of `trunk`."""
+    """Texts with a common prefix `trunk`, which is computed once. Text i continues the first `starts[i]` tokens of `trunk`."""
 
     trunk: Sequence[int]
     texts: Sequence[Example]
@@ -75,9 +76,10 @@ class Bundle:
 
 
 def bundle(texts: Sequence[Example]) -> list[Bundle]:
-    """Split the texts of a row, in order, into the bundles that need the fewest tokens. Target tokens are never shared.
+    """Split the texts of a row, in order, into the bundles that need the fewest tokens. Target tokens are never in a trunk.
 
-    The trunk is the context of a bundle's last text: its tokens before the first target. The other texts continue a part of it.
+    A bundle's trunk is the context of its last text: the tokens before the first target. Its other texts continue a beginning of
+    the trunk.
     """
     best: list[tuple[int, list[Bundle]]] = [(0, [])]
     for end in range(1, len(texts) + 1):

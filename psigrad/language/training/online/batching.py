@@ -1,4 +1,4 @@
-"""Trajectories as a `Batch`, its micro-batches, and the rearrangement of a forward pass's outputs to the batch's rows.
+"""The conversion of trajectories to a `Batch`, its micro-batches, and the outputs of forward passes by row of the batch.
 
 The `inputs` of a batch are the trajectories of its rows. A micro-batch is only a list of row indices. The model's inputs are
 created from the trajectories of these rows.
@@ -22,12 +22,12 @@ from psigrad.objective import Batch, PolicyOutputs, terminal
 from psigrad.processes.parallel.world import ALONE, World, num_teams, shard
 
 MicroBatch = list[list[int]]
-"""The indices of a batch's rows in one forward pass, as one list per group. Rows of a group share their prompt."""
+"""The rows of a batch in one forward pass: a list of row indices for each group. Rows of a group share their prompt."""
 LENGTH_PENALTY = "soft_overlong"
 _ROUNDED = 1e-3
-"""The rounding error, as a share of the spread of a group's rewards, above which float32 is not enough."""
+"""The greatest rounding error of float32, as a share of the spread of a group's rewards. Above it rewards are float64."""
 _WIDE = 1e15
-"""A spread of rewards above which float32 is not enough, since squares may overflow."""
+"""The greatest spread of rewards in float32. Above it rewards are float64, since the squares may overflow."""
 
 
 def to_batch(
@@ -35,8 +35,9 @@ def to_batch(
 ) -> Batch:
     """Return the trajectories of scored groups as a `Batch`, padded to [N, T]. Its `inputs` are the trajectories, in order.
 
-    Rewards of steps are on their tokens, and the remaining reward is on the policy's last token. `reward_weights` are the weights
-    of the reward functions in `parts`, by name.
+    A reward for a step is on the step's token, and the rest of the reward is on the policy's last token. `filter_metric` names
+    the reward function whose values `Batch.metric` has (`metric_of`). `reward_weights` are the weights of the reward functions,
+    by name.
     """
     rows = [t for group in groups for t in group]
     lengths = torch.tensor([len(t.completion.ids) for t in rows])
@@ -80,9 +81,9 @@ def to_batch(
 
 
 def _part(trajectory: Trajectory, name: str) -> float:
-    """Return the value of one reward function; NaN if it does not apply.
+    """Return the value of the reward function `name` for a trajectory; NaN if it does not apply.
 
-    If a failed completion has no such part, return its reward.
+    If a failed completion has no value of this function, return the completion's reward.
     """
     if trajectory.status == "failed" and name not in trajectory.parts:
         return trajectory.reward or 0.0
@@ -91,9 +92,10 @@ def _part(trajectory: Trajectory, name: str) -> float:
 
 
 def micro_batches(batch: Batch, row_mask: Tensor, budget: int, ranks: int = 1) -> list[MicroBatch]:
-    """Return forward passes of at most `budget` tokens over the rows where `row_mask` [N] is True.
+    """Divide the rows where `row_mask` [N] is True into forward passes of at most `budget` tokens.
 
-    A group's prompt is computed once. For several `ranks`, which take passes in turn, all passes have about equally many tokens.
+    A group's prompt is computed once. For several `ranks`, to which passes are assigned in turn, all passes have about equally
+    many tokens.
     """
     group = batch.group.tolist()
     rows = [i for i, asked in enumerate(row_mask.tolist()) if asked]
@@ -110,9 +112,9 @@ def _size(trajectory: Trajectory, shared: Sequence[int]) -> int:
 
 
 def assign_micro_batches(world: World, batch: Batch, row_mask: Tensor, budget: int) -> list[tuple[MicroBatch, float]]:
-    """Return this process's micro-batches with their weights: 1, or 0 for one that only keeps step with other processes.
+    """Return this process's (micro-batch, weight) in forward passes of `budget` tokens, and fetch the tokens of their rows.
 
-    The tokens of their rows are fetched from the processes that have them.
+    The weight is 1, or 0 for a micro-batch that is computed only because all processes must make equally many passes.
     """
     micros = micro_batches(batch, row_mask, budget, num_teams(world))
     if world.size > 1:
@@ -127,7 +129,7 @@ def rows_of(micro: MicroBatch) -> Tensor:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy tensors of one type to the host, in a single transfer."""
+    """Return copies of tensors of one dtype in host memory, made by a single transfer."""
     if all(x.device.type == "cpu" for x in tensors):
         return list(tensors)
     flat = torch.cat([x.flatten() for x in tensors]).cpu().split([x.numel() for x in tensors])
@@ -135,7 +137,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def inputs_of(batch: Batch, micro: MicroBatch) -> Groups:
-    """Return the model's inputs for these rows: each prompt with the parts of completions that were sampled after it."""
+    """Return the model's inputs for a micro-batch: each prompt with the parts of completions that were sampled after it."""
     read = _contexts_of(batch, micro)
     rows = [[batch.inputs[i].completion for i, _ in own] for _, own in read]
     experts = [(own[0].prompt_experts, [one.experts for one in own]) for own in rows]
@@ -145,7 +147,7 @@ def inputs_of(batch: Batch, micro: MicroBatch) -> Groups:
 
 
 def reference_inputs_of(batch: Batch, micro: MicroBatch) -> Groups | None:
-    """Return these rows' completions after the prompts that the reference reads; None if it reads the policy's prompts."""
+    """Return the reference's inputs for a micro-batch if the reference reads other prompts than the policy; otherwise None."""
     own = [batch.inputs[members[0]].teacher_prompt_ids for members in micro]
     if not any(own):
         return None
@@ -154,7 +156,7 @@ def reference_inputs_of(batch: Batch, micro: MicroBatch) -> Groups | None:
 
 
 def _contexts_of(batch: Batch, micro: MicroBatch) -> list[tuple[tuple[int, ...], list[tuple[int, CompletionSpan]]]]:
-    """Return each prompt of a forward pass, in order, with (row, part of the row's completion) of all parts that follow it."""
+    """Return (prompt, [(row, part of the row's completion that follows the prompt)]) for each prompt of a forward pass."""
     read: list[tuple[tuple[int, ...], list[tuple[int, CompletionSpan]]]] = []
     for members in micro:
         behind: dict[tuple[int, ...], list[tuple[int, CompletionSpan]]] = {}
@@ -166,7 +168,7 @@ def _contexts_of(batch: Batch, micro: MicroBatch) -> list[tuple[tuple[int, ...],
 
 
 def to_rows(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
-    """Return [n, T] for the rows of a micro-batch, padded with zeros, from the model's outputs on the parts in `inputs_of`."""
+    """Return outputs [n, T] by row of a micro-batch, padded with zeros. `x` are the model's outputs for `inputs_of`."""
     width, rows = batch.mask.shape[1], rows_of(micro).tolist()
     pieces = [piece for _, own in _contexts_of(batch, micro) for piece in own]
     if [i for i, _ in pieces] == rows:  # one part for each row, in order
@@ -180,13 +182,13 @@ def to_rows(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
 
 
 def minibatches(count: int, shares: int, seed: int, step: int, iteration: int) -> list[Tensor]:
-    """Return the indices 0 … count - 1, shuffled, in `shares` nearly equal parts: one for each optimiser step of an iteration."""
+    """Shuffle the indices 0 … count - 1, and return them in `shares` nearly equal parts, one for each minibatch."""
     order = torch.from_numpy(seeds.permutation(count, seed, "minibatch", step, iteration)) if count else torch.zeros(0)
     return [share for share in order.tensor_split(shares) if len(share)]
 
 
 def outputs_by_row(evaluation: PolicyOutputs, batch: Batch, micro: MicroBatch) -> PolicyOutputs:
-    """Return a forward pass's outputs as [n, T] on the rows of a micro-batch; see `to_rows`."""
+    """Return a forward pass's outputs with tensors [n, T] by row of the micro-batch; see `to_rows`."""
     return PolicyOutputs(**{name: to_rows(x, batch, micro) for name, x in vars(evaluation).items() if x is not None})
 
 
@@ -199,9 +201,9 @@ def compute_by_row(
     world: World = ALONE,
     inputs: Callable[[Batch, MicroBatch], Groups] = inputs_of,
 ) -> Tensor:
-    """Return [N, T], computed by `of` in micro-batches of `budget` tokens over the `row_mask` rows, or all; 0 elsewhere.
+    """Apply `of` to the rows where `row_mask` is True (None: all) in micro-batches of `budget` tokens.
 
-    Each process of the world computes its share, and all get the result.
+    Return the outputs [N, T], which are 0 on other rows. Each process of the world computes its share, and all get the result.
     """
     out = torch.zeros_like(batch.logp_old)
     for micro, weight in assign_micro_batches(world, batch, batch.present.cpu() if row_mask is None else row_mask, budget):
@@ -212,8 +214,9 @@ def compute_by_row(
 
 
 def metric_of(trajectory: Trajectory, name: str = "") -> float:
-    """Return the value that dynamic sampling compares within a group: that of the reward function `name`, or, without a name, the
-    reward except the length penalty. Raises `UserError` if no function has that name.
+    """Return the value that dynamic sampling compares within a group: that of the reward function `name`.
+
+    If `name` is empty, return the reward without the length penalty. Raises `UserError` if no function has that name.
     """
     reward = trajectory.reward or 0.0
     if trajectory.status == "unscored" or (trajectory.status == "failed" and not trajectory.parts):
@@ -232,8 +235,8 @@ def metric_of(trajectory: Trajectory, name: str = "") -> float:
 def reward_dtype(sizes: Sequence[int], columns: Sequence[Sequence[float]]) -> torch.dtype:
     """Return float64 if float32 would lose differences of rewards within a group, otherwise float32.
 
-    Each of `columns` has one number per row, for rows in groups of these `sizes`; NaN is ignored. Rewards of 1e6 and 1e6 + 0.001
-    are equal in float32, and the variance of 1e20 and 0 is infinite. Advantages are float32 in either case:
+    Each of `columns` has one number per row; NaN is ignored. Consecutive rows form groups of these `sizes`. Rewards of 1e6 and
+    1e6 + 0.001 are equal in float32, and the variance of 1e20 and 0 is infinite. Advantages are always float32, because
     `PolicyGradient.prepare` casts them.
     """
     for column in columns:

@@ -36,9 +36,9 @@ UNSCORED, NO_SIGNAL, EARLIER = "dropped: unscored", "dropped: equal rewards", "d
 def next_collection(
     run: OnlineRun, state: State, clock: Clock, cache: ActivationCache | None
 ) -> tuple[Collected, tuple[Pending, ...]]:
-    """Return the collection for step `state.step`, and the pending collections for later steps.
+    """Return (the collection for step s = `state.step`, the pending collections for later steps).
 
-    The collection for step s + lag starts now. Threads of `run.executor` make the pending ones while earlier steps train.
+    The collection for step s + lag starts now. Threads of `run.executor` make pending collections while earlier steps train.
     """
     pending = list(state.pending)
     wanted = num_started(state.step, run.config.lag, run.total_steps) - state.step
@@ -71,7 +71,7 @@ def num_started(step: int, lag: int, total: int) -> int:
 
 @dataclass(frozen=True)
 class InFlight:
-    """A collection that a thread is making. `end` is the index of the next prompt after it; None: known only with the result."""
+    """A collection that a thread is making. `end` is the index of the first prompt after it; None: known with the result."""
 
     found: Future[Collected]
     end: int | None
@@ -82,7 +82,7 @@ class InFlight:
 
 
 def _end_of(previous: Pending | None, state: State) -> int:
-    """Return the index of the first prompt after a collection."""
+    """Return the index of the first prompt after the collection `previous`, or `state.cursor` if that is None."""
     if previous is None:
         return state.cursor
     return previous.end if isinstance(previous, InFlight) and previous.end is not None else previous.result().cursor
@@ -95,7 +95,7 @@ def _collect_after(
 
 
 def collect(run: OnlineRun, cursor: int, version: int, clock: Clock, cache: ActivationCache | None = None) -> Collected:
-    """Sample and score completions of `prompts_per_step` prompts, from number `cursor` of the sequence of epochs on.
+    """Sample and score completions of `prompts_per_step` prompts, from index `cursor` of the sequence of epochs on.
 
     With dynamic sampling, groups without signal are replaced by new prompts (DAPO, Yu et al. 2025), at most `max_refills` times.
     """
@@ -125,7 +125,10 @@ def collect(run: OnlineRun, cursor: int, version: int, clock: Clock, cache: Acti
 
 
 def check_rewards(run: OnlineRun, trajectories: Sequence[Trajectory], before: Sequence[Sequence[int]] = ()) -> list[list[int]]:
-    """Raise `RewardError`, which names rows, if rewards fail too often. Return the counts of faults, the next step's `before`."""
+    """Raise `RewardError` if too many completions have no reward because of faults; see `check_unscored`.
+
+    Return the counts of faults in the last steps, which the next step passes as `before`.
+    """
     reasons = [t.reason if t.status == "unscored" else None for t in trajectories]
     place = lambda row: bisect.bisect_left(run.prompts, row, key=lambda prompt: prompt.index)  # noqa: E731
     sources = [run.prompts[place(t.row)].row.source for t in trajectories] if any(reasons) else []
@@ -133,7 +136,7 @@ def check_rewards(run: OnlineRun, trajectories: Sequence[Trajectory], before: Se
 
 
 def pick_prompts(prompts: Sequence[Prompt], seed: int, cursor: int, count: int) -> list[Prompt]:
-    """Return prompts `cursor` … `cursor + count - 1` of the endless sequence of shuffled epochs that `seed` determines."""
+    """Return the prompts `cursor` … `cursor + count - 1` of the endless sequence of shuffled epochs that `seed` determines."""
     n, places, picked = len(prompts), {}, []
     for place in range(cursor, cursor + count):
         epoch, offset = divmod(place, n)
@@ -157,7 +160,10 @@ def penalise_truncated(trajectory: Trajectory, penalty: float) -> Trajectory:
 
 
 def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int) -> Iterator[list[Trajectory]]:
-    """Yield groups of consecutive completions without unscored members. Drop a group if fewer than `smallest` remain."""
+    """Yield groups of `group_size` consecutive completions, without their unscored ones.
+
+    Skip a group in which fewer than `smallest` completions remain.
+    """
     for start in range(0, len(trajectories), group_size):
         group = [t for t in trajectories[start : start + group_size] if t.reward is not None and t.completion.ids]
         if len(group) >= smallest:
@@ -165,14 +171,17 @@ def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int)
 
 
 def update_ledger(ledger: Mapping[str, int], cursor: int, collected: Collected) -> dict[str, int]:
-    """Return the ledger of the first `cursor` prompts, extended by a collection. Raises `RuntimeError` if it does not balance."""
+    """Return the ledger extended by a collection. Raises `RuntimeError` if the result does not balance (`check_balance`).
+
+    `ledger` counts the first `cursor` prompts.
+    """
     entries = add_entries(open_ledger(ledger, cursor), collected.entries)
     check_balance(entries, collected.cursor)
     return entries
 
 
 def open_ledger(ledger: Mapping[str, int], cursor: int) -> dict[str, int]:
-    """Return the ledger. If it is empty after prompts were drawn, return one with the first `cursor` prompts of unknown fate."""
+    """Return the ledger. If it is empty although prompts were drawn, return one that counts `cursor` prompts as unknown."""
     if ledger or not cursor:
         return dict(ledger)
     return {ISSUED: cursor, EARLIER: cursor}

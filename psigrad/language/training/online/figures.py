@@ -23,23 +23,23 @@ from psigrad.processes.parallel.world import World
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """The result of all optimiser steps on one collection."""
+    """The result of training on one collection: all its optimiser steps."""
 
     metrics: Mapping[str, Any]
     algorithm: dict[str, float]
     """The algorithm's new state."""
     advantages: list[float] = field(default_factory=list)
-    """The advantage of each row, its mean over the row's tokens."""
+    """The advantage of each row: the mean over the row's tokens."""
     tokens: list[dict[str, Any]] = field(default_factory=list)
-    """Further columns of rollouts.jsonl for each row. Only the first rows have columns with a value for each token."""
+    """Further columns of rollouts.jsonl for each row. Columns with a value per token exist only in the first rows."""
 
 
 WITHIN_GROUPS = ("reward_std", "frac_reward_zero_std")
-"""Metrics of the differences between rewards within groups."""
+"""The metrics that depend on differences between rewards within groups."""
 
 
 def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> dict[str, Any]:
-    """Return rewards, lengths and an entropy estimate over all completions of a step, including those not trained on.
+    """Return metrics of rewards, lengths and entropy over all completions of a step, including those not trained on.
 
     `entropy` is the mean of -log pi(a) over sampled tokens. If they were drawn from pi, it is an unbiased estimate of the
     policy's entropy that costs nothing. Filters such as top-k keep only the likelier tokens; the mean is then named `surprise`.
@@ -94,7 +94,7 @@ def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> d
 
 
 def _stdev(values: Sequence[float]) -> float:
-    """Return the sample standard deviation; 0 for a single value. Python's `statistics.stdev` takes fifty times as long."""
+    """Return the sample standard deviation; 0 for a single value. `statistics.stdev` would take fifty times as long."""
     if len(values) < 2:
         return 0.0
     mean = math.fsum(values) / len(values)
@@ -102,9 +102,9 @@ def _stdev(values: Sequence[float]) -> float:
 
 
 def staleness(trajectories: Sequence[Trajectory], step: int, lag: int) -> dict[str, float]:
-    """Return the mean age of the weights that drew the completions, in steps.
+    """Return the metric for the mean age, in steps, of the weights that sampled the completions.
 
-    Raises `RuntimeError` if it differs from the lag: then older weights have been sampled from, which is a bug in psigrad.
+    Raises `RuntimeError` if the age is not the lag, which would be a bug in psigrad.
     """
     if not lag or not trajectories:
         return {}
@@ -129,7 +129,7 @@ class TokenFigures:
         self._unread: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def store(self, rows: Tensor, evaluation: PolicyOutputs) -> None:
-        """Store the outputs of a pass over these rows. They are read later, since reading them now would make a GPU wait."""
+        """Store the outputs of a pass over these rows. They are copied to the CPU later, so that a GPU need not wait."""
         if bool((rows < self.count).any()):
             entropy = evaluation.entropy
             self._unread.append((rows, evaluation.logp.detach(), None if entropy is None else entropy.detach()))
@@ -143,7 +143,7 @@ class TokenFigures:
         self._unread = []
 
     def gather(self, world: World) -> TokenFigures:
-        """Add the figures of other processes, and return self."""
+        """Add the log-probs and entropies that other processes have, and return self."""
         self._read()
         for logp, entropy in world.all_gather((self.logp, self.entropy)):
             self.logp = torch.where(logp.isnan(), self.logp, logp)
@@ -153,9 +153,10 @@ class TokenFigures:
     def rows(self) -> list[dict[str, Any]]:
         """Return columns of rollouts.jsonl for every row of the batch.
 
-        `kept` is False if a filter dropped the row. The first rows have a value for each token up to the policy's last, 0 for
-        tokens that the policy did not choose: `trained_logprobs` under the policy of the last pass over the row, before its step;
-        `ref_logprobs` under the reference; `entropy` exact, in nats; `advantages` if they differ between tokens.
+        `kept` is False if a filter dropped the row. The first rows also have lists with a value for each token up to the policy's
+        last token, 0 for tokens that the policy did not choose. `trained_logprobs` are from the last pass over the row, before
+        the optimiser step. `ref_logprobs` are under the reference. `entropy` is exact, in nats. `advantages` are present if they
+        differ between tokens.
         """
         self._read()
         rows: list[dict[str, Any]] = [{} if keep else {"kept": False} for keep in self.prepared.keep.tolist()]
@@ -185,9 +186,9 @@ def rollout_rows(
 ) -> Sequence[Mapping[str, Any]]:
     """Return a row of rollouts.jsonl for every completion of the step.
 
-    Completions that were trained on have their advantage, and the first `record_tokens` groups have values per token.
-    `record_prompts` limits the rows to the first prompts. Each process makes the rows of its own completions, and rank 0 gets
-    all.
+    The rows of completions that were trained on have the advantage, and those of the first `record_tokens` groups have values
+    per token. `record_prompts` above 0 limits the rows to the first prompts. Each process makes the rows of its own completions,
+    and rank 0 returns all rows.
     """
     written = collected.trajectories
     if record_prompts:

@@ -63,7 +63,7 @@ def learn_preferences(
 
 @dataclass(frozen=True)
 class Pick:
-    """The pairs of a collection, and the indices of their chosen and rejected completions. `rows` counts all completions."""
+    """The pairs of a collection, and the indices of their completions. The collection has `rows` completions in all."""
 
     pairs: list[Pair]
     chosen: list[int]
@@ -72,7 +72,10 @@ class Pick:
 
 
 def pick_pairs(groups: Sequence[Sequence[Trajectory]], world: World = ALONE) -> Pick:
-    """Return a pair of each group: its first completion of the highest and of the lowest reward. Skip groups of equal rewards."""
+    """Return one pair per group: the first completion with the highest and the first with the lowest reward.
+
+    Groups in which all rewards are equal have no pair.
+    """
     rows = [t for group in groups for t in group]
     chosen, rejected, first = [], [], 0
     for group in groups:
@@ -88,7 +91,7 @@ def pick_pairs(groups: Sequence[Sequence[Trajectory]], world: World = ALONE) -> 
 
 
 def _texts(trajectory: Trajectory) -> list[Example]:
-    """Return the parts of a completion as training examples, each after the prompt that it follows."""
+    """Return a completion as training examples, one for each part that follows another prompt (`Trajectory.contexts`)."""
     mask = trajectory.mask or (True,) * len(trajectory.completion.ids)
     return [
         Example([*prompt, *ids], [False] * len(prompt) + list(mask[start : start + len(ids)]), False)

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 
 def step(run: OnlineRun, state: State) -> Outcome[State]:
-    """Return the outcome of one step from `state`. Weights and optimisers change in place; nothing is written or printed."""
+    """Take one training step from `state`, and return its outcome. Weights and optimisers change in place. Nothing is written."""
     number, clock, config = state.step + 1, Clock(run.watch), run.config
     lr = 0.0 if is_critic_warmup(run, state) else learning_rate(config.optim, state.step, run.total_steps)
     cache = activation_cache(run)
@@ -120,12 +120,12 @@ def step(run: OnlineRun, state: State) -> Outcome[State]:
 
 
 def is_critic_warmup(run: OnlineRun, state: State) -> bool:
-    """Return True if only the critic learns in the next step."""
+    """Return True if the next step is in the critic's warm-up, in which only the critic learns."""
     return state.step < run.config.critic_warmup_steps
 
 
 def activation_cache(run: OnlineRun) -> ActivationCache | None:
-    """Return a cache for the activations of sampling, so that training need not recompute them; None if it cannot use them."""
+    """Return an empty cache for sampling's activations, which training then need not recompute; None if it cannot use them."""
     # An episode is sampled turn by turn, and another process or a later step may train on these completions.
     if run.config.model.gradient_checkpointing or run.rollout.collector.plays or run.world.size > 1 or run.config.lag:
         return None
@@ -134,13 +134,13 @@ def activation_cache(run: OnlineRun) -> ActivationCache | None:
 
 
 def cache_limit(run: OnlineRun) -> float:
-    """Return the most bytes of the activation cache: `keep_activations_gb` · 1e9, or 1e9 if it is None, outside of recipes."""
+    """Return the greatest size of the activation cache in bytes: `keep_activations_gb` · 1e9, or 1e9 if the setting is None."""
     limit = run.config.keep_activations_gb
     return 1e9 if limit is None else limit * 1e9
 
 
 def note_overflow(run: OnlineRun, cache: ActivationCache | None, sampled: Sequence[Trajectory]) -> dict[str, str]:
-    """Return a note if sampling's activations exceeded the cache's limit, with the setting that would store all of them."""
+    """If sampling's activations exceeded the cache's limit, return a note with the setting that would store all of them."""
     limit, decoder = cache_limit(run), run.model.decoder
     if cache is None or decoder is None or cache.bytes <= limit:
         return {}
@@ -156,9 +156,9 @@ def note_overflow(run: OnlineRun, cache: ActivationCache | None, sampled: Sequen
 def learn(
     run: OnlineRun, groups: Sequence[Sequence[Trajectory]], state: State, lr: float, cache: ActivationCache | None = None
 ) -> UpdateResult:
-    """Take all optimiser steps on one collection. Rows without a gradient skip the forward pass.
+    """Take all optimiser steps on one collection. Rows whose gradient is 0 skip the forward pass.
 
-    If no row has a gradient, no weight changes.
+    If the gradients of all rows are 0, no weight changes.
     """
     config, algorithm = run.config, run.algorithm
     if not isinstance(algorithm, PolicyGradient):
@@ -215,10 +215,10 @@ class Passes:
     """True if only the critic learns."""
 
     def losses(self, micros: Sequence[tuple[MicroBatch, float]], totals: Totals) -> Iterator[Callable[[], Tensor]]:
-        """Yield a function for each forward pass of an optimiser step, which returns its loss: the policy's, then a separate
-        critic's.
+        """Yield, for each forward pass of one optimiser step, a function that computes its loss.
 
-        The policy's activations are freed before the critic's passes. A pass of weight 0 only keeps step with other processes.
+        The policy's passes come first. The policy's activations are freed before the passes of a separate critic. A pass of
+        weight 0 is made only because all processes must make equally many passes.
         """
         balance, passes = self.run.model.load_balancing, 1.0
         if balance is not None:

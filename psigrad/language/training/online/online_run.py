@@ -1,4 +1,4 @@
-"""The parts of an online run, and annotators, which add columns to its batches and terms to its forward passes."""
+"""The objects of an online run, and annotators, which add columns to batches and terms to forward passes."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class ValueModel:
 
 
 class Annotator:
-    """A component that adds one kind of column or term to the batches of a run. This base class adds nothing.
+    """A component that adds a column to the batches of a run, or a term to its forward passes. This base class adds nothing.
 
-    An annotator may store data of the current collection. A call of `columns` starts the next collection.
+    An annotator may store data of the current collection. Each call of `columns` starts a new collection.
     """
 
     gives_reference = False
-    """True if it provides the reference of a KL term."""
+    """True if the annotator provides the reference of a KL term."""
     reference: LanguageModel | None = None
     """The reference model."""
 
@@ -55,29 +55,30 @@ class Annotator:
         return batch
 
     def divergence(self, run: OnlineRun, batch: Batch, micro: MicroBatch) -> Divergence | None:
-        """Return the reference of an exact KL, which the policy's pass sums over the vocabulary; None if there is none."""
+        """Return the reference of an exact KL, which the policy's pass sums over the vocabulary; None if there is no exact KL."""
         return None
 
     def add_terms(
         self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Return `part` (the `rows` of a batch) and the policy's outputs on it, with added terms.
+        """Return (`part`, `outputs`), to which the annotator may have added terms.
 
-        `first` is True before any weight changes.
+        `part` has the `rows` of a prepared batch, and `outputs` are the policy's outputs for them. `first` is True before the
+        first change of the weights.
         """
         return part, outputs
 
     def figures(self, run: OnlineRun, step: int) -> dict[str, float]:
-        """Return metrics of the collection, after its last optimiser step. Raises `UserError` if the run must not continue."""
+        """Return metrics after the last optimiser step on a collection. Raises `UserError` if the run must not continue."""
         return {}
 
     def after_step(self, run: OnlineRun, number: int) -> None:
-        """Update data that follows the policy's weights, such as a moving-average reference, after step `number`."""
+        """Update data that depends on the policy's weights, such as a moving-average reference, after step `number`."""
 
 
 @dataclass(frozen=True)
 class OnlineRun:
-    """The parts of one online run, each chosen by its settings.
+    """The objects of one online run, each chosen by its settings.
 
     If the algorithm needs a critic and `critic` is None, the policy's own value head is the critic.
     """
@@ -89,7 +90,7 @@ class OnlineRun:
     prompts: Sequence[Prompt]
     params: SamplingParams
     rollout: ScoredRollout
-    """The rollout that makes scored completions of prompts."""
+    """The function that samples and scores completions of prompts."""
     annotators: Sequence[Annotator]
     """The annotators, which add the columns that the algorithm reads, in this order."""
     total_steps: int
@@ -99,11 +100,11 @@ class OnlineRun:
     world: World = ALONE
     """The processes of the run."""
     watch: Observe = contextlib.nullcontext
-    """The observer of a step's phases."""
+    """A function that observes the phases of a step."""
     token_figures: Callable[[int, Prepared], TokenFigures] = TokenFigures
-    """The constructor of the observer of a step's log-probs."""
+    """A function of (number of rows, prepared batch) that creates the recorder of a step's log-probs per token."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
-    """The weight of each part of the rewards, by name; 1 for others."""
+    """The weights of reward functions by name. Functions that are not named have weight 1."""
 
     @property
     def sampler(self) -> Sampler:
@@ -136,7 +137,7 @@ class OnlineRun:
 
     @property
     def refills(self) -> bool:
-        """True if groups without signal are replaced by new prompts."""
+        """True if new prompts replace groups whose rewards are all equal (dynamic sampling)."""
         return isinstance(self.algorithm, PolicyGradient) and self.algorithm.dynamic_sampling
 
     @property
@@ -152,12 +153,12 @@ class OnlineRun:
 
     @property
     def exact_sampling(self) -> bool:
-        """True if the sampler's log-probs need not be recomputed before several optimiser steps on a batch."""
+        """True if the sampler's log-probs are exact, so that several optimiser steps on a batch need no others."""
         return is_exact_sampler(self.sampler, self.model)
 
 
 def is_exact_sampler(sampler: Sampler, model: LanguageModel) -> bool:
-    """Return True if a sampler's log-probs are the trainer's, up to the order of sums in float32."""
+    """Return True if a sampler's log-probs equal the trainer's in float32, up to the rounding of sums in another order."""
     return sampler.exact and not model.why_padded and model.network.dtype == torch.float32 and has_exact_matmul(model.device)
 
 

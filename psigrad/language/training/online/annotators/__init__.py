@@ -1,1 +1,1 @@
-"""The annotators of online runs, one file each: a reference, old log-probs, a critic's values, past selves."""
+"""The annotators of online runs, one file each: reference, old log-probs, the critic's values, earlier policies."""

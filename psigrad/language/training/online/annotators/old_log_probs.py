@@ -25,7 +25,7 @@ COMPARE_EVERY, COMPARED = 4, 20
 
 
 class LogProbGap:
-    """The absolute difference of the trainer's log-probs and the sampler's, in nats, over the tokens compared."""
+    """The absolute difference between the trainer's and the sampler's log-probs, in nats, over the compared tokens."""
 
     def __init__(self) -> None:
         self._sum, self._max, self._count, self._unequal = 0.0, 0.0, 0, 0
@@ -33,12 +33,12 @@ class LogProbGap:
 
     @property
     def mean(self) -> float:
-        """The mean over all tokens compared."""
+        """The mean absolute difference over all compared tokens."""
         self._read()
         return self._sum / max(1, self._count)
 
     def add(self, logp: Tensor, batch: Batch) -> None:
-        """Compare the trainer's log-probs [n, T] with the sampler's. They are read later: reading now would make a GPU wait."""
+        """Compare the trainer's log-probs [n, T] with the sampler's. The result is read later, so that a GPU need not wait."""
         self._unread.append(((logp - batch.logp_old).abs(), batch.mask))
 
     def _read(self) -> None:
@@ -52,14 +52,14 @@ class LogProbGap:
         self._unread = []
 
     def gather(self, world: World) -> None:
-        """Combine the gaps of all processes."""
+        """Combine the differences that all processes measured."""
         self._read()
         each = world.all_gather((self._sum, self._max, self._count, self._unequal))
         sums, largest, counts, unequal = zip(*each, strict=True)
         self._sum, self._max, self._count, self._unequal = math.fsum(sums), max(largest), sum(counts), sum(unequal)
 
     def check(self, step: int, bound: float) -> None:
-        """Raise `UserError` if the mean is above `bound`: then the completions did not come from the policy that is trained."""
+        """Raise `UserError` if the mean is above `bound`, since the completions are then not from the policy that is trained."""
         if not self.mean <= bound:
             raise UserError(
                 f"At step {step} sampler and trainer disagree by {self.mean:.2g} in mean log-probability, above the bound "
@@ -77,17 +77,17 @@ class LogProbGap:
 
 
 class OldLogProbs(Annotator):
-    """The annotator that recomputes `logp_old` if the sampler's log-probs do not suffice, and measures the gap between both.
+    """The annotator that recomputes `logp_old` if needed, and measures how far the trainer's log-probs are from the sampler's.
 
-    The sampler's log-probs suffice if they are exact, or if a single optimiser step makes the ratio 1 by definition. Completions
-    that earlier weights sampled always get new log-probs.
+    The sampler's log-probs are used as `logp_old` if they are exact, or if a single optimiser step makes the ratio 1 by
+    definition. Completions that earlier weights sampled always get new log-probs.
     """
 
     def __init__(self) -> None:
         self.gap, self._compares = LogProbGap(), False
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Replace `logp_old` if needed, and measure the gap if no later pass can."""
+        """Replace `logp_old` if needed. Measure the gap to the sampler here if the training passes cannot measure it."""
         self.gap = LogProbGap()
         model, budget, temperature, world = run.model, run.config.micro_batch_tokens, run.params.temperature, run.world
         reused = cache is not None and bool(cache.slabs)  # then training and sampling have the same log-probs
@@ -113,7 +113,7 @@ class OldLogProbs(Annotator):
     def add_terms(
         self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Measure the gap in the first optimiser step. In a single step, its own log-probs are `logp_old`, so the ratio is 1."""
+        """Measure the gap in the first optimiser step. If it is the only one, its log-probs become `logp_old`: the ratio is 1."""
         if first and self._compares:
             self.gap.add(outputs.logp.detach(), part.batch)
         if run.single_pass:
@@ -128,7 +128,7 @@ class OldLogProbs(Annotator):
 
 
 class OldEntropy(Annotator):
-    """The annotator of the entropy of each token's distribution before the update, for methods that read it."""
+    """The annotator that adds the entropy of each token's distribution before the update, for methods that read it."""
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
         """Add the column `entropy`, in nats, if the method reads it."""
@@ -153,5 +153,8 @@ def compute_log_probs(
     row_mask: Tensor | None = None,
     world: World = ALONE,
 ) -> Tensor:
-    """Return [N, T] log-probs under `model` of all rows, or of those in `row_mask` [N], in passes of `budget` tokens."""
+    """Return the log-probs [N, T] under `model` of all rows, or of those where `row_mask` [N] is True, 0 elsewhere.
+
+    They are computed in forward passes of `budget` tokens.
+    """
     return compute_by_row(batch, budget, lambda x: model.evaluate(x, temperature=temperature, cache=cache).logp, row_mask, world)

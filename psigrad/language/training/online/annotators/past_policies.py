@@ -1,4 +1,4 @@
-"""Snapshots of the policy's earlier weights (past selves), against which it plays games of several seats."""
+"""Snapshots of the policy's earlier weights, which are its opponents in games of several players."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from psigrad.language.training.online.online_run import Annotator, OnlineRun
 
 
 class PastPolicies(Annotator):
-    """The annotator that stores a snapshot of the policy every `every` steps, from the start on; `models` are the latest ones.
+    """The annotator that stores a snapshot of the policy in `models` at the start and then every `every` steps.
 
-    Snapshot n, taken after n · every steps, is `models[n % len(models)]`. So the step alone says which models are snapshots. A
-    prompt is played against a snapshot with probability `share`, each with equal probability.
+    Snapshot n, taken after n · every steps, is `models[n % len(models)]`, where it replaces the oldest one. A prompt is played
+    against a snapshot with probability `share`. All snapshots are equally probable.
 
     Source: Bansal et al. 2018, Emergent Complexity via Multi-Agent Competition, arXiv:1710.03748 (opponents from the past).
     """
@@ -28,7 +28,7 @@ class PastPolicies(Annotator):
         self._samplers = [EmbeddedSampler(model, max_batch) for model in models]
 
     def pick(self, seed: int, version: int) -> Sampler | None:
-        """Return the sampler of the opponent in a game with this seed, after `version` steps; None: the policy plays itself."""
+        """Return the opponent's sampler in a game with this seed, after `version` steps. None: the policy plays itself."""
         drawn = np.array([seeds.derive(seed, "opponent")], dtype=np.uint64)
         if seeds.uniform(drawn, 0)[0] >= self.share:
             return None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Reference(Annotator):
-    """The annotator of a reference model: its log-probs, or the exact KL to it, computed in the policy's forward passes."""
+    """The annotator of a reference model. It adds the reference's log-probs, or lets the policy's passes compute the exact KL."""
 
     gives_reference = True
 
@@ -36,7 +36,7 @@ class Reference(Annotator):
         return replace(batch, logp_ref=logp)
 
     def divergence(self, run: OnlineRun, batch: Batch, micro: MicroBatch) -> Divergence | None:
-        """Return the reference of an exact KL, if the method has one; see `Annotator`. The reference may read other prompts."""
+        """Return the reference of an exact KL, or None if the method has no exact KL; see `Annotator`."""
         return exact_kl(run.algorithm, self.model, reference_inputs_of(batch, micro))
 
     def after_step(self, run: OnlineRun, number: int) -> None:
@@ -53,8 +53,9 @@ def exact_kl(algorithm: object, model: LanguageModel, inputs: Groups | None = No
 
 
 def reference_log_probs(model: LanguageModel, batch: Batch, budget: int, temperature: float, world: World = ALONE) -> Tensor:
-    """Return [N, T] log-probs under the reference, in passes of `budget` tokens. Under LoRA, that is the model without its
-    adapter.
+    """Return the log-probs [N, T] under the reference, computed in forward passes of `budget` tokens.
+
+    If `model` has a LoRA adapter, the reference is the model without it.
     """
     with model.without_adapter() if model.is_own_reference else torch.no_grad():
         of = lambda x: model.evaluate(x, temperature=temperature).logp  # noqa: E731
@@ -62,7 +63,7 @@ def reference_log_probs(model: LanguageModel, batch: Batch, budget: int, tempera
 
 
 def inputs_for_reference(batch: Batch, micro: MicroBatch) -> Groups:
-    """Return the reference's inputs for these rows, without recorded experts: the reference's router chooses its own."""
+    """Return the reference's inputs for these rows, without recorded experts, as the reference's routers choose freely."""
     return reference_inputs_of(batch, micro) or replace(inputs_of(batch, micro), experts=None)
 
 

@@ -1,4 +1,4 @@
-"""The critic's values: those of a separate model with its own optimiser, or of a head on the policy."""
+"""The critic's values, from a separate model with its own optimiser or from a value head on the policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Values(Annotator):
-    """The annotator of the critic's values: V of the state before each token, under the critic before its update."""
+    """The annotator that adds the critic's values V of the state before each token, from the critic before its update."""
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
         """Add the column `value`, if the algorithm reads it."""
@@ -33,7 +33,7 @@ class Values(Annotator):
 def compute_values(
     critic: LanguageModel | ScalarModel, batch: Batch, budget: int, cache: ActivationCache | None = None, world: World = ALONE
 ) -> Tensor:
-    """Return [N, T], the critic's value of the state before each token. A language model's value is that of its value head."""
+    """Return the critic's values [N, T] of the state before each token. A language model's values are from its value head."""
 
     def of(inputs: Groups) -> Tensor:
         if isinstance(critic, ScalarModel):

@@ -1,0 +1,192 @@
+"""The figures of docs/evidence.md and its picture, from the records alone: python -m evidence.page writes them again."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from evidence import tasks
+
+from psigrad.errors import UserError
+from psigrad.intervals import Interval, over_seeds, paired_difference, pass_at_k
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "docs" / "make"))
+from filled import fill  # noqa: E402
+
+Record = dict[str, Any]
+Pair = tuple[Record, Record, Record]
+"""The records of one task and seed: before training, after psigrad's run, after TRL's."""
+BEFORE, PSIGRAD, TRL = range(3)
+FILE, PAGE = ROOT / "benchmarks" / "results" / "evidence.jsonl", ROOT / "docs" / "evidence.md"
+LIBRARIES = ("psigrad", "trl")
+PAIRS = len(tasks.SEEDS) * tasks.TASKS
+MISSING = "not run yet"
+
+
+def pass_at(record: Record, k: int) -> float:
+    """Return pass@k of a record's completions."""
+    return fmean(pass_at_k(tasks.DRAWS, count, k) for count in record["counts"])
+
+
+SCORES: dict[str, Callable[[Record], float]] = {
+    "pass@1": lambda record: pass_at(record, 1),
+    "pass@8": lambda record: pass_at(record, 8),
+    "everyday items": lambda record: fmean(map(int, record["everyday"])),
+    "wall-clock time": lambda record: -math.log(record["seconds"]),
+    "processor time": lambda record: -math.log(record["cpu_seconds"]),
+    "peak memory": lambda record: -math.log(record["peak_mb"]),
+}
+"""A score is a share, or the negative logarithm of a cost."""
+CLAIMS = (
+    ("GRPO with psigrad raises accuracy on held-out prompts.", "pass@1", BEFORE, 0.0),
+    ("psigrad learns no less than TRL from equal samples.", "pass@1", TRL, -0.05),
+    ("More prompts can be solved at all.", "pass@8", BEFORE, 0.0),
+    ("Everyday knowledge stays.", "everyday items", BEFORE, -0.05),
+    ("psigrad takes less time.", "wall-clock time", TRL, 0.0),
+    ("psigrad takes less memory.", "peak memory", TRL, 0.0),
+)
+"""Claim, score, base and bound: it holds if the 95 % interval of psigrad's score less that of the base lies above the bound."""
+
+
+def read() -> list[Record]:
+    """Return the records. Raise `UserError` if some were made with other settings."""
+    found = [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
+    if any(one["digest"] != tasks.DIGEST for one in found):
+        raise UserError(f"{FILE} has records of other tasks or settings; move it away to start again.")
+    return found
+
+
+def find(records: Sequence[Record], **key: Any) -> Any:
+    """Return the record with this key, or None."""
+    return next((one for one in records if key.items() <= {name: one.get(name) for name in key}.items()), None)
+
+
+def chosen(records: Sequence[Record]) -> list[tuple[str, bool]]:
+    """Return the chosen tasks, each with True if it starts from the model after SFT; none while the pilot is incomplete."""
+    pilots = {(sft, task): find(records, kind="pilot", task=task, sft=sft) for sft in (False, True) for task in tasks.CANDIDATES}
+    if not all(pilots[False, task] for task in tasks.CANDIDATES):
+        return []
+    inside = [key for key, one in pilots.items() if one and tasks.LOW <= pass_at(one, tasks.DRAWS) <= tasks.HIGH]
+    return [(task, sft) for sft, task in inside[: tasks.TASKS]]
+
+
+def pairs(records: Sequence[Record]) -> dict[tuple[str, int], Pair | None]:
+    """Return the pair of each chosen task and seed, None if it is incomplete. Raise `UserError` if its runs are unequal."""
+    found: dict[tuple[str, int], Pair | None] = {}
+    for task, seed in ((task, seed) for seed in tasks.SEEDS for task, _ in chosen(records)):
+        runs = [find(records, kind="run", task=task, seed=seed, library=library) for library in LIBRARIES]
+        found[task, seed] = (find(records, kind="start", task=task), *runs) if all(runs) else None
+        for name in ("questions", "samples", "threads"):
+            if all(runs) and runs[0][name] != runs[1][name]:
+                raise UserError(f"The runs of {task}, seed {seed}, differ in {name}, so they cannot be compared.")
+    return found
+
+
+def around(found: Interval, cost: bool = False) -> str:
+    """Return a difference of shares in points, or a ratio of costs, with its interval."""
+    mean, low, high = (f"{math.exp(x):.2f}" if cost else f"{100 * x:+.1f}".replace("-", "−") for x in found)
+    return f"{mean} [{low}, {high}]"
+
+
+def difference(pair: Pair) -> Interval:
+    """Return pass@1 of psigrad less that of TRL, with the interval over held-out prompts."""
+    _, ours, theirs = ([count / tasks.DRAWS for count in one["counts"]] for one in pair)
+    return paired_difference(theirs, ours)
+
+
+def claim_rows(records: Sequence[Record], done: Sequence[Pair]) -> Iterator[str]:
+    """Yield the table of claims."""
+    yield "| claim | verdict | psigrad | TRL 1.16 | meaning of the figure, and the rule |\n|---|---|---|---|---|"
+    report = find(records, kind="referee")
+    state = MISSING if not report else "**does not hold**" if report["parts"] else "**holds**"
+    rule = "two steps in float32 by [`psigrad referee`](referee.md); holds if no tensor parts"
+    yield f"| Both compute the same steps. | {state} | {report['report'][-1].strip() if report else ''} | | {rule} |"
+    for says, name, base, bound in CLAIMS:
+        score, cost = SCORES[name], name not in ("pass@1", "pass@8", "everyday items")
+        state, cells = f"{MISSING} ({len(done)} of {PAIRS} pairs)", ["", ""]
+        if len(done) == PAIRS:
+            found = [over_seeds(score(pair[side]) - score(pair[base]) for pair in done) for side in (PSIGRAD, TRL)]
+            state = "**holds**" if found[0].low > bound else "**does not hold**" if found[0].high < bound else "**undecided**"
+            cells = [around(found[0], cost), around(found[1]) if base == BEFORE else ""]
+        meaning = f"TRL's {name} over psigrad's" if cost else f"points of {name}, less {('before', '', 'TRL')[base]}"
+        yield f"| {says} | {state} | {' | '.join(cells)} | {meaning}; holds above {1 if cost else round(100 * bound)} |"
+
+
+def better_lines(done: Sequence[Pair]) -> Iterator[str]:
+    """Yield a line for each score: in how many pairs TRL's was better."""
+    for name, score in SCORES.items():
+        count = sum(score(pair[TRL]) > score(pair[PSIGRAD]) for pair in done)
+        yield f"- {name}: in {count} of {len(done)} pairs" if done else f"- {name}: {MISSING}"
+    if done:
+        yield f"- pass@1 beyond the paired interval: in {sum(difference(pair).high < 0 for pair in done)} of {len(done)} pairs"
+
+
+def pair_rows(found: dict[tuple[str, int], Pair | None]) -> Iterator[str]:
+    """Yield the table of pairs."""
+    yield "| task, seed | pass@1, % | psigrad − TRL | pass@8, % | everyday, % | time | processor time | MiB |"
+    yield "|---" * 8 + ("|" if found else f"|\n| | {MISSING} |" + " |" * 6)
+    for (task, seed), pair in found.items():
+        if pair is None:
+            yield f"| {task}, {seed} | {MISSING} |" + " |" * 6
+            continue
+        shares = ["{:.1f} → {:.1f}, {:.1f}".format(*(100 * SCORES[name](one) for one in pair)) for name in list(SCORES)[:3]]
+        ratios = [f"{pair[TRL][name] / pair[PSIGRAD][name]:.1f}" for name in ("seconds", "cpu_seconds")]
+        peaks = f"{pair[PSIGRAD]['peak_mb']:,}, {pair[TRL]['peak_mb']:,}"
+        yield f"| {' | '.join([f'{task}, {seed}', shares[0], around(difference(pair)), *shares[1:], *ratios, peaks])} |"
+
+
+def pilot_rows(records: Sequence[Record]) -> Iterator[str]:
+    """Yield the table of candidates."""
+    yield "| candidate | pass@1 | pass@8 | pass@8 after SFT | |\n|---|---|---|---|---|"
+    for task in tasks.CANDIDATES:
+        before, after = (find(records, kind="pilot", task=task, sft=sft) for sft in (False, True))
+        one, eight = (f"{100 * pass_at(before, k):.1f} %" if before else MISSING for k in (1, 8))
+        tuned = f"{100 * pass_at(after, 8):.1f} %" if after else ""
+        yield f"| {task} | {one} | {eight} | {tuned} | {'chosen' if task in dict(chosen(records)) else ''} |"
+
+
+def text(records: Sequence[Record], page: str) -> str:
+    """Return the page with the figures of these records."""
+    found = pairs(records)
+    done = [pair for pair in found.values() if pair]
+    runs = [run for pair in done for run in pair[1:]]
+    machines = " and ".join(sorted({f"{run['processor']} (threads: {run['threads']})" for run in runs}))
+    loads = [value for run in runs for value in run["load"]]
+    parts = {
+        "claims": claim_rows(records, done), "better": better_lines(done), "pairs": pair_rows(found),
+        "pilot": pilot_rows(records), "state": [f"{len(done)} of {PAIRS} pairs of runs are done."],
+        "machine": [f"Processor: {machines}. Load average: {min(loads)} to {max(loads)}." if runs else f"Processor: {MISSING}."],
+        "sizes": [f"- {name.lower().replace('_', ' ')}: {value}" for name, value in tasks.SIZES.items()],
+    }  # fmt: skip
+    return fill(page, **{name: "\n".join(part) for name, part in parts.items()})
+
+
+def write(records: Sequence[Record]) -> None:
+    """Write the figures, and draw the mean reward of each step, smoothed over five, one panel a task."""
+    from matplotlib.figure import Figure
+
+    PAGE.write_text(text(records, PAGE.read_text()))
+    figure = Figure(figsize=(10, 2.8), layout="constrained")
+    names = [task for task, _ in chosen(records)] or [MISSING] * tasks.TASKS
+    for axes, name in zip(figure.subplots(1, tasks.TASKS, sharey=True), names, strict=True):
+        axes.set_title(name, fontsize=10, loc="left")
+        axes.set_xlabel("step", fontsize=8)
+        for run in (one for one in records if one["kind"] == "run" and one["task"] == name):
+            curve = [fmean(run["rewards"][max(0, n - 4) : n + 1]) for n in range(len(run["rewards"]))]
+            colour = "#0072b2" if run["library"] == "psigrad" else "#d55e00"
+            axes.plot(range(1, 1 + len(curve)), curve, color=colour, linewidth=1, label=f"{run['library']}, seed {run['seed']}")
+        if axes.lines:
+            axes.legend(frameon=False, fontsize=6)
+        else:
+            axes.text(0.5, 0.5, MISSING, ha="center", transform=axes.transAxes)
+    figure.savefig(ROOT / "docs" / "images" / "evidence.png", dpi=110)
+
+
+if __name__ == "__main__":
+    write(read())
