@@ -131,7 +131,7 @@ def test_a_run_says_first_how_long_it_will_be_and_by_which_kernel(job, tmp_path,
     assert " s here, without evaluations." in capsys.readouterr().err
     monkeypatch.setattr(os, "getloadavg", lambda: (12.34, 0.0, 0.0))
     plan.foretell(sft_config(job, tmp_path / "run"))
-    assert re.search(r" evaluations apart\. The machine is busy \(load 12\.3 on \d+ cores\), so", capsys.readouterr().err)
+    assert re.search(r" without evaluations\. The machine is busy \(load 12\.3 on \d+ cores\), so", capsys.readouterr().err)
     plan.foretell(agent_config(job, tmp_path / "agent"))
     assert (said := capsys.readouterr().err).endswith(" tokens per turn.\n"), said
 

@@ -30,7 +30,7 @@ def test_check_shows_the_first_rows_of_any_form(chat: Path, tmp_path: Path, caps
     file.write_text("".join(json.dumps(talk) + "\n" for _ in range(5)))
     assert cli.main(["check", "--model", str(chat), "--dataset", str(file), "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
-    assert "In 5 rows conversations are messages." in err
+    assert "In 5 rows conversations is read as messages." in err
     lines = out.splitlines()
     assert lines[:6] == [
         "a.jsonl:1",
@@ -45,7 +45,7 @@ def test_check_shows_the_first_rows_of_any_form(chat: Path, tmp_path: Path, caps
     arguments = ["check", "--model", str(chat), "--dataset", str(file), "--columns", "question=prompt", "--json"]
     assert cli.main(arguments) == 0
     out, err = capsys.readouterr()
-    assert "1 plain prompt is a user turn of the chat template;" in err
+    assert "1 plain prompt is sent as a user turn of the chat template;" in err
     assert json.loads(out)[0][1][0] == ["prompt", HEAD]
 
 

@@ -98,12 +98,12 @@ def test_what_is_sampled_has_the_log_probs_that_training_gives_it(name, tokenize
 @pytest.mark.parametrize(
     ("name", "owner", "part", "wrong"),
     [
-        ("gemma2", hf_attention, "softened", lambda *q, softcap, sinks, **given: SDPA(*q, enable_gqa=True, **given)),
-        ("gemma2", language_model, "Capped", lambda head, cap: head),
+        ("gemma2", hf_attention, "modified_attention", lambda *q, softcap, sinks, **given: SDPA(*q, enable_gqa=True, **given)),
+        ("gemma2", language_model, "SoftcappedHead", lambda head, cap: head),
         (
             "gpt_oss",
             hf_attention,
-            "softened",
+            "modified_attention",
             lambda *q, softcap, sinks, **given: modified_attention(*q, sinks=sinks - 1, **given),
         ),
         ("granite", Pretrained, "logit_factor", 1.0),
@@ -112,7 +112,7 @@ def test_what_is_sampled_has_the_log_probs_that_training_gives_it(name, tokenize
 )
 def test_negative_control_the_probe_notices_what_is_left_out(name, owner, part, wrong, tokenizer, monkeypatch):
     monkeypatch.setattr(owner, part, wrong)
-    assert "numbers differ by" in some_model(name, tokenizer)[0].why_padded
+    assert "outputs differ by" in some_model(name, tokenizer)[0].why_padded
 
 
 def test_padding_that_sees_nothing_is_a_number():

@@ -57,7 +57,7 @@ def test_only_what_changed_is_cast_again(tokenizer, monkeypatch):
 def test_the_probe_sees_what_fresh_adapters_would_do(tokenizer, monkeypatch):
     monkeypatch.setattr("psigrad.language.models.fused.layer.LoraDelta.add", lambda self, y, x: None)
     model = prepare(made(CONFIGS["qwen3"], tokenizer).network, tokenizer, lora=Lora(3))
-    assert model.decoder is None and "numbers differ by" in model.why_unfused
+    assert model.decoder is None and "outputs differ by" in model.why_unfused
     assert all(not bool(p.any()) for name, p in model.trainable().items() if "lora_B" in name), "as fresh as before"
 
 

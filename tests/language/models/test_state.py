@@ -218,7 +218,7 @@ def _with_neighbours(self, taps):
 )
 def test_negative_control_a_leak_is_noticed_before_training(name, part, wrong, tokenizer, monkeypatch):
     monkeypatch.setattr(PackedLayout, part, wrong)
-    assert "numbers differ by" in prepare(network(name), tokenizer).why_padded
+    assert "outputs differ by" in prepare(network(name), tokenizer).why_padded
 
 
 @pytest.mark.parametrize(
