@@ -1,8 +1,8 @@
 """Runs with a lag on simulated engines, for tests of the scheduler.
 
-The code that runs is psigrad's own: `next_collection`, the sampler that sends tasks to a cluster, and the pool that deals them. Stand-ins
-are the engines, which sleep for each token of the longest completion of a task; Ray, in threads of this process; and the
-trainer, which sleeps as long as all samplers would need for the tokens of a step if none had to wait. Lengths are log-normal.
+psigrad's own code chooses the collections, sends tasks to a cluster and distributes them. Stand-ins are the engines, which sleep
+for each token of a task's longest completion; Ray, in threads of this process; and the trainer, which sleeps as long as all
+samplers would need for the tokens of a step if none had to wait. Lengths are log-normal.
 """
 
 from __future__ import annotations
