@@ -115,7 +115,7 @@ def shortcuts_of(cls: Any) -> dict[str, Shortcut]:
 
 
 def find_values(name: str, spec: Any) -> Places:
-    """Return [(dotted path, current value)] of a shortcut's settings in the method that the setting `spec` describes."""
+    """Return (dotted path, current value) of each setting that the shortcut `name` stands for in the method `spec`."""
     root = describe_method(spec)
     return [] if root is None else SHORTCUTS[name].find(root)
 
@@ -152,7 +152,9 @@ def expand(
             continue
         root = describe_method(stated[setting])
         if root is None:
-            raise UserError(f"{one.name} changes a part of a preset, but {setting} is {stated[setting]!r}; set the part there.")
+            raise UserError(
+                f"{one.name} works only if {setting} is a preset, and it is {stated[setting]!r}; write the value into {setting} instead."
+            )
         places = short[one.name].find(root)
         if not places and not needless(one):
             lacking.append((one, _describe_missing(one.name, short[one.name], stated[setting])))

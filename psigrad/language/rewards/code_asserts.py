@@ -214,7 +214,9 @@ class _Reader:
         outer = apart.truth(test)
         if not apart.inside:
             if not self._constant(test):
-                raise ValueError(f"line {line} is false without any call of the program: {ast.unparse(test)[:200]}")
+                raise ValueError(
+                    f"line {line} can never pass, since it is false and does not call the program: {ast.unparse(test)[:200]}"
+                )
             return
         judged = _Outside(self.names).code(outer, [f"_{i}" for i in range(len(apart.inside))])
         self.checks.append(Evaluated(tuple(apart.inside), judged))

@@ -32,9 +32,9 @@ class SlotCache(KVCache):
 
     @property
     def selection(self) -> np.ndarray:
-        """The arguments that select the active rows in `select_slots`, [3, active]: 0, numbers of tokens, and slots.
+        """The arguments of `select_slots` for the active slots, as an array [3, active]: prompt, number of tokens, slot.
 
-        The first row is 0 because every slot has its own prompt.
+        The index of the prompt is always 0, because every slot has its own prompt.
         """
         self._shifts[torch.from_numpy(self._numbers[: self.active])] = self.shifts
         return np.stack([0 * self._numbers[: self.active], self.lengths.numpy(), self._numbers[: self.active]])
