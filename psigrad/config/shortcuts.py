@@ -152,8 +152,9 @@ def expand(
             continue
         root = describe_method(stated[setting])
         if root is None:
+            found = stated[setting]
             raise UserError(
-                f"{one.name} works only if {setting} is a preset, and it is {stated[setting]!r}; write the value into {setting} instead."
+                f"{one.name} changes a part of a preset, but {setting} is {found!r}; write the value into {setting} itself."
             )
         places = short[one.name].find(root)
         if not places and not needless(one):

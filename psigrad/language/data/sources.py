@@ -297,9 +297,9 @@ HELD_OUT, _HELD_OUT_PAIRS, ONE_OF = 64, 256, 10
 def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: Log | None = None) -> tuple[list[Row], list[Row]]:
     """Return (training rows, held-out rows).
 
-    Without an eval dataset, `eval_prompts` rows are held out, drawn with `seed`. If that is None, a tenth of the rows is held out, but
-    at most 64 in all, or 256 comparisons. With several datasets, each contributes its share to both, and at most a tenth of its
-    rows is held out. `log` receives the counts of recognised, skipped and held-out rows.
+    Without an eval dataset, `eval_prompts` rows are held out, drawn with `seed`. If that is None, a tenth of the rows is held
+    out, but at most 64 in all, or 256 comparisons. With several datasets, each contributes its share to both, and at most a tenth
+    of its rows is held out. `log` receives the counts of recognised, skipped and held-out rows.
     """
     shares = parse_mixture(data.dataset)
     parts = _read_each(data, form, shares, data.split, log, single=SINGLE[:1])

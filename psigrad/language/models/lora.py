@@ -352,8 +352,8 @@ class CountedDropout(nn.Module):
         if x.dim() == 2 and len(x) == len(tokens):
             return tokens[:, 0]
         raise UserError(
-            f"lora_dropout does not work in the layer {self.layer}, which reads only some tokens of a pass, as experts do; remove "
-            "lora_dropout, or remove that layer from lora_target_modules."
+            f"lora_dropout does not work in the layer {self.layer}, which reads only some tokens of a pass, as experts do; "
+            "remove lora_dropout, or remove that layer from lora_target_modules."
         )
 
 

@@ -235,7 +235,7 @@ def _load_model(path: str, name: str, config: Scored, tokenizer: PreTrainedToken
 
 
 def _resolve(given: Reward, tokens: int) -> RewardSpec:
-    """Resolve a reward. The limit of a length reward defaults to `tokens`, and its soft_punish_cache to a quarter of the limit."""
+    """Resolve a reward. A length reward's limit defaults to `tokens`, and its soft_punish_cache to a quarter of the limit."""
     asked: Any = {"reward": given} if isinstance(given, str) else given
     name = asked.get("reward") if isinstance(asked, Mapping) else None
     if name not in ("length", "soft_overlong"):

@@ -43,7 +43,7 @@ class GroupedCache(KVCache):
             x.zero_()
 
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> GroupedPrefill:
-        """See `KVCache.prefill`. `shifts` is ignored: decoding of models with M-RoPE, which need it, is not recorded in CUDA graphs."""
+        """See `KVCache.prefill`. `shifts` is ignored: models with M-RoPE, which need it, are not decoded by CUDA graphs."""
         self.shifts = torch.cat([self.shifts.to(copies.device), torch.zeros_like(copies)])
         return GroupedPrefill(self, prompts, copies)
 
