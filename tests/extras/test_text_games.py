@@ -139,7 +139,7 @@ def test_a_team_of_three_shares_its_reward(pooled):
 
 
 def test_a_game_with_images_or_undeclared_seats_is_refused():
-    with pytest.raises(UserError, match="the model reads text alone"):
+    with pytest.raises(UserError, match="the model reads only text"):
         play(Scripted(MODEL, lambda context: "b"), Pictured)
     rules, prompt = Episodes(InProcess(lambda: Kuhn())), (0, (0,), Row("x", prompt=":", columns={"nature": ["JQ"]}))
     how = {"num_generations": 1, "seed_of": lambda i, k: k, "model": MODEL, "version": 0}

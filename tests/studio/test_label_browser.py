@@ -292,7 +292,7 @@ def test_a_lease_that_ran_out_is_said_and_a_lost_task_gives_way_to_the_next(open
     assert task["prompt"] == mine
     told(bob.vote(task, choice="left"))
     page.keyboard.press("a")
-    expect(page.locator("#notice")).to_contain_text("went to somebody else")
+    expect(page.locator("#notice")).to_contain_text("somebody else has it now")
     expect(page.locator(".asked")).not_to_have_text(mine)
     assert [row["rater"] for row in votes(studio, number)] == [bob.name]
 

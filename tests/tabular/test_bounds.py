@@ -43,7 +43,7 @@ def test_lists_of_sparse_matrices_are_square_and_alike(given):
 
 @pytest.mark.parametrize("given", [np.ones(4), np.ones((3, 2)) / 2, np.ones((0, 2)), np.ones((2, 0)), np.ones((2, 2, 2, 2))])
 def test_stacked_matrices_have_a_multiple_of_s_rows(given):
-    with pytest.raises(ValueError, match=r"expected \(A, S, S\)"):
+    with pytest.raises(ValueError, match=r"expected an array \(A, S, S\)"):
         MDP(given, np.zeros((2, 1)), 0.9)
 
 

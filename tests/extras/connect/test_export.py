@@ -211,7 +211,7 @@ def test_what_cannot_be_exported_is_a_sentence(job, adapted, tmp_path, monkeypat
         (["export", str(job / "base"), "--to", "gguf", "--quantization", "q4_k"], "expected f32, f16"),
         (["export", str(job / "base"), "--to", "gguf", "--output", "full"], "holds files that this command did not write"),
         (["export"], "takes one run folder or model"),
-        (["export", "eyes", "--to", "gguf"], "is a vision-language model, of which GGUF files are not written"),
+        (["export", "eyes", "--to", "gguf"], "is a vision-language model, which psigrad cannot write as GGUF"),
         (["export", "nobody/nothing", "--to", "gguf"], "No causal language model could be loaded from 'nobody/nothing'"),
         (["merge", str(adapted), "--to", "gguf"], "merge writes the merged model"),
     ):

@@ -175,7 +175,7 @@ def test_plain_prompts_go_to_a_server_as_a_user_turn_unless_they_are_asked_for(p
     assert sent == ("2 + 2 =" if plain else [{"role": "user", "content": "2 + 2 ="}])
     row = json.loads(out.read_text())
     assert (row["prompt"], row["completion"], row["answer"]) == ("2 + 2 =", "4", "4"), "rows are written as they came"
-    assert ("is a user turn" in capsys.readouterr().err) != plain
+    assert ("is sent as a user turn" in capsys.readouterr().err) != plain
 
 
 def test_evaluation_best_of_n_and_samples_come_from_a_server(tmp_path):

@@ -104,7 +104,7 @@ def verifiers(monkeypatch):
 
 
 def test_an_episode_that_is_cancelled_ends():
-    with pytest.raises(UserError, match="asked the policy nothing"):
+    with pytest.raises(UserError, match="never called the policy"):
         adapt(lambda: Guess(fails="cancelled")).rows(1, 0)
 
 
@@ -203,7 +203,7 @@ def test_a_harness_that_rewrites_what_was_said_is_a_fault():
 
 
 def test_faults_of_the_environment_say_why_and_give_no_reward():
-    with pytest.raises(UserError, match=r"asked the policy nothing \(no such world\)"):
+    with pytest.raises(UserError, match=r"never called the policy \(no such world\)"):
         adapt(lambda: Guess(fails="at once")).rows(1, 0)
     kind = adapt(lambda: Guess(fails="at the end"))
     playing = InProcess(kind)

@@ -22,9 +22,17 @@ def test_files_of_a_sweep_hold_none(tmp_path, monkeypatch):
     words = ("sft", "--hub-token", PLANTED["flag"], f"dataset=https://me:{PLANTED['url']}@data.example/a.jsonl")
     reasons = iter(["", f"HTTP 401 for {words[-1]}: {PLANTED['variable']}", "", ""])
     monkeypatch.setattr(search.session, "evaluations", lambda folder: ({}, {"eval/exact/mean": 0.5}))
+
+    def train(given):
+        for n in range(4):  # a run leaves its events
+            place = tmp_path / "sweep" / f"trial-{n:04d}" / "seed-0"
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "events.jsonl").write_text('{"kind": "started"}\n')
+        return next(reasons)
+
     for trials in (3, 4):  # and it is known again
         space = dict([search.space_of("seed:1,2,3")])
-        search.run(words, space, tmp_path / "sweep", trials=trials, metric="exact", train=lambda given: next(reasons))
+        search.run(words, space, tmp_path / "sweep", trials=trials, metric="exact", train=train)
         for name in range(5):
             (tmp_path / "sweep" / str(name)).touch()
         assert found_in(tmp_path / "sweep") == set()

@@ -188,7 +188,7 @@ def test_the_command_and_its_page(made, capsys, tmp_path):
     out = capsys.readouterr().out
     assert "bit for bit" in out and "dr_grpo" in out and "cosine" in out
     text = page.read_text()
-    assert "Bit for bit" in text and "weight " in text and 'class="up4' in text and "<script" not in text
+    assert "bit for bit" in text and "weight " in text and 'class="up4' in text and "<script" not in text
     assert not (made("single pass") / run_folder.REPLAYS).exists()
     parts = [{"type": "image", "sha256": "ab" * 32, "width": 16, "height": 8}, {"type": "text", "text": "how?"}]
     group = {"row": 0, "prompt": [{"role": "user", "content": parts}], "completions": []}
@@ -201,7 +201,7 @@ def test_the_command_and_its_page(made, capsys, tmp_path):
     [
         (("--step", "7"), "has no step 7: its metrics.jsonl has steps 1 to 6"),
         (("--step", "6", "--method", "dappo"), "no algorithm 'dappo'"),
-        (("--step", "6", "--method", "vapo", "rloo"), "no critic, so vapo cannot learn from it; name one without"),
+        (("--step", "6", "--method", "vapo", "rloo"), "no critic, so vapo cannot learn from it; name a method without a critic"),
         ((), "takes one run folder and one step"),
     ],
 )

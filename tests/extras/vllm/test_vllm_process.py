@@ -478,7 +478,7 @@ def test_adapters_that_only_whole_weights_can_carry_are_told():
     assert "the adapter is on lm_head" in vllm_weights.why_merged(
         prepare(apart, tokenizer, lora=Lora(4, target_modules=("lm_head",)))
     )
-    assert vllm_weights.why_merged(a_model()) == "it has none"
+    assert vllm_weights.why_merged(a_model()) == "the model has none"
 
 
 def test_every_matrix_of_an_adapter_is_read_in_the_slot_where_it_is():

@@ -127,7 +127,7 @@ def passes(monkeypatch):
 
         return count
 
-    for name in ("_tiles", "_as_drawn"):
+    for name in ("_tiles", "_sampler_logprobs"):
         monkeypatch.setattr(logprobs, name, counted(getattr(logprobs, name)))
     return seen
 

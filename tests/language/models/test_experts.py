@@ -222,7 +222,7 @@ def test_a_pass_without_gradient_leaves_a_recomputation_its_choice(tokenizer):
 
 def test_what_cannot_be_followed_is_refused_by_name(tokenizer):
     dense = prepare(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=60, **SIZES)), tokenizer)
-    with pytest.raises(UserError, match="transformers knows no routers of LlamaForCausalLM"):
+    with pytest.raises(UserError, match="transformers finds none in LlamaForCausalLM"):
         replay_routers(dense)
     model = some_model("mixtral", tokenizer)
     model.why_padded = "it says so"
@@ -318,7 +318,7 @@ TOLD = {
 @pytest.mark.parametrize("case", TOLD)
 def test_where_no_experts_are_recorded_replay_is_refused_by_name(case):
     config, why = TOLD[case]
-    with pytest.raises(UserError, match=re.escape(f"the embedded sampler recorded, but {why}; remove it.")):
+    with pytest.raises(UserError, match=re.escape(f"the embedded sampler recorded, but {why}; remove router_replay.")):
         online_settings.check(config, online_settings.method(config))
     without = replace(config, router_replay=False)
     online_settings.check(without, online_settings.method(without))  # the control: nothing else is refused

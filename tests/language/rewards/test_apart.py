@@ -90,7 +90,7 @@ def test_text_that_a_reasoning_gym_scorer_chokes_on_is_the_policys_fault(gym, sc
     right, wrong = score(gym, ["2 × 2 × 3", text], **columns)
     assert right == Scored(1.0, {"reasoning_gym": 1.0})
     assert wrong == Failed(
-        0.0, "reasoning_gym: the scorer of prime_factorization cannot read it (ValueError)", {"reasoning_gym": 0.0}
+        0.0, "reasoning_gym: the scorer of prime_factorization cannot read the answer (ValueError)", {"reasoning_gym": 0.0}
     )
 
 

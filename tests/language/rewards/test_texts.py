@@ -130,7 +130,7 @@ def test_a_pool_gives_what_a_call_gives_and_samples_are_joined_with_their_turns(
     assert concatenate(parts).policy_ids == [[1], [1, 2]] and concatenate(parts).policy_turns == [[CALL, "12"], [CALL, "no"]]
     with pytest.raises(ValueError, match="only some have"):
         concatenate([parts[0], Samples(["q"], ["12"], [[1]], {"answer": ["12"]})])
-    with pytest.raises(ValueError, match="one length"):
+    with pytest.raises(ValueError, match="the same length"):
         Samples(["q"], ["12"], [[1]], policy_ids=[[1], [2]])
 
 

@@ -75,7 +75,7 @@ def test_a_vote_after_the_lease_counts_unless_somebody_else_has_the_task(pair, c
     clock.advance(3600)
     taken = pair.next(pair.bob)
     assert taken.prompt == two.prompt
-    with pytest.raises(Conflict, match="went to somebody else"):
+    with pytest.raises(Conflict, match="somebody else has it now"):
         pair.vote(pair.ann, two, "left")
     pair.vote(pair.bob, taken, "left")
     assert len(votes(pair.db)) == 2
@@ -101,7 +101,7 @@ def test_renewing_keeps_a_task_and_fails_when_it_is_lost(pair, clock):
     assert pair.next(pair.bob) is None
     clock.advance(1)
     pair.next(pair.bob)
-    with pytest.raises(Conflict, match="went to somebody else"):
+    with pytest.raises(Conflict, match="somebody else has it now"):
         assignments.renew(pair.db, pair.ann, one.assignment)
 
 
@@ -235,10 +235,10 @@ def test_each_choice_is_kept_with_its_reason_and_time(pair, db, clock, choice):
 @pytest.mark.parametrize(
     "settings, answer, said",
     [
-        ({}, LabelAnswer(), "has nothing; this project asks for choice"),
+        ({}, LabelAnswer(), "has nothing; this project asks only for choice"),
         ({}, LabelAnswer(choice="lefft"), "did you mean 'left'"),
         ({}, LabelAnswer(choice="a"), "expected one of left, right, tie, both_bad"),
-        ({}, LabelAnswer(rating=3), "asks for choice alone"),
+        ({}, LabelAnswer(rating=3), "asks only for choice"),
         ({}, LabelAnswer(choice="left", rating=3), "choice and rating"),
         ({}, LabelAnswer(choice="left", strength=1), "none in this project"),
         ({"ties": False}, LabelAnswer(choice="tie"), "expected one of left, right, both_bad"),
@@ -251,7 +251,7 @@ def test_each_choice_is_kept_with_its_reason_and_time(pair, db, clock, choice):
         ({"kind": "rating-5"}, LabelAnswer(rating=6), "expected 1 to 5"),
         ({"kind": "rating-5"}, LabelAnswer(rating=0), "expected 1 to 5"),
         ({"kind": "rating-10"}, LabelAnswer(rating=11), "expected 1 to 10"),
-        ({"kind": "rating-10"}, LabelAnswer(choice="left"), "asks for rating alone"),
+        ({"kind": "rating-10"}, LabelAnswer(choice="left"), "asks only for rating"),
         ({"kind": "ranking"}, LabelAnswer(ranks=(1, 2)), "expected 3 ranks from 1"),
         ({"kind": "ranking"}, LabelAnswer(ranks=(0, 1, 2)), "from 1"),
         ({"kind": "ranking"}, LabelAnswer(ranks=(1, 1, 2)), "1, 2, 2, 4"),

@@ -309,7 +309,7 @@ def test_who_is_disabled_is_out_at_once(db, owner, ann, project):
         people.log_in(db, "Ann", PASSWORD)
     with pytest.raises(Missing):
         assignments.next_task(db, ann.person, project)
-    with pytest.raises(Conflict, match="yourself"):
+    with pytest.raises(Conflict, match="your own account"):
         people.disable(db, owner, owner.id)
 
 
