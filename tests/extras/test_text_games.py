@@ -135,7 +135,7 @@ def test_a_team_of_three_shares_its_reward(pooled):
     for wrong in (Wrong, Keyed):
         with EnvironmentPool(wrong, timeout=60) if pooled else InProcess(wrong) as playing:
             made = play(Scripted(MODEL, lambda context: "b"), Team, 1, playing=playing)
-            assert all("it has 3 seats" in t.reason for t in made)
+            assert all("with 3 seats" in t.reason for t in made)
 
 
 def test_a_game_with_images_or_undeclared_seats_is_refused():
