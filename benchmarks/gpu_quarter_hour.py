@@ -97,7 +97,7 @@ def files(given: Given, shape: str, work: Workload, folder: Path) -> None:
         inputs.model_of(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
     made = inputs.tokenizer(config.vocab_size)
     made.save_pretrained(folder / "model")
-    inputs._write(work, made, folder)
+    inputs.write(work, made, folder)
 
 
 def facts(given: Given, note: Note) -> None:

@@ -78,3 +78,16 @@ def test_the_figures_that_a_page_shows():
     assert (
         script.latest([{**row, "code": "a", "status": "done"}, {**row, "code": "b", "status": "failed"}])["facts"]["code"] == "a"
     )
+
+
+@pytest.mark.parametrize("shape", script.SHAPES)
+def test_the_files_of_a_tiny_workload_are_made(shape, tmp_path):
+    script.files_for(Given("cpu", True), shape, script.work_of(True, shape, 64, 0), tmp_path)
+    assert {"model", "rows.jsonl", "work.json"} == {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.slow
+def test_the_first_stage_takes_a_step_of_a_tiny_model(tmp_path):
+    found = {}
+    script.facts(Given("cpu", True), found.update)
+    assert found["tiny_step"] > 0 and found["first_step"] > 0
