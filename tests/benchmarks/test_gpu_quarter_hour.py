@@ -64,7 +64,8 @@ def test_a_stage_that_takes_too_long_is_ended_with_what_it_has_measured(tmp_path
     found = script.take(Stage("facts", script.facts, 1, 1), Given("cpu", True), 3.0)
     assert found["status"] == "cut off" and found["figures"] == {"half": 1} and time.monotonic() - begin < 20
     state = script.Path(f"/proc/{(tmp_path / 'pid').read_text()}/status")
-    assert not state.exists() or "zombie" in state.read_text()
+    while state.exists() and "zombie" not in state.read_text():  # it has a signal already, which takes a moment
+        assert time.monotonic() - begin < 20
 
 
 def test_the_figures_that_a_page_shows():
