@@ -159,7 +159,9 @@ def _step_of(folder: Path) -> int | None:
 
 def _causal(folder: Path) -> bool:
     kinds = _json(folder / "config.json").get("architectures")
-    return isinstance(kinds, list) and any(str(kind).endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
+    # a vision-language model chats about text; encoder-decoders with this name have no image processor
+    sees = ("ForConditionalGeneration",) if (folder / "preprocessor_config.json").is_file() else ()
+    return isinstance(kinds, list) and any(str(kind).endswith(("ForCausalLM", "LMHeadModel", *sees)) for kind in kinds)
 
 
 def _causal_adapter(folder: Path) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import vision_models
 from chat_runs import make_runs
 from hostile import routes
 from live_studio import LiveStudio, live_studio
@@ -120,6 +121,19 @@ def test_only_language_models_are_found_and_no_link_is_followed(folder, studio):
     found = [model["name"] for model in studio.ask("GET", "/api/chat/models").json["models"]]
     assert found == ["base", "chat/adapter, step 2", PLAIN, SILENT, TALKING]
     assert (folder / "link").is_symlink() and (folder / "control" / "model" / "config.json").exists()
+
+
+@pytest.mark.parametrize("processor", [True, False])
+def test_a_vision_language_model_chats_about_text_and_an_encoder_decoder_is_none(processor, tmp_path):
+    made = vision_models.make("idefics3", tmp_path / "seen")
+    if not processor:
+        (made / "preprocessor_config.json").unlink()
+    found = list(find(tmp_path).values())
+    assert [one.name for one in found] == ["seen"] * processor
+    for one in found:
+        ids = one.tokenizer()("a").input_ids
+        (completion,) = EmbeddedSampler(one.open()).sample([Request(tuple(ids), (1,))], SamplingParams(max_tokens=2))[0]
+        assert completion.ids
 
 
 def test_names_that_are_no_text_are_spelt_out(folder, tmp_path):
