@@ -123,6 +123,15 @@ def test_a_part_of_the_users_own_is_found_in_the_current_folder(written, tmp_pat
     assert algorithms.resolve({"preset": "raft", "psi": written}).psi is catalog.ones
 
 
+def test_the_numbers_of_a_method_given_as_an_object_are_checked():
+    made = preference_catalog.ONLINE_METHODS["online_dpo"].algorithm
+    assert algorithms.resolve_online(made) is made, "negative control"
+    for field, value in (("margin", float("nan")), ("margin", float("inf"))):
+        wrong = dataclasses.replace(made, loss=dataclasses.replace(made.loss, **{field: value}))
+        with pytest.raises(UserError, match=f"{field}={value}; expected a finite number"):
+            algorithms.resolve_online(wrong)
+
+
 def test_explain_shows_a_variant_and_its_difference(capsys):
     assert cli.main(["explain", "grpo", "algorithm.kl=null"]) == 0
     out = capsys.readouterr().out
