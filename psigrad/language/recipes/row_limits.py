@@ -71,7 +71,7 @@ def log_rewrites(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], log: L
         with contextlib.suppress(RowError):  # such a row was dropped and reported already
             if notes := describe_rewrites(tokenizer, row):
                 text = f"The chat template does not support everything in {row.source}: {'; '.join(notes)}."
-                log("said_otherwise", text, what=notes)
+                log("messages_rewritten", text, what=notes)
                 return
 
 
