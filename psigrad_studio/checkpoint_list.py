@@ -54,10 +54,10 @@ class Checkpoint:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer alone. Raises `UserError` if that fails."""
         with _LOADING:
-            from transformers import AutoTokenizer
+            from psigrad.language.models.tokenizer_files import read_tokenizer
 
             try:
-                return AutoTokenizer.from_pretrained(self.folder)
+                return read_tokenizer(self.folder)
             except (OSError, ValueError, KeyError) as error:
                 raise UserError(f"The tokenizer of {self.name} cannot be loaded; choose another model.") from error
 

@@ -49,10 +49,8 @@ def resolve(spec: Spec) -> PolicyGradient:
     `null` empties a slot. `keep` takes a list.
     Raises `UserError` for an unknown name (with the nearest one), parameter or combination.
     """
-    if isinstance(spec, PolicyGradient):
-        return _with_numbers(spec)
-    if isinstance(spec, str):
-        return _with_numbers(_preset(spec))
+    if isinstance(spec, PolicyGradient | str):
+        return _with_numbers(_preset(spec) if isinstance(spec, str) else spec)
     if not isinstance(spec, Mapping):
         raise UserError(f"The algorithm is {kind_of(spec)}; expected a preset's name, a mapping or a PolicyGradient.")
     changes = dict(spec)
@@ -75,14 +73,11 @@ def change(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyGr
             parts[slot] = tuple(_part("keep", item, None) for item in value or ())
         else:
             parts[slot] = _part(slot, value, None if start is None else getattr(start, slot))
-    if start is not None:
-        return _with_numbers(replace(start, **parts))
-    missing = [slot for slot in ("psi", "ratio", "surrogate", "aggregate") if slot not in parts]
-    if missing:
+    if start is None and (missing := [slot for slot in ("psi", "ratio", "surrogate", "aggregate") if slot not in parts]):
         raise UserError(
             f"The algorithm has no preset and no {', '.join(missing)}; expected a preset to start from or all four slots."
         )
-    return _with_numbers(PolicyGradient(**parts))
+    return _with_numbers(PolicyGradient(**parts) if start is None else replace(start, **parts))
 
 
 def resolve_loss(spec: LossSpec) -> Preference | KahnemanTversky:
@@ -115,7 +110,7 @@ def resolve_online(spec: Spec | OnlinePreference) -> PolicyGradient | OnlinePref
     A preference loss is given as "online_dpo" or {"preset": "online_dpo", "loss": …}.
     """
     if isinstance(spec, OnlinePreference):
-        return spec
+        return _with_numbers(spec)
     changes = {"preset": spec} if isinstance(spec, str) else dict(spec) if isinstance(spec, Mapping) else {}
     if changes.pop("preset", "") not in preference_catalog.ONLINE_METHODS:
         return resolve(spec)

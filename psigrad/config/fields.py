@@ -97,13 +97,12 @@ class Setting(NamedTuple):
     marks: frozenset[Mark]
 
 
-def cached(question: C) -> C:
-    """Return the function `question` with its results cached.
+def cached(function: C) -> C:
+    """Return the function with its results cached.
 
-    The result has the type of `question`. `functools.cache` would lose it, and mypy does not accept every class as a hashable
-    argument.
+    `functools.cache` would lose the function's type, and mypy does not accept every class as a hashable argument.
     """
-    return cast(C, cache(question))
+    return cast(C, cache(function))
 
 
 @cached

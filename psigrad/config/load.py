@@ -141,6 +141,10 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 
 def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str] = frozenset(), names: Names = OWN) -> T:
     """Build the settings. Errors name the file `source`, except for the settings in `beside`, which are not from the file."""
+
+    def locate(name: str) -> str:
+        return f"{source}: {name}" if source and name not in beside else name
+
     _refuse_unknown(cls, values, source, "", names)
     values = _drop_unread(cls, values, f"{source}: " if source else "")
     try:
@@ -148,25 +152,22 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("function-", "callable", "str")))
-        where = f"{source}: " if source and place not in beside else ""
         words = re.findall(r"'([^']+)'", first["msg"]) if first["type"] == "literal_error" else []
         near = nearest(str(first["input"]), words) or "."
         setting = settings_of(cls).get(place)
         if setting and STEPS in setting.marks and isinstance(first["input"], float) and 0 < first["input"] < 1:
             near = ", since psigrad counts steps, not shares of a run."
         what = _MODELS if place in ("reference", "critic", "model.path") else reword(first["msg"])
-        raise UserError(f"{where}{place} is {_brief(first['input'])}; {what}{near}") from None
+        raise UserError(f"{locate(place)} is {_brief(first['input'])}; {what}{near}") from None
     for name in settings_of(cls):
         found: Any = functools.reduce(getattr, name.split("."), made)
         if any(isinstance(one, float) and not math.isfinite(one) for one in (found if isinstance(found, tuple) else (found,))):
-            raise UserError(
-                f"{source + ': ' if source and name not in beside else ''}{name} is {found}; expected a finite number."
-            )
+            raise UserError(f"{locate(name)} is {found}; expected a finite number.")
     for name in ("dataset", "eval_dataset"):
         value = getattr(getattr(made, "data", None), name, ())
         if not isinstance(value, Iterable):
-            where = f"{source}: " if source else ""
-            raise UserError(f"{where}data.{name} is {value!r}; expected the name of a file, folder or hub dataset, or rows.")
+            where = locate(f"data.{name}")
+            raise UserError(f"{where} is {value!r}; expected the name of a file, folder or hub dataset, or rows.")
     return made
 
 

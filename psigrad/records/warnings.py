@@ -172,7 +172,7 @@ def _entropy_left(figures: Figures, memory: Memory) -> float | None:
     Return None in these rows, without an entropy, and for methods without a reward, since imitation is supposed to lose entropy.
     """
     value = figures.get("entropy", figures.get("surprise"))
-    learns_by_reward = "reward" in figures or "return" in figures  # imitation is supposed to lose entropy
+    learns_by_reward = "reward" in figures or "return" in figures
     if value is None or not math.isfinite(value) or not learns_by_reward:
         return None
     if len(memory.start) < 5:

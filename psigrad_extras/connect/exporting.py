@@ -27,6 +27,7 @@ from psigrad.language.loading.model_source import (
 from psigrad.language.models.backbone import LOADING_ERRORS
 from psigrad.language.models.lora import is_adapter
 from psigrad.language.models.sizes import size
+from psigrad.language.models.tokenizer_files import read_tokenizer
 from psigrad.language.models.towers import disable_progress_bars, open_towers, write
 from psigrad.language.models.vision import needs_vision
 from psigrad.paths import check_folder
@@ -95,13 +96,13 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
         shutil.copytree(place, folder, ignore=keep, copy_function=shutil.copyfile)
         _write_card(model, folder, "transformers", _LOADED.format(folder=folder), over)
         return LeftBehind(folder, base=base)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     if place.is_dir() and needs_vision(str(place)):
         raise UserError(f"{source!r} is a vision-language model, which psigrad cannot write as GGUF; use --to merged.")
     try:
         network: Any = AutoModelForCausalLM.from_pretrained(place, dtype="auto", trust_remote_code=trust_remote_code)
-        tokenizer: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+        tokenizer = read_tokenizer(place, trust_remote_code=trust_remote_code)
     except LOADING_ERRORS as error:
         reason = f"No causal language model could be loaded from {source!r} ({reason_of(error)})"
         raise UserError(f"{reason}; give a run, a folder or a hub name.") from error

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from psigrad.config import OnlineConfig
-from psigrad.errors import UserError, reason_of
+from psigrad.errors import UserError
+from psigrad.language.loading.model_source import load_tokenizer
 from psigrad.language.loading.teacher import Teacher, TeacherOutput
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
@@ -99,13 +99,7 @@ def connect(config: OnlineConfig, model: LanguageModel) -> Teacher:
     name = config.reference_model or served.only_model()
     tokenizer: Any = model.tokenizer
     if config.reference_tokenizer:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(config.reference_tokenizer)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"No tokenizer could be loaded from {config.reference_tokenizer!r} ({reason_of(error)}); give a folder or a hub "
-                "name."
-            ) from error
+        tokenizer = load_tokenizer(config.reference_tokenizer)
     spans = tokenizer.get_vocab() != model.tokenizer.get_vocab()
     asker, top = TeacherServer(served.url, name), min(config.reference_top_k, model.vocabulary)
     return Teacher(

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ def space_of(text: str) -> tuple[str, Any]:
             [value if isinstance(value, int | float) else one for value, one in zip(read, values.split(","), strict=True)]
         )
     low, high = (read_value(end) for end in values.split("..", 1))
-    if not all(isinstance(end, int | float) for end in (low, high)) or not low < high or (log and low <= 0):
-        raise UserError(f"--search has {text!r}; its ends are numbers, the lower first, above 0 with log: {usage}.")
+    if not all(isinstance(end, int | float) for end in (low, high)) or not -inf < low < high < inf or (log and low <= 0):
+        raise UserError(f"--search has {text!r}; its ends are finite numbers, the lower first, above 0 with log: {usage}.")
     whole = isinstance(low, int) and isinstance(high, int)
     return name, IntDistribution(low, high, log=log) if whole else FloatDistribution(low, high, log=log)
 

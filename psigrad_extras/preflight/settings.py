@@ -9,17 +9,20 @@ from psigrad.config import OnlineConfig
 from psigrad.config.sections import CountOrZero, PositiveOrZero
 
 CHECK = """\
-Whether a model, its data and its settings will train rightly: rows as the model reads them, what rewards, tools and the
-environment say to them, and what must be equal computed twice. Nothing is trained. Flags are a run's. With a METHOD, such
-as sft or dpo, the rows and settings are those of its command."""
+Check that a model, its data and its settings will train correctly. Print the first rows as the model reads them, and the
+answers of rewards, tools and the environment to them. Compute values in two ways that must agree. Nothing is trained.
+The flags are those of a run. With a METHOD, such as sft or dpo, the rows and settings are those of its command."""
 
 
 def for_check(config: Any, method: str) -> tuple[OnlineConfig, str]:
     """Return the settings that `psigrad check` reads, and the form in which `method` trains on rows; "" without a method."""
+    from psigrad.language.recipes.row_limits import dataset_form  # imported here, since it imports torch
+
+    form = dataset_form(config) if method else ""
     if isinstance(config, OnlineConfig):
-        return config, "prompt-only" if method else ""
+        return config, form
     same = {f.name: getattr(config, f.name) for f in fields(OnlineConfig) if hasattr(config, f.name)}
-    return OnlineConfig(**same), {"sft": "sft", "kto": "unpaired-preference"}.get(method, "preference")
+    return OnlineConfig(**same), form
 
 
 @dataclass(frozen=True)

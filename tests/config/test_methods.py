@@ -14,9 +14,11 @@ from psigrad.cli import flags
 from psigrad.compat.foreign_names import load
 from psigrad.config import OnlineConfig, PreferenceConfig, algorithms
 from psigrad.config.methods import declaration, list_declarations, of_spec
+from psigrad.control.methods import presets
 from psigrad.errors import UserError
 from psigrad.language.recipes import dispatch, online, online_settings
 from psigrad.objective import PolicyGradient, catalog
+from psigrad.objective.parts.critic import bonus
 from psigrad.objective.preferences import preference_catalog
 
 OBJECTS = {**catalog.METHODS, **preference_catalog.ONLINE_METHODS, **preference_catalog.METHODS}
@@ -121,6 +123,18 @@ def test_a_part_of_the_users_own_is_found_in_the_current_folder(written, tmp_pat
     (tmp_path / "mine.py").write_text("from psigrad.objective.parts.advantage import ones as ADVANTAGE\n")
     monkeypatch.chdir(tmp_path)
     assert algorithms.resolve({"preset": "raft", "psi": written}).psi is catalog.ones
+
+
+def test_the_numbers_of_a_method_given_as_an_object_are_checked():
+    made = preference_catalog.ONLINE_METHODS["online_dpo"].algorithm
+    assert algorithms.resolve_online(made) is made, "negative control"
+    for field, value in (("margin", float("nan")), ("margin", float("inf"))):
+        wrong = dataclasses.replace(made, loss=dataclasses.replace(made.loss, **{field: value}))
+        with pytest.raises(UserError, match=f"{field}={value}; expected a finite number"):
+            algorithms.resolve_online(wrong)
+    for resolve in (algorithms.resolve, presets.resolve):
+        with pytest.raises(UserError, match="coefficient=nan; expected a finite number"):
+            resolve(dataclasses.replace(catalog.PPO, entropy=bonus(float("nan"))))
 
 
 def test_explain_shows_a_variant_and_its_difference(capsys):

@@ -1,4 +1,4 @@
-"""What torch.compile would launch: kernels that inductor generates, calls of others, and the bytes that its kernels move.
+"""Counts of what torch.compile would launch: inductor's kernels, calls of other kernels, and the bytes that its kernels move.
 
 Nothing is built, so that no compiler runs and the results of the compiled functions are undefined.
 """

@@ -40,7 +40,7 @@ from psigrad_extras.cluster.ray_sampler import RaySampler, Version
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a run: completions of each step, how their lengths spread, and the seconds of a token."""
+    """The shape of a run: the completions of each step, the spread of their lengths, and the seconds of a token."""
 
     prompts: int = 16
     generations: int = 2
@@ -53,11 +53,11 @@ class Shape:
     parcel: int = 1
     depth: int = 1
     trains: float = 1.0
-    """Of the time that all samplers need for the tokens of a step if none has to wait, what the trainer takes."""
+    """The trainer's time for a step, as a share of the time that all samplers need for its tokens if none has to wait."""
 
 
 def length(shape: Shape, seed: int) -> int:
-    """Tokens of the completion with this seed."""
+    """Return the number of tokens of the completion with this seed."""
     drawn = random.Random(seed * 1_000_003 + shape.seed).lognormvariate(0.0, shape.spread)
     return 1 + int(shape.mean_tokens * drawn / math.exp(shape.spread**2 / 2))
 
@@ -80,13 +80,13 @@ class Engine:
 
 
 def written(shape: Shape, version: Version, requests: list[Request]) -> list[list[Completion]]:
-    """What an engine writes: the number of its weights, as often as the seed says."""
+    """Return an engine's completions. Each token is the number of the weights' version."""
     lengths = [[(length(shape, seed), seed) for seed in request.seeds] for request in requests]
     return [[Completion((version.number,) * n, (0.0,) * n, (0.0,) * n, "stop", seed) for n, seed in own] for own in lengths]
 
 
 class Threads:
-    """As much of Ray as `ActorPool` asks: an actor is an object with threads of its own, a reference a `Future`."""
+    """The part of Ray that `ActorPool` uses. An actor is an object with its own threads, a reference is a `Future`."""
 
     class Lost(Exception):
         """Stands for what Ray raises."""
@@ -132,7 +132,7 @@ class LengthScorer:
 
 @contextmanager
 def sampler_of(shape: Shape, versions: Any, prompts_per_task: int = 1, joins: bool = False) -> Iterator[RaySampler]:
-    """What samples on stand-ins."""
+    """Yield a sampler that runs on stand-ins."""
     connect, ray_connection.connect = ray_connection.connect, lambda address: Threads()
     try:
         wants: Any = {"name": "sampler", "address": "", "cpus": 1, "minutes": 1.0, "log": lambda *a, **k: None}
@@ -147,7 +147,7 @@ def sampler_of(shape: Shape, versions: Any, prompts_per_task: int = 1, joins: bo
 
 
 def run(shape: Shape, lag: int) -> tuple[float, list[Collected]]:
-    """Seconds of a run with this lag, and what its steps trained on."""
+    """Return (the seconds of a run with this lag, the collection of each step)."""
     moved, trained = [0], []
     prompts = [Prompt(i, (1,), Row("overlap", prompt=str(i))) for i in range(shape.prompts * 8)]
     config = replace(OnlineConfig(), lag=lag, prompts_per_step=shape.prompts, num_generations=shape.generations)
@@ -174,7 +174,7 @@ def run(shape: Shape, lag: int) -> tuple[float, list[Collected]]:
 
 
 def steps(job: Any, state: State, moved: list[int]) -> Iterator[Collected]:
-    """What each step of a run trains on."""
+    """Yield the collection that each step of a run trains on."""
     for step in range(job.total_steps):
         collected, pending = next_collection(job, state, Clock(), None)
         yield collected
@@ -183,5 +183,5 @@ def steps(job: Any, state: State, moved: list[int]) -> Iterator[Collected]:
 
 
 def digest(trained: Sequence[Collected]) -> str:
-    """The sum of all that was trained on."""
+    """Return a hash of all collections."""
     return hashlib.sha256("".join(found.to_json() for found in trained).encode()).hexdigest()[:16]

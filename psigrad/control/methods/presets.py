@@ -62,7 +62,7 @@ def resolve(spec: str | Mapping[str, Any] | PolicyGradient) -> PolicyGradient:
     """
     presets = {value.name: value for value in globals().values() if isinstance(value, PolicyGradient)}
     if isinstance(spec, PolicyGradient):
-        return spec
+        return resolve_algorithm(spec)
     if isinstance(spec, str):
         return presets[spec] if spec in presets else replace(resolve_algorithm(spec), kl=None)
     if isinstance(spec, Mapping) and spec.get("preset") in presets:

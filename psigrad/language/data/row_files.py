@@ -296,23 +296,34 @@ def _csv_rows(path: Path, default: str) -> Iterator[tuple[int, dict[str, object]
     """Yield (line number, row), or (line number, reason) for a malformed row. An empty cell is null. Raise `UserError` if there
     are no columns.
     """
-    csv.field_size_limit(32 * 2**20)
+    csv.field_size_limit(MAX_LINE_BYTES)
     try:
         with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as file:
-            first = file.readline(MAX_LINE_BYTES)
+            lines = _csv_lines(file, path)
+            first = next(lines, "")
             delimiter = _delimiter(first, default)
-            reader = csv.DictReader(itertools.chain([first], file), delimiter=delimiter, strict=True)
+            reader = csv.DictReader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
             columns = list(reader.fieldnames or ())
             if not columns or any(not name for name in columns) or len(set(columns)) < len(columns):
                 raise UserError(f"The first line of {path} must name its columns, each once; it has {columns}.")
-            expansion = _Expansion(path)
             for row in reader:
-                expansion.add(sum(len(cell or "") for cell in row.values() if not isinstance(cell, list)) + _ROW_BYTES)
                 yield reader.line_num, _csv_row(row, columns)
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 (byte 0x{error.object[error.start]:02x}); save the file as UTF-8.") from error
     except csv.Error as error:
         raise UserError(f"{path}:{reader.line_num} is not {'TSV' if default != ',' else 'CSV'} ({error}).") from error
+
+
+def _csv_lines(file: IO[str], path: Path) -> Iterator[str]:
+    """Yield the lines of a CSV file. A row may have many lines. Raises `UserError` for a line that is too long."""
+    expansion = _Expansion(path)
+    for number in itertools.count(1):
+        if not (line := file.readline(MAX_LINE_BYTES + 2)):
+            return
+        if len(line.rstrip("\r\n")) > MAX_LINE_BYTES:
+            raise UserError(f"{path}:{number} is a line of over {MAX_LINE_BYTES} characters; check its line breaks.")
+        expansion.add(len(line) + _ROW_BYTES)
+        yield line
 
 
 def _delimiter(header: str, default: str) -> str:

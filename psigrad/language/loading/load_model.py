@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from psigrad import extras, redaction
 from psigrad.config import Model, OnlineConfig, PreferenceConfig, Run
@@ -29,6 +29,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.models.sizes import size
+from psigrad.language.models.tokenizer_files import read_tokenizer
 from psigrad.language.models.towers import disable_progress_bars, tower_names
 from psigrad.processes.parallel import shards
 from psigrad.processes.parallel.world import ALONE, World
@@ -392,7 +393,7 @@ def _read_template(path: str) -> Any:
     try:
         if place.is_file():
             return place.read_text(encoding="utf-8")
-        found = AutoTokenizer.from_pretrained(path, trust_remote_code=False).chat_template
+        found = read_tokenizer(path).chat_template
     except (OSError, ValueError) as error:
         raise UserError(
             f"chat_template_path {path!r} cannot be read ({reason_of(error)}); give a Jinja file or a model."

@@ -420,7 +420,6 @@ def _save_tokenizer(tokenizer: Any, file: Path, folder: Path) -> None:
 def _merge_adapter(adapter: Path, folder: Path) -> None:
     """Merge an adapter into its base. If the base was quantised in training, merge it into the dequantised weights."""
     import peft
-    from transformers import AutoTokenizer
 
     if coded := quantisation_of(adapter):
         found = find_adapter(Model(path=str(adapter)))
@@ -437,7 +436,7 @@ def _merge_adapter(adapter: Path, folder: Path) -> None:
             redaction.say(lost)
         model = wrapped.merge_and_unload()
     has_tokenizer = (adapter / "tokenizer_config.json").exists()
-    tokenizer = AutoTokenizer.from_pretrained(adapter if has_tokenizer else base)
+    tokenizer = read_tokenizer(adapter if has_tokenizer else base)
     open_towers(model, base)
     write(model, tokenizer, folder)
     write_end_tokens(folder, tokenizer)

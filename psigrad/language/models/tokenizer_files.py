@@ -50,7 +50,7 @@ def check_tokenizer(path: str) -> None:
         named = held if name == "added_tokens.json" else held.get("added_tokens") or held.get("added_tokens_decoder") or ()
         added = max(added, len(named), len(held.get("additional_special_tokens") or ()))
         for kind in ("normalizer", "decoder", "post_processor"):
-            if (growth := _growth(held.get(kind)) if name == "tokenizer.json" else 0) > MOST_GROWTH:
+            if (growth := _growth(held.get(kind))) > MOST_GROWTH:
                 raise ValueError(f"the {kind} of its tokenizer makes up to {growth:.3g} characters of one, above {MOST_GROWTH:,}")
     if added > MOST_ADDED:
         raise ValueError(f"its tokenizer has {added:,} added tokens, above {MOST_ADDED:,}; make them words of its vocabulary")

@@ -371,9 +371,7 @@ def why_not_text(config: Any) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     parts = [part for part in ("vision_config", "audio_config") if getattr(config, part, None) is not None]
-    if not parts or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return ""
-    if config.model_type in FAMILIES:
+    if not parts or config.model_type in (*FAMILIES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         return ""
     return (
         f"{config.model_type} is a model of images or sounds that psigrad does not train: take a text model of the family, or "

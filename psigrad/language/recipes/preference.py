@@ -55,11 +55,10 @@ def run(config: PreferenceConfig, given: ModelObject | None = None) -> Result:
         if (done := session.load_finished(config, journal, static_pins(config, (rewards, metric)))) is not None:
             return done
         checkpoint = session.newest_checkpoint(journal)
-        form = "unpaired-preference" if isinstance(loss, KahnemanTversky) else "preference"
         model = load_model(config.model, config.run, checkpoint, journal.world, given=given)
         encode: Any = pairs.encode_labelled if isinstance(loss, KahnemanTversky) else pairs.encode_pair
         encoder, limit = Encoder(model.tokenizer, partial(encode, model.tokenizer)), token_limit(config, model)
-        prepared = prepare_answers(config, form, encoder, limit, journal)
+        prepared = prepare_answers(config, encoder, limit, journal)
         reference = _reference(config, loss, model, checkpoint, journal.world)
         check_positions(max(map(pairs.longest_text, [*prepared.items, *prepared.held_out_items])), reference=reference)
         task = _task(config, loss, model, reference, list(prepared.items), journal)

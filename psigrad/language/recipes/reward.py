@@ -48,12 +48,11 @@ def run(config: RewardConfig, given: ModelObject | None = None) -> Result:
             setattr(model.network.config, STEP_SEPARATOR, config.step_separator)  # stored in config.json
         if config.data.plain_prompts != model.plain_prompts:
             setattr(model.network.config, PLAIN_PROMPTS, config.data.plain_prompts)
-        form = "stepwise" if config.process else "preference"
         encode: Any = partial(pairs.encode_pair, model.tokenizer, whole=False)
         if config.process:
             encode = partial(pairs.encode_steps, model.tokenizer, separator=config.step_separator)
         limit = token_limit(config, model)
-        prepared = prepare_answers(config, form, Encoder(model.tokenizer, encode), limit, journal)
+        prepared = prepare_answers(config, Encoder(model.tokenizer, encode), limit, journal)
         task = _task(config, model, prepared.items)
         held_out = _task(config, model, prepared.held_out_items) if prepared.held_out else None
         return train_on_rows(config, journal, model, prepared, checkpoint, task, held_out, given=given)

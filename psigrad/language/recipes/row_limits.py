@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from psigrad.config import Data, OnlineConfig, Placement, PreferenceConfig, RewardConfig, Sampling, SFTConfig
+from psigrad.config.algorithms import resolve_loss
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_layouts import Log, to_model_rows, to_turns
@@ -25,6 +26,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows, prepare
 from psigrad.language.rollout.types import Prompt, Prompts
+from psigrad.objective.preferences.preference_loss import KahnemanTversky
 from psigrad.runs.journal import Journal
 
 
@@ -69,7 +71,7 @@ def log_rewrites(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], log: L
         with contextlib.suppress(RowError):  # such a row was dropped and reported already
             if notes := describe_rewrites(tokenizer, row):
                 text = f"The chat template does not support everything in {row.source}: {'; '.join(notes)}."
-                log("said_otherwise", text, what=notes)
+                log("messages_rewritten", text, what=notes)
                 return
 
 
@@ -119,11 +121,6 @@ def check_images(config: Any, model: Pretrained | None = None, rows: Iterable[Ro
 
     Without a model, settings that load or train a vision tower mean images, so that nothing is loaded before the error.
     """
-    if model is None:
-        towers = {"vision loads": config.model.vision, "trained_towers names": bool(config.model.trained_towers)}
-        given = next((f"model.{name} a vision tower" for name, is_set in towers.items() if is_set), "")
-    else:
-        given = next((f"{row.source} has an image" for row in rows if digests_of(row)), "") if model.vision is not None else ""
     placement, sampler = getattr(config, "placement", Placement()), getattr(config, "sampling", Sampling()).sampler
     reasons = {
         f"sampling.sampler={sampler} reads text alone; set sampler to embedded": sampler in ("transformers", "vllm"),
@@ -131,7 +128,14 @@ def check_images(config: Any, model: Pretrained | None = None, rows: Iterable[Ro
         "placement.cluster samples where images are not sent; sample on this machine": bool(placement.cluster),
         "a reference server reads text alone; give a folder as reference": is_address(getattr(config, "reference", "")),
     }
-    if given and (why := next((why for why, holds in reasons.items() if holds), "")):
+    if not (why := next((why for why, holds in reasons.items() if holds), "")):
+        return
+    if model is None:
+        towers = {"vision loads": config.model.vision, "trained_towers names": bool(config.model.trained_towers)}
+        given = next((f"model.{name} a vision tower" for name, is_set in towers.items() if is_set), "")
+    else:
+        given = next((f"{row.source} has an image" for row in rows if digests_of(row)), "") if model.vision is not None else ""
+    if given:
         raise UserError(f"{given}, but {why}, or train without images.")
 
 
@@ -160,18 +164,26 @@ def name_limit(config: SFTConfig | RewardConfig | PreferenceConfig, limit: int) 
     return f"{limit} tokens, the model's number of positions; shorten them, or use a model with more positions"
 
 
+def dataset_form(config: OnlineConfig | SFTConfig | RewardConfig | PreferenceConfig) -> str:
+    """Return the form of dataset rows that a run with these settings trains on: "sft", or a key of `dataset_rows.FORMS`."""
+    if isinstance(config, OnlineConfig):
+        return "prompt-only"
+    if isinstance(config, SFTConfig):
+        return "sft"
+    if isinstance(config, RewardConfig):
+        return "stepwise" if config.process else "preference"
+    return "unpaired-preference" if isinstance(resolve_loss(config.loss), KahnemanTversky) else "preference"
+
+
 def prepare_answers(
-    config: RewardConfig | PreferenceConfig,
-    form: str,
-    encoder: Encoder[Row],
-    limit: int,
-    journal: Journal,
+    config: RewardConfig | PreferenceConfig, encoder: Encoder[Row], limit: int, journal: Journal
 ) -> PreparedRows[Any]:
     """Return the rows with answers to compare, and their tokens.
 
     A truncated answer cannot be judged, so rows with more tokens than `limit` are dropped and counted. Raises `UserError` if no
     row is left.
     """
+    form = dataset_form(config)
     settings = [form, limit, config.evaluation.eval_prompts, config.run.seed, getattr(config, "step_separator", ""), type(config)]
     return prepare(config.data, encoder.tokenizer, settings, journal, partial(_answers, config, form, encoder, limit))
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.config import Model, OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
-from psigrad.config.algorithms import resolve_loss
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_layouts import to_model_rows
@@ -23,8 +22,8 @@ from psigrad.language.loading.model_source import load_tokenizer, resolve_for_pl
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused import families
 from psigrad.language.models.fused.caches import HEAD_LIMIT
+from psigrad.language.recipes.row_limits import dataset_form
 from psigrad.language.rollout.samplers.cuda_graph import SHARE
-from psigrad.objective.preferences.preference_loss import KahnemanTversky
 from psigrad.optim.rules import adamw_kernels
 from psigrad_extras.preflight.plan.activations import Terms, terms
 from psigrad_extras.preflight.plan.arithmetic import (
@@ -317,25 +316,25 @@ def _measure_rows(config: Config) -> tuple[list[tuple[int, list[int]]], int]:
     """Return ([tokens of a prompt, of its answers] for the dataset's first rows, number of all training rows)."""
     tokenizer = _tokenizer(tokenizer_path(config.model))
     configure_chat(tokenizer, config.model)
-    form, lengths = _reader(config)
-    train, _ = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed)
+    lengths = _reader(config)
+    train, _ = read_rows(config.data, dataset_form(config), config.evaluation.eval_prompts, config.run.seed)
     (first,) = to_model_rows(tokenizer, [train[:_ROWS]], config.data.plain_prompts)
     return [lengths(tokenizer, row) for row in first], len(train)
 
 
-def _reader(config: Config) -> tuple[str, Callable[[Any, Row], tuple[int, list[int]]]]:
-    """Return (the dataset type, a function row -> (tokens of the prompt, tokens of each answer))."""
+def _reader(config: Config) -> Callable[[Any, Row], tuple[int, list[int]]]:
+    """Return a function (tokenizer, row) -> (tokens of the prompt, tokens of each answer)."""
     if isinstance(config, OnlineConfig):
-        return "prompt-only", lambda tokenizer, row: (len(prompt_ids(tokenizer, row)), [])
+        return lambda tokenizer, row: (len(prompt_ids(tokenizer, row)), [])
     if isinstance(config, SFTConfig):
-        return "sft", lambda tokenizer, row: _split_lengths(
+        return lambda tokenizer, row: _split_lengths(
             examples(tokenizer, row, config.max_length, empty_thinking=config.train_empty_thinking)
         )
     if isinstance(config, RewardConfig) and config.process:
-        return "stepwise", lambda tokenizer, row: (1, [pairs.encode_steps(tokenizer, row, config.step_separator).tokens])
-    if isinstance(config, PreferenceConfig) and isinstance(resolve_loss(config.loss), KahnemanTversky):
-        return "unpaired-preference", lambda tokenizer, row: _judged_lengths(pairs.encode_labelled(tokenizer, row))
-    return "preference", lambda tokenizer, row: _pair_lengths(pairs.encode_pair(tokenizer, row))
+        return lambda tokenizer, row: (1, [pairs.encode_steps(tokenizer, row, config.step_separator).tokens])
+    if dataset_form(config) == "unpaired-preference":
+        return lambda tokenizer, row: _judged_lengths(pairs.encode_labelled(tokenizer, row))
+    return lambda tokenizer, row: _pair_lengths(pairs.encode_pair(tokenizer, row))
 
 
 def _split_lengths(texts: list[Example]) -> tuple[int, list[int]]:

@@ -56,14 +56,17 @@ def test_check_shows_the_first_rows_of_any_form(chat: Path, tmp_path: Path, caps
         (["grpo", "--reward", "exact"], ["prompt  | say a:", "sampled | (the model's completion, which is trained)"]),
         (["dpo"], [line for x in "ab" for line in ("prompt  | say a:", f"trained | {x}<|endoftext|>")]),
         (["kto"], ["prompt  | say a:", "trained | a<|endoftext|>"]),
+        (["dpo", "--loss", "kto"], ["prompt  | say a:", "trained | a<|endoftext|>"]),
+        (["reward", "--process"], ["prompt  | say a:", "trained | a", "trained | b"]),
     ],
 )
 def test_check_shows_what_a_method_trains_on(method, reads, chat: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(check, "run", lambda config, told: [])
     monkeypatch.setattr(check, "report", lambda findings, **how: "")
     row = {"prompt": "say a:", "answer": "a", "completion": "a", "chosen": "a", "rejected": "b", "label": True}
-    wanted = {"dpo": ("prompt", "chosen", "rejected"), "kto": ("prompt", "completion", "label")}
-    columns = wanted.get(method[0], ("prompt", "completion", "answer"))
+    row |= {"completions": ["a", "b"], "labels": [True, False]}
+    wanted = {"dpo": ("chosen", "rejected"), "kto": ("completion", "label"), "--process": ("completions", "labels")}
+    columns = ("prompt", *wanted.get(method[-1], ("completion", "answer")))
     (tmp_path / "a.jsonl").write_text(json.dumps({name: row[name] for name in columns}) + "\n")
     given = ["--model", str(chat), "--dataset", str(tmp_path / "a.jsonl"), "--device", "cpu", "--plain-prompts"]
     assert cli.main(["check", *method, *given]) == 0

@@ -75,6 +75,15 @@ def test_bad_rows_may_be_left_out(tmp_path):
     assert [row.prompt for row in found.rows] == ["a", "d"] and len(found.skipped) == 1
 
 
-def test_a_cell_beyond_32_mib_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"rows.csv:1 is not CSV \(field larger than field limit \(33554432\)\)"):
-        load(write(tmp_path, f"prompt\n{'x' * (32 * 2**20 + 1)}\n"), form="prompt-only")
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("x" * (2**25 + 1), "rows.csv:2 is a line of over 33554432 characters"),
+        ("a," * (2**24 + 1), "rows.csv:2 is a line of over 33554432 characters"),
+        ('"' + ("x" * 2**20 + "\n") * 32 + 'x"', r"is not CSV \(field larger than field limit \(33554432\)\)"),
+    ],
+    ids=["cell", "cells", "lines"],
+)
+def test_a_line_or_cell_beyond_32_mib_is_refused(row, said, tmp_path):
+    with pytest.raises(UserError, match=said):
+        load(write(tmp_path, f"prompt\n{row}\n"), form="prompt-only")

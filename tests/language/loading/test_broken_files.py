@@ -11,8 +11,10 @@ import time
 import pytest
 
 from psigrad import cli
+from psigrad.config import Model
 from psigrad.errors import UserError
 from psigrad.language.loading import model_source
+from psigrad.language.loading.load_model import configure_chat
 
 DEEP = '{"a": ' * 100_000 + "1" + "}" * 100_000
 CONFIG = {
@@ -74,6 +76,8 @@ def test_a_hostile_tokenizer_is_a_sentence_within_seconds(name, job, tmp_path):
     start = time.process_time()
     with pytest.raises(UserError, match=f"cannot be read .*{re.escape(said)}"):
         model_source.load_tokenizer(str(tmp_path / "model"))
+    with pytest.raises(UserError, match=f"chat_template_path .* cannot be read .*{re.escape(said)}"):
+        configure_chat(model_source.load_tokenizer(str(job / "base")), Model(chat_template_path=str(tmp_path / "model")))
     assert time.process_time() - start < 5
     usual = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, times(" ", 3)]}
     file.write_text(json.dumps({**held, "normalizer": usual}))

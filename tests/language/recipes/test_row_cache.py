@@ -354,10 +354,10 @@ def test_answers_above_the_limit_are_left_out_and_counted(tokenizer: Any) -> Non
     tokenizer.chat_template = None
     encoder: Encoder[Row] = Encoder(tokenizer, partial(encode_pair, tokenizer))
     config = RewardConfig(data=Data(rows), evaluation=Evaluation(eval_prompts=0))
-    assert len(prepare_answers(config, "preference", encoder, 6, journal).items) == 1
+    assert len(prepare_answers(config, encoder, 6, journal).items) == 1
     assert ("rows_left_out", {"longer_than_max_length": 1, "kept": 1}) in told
     with pytest.raises(UserError, match="All 2 rows have more than 5 tokens"):
-        prepare_answers(config, "preference", encoder, 5, journal)
+        prepare_answers(config, encoder, 5, journal)
 
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
