@@ -28,8 +28,6 @@ from psigrad.language.models.tokenizer_files import read_tokenizer
 from psigrad_extras.preflight.plan.shape import config_of, model_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
-# Rows of a workload; a step takes some of them.
-_ROWS = 512
 
 
 def build(work: Workload, folder: Path) -> None:
@@ -103,7 +101,7 @@ def _tokenizer_of(model: str, config: PreTrainedConfig) -> PreTrainedTokenizerBa
 def write(work: Workload, made: PreTrainedTokenizerBase, folder: Path) -> None:
     made_rows = rows(work, made)
     if work.image:
-        made_rows = [_with_picture(row, work.image, folder / "pictures" / f"{i}.png") for i, row in enumerate(made_rows[:64])]
+        made_rows = [_with_picture(row, work.image, folder / "pictures" / f"{i}.png") for i, row in enumerate(made_rows)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made_rows))
     (folder / "work.json").write_text(json.dumps(asdict(work)))  # last: it says that all is there
 
@@ -154,7 +152,7 @@ def rows(work: Workload, made: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
         return round(min(max(drawn, mean / 4), 4 * mean))
 
     found = []
-    for _ in range(_ROWS):
+    for _ in range(work.rows):
         row: dict[str, Any] = {"prompt": text(spread(work.prompt_tokens))}
         if work.kind in ("dpo", "reward"):
             row |= {"chosen": text(rng.randint(16, 64)), "rejected": text(rng.randint(16, 64))}
