@@ -34,15 +34,13 @@ class ModuleKernels:
     def __init__(self, network: PreTrainedModel, native: Kernels) -> None:
         self.native, self.on = native, True
         self.packed: PackedWeights | None = None
-        head = network.get_output_embeddings()  # its products are computed by `logprobs` and `LanguageModel.head`
-        for module in network.modules():
-            made = None if module is head else self._forward_of(module)
-            if made is not None:
-                owner: Any = module
-                owner.forward = types.MethodType(made, module)
+        self._head = network.get_output_embeddings()  # its products are computed by `logprobs` and `LanguageModel.head`
+        replace_forwards(network, self._forward_of)
 
     def _forward_of(self, module: Any) -> Callable[..., Tensor] | None:
         """Return a forward method that computes a module by kernels; None if there are no kernels for the module."""
+        if module is self._head:
+            return None
         if type(module) is nn.Linear:
             return self._linear
         if all(type(getattr(module, name, None)) is nn.Linear for name in _FEED_FORWARD) and _is_gated(module):
@@ -95,6 +93,15 @@ class ModuleKernels:
             return made.view(x.shape)
 
         return forward
+
+
+def replace_forwards(network: nn.Module, forward_of: Callable[[Any], Callable[..., Tensor] | None]) -> None:
+    """Replace the forward method of each module by `forward_of(module)`, if that is not None."""
+    for module in network.modules():
+        made = forward_of(module)
+        if made is not None:
+            owner: Any = module
+            owner.forward = types.MethodType(made, module)
 
 
 @torch.no_grad()
