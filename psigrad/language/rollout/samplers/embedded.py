@@ -117,10 +117,9 @@ class EmbeddedSampler(PolicyWeights):
             or own.decoder is not None
             or own.shard_root is not None
             or own.router_recorder is not None
+            or (own.vision is not None and own.vision.axes)  # recorded steps do not support M-RoPE
             or not requests
         ):
-            return None
-        if own.vision is not None and own.vision.axes:  # recorded steps do not support M-RoPE
             return None
         before = None if self._graphs is None else self._graphs.wanted
         need = _to_record(requests, params, self.max_batch, self.model.max_length, before)
