@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from beside_trl import beside
-from real import interval
+from real import SMOL, interval
 from resumable import ask
 from timed import inputs
 from timed.workload import Workload
@@ -31,26 +31,10 @@ SMALL = {
     "text": {"hidden_size": 96, "intermediate_size": 288, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512},
     "tower": {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4, "patch_size": 4},
 }
-LARGE = {
-    "side": 512,
-    "scale": 4,
-    "text": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49280,
-    },
-    "tower": {
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "patch_size": 16,
-    },
-}
-"""SmolVLM-256M's shape: 64 tokens for a picture."""
+_TEXT = {name: SMOL[name] for name in SMOL if name.startswith(("hidden_", "intermediate_", "num_"))} | {"vocab_size": 49280}
+_TOWER = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "patch_size": 16}
+LARGE = {"side": 512, "scale": 4, "text": _TEXT, "tower": _TOWER}
+"""SmolVLM-256M's shape, whose text half is SmolLM2-135M's: 64 tokens for a picture."""
 _WORK = Workload("", "", prompts=4, prompt_tokens=32, completion_tokens=32, spread=0.4, rows=64)
 _SFT = replace(_WORK, kind="sft", prompts=16)
 WORKS = {
