@@ -124,15 +124,13 @@ class EmbeddedSampler(PolicyWeights):
         before = None if self._graphs is None else self._graphs.wanted
         need = _to_record(requests, params, self.max_batch, self.model.max_length, before)
         if self._graphs is None or not self._graphs.fits(need):
-            needs = [need]
-            if before is not None and bool(need.prompts) == bool(before.prompts):  # the sizes of earlier calls will recur
-                needs.insert(0, Room(*map(max, need, before)))
             self._graphs = None  # free its memory before the next allocates
-            found = [(fitting(self.model, need), need) for need in needs]
-            room, wanted = next((one for one in found if one[0] == one[1]), found[-1])
-            if not room.slots:
+            if before is not None and bool(need.prompts) == bool(before.prompts):  # the sizes of earlier calls will recur
+                both = Room(*map(max, need, before))
+                need = both if fitting(self.model, both) == both else need
+            if not (room := fitting(self.model, need)).slots:
                 return None
-            self._graphs = CudaGraphDecoding(self.model, room, wanted)
+            self._graphs = CudaGraphDecoding(self.model, room, need)
         self._graphs.begin(params)
         return self._graphs
 
