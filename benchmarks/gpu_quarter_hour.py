@@ -159,28 +159,26 @@ def kernels(options: Options, note: Note) -> None:
 
 
 def profiled(model: Any, groups: Any, options: Options) -> dict[str, float]:
-    """Kernels, seconds and bytes of one micro-batch, forward and backward."""
+    """Return the kernels of one micro-batch, forward and backward, the seconds in which the GPU is busy, and all seconds."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    def once() -> None:
-        model.evaluate(groups).logp.sum().backward()
-
     on_gpu = options.device != "cpu"
-    for _ in range(3):
-        once()
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
-        once()
+
+    def run(times: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(times):
+            model.evaluate(groups).logp.sum().backward()
         if on_gpu:
             torch.cuda.synchronize()
+        return (time.perf_counter() - begin) / times
+
+    run(3)
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
+        run(1)
     events = [e for e in seen.events() if not on_gpu or str(e.device_type).endswith("CUDA")]
-    begin = time.perf_counter()
-    for _ in range(5):
-        once()
-    if on_gpu:
-        torch.cuda.synchronize()
     busy = sum(getattr(e, "device_time_total", 0.0) for e in events) / 1e6
-    return {"kernels": len(events), "busy": busy, "seconds": (time.perf_counter() - begin) / 5}
+    return {"kernels": len(events), "busy": busy, "seconds": run(5)}
 
 
 def beside_trl(shape: str, prompt: int, lora: int, options: Options, note: Note) -> None:
@@ -296,7 +294,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
         rows.append(row)
         resumable.append(results, row)
         print(f"{stage.name}: {row['status']} in {row['seconds']:.0f} s {row.get('error', '')[-1500:]}", flush=True)
-        write(rows, page)
+        if page.exists():
+            page.write_text(fill(page.read_text(), measured=table(rows)))
     print(table(rows))
     return 0
 
@@ -394,12 +393,6 @@ def summary(figures: Figures) -> list[str]:
         last = figures["pairs"][-1]
         found.append(f"psigrad {last['ours_seconds']:.2f} s, TRL {last['trl_seconds']:.2f} s")
     return found + [str(x) for x in (*figures.get("last", ()), *figures.get("failed", ()))]
-
-
-def write(rows: list[Figures], page: Path) -> None:
-    """Put the table between the marks of the page."""
-    if page.exists():
-        page.write_text(fill(page.read_text(), measured=table(rows)))
 
 
 if __name__ == "__main__":
