@@ -93,11 +93,9 @@ def files(options: Options, shape: str, work: Workload, folder: Path) -> None:
     from timed import inputs
 
     config = config_of(options, shape)
-    torch.manual_seed(0)
-    with torch.device(options.device):
-        inputs.model_of(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
     made = inputs.tokenizer(config.vocab_size)
-    made.save_pretrained(folder / "model")
+    with torch.device(options.device):
+        inputs.write_model(config, made, folder, dtype=torch.bfloat16)
     inputs.write(work, made, folder)
 
 

@@ -110,13 +110,8 @@ def norm_offset(module: Any, rms_norm: Callable[[Tensor, Tensor, Any, float], Te
 
     The module's output on random numbers is compared with `rms_norm(x, weight, eps, offset)`.
     """
-    weight = getattr(module, "weight", None)
-    if (
-        "RMSNorm" not in type(module).__name__
-        or eps_of(module) is None
-        or weight is None
-        or getattr(module, "bias", None) is not None
-    ):
+    weight, eps = getattr(module, "weight", None), eps_of(module)
+    if "RMSNorm" not in type(module).__name__ or eps is None or weight is None or getattr(module, "bias", None) is not None:
         return None
     x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
     try:
@@ -125,7 +120,7 @@ def norm_offset(module: Any, rms_norm: Callable[[Tensor, Tensor, Any, float], Te
         return None
     near = 8 * torch.finfo(weight.dtype).eps * float(right.abs().max())
     for offset in (0.0, 1.0):
-        if float((rms_norm(x, weight.detach(), eps_of(module), offset) - right).abs().max()) <= near:
+        if float((rms_norm(x, weight.detach(), eps, offset) - right).abs().max()) <= near:
             return offset
     return None
 
