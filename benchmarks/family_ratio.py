@@ -6,8 +6,6 @@ of --json is written as each family ends, and one that has a line is not measure
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 from dataclasses import replace
@@ -17,12 +15,12 @@ from typing import Any
 
 from beside_trl import beside
 from real import interval
+from resumable import ask
 from timed.inputs import prepare
 from timed.workload import Workload
 
 from psigrad.errors import UserError
 from psigrad.language.models import language_model
-from psigrad.runs.machine import provenance
 
 sys.path.append(str(Path(__file__).parents[1] / "docs" / "make"))
 import families
@@ -83,24 +81,11 @@ def said(found: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure what was asked for and is missing."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", help=f"of {', '.join(families.FAMILIES)}; all of them where none is named")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--json", type=Path, default=families.MEASURED)
-    given = parser.parse_args()
-    if odd := [name for name in given.families if name not in families.FAMILIES]:
-        raise UserError(f"{odd[0]} is none of {', '.join(families.FAMILIES)}.")
-    where = {"dtype": given.dtype, "threads": given.threads, "processor": provenance("cpu")["processor"]}
-    lines = given.json.read_text().splitlines() if given.json.exists() else []
-    before = {line["family"]: line for line in map(json.loads, lines) if where.items() <= line.items()}
-    for name in given.families or families.FAMILIES:
-        if name not in before:
-            before[name] = {"family": name, **measure(name, given.dtype, given.threads, given.pairs), **where}
-            with given.json.open("a") as stream:
-                stream.write(json.dumps(before[name]) + "\n")
-        print(said(before[name]), flush=True)
+    given = ask(__doc__, families.FAMILIES, families.MEASURED, dtype="float32", pairs=7)
+    for name in given.names:
+        if not given.taken(family=name):
+            given.keep(measure(name, given.dtype, given.threads, given.pairs), family=name)
+        print(said(given.taken(family=name)[-1]), flush=True)
 
 
 if __name__ == "__main__":

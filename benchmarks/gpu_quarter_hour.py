@@ -25,11 +25,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import resumable
 from timed.workload import Workload
+
+sys.path.append(str(Path(__file__).parents[1] / "docs" / "make"))
+from filled import fill
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results" / "gpu_quarter_hour.jsonl", HERE.parent / "docs" / "gpu.md"
-BEGIN, END = "<!-- measured -->", "<!-- end -->"
 # Seconds that stay unused at the end, for the machine's answer.
 SPARE = 15
 Figures = dict[str, Any]
@@ -37,8 +40,8 @@ Note = Callable[[Figures], None]
 
 
 @dataclass(frozen=True)
-class Given:
-    """Where the stages run, and on which sizes."""
+class Options:
+    """The device on which the stages run, and whether their sizes are tiny."""
 
     device: str
     tiny: bool
@@ -46,12 +49,12 @@ class Given:
 
 @dataclass(frozen=True)
 class Stage:
-    """A measurement: `run(given, note)` gives its figures to `note` as they come. It is begun if `least` seconds are left, and
+    """A measurement: `run(options, note)` gives its figures to `note` as they come. It is begun if `least` seconds are left, and
     ended after `most`.
     """
 
     name: str
-    run: Callable[[Given, Note], None]
+    run: Callable[[Options, Note], None]
     least: int
     most: int
 
@@ -73,34 +76,30 @@ SHAPES: dict[str, Figures] = {
 TINY: Figures = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
 
 
-def config_of(given: Given, name: str, layers: int = 0) -> Any:
+def config_of(options: Options, name: str, layers: int = 0) -> Any:
     """The configuration of a shape, or a tiny one of its kind."""
     from transformers import Qwen3Config
 
     sizes = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, **SHAPES[name]}
-    sizes |= TINY | {"num_key_value_heads": 2, "head_dim": 16} if given.tiny else {}
+    sizes |= TINY | {"num_key_value_heads": 2, "head_dim": 16} if options.tiny else {}
     sizes |= {"num_hidden_layers": layers} if layers else {}
     ends = {"eos_token_id": 0, "pad_token_id": 1, "bos_token_id": None}
     return Qwen3Config(**sizes, **ends, tie_word_embeddings=True, max_position_embeddings=40960)
 
 
-def files(given: Given, shape: str, work: Workload, folder: Path) -> None:
+def files(options: Options, shape: str, work: Workload, folder: Path) -> None:
     """The workload's model, made on the device in bfloat16, its tokenizer and its rows."""
     import torch
     from timed import inputs
 
-    if (folder / "work.json").exists():
-        return
-    config = config_of(given, shape)
-    torch.manual_seed(0)
-    with torch.device(given.device):
-        inputs.model_of(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
+    config = config_of(options, shape)
     made = inputs.tokenizer(config.vocab_size)
-    made.save_pretrained(folder / "model")
+    with torch.device(options.device):
+        inputs.write_model(config, made, folder, dtype=torch.bfloat16)
     inputs.write(work, made, folder)
 
 
-def facts(given: Given, note: Note) -> None:
+def facts(options: Options, note: Note) -> None:
     """The machine, and whether what the other stages need is there. One step of a tiny model finds what is broken at once."""
     import torch
     from timed.timing import alone
@@ -108,37 +107,25 @@ def facts(given: Given, note: Note) -> None:
     from psigrad.runs.machine import provenance
 
     there = {name: bool(find_spec(name)) for name in ("trl", "peft", "vllm", "triton", "flash_attn", "bitsandbytes", "pytest")}
-    memory = torch.cuda.mem_get_info() if given.device != "cpu" else ()
-    note({**provenance(given.device), "packages": there, "memory": memory})
-    small = Given(given.device, True)
-    work = work_of(True, "0.6B", 64, 0)
-    done = alone(work, "bfloat16", 2, make=partial(files_for, small, "0.6B"), device=given.device)
+    memory = torch.cuda.mem_get_info() if options.device != "cpu" else ()
+    note({**provenance(options.device), "packages": there, "memory": memory})
+    make = partial(files, Options(options.device, True), "0.6B")
+    done = alone(work_of(True, "0.6B", 64, 0), "bfloat16", 2, make=make, device=options.device)
     note({"tiny_step": done["ours"]["seconds"], "first_step": done["to_first_step"]["ours"]})
 
 
-def files_for(given: Given, shape: str, work: Workload, folder: Path) -> None:
-    """`files` in the order in which the benchmarks call their maker."""
-    files(given, shape, work, folder)
-
-
-def tests(folder: str, given: Given, note: Note) -> None:
+def tests(folder: str, options: Options, note: Note) -> None:
     """Tests of what only runs on a GPU; without one they are collected."""
-    only = ["-m", "gpu", "--durations", "5"] if given.device != "cpu" else ["-m", "gpu", "--collect-only"]
+    only = ["-m", "gpu", "--durations", "5"] if options.device != "cpu" else ["-m", "gpu", "--collect-only"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *only, folder]
     done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    note(
-        {
-            "status": done.returncode,
-            "last": lines[-1:],
-            "failed": failed,
-            "end": "" if not done.returncode else done.stdout[-4000:],
-        }
-    )
+    end = done.stdout[-4000:] if done.returncode else ""
+    note({"status": done.returncode, "last": lines[-1:], "failed": failed, "end": end})
 
 
-def kernels(given: Given, note: Note) -> None:
+def kernels(options: Options, note: Note) -> None:
     """Kernels of a layer in a micro-batch and seconds of a micro-batch: of transformers' modules, of ours, and compiled."""
     import torch
     from timed import inputs
@@ -148,15 +135,15 @@ def kernels(given: Given, note: Note) -> None:
     from psigrad.language.models.lora import Lora
     from psigrad.language.models.packing import Groups
 
-    length = 8 if given.tiny else 128
+    length = 8 if options.tiny else 128
     groups = Groups([[3] * length] * 4, [[[4] * length] * 8] * 4)
     for lora in (False, True):
         for how in ("eager", "compiled"):
             found: list[dict[str, float]] = []
             for layers in (2, 4):
                 torch.manual_seed(0)
-                with torch.device(given.device):
-                    network = inputs.model_of(config_of(given, "0.6B", layers), dtype=torch.bfloat16)
+                with torch.device(options.device):
+                    network = inputs.model_of(config_of(options, "0.6B", layers), dtype=torch.bfloat16)
                 adapter = Lora(16) if lora else None
                 model = language_model.prepare(network, inputs.tokenizer(network.config.vocab_size), adapter)
                 model.attend("auto")
@@ -164,44 +151,49 @@ def kernels(given: Given, note: Note) -> None:
                     begin = time.perf_counter()
                     compile_layers(model)
                     note({f"{lora=} compile": {"seconds": time.perf_counter() - begin, "why_not": model.why_uncompiled}})
-                found.append(profiled(model, groups, given))
+                found.append(profiled(model, groups, options))
             each = {name: (found[1][name] - found[0][name]) / 2 for name in found[0]}
             note({f"{lora=} {how}": each, f"{lora=} {how} attends": model.attention_kernel, f"{lora=} slower": model.slow_reason})
 
 
-def profiled(model: Any, groups: Any, given: Given) -> dict[str, float]:
-    """Kernels, seconds and bytes of one micro-batch, forward and backward."""
+def profiled(model: Any, groups: Any, options: Options) -> dict[str, float]:
+    """Return the kernels of one micro-batch, forward and backward, the seconds in which the GPU is busy, and all seconds."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    def once() -> None:
-        model.evaluate(groups).logp.sum().backward()
+    on_gpu = options.device != "cpu"
 
-    on_gpu = given.device != "cpu"
-    for _ in range(3):
-        once()
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
-        once()
+    def run(times: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(times):
+            model.evaluate(groups).logp.sum().backward()
         if on_gpu:
             torch.cuda.synchronize()
+        return (time.perf_counter() - begin) / times
+
+    run(3)
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
+        run(1)
     events = [e for e in seen.events() if not on_gpu or str(e.device_type).endswith("CUDA")]
-    begin = time.perf_counter()
-    for _ in range(5):
-        once()
-    if on_gpu:
-        torch.cuda.synchronize()
     busy = sum(getattr(e, "device_time_total", 0.0) for e in events) / 1e6
-    return {"kernels": len(events), "busy": busy, "seconds": (time.perf_counter() - begin) / 5}
+    return {"kernels": len(events), "busy": busy, "seconds": run(5)}
 
 
-def beside_trl(shape: str, prompt: int, lora: int, given: Given, note: Note) -> None:
+def beside_trl(shape: str, prompt: int, lora: int, options: Options, note: Note) -> None:
     """A step of both, equal loss first; without TRL psigrad alone. The peak is beside the plan's."""
     from beside_trl import beside
+    from plan import planned
     from timed.timing import alone
 
-    work, make = work_of(given.tiny, shape, prompt, lora), partial(files_for, given, shape)
-    note(planned(given, shape, work))
-    together: Figures = {"make": make, "device": given.device}
+    from psigrad_extras.preflight import plan
+
+    def make(work: Workload, folder: Path) -> None:
+        files(options, shape, work, folder)
+        made = planned(work, folder, "bfloat16", plan.machine(options.device, "bfloat16", measure=False))
+        note({"planned_mb": made.memory.peak / 2**20, "planned_seconds": made.phases})
+
+    work = work_of(options.tiny, shape, prompt, lora)
+    together: Figures = {"make": make, "device": options.device}
     if find_spec("trl") is None:
         note({"alone": alone(work, "bfloat16", 2, **together)})
         return
@@ -214,28 +206,7 @@ def beside_trl(shape: str, prompt: int, lora: int, given: Given, note: Note) -> 
     note({"beside": beside(work, "bfloat16", 2, keep=keep, **together)})
 
 
-def planned(given: Given, shape: str, work: Workload) -> Figures:
-    """The plan of the workload on this device: bytes at the peak, and seconds by phase."""
-    from psigrad.config import Model, OnlineConfig, Run, Sampling
-    from psigrad_extras.preflight import plan
-
-    with tempfile.TemporaryDirectory() as folder:
-        config_of(given, shape).save_pretrained(folder)
-        model = Model(folder, dtype="bfloat16", lora_rank=work.lora_rank, gradient_checkpointing=work.gradient_checkpointing)
-        settings = OnlineConfig(
-            model=model,
-            run=Run(device=given.device),
-            sampling=Sampling(max_completion_length=work.completion_tokens),
-            prompts_per_step=work.prompts,
-            num_generations=work.generations,
-            micro_batch_tokens=work.micro_tokens,
-        )
-        lengths = plan.Lengths(work.prompt_tokens, work.completion_tokens, work.prompt_tokens, work.completion_tokens)
-        made = plan.predict(settings, lengths, plan.machine(given.device, "bfloat16", measure=False))
-    return {"planned_mb": made.memory.peak / 2**20, "planned_seconds": made.phases}
-
-
-def sampling(given: Given, note: Note) -> None:
+def sampling(options: Options, note: Note) -> None:
     """Seconds of 128 completions of 128 tokens: recorded, not recorded, and recorded with compiled layers."""
     import torch
     from timed import inputs
@@ -246,14 +217,14 @@ def sampling(given: Given, note: Note) -> None:
     from psigrad.language.rollout.types import Request, SamplingParams
 
     torch.manual_seed(0)
-    with torch.device(given.device):
-        network = inputs.model_of(config_of(given, "0.6B"), dtype=torch.bfloat16)
+    with torch.device(options.device):
+        network = inputs.model_of(config_of(options, "0.6B"), dtype=torch.bfloat16)
     model = language_model.prepare(network, inputs.tokenizer(network.config.vocab_size))
     model.attend("auto")
-    count, length = (2, 8) if given.tiny else (16, 128)
+    count, length = (2, 8) if options.tiny else (16, 128)
     params = SamplingParams(max_tokens=length)
     for prompt in (64, 2048):
-        ids = tuple(2 + i % 60 for i in range(prompt // 32 if given.tiny else prompt))
+        ids = tuple(2 + i % 60 for i in range(prompt // 32 if options.tiny else prompt))
         requests = [Request(ids, tuple(range(8 * i, 8 * i + 8))) for i in range(count)]
         for how in ("recorded", "eager", "compiled"):
             if how == "compiled":
@@ -284,8 +255,9 @@ STAGES = (
 
 def main(arguments: Iterable[str] | None = None) -> int:
     """Run the stages that are not done, as long as there is time."""
+    names = [stage.name for stage in STAGES]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stages", nargs="*", help=", ".join(stage.name for stage in STAGES))
+    parser.add_argument("stages", nargs="*", help=", ".join(names))
     parser.add_argument("--minutes", type=float, default=12.0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
@@ -293,17 +265,19 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--page", type=Path)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args(None if arguments is None else [*arguments])
-    given = Given(asked.device, asked.tiny)
+    if unknown := [name for name in asked.stages if name not in names]:
+        parser.error(f"{unknown[0]!r} is none of the stages {', '.join(names)}")
+    options = Options(asked.device, asked.tiny)
     scratch = Path(tempfile.gettempdir())  # a trial's figures are no results
     results = asked.results or (scratch / RESULTS.name if asked.tiny else RESULTS)
     page = asked.page or (scratch / PAGE.name if asked.tiny else PAGE)
     if asked.child:
         name, file = asked.child
-        _child(next(stage for stage in STAGES if stage.name == name), given, Path(file))
+        _child(next(stage for stage in STAGES if stage.name == name), options, Path(file))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends too
     end = time.monotonic() + 60 * asked.minutes - SPARE
-    code, rows = _version(), read(results)
+    code, rows = _version(), resumable.read(results)
     for stage in STAGES:
         attempts = [row for row in rows if row["stage"] == stage.name and row["code"] == code]
         wanted = not asked.stages or stage.name in asked.stages
@@ -314,37 +288,25 @@ def main(arguments: Iterable[str] | None = None) -> int:
             print(f"{stage.name}: no time is left for it", flush=True)
             continue
         most = left if asked.tiny else stage.most  # what a trial's machine takes says nothing
-        row = {"stage": stage.name, "code": code, **take(stage, given, min(most, left))}
+        row = {"stage": stage.name, "code": code, **take(stage, options, min(most, left))}
         rows.append(row)
-        results.parent.mkdir(parents=True, exist_ok=True)
-        with results.open("a") as stream:
-            stream.write(json.dumps(row) + "\n")
+        resumable.append(results, row)
         print(f"{stage.name}: {row['status']} in {row['seconds']:.0f} s {row.get('error', '')[-1500:]}", flush=True)
-        write(rows, page)
+        if page.exists():
+            page.write_text(fill(page.read_text(), measured=table(rows)))
     print(table(rows))
     return 0
 
 
-def read(file: Path) -> list[Figures]:
-    """The rows of earlier calls; a line that was cut off is none."""
-    rows = []
-    for line in file.read_text().splitlines() if file.exists() else ():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
-
-
-def take(stage: Stage, given: Given, seconds: float) -> Figures:
+def take(stage: Stage, options: Options, seconds: float) -> Figures:
     """The figures of a stage, run for at most so many seconds. Its processes end with it."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         file, errors = Path(folder, "figures.json"), Path(folder, "errors")
-        command = [sys.executable, __file__, "--device", given.device, "--child", stage.name, str(file)]
+        command = [sys.executable, __file__, "--device", options.device, "--child", stage.name, str(file)]
         with errors.open("w") as stream:
             child = subprocess.Popen(
-                command + ["--tiny"] * given.tiny, stdout=stream, stderr=stream, start_new_session=True, env=_environment()
+                command + ["--tiny"] * options.tiny, stdout=stream, stderr=stream, start_new_session=True, env=_environment()
             )
             try:
                 status = "done" if child.wait(seconds) == 0 else "failed"
@@ -369,7 +331,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _child(stage: Stage, given: Given, file: Path) -> None:
+def _child(stage: Stage, options: Options, file: Path) -> None:
     """Run a stage, and keep what it has measured so far in a file."""
     found: Figures = {}
 
@@ -378,7 +340,7 @@ def _child(stage: Stage, given: Given, file: Path) -> None:
         file.with_suffix(".new").write_text(json.dumps(found, default=str))
         file.with_suffix(".new").replace(file)
 
-    stage.run(given, note)
+    stage.run(options, note)
 
 
 def _version() -> str:
@@ -429,13 +391,6 @@ def summary(figures: Figures) -> list[str]:
         last = figures["pairs"][-1]
         found.append(f"psigrad {last['ours_seconds']:.2f} s, TRL {last['trl_seconds']:.2f} s")
     return found + [str(x) for x in (*figures.get("last", ()), *figures.get("failed", ()))]
-
-
-def write(rows: list[Figures], page: Path) -> None:
-    """Put the table between the marks of the page."""
-    if page.exists():
-        before, _, rest = page.read_text().partition(BEGIN)
-        page.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

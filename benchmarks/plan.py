@@ -39,7 +39,8 @@ def planned(
         lora_rank=work.lora_rank,
         quantize_base=work.quantize_base,  # type: ignore[arg-type]
     )
-    common: dict[str, Any] = {"model": model, "run": Run(max_steps=1, device="cpu"), "placement": placement or Placement()}
+    run = Run(max_steps=1, device=machine.device)
+    common: dict[str, Any] = {"model": model, "run": run, "placement": placement or Placement()}
     prompts = [len(tokenizer(row["prompt"]).input_ids) for row in rows]
     if work.kind == "sft":
         answers = [len(tokenizer(row["completion"]).input_ids) for row in rows]
@@ -55,6 +56,7 @@ def planned(
         prompts_per_step=work.prompts,
         num_generations=work.generations,
         num_iterations=work.iterations,
+        micro_batch_tokens=work.micro_tokens,
         lag=lag,
         **common,
     )

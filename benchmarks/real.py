@@ -9,7 +9,6 @@ The exit status is 1 where a goal is missed: where the upper end of the 95 % int
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -25,12 +24,12 @@ from typing import Any
 from beside_trl import beside
 from huggingface_hub import try_to_load_from_cache
 from plan import planned
+from resumable import ask
 from timed.inputs import prepare
 from timed.workload import Workload
 
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
-from psigrad.runs.machine import provenance
 from psigrad_extras.preflight.plan.hardware import Machine
 
 FILE = Path(__file__).parent / "results" / "real.jsonl"
@@ -388,31 +387,13 @@ def _phase(lines: list[str], phase: str, taken: Sequence[Pair]) -> bool:
 
 def main() -> int:
     """Measure what was asked for and is missing; 1 where a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", help=f"of {', '.join(WORKS)}; all of them where none is named")
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=7, help="of steps in turn; fewer than 7 prove nothing")
-    parser.add_argument("--json", type=Path, default=FILE)
-    given = parser.parse_args()
-    if odd := [name for name in given.workloads if name not in WORKS]:
-        raise UserError(f"{odd[0]} is none of {', '.join(WORKS)}.")
-    given.json.parent.mkdir(parents=True, exist_ok=True)
-    where = {"dtype": given.dtype, "threads": given.threads, "processor": provenance("cpu")["processor"]}
-    lines = given.json.read_text().splitlines() if given.json.exists() else []
-    before = [pair for line in lines if where.items() <= (pair := json.loads(line)).items()]
-    missed = False
-    for name in given.workloads or WORKS:
-        real, found = WORKS[name], [pair for pair in before if pair["workload"] == name]
+    given, missed = ask(__doc__, WORKS, FILE, dtype="bfloat16", pairs=7), False
+    for name in given.names:
+        real, found = WORKS[name], given.taken(workload=name)
         if (why := lacks(real)) and not found:
             print(f"{name}  not measured: {why}", flush=True)
             continue
-
-        def keep(pair: Pair) -> None:
-            with given.json.open("a") as stream:
-                stream.write(json.dumps({**pair, **where}) + "\n")
-
-        complete(real, found, given.pairs, partial(measure, real, given.dtype, given.threads), keep)
+        complete(real, found, given.pairs, partial(measure, real, given.dtype, given.threads), given.keep)
         said, one = judge(real, found)
         print("\n".join(said), flush=True)
         missed |= one

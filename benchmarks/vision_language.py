@@ -6,8 +6,6 @@ turn. Each pair is a line of --json, and a workload that has `--pairs` of them i
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from dataclasses import replace
 from functools import partial
@@ -16,7 +14,8 @@ from typing import Any
 
 import torch
 from beside_trl import beside
-from real import interval
+from real import SMOL, interval
+from resumable import ask
 from timed import inputs
 from timed.workload import Workload
 from transformers import AutoModelForImageTextToText, Idefics3Config, Idefics3Processor
@@ -24,7 +23,6 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
-from psigrad.runs.machine import provenance
 
 MEASURED = Path(__file__).parent / "results" / "vision_language.jsonl"
 SMALL = {
@@ -33,45 +31,24 @@ SMALL = {
     "text": {"hidden_size": 96, "intermediate_size": 288, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512},
     "tower": {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4, "patch_size": 4},
 }
-LARGE = {
-    "side": 512,
-    "scale": 4,
-    "text": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49280,
-    },
-    "tower": {
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "patch_size": 16,
-    },
-}
-"""SmolVLM-256M's shape: 64 tokens for a picture."""
-_WORK = Workload("", "", prompts=4, prompt_tokens=32, completion_tokens=32, spread=0.4)
+_TEXT = {name: SMOL[name] for name in SMOL if name.startswith(("hidden_", "intermediate_", "num_"))} | {"vocab_size": 49280}
+_TOWER = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "patch_size": 16}
+LARGE = {"side": 512, "scale": 4, "text": _TEXT, "tower": _TOWER}
+"""SmolVLM-256M's shape, whose text half is SmolLM2-135M's: 64 tokens for a picture."""
+_WORK = Workload("", "", prompts=4, prompt_tokens=32, completion_tokens=32, spread=0.4, rows=64)
 _SFT = replace(_WORK, kind="sft", prompts=16)
-_ROWS = 64
 WORKS = {
-    "V1": (SMALL, _ROWS, replace(_WORK, says="GRPO, 0.8M parameters, 4 pictures × 8 completions")),
-    "V2": (SMALL, _ROWS, replace(_SFT, says="SFT, 0.8M parameters, 16 pictures a step, each read for the first time")),
-    "V3": (SMALL, 16, replace(_SFT, says="SFT, 0.8M parameters, 16 pictures a step, in a later pass over them")),
-    "V4": (LARGE, _ROWS, replace(_WORK, says="GRPO, SmolVLM-256M's shape, 2 pictures × 8 completions", prompts=2)),
-    "V5": (
-        LARGE,
-        _ROWS,
-        replace(_SFT, says="SFT, SmolVLM-256M's shape, 8 pictures a step, each read for the first time", prompts=8),
-    ),
-    "V6": (LARGE, 8, replace(_SFT, says="SFT, SmolVLM-256M's shape, 8 pictures a step, in a later pass over them", prompts=8)),
+    "V1": (SMALL, replace(_WORK, says="GRPO, 0.8M parameters, 4 pictures × 8 completions")),
+    "V2": (SMALL, replace(_SFT, says="SFT, 0.8M parameters, 16 pictures a step, each read for the first time")),
+    "V3": (SMALL, replace(_SFT, says="SFT, 0.8M parameters, 16 pictures a step, in a later pass over them", rows=16)),
+    "V4": (LARGE, replace(_WORK, says="GRPO, SmolVLM-256M's shape, 2 pictures × 8 completions", prompts=2)),
+    "V5": (LARGE, replace(_SFT, says="SFT, SmolVLM-256M's shape, 8 pictures a step, each read for the first time", prompts=8)),
+    "V6": (LARGE, replace(_SFT, says="SFT, SmolVLM-256M's shape, 8 pictures a step, in a later pass", prompts=8, rows=8)),
 }
-"""Shape, rows (those of a later pass are read in the first step, which is not timed) and workload."""
+"""Shape and workload. The pictures of a later pass are read in the first step, which is not timed."""
 
 
-def make(shape: dict[str, Any], rows: int, work: Workload, folder: Path) -> None:
+def make(shape: dict[str, Any], work: Workload, folder: Path) -> None:
     """The files of a workload: the model with random weights, its tokenizer and processor, the rows and their pictures."""
     words = tiny.tokenizer([inputs.LETTERS], 256)
     marks = [tiny.EDGE, tiny.WHOLE, tiny.IMAGE, "<end_of_utterance>"]
@@ -99,46 +76,24 @@ def make(shape: dict[str, Any], rows: int, work: Workload, folder: Path) -> None
     for part in (network, words, seen, both):
         part.save_pretrained(folder / "model")
     inputs.write(work, words, folder)
-    lines = (folder / "rows.jsonl").read_text().splitlines(keepends=True)
-    (folder / "rows.jsonl").write_text("".join(lines[:rows]))
 
 
 def shown(name: str, pairs: list[dict[str, Any]]) -> str:
     """A workload's line for people."""
     middle, low, high = interval([pair["trl"] / pair["ours"] for pair in pairs])
     share = max(pair["ours_mb"] for pair in pairs) / max(pair["trl_mb"] for pair in pairs)
-    return f"{name} ({WORKS[name][2].says}): {middle:.2f} times as fast [{low:.2f}, {high:.2f}], {share:.2f} of its memory"
+    return f"{name} ({WORKS[name][1].says}): {middle:.2f} times as fast [{low:.2f}, {high:.2f}], {share:.2f} of its memory"
 
 
 def main() -> None:
     """Measure the workloads that lack pairs, and print all that were named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("works", nargs="*", metavar="WORK", help=f"of {', '.join(WORKS)}; all of them if none is named")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--json", type=Path, default=MEASURED)
-    given = parser.parse_args()
-    where = {"dtype": given.dtype, "threads": given.threads, "processor": provenance("cpu")["processor"]}
-    for name in given.works or WORKS:
-        lines = given.json.read_text().splitlines() if given.json.exists() else []
-        taken = [line for line in map(json.loads, lines) if {**where, "work": name}.items() <= line.items()]
-        shape, rows, work = WORKS[name]
-        if missing := given.pairs - len(taken):
-
-            def keep(pair: dict[str, Any], name: str = name, taken: list[dict[str, Any]] = taken) -> None:
-                taken.append({"work": name, **where, **pair})
-                with given.json.open("a") as stream:
-                    stream.write(json.dumps(taken[-1]) + "\n")
-
-            beside(
-                replace(work, name=name, image=shape["side"], steps=missing),
-                given.dtype,
-                given.threads,
-                make=partial(make, shape, rows),
-                keep=keep,
-            )
-        print(shown(name, taken), flush=True)
+    given = ask(__doc__, WORKS, MEASURED, dtype="float32", pairs=5)
+    for name in given.names:
+        shape, work = WORKS[name]
+        if (missing := given.pairs - len(given.taken(work=name))) > 0:
+            work = replace(work, name=name, image=shape["side"], steps=missing)
+            beside(work, given.dtype, given.threads, make=partial(make, shape), keep=partial(given.keep, work=name))
+        print(shown(name, given.taken(work=name)), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -10,15 +9,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import resumable
 from evidence import tasks
 
 from psigrad.errors import UserError
 from psigrad.intervals import Interval, over_seeds, paired_difference, pass_at_k
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "docs" / "make"))
-from filled import fill  # noqa: E402
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "make"))
+from filled import fill
 
+ROOT = Path(__file__).parents[2]
 Record = dict[str, Any]
 Pair = tuple[Record, Record, Record]
 """The records of one task and seed: before training, after psigrad's run, after TRL's."""
@@ -56,7 +56,7 @@ CLAIMS = (
 
 def read() -> list[Record]:
     """Return the records. Raise `UserError` if some were made with other settings."""
-    found = [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
+    found = resumable.read(FILE)
     if any(one["digest"] != tasks.DIGEST for one in found):
         raise UserError(f"{FILE} has records of other tasks or settings; move it away to start again.")
     return found

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import resumable
 from evidence import page, tasks
 from evidence.page import LIBRARIES, Record, chosen, find, pass_at
 
@@ -124,8 +125,7 @@ def once(records: list[Record], make: Callable[[], Record], **key: Any) -> None:
     load = os.getloadavg()[0]
     found = {**key, "digest": tasks.DIGEST, **make(), "load": [round(load, 1), round(os.getloadavg()[0], 1)]}
     records.append(found | {"threads": default_threads(), **provenance("cpu")})
-    with page.FILE.open("a") as file:
-        file.write(json.dumps(records[-1]) + "\n")
+    resumable.append(page.FILE, records[-1])
     page.write(records)
     print(key, found["load"], flush=True)
 
@@ -155,4 +155,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        sys.exit(str(error))

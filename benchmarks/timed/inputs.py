@@ -28,8 +28,6 @@ from psigrad.language.models.tokenizer_files import read_tokenizer
 from psigrad_extras.preflight.plan.shape import config_of, model_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
-# Rows of a workload; a step takes some of them.
-_ROWS = 512
 
 
 def build(work: Workload, folder: Path) -> None:
@@ -51,7 +49,7 @@ def build(work: Workload, folder: Path) -> None:
         pad_token_id=1,
     )
     made = tokenizer(work.vocabulary)
-    _make(config, made, folder)
+    write_model(config, made, folder)
     write(work, made, folder)
 
 
@@ -71,7 +69,7 @@ def prepare(work: Workload, model: str, folder: Path) -> None:
     made = _tokenizer_of(model, config)
     source = Path(model)
     if source.exists() and not (source.is_dir() and any(source.glob("*.safetensors"))):
-        _make(config, made, folder)
+        write_model(config, made, folder)
     elif source.is_dir():
         shutil.copytree(source, folder / "model")
         made.save_pretrained(folder / "model")
@@ -81,9 +79,10 @@ def prepare(work: Workload, model: str, folder: Path) -> None:
     write(work, made, folder)
 
 
-def _make(config: PreTrainedConfig, made: PreTrainedTokenizerBase, folder: Path) -> None:
+def write_model(config: PreTrainedConfig, made: PreTrainedTokenizerBase, folder: Path, **options: Any) -> None:
+    """Write model/ with random weights. `options` are those of `model_of`."""
     torch.manual_seed(0)
-    model_of(config).save_pretrained(folder / "model")
+    model_of(config, **options).save_pretrained(folder / "model")
     made.save_pretrained(folder / "model")
 
 
@@ -101,9 +100,10 @@ def _tokenizer_of(model: str, config: PreTrainedConfig) -> PreTrainedTokenizerBa
 
 
 def write(work: Workload, made: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the rows, with their pictures, and the workload."""
     made_rows = rows(work, made)
     if work.image:
-        made_rows = [_with_picture(row, work.image, folder / "pictures" / f"{i}.png") for i, row in enumerate(made_rows[:64])]
+        made_rows = [_with_picture(row, work.image, folder / "pictures" / f"{i}.png") for i, row in enumerate(made_rows)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made_rows))
     (folder / "work.json").write_text(json.dumps(asdict(work)))  # last: it says that all is there
 
@@ -154,7 +154,7 @@ def rows(work: Workload, made: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
         return round(min(max(drawn, mean / 4), 4 * mean))
 
     found = []
-    for _ in range(_ROWS):
+    for _ in range(work.rows):
         row: dict[str, Any] = {"prompt": text(spread(work.prompt_tokens))}
         if work.kind in ("dpo", "reward"):
             row |= {"chosen": text(rng.randint(16, 64)), "rejected": text(rng.randint(16, 64))}

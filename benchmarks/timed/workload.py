@@ -29,7 +29,7 @@ class Workload:
     (0: all), with bfloat16 weights (`half_weights`) or by autocast; psigrad takes `micro_tokens` tokens online. The logarithms of
     lengths of prompts (of rows, in sft) have the deviation `spread`, around the lengths given. With several `turns` each
     completion is answered by `answer`, but the last, and one that was cut. Each prompt has a picture with
-    sides of `image` pixels (0: none).
+    sides of `image` pixels (0: none). There are `rows` rows, and a step takes some of them.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Workload:
     spread: float = 0.0
     turns: int = 1
     image: int = 0
+    rows: int = 512
     micro_batch: int = 0
     micro_tokens: int = 4096
     half_weights: bool = False

@@ -118,5 +118,4 @@ def code(weight: Tensor, kind: Kind) -> CodedMatrix:
             found = shares.round().to(torch.int8)
         pieces.append((found.view(len(rows), -1), scales))
     codes, scales = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-    made = lay_out(codes, scales, None, NF4 if kind == "nf4" else (), 4 if kind == "nf4" else 8)
-    return made
+    return lay_out(codes, scales, None, NF4 if kind == "nf4" else (), 4 if kind == "nf4" else 8)

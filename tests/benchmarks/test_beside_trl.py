@@ -74,8 +74,8 @@ def test_trls_side_computes_our_loss_of_prompts_with_pictures(kind, tmp_path):
 
     shape = {"side": 16, "scale": 2, "text": {**vision_language.SMALL["text"], "num_hidden_layers": 1}}
     shape["tower"] = {**vision_language.SMALL["tower"], "num_hidden_layers": 1}
-    work = replace(SMALL, kind=kind, prompts=3, image=16)
-    vision_language.make(shape, 8, work, tmp_path)
+    work = replace(SMALL, kind=kind, prompts=3, image=16, rows=8)
+    vision_language.make(shape, work, tmp_path)
     ours = compare.check(timed_run.build(tmp_path, "float32", "cpu"))
     trainer, _ = trl_worker._trainer(work, tmp_path, read(tmp_path)[1], False, "cpu")
     compare.agree(work, "float32", {"ours": ours, "trl": trl_worker._check(work, trainer)})

@@ -6,7 +6,8 @@ import time
 
 import gpu_quarter_hour as script
 import pytest
-from gpu_quarter_hour import Given, Stage
+from gpu_quarter_hour import Options, Stage
+from timed.workload import read
 
 
 @pytest.fixture
@@ -14,7 +15,7 @@ def asked(monkeypatch, tmp_path):
     """asked(minutes, faults): the stages that a call has run, each in a minute of a clock of its own."""
     clock = [0.0]
     page = tmp_path / "gpu.md"
-    page.write_text(f"before\n{script.BEGIN}\nold\n{script.END}\nafter\n")
+    page.write_text("before\n<!-- measured -->\nold\n<!-- end of measured -->\nafter\n")
     monkeypatch.setattr(script.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(script, "_version", lambda: code[0])
     code = ["abc"]
@@ -22,7 +23,7 @@ def asked(monkeypatch, tmp_path):
     def run(minutes, faults=(), at="abc"):
         ran, code[0] = [], at
 
-        def take(stage, given, seconds):
+        def take(stage, options, seconds):
             ran.append(stage.name)
             clock[0] += min(60.0, seconds)
             return {"status": "failed" if stage.name in faults else "done", "seconds": 60.0, "figures": {"last": [stage.name]}}
@@ -41,12 +42,17 @@ def test_the_same_command_goes_on_and_what_failed_is_tried_once_more(asked, tmp_
     assert f"| {names[0]} | done" in page and f"| {names[1]} | failed" in page and names[3] not in page
     with (tmp_path / "found.jsonl").open("a") as stream:
         stream.write('{"stage": "fa')  # cut off in a line
-        stream.write("\n")
     assert asked(4.5, faults=names[1:2])[0] == [names[1], *names[3:6]]
     ran, page = asked(20, faults=names[1:2])
     assert ran == names[6:] and f"| {names[-1]} | done" in page, "what failed twice is left"
     assert asked(20)[0] == []
     assert asked(20, at="def")[0] == names, "other code is measured again"
+
+
+def test_the_files_of_a_stage_are_its_workload_and_model(tmp_path):
+    work = script.work_of(True, "0.6B", 64, 0)
+    script.files(Options("cpu", True), "0.6B", work, tmp_path)
+    assert read(tmp_path)[0] == work and (tmp_path / "model" / "model.safetensors").exists()
 
 
 def test_a_stage_that_takes_too_long_is_ended_with_what_it_has_measured(tmp_path, monkeypatch):
@@ -61,7 +67,7 @@ def test_a_stage_that_takes_too_long_is_ended_with_what_it_has_measured(tmp_path
     )
     monkeypatch.setattr(script, "__file__", str(file))
     begin = time.monotonic()
-    found = script.take(Stage("facts", script.facts, 1, 1), Given("cpu", True), 3.0)
+    found = script.take(Stage("facts", script.facts, 1, 1), Options("cpu", True), 3.0)
     assert found["status"] == "cut off" and found["figures"] == {"half": 1} and time.monotonic() - begin < 20
     state = script.Path(f"/proc/{(tmp_path / 'pid').read_text()}/status")
     while state.exists() and "zombie" not in state.read_text():  # it has a signal already, which takes a moment

@@ -33,7 +33,6 @@ def counting(monkeypatch: Any) -> Iterator[Launches]:
     from torch._inductor import async_compile, compile_fx, config, graph, scheduler
 
     found = Launches()
-    nothing = lambda *given, **named: lambda *numbers: None  # noqa: E731
 
     def generated(code: str) -> None:
         body = code[code.index("def call(") :]
@@ -49,7 +48,7 @@ def counting(monkeypatch: Any) -> Iterator[Launches]:
 
     torch._dynamo.reset()
     with config.patch(force_disable_caches=True), monkeypatch.context() as patch:
-        patch.setattr(async_compile.AsyncCompile, "cpp_pybinding", nothing)
+        patch.setattr(async_compile.AsyncCompile, "cpp_pybinding", lambda *given, **named: lambda *numbers: None)
         patch.setattr(graph.GraphLowering, "save_output_code", staticmethod(generated))
         patch.setattr(scheduler.Scheduler, "codegen", counted)
         logging.getLogger(compile_fx.__name__).setLevel(logging.ERROR)

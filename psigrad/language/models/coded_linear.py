@@ -54,7 +54,8 @@ class CodedLinear(nn.Linear):
             rows = x.reshape(-1, self.in_features)
             out = native.products.multiply_codes(rows, [self.matrix], x.new_empty(len(rows), self.out_features), bias)
             return out.view(*x.shape[:-1], -1)
-        return _Product.apply(x, self.matrix, bias)  # type: ignore[no-any-return]
+        made: Tensor = _Product.apply(x, self.matrix, bias)
+        return made
 
 
 class _Product(torch.autograd.Function):
@@ -88,17 +89,18 @@ def _decoder() -> Callable[..., Tensor]:
 
     If torch.compile fails, print the reason once, and decode without it.
     """
-    compiled: list[Callable[..., Tensor]] = [torch.compile(codes.decode, dynamic=True)]
+    current: Callable[..., Tensor] = torch.compile(codes.decode, dynamic=True)
 
-    def decode(*given: object) -> Tensor:
+    def decode(*given: Any) -> Tensor:
+        nonlocal current
         try:
-            return compiled[0](*given)
+            return current(*given)
         except torch._dynamo.exc.TorchDynamoException as error:
             redaction.say(
                 f"Quantised weights are decoded without torch.compile, which takes ten times as long: {reason_of(error)}."
             )
-            compiled[0] = codes.decode
-            return codes.decode(*given)  # type: ignore[arg-type]
+            current = codes.decode
+            return current(*given)
 
     return decode
 

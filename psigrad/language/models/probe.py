@@ -152,23 +152,17 @@ def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
     Also enable the kernels of the model's recurrent layers if they do not change the outputs. `reason` says why the kernels of
     recurrent layers are disabled; empty if they are not. On a GPU, attach modules that launch fewer kernels (`GpuParts`) instead.
     """
+    from psigrad.language.models.fused.gpu_parts import GpuParts
     from psigrad.language.models.fused.module_kernels import ModuleKernels
 
-    hf, native = model.network, kernels()
+    hf, native, inputs = model.network, kernels(), lay_out(texts, model.device, packed=True)
     if hf.device.type == "cuda":
-        _attach_on_gpu(model, lay_out(texts, model.device, packed=True))
+        _enable(GpuParts(hf), model, inputs)
         return None, ""
     if isinstance(native, str) or hf.device.type != "cpu" or hf.dtype not in native.dtypes:
         return None, ""
-    module_kernels, inputs = ModuleKernels(hf, native), lay_out(texts, model.device, packed=True)
-    hf.eval()  # the dropout of a new adapter is active until then
-
-    def numbers(on: bool) -> Tensor:
-        module_kernels.on = on
-        hidden: Tensor = model.target_hidden(inputs)
-        return hidden
-
-    module_kernels.on = not _why_not(hf, numbers)
+    module_kernels = ModuleKernels(hf, native)
+    _enable(module_kernels, model, inputs)
     switches = [module.has_state for module in hf.modules() if getattr(module, "has_state", None)]
     repeats = max(1, min(8, model.max_length // LENGTH))  # so that there are several chunks
     longer = [tuple(ids) * repeats for ids in texts.prompts], [[tuple(ids) * repeats for ids in g] for g in texts.completions]
@@ -187,11 +181,9 @@ def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
 
 
 @torch.no_grad()
-def _attach_on_gpu(model: Any, inputs: ForwardInputs) -> None:
-    """Attach modules that launch fewer kernels, if they do not change the outputs."""
-    from psigrad.language.models.fused.gpu_parts import GpuParts
-
-    parts = GpuParts(model.network)
+def _enable(parts: Any, model: Any, inputs: ForwardInputs) -> None:
+    """Set `parts.on` to True if the replaced forward methods, `parts`, do not change the model's outputs, otherwise to False."""
+    model.network.eval()  # the dropout of a new adapter is active until then
 
     def numbers(on: bool) -> Tensor:
         parts.on = on

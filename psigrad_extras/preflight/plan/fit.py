@@ -34,7 +34,7 @@ def fit(config: C) -> C:
     They are tried in this order: first with all activations kept from sampling, then without, each with the largest micro-batches
     that fit. Then activations are recomputed, and fewer sequences are decoded at once.
 
-    If `micro_batch_tokens` is 0 and no limit is set, the limit is the device's free memory, and only micro-batches get smaller.
+    If `micro_batch_tokens` is 0 and no limit is set, the limit is the device's free memory, and `filling` chooses.
 
     Print the choice. Raises `UserError` if nothing of this is enough for a given limit.
     """

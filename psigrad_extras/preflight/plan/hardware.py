@@ -16,7 +16,7 @@ from psigrad.errors import UserError
 from psigrad.kernels.kernels import multiply
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.free_memory import available_memory, installed_memory
-from psigrad.runs.machine import default_threads
+from psigrad.runs.machine import cores, default_threads
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -121,10 +121,10 @@ def machine(
 
 def busy(device: str) -> str:
     """Return a sentence if other programs use half of the processor, which lengthens measured times; "" on a GPU."""
-    cores, load = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, os.getloadavg()[0]
-    if device != "cpu" or load < 0.5 * cores:
+    load = os.getloadavg()[0]
+    if device != "cpu" or load < 0.5 * cores():
         return ""
-    return f"The machine is busy (load {load:.1f} on {cores} cores), so this is longer than on an idle one."
+    return f"The machine is busy (load {load:.1f} on {cores()} cores), so this is longer than on an idle one."
 
 
 def last_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:

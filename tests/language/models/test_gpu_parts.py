@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from psigrad.language.models import hf_attention, probe, tiny
+from psigrad.language.models import backbone, hf_attention, probe, tiny
 from psigrad.language.models.fused import gpu_parts, inductor
 from psigrad.language.models.fused.gpu_parts import GpuParts
 from psigrad.language.models.language_model import Lora, prepare
@@ -71,21 +71,23 @@ one_kernel("rms_norm", "Tensor x, Tensor weight, float eps", 2)
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """The branches of a GPU on the host."""
-    monkeypatch.setattr(probe, "fuse", lambda model, texts, recompute: (None, ""))
+    monkeypatch.setattr(backbone, "fuse", lambda model, texts, recompute: (None, ""))
     monkeypatch.setattr(probe, "kernels", lambda: "none on a GPU")
     monkeypatch.setattr(GpuParts, "runs", lambda self, x, *weights: self.on)
 
 
-def made(layers: int, lora: bool, recompute: bool, fewer: bool = True, dtype=torch.bfloat16):
+def made(layers: int, lora: bool, recompute: bool, fewer: bool = True, dtype=torch.bfloat16, dropout: float = 0.0):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     torch.manual_seed(0)
     network = Qwen3ForCausalLM(Qwen3Config(**sizes, num_hidden_layers=layers, vocab_size=280)).to(dtype)
-    model = prepare(network, tiny.tokenizer(["say a: b"], 280), Lora(4) if lora else None, gradient_checkpointing=bool(recompute))
-    model.decoder = model.module_kernels = None
+    adapter = Lora(4, dropout=dropout) if lora else None
+    model = prepare(network, tiny.tokenizer(["say a: b"], 280), adapter, gradient_checkpointing=bool(recompute))
     for p in model.trainable().values():
         p.data = p.data.to(dtype)
     if fewer:
-        probe._attach_on_gpu(model, probe.lay_out(model._texts(), model.device, packed=True))
+        model.network.train()  # as a new adapter is, before the first pass
+        model.dropout_masks.tokens = None
+        probe._enable(GpuParts(model.network), model, probe.lay_out(model._texts(), model.device, packed=True))
     return model
 
 
@@ -105,11 +107,11 @@ def launched(monkeypatch, **how) -> tuple[float, float]:
     return (found[1][0] - found[0][0]) / 2, (found[1][1] - found[0][1]) / 2
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_log_probs_and_gradients_are_those_of_the_modules(lora, as_on_a_gpu):
+@pytest.mark.parametrize(("lora", "dropout"), [(False, 0.0), (True, 0.0), (True, 0.5)])
+def test_log_probs_and_gradients_are_those_of_the_modules(lora, dropout, as_on_a_gpu):
     found = []
     for fewer in (True, False):
-        model = made(2, lora, False, fewer, torch.float64)
+        model = made(2, lora, False, fewer, torch.float64, dropout)
         learns = [p.data.normal_(std=0.2, generator=torch.Generator().manual_seed(len(p))) for p in model.trainable().values()]
         assert lora or len(learns) > 20
         logp = model.evaluate(GROUPS).logp

@@ -6,7 +6,6 @@ update is added by the product that computes it. Both are first compared with th
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from psigrad.language.models.fused.module_kernels import eps_of, norm_offset
+from psigrad.language.models.fused.module_kernels import eps_of, norm_offset, replace_forwards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,11 +28,7 @@ class GpuParts:
 
     def __init__(self, network: PreTrainedModel) -> None:
         self.on = True
-        for module in network.modules():
-            made = self._forward_of(module)
-            if made is not None:
-                owner: Any = module
-                owner.forward = types.MethodType(made, module)
+        replace_forwards(network, self._forward_of)
 
     def _forward_of(self, module: Any) -> Callable[..., Tensor] | None:
         """Return a forward method with fewer kernels for a module; None if there is none for the module."""

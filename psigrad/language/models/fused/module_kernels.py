@@ -34,15 +34,13 @@ class ModuleKernels:
     def __init__(self, network: PreTrainedModel, native: Kernels) -> None:
         self.native, self.on = native, True
         self.packed: PackedWeights | None = None
-        head = network.get_output_embeddings()  # its products are computed by `logprobs` and `LanguageModel.head`
-        for module in network.modules():
-            made = None if module is head else self._forward_of(module)
-            if made is not None:
-                owner: Any = module
-                owner.forward = types.MethodType(made, module)
+        self._head = network.get_output_embeddings()  # its products are computed by `logprobs` and `LanguageModel.head`
+        replace_forwards(network, self._forward_of)
 
     def _forward_of(self, module: Any) -> Callable[..., Tensor] | None:
         """Return a forward method that computes a module by kernels; None if there are no kernels for the module."""
+        if module is self._head:
+            return None
         if type(module) is nn.Linear:
             return self._linear
         if all(type(getattr(module, name, None)) is nn.Linear for name in _FEED_FORWARD) and _is_gated(module):
@@ -97,19 +95,23 @@ class ModuleKernels:
         return forward
 
 
+def replace_forwards(network: nn.Module, forward_of: Callable[[Any], Callable[..., Tensor] | None]) -> None:
+    """Replace the forward method of each module by `forward_of(module)`, if that is not None."""
+    for module in network.modules():
+        made = forward_of(module)
+        if made is not None:
+            owner: Any = module
+            owner.forward = types.MethodType(made, module)
+
+
 @torch.no_grad()
 def norm_offset(module: Any, rms_norm: Callable[[Tensor, Tensor, Any, float], Tensor]) -> float | None:
     """Return the number that an RMS norm adds to its weight: 0, or 1 in Gemma. Return None for other modules.
 
     The module's output on random numbers is compared with `rms_norm(x, weight, eps, offset)`.
     """
-    weight = getattr(module, "weight", None)
-    if (
-        "RMSNorm" not in type(module).__name__
-        or eps_of(module) is None
-        or weight is None
-        or getattr(module, "bias", None) is not None
-    ):
+    weight, eps = getattr(module, "weight", None), eps_of(module)
+    if "RMSNorm" not in type(module).__name__ or eps is None or weight is None or getattr(module, "bias", None) is not None:
         return None
     x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
     try:
@@ -118,7 +120,7 @@ def norm_offset(module: Any, rms_norm: Callable[[Tensor, Tensor, Any, float], Te
         return None
     near = 8 * torch.finfo(weight.dtype).eps * float(right.abs().max())
     for offset in (0.0, 1.0):
-        if float((rms_norm(x, weight.detach(), eps_of(module), offset) - right).abs().max()) <= near:
+        if float((rms_norm(x, weight.detach(), eps, offset) - right).abs().max()) <= near:
             return offset
     return None
 

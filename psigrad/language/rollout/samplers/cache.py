@@ -433,9 +433,7 @@ def prefill(
     keep: ActivationCache | None,
 ) -> Tensor:
     """Prefill n new slots, of which slot i continues prompt `copies[i]`. Return the logits [n, V] after the slots' prompts."""
-    inputs = pack(Groups(prompts, [[] for _ in prompts]), model.device)
-    shifts = None
-    inputs = model.placed(inputs)
+    inputs, shifts = model.placed(pack(Groups(prompts, [[] for _ in prompts]), model.device)), None
     if inputs.has_images and model.vision is not None:
         shifts = on_device([model.vision.shift(ids) for ids in prompts], model.device)
     assert isinstance(inputs.layout, PackedLayout) and inputs.prefix_ends is not None

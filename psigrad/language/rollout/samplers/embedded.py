@@ -117,23 +117,20 @@ class EmbeddedSampler(PolicyWeights):
             or own.decoder is not None
             or own.shard_root is not None
             or own.router_recorder is not None
+            or (own.vision is not None and own.vision.axes)  # recorded steps do not support M-RoPE
             or not requests
         ):
-            return None
-        if own.vision is not None and own.vision.axes:  # recorded steps do not support M-RoPE
             return None
         before = None if self._graphs is None else self._graphs.wanted
         need = _to_record(requests, params, self.max_batch, self.model.max_length, before)
         if self._graphs is None or not self._graphs.fits(need):
-            needs = [need]
-            if before is not None and bool(need.prompts) == bool(before.prompts):  # the sizes of earlier calls will recur
-                needs.insert(0, Room(*map(max, need, before)))
             self._graphs = None  # free its memory before the next allocates
-            found = [(fitting(self.model, need), need) for need in needs]
-            room, wanted = next((one for one in found if one[0] == one[1]), found[-1])
-            if not room.slots:
+            if before is not None and bool(need.prompts) == bool(before.prompts):  # the sizes of earlier calls will recur
+                both = Room(*map(max, need, before))
+                need = both if fitting(self.model, both) == both else need
+            if not (room := fitting(self.model, need)).slots:
                 return None
-            self._graphs = CudaGraphDecoding(self.model, room, wanted)
+            self._graphs = CudaGraphDecoding(self.model, room, need)
         self._graphs.begin(params)
         return self._graphs
 
@@ -179,8 +176,9 @@ def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -
 def _to_record(requests: list[Request], params: SamplingParams, max_batch: int, most: int, before: Room | None) -> Room:
     """Return the room that recorded steps need. It is rounded up, so that slightly longer prompts fit in the next call.
 
-    A long prompt is stored once for its group while the group has unfinished completions. With one completion per prompt, as in
-    an evaluation, it is stored so only if the previous room `before` was of this kind.
+    A long prompt is stored once for its group while the group has unfinished completions. Short prompts, and those with one
+    completion each, as in an evaluation, are stored so only if the previous room `before` was of this kind. A cache of another
+    kind would be recorded again.
     """
 
     def rounded(tokens: int) -> int:
@@ -189,7 +187,7 @@ def _to_record(requests: list[Request], params: SamplingParams, max_batch: int, 
     slots, longest = _room_for(requests, params, max_batch)
     slots, prompt = min(max_batch, 1 << (slots - 1).bit_length()), longest - params.max_tokens
     members = sum(len(request.seeds) for request in requests) / len(requests)
-    if prompt < SHORTEST or (members < 2 and not (before and before.prompts)):
+    if (prompt < SHORTEST or members < 2) and not (before and before.prompts):
         return Room(slots, rounded(longest))
     prompts = min(slots, len(requests), math.ceil(2 * slots / members))
     return Room(slots, rounded(params.max_tokens), prompts, rounded(prompt))
@@ -257,7 +255,7 @@ class _Batch:
         self.routes = None if model.router_recorder is None else Routes(model.router_recorder, *self.ids.shape)
 
     def can_admit(self) -> bool:
-        free = self.sequences.size + len(self.waiting[0][1]) <= self.max_batch if self.waiting else False
+        free = bool(self.waiting) and self.sequences.size + len(self.waiting[0][1]) <= self.max_batch
         return free and self._free_prompts() > 0
 
     def _free_prompts(self) -> int:
