@@ -49,12 +49,6 @@ def test_the_same_command_goes_on_and_what_failed_is_tried_once_more(asked, tmp_
     assert asked(20, at="def")[0] == names, "other code is measured again"
 
 
-def test_the_files_of_a_stage_are_its_workload_and_model(tmp_path):
-    work = script.work_of(True, "0.6B", 64, 0)
-    script.files(Options("cpu", True), "0.6B", work, tmp_path)
-    assert read(tmp_path)[0] == work and (tmp_path / "model" / "model.safetensors").exists()
-
-
 def test_a_stage_that_takes_too_long_is_ended_with_what_it_has_measured(tmp_path, monkeypatch):
     """A stand-in for the script notes a figure, starts a process of its own and waits."""
     file = tmp_path / "child.py"
@@ -89,12 +83,14 @@ def test_the_figures_that_a_page_shows():
 
 @pytest.mark.parametrize("shape", script.SHAPES)
 def test_the_files_of_a_tiny_workload_are_made(shape, tmp_path):
-    script.files_for(Given("cpu", True), shape, script.work_of(True, shape, 64, 0), tmp_path)
+    work = script.work_of(True, shape, 64, 0)
+    script.files(Options("cpu", True), shape, work, tmp_path)
     assert {"model", "rows.jsonl", "work.json"} == {path.name for path in tmp_path.iterdir()}
+    assert read(tmp_path)[0] == work
 
 
 @pytest.mark.slow
 def test_the_first_stage_takes_a_step_of_a_tiny_model(tmp_path):
     found = {}
-    script.facts(Given("cpu", True), found.update)
+    script.facts(Options("cpu", True), found.update)
     assert found["tiny_step"] > 0 and found["first_step"] > 0
