@@ -270,7 +270,9 @@ _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
 def find_grouped(root: Part) -> Places:
-    """Return [(dotted path, standard deviation)] of each psi that compares within groups: batch, group or none."""
+    """Return (dotted path, value) of each psi that subtracts a group's mean. The value says which standard deviation divides
+    the result: that of the "batch", that of the "group", or "none".
+    """
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
         for place, part in find_parts(root)

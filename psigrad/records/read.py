@@ -16,7 +16,7 @@ from psigrad.records.row_lines import read_lines, read_steps, rollout_files
 from psigrad.records.rows import metric_of, number, parse_row, rollout_figures
 
 TEXT_LIMIT = 600
-# After the last two events another step may become the best.
+# `kept` records the best step. After the two other events the run trains again, so another step may become the best.
 KEEPS = ("kept", "started", "resumed")
 
 

@@ -30,7 +30,7 @@ MAX_LINE_BYTES = 32 * 2**20
 """The longest line in bytes. Longer lines are mistakes, and several copies of one would be in memory."""
 
 MOST_GROWTH, LEAST_BYTES = 200, 256 * 2**20
-"""The rows of a compressed file may have this multiple of its size in bytes, or `LEAST_BYTES` if that is more."""
+"""A compressed file may expand to `MOST_GROWTH` times its size, or to `LEAST_BYTES` if that is more."""
 
 _BOM = b"\xef\xbb\xbf"
 _ROW_BYTES = 64  # a row's own memory, at least

@@ -146,8 +146,8 @@ def _alike(a: str, b: str) -> float:
 def _edits(a: str, b: str) -> int:
     """Return Levenshtein's distance.
 
-    A column of the distance table is encoded in two integers. Bit i of the first is set if cell i is one more than the cell above
-    and bit i of the second if it is one less. Thus even two of the longest completions take a fraction of a second to compare.
+    A column of the distance table is encoded in two integers. If cell i is one more than the cell above it, bit i of the first is
+    set; if one less, bit i of the second. Thus even two of the longest completions take a fraction of a second to compare.
     Source: Myers 1999, Hyyrö 2003.
     """
     places: dict[str, int] = {}

@@ -91,7 +91,7 @@ def short_range(*bounds: int) -> range:
 
 
 def isclose(a: Any, b: Any, **tolerances: float) -> bool:
-    """Return `math.isclose`, or numpy's result if its tolerances are named."""
+    """Return `math.isclose(a, b)`, or `numpy.isclose(a, b)` if a tolerance has numpy's name, `rtol` or `atol`."""
     if tolerances.keys() & {"rtol", "atol"}:
         return allclose(a, b, tolerances.get("rtol", 1e-5), tolerances.get("atol", 1e-8))
     return math.isclose(a, b, **tolerances)

@@ -186,9 +186,9 @@ class PoolScoring(Scoring):
         return [combine(names, pool.weights, [part[i] for part in self._parts], pool.failure_value) for i in range(self._count)]
 
     def faults(self) -> list[str]:
-        """Return for each sample the reason why a function gave no number, after its name.
+        """Return for each sample a text: the name of a function that could not score it, and the reason.
 
-        It is empty if each function gave a number or None.
+        The text is empty if each function gave a number or None.
         """
         self._wait()
         named = list(zip(self._pool.specs, self._parts, strict=True))

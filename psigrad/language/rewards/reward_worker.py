@@ -175,9 +175,9 @@ def finish(returned: Any) -> Any:
 def name_texts(function: Callable[..., Any], samples: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (the arguments of every function, the extra arguments that a function may request by name).
 
-    The extra arguments are three texts of each completion (its last turn, the policy's turns, the transcript), the policy's own
-    tokens, and the opening tag of reasoning if the prompt ends with it. psigrad's own functions receive the policy's last turn as
-    the completion, with the policy's own tokens, since the text of an environment or a tool must earn no reward. Functions with
+    The extra arguments are three texts of each completion: its last turn, the policy's turns, and the transcript. Further ones
+    are the policy's own tokens, and the opening tag of reasoning if the prompt ends with it. psigrad's own functions receive the
+    policy's last turn and tokens as the completion: the text of an environment or a tool must earn no reward. Functions with
     `whole_conversation` receive the whole conversation.
     """
     given = dict(samples)

@@ -22,8 +22,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def drop_nulls(value: Any) -> Any:
-    """Return the value without keys of objects whose value is null, at every depth. Arrow adds such keys for columns of other
-    rows.
+    """Return the value without the keys of objects whose value is null, at every depth. Arrow adds such keys where only other
+    rows have a value.
     """
     if isinstance(value, Mapping):
         return {key: drop_nulls(inner) for key, inner in value.items() if inner is not None}
