@@ -116,7 +116,7 @@ def _read_allowed(now: Mapping[str, Any], leaves: Mapping[str, Any]) -> set[str]
 def rename_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by dotted name in which `algorithm.preset` is renamed to `algorithm`, and `loss.preset` to `loss`.
 
-    The setting of a preset then has the same name if one of the preset's parts was changed, and if none was.
+    The preset's setting then has one name, whether or not a part of the preset was changed as well.
     """
     return {n.removesuffix(".preset") if n in ("algorithm.preset", "loss.preset") else n: v for n, v in settings.items()}
 

@@ -357,7 +357,7 @@ class _Outside(ast.NodeTransformer):
         self._names = names
 
     def code(self, node: ast.expr, given: Sequence[str]) -> Callable[..., Any]:
-        """Return a function of the values of `given`."""
+        """Compile an expression into a function of positional arguments, one for each of the names `given`."""
         for name in sorted(_names_in(node) - _bound_in(node) - {*given}):
             if self._names.get(name) is None:
                 raise ValueError(f"{name} cannot be evaluated outside the sandbox: {ast.unparse(node)[:200]}")
@@ -398,7 +398,7 @@ class _Outside(ast.NodeTransformer):
 
 
 def _is_given(node: ast.AST) -> bool:
-    """Return True if the node has a value: a constant, or a call with arguments."""
+    """Return True if the test itself puts a value into the node: a constant, or a call with arguments."""
     return any(isinstance(n, ast.Constant) or (isinstance(n, ast.Call) and bool(n.args or n.keywords)) for n in ast.walk(node))
 
 

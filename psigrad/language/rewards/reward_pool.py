@@ -109,7 +109,7 @@ class RewardPool:
         self.workers.close()
 
     def begin(self) -> PoolScoring:
-        """Return a new scoring, which the workers start with its first group. Cancel this thread's previous scoring."""
+        """Return a new scoring. The workers start when its first group is added. Cancel this thread's previous scoring."""
         if not len(self.workers):
             raise RewardError("The reward pool is closed; make a new one.")
         with self.watch:

@@ -109,7 +109,7 @@ def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
 
 
 def order_answers(messages: list[Message]) -> list[Message]:
-    """Return raw messages with the tool answers after a turn sorted by their ids, into the order of the turn's calls."""
+    """Return raw messages with the tool answers after each turn in the order of the turn's calls, which have the same ids."""
     ordered: list[Message] = []
     ids: list[Any] = []
     for role, run in itertools.groupby(messages, key=lambda message: message.get("role")):

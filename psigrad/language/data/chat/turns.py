@@ -293,7 +293,7 @@ _KNOWN = {"role", "content", "tool_calls", "tool_call_id", *WEIGHTS, *REASONING}
 
 
 def _pieces(message: Message, thoughts: bool) -> Iterator[tuple[str, str]]:
-    """Yield (field, text) for the texts of a message. A template may drop thoughts of turns that are only context."""
+    """Yield (field, text) for each text of a message. Include thoughts only if `thoughts`: templates drop them from context."""
     parts = re.split(r"</?think>", str(message.get("content", "")))
     texts = [text for part in (parts if thoughts else parts[-1:]) for text in images.MARK.split(part)[::2]]
     yield from (("content", text.strip()) for text in texts if text.strip())

@@ -43,7 +43,7 @@ def next_collection(
     pending = list(state.pending)
     wanted = num_started(state.step, run.config.lag, run.total_steps) - state.step
     if run.executor is not None and not run.sampler.central and pending and len(pending) < wanted:
-        with clock("time/wait"):  # the engine has one version of the weights, and pending collections started with it
+        with clock("time/wait"):  # the engine holds one version of the weights, which pending collections still use
             pending[-1].result()
     with clock("time/sample"):  # transferring weights may take long
         current = replace(run, rollout=run.rollout.snapshot()) if len(pending) < wanted else run
@@ -65,7 +65,7 @@ def next_collection(
 
 
 def num_started(step: int, lag: int, total: int) -> int:
-    """Return the number of collections that have started after `step` steps: the next one and `lag` more, at most `total`."""
+    """Return the number of collections started by the time of step `step` + 1: that many and `lag` more, at most `total`."""
     return min(step + lag + 1, total)
 
 
