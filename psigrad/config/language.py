@@ -231,8 +231,8 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     algorithm: Algorithm = "grpo"
     """Preset name, or {preset: grpo, part: value, …}, or a PolicyGradient."""
     reference: Annotated[str, PATH] = ""
-    """Folder or hub name of the reference policy of the KL term, such as a teacher; empty: the model that training starts from.
-    Or the address of a server with OpenAI's API that returns the log-probs of a prompt, such as http://localhost:8000/v1."""
+    """Reference policy of the KL term, such as a teacher: a folder or hub name; empty: the model that training starts from. Or
+    the address of an OpenAI-compatible server that returns the log-probs of a prompt, such as http://localhost:8000/v1."""
     reference_model: str = ""
     """Name of the model on the reference server; empty: the only one that it serves."""
     reference_tokenizer: Annotated[str, PATH] = ""

@@ -335,7 +335,7 @@ def _text(part: Any) -> Any:
 
 
 def refuse_marks(raw: Mapping[str, Any], fail: Fail, further: str) -> None:
-    """Reject texts with an image's mark, or with any U+FFFC if `further` is set. Use a stack: rows may be nested deeply."""
+    """Reject texts with an image's mark, or with any U+FFFC if `further` is not "". Use a stack: rows may be nested deeply."""
     stack: list[tuple[str, Any]] = list(raw.items())
     while stack:
         path, value = stack.pop()

@@ -61,8 +61,7 @@ class Teacher:
     """The teacher's folder or address, for messages."""
     _cache: dict[Any, TeacherOutput] = field(default_factory=dict, repr=False)
     _pieces: list[Tensor] = field(default_factory=list, repr=False)
-    """Of the last batch: a mask [N, T] of the ends of text pieces, the teacher's log-prob [N, T] of each piece at its end, and
-    the baseline [N]."""
+    """Of the last batch: a mask [N, T] of the ends of text pieces, the teacher's log-probs there [N, T], and baselines [N]."""
 
     @property
     def is_own_reference(self) -> bool:

@@ -53,7 +53,7 @@ class ModelScorer:
         return str(getattr(self.model.network.config, STEP_SEPARATOR, "") or "")
 
     def begin(self) -> Scoring:
-        """Return a `Scoring` that scores all groups at the end, in few passes: until then, the policy samples on the device."""
+        """Return a `Scoring` that scores all groups at the end, in few passes, since the policy samples on the device before."""
         return Scoring(self._score_groups)
 
     def _score_groups(self, groups: Sequence[Samples]) -> list[Result]:
@@ -170,9 +170,9 @@ def answer_end(tokenizer: Any, plain: bool) -> list[int] | None:
 
 
 def step_ends(tokenizer: Any, ids: Ids, separator: str) -> list[int]:
-    """Return the index of each step's last token: each token with the separator.
+    """Return the index of each step's last token. A step ends at a token whose text contains the separator.
 
-    If the last token before EOS has no separator, its index is included, since it ends the last step.
+    The last token before EOS ends the last step, with or without a separator.
     """
     ends = [i for i, token in enumerate(ids) if separator in tokenizer.decode([token])]
     last = len(ids) - 1

@@ -43,8 +43,7 @@ from psigrad.runs.journal import Journal
 R = TypeVar("R")
 T = TypeVar("T")
 RowFilter = Callable[[Any], tuple[Any, Mapping[str, int]]]
-"""A function (encoded row) -> (the part of the row to train on, counts). The counts, by name, are summed over all rows for
-messages, such as the number of truncated texts. None in place of the part drops the row."""
+"""A function (encoded row) -> (the part to train on, or None to drop the row; counts by name, which are summed over rows)."""
 
 Encoded = tuple[tuple[int, bytes], list[BadRow], Counter[str]]
 _AT_ONCE = 1024

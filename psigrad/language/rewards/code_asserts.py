@@ -97,9 +97,9 @@ def _bound_by(statement: ast.Import | ast.ImportFrom) -> set[str]:
 
 
 def _own_names(tree: ast.Module) -> set[str]:
-    """Return the names of Python functions that the program defines itself, such as its own `sum`.
+    """Return the names of Python's functions that the program defines itself, such as its own `sum`.
 
-    If a test calls only names of Python, the functions that its asserts call are the program's.
+    These are the functions that the test's asserts call, if the test calls no function but Python's.
     """
     called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
     if called - _names().keys():

@@ -41,7 +41,7 @@ TOGETHER = 8
 class RewardCall:
     """One call of one reward function (an index) on several samples (indices).
 
-    Functions never share a call. An error thus identifies its function, and does not change the input of another one.
+    Functions never share a call. An error thus identifies its function, and does not change what other functions receive.
     """
 
     function: int

@@ -28,7 +28,7 @@ class LossSums:
         self.world = world
         self.steps = 0
         self.norms: list[list[float]] = []
-        """The gradient norms (policy, critic) of each step whose gradient was finite."""
+        """The gradient norms ([policy], or [policy, critic]) of each step whose gradient was finite."""
         self.last: dict[str, float] = {}
         """The sums of the last optimiser step."""
         self._total: dict[str, float] = {}

@@ -142,8 +142,8 @@ def _backend_of(tokenizer: PreTrainedTokenizerBase, added: list[Any]) -> tuple[r
     """Return (`Specials.cuts`, `Specials.backend`) for a tokenizer with the added tokens `added`.
 
     `tokenizers` splits a text at its added tokens, and then processes each piece alone. If several added tokens begin at the same
-    position, the longest counts. `cuts` has only tokens at which every text is split, whatever precedes them. That is not so if a
-    token is matched in normalised text or must be a separate word. If one may be part of another token, `cuts` is None.
+    position, the longest counts. `cuts` has only tokens at which every text is split, whatever precedes them. A token that is
+    matched in normalised text or must be a separate word is not among them. If one may be part of another, `cuts` is None.
     """
     from transformers import PreTrainedTokenizerBase, TokenizersBackend
 

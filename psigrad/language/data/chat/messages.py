@@ -123,7 +123,7 @@ def order_answers(messages: list[Message]) -> list[Message]:
 
 
 def join_parts(parts: list[Any], path: str, fail: Fail) -> str:
-    """Return the text of content parts. A part without a type is text if it has a text."""
+    """Return the joined text of content parts. A part without a type counts as text. Reject other types and missing texts."""
     texts = []
     for i, part in enumerate(parts):
         part = {"text": part} if isinstance(part, str) else part

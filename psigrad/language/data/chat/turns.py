@@ -268,7 +268,7 @@ def check_rendered(
     """Raise `RowError` if the template leaves out part of a row. The error names the turn and the field.
 
     `texts[j]` is the rendering in which message j is looked up. For a trained turn it is that turn alone, since a question may
-    have the same words. A text that occurs in it verbatim is present. Any other part must change the rendering if it is removed.
+    have the same words. A part of the message is present if it occurs there verbatim, or if its removal changes the rendering.
     If not `every_field`, the template may leave out fields other than texts, calls and thoughts.
     """
     for j, message in enumerate(messages):

@@ -135,7 +135,7 @@ def terms_of(share: Share) -> dict[str, float]:
 
 
 def marks_of(hits: Iterable[float]) -> str:
-    """Return a text with a character per pair: 1 if ranked right, 0 if wrong, h for a tie. It makes evaluations comparable."""
+    """Return a text with a character per pair: 1 if ranked right, 0 if wrong, h for a tie. Reports compare evaluations by it."""
     return "".join("0h1"[round(2 * hit)] for hit in hits)
 
 

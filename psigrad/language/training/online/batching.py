@@ -168,7 +168,7 @@ def _contexts_of(batch: Batch, micro: MicroBatch) -> list[tuple[tuple[int, ...],
 
 
 def to_rows(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
-    """Return outputs [n, T] by row of a micro-batch, padded with zeros. `x` are the model's outputs for `inputs_of`."""
+    """Return `x`, the model's outputs for `inputs_of`, as [n, T]: one line per row of the micro-batch, padded with zeros."""
     width, rows = batch.mask.shape[1], rows_of(micro).tolist()
     pieces = [piece for _, own in _contexts_of(batch, micro) for piece in own]
     if [i for i, _ in pieces] == rows:  # one part for each row, in order

@@ -65,7 +65,7 @@ def next_collection(
 
 
 def num_started(step: int, lag: int, total: int) -> int:
-    """Return the number of collections started by the time of step `step` + 1: that many and `lag` more, at most `total`."""
+    """Return the number of collections that have started once `step` steps are done: step + 1 + lag, but at most `total`."""
     return min(step + lag + 1, total)
 
 

@@ -119,7 +119,7 @@ def staleness(trajectories: Sequence[Trajectory], step: int, lag: int) -> dict[s
 class TokenFigures:
     """The log-probs and entropies of the last forward pass over each of the first `rows` rows of a batch.
 
-    [rows, T], NaN where no pass was made.
+    Both have the shape [rows, T], and are NaN where no pass was made.
     """
 
     def __init__(self, rows: int, prepared: Prepared) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from psigrad.language.models.packing import Groups
 
 COMPARE_EVERY, COMPARED = 4, 20
-"""With LoRA dropout or reused activations: every `COMPARE_EVERY` steps, 1 of `COMPARED` completions is recomputed to compare."""
+"""With LoRA dropout or reused activations: every `COMPARE_EVERY` steps, recompute 1 of `COMPARED` completions for the gap."""
 
 
 class LogProbGap:
