@@ -422,7 +422,7 @@ def media_type(data: bytes) -> str:
 
 def _size_of(image: Image) -> tuple[int, int]:
     if image.format == "TIFF":
-        image.load()  # which turns it; some versions of Pillow have its upright size before, too
+        image.load()  # turns the image; some versions of Pillow have the upright size before that too
     turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
     return (image.height, image.width) if turned else (image.width, image.height)
 

@@ -126,7 +126,7 @@ class RolloutRow(TypedDict):
     step_rewards: NotRequired[list[list[float]]]
     """(position in `completion_ids`, reward) of rewards that were given before the end of the completion."""
     logprobs: NotRequired[list[float]]
-    """Per token: log-prob under the sampling policy. Only the first `record_tokens` groups have keys per token."""
+    """Per token: log-prob under the sampling policy. Only the first `record_tokens` groups have this and the next five keys."""
     sampling_logprobs: NotRequired[list[float]]
     """Per token: log-prob under the distribution that the token was drawn from, if top_p, top_k or min_p filtered it."""
     trained_logprobs: NotRequired[list[float]]
@@ -136,7 +136,7 @@ class RolloutRow(TypedDict):
     entropy: NotRequired[list[float]]
     """Per token: entropy of the policy in nats."""
     advantages: NotRequired[list[float]]
-    """Per token, if they are not all equal."""
+    """Per token: advantage; absent if all are equal."""
     kept: NotRequired[bool]
     """False if a filter of the method excluded the row from the loss; otherwise the key is absent."""
 

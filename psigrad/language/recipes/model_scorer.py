@@ -53,7 +53,7 @@ class ModelScorer:
         return str(getattr(self.model.network.config, STEP_SEPARATOR, "") or "")
 
     def begin(self) -> Scoring:
-        """Return a `Scoring` that scores all groups at the end, in few passes, since the policy samples on the device before."""
+        """Return a `Scoring` that scores all groups at the end, in few passes, since the policy uses the device until then."""
         return Scoring(self._score_groups)
 
     def _score_groups(self, groups: Sequence[Samples]) -> list[Result]:

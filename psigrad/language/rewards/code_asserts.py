@@ -323,7 +323,7 @@ class _Apart:
             beside = [c for c in children if not any(self._result(inner, every_call) for inner in ast.walk(c))]
             # the called function is not a second operand, unless it was made from arguments
             made = isinstance(part, ast.Call) and beside == [part.func] and not _is_given(part.func)
-            # If only yes or no comes back, a comparison of two objects made from arguments is the program's own.
+            # If only yes or no comes back, the program itself compares two objects that are made from arguments.
             compared = every_call and len(children) > len(beside) and sum(map(_is_given, children)) > 1
             if (len(children) > len(beside) > 0 and not made) or compared:
                 raise ValueError(

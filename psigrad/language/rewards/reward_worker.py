@@ -157,7 +157,7 @@ def call(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> li
     if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
         raise Malformed(f"{name} returned {kind_of(returned)}; expected a list with one number or None per completion")
     if len(values) != count:
-        # in calls one by one, such a function could give each sample the reward of another
+        # No exception: the pool would then call the function sample by sample, which may give a sample another one's reward.
         return [Unscored(f"{name} returned {len(values)} rewards for {count} completions")] * count
     return [_part_of(name, value) for value in values]
 
