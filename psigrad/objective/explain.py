@@ -114,7 +114,7 @@ def _slot_lines(method: PolicyGradient, slot: str) -> list[str]:
 
 
 def _part_lines(part: Any, indent: str) -> list[str]:
-    """Return lines with the purpose, formula and source in a part's docstring, and in those of the parts that it wraps.
+    """Return the purpose, formula and source from a part's docstring, then the same lines of each part that it wraps.
 
     If the part has a property `formula`, its value replaces the docstring's formula.
     """
