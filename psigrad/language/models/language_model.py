@@ -279,7 +279,7 @@ class LanguageModel(Pretrained):
                 with self.without_adapter():
                     hidden, head = self._target_hidden(theirs)
                 head = base_of(head)  # the head is called later, when the adapter is on again
-            # With other prompts, the same targets are on other processes.
+            # With other prompts, the row is divided differently, so other processes have this process's targets.
             if self.sequence_group is not None and theirs.local_targets is not forward.local_targets:
                 every: Any = self.sequence_group.gather(hidden, theirs.local_targets, len(whole.targets.ids))
                 hidden = (

@@ -25,7 +25,7 @@ from psigrad.kernels.products import PackedMatrix, Products
 
 Ids = Sequence[int]
 Version = tuple[int, int]
-# The index in `Layer.kinds` of the first tensor that depends on attention's output row by row.
+# The index in `Layer.kinds` of the first tensor after attention. It and the following ones are needed only for output rows.
 FIRST_PART_AFTER_ATTENTION = 4
 # The marker that completions have log-probs of several heads or temperatures, so that they cannot be reused.
 _MIXED = ((0, 0), float("nan"))
@@ -173,7 +173,7 @@ class ActivationCache:
         return self._slab(slab, parts), place
 
     def add(self, count: int, parts: RowLayout, now: list[Version], layers: Layers | None = None) -> None:
-        """Add the next `count` rows. Copy them from `layers`; if that is None, they are already where `reserve` returned.
+        """Add the next `count` rows, copied from `layers`. If `layers` is None, the rows are already at `reserve`'s position.
 
         `now` are the versions of the weights that computed the activations.
         """
@@ -266,7 +266,7 @@ class CacheHit:
         return x, own
 
     def _gather(self, target_rows: list[tuple[int, int, Tensor]]) -> list[Tensor]:
-        """Gather a tensor from the cache for each (layer, index of the tensor in `Layer.kinds`, rows of the cache)."""
+        """Return a tensor from the cache for each (layer, index of the tensor in `Layer.kinds`, cache rows to gather)."""
         kinds = [self._parts.kinds[part] for _, part, _ in target_rows]
         out = [torch.empty(len(rows), width, dtype=kind) for (*_, rows), (width, kind) in zip(target_rows, kinds, strict=True)]
         layers, parts = zip(*((layer, part) for layer, part, _ in target_rows), strict=True)

@@ -1,7 +1,7 @@
 """Fewer kernels inside transformers' modules on a GPU.
 
-Four RMS norms take 32 of the 56 kernels that a layer of Qwen3 launches forward; PyTorch has one kernel for each. An adapter's
-update is added by the product that computes it. Both are first compared with the outputs of the modules (`probe.attach_kernels`).
+Four RMS norms take 32 of the 56 kernels in a forward pass of a Qwen3 layer; PyTorch has one kernel for a whole norm. The product
+that computes an adapter's update also adds it. Both are first compared with the outputs of the modules (`probe.attach_kernels`).
 """
 
 from __future__ import annotations

@@ -293,8 +293,8 @@ class Layer:
     def forward(self, x: Tensor, how: PassArguments, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return (the layer's output [W, E], the tensors that `backward` needs besides x).
 
-        These tensors are, for every token [S, …], [q|k|v], attention's output and the log-sum-exps of its scores; and for the
-        output rows [W, …] the residual stream after attention and [gate|up].
+        For every token [S, …] these are [q|k|v], attention's output and the log-sum-exps of its scores. For the output rows
+        [W, …] they are the residual stream after attention and [gate|up].
         """
         weights = self.current_weights(how.adapted, how.layout.packed_weights)
         normed = self.native.rms_norm(x, weights.norms[0], self.eps)
