@@ -180,7 +180,7 @@ class LowMemoryAdamW:
 
         This is used on other devices than the CPU. Tests compare the CPU's kernel with it.
         """
-        weight, whole = w.weight, w.weight.reshape(-1)  # a copy of a weight that is not contiguous
+        weight, whole = w.weight, w.weight.reshape(-1)  # reshape copies a weight that is not contiguous
         flat = [x.view(-1) for x in (w.gradient, w.exp_avg, w.exp_avg_sq)]
         for first in range(0, whole.numel(), CHUNK):
             part = slice(first, first + CHUNK)

@@ -326,7 +326,7 @@ def check_weights(weights: Mapping[str, Tensor], step: int) -> None:
 
 
 def _is_finite(x: Tensor) -> bool:
-    least, most = x.detach().aminmax()  # one pass, without a tensor of that size
+    least, most = x.detach().aminmax()  # one pass over x, without a temporary tensor of its size
     return math.isfinite(float(least)) and math.isfinite(float(most))
 
 
@@ -367,7 +367,7 @@ def _total_norm(gradients: list[Tensor]) -> float:
     if any(g.dtype in _HALF for g in gradients):
         return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32))))
     if len(gradients) == 1:
-        return float(torch.linalg.vector_norm(gradients[0]))  # the same result in a tenth of the time
+        return float(torch.linalg.vector_norm(gradients[0]))  # the same result, ten times as fast
     return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
 

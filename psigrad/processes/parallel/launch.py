@@ -33,7 +33,7 @@ def is_first_rank() -> bool:
 
 
 def check(processes: int) -> None:
-    """Raise `UserError` if `placement.processes` is N and this process was not started as one of N."""
+    """Raise `UserError` if `placement.processes` is N > 1 and this process was not started as one of N ranks."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1 and size != processes:
         raise UserError(

@@ -36,7 +36,7 @@ class GroupedCache(KVCache):
         """[active] the number of tokens of each slot's prompt."""
 
     def clear(self) -> None:
-        """See `KVCache`."""
+        """Empty all slots and remove all prompts; see `KVCache.clear`."""
         super().clear()
         self.count, self.owners, self.behind = 0, self.owners[:0], self.behind[:0]
         for x in (x for pair in self.tables.values() for x in pair):
@@ -48,7 +48,7 @@ class GroupedCache(KVCache):
         return GroupedPrefill(self, prompts, copies)
 
     def remove(self, finished: Tensor) -> Tensor:
-        """See `KVCache`. Also move the last prompts into the rows of prompts that no slot continues."""
+        """Release slots as in `KVCache.remove`. Also move the last prompts into the rows of prompts that no slot continues."""
         order = super().remove(finished)
         kept = order.cpu().numpy()
         self.owners, self.behind = self.owners[kept], self.behind[kept]
@@ -80,12 +80,10 @@ class GroupedCache(KVCache):
 
 
 class Seats(NamedTuple):
-    """The slots in a grid of prompts × members.
+    """The slots in a grid of P prompts × M `members`.
 
-    The fields are the slot at each place of the grid [P · M], the place of each slot [size], the length of each slot's prompt
-    [size], and M.
-
-    Unused places have the index of slot 0.
+    `grid` [P · M] is the slot at each place of the grid, and `seat` [size] the place of each slot. `behind` [size] is the number
+    of tokens of each slot's prompt. Unused places have the index of slot 0.
     """
 
     grid: np.ndarray
