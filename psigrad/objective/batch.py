@@ -155,7 +155,7 @@ class Batch:
         return replace(self, **self._of_tensors(lambda x: x.to(device)))
 
     def select(self, rows: Tensor | slice) -> Batch:
-        """Return the batch of these rows (indices or a boolean mask), `inputs` included."""
+        """Return the batch with only `rows` (indices or a boolean mask), `inputs` included."""
         return replace(self, inputs=_select_inputs(self.inputs, rows), **self._of_tensors(lambda x: x[rows]))
 
     def _of_tensors(self, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
@@ -239,7 +239,7 @@ class Prepared:
         return self.batch.is_full and bool((self.keep & self.needs_gradient).all())
 
     def select(self, rows: Tensor | slice) -> Prepared:
-        """Return the prepared data of these rows (indices or a boolean mask)."""
+        """Return the prepared data with only `rows` (indices or a boolean mask)."""
         return self._of(self.batch.select(rows), rows, lambda x: x[rows])
 
     def _of(self, batch: Batch, rows: Tensor | slice, change: Callable[[Tensor], Tensor]) -> Prepared:

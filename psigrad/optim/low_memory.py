@@ -140,7 +140,7 @@ class LowMemoryAdamW:
         return self.remainders and not self.eight_bits
 
     def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
-        """Return the initial state: step 0, and moments of 0 in float32 or as codes with scales; also a remainder if needed."""
+        """Return the initial state: step 0, moments of 0 (float32, or codes with scales), and with `remainders` a remainder."""
         coded, state = self.eight_bits and has_codes(name, p), {"step": torch.zeros(())}  # on the host, where it is read
         for key in ("exp_avg", "exp_avg_sq"):
             state[key] = torch.zeros(p.shape, dtype=torch.uint8 if coded else torch.float32, device=p.device)

@@ -317,7 +317,7 @@ def check_gradients(nonfinite: int, step: int) -> None:
 
 
 def check_weights(weights: Mapping[str, Tensor], step: int) -> None:
-    """Raise `NonFiniteError` if a weight is not finite, so that no checkpoint is made from which a run could resume."""
+    """Raise `NonFiniteError` if a weight is not finite. Call it before saving, so that no checkpoint has such a weight."""
     if bad := [name for name, x in weights.items() if x.numel() and not _is_finite(x)]:
         raise NonFiniteError(
             f"The weights are not finite after step {step} ({', '.join(bad[:3])}), so they were not saved. The last checkpoint "

@@ -261,9 +261,9 @@ _OWN_WARM_UP = ("cosine_warmup_with_min_lr", "warmup_stable_decay")
 
 @lru_cache(maxsize=16)
 def _factor(name: str, arguments: str, warmup: int, total: int, peak: float) -> Callable[[int], float]:
-    """Return a function of the step: the factor of the `peak` learning rate in transformers' schedule `name`.
+    """Return the function from step to factor of the `peak` learning rate, by transformers' schedule `name`.
 
-    Raises `UserError` for arguments that the schedule `name` does not accept.
+    `arguments` is lr_scheduler_kwargs as JSON. Raises `UserError` if the schedule does not accept it.
     """
     from transformers.optimization import get_scheduler
 

@@ -335,7 +335,7 @@ class PackedLayout:
         return taken[None]
 
     def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
-        """Convolve x [S, C] along each sequence. Its first tokens also read the last tokens of its prefix."""
+        """Convolve x [S, C] along each sequence. A sequence's first tokens also read the last tokens of its prefix."""
         taps = how.weight.shape[1]
         rows, own, windows = self._windows(taps)
         if (ready := how.kernel(x, windows)) is not None:

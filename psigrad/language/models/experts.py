@@ -193,7 +193,7 @@ class Routes:
         return found
 
     def read(self, requests: Sequence[int], lengths: Sequence[int], seen: list[tuple[Tensor, Tensor]]) -> None:
-        """Record the experts of the prompts of these requests, which are concatenated in the forward pass recorded in `seen`."""
+        """Record the experts in `seen` for the prompts of `requests`, concatenated in that pass, with `lengths` tokens each."""
         parts = np.split(self._found(seen), np.cumsum(lengths)[:-1])
         self.prompts |= {r: _text(part) for r, part in zip(requests, parts, strict=True)}
 

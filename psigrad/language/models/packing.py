@@ -132,7 +132,7 @@ class Groups:
         return [len(prompt) for prompt, group in zip(self.prompts, self.completions, strict=True) for _ in group]
 
     def wanted(self, count: int) -> np.ndarray:
-        """Return a mask [count] over the concatenated tokens of all completions, True for targets. `count` is their number."""
+        """Return a mask [count] over the `count` concatenated tokens of all completions: True for targets."""
         if self.masks is None:
             return np.ones(count, dtype=bool)
         return np.fromiter((own for group in self.masks for mask in group for own in mask), dtype=bool, count=count)

@@ -108,7 +108,7 @@ def with_gradient(model: Any) -> list[Tensor]:
 
 
 def check_gap(model: Any, own: list[Tensor]) -> None:
-    """Raise `ValueError` if the outputs and gradients of `with_gradient` differ from the earlier ones, `own`."""
+    """Raise `ValueError` if the outputs and gradients of `with_gradient` now differ from `own`, its earlier result."""
     found = with_gradient(model)
     slopes = (float((a - b).abs().max()) for a, b in zip(found[1:], own[1:], strict=True))
     gap = max(distance(found[0], own[0]), *slopes, 0.0)

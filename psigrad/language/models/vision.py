@@ -202,8 +202,8 @@ class Vision:
 class Tiles(Vision):
     """The images of Idefics 3 and SmolVLM, which are cut into tiles.
 
-    In a prompt the tiles of an image are followed by the whole image, scaled down. Each has the same number of features, after
-    a token that names it.
+    In a prompt the tiles of an image are followed by the whole image, scaled down to one tile. Each tile has the same number of
+    features, after a token that names the tile.
     """
 
     inputs, along = ("pixel_values", "pixel_attention_mask"), 1

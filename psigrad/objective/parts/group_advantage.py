@@ -54,7 +54,7 @@ def length_weighted_mean(batch: Batch) -> Tensor:
     Formula: A_t = R_i − Σ_j |y_j|·R_j / Σ_j |y_j|
 
     This baseline has the least variance if the squared norm of ∇log π(y) grows in proportion to the length of y. It contains R_i,
-    so the expected gradient is not exactly that of the reward; nor is it with the plain mean.
+    so the expected gradient is not exactly that of the expected reward. The plain mean has the same bias.
 
     Source: Hao et al. 2025, OPO, arXiv:2505.23585.
 

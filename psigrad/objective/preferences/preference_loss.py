@@ -2,8 +2,8 @@
 
     loss = (1/N) Σ_n link(h_w − margin, h_l) + λ·NLL(chosen),   h = β·score(log π(y|x), log π_ref(y|x), |y|)
 
-N and the number of chosen tokens in NLL are those of the whole optimiser step, so any split into micro-batches gives the same
-gradient. KTO, which learns from unpaired completions, has its own class.
+h_w is the h of the chosen completion, h_l of the rejected one. N and the number of chosen tokens in NLL are those of the whole
+optimiser step, so any split into micro-batches gives the same gradient. KTO, for unpaired completions, has its own class.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ class Preference:
         return correct(*self.rewards(pairs))
 
     def loss(self, pairs: Pairs, total_pairs: int, total_chosen_tokens: int) -> Loss:
-        """Return these pairs' part of the loss of a step with `total_pairs` pairs and `total_chosen_tokens` chosen tokens.
+        """Return the part of an optimiser step's loss that `pairs` contribute. The totals count all pairs and tokens of the step.
 
         The terms have TRL's names. Like the loss, they are added up over the micro-batches of a step.
         """
@@ -413,7 +413,7 @@ class KahnemanTversky:
         return True
 
     def loss(self, rows: Labelled, total: int, total_desirable: int) -> Loss:
-        """Return these completions' part of the loss of a step with `total` completions, of which `total_desirable` are good."""
+        """Return the part of an optimiser step's loss from `rows`. The step has `total` rows, `total_desirable` of them good."""
         total = max(total, 1)
         ratio = rows.logp - rows.ref
         sign = torch.where(rows.desirable, ratio.new_tensor(1.0), -1.0)

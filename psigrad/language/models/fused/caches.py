@@ -25,7 +25,7 @@ from psigrad.kernels.products import PackedMatrix, Products
 
 Ids = Sequence[int]
 Version = tuple[int, int]
-# The index in `Layer.kinds` of the first tensor after attention. It and the following ones are needed only for output rows.
+# The index in `Layer.kinds` of the first tensor that is computed after attention, and so only for output rows.
 FIRST_PART_AFTER_ATTENTION = 4
 # The marker that completions have log-probs of several heads or temperatures, so that they cannot be reused.
 _MIXED = ((0, 0), float("nan"))

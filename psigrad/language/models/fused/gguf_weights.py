@@ -21,7 +21,7 @@ _PERMUTED = ("attn_q.", "attn_k.")
 def read(folder: str, config: Any, wanted: Collection[str]) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
     """Yield (name, tensor) from the GGUF file in `folder`, for tensors whose names in transformers' model are in `wanted`.
 
-    Raises `ValueError` if one is missing.
+    Raises `ValueError` if the file lacks one of them.
     """
     import gguf
 

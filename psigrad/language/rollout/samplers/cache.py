@@ -299,14 +299,14 @@ class SharedCache:
     def exact(self) -> bool:
         """True if the layers produce the same bits as in training.
 
-        That is so if the matrices are packed for the kernels, and training multiplies by the kernels too.
+        This holds if the matrices are packed for the kernels, and training multiplies by the kernels too.
         """
         return self.packed_weights.bytes > 0
 
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> SharedPrefill:
         """Return the layout of a forward pass over prompts. Add n slots, of which slot i continues prompt `copies[i]`.
 
-        `shifts` is not read: no model with fused layers has M-RoPE.
+        `shifts` is not read: it is 0 for all models with fused layers, since none of them has M-RoPE.
         """
         starts, lengths = prompts.spans.prefixes.t().contiguous()
         new = [CachedPrompt(length, self.layers, self.heads) for length in lengths.tolist()]
@@ -350,7 +350,7 @@ class SharedCache:
         self._arrangement = None
 
     def retain_slots(self, prompt: np.ndarray, slots: np.ndarray) -> None:
-        """Free all prompts and slots but these. None is selected for the next steps, but these can be selected later."""
+        """Free all prompts and slots except `prompt` and `slots`, which can be selected later. Then no slot is selected."""
         self.select_slots(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
         self._free = np.setdiff1d(np.arange(self.slot_tables[0].shape[1]), slots)
         kept = set(prompt.tolist())
@@ -385,7 +385,8 @@ class SharedCache:
 class SharedPrefill:
     """The layout of a prefill for fused layers: packed prompts whose keys and values are also stored for decoding.
 
-    `tables` [layers, 2, G] are the addresses of the prompts' keys and values. Prompt g is at `starts[g]`, with `lengths[g]` tokens.
+    `tables` [layers, 2, G] are the addresses of the prompts' keys and values. Prompt g has `lengths[g]` tokens in the packed row,
+    the first one at `starts[g]`.
     """
 
     prompts: PackedLayout

@@ -62,7 +62,7 @@ class CudaGraphDecoding:
     """
 
     def __init__(self, model: LanguageModel, room: Room, wanted: Room | None = None, record: Recorder | None = None) -> None:
-        """Create the cache. Call `begin` before each batch. `wanted` is the capacity from which memory limits reduced `room`."""
+        """Create the cache. Call `begin` before each batch. `wanted` is the capacity needed, if memory limits `room` to less."""
         self.model, self.wanted = model, wanted or room
         self.cache = GroupedCache(*room) if room.prompts else KVCache(*room[:2])
         self.weights = weight_addresses(model)

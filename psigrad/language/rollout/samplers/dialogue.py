@@ -40,7 +40,7 @@ class SlotCache(KVCache):
         return np.stack([0 * self._numbers[: self.active], self.lengths.numpy(), self._numbers[: self.active]])
 
     def select_slots(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
-        """Move these slots, which hold `lengths` tokens, to the front. The next steps decode them. `prompt` is not read."""
+        """Move `slots`, which hold `lengths` tokens, to the front, where the next steps decode them. `prompt` is not read."""
         numbers, rows = self._numbers.copy(), np.arange(self.slots)
         for row, slot in enumerate(slots):
             here = int(np.flatnonzero(numbers == slot)[0])
@@ -54,7 +54,7 @@ class SlotCache(KVCache):
         self.shifts = self._shifts[torch.from_numpy(slots[: len(lengths)].copy())]
 
     def retain_slots(self, prompt: np.ndarray, slots: np.ndarray) -> None:
-        """Select no slot for the next steps. These slots can be selected later; new sequences may overwrite all others."""
+        """Select no slot for the next steps. `slots` can be selected later; new sequences may overwrite all other slots."""
         self.select_slots(prompt, self._numbers[:0], np.setdiff1d(self._numbers, slots))
 
 

@@ -136,7 +136,7 @@ class EmbeddedSampler(PolicyWeights):
 
 
 def without_placeholders(model: LanguageModel, params: SamplingParams) -> SamplingParams:
-    """Return `params`; if the model reads images, with their placeholder tokens added to `forbidden`."""
+    """Return `params`. If the model reads images, `forbidden` is set to their placeholder tokens, which are then never drawn."""
     return params if model.vision is None else replace(params, forbidden=model.vision.forbidden)
 
 

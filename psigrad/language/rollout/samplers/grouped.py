@@ -25,7 +25,7 @@ class GroupedCache(KVCache):
     """
 
     def __init__(self, slots: int, longest: int, prompts: int, longest_prompt: int) -> None:
-        """Create empty slots of `longest` tokens after the prompt."""
+        """Create empty `slots` of `longest` tokens, and tables for `prompts` prompts of `longest_prompt` tokens."""
         super().__init__(slots, longest)
         self.prompts, self.longest_prompt = prompts, longest_prompt
         self.tables: dict[Key, tuple[Tensor, Tensor]] = {}
@@ -43,7 +43,7 @@ class GroupedCache(KVCache):
             x.zero_()
 
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> GroupedPrefill:
-        """See `KVCache.prefill`. `shifts` is ignored: models with M-RoPE, which need it, are not decoded by CUDA graphs."""
+        """Add slots as `KVCache.prefill` does, without `shifts`: models with M-RoPE, which need it, use no CUDA graphs."""
         self.shifts = torch.cat([self.shifts.to(copies.device), torch.zeros_like(copies)])
         return GroupedPrefill(self, prompts, copies)
 
