@@ -374,8 +374,8 @@ def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float | Tensor) -> T
 
     With x the rewards this is the reward-to-go; with x the TD errors and discount γλ it is GAE.
 
-    Short rows are multiplied by a matrix of the discount's powers. Long rows take log₂ T passes instead of T, by the identity
-    y = (1 − dS)⁻¹·x = …(1 + d⁴S⁴)(1 + d²S²)(1 + dS)·x, with d the discount and S the shift by one step.
+    Short rows are multiplied by a matrix of the discount's powers. Long rows take log₂ T passes instead of T: with d the discount
+    and S the shift by one step, y = (1 − dS)⁻¹·x = …(1 + d⁴S⁴)(1 + d²S²)(1 + dS)·x.
     """
     within, n_steps = inside(mask_NT), x_NT.shape[1]
     y_NT, holes = within(x_NT), _holes(mask_NT)
@@ -413,7 +413,7 @@ def _powers(n_steps: int, discount: float, dtype: torch.dtype, device: torch.dev
 
 
 def next_chosen(x_NT: Tensor, mask_NT: Tensor, last_N: Tensor) -> Tensor:
-    """Return for each step the value of x at the next chosen step of its row, or the row's `last_N` if there is none."""
+    """Return [N, T]: at each step, x of the next chosen step of its row, or the row's `last_N` after the last chosen step."""
     n_steps = x_NT.shape[1]
     if n_steps and not _holes(mask_NT):
         ahead_NT = torch.cat([x_NT[:, 1:], last_N[:, None]], dim=1)

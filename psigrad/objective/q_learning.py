@@ -58,5 +58,5 @@ def polyak(target: Tensor, source: Tensor, tau: float) -> None:
 
 
 def linear_epsilon(progress: float, fraction: float, first: float, last: float) -> float:
-    """Return ε after a share `progress` of a run. It falls from `first` to `last` over the share `fraction`, then it stays."""
+    """Return ε after a share `progress` of a run. It falls linearly from `first` to `last` until `fraction`, then it stays."""
     return last if progress >= fraction else first + (last - first) * progress / fraction

@@ -123,9 +123,9 @@ class LowMemoryAdamW:
 
     With `eight_bits` the moments are codes in blocks of 256 numbers. Embeddings have float32 moments, as in transformers, because
     their rows learn at very different rates. With `remainders` a float32 master is stored as the bfloat16 weight and a remainder
-    (`split`). Otherwise the new bfloat16 weight θ - η·m̂ / (√v̂ + ε) is rounded up or down at random, so that steps smaller than
-    a 256th of a weight are right on average (Zamirai et al. 2020, arXiv:2010.06192). The random numbers depend on `seed`, the
-    weight's name and the step.
+    (`split`). Otherwise the new bfloat16 weight θ - η·m̂ / (√v̂ + ε) is rounded up or down at random. Steps smaller than 1/256 of
+    a weight are then right on average (Zamirai et al. 2020, arXiv:2010.06192). The random numbers depend on `seed`, the weight's
+    name and the step.
     """
 
     betas: tuple[float, float]

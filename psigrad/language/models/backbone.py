@@ -181,9 +181,9 @@ class Pretrained(ABC):
         target_rows: Tensor | None = None,
         experts: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states [B, S, E] of ids and positions [B, S], or only those [M, E] of the `target_rows` [M], which
-        are indices into the B·S tokens. `layout` says which tokens attend to which. A fused decoder adds its activations to
-        `keep`, or reads them from `cached`. If `experts` [layers, B·S, k] is not None, routers choose these experts.
+        """Return the hidden states [B, S, E] of ids and positions [B, S]. If given, `target_rows` [M] are indices into the B·S
+        tokens, and only their states [M, E] are returned. `layout` says which tokens attend to which. A fused decoder adds its
+        activations to `keep`, or reads them from `cached`. If `experts` [layers, B·S, k] is given, routers choose these experts.
         """
         if self.decoder is not None:
             fused: Any = layout
@@ -396,8 +396,8 @@ def reshard(model: Pretrained) -> None:
 
 
 def _unscaled_lengths(config: Any) -> list[int]:
-    """Return the lengths up to which rotary embeddings do not depend on the longest sequence of a pass. Beyond these lengths,
-    with longrope (Phi) and dynamic NTK a sequence's result would depend on the other sequences of its pass.
+    """Return the lengths up to which rotary embeddings do not depend on the longest sequence of a pass. With longrope (Phi) and
+    dynamic NTK, the result of a longer sequence would depend on the other sequences of its pass.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     tables = list(rope.values()) if rope and all(isinstance(table, dict) for table in rope.values()) else [rope]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 CONFIG = "adapter_config.json"
 # The fields of a peft adapter that psigrad's settings cover. All others must have peft's defaults.
 _SETTINGS = frozenset(("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save"))
-# The number of values of a 16-bit word, which decides whether dropout drops one feature, and of such words in a 64-bit hash.
+# The number of values of a 16-bit word, and the number of words in a 64-bit hash. Each word decides if one feature is dropped.
 _VALUES, _FEATURES = 1 << 16, 4
 # The fields that do not affect training.
 _DESCRIBES = frozenset(
@@ -167,7 +167,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def add_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, towers: Sequence[str] = ()) -> nn.Module:
-    """Add LoRA layers to a model, new ones or those saved in the folder `saved`, and return the peft wrapper of the model.
+    """Add new LoRA layers, or those saved in the folder `saved`, to a model. Return the peft wrapper of the model.
 
     Modules outside the text half, such as a vision tower, get no LoRA layers, except those named in `towers`.
     """

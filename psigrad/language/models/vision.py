@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from psigrad.language.models.packing import ForwardInputs
 
 KEPT_BYTES = 1 << 29
-"""The limit of the cache of images' features, and of the cache of their pixels if the tower is trained, in bytes."""
+"""The limit in bytes of each cache: of images' features, or of their pixels if the tower is trained."""
 
 
 Features = tuple[Tensor, ...]

@@ -135,7 +135,7 @@ class Sampler(ABC):
     """True if one process samples for all processes that train together; False if each process samples its share."""
 
     overlaps: bool = False
-    """True if the sampler uses other devices than the trainer, so that in runs with a lag it may sample during training steps."""
+    """True if the sampler uses other devices than the trainer. In runs with a lag it may then sample during training steps."""
 
     @abstractmethod
     def steps(

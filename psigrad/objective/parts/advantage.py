@@ -289,7 +289,7 @@ def action_value(batch: Batch) -> Tensor:
 
 @needs(VALUE | ACTION_VALUE)
 def action_advantage(batch: Batch) -> Tensor:
-    """The value of the step's action minus the value of its state, by a critic of actions and a critic of states.
+    """The value of the step's action minus the value of its state. This needs a critic of actions and a critic of states.
 
     Formula: A_t = Q(s_t, a_t) − V(s_t)
 

@@ -96,8 +96,8 @@ def has_signal(batch: Batch) -> Tensor:
     Formula: keep i  ⇔  min(M) < max(M) in the group of i; M_i is the metric of trajectory i, or its reward if it has no metric
 
     The test is exact equality, since the standard deviation of floats is not 0 for eight rewards of 0.1. The paper compares
-    correctness. If a length penalty is part of the reward, right answers differ in reward, and a group of them would be kept
-    although it teaches length alone. In this case set the batch's `metric`.
+    correctness. With a length penalty in the reward, a group of right answers would be kept although it teaches length alone. In
+    this case set the batch's `metric` to the correctness.
 
     Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2 (dynamic sampling).
 

@@ -143,7 +143,7 @@ def _read(fd: int) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes], deadline: float, status: Status) -> Status:
-    """Wait for a process that has closed its pipes, kill it if it is late or over a limit, and return its final status."""
+    """Wait for a process that has closed its pipes, and return its final status. Kill it if it is late or over a limit."""
     if status == "exited":
         try:
             process.wait(max(0.0, deadline - time.monotonic()))

@@ -239,7 +239,7 @@ _NOTHING = np.zeros(0, dtype=np.float32)
 class CacheHit:
     """The cached activations and log-probs of one packed forward pass, in the order of its tokens.
 
-    A layer's tensors are copied out of the cache when they are requested, so that copies of only one layer exist at a time.
+    A layer's tensors are copied out of the cache on request. Copies of only one layer exist at a time.
     """
 
     def __init__(self, slabs: list[Block], rows: Tensor, logps: CachedLogProbs) -> None:

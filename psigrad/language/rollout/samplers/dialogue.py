@@ -62,8 +62,8 @@ class CachedDialogue(Dialogue):
     """The embedded sampler's `Dialogue` on a CPU.
 
     The first turn prefills each prompt once for its group. In later turns, decoding steps read the environment's tokens. An
-    episode whose tokens are all read samples in the same steps. If the environment's text is so long that a full prefill is
-    cheaper, the cache is filled again with all tokens of the episodes.
+    episode whose tokens are all read samples in the same steps. For a long text of the environment a full prefill is cheaper:
+    then the cache is filled again with all tokens of the episodes.
     """
 
     def __init__(self, model: LanguageModel, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> None:

@@ -176,9 +176,9 @@ def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -
 def _to_record(requests: list[Request], params: SamplingParams, max_batch: int, most: int, before: Room | None) -> Room:
     """Return the room that recorded steps need. It is rounded up, so that slightly longer prompts fit in the next call.
 
-    A long prompt is stored once for its group while the group has unfinished completions. Short prompts, and prompts with one
-    completion each, are stored in this way only if the previous room `before` was of this kind. Another kind of cache would
-    need new recordings.
+    A long prompt is stored once for its group while the group has unfinished completions. A short prompt, or a prompt with one
+    completion, is stored in this way only if the previous cache `before` stored prompts once. Another kind of cache would need
+    new recordings.
     """
 
     def rounded(tokens: int) -> int:
