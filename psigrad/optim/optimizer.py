@@ -112,7 +112,7 @@ class Weight:
 class Optimizer:
     """The optimiser of named parameters by the rule in `optim.optimizer`, or by `rule`. Only matrices have weight decay.
 
-    `seed` is that of stochastic rounding. With `recompute` the gradient of a large head is not stored; its rows are computed
+    `seed` is for stochastic rounding. With `recompute` the gradient of a large head is not stored; its rows are computed
     twice, for the norm and for the update. Gradients are summed over the processes of the `world`. `reduces` is the function that
     switches FSDP's summation over shards on or off. If it is given, gradients are summed only in the last pass of a step.
     """

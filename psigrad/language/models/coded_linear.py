@@ -108,7 +108,7 @@ def _decoder() -> Callable[..., Tensor]:
 def code_linears(network: nn.Module, kind: Kind) -> None:
     """Replace the linear layers inside the transformer blocks by quantised ones, in place.
 
-    A layer is not quantised if its row length is not a multiple of the codes' block size. Raises `UserError` if no layer is.
+    A layer is skipped if its row length is not a multiple of the codes' block size. Raises `UserError` if all are skipped.
     """
     found = False
     for name, child in list(network.named_modules()):

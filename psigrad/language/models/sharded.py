@@ -165,7 +165,7 @@ class _Saved:
 
 
 def merge(model: Pretrained, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights `state` with the adapters merged in: s·B A is added to each matrix. Names are those without LoRA."""
+    """Return the weights `state` with the adapters merged in: s·B A is added to each matrix. Names are the base model's."""
     found = {}
     for name, weight in state.items():
         if ".lora_" in name:

@@ -64,7 +64,7 @@ class Completion:
     """One sampled completion.
 
     `sampling_logprobs[t]` is the log-probability of token t under the exact distribution it was drawn from (after temperature,
-    top-k, top-p, min-p). `logprobs[t]`, which the trainer recomputes, is that under the policy after temperature only.
+    top-k, top-p, min-p). `logprobs[t]` is its log-probability under the policy after temperature only. The trainer recomputes it.
     """
 
     ids: tuple[int, ...]

@@ -107,7 +107,7 @@ class Executor(Protocol):
 class Tier:
     """The kind of sandbox of a machine, and its guarantees.
 
-    root: namespaces made by root, and a separate user id for each program. user: an unprivileged user namespace. none: no
+    `root`: namespaces made by root, and a separate user id for each program. `user`: an unprivileged user namespace. `none`: no
     sandbox; code rewards raise an error unless unsafe code is allowed.
     """
 

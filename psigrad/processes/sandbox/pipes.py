@@ -54,7 +54,7 @@ def start(line: Sequence[str], given: Sequence[int], answers: int, **where: Any)
 
 
 def exchange(process: subprocess.Popen[bytes], answers: int, program: Program, limits: Limits) -> Output:
-    """Write `stdin` to the process and read its output until it ends. Kill it if it exceeds a limit.
+    """Write `program.stdin` to the process and read its output until it ends. Kill it if it exceeds a limit.
 
     On return, the process has ended and `answers` is closed.
     """

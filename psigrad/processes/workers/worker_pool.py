@@ -340,7 +340,7 @@ class WorkerPool(Generic[C]):
             self._places.pop().worker.kill()
 
     def give_up(self, unwanted: Callable[[C], bool] = lambda call: True) -> None:
-        """Kill and replace each worker with a call for which `unwanted` returns True: its answers are no longer needed."""
+        """Kill and replace each worker if `unwanted` returns True for its current call, whose answer is no longer needed."""
         for place in self._places:
             if place.calls and unwanted(place.calls[0]):
                 self._replace(place)

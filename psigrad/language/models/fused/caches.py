@@ -77,7 +77,7 @@ class Block:
         return torch.from_numpy(self._places + self._sizes * start)
 
     def part(self, layer: int, index: int, start: int = 0, count: int | None = None) -> Tensor:
-        """Return `count` rows of one tensor from row `start` on, [count, width]; all rows from there if `count` is None."""
+        """Return `count` rows of one tensor from row `start` on, [count, width]; all rows from `start` if `count` is None."""
         width, kind = self.layout.kinds[index]
         count, size = self.rows - start if count is None else count, self.layout.sizes[index]
         first = int(self._starts[index]) + start * size

@@ -259,7 +259,7 @@ class _Batch:
         return free and self._free_prompts() > 0
 
     def _free_prompts(self) -> int:
-        """Return how many more prompts the cache can store. Without a `GroupedCache`, only slots are limited."""
+        """Return how many more prompts the cache can store. Without a `GroupedCache` these are all waiting prompts."""
         return self.cache.prompts - self.cache.count if isinstance(self.cache, GroupedCache) else len(self.waiting)
 
     def admit(self) -> None:
