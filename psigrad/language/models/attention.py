@@ -76,7 +76,7 @@ class Recurrence(Protocol):
         """Return (outputs, states) [N, ...] after one more token per sequence. Without gradient `state` may change in place."""
 
     def scan_trees(self, inputs: Tensors, trees: Trees) -> tuple[Tensor, Tensor] | None:
-        """Return (outputs [S, ...], states) for a packed row's inputs [S, ...] by C++ kernels; None if no kernel supports them."""
+        """Return (outputs [S, ...], states) for a packed row's inputs [S, ...] by C++ kernels; None if none supports them."""
 
 
 @dataclass(frozen=True)
