@@ -73,8 +73,8 @@ def over_group_mean(batch: Batch) -> Tensor:
 
     Formula: A_t = (R_i − mean(R)) / mean(R), and 0 in a group whose mean is 0
 
-    For rewards of 0 and 1 the expected gradient is that of Σ_{k<G} pass@k / k. These are the first G − 1 terms of the logarithm
-    of the success rate. Rewards must not be negative.
+    For rewards of 0 and 1 the expected gradient is that of Σ_{k<G} pass@k / k, where k = 1 is plain RL. Up to constants, these
+    are the first G − 1 terms of the series of log p in 1 − p, with p the success rate. Rewards must not be negative.
 
     Source: Tajwar et al. 2026, MaxRL, arXiv:2602.02710.
 

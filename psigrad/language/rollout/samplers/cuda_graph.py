@@ -23,11 +23,11 @@ from psigrad.language.rollout.samplers.grouped import GroupedCache, GroupedDecod
 from psigrad.language.rollout.types import SamplingParams
 from psigrad.seeds import uniform_on_device
 
-# Tokens of a sequence between two checks for ended sequences. Tokens drawn after an end are discarded.
+# The number of tokens of a sequence between two checks for ended sequences. Tokens drawn after an end are discarded.
 TOKENS_AT_ONCE = 8
 # Columns (cached tokens per slot) that the shortest recording reads. Longer ones read 1.5, 2, 3, 4, 6, … times as many.
 _NARROWEST = 128
-# Distributions whose recordings are kept: training draws from one, evaluation from another.
+# The number of distributions whose recordings are kept: training draws from one, evaluation from another.
 _KEPT = 4
 # The largest share of the free memory that recorded keys and values may take.
 SHARE = 0.5
