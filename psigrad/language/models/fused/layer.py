@@ -1,9 +1,9 @@
 """One layer of the fused decoder, forward and backward.
 
 The forward pass stores what the backward pass can't recompute row by row: the residual stream before both norms, the projections,
-attention's output and the log-sum-exp of its scores. The product with LoRA's matrices is computed separately from that with the
-layer's matrices. Without an adapter the layer then is exactly the original one, and rounding to half precision does not remove
-the adapter's small update.
+attention's output and the log-sum-exp of its scores. The products with LoRA's matrices and with the layer's matrices are computed
+separately. Without an adapter the layer is then exactly the original one. Rounding to half precision does not remove the
+adapter's small update.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class RowSelection:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """A layer's weights in the dtype of its computation, with the LoRA term of each of its seven matrices (None without one)."""
+    """A layer's weights in its compute dtype. `lora` has the LoRA term for each of the seven `matrices`, or None."""
 
     matrices: list[Tensor]
     norms: list[Tensor]
@@ -293,8 +293,8 @@ class Layer:
     def forward(self, x: Tensor, how: PassArguments, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return (the layer's output [W, E], the tensors that `backward` needs besides x).
 
-        These tensors are, for every token [S, …], [q|k|v], attention's output and the log-sum-exps of its scores; and for the
-        output rows [W, …] the residual stream after attention and [gate|up].
+        For every token [S, …] these are [q|k|v], attention's output and the log-sum-exps of its scores. For the output rows
+        [W, …] they are the residual stream after attention and [gate|up].
         """
         weights = self.current_weights(how.adapted, how.layout.packed_weights)
         normed = self.native.rms_norm(x, weights.norms[0], self.eps)
