@@ -20,7 +20,7 @@ def section(rule: Rule) -> str:
     when = f"After {rule.patience} rows" if rule.patience > 1 else "At once"
     when += "" if rule.min_count == 1 else f", printed from the {rule.min_count}th time on"
     drawn = f"; figure *{SIGNAL_BY_NAME[rule.signal].title}*" if rule.signal else ""
-    last = f"{when}{drawn}; `psigrad explain {rule.name}`."
+    last = f"{when}{drawn}; `{rule.name}`."
     return "\n\n".join([f"### {rule.title}", f"{entry['says']} {entry['why']}", f"**What to do.** {entry['do']}", last])
 
 

@@ -183,9 +183,9 @@ def row(name: str, tokenizer: Any) -> str:
     """One line of the first table."""
     made = config(name, vocab_size=len(tokenizer))
     model, oracle = pair(made, tokenizer)
-    computed, reason = way(model), why(model)
+    computed = way(model)
     gaps = f"{shown(gap(model, oracle))} | {sampler_gap(model, oracle)}"
-    return f"| {FAMILIES[name][0]} | `{made.model_type}` | **{computed}** | {gaps} | {ratio(name, computed)} | {reason} |"
+    return f"| {FAMILIES[name][0]} | `{made.model_type}` | **{computed}**{why(model)} | {gaps} | {ratio(name, computed)} |"
 
 
 def other_row(name: str, tokenizer: Any) -> str:
@@ -222,18 +222,18 @@ def ratio(name: str, computed: str) -> str:
     lines = map(json.loads, MEASURED.read_text().splitlines() if MEASURED.exists() else ())
     found = next((line for line in lines if line["family"] == name and "pairs" in line), None)
     if found is None:
-        return "not measured"
+        return "-"
     middle, low, high = interval([theirs / ours for ours, theirs in found["pairs"]])
     other = f" ({found['way']})" if found["way"] != computed else ""
     return f"{middle:.1f}\N{NO-BREAK SPACE}[{low:.1f},\N{NO-BREAK SPACE}{high:.1f}]{other}"
 
 
 def why(model: LanguageModel) -> str:
-    """Why a model is padded, in a few words."""
+    """Return why a model is padded, in a few words after a colon."""
     reason = model.why_padded.partition(": ")[2]
-    return (
-        reason if len(reason) < 60 else reason[: reason.find(",")] if "differ by" in reason else "its modules take no packed row"
-    )
+    found = re.search(r"differ by [^,]*", reason)
+    few = f"packed outputs {found[0]}" if found else reason if len(reason) < 60 else "its modules take no packed row"
+    return f": {few}" if reason else ""
 
 
 def way(model: LanguageModel) -> str:
@@ -297,10 +297,10 @@ def page() -> str:
     """Return docs/families.md with its tables."""
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     rows = [
-        "| family | `model_type` | computed | gap | sampler's | beside TRL | why not packed |",
-        "|---|---|---|---|---|---|---|",
+        "| family | `model_type` | computed | gap | sampler's | beside TRL |",
+        "|---|---|---|---|---|---|",
     ]
-    rows += [tried(row, name, tokenizer, f"| {FAMILIES[name][0]} | `{name}` | not run | | | | {{}} |") for name in FAMILIES]
+    rows += [tried(row, name, tokenizer, f"| {FAMILIES[name][0]} | `{name}` | not run: {{}} | | | |") for name in FAMILIES]
     found = {name: tried(other_row, name, tokenizer, "") for name in others()}
     return fill(PAGE.read_text(), families="\n".join(rows), others=others_text(found))
 
