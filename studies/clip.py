@@ -179,7 +179,7 @@ def curves(chosen: Sequence[NamedSurrogate], most: float = 6.0) -> list[Surrogat
 
 def tables(result: ClipResult) -> Iterator[Table | Text]:
     """Yield one row for each surrogate and sign of the advantage."""
-    head = ("surrogate", "A", *(f"ρ = {case:g}" for case in result.cases), "none where", "logged")
+    head = ("surrogate", "A", *(f"ρ = {case:g}" for case in result.cases), "zero for", "logged")
     table = drawing.new_table("Gradient of the surrogate by log π, over the ratio ρ", *head)
     for row in result.rows:
         silent = ", ".join(f"ρ > {s.low:g}" if s.high is None else f"ρ < {s.high:g}" for s in row.silent) or "–"

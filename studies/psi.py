@@ -325,9 +325,9 @@ def tables(result: PsiResult) -> Iterator[Table | Text]:
     yield table
     yield drawing.note(
         "bias      ‖E ĝ − ∇J‖ / ‖∇J‖, exact by enumeration",
-        "along ∇J  the part of it along ∇J, sampled, with its 95 % interval over seeds",
-        "p         of the sampled mean if there is no bias in any parameter",
-        "variance  trace of the covariance for one episode, exact; then sampled",
+        "along ∇J  component of the bias along ∇J, sampled; 95 % interval over seeds",
+        "p         p-value of the sampled mean, if no parameter has a bias",
+        "variance  trace of the covariance for one episode: exact, then sampled",
         "error     √E‖ĝ − ∇J‖² / ‖∇J‖ of one batch",
     )
 

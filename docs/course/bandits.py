@@ -127,11 +127,11 @@ plt.show()
 #
 # - The baseline does not change the mean and cuts the variance by a factor of more than a hundred.
 #   A hundred times fewer samples give the same precision.
-# - The mean of the *whole* group contains R_i itself. That shrinks the gradient by (K − 1)/K, here
-#   7/8: a bias of its length, not of its direction. GRPO does this (chapter 7); a larger learning
-#   rate compensates for it.
+# - The mean of the *whole* group contains R_i itself. With K pulls the gradient is (K − 1)/K times
+#   as long, here 7/8, in the right direction. GRPO does this (chapter 7); a larger learning rate
+#   compensates for it.
 # - A baseline that depends on the action destroys the gradient. The variance is small, but the mean
-#   is 0. Low variance alone is worth nothing.
+#   is 0. Low variance alone is useless.
 #
 # ## The variance depends on the level of the rewards
 #
@@ -232,7 +232,7 @@ for name, share in best.items():
 # %% [markdown]
 # ## Now on a language model
 #
-# A prompt is a bandit, and each possible completion is an arm; there are astronomically many. Its
+# A prompt is a bandit with astronomically many arms: the possible completions. A completion's
 # log-probability is the sum over its tokens, so the gradient is the same with
 #
 #     ∇log π(y|x) = Σ_t ∇log π(y_t|x, y_<t).
@@ -283,8 +283,8 @@ for name, psi in {"Ψ = R": total_return(), "RLOO": leave_one_out}.items():
 print(f"ratio {spread['Ψ = R'] / spread['RLOO']:.0f}")
 
 # %% [markdown]
-# The same function, `leave_one_out`, works for a transformer's weights as for five numbers. No
-# critic was needed. This is why RLOO and GRPO draw several completions for each prompt.
+# The same function, `leave_one_out`, works for a transformer's weights as for five numbers. It is
+# why RLOO and GRPO draw several completions for each prompt.
 #
 # ## The derivation: from one step to many
 #
@@ -305,8 +305,8 @@ print(f"ratio {spread['Ψ = R'] / spread['RLOO']:.0f}")
 # The same holds for every reward *before* a_t: it is a constant once the past is known. So R(τ) may be replaced by the sum of the
 # later rewards, minus any b(s_t). Chapter 3 does both.
 #
-# The variance of Ψ = R − b, coordinate by coordinate, is E[(∇log π)²·(R − b)²] minus a square that does not depend on b. So the best
-# b is a mean of R, weighted by (∇log π)². Exercise 1 asks for this b.
+# The variance of the estimate with Ψ = R − b, coordinate by coordinate, is E[(∇log π)²·(R − b)²] minus a square that does not depend
+# on b. So the best b is a mean of R, weighted by (∇log π)². Exercise 1 asks for this b.
 #
 # ## In pseudocode
 #

@@ -28,7 +28,7 @@ steps = 40_000  # of the environment, for each run
 
 # %% [markdown]
 # CartPole gives a reward of 1 for each step that the pole stays up, for 500 steps at most. A random
-# policy lasts some twenty steps.
+# policy lasts about 20 steps.
 #
 # ## Four forms of Ψ
 #
@@ -101,13 +101,14 @@ for name, (_, found, _) in forms.items():
 # ## What a critic is for: GAE
 #
 # G_t is a sum of up to 500 rewards, and each depends on chance. With a critic we can use only the
-# next few rewards, and V for the rest. With the TD residual δ_t = r_t + γ·V(s_{t+1}) − V(s_t),
+# next few rewards, and V for the rest. With the TD residual δ_t = r_t + γ·V(s_{t+1}) − V(s_t)
+# this is
 #
 #     Â_t = Σ_l (γλ)^l·δ_{t+l}      (generalised advantage estimation)
 #
-# has a parameter for this, λ. With λ = 0 the critic is used after one step: little variance, and
-# all of the critic's error. With λ = 1 only the rewards count: Â_t = G_t − V(s_t). Here is one
-# episode of 40 steps with a critic that is wrong, and an event that it did not foresee.
+# The parameter λ sets how soon V is used. With λ = 0 it is used after one step: little variance,
+# and all of the critic's error. With λ = 1 only the rewards count: Â_t = G_t − V(s_t). Here is
+# one episode of 40 steps with a critic that is wrong, and an event that it did not foresee.
 
 # %%
 length = 40
@@ -152,7 +153,7 @@ print(f"λ = 1 against G − V: {difference.abs().max():.0e}")
 #     min( ρ·Â, clip(ρ, 1 − ε, 1 + ε)·Â ):
 #
 # once a good action is 1 + ε times as likely as before, this batch gives no further gain; the same
-# holds once a bad action is down to 1 − ε.
+# holds once a bad action is 1 − ε times as likely.
 
 # %%
 log_ratio = torch.linspace(-1.2, 0.8, 400)
@@ -221,8 +222,8 @@ for name, (_, found, _) in results_of_hurry.items():
 # removes the gain of moving further. (TRPO does guarantee a bound on the KL; `psigrad.control` has
 # it.)
 #
-# Note that these runs needed a simulator that can be run tens of thousands of times. A language
-# model needs only itself and a reward.
+# Note that these runs needed tens of thousands of steps of a simulator. A language model needs
+# only itself and a reward.
 
 # %% [markdown]
 # ## Now on a language model
@@ -240,12 +241,12 @@ for part in ("psi", "ratio", "surrogate", "aggregate", "kl", "critic"):
         print(f"  language {there}")
 
 # %% [markdown]
-# A language model has γ = 1 and λ = 1, since the reward comes once, at the end; and a **KL penalty**
-# that keeps it near the model it started from.
+# For language models PPO has γ = 1 and λ = 1, since the reward comes once, at the end. A **KL
+# penalty** keeps the policy near the model it started from.
 #
 # Let us watch the ratio. A small Qwen3 writes 64 completions of 6 tokens; token 0 is good. We make
-# 12 passes over this one batch with PPO's ratio and clip. To need no critic, Ψ is the
-# leave-one-out advantage of chapter 2.
+# 12 passes over this one batch with PPO's ratio and clip. Ψ is chapter 2's leave-one-out
+# advantage, so no critic is needed.
 
 # %%
 from psigrad.language.models import tiny
@@ -303,13 +304,13 @@ print(f"first pass: |log ρ| = {held[0]:.0e}, {clipped[0]:.0%} clipped")
 
 # %% [markdown]
 # On the first pass the ratio is exactly 1: the policy that learns is the one that sampled. This is
-# what *on-policy* means, and a good test of any implementation. Later more and more tokens have no
-# gradient.
+# what *on-policy* means, and a good test of any implementation. In later passes more and more
+# tokens are clipped.
 #
 # ## The derivation: GAE and PPO's objective
 #
-# A critic's estimate after k steps is a sum of k TD residuals, in which all values but the first and the last
-# cancel:
+# The advantage estimate that uses V after k steps is a sum of k TD residuals, in which all values but the
+# first and the last cancel:
 #
 #     Â_t(k) = Σ_{l<k} γ^l·δ_{t+l} = Σ_{l<k} γ^l·r_{t+l} + γ^k·V(s_{t+k}) − V(s_t).
 #

@@ -100,9 +100,8 @@ print(f"largest difference {(by_dpo - closed).abs().max():.1e}")
 # %% [markdown]
 # ## Now on a language model
 #
-# The words of chapter 4 and the model that imitates careless teachers. For each word the judge sees
-# the right answer and a wrong one (the teachers' mistake, or two changed letters), and chooses the
-# better one.
+# The task and the SFT model are those of chapter 4. For each word the judge sees the right answer
+# and a wrong one (the teachers' mistake, or two changed letters), and chooses the better one.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -236,11 +235,11 @@ print(f"completions: DPO {2 * 32 * dpo_steps}, RLOO {128 * rl_steps}")
 # - If you only have comparisons, DPO is still the cheapest method that works: a few lines, two models, no
 #   sampling.
 #
-# [The page of claims](../claims.md) has this comparison over seeds, with each method's rate tuned alike.
+# [The page of claims](../claims.md) repeats this comparison over several seeds, with each learning rate
+# tuned alike.
 #
-# The course has gone from a grid world to the methods that train today's models. Each is a choice of Ψ, a
-# ratio, a clip and a way to average. [A table](../methods/table.md) compares all methods, and your own
-# part is a function.
+# Each method of this course is a choice of Ψ, a ratio, a clip and a way to average. [A
+# table](../methods/table.md) compares all methods.
 #
 # ## The derivation, in full
 #
@@ -248,15 +247,15 @@ print(f"completions: DPO {2 * 32 * dpo_steps}, RLOO {128 * rl_steps}")
 #
 #     E_π[r] − β·KL(π ‖ π_ref) = −β·E_π[ log( π(y) / (π_ref(y)·exp(r(y)/β)) ) ] = β·log Z − β·KL(π ‖ π*).
 #
-# The first term does not depend on π, and the second is 0 only at π = π*. This proves the closed form, and that it is unique. The value
-# of the best policy is β·log Z.
+# The first term does not depend on π, and the second is 0 only at π = π*. So π* is the unique best policy. The value of the best policy
+# is β·log Z.
 #
 # Now the loss. Put r = β·log(π/π_ref) + β·log Z into −log σ(r_w − r_l), where Z cancels. With û(y) = β·log(π(y)/π_ref(y)) its gradient is
 #
 #     ∇loss = −β·σ(û_l − û_w)·( ∇log π(w) − ∇log π(l) ).
 #
-# This shows two things. The weight of a pair, σ(û_l − û_w), is larger the more the policy ranks it wrongly. And only the *difference* has
-# a gradient: nothing keeps log π(w) itself from falling.
+# This shows two things. A pair's weight, σ(û_l − û_w), is larger the more clearly the policy ranks the pair wrongly. And only the
+# *difference* has a gradient: nothing keeps log π(w) itself from falling.
 #
 # ## In pseudocode
 #

@@ -3,8 +3,7 @@
 #
 # Reinforcement learning is learning from consequences. An **agent** sees a **state**, chooses an
 # **action**, gets a **reward** and moves to the next state. It should get the largest sum of
-# rewards. This chapter solves the smallest such problem exactly. Later chapters estimate quantities
-# that we can compute exactly here.
+# rewards. This chapter computes exactly, on a small problem, what later chapters estimate.
 
 # %%
 from dataclasses import replace
@@ -52,9 +51,8 @@ print(mdp.n_states, "states,", mdp.n_actions, "actions:", *tabular.ACTIONS)
 #
 #     V(s) = Σ_a π(a|s)·( R(s, a) + γ·Σ_s' P(s'|s, a)·V(s') ).
 #
-# This is the **Bellman equation**. It is linear in V, so the computer can solve it. Here is the
-# value of the random policy, and beside it the mean return of many episodes, which is what a value
-# means.
+# This is the **Bellman equation**. It is linear in V, so the computer can solve it. Below are the
+# value of the random policy, and the mean return of many episodes, which estimates it.
 
 # %%
 aimless = tabular.uniform_policy(mdp)

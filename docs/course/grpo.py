@@ -61,8 +61,8 @@ for method in (GRPO, DR_GRPO, DAPO):
 #
 # Let rewards be 0 or 1, and let p be the chance that the model solves a prompt. Without std a group
 # has the largest gradient for p near ½, as it should, since there the outcome depends most on the
-# model's choices. Dividing by std removes a factor √(p·(1 − p)). By enumeration over the number of
-# right answers in a group of 8:
+# model's choices. Dividing by std removes a factor √(p·(1 − p)). Enumerate the numbers of right
+# answers in a group of 8:
 
 
 # %%
@@ -174,7 +174,7 @@ for name, found in pushed.items():
     print(f"{name:14} right {found['right']:+.3f}   wrong {found['wrong']:+.3f}")
 
 # %% [markdown]
-# With Dr. GRPO's constant both pushes are 0 up to noise, as they should be, and also with DAPO's mean over all tokens. With 1/|y| right
+# With Dr. GRPO's constant and with DAPO's mean over all tokens, both pushes are 0 up to noise, as they should be. With 1/|y| right
 # answers are pushed to be short and wrong ones to be *long*: short wrong answers are punished more per token. The two pushes cancel only
 # while advantages balance. On prompts that the model cannot solve yet there are more wrong answers. So longer thinking on harder problems
 # may be an artefact of the loss, and not an insight of the model.
@@ -294,7 +294,7 @@ for name, run in runs.items():
 # With rewards of 0 and 1 and p the chance of a right answer, the mean of a large group is p and its deviation √(p·(1 − p)). The gradient
 # of accuracy weights a prompt by the variance of its outcome, Var(R) = p·(1 − p). After division by the deviation the method follows
 #
-#     Σ_x ∇p(x) / √(p(x)·(1 − p(x))) = ∇ Σ_x 2·arcsin √p(x):
+#     Σ_x ∇p(x) / √(p(x)·(1 − p(x))) = ∇ Σ_x 2·arcsin √p(x).
 #
 # This is not the gradient of the mean of p over prompts, but of a function of p that is steep at both ends: the difficulty
 # bias in one line.

@@ -80,8 +80,8 @@ print(images.decode(model.tokenizer, ids))
 print(f"{len(ids)} tokens, of which {len(own)} are the picture's")
 
 # %% [markdown]
-# psigrad gives each of the nine an id of its own, made from the hash of the picture and the place in it. So the prompt is still a list of
-# numbers, and two pictures never look the same to a cache or to a run that resumes.
+# psigrad gives each of the nine placeholders its own id, made from the hash of the picture and the place in it. So the prompt is still a
+# list of numbers, and two pictures never look the same to a cache or to a run that resumes.
 
 # %%
 again, other = (encode(ask(b.draw(), colour)) for b in (board, squares.boards(6)[1]))
@@ -117,8 +117,8 @@ for name in ("vision_model", "connector", "text_model"):
 # %% [markdown]
 # ## Now on a language model
 #
-# The game: how many squares have a colour? There are 0 to 3 of it, and others. The teachers are careless, as in chapter 4: half of their
-# counts are one too many or too few.
+# The game: how many squares have a colour? There are 0 to 3 such squares, and others. The teachers are careless, as in chapter 4: half
+# of their counts are one too many or too few.
 
 
 # %%
@@ -178,8 +178,8 @@ rl = psigrad.train(
 steps, accuracy = rl.history.series("eval/exact/mean")
 
 # %% [markdown]
-# Does it look at the picture? A model that answers from the question alone can be right in a quarter of the games. So ask the same questions
-# beside another game's picture, and see what is left.
+# Does the model look at the picture? A model that answers from the question alone can be right in a quarter of the games. So ask the same
+# questions with another game's picture.
 
 # %%
 turned = [row["images"] for row in held_out[1:] + held_out[:1]]
@@ -206,8 +206,8 @@ plt.show()
 print(f"SFT {accuracy[0]:.2f}, GRPO {accuracy[-1]:.2f}, another's picture {blind:.2f}")
 
 # %% [markdown]
-# SFT copied the teachers, mistakes included. GRPO passed them in 60 steps, and is still rising: `psigrad demo --vision` trains for longer,
-# and ends at 0.95. With another's picture the answers are worth no more than chance: the model looks.
+# SFT copied the teachers, mistakes included. GRPO passed the teachers in 60 steps, and its accuracy still rises: `psigrad demo --vision`
+# trains for longer, and ends at 0.95. With another game's picture the accuracy is no better than chance: the model looks.
 #
 # But what does it see? Paint one cell white at a time, and see how much less probable the right answer becomes.
 
@@ -243,17 +243,18 @@ worth = {
 print({kind: round(float(value), 2) for kind, value in worth.items()})
 
 # %% [markdown]
-# A perfect counter loses by the counted squares alone. On this board ours loses more by the others. So far it may read how full the board is:
-# a shortcut, since full boards have more squares of every colour. Accuracy alone does not tell a shortcut from an insight.
+# To a perfect counter only the counted squares matter. On this board, the other squares matter more to our model. It may read how full the
+# board is: a shortcut, since full boards have more squares of every colour. Accuracy alone does not reveal a shortcut.
 #
 # ## Where it fails
 #
-# - A patch is the grain. What is smaller than a patch must survive one matrix product. Large pictures need many patches, and each is a token:
-#   a picture of 512 × 512 pixels costs as much as a page of text.
+# - Details smaller than a patch must survive one matrix product. Large pictures need many patches, and each is a token: a picture of 512 ×
+#   512 pixels costs as much as a page of text.
 # - Four or more squares of a colour were never shown. The model has no idea of counting beyond three.
-# - Models guess from the question. Where most bananas are yellow, "yellow" is right without a look. Only a control such as ours shows it.
-# - The second turn needs its pictures too. Programs lose them, or attach them to the wrong place. [Pictures](../pictures.md) says how psigrad
-#   keeps them, and `psigrad demo --vision` plays two turns, in which the environment answers with a picture.
+# - Models guess from the question. Where most bananas are yellow, "yellow" is right without a look. Only a control such as ours shows
+#   this.
+# - A second turn needs its pictures too, and programs may lose or misplace them. [Pictures](../pictures.md) explains how psigrad keeps them,
+#   and `psigrad demo --vision` plays two turns, in which the environment answers with a picture.
 #
 # ## In pseudocode
 #

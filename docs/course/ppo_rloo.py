@@ -35,12 +35,13 @@ seeds = 2
 # %% [markdown]
 # ## The reward, with a KL penalty
 #
-# Both maximise the score of the completion minus a penalty for moving away from the reference,
+# PPO and RLOO maximise the score of the completion minus a penalty for moving away from the
+# reference,
 #
 #     E[ r(x, y) − β·log( π(y|x) / π_ref(y|x) ) ].
 #
-# The log-ratio is a sum over tokens, so each token can get its own penalty, and the last token r.
-# This is a token-level MDP, with a reward at each step. Three completions as an example:
+# The log-ratio is a sum over tokens, so each token can get its own penalty, and the last token
+# also r. This is a token-level MDP, with a reward at each step. Three completions as an example:
 
 # %%
 mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool)
@@ -96,7 +97,8 @@ print("by hand:", [round(float(R[i] - (R.sum() - R[i]) / 2), 2) for i in range(3
 # ## What the critic costs
 #
 # A critic is as large as the policy, and it is trained, so each weight also has two moments of
-# Adam. For models of 8 billion parameters in half precision, weights and moments:
+# Adam. Weights and moments with a critic (left) and without, for models of 8 billion parameters
+# in half precision:
 
 # %%
 with_critic, without = by_weights(8e9, critic=True), by_weights(8e9, critic=False)
@@ -112,8 +114,8 @@ print(f"{'together':12} {total[0] / 1e9:6.0f} GB   {total[1] / 1e9:6.0f} GB")
 # %% [markdown]
 # ## Now on a language model
 #
-# The words of chapter 4, and the model that imitates careless teachers. The reward is 1 for the
-# right word. PPO makes four passes over each batch, as usual; RLOO makes one.
+# The task and the SFT model are those of chapter 4. The reward is 1 for the right word. PPO makes
+# four passes over each batch, as usual; RLOO makes one.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -250,8 +252,8 @@ print(f"mean over the second half: {np.mean(explained[len(explained) // 2 :]):.2
 #
 #     Var(R_i − b_i) = Var(R)·K/(K − 1),
 #
-# which is 1/(K − 1) more than with the prompt's true mean. An exact critic would also remove the part that depends on the state; a
-# learned critic removes as much as it has learned so far.
+# With the prompt's true mean it would be Var(R). An exact critic would also remove the part that depends on the state; a learned
+# critic removes as much as it has learned so far.
 #
 # ## In pseudocode
 #

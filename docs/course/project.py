@@ -29,7 +29,7 @@ held_out_rows = 200
 # - A program can check whether an answer is right. Otherwise use the method of chapter 5: people compare, and a reward model
 #   learns.
 # - The small model sometimes solves the task after imitation. A reward that is always 0 teaches
-#   nothing:
+#   nothing. With p the chance of a right answer,
 #
 #     P(a group of G has signal) = 1 − p^G − (1 − p)^G.
 #
@@ -236,7 +236,8 @@ check(
 #
 # - The model learned to sort four letters of eight. It did not learn to sort in general: give it
 #   five letters.
-# - One seed. The interval is over prompts, not over runs; another seed may end elsewhere (`psigrad compare` runs several).
+# - This is one seed. The interval is over prompts, not over runs; another seed may end elsewhere (`psigrad compare` runs
+#   several).
 # - Here a program judged the answers. If people judge, chapter 5's trap exists.
 #
 # ## In pseudocode

@@ -69,13 +69,14 @@ error = ((learned - learned.mean()) - (worth - worth.mean())).abs().max()
 print(f"largest error {error:.2f} from {comparisons} comparisons")
 
 # %% [markdown]
-# We had to subtract the mean from both, because adding 5 to all worths changes no comparison.
-# **Only differences of rewards mean anything.** (A baseline removes constants anyway, chapter 2.)
+# We had to subtract the means of the learned and of the true worths, because adding 5 to all
+# worths changes no comparison. **Only differences of rewards mean anything.** (A baseline removes
+# constants anyway, chapter 2.)
 #
 # ## Goodhart's law, by arithmetic
 #
-# Let the learned reward be truth + error. Draw n answers and keep the one that the *proxy* likes
-# best. With larger n the proxy rises, by construction. Does the truth rise too?
+# Let the learned reward, the *proxy*, be truth + error. Draw n answers and keep the one with the
+# largest proxy. With larger n the proxy rises, by construction. Does the truth rise too?
 
 # %%
 rng = np.random.default_rng(0)
@@ -114,8 +115,8 @@ print(f"with some large errors the truth peaks at n = {sizes[peak]} and then fal
 # %% [markdown]
 # ## Now on a language model
 #
-# The words of chapter 4, and the model that imitates careless teachers. What we want, the **truth**,
-# is similarity to the right answer: 1 − edits / length.
+# The task and the SFT model are those of chapter 4. What we want, the **truth**, is similarity to
+# the right answer: 1 − edits / length.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -251,9 +252,9 @@ for name, run in runs.items():
     print(name, [row["completion"] for row in found])
 
 # %% [markdown]
-# The first one writes nothing! The judges compared answers of four letters. No pair ever said that an empty answer is
-# bad, and the reward model, learned from few comparisons, happens to score it higher than a right one. Train the
-# reward model on all words, with 300 steps at a learning rate of 3e-3, and look again.
+# Without the penalty the policy writes nothing! The judges compared answers of four letters. No pair ever said that
+# an empty answer is bad, and the reward model, learned from few comparisons, happens to score it higher than a right
+# one. Train the reward model on all words, with 300 steps at a learning rate of 3e-3, and look again.
 #
 # ## Where it fails
 #
@@ -279,7 +280,7 @@ for name, run in runs.items():
 #
 # With a KL penalty the best policy has a closed form (chapter 8). How much does it gain? For a proxy with errors that are normal with
 # deviation s and independent of the truth, the best of n draws has an error of about s·√(2·log n), and a KL of log n − (n − 1)/n. So the
-# proxy gains about
+# proxy exceeds the truth by about
 #
 #     error ≈ s·√(2·KL),
 #

@@ -255,7 +255,7 @@ print(
 # impossible under π, so π spreads over all their answers. Reinforcement learning with a KL penalty has the other direction, and prefers
 # a few good answers.
 #
-# Its gradient is the policy gradient with Ψ = 1 and actions from p,
+# The gradient of the loss is the policy gradient with Ψ = 1 and actions from p,
 #
 #     −∇E_p[ log π(y|x) ] = −E_p[ Σ_t ∇log π(y_t|x, y_<t)·1 ],
 #

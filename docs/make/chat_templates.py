@@ -346,8 +346,8 @@ def counts(found: dict[str, dict[str, str]]) -> str:
         said.append(f"{column} {cells['yes'] + cells['dropped']}{dropped}")
     wrong = sum(cell == "wrong" for cells in found.values() for cell in cells.values())
     right = ", ".join(said)
-    begin = f"Of the {len(calling)} that write calls, this many pass or drop the field: {right}."
-    return f"{begin} Wrong cells of all {len(found)}: {wrong}."
+    begin = f"{len(calling)} templates write calls. Number of them that pass or drop the field: {right}."
+    return f"{begin} Wrong outcomes, over all {len(found)} templates: {wrong}."
 
 
 def table() -> str:
