@@ -146,7 +146,7 @@ def are_made(folder: Path, seed: int) -> bool:
     if not (folder / MADE).exists():
         return False
     if (before := (folder / MADE).read_text().strip()) != str(seed):
-        raise UserError(f"{folder} holds the files of a demo of seed {before}, not {seed}; choose another output_dir.")
+        raise UserError(f"{folder} holds a demo with seed {before}, not {seed}; choose another output_dir or seed.")
     return True
 
 

@@ -190,6 +190,6 @@ class Broadcasts:
                 return
             self._failures += 1
             self._over = self._failures >= FAILURES
-        ours = "From here on all weights go" if self._over else "The sampler is restarted, or gets the weights"
-        text = f"Weights did not reach a sampler by {self.kind}: {why}. {ours} through Ray's object store."
+        ours = "From now on all weights are" if self._over else "The sampler is restarted, or its weights are"
+        text = f"A sampler did not receive the weights by {self.kind} ({why}). {ours} sent through Ray's object store."
         self._log("transfer_failed", text, reason=why)

@@ -42,7 +42,7 @@ def connect(address: str) -> Any:
     except ConnectionError as error:
         if "InvalidAuthToken" in "".join(traceback.format_exception(error)):
             raise UserError(
-                f"The Ray cluster at {address!r} wants its token: set RAY_AUTH_MODE=token, with the token in ~/.ray/auth_token "
+                f"The Ray cluster at {address!r} requires its token; set RAY_AUTH_MODE=token and the token in ~/.ray/auth_token "
                 "or RAY_AUTH_TOKEN, as on the machine that started it."
             ) from error
         if address != "auto":

@@ -199,7 +199,7 @@ class _At(Sampler):
                     batch.add(partial(self.whole.ask, self.version, [requests[place] for place in places], params), affinity)
                 for task, (number, found) in batch.answers(LOOK):
                     if number != self.version.number:
-                        wrong = f"A sampler drew from version {number} in place of {self.version.number}"
+                        wrong = f"A sampler used version {number} of the weights instead of version {self.version.number}"
                         raise RuntimeError(f"{wrong}; please report this.")
                     yield list(zip(tasks[task], found, strict=True))
                 new = more()

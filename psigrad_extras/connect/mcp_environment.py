@@ -77,10 +77,10 @@ class ServerEpisode(ToolBox):
         assert self._opens is not None
         if unknown := sorted(set(arguments) - set(self._opens.parameters)):
             known = ", ".join(self._opens.parameters) or "nothing"
-            raise ValueError(f"the row gives {', '.join(unknown)} to the server's tool reset, which takes only {known}")
+            raise ValueError(f"the row gives the server's tool reset the arguments {', '.join(unknown)}; expected only {known}")
         text, beside = self._opens.ask(arguments)
         if text.startswith("error: "):
-            raise ValueError(f"the server's tool reset says {text.removeprefix('error: ')}")
+            raise ValueError(f"the server's tool reset failed: {text.removeprefix('error: ')}")
         self._episode = beside.get(EPISODE)
         return text
 
