@@ -188,7 +188,7 @@ class ServedModel:
                 time.sleep(pause(attempt, error))
         if len(served) != 1:
             names = f" ({', '.join(served[:10])})" if served else ""
-            raise UserError(f"{self.url} serves {len(served)} models{names}; name one of them with --model.")
+            raise UserError(f"{self.url} serves {len(served)} models{names}; name one with --model.")
         return served[0]
 
 

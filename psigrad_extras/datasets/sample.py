@@ -160,7 +160,7 @@ def convert(
     else:
         found = ", ".join(first) or "none"
         raise UserError(
-            f"{dataset} has the columns {found}; expected prompt, completions and ranking or ratings (or prompt, completion, rating)."
+            f"{dataset} has the columns {found}; expected prompt, completions, ranking or ratings; or prompt, completion, rating."
         )
     write_jsonl(Path(output), made.rows)
     return Written(Path(output), len(made.rows), made.ties), made

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from psigrad.config import Reward
 from psigrad.config.sections import parse_columns
-from psigrad.errors import UserError
+from psigrad.errors import UserError, several
 from psigrad.language.data.dataset_rows import Row, column_names
 from psigrad.language.data.sources import from_rows, load
 from psigrad.language.data.templates import completion_for_reward
@@ -167,7 +167,7 @@ def report(attempts: Sequence[Attempt]) -> str:
     unscored = {one.source: one.reason for one in attempts if one.reward is None}
     if unscored:
         source, reason = next(iter(unscored.items()))
-        lines.append(f"{len(unscored)} rows have answers without a reward. The reason at {source} is: {reason}")
+        lines.append(f"{several(len(unscored), 'row', 'has', 'have')} answers without a reward. The reason at {source} is: {reason}")
     holes = sum(one.misjudged and not one.right for one in attempts)
     missed, rows = sum(one.misjudged and one.right for one in attempts), len({one.source for one in attempts})
     lines.append(f"Of {len(attempts)} answers to {rows} rows, {holes} wrong ones are rewarded and {missed} right ones are not.")

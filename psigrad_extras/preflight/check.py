@@ -82,15 +82,15 @@ def report(findings: Sequence[Finding], *, as_json: bool = False, rows: Sequence
         shown = [{"title": title, "pieces": pieces} for title, pieces in rows]
         return json.dumps({"passed": all_pass(findings), "checks": [f.row() for f in findings], "rows": shown}, indent=1)
     width, what = (max(len(getattr(f, key)) for f in findings) for key in ("name", "what"))
-    lines = [f"{'':<9} {'check':<{width}}  {'what is compared':<{what}}  {'found':>8}  {'bound':>8}  {'a fault gives':>13}"]
+    lines = [f"{'':<9} {'check':<{width}}  {'what is compared':<{what}}  {'result':>8}  {'bound':>8}  {'a fault gives':>13}"]
     for f in findings:
         start = f"{f.verdict:<9} {f.name:<{width}}  {f.what:<{what}}"
         value, bound, control = (f"{x:.0f}" if x >= 100 and x == x // 1 else f"{x:.2g}" for x in (f.value, f.bound, f.control))
         lines.append(f"{start}  {value:>8}  {bound:>8}  {control:>13}  {f.note}".rstrip())
     if unsure := [f for f in findings if f.verdict == "unproven"]:
-        cause = "In this precision, rounding hides a fault; check once with --dtype float32."
+        cause = "In this precision, rounding would hide a fault; check once with --dtype float32."
         if all(f.control == 0 for f in unsure):
-            cause = "A fault would not show, since the prompts are alike or the model answers all of them alike."
+            cause = "A fault would not change the result, because the prompts or the answers are alike; give other prompts."
         lines.append(f"Unproven: {', '.join(f.name for f in unsure)}. {cause}")
     return "\n".join(lines)
 
@@ -105,9 +105,9 @@ def check_data(subject: Subject) -> Finding:
     """data."""
     room = (positions := subject.model.max_length) - (most := subject.config.sampling.max_completion_length)
     bad = [prompt for prompt in subject.dataset if not 0 < len(prompt.ids) <= room]
-    leaves = f"only {max(0, room)} fit (the model's {positions} positions minus max_completion_length {most})"
+    leaves = f"at most {max(0, room)} tokens fit (the model's {positions} positions minus max_completion_length {most})"
     note = f"the first at {bad[0].row.source} has {len(bad[0].ids)} tokens; {leaves}" if bad else ""
-    what = f"prompts of {len(subject.dataset)} that are empty or too long"
+    what = f"prompts (of {len(subject.dataset)}) that are empty or too long"
     return Finding("data", what, len(bad), 0.0, len(subject.dataset), note=note)
 
 
@@ -117,12 +117,12 @@ def _problems(model: LanguageModel, row: Row, stops: Sequence[int], vocabulary: 
         yield "there is no EOS token"
     for token in stops:
         if not 0 <= token < vocabulary:
-            yield f"the token {token} that ends a text is not one of the model's {vocabulary} tokens"
+            yield f"the stop token {token} is not one of the model's {vocabulary} tokens"
     if missing := sorted(place for place in model.tokenizer.get_vocab().values() if place >= vocabulary):
         names = ", ".join(map(repr, model.tokenizer.convert_ids_to_tokens(missing[:4])))
-        yield f"the tokenizer has {len(missing)} tokens more than the embedding has rows ({names})"
+        yield f"{len(missing)} tokens of the tokenizer have no row in the embedding ({names})"
     if not isinstance(row.prompt, str) and not set(stop_token_ids(model.tokenizer, row)) <= set(stops):
-        yield "the token that ends a turn of the chat template does not stop a completion"
+        yield "the chat template's end-of-turn token does not stop a completion"
 
 
 def _acts(model: LanguageModel) -> list[str]:
@@ -153,7 +153,7 @@ def check_text(subject: Subject) -> Finding:
     notes = describe_rewrites(model.tokenizer, row)
     notes += [f"generation_config has {', '.join(acts)}, which is not used"] if (acts := _acts(model)) else []
     control = list(_problems(model, row, [*stops, model.vocabulary], model.vocabulary))
-    what = "tokens that end a text, chat template, stopping"
+    what = "errors of stop tokens and chat template"
     return Finding("end of text", what, len(found), 0.0, len(control), note="; ".join([*found, *notes]))
 
 
@@ -161,17 +161,17 @@ def check_tools(subject: Subject) -> Finding:
     """tool calls."""
     tokenizer, row = subject.model.tokenizer, subject.prompts[0].row
     form = call_form_of(tokenizer)
-    found = [] if form.probe(form.seen) == [PROBE] else ["the call is not read back"]
+    found = [] if form.probe(form.seen) == [PROBE] else ["psigrad does not parse the call"]
     try:
         observation_ids(tokenizer, row, [{"role": "tool", "name": PROBE.name, "content": "7"}])
     except UserError as error:
         found.append(reason_of(error))
     # A truncated call must be answered with its error.
     broken = form.probe(form.seen[: form.seen.find("colours")])
-    seen = show(" ".join(form.seen.split()), 200) if form.seen else "the chat template writes none"
+    seen = show(" ".join(form.seen.split()), 200) if form.seen else "the chat template writes no call"
     note = "; ".join([f"{form.family or 'any form'}: {seen}", *found])
     control = sum(isinstance(call, BrokenCall) for call in broken)
-    return Finding("tool calls", "a call in the template's format, and its answer", len(found), 0.0, control, note=note)
+    return Finding("tool calls", "a call in the template's format and its answer", len(found), 0.0, control, note=note)
 
 
 def check_packing(subject: Subject) -> Finding:

@@ -98,7 +98,7 @@ def machine(
     """
     here = device == "cpu" or torch.cuda.is_available()
     if not here and not memory:
-        raise UserError("The plan is for a GPU, but this machine has none; give its memory, for example --memory 80GB.")
+        raise UserError("The plan is for a GPU, but this machine has none; give the GPU's memory, for example --memory 80GB.")
     if memory:
         size = parse_bytes(memory)
     elif device == "cpu":
@@ -107,7 +107,7 @@ def machine(
         try:
             size = int(torch.cuda.get_device_properties(device).total_memory)
         except (RuntimeError, AssertionError) as error:  # such as cuda:7 with two devices
-            raise UserError(f"device is {device!r}, but this machine has {torch.cuda.device_count()} CUDA devices.") from error
+            raise UserError(f"device is {device!r}, but there are {torch.cuda.device_count()} CUDA devices; lower it.") from error
     if not measure:
         return Machine(device, size, *(nominal(torch.cuda.get_device_name(device), dtype) if device != "cpu" and here else ()))
     peak, bandwidth = _speed(device, dtype, threads, roughly) if here else (0.0, 0.0)
@@ -124,7 +124,7 @@ def busy(device: str) -> str:
     load = os.getloadavg()[0]
     if device != "cpu" or load < 0.5 * cores():
         return ""
-    return f"The machine is busy (load {load:.1f} on {cores()} cores), so this is longer than on an idle one."
+    return f"The machine is busy (load {load:.1f} on {cores()} cores), so the run would be faster on an idle one."
 
 
 def last_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:

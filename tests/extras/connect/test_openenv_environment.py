@@ -127,10 +127,10 @@ def test_rows_open_as_the_server_does_and_a_group_begins_alike(server):
     assert len({row["seed"] for row in rows}) == 3 and rows == environment.rows(3, 7) != environment.rows(3, 8)
     assert all(row["prompt"][0]["content"] == row["opening"] == str(row["seed"]) for row in rows) and server.open == 0
     assert environment().reset(rows[0]) is None
-    with pytest.raises(ValueError, match="episodes of one group must start the same"):
+    with pytest.raises(ValueError, match="whose first observation depends only on the seed"):
         environment().reset({**rows[0], "seed": rows[0]["seed"] + 1})
     server.observed = lambda text, **more: SimpleNamespace(observation={"done": False}, **more)
-    with pytest.raises(UserError, match="starts an episode without any text; give a dataset with prompts"):
+    with pytest.raises(UserError, match="starts its episodes without a prompt; give a dataset with prompts"):
         environment.rows(1, 0)
 
 
@@ -138,8 +138,8 @@ def test_rows_open_as_the_server_does_and_a_group_begins_alike(server):
     ("action", "turn", "acted"),
     [(NUMBER, "-3", {"number": -3}), (NUMBER, "3.5 apples", "a value of type integer"), (TEXT, "3", {"said": "3"}),
      (TWO, '{"row": 1, "column": 2}', {"row": 1, "column": 2}), (TWO, '{"row": 1}', {"row": 1}),
-     (TWO, '{"column": 1}', "a JSON object of row, column"), (TWO, '{"row": 1, "x": 1}', "a JSON object of row, column"),
-     (TWO, "[1]", "a JSON object of row, column"), (TWO, "1, 2", "a JSON object of row, column")],
+     (TWO, '{"column": 1}', "object with the fields row, column"), (TWO, '{"row": 1, "x": 1}', "object with the fields row, column"),
+     (TWO, "[1]", "a JSON object with the fields row, column"), (TWO, "1, 2", "object with the fields row, column")],
 )  # fmt: skip
 def test_turns_as_actions_of_the_servers_schema(server, action, turn, acted):
     server.action = action

@@ -234,7 +234,7 @@ def test_a_tracker_that_hangs_holds_nothing_up(where, monkeypatch, capsys):
         tracker.close()
 
     assert quickest(logged, 5) < 5
-    assert "tracker mine does not answer after 0.2 s" in capsys.readouterr().err
+    assert "tracker mine did not answer for 0.2 s" in capsys.readouterr().err
     forever.set()
 
 
