@@ -80,7 +80,7 @@ class Pictures:
             raise ApiError(f"{place} is {self.refusal}.", param=place)
         if not isinstance(given, str) or not given.startswith("data:"):
             what = f"the URL {given[:60]}" if isinstance(given, str) else "no URL"
-            why = f"{place} is an image with {what}; this server downloads nothing; send a data URL, data:image/png;base64,…"
+            why = f"{place} is an image with {what}, and this server downloads nothing; send a data URL, data:image/png;base64,…"
             raise ApiError(f"{why}.", param=place, code="invalid_image_url")
         with self._decoding:
             try:

@@ -189,7 +189,7 @@ class TinkerServer:
 
     async def _do_optim_step(self, body: Mapping[str, Any]) -> dict[str, Any]:
         if "adam_params" not in body:
-            raise ApiError("This server has only AdamW; give adam_params.")
+            raise ApiError("This server has only the optimiser AdamW; send adam_params.")
         model, adam = self._model(body["model_id"]), body["adam_params"]
         how = (adam["learning_rate"], (adam["beta1"], adam["beta2"]), adam["eps"], adam["weight_decay"], adam["grad_clip_norm"])
         return self._later(_name(body), lambda: {"metrics": {"grad_norm:mean": model.step(*how)}})

@@ -74,7 +74,7 @@ def check(s: BiasSettings) -> None:
         hint = nearest(s.world, WORLDS) or "."
         raise UserError(f"There is no world {s.world!r}; expected {' or '.join(WORLDS)}{hint}")
     if not 0 <= s.error < math.inf:
-        raise UserError(f"error is {s.error:g}; expected a number of at least 0; 1 is as wrong as V̂ = 0.")
+        raise UserError(f"error is {s.error:g}; expected at least 0 (0 is exact, 1 is as wrong as V̂ = 0).")
     if s.seeds < 1 or s.episodes < 1:
         raise UserError(f"seeds is {s.seeds} and episodes {s.episodes}; expected at least 1 of each.")
 
@@ -249,8 +249,8 @@ def sample(
     if count[alive].min() < 2:
         rare = int(np.flatnonzero(alive & (count < 2))[0])
         raise UserError(
-            f"{len(first)} episodes started fewer than twice in state {rare}, so it has no variance; give more --episodes, "
-            f"{20 * int(alive.sum())} or so."
+            f"Fewer than two of {len(first)} episodes started in state {rare}, which leaves no variance; raise --episodes to "
+            f"about {20 * int(alive.sum())}."
         )
     mean = np.bincount(first, seen, minlength=n)[alive] / count[alive]
     square = np.bincount(first, seen**2, minlength=n)[alive] / count[alive]

@@ -222,8 +222,8 @@ def pairs(asked: SampleConfig, place: Path) -> None:
     written = sample.run(asked)
     if not written.rows:
         raise UserError(
-            "No prompt has a right and a wrong answer, so there are no pairs for DPO; sample more (generations, prompts), or "
-            "begin with a model that is right more often."
+            "No prompt has a right and a wrong answer, so there are no pairs for DPO; raise generations or prompts, or "
+            "start from a model that is right more often."
         )
     written.path.rename(place)
 

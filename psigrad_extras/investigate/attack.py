@@ -167,7 +167,7 @@ def report(attempts: Sequence[Attempt]) -> str:
     unscored = {one.source: one.reason for one in attempts if one.reward is None}
     if unscored:
         source, reason = next(iter(unscored.items()))
-        lines.append(f"{several(len(unscored), 'row', 'has', 'have')} answers without a reward. The reason at {source} is: {reason}")
+        lines.append(f"{several(len(unscored), 'row', 'has', 'have')} answers without a reward. At {source}: {reason}")
     holes = sum(one.misjudged and not one.right for one in attempts)
     missed, rows = sum(one.misjudged and one.right for one in attempts), len({one.source for one in attempts})
     lines.append(f"Of {len(attempts)} answers to {rows} rows, {holes} wrong ones are rewarded and {missed} right ones are not.")

@@ -59,7 +59,7 @@ class Session:
         if self.over:
             raise SessionOver("This session is over.")
         if len(self.tree.asked) >= self.most:
-            self.fault = f"the agent asked the policy more than {self.most} times (agent_calls)"
+            self.fault = f"the agent sent the policy more than {self.most} requests (agent_calls)"
             raise SessionOver(f"This session has reached its limit of {self.most} answers (agent_calls).")
         return self.tree.ask(self._text(request, ids), partial(encode_after, self.tokenizer), lambda: ids)
 
@@ -101,7 +101,7 @@ class Session:
         flat = self.tree.flat()
         base = Trajectory(self.index, self.k, self.tree.prompt_ids, Completion((), (), (), "stop", self.tree.seed), version)
         if flat is None:
-            return replace(base, reason=self.fault or "the agent asked the policy nothing", turns=0, answer="")
+            return replace(base, reason=self.fault or "the agent sent the policy no request", turns=0, answer="")
         completion = Completion(
             ids=tuple(flat.ids),
             logprobs=tuple(flat.logprobs),

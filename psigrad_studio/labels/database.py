@@ -169,7 +169,7 @@ def _url(where: str | Path) -> URL:
         url = make_url(text)
         backend = url.get_backend_name()
     except (ArgumentError, NoSuchModuleError, ValueError) as error:
-        raise UserError(f"The labels' URL cannot be read ({error}); expected a path or postgresql://user@host/name.") from error
+        raise UserError(f"The labels' URL is not valid ({error}); expected a path or postgresql://user@host/name.") from error
     if backend == "postgres":
         backend = "postgresql"
     if backend not in ("sqlite", "postgresql"):

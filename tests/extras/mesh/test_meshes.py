@@ -88,7 +88,7 @@ def test_what_cannot_be_divided_is_refused_by_name(monkeypatch):
         with pytest.raises(UserError, match=why):
             mesh.divide_layers(meshes.family(kind), None)
     model.why_padded = "its layers are recurrent"
-    with pytest.raises(UserError, match="the model runs padded .its layers are recurrent"):
+    with pytest.raises(UserError, match=r"the model runs padded \(its layers are recurrent"):
         mesh.check(model, meshes.alone(context=2))
     model.why_padded, model.network.model.layers[0].has_state = "", True
     with pytest.raises(UserError, match="do not support recurrent layers, which LlamaForCausalLM has"):

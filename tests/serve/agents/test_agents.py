@@ -146,7 +146,7 @@ def test_trouble_is_the_session_s_own_record(tokenizer, agents):
 
 
 WHY = {
-    "mute": "asked the policy nothing",
+    "mute": "sent the policy no request",
     "crash": "ValueError: no idea (sample_agents.py, line",
     "exit": "its process died (",
     "hang": "did not end within 4 s (agent_timeout)",
@@ -184,7 +184,7 @@ def test_a_program_is_asked_as_a_function_is(tokenizer, agents):
         ("print()", None),
         ("print('None')", None),
         ("print('x' * 2**20); print(2)", 2.0),
-        ("print('good')", "last line is 'good'; expected a number as reward, or nothing"),
+        ("print('good')", "last line is 'good'; expected a number (the reward) or none"),
         ("import sys; sys.exit('no idea')", "the program ended with 1: no idea"),
     ],
 )

@@ -245,7 +245,7 @@ def test_each_choice_is_kept_with_its_reason_and_time(pair, db, clock, choice):
         ({"both_bad": False}, LabelAnswer(choice="both_bad"), "expected one of left, right, tie"),
         ({"strengths": 3}, LabelAnswer(choice="left", strength=4), "expected 1 to 3"),
         ({"strengths": 3}, LabelAnswer(choice="left", strength=0), "expected 1 to 3"),
-        ({"strengths": 3}, LabelAnswer(choice="tie", strength=1), "beside a choice of one side"),
+        ({"strengths": 3}, LabelAnswer(choice="tie", strength=1), "together with a chosen side"),
         ({}, LabelAnswer(choice="left", reason="x" * 10_001), "10001 characters"),
         ({}, LabelAnswer(choice="left", client_ms=-1), "client_ms is -1"),
         ({"kind": "rating-5"}, LabelAnswer(rating=6), "expected 1 to 5"),
