@@ -42,7 +42,7 @@ Job = Callable[[Any], Any]
 class Affinity:
     """A group of jobs that should run on the same worker, because it caches data for them.
 
-    `worker` is the one that answered the group's last job. It gets the next one, unless it is lost or late; then any other does.
+    `worker` answered the group's last job. It also gets the group's next job, unless it is lost or late; then any other gets it.
     """
 
     worker: Any = None
@@ -77,8 +77,8 @@ class ActorPool:
 
     `kind` is the class of the workers, created with `arguments` on the worker's machine. Its method `ready()`, or the call
     `greet`, returns when the worker has started. `name` is the workers' name in messages. A worker runs up to `depth` jobs at
-    once, from batches with equal `needs`. There are `count` workers; 0: as many as fit in the cluster, besides `spare_cpus` CPUs
-    for others.
+    once, from batches with equal `needs`. `count` is the number of workers. 0 means as many as fit while `spare_cpus` CPUs of
+    the cluster stay free.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ HEAD = 30.0
 def connect(address: str) -> Any:
     """Return the module ray, connected to the cluster at `address`.
 
-    With "auto", that is a running cluster, or otherwise a new one on this machine.
+    If `address` is "auto", connect to a running cluster, or start one on this machine.
     """
     try:
         import ray
@@ -67,7 +67,7 @@ def knock(address: str) -> None:
 class HeadWatch(threading.Thread):
     """A thread that checks if the cluster's head node answers.
 
-    Otherwise Ray would end this process after a minute, without an exception.
+    Without it, Ray would end this process a minute after the head is lost, without an exception.
     """
 
     def __init__(self, ray: Any, lost: Callable[[], None]) -> None:

@@ -81,7 +81,7 @@ def open_sampler(
 ) -> Iterator[Sampler]:
     """Yield a sampler on the cluster with the weights of `model`. Rank 0 has the workers.
 
-    `longest` is the argument of `samplers.make`.
+    `longest` is the maximum length of a sequence in tokens, as in `samplers.make`.
     """
     placement = config.placement
     arguments = (partial(_load_sampler, config, longest), placement.sampler_cpus)

@@ -60,9 +60,9 @@ llama-server -m {file} --jinja
 
 
 class LeftBehind(NamedTuple):
-    """The result of an export: its path, the error of quantised weights (‖W − Q(W)‖ / ‖W‖), and a merged adapter's base coding.
+    """The result of an export: its path, and the error of the quantised weights, ‖W − Q(W)‖ / ‖W‖.
 
-    The base coding names the quantised format of the model onto which the adapter was trained; "" for none.
+    `base` is the quantised format of the base model on which a merged adapter was trained; "" if there is none.
     """
 
     path: Path

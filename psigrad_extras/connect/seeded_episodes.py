@@ -18,7 +18,7 @@ Open = Callable[..., str]
 def begin(row: Mapping[str, Any], opened: Open) -> Observation | None:
     """Start a row's episode. Return its first observation, or None if it is the row's prompt.
 
-    Raises `ValueError` if the server's first observation differs from that prompt.
+    Raises `ValueError` if the server's first observation differs from the row's prompt.
     """
     more = {SEED: row[SEED]} if row.get(SEED) is not None else {}
     opening = opened(**more, **(row.get(RESET) or {}))

@@ -33,7 +33,7 @@ TASK = "task_idx"
 
 
 def adapt(environment: Mapping[str, Any] | Callable[[], Any], call_family: str = "") -> type:
-    """Return an environment of verifiers as a class for `--environment`. It is given by its settings, or by a function.
+    """Return an environment of verifiers as a class for `--environment`. `environment` is its settings, or a function for it.
 
     ```python
     from psigrad_extras.connect.verifiers_environment import adapt
@@ -43,7 +43,7 @@ def adapt(environment: Mapping[str, Any] | Callable[[], Any], call_family: str =
     ```
 
     The harness psigrad-chat is a chat without tools in psigrad's process. Any other harness works if it only appends to its
-    conversation and never rewrites it. The rows are those of the taskset. The reward is that of the trace, on the last turn.
+    conversation and never rewrites it. The taskset supplies the rows. The last turn gets the trace's reward.
     `max_turns` must not be below the environment's own limit. `call_family` names the syntax of tool calls, such as Hermes.
     Without it, all known syntaxes are tried.
     """
@@ -82,7 +82,7 @@ class VerifiersEpisode:
         return cls._house
 
     def reset(self, row: Mapping[str, Any]) -> Observation | None:
-        """Start the row's task. Return the messages of the harness's first request after the row's prompt, or None."""
+        """Start the row's task. Return the messages after the row's prompt in the harness's first request, or None."""
         if not isinstance(row.get(TASK), int):
             raise ValueError(f"the row has no {TASK}; remove the dataset, since verifiers makes its own rows")
         self._talk = _Talk(self.house(), row[TASK])

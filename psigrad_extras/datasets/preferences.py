@@ -75,7 +75,7 @@ def group_by_prompt(rows: Iterable[Raw], column: str, source: str = "rows") -> l
 
 
 def split_pairs(rows: Iterable[Raw], source: str = "rows") -> list[dict[str, Any]]:
-    """Split each pair into two labelled rows, for KTO. If both answers of a pair start with the prompt, it becomes a column.
+    """Split each pair into two labelled rows, for KTO. The text with which both answers start becomes the column `prompt`.
 
     Raises `UserError` naming row and column.
     """

@@ -207,8 +207,8 @@ class _RecordedRollout(ScoredRollout):
 def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most_groups: int = 4) -> Replay:
     """Recompute step `number` (from 1) of the online run in `folder`, from the nearest checkpoint before it.
 
-    `methods` are algorithms as in the settings. Each gets the same completions under the same weights. Raises `UserError` for a
-    folder that is not an online run, for a step that it does not have, and for an invalid method.
+    `methods` are algorithms as in the settings. Each gets the same completions under the same weights. `most_groups` limits
+    `Replay.groups`. Raises `UserError` if the folder is no online run or lacks the step, and for an invalid method.
     """
     path = Path(folder)
     config, recorded = _settings(path, number), _metrics(path)

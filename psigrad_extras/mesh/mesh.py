@@ -27,7 +27,7 @@ from psigrad_extras.mesh.ulysses import Ulysses
 def divide(model: Pretrained, world: World, kind: str) -> Any:
     """Divide a model for tensor and context parallelism: each process keeps its part of every layer.
 
-    Return the mesh for shards. Raises `UserError` if the model or its family cannot be divided this way.
+    `kind` is the device type. Return the mesh for shards. Raises `UserError` if the model or its family cannot be divided.
     """
     check(model, world)
     ranks: Any = world
@@ -43,7 +43,7 @@ def divide(model: Pretrained, world: World, kind: str) -> Any:
 
 @functools.lru_cache(1)
 def make(world: Any, kind: str) -> tuple[Any, Any, Ulysses | None]:
-    """Return (the mesh for shards, the mesh for tensor parallelism or None, the processes of context parallelism or None)."""
+    """Return (mesh for shards, mesh for tensor parallelism or None, group for context parallelism or None)."""
     from torch.distributed.device_mesh import init_device_mesh
 
     replicate, tensor, context = world.division

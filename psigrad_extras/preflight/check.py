@@ -61,7 +61,7 @@ def run(config: OnlineConfig, told: Callable[[str], None] = lambda name: None) -
         check_reference, check_saving, check_adapter,
     )  # fmt: skip
     for i, check in enumerate(checks, 1):
-        start, name = time.perf_counter(), (check.__doc__ or "").splitlines()[0].rstrip(".")
+        start, name = time.perf_counter(), (check.__doc__ or "").split('"')[1]
         told(f"{name} ({i} of {len(checks)})")
         try:
             finding = check(subject)
@@ -102,7 +102,7 @@ def _apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 
 
 def check_data(subject: Subject) -> Finding:
-    """data."""
+    """Return the check "data": the number of prompts that are empty or too long."""
     room = (positions := subject.model.max_length) - (most := subject.config.sampling.max_completion_length)
     bad = [prompt for prompt in subject.dataset if not 0 < len(prompt.ids) <= room]
     leaves = f"at most {max(0, room)} tokens fit (the model's {positions} positions minus max_completion_length {most})"
@@ -134,7 +134,7 @@ def _acts(model: LanguageModel) -> list[str]:
 
 
 def check_text(subject: Subject) -> Finding:
-    """end of text."""
+    """Return the check "end of text": the number of errors of the stop tokens and the chat template."""
     model, row = subject.model, subject.prompts[0].row
     stops = sorted({*model.eos_token_ids, *subject.params.stop_token_ids})
     found = list(_problems(model, row, stops, model.vocabulary))
@@ -158,7 +158,7 @@ def check_text(subject: Subject) -> Finding:
 
 
 def check_tools(subject: Subject) -> Finding:
-    """tool calls."""
+    """Return the check "tool calls": the number of errors when a call and its answer are written and parsed."""
     tokenizer, row = subject.model.tokenizer, subject.prompts[0].row
     form = call_form_of(tokenizer)
     found = [] if form.probe(form.seen) == [PROBE] else ["psigrad does not parse the call"]
@@ -175,7 +175,7 @@ def check_tools(subject: Subject) -> Finding:
 
 
 def check_packing(subject: Subject) -> Finding:
-    """packing."""
+    """Return the check "packing": the difference of log-probs between packed, padded and single passes."""
     whole = subject.logp(subject.groups)
     padded = subject.logp(subject.groups, packed=False)
     alone = [subject.logp(Groups([p], [[c]]), packed=False)[0] for p, c in subject.alone]
@@ -196,7 +196,7 @@ def check_packing(subject: Subject) -> Finding:
 
 
 def check_sharing(subject: Subject) -> Finding:
-    """shared prompts."""
+    """Return the check "shared prompts": the difference of log-probs if a group's prompt is computed once or for each."""
     shared = subject.logp(subject.groups)
     apart = subject.logp(Groups([p for p, _ in subject.alone], [[c] for _, c in subject.alone]))
     prompts = [p for p, _ in subject.alone]
@@ -207,7 +207,7 @@ def check_sharing(subject: Subject) -> Finding:
 
 
 def check_sampling_logps(subject: Subject) -> Finding:
-    """sampling."""
+    """Return the check "sampling": the difference between the log-probs of the sampler and of the trainer."""
     temperature = subject.params.temperature
     completions = [t.completion for group in subject.trajectories for t in group]
     mine = subject.logp(subject.groups, temperature=temperature)
@@ -232,7 +232,7 @@ def _filtered_logps(subject: Subject, prompt: Sequence[int], completion: Sequenc
 
 @torch.no_grad()
 def check_reference(subject: Subject) -> Finding:
-    """reference."""
+    """Return the check "reference": the KL of the untrained model to its reference, which must be 0."""
     reference = subject.model if subject.model.is_own_reference else subject.model.frozen_copy()
 
     def kl() -> float:
@@ -271,7 +271,7 @@ class _Changed:
 
 
 def check_saving(subject: Subject) -> Finding:
-    """saving."""
+    """Return the check "saving": the difference of log-probs before saving and after loading the model."""
     before = subject.logp(subject.groups)
     settings = Model(path="", dtype=subject.config.model.dtype, trust_remote_code=subject.config.model.trust_remote_code)
     with tempfile.TemporaryDirectory(prefix="psigrad-check-") as folder:
@@ -287,7 +287,7 @@ def check_saving(subject: Subject) -> Finding:
 
 
 def check_adapter(subject: Subject) -> Finding:
-    """adapter."""
+    """Return the check "adapter": the difference of log-probs between a new adapter, a disabled one, and none."""
     base = replace(subject.config.model, lora_rank=0, adapter="merge")
     plain = replace(subject, model=load_model(base, subject.config.run, None)).logp(subject.groups)
     lora = model_source.lora_of(subject.config.model) or FRESH
@@ -356,7 +356,7 @@ class _Step:
 
 
 def check_micro_batches(subject: Subject) -> Finding:
-    """micro-batches."""
+    """Return the check "micro-batches": the difference between the gradients of one pass and of many."""
     step = _Step(subject)
     one = step.gradient(step.parts(1 << 30), lambda part: step.whole)
     longest = max(len(p) + len(c) for p, c in subject.alone)
@@ -367,7 +367,7 @@ def check_micro_batches(subject: Subject) -> Finding:
 
 
 def check_processes(subject: Subject) -> Finding:
-    """processes."""
+    """Return the check "processes": the difference between the gradients of one process and the sum over many."""
     step = _Step(subject)
     one = step.gradient(step.parts(1 << 30), lambda part: step.whole)
     value, control = 0.0, 0.0

@@ -42,7 +42,7 @@ Step = dict[str, Any]
 def record(config: OnlineConfig, folder: Path, steps: int, handed: Sequence[Step] = (), rows: int = 0) -> tuple[list[Step], int]:
     """Train for `steps` steps. Return (their records, the number of rows in the dataset).
 
-    `handed` are steps of the other side, whose rows and tokens are used, from a dataset of `rows` rows. Without them, psigrad
+    `handed` are the other side's steps. Their rows and tokens are used, from a dataset of `rows` rows. Without them, psigrad
     draws the rows and samples. `folder` is for temporary files. Raises `UserError` on mistakes of the user.
     """
     algorithm = method(config)

@@ -62,8 +62,8 @@ class VLLMSampler(Sampler):
 
     `memory` is the share of a GPU's memory for the engine's weights and cache. On a CPU, the cache takes VLLM_CPU_KVCACHE_SPACE
     GB, by default 1. The model is divided among `tensor_parallel_size` devices, the first of which is `device`, by default the
-    model's. With `sleep`, the engine frees the GPU after sampling. Its weights are then dropped if each update sends all of them;
-    otherwise (an adapter, or sharded weights) they move to host memory. Without `readback`, updates are not compared.
+    model's. With `sleep`, the engine frees the GPU after sampling. If updates send all weights, the sleeping engine drops its
+    weights; otherwise (an adapter, or sharded weights) they move to host memory. Without `readback`, updates are not compared.
     `log(kind, text, **fields)` reports lost engines.
 
     The weights of a sharded model are gathered for an update, so all processes must call `snapshot` together. `whole()` then
@@ -244,7 +244,7 @@ class VLLMSampler(Sampler):
         self._sent = now
 
     def verify(self, truth: Truth | None = None) -> float:
-        """Return the mean absolute difference of the engine's log-probs of test texts and the trainer's in float32.
+        """Return the mean absolute difference between the log-probs of test texts in the engine and in the trainer (float32).
 
         Raises `UserError` if it exceeds rounding.
         """

@@ -36,7 +36,7 @@ def fit(config: C) -> C:
 
     If `micro_batch_tokens` is 0 and no limit is set, the limit is the device's free memory, and `filling` chooses.
 
-    Print the choice. Raises `UserError` if nothing of this is enough for a given limit.
+    Print the choice. Raises `UserError` if a given limit cannot be met.
     """
     if not config.run.max_memory:
         if config.micro_batch_tokens:

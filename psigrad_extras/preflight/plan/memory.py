@@ -108,7 +108,7 @@ def count(parameters: float) -> str:
 def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int, device: str = "cpu") -> float:
     """Return the bytes of the KV cache at full length, over all slots.
 
-    The fused decoder stores a prompt once for its group. So do recorded steps on a GPU, with room for twice as many prompts.
+    The fused decoder stores a prompt once for its group. So does decoding with CUDA graphs, with room for twice as many prompts.
     """
     length = work.lengths
     prompts = math.ceil(work.slots / work.members) if kept.fused else work.slots
