@@ -49,7 +49,7 @@ class Pictures:
         return "" if self.engine.steers else "an image, but this server's sampler reads only text; serve with --sampler embedded"
 
     def marked(self, messages: Sequence[Any], rest: Mapping[str, Any]) -> tuple[list[Any], HeldImages]:
-        """Return messages in OpenAI's format with marks in place of image parts, and what keeps the images until a row does.
+        """Return messages in OpenAI's format with marks for images, and an object that keeps the images until a row does.
 
         A part may give its place in the body as "at".
 

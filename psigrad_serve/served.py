@@ -168,8 +168,8 @@ class Served:
     def wish(self, penalties: Mapping[str, Any], forced: str | None, offered: Offered | None, form: str, place: str) -> Wish:
         """Return a request's constraints on sampling: its penalties, and a grammar.
 
-        The grammar is that of a call of the tool `forced`, if not None ("": any tool), and otherwise `form`, which the request's
-        field `place` gave. Raises `ApiError` for invalid ones.
+        The grammar requires a call of the tool `forced` ("": any tool). If `forced` is None, the grammar is `form`, from the
+        request's field `place`. Raises `ApiError` if it is invalid.
         """
         if forced is not None:
             form, place = call_grammar(offered, forced, self.tokenizer.get_added_vocab()), "tool_choice"

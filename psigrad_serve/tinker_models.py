@@ -187,7 +187,7 @@ class TinkerModel:
     def step(self, lr: float, betas: tuple[float, float], eps: float, decay: float, clip: float) -> float:
         """Take one AdamW step with the accumulated gradient, clear it, and return its norm.
 
-        Raises an error if the gradient is not finite; it is cleared then too.
+        Raises `ApiError` if the gradient is not finite, and clears it as well.
         """
         for group in self.optimizer.param_groups:
             group.update(lr=lr, betas=betas, eps=eps, weight_decay=decay)

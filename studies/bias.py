@@ -206,7 +206,7 @@ class BiasRow:
 
 
 def rows(world: SolvedWorld, *, error: float, seeds: int, episodes: int) -> list[BiasRow]:
-    """Return every target under every V̂.
+    """Return a row for each target under each V̂.
 
     Each seed plays `episodes` separate episodes. Raises `UserError` if a state is missed.
     """
@@ -271,7 +271,7 @@ def whole_returns(target: Target, world: SolvedWorld, batches: Sequence[tuple[In
 
 
 def cut_returns(target: Target, world: SolvedWorld, paths: Paths, value: FloatArray) -> FloatArray:
-    """Return [N]: the same for an n-step target, from episodes truncated after n steps. It reads no further steps."""
+    """Return [N]: the n-step target of each episode's first step, from episodes truncated after n steps. It reads no further steps."""
     return whole_returns(target, world, [(np.arange(len(paths.lengths)), _batch(world, paths.cut(target.n), value))])
 
 
@@ -301,7 +301,7 @@ class MSECurve:
 
 
 def curve(world: SolvedWorld, kind: str, error: float, points: int = 201) -> MSECurve:
-    """Return the full curve from TD(0) to Monte Carlo, in steps of 0.005."""
+    """Return the curve from λ = 0, TD(0), to λ = 1, Monte Carlo, in steps of 0.005."""
     step, alive, value = chain(world), ~world.mdp.is_terminal, critics(world, error)[kind]
     lams, mse = np.linspace(0, 1, points).tolist(), []
     for lam in lams:

@@ -210,7 +210,7 @@ class PretrainedSettings(Settings):
 class AlarmSettings(TrialSettings):
     """The settings of trials: `seeds` runs of each of three honest methods, and `hacks` runs of each of five flawed rewards.
 
-    A third of the honest runs is at each of three learning rates.
+    The honest runs are divided equally among three learning rates.
     """
 
     seeds: int = 80

@@ -24,7 +24,7 @@ class SessionOver(Exception):
 
 @dataclass
 class Session:
-    """The requests of one agent on one row, and their answers. All come in one thread; requests after the end are refused."""
+    """The requests of one agent on one row, and their answers. All come in one thread. After the end, they raise `SessionOver`."""
 
     index: int
     """The index of the row in its dataset."""
@@ -97,7 +97,7 @@ class Session:
         return Heard(prompt, said.removesuffix(end), end, completion.ids[-1] in specials_of(self.tokenizer).ids)
 
     def trajectory(self, version: int) -> Trajectory:
-        """Return the session's trajectory. It gets a reason not to be scored if there was a fault or no answer."""
+        """Return the session's trajectory. After a fault, or without an answer, it has a reason and no reward."""
         flat = self.tree.flat()
         base = Trajectory(self.index, self.k, self.tree.prompt_ids, Completion((), (), (), "stop", self.tree.seed), version)
         if flat is None:

@@ -26,7 +26,7 @@ EXPLORED = 0.1
 def order_by_doubt(session: Session, person: Person, project_id: int) -> int:
     """Sort the pairs that nobody has started by the gap between the rewards of their completions, smallest first.
 
-    Return the number of pairs with both rewards; those without come last. A completion's reward is the one in the rows imported
+    Return the number of pairs with both rewards. The other pairs come last. A completion's reward is the one in the rows imported
     last. To use a newer reward model, run `psigrad score`, import the rows again, then sort. Raises `Refusal` if the project does
     not ask for pairs, or if no pair has two rewards.
     """
