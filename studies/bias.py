@@ -271,7 +271,7 @@ def whole_returns(target: Target, world: SolvedWorld, batches: Sequence[tuple[In
 
 
 def cut_returns(target: Target, world: SolvedWorld, paths: Paths, value: FloatArray) -> FloatArray:
-    """Return [N]: the n-step target of each episode's first step, from episodes truncated after n steps. It reads no further steps."""
+    """Return [N]: the n-step target of each episode's first step, from episodes cut after n steps. It reads no further steps."""
     return whole_returns(target, world, [(np.arange(len(paths.lengths)), _batch(world, paths.cut(target.n), value))])
 
 

@@ -24,7 +24,7 @@ class SessionOver(Exception):
 
 @dataclass
 class Session:
-    """The requests of one agent on one row, and their answers. All come in one thread. After the end, they raise `SessionOver`."""
+    """The requests of one agent on one row, and their answers. All come in one thread. After the end they raise `SessionOver`."""
 
     index: int
     """The index of the row in its dataset."""

@@ -249,7 +249,7 @@ def record(session: Session, person: Person, task_id: int, display: Sequence[int
 def undo(session: Session, person: Person, project_id: int, key: str, only: int | None = None) -> Receipt:
     """Take back the person's last current answer or skip in a project. `next_task` then returns that task to them again.
 
-    Another call with a new key takes back the previous one. If `only` is the number of a vote, only that vote is taken back. Raises
+    Another call with a new key undoes the previous one. If `only` is the number of a vote, only that vote is taken back. Raises
     `Conflict` if there is nothing to take back, or if the skipped task is now leased to somebody else.
     """
     project = people.require(session, person, project_id, "label")
