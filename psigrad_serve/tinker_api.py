@@ -225,7 +225,7 @@ class TinkerServer:
     async def _do_asample(self, body: Mapping[str, Any]) -> dict[str, Any]:
         session = body.get("sampling_session_id")
         if session and session not in self.samplers:
-            raise ApiError(f"There is no sampling session {session!r}.", status=404)
+            raise ApiError(f"There is no sampling session {session!r}; create one.", status=404)
         for wanted in ("topk_prompt_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "topk_sample_logprobs"):
             if body.get(wanted):
                 raise ApiError(f"This server does not support {wanted}; remove it.")

@@ -296,5 +296,5 @@ def _evaluated(config: LmEvalConfig, name: str, tasks: Sequence[Any], manager: T
             log_samples=True,
         )
     except (OSError, ConnectionError) as error:
-        raise UserError(f"The data of {', '.join(config.tasks)} could not be loaded: {reason_of(error)}.") from error
+        raise UserError(f"The data of {', '.join(config.tasks)} could not be loaded; check it: {reason_of(error)}.") from error
     return {key: found[key] for key in ("results", "samples", "versions", "n-samples")}

@@ -159,7 +159,7 @@ class ServedModel:
                 hint = nearest(self.model, served)
                 return UserError(f"{self.url} has no model {self.model!r}; it has {', '.join(sorted(served)[:10])}{hint or '.'}")
         tried = f" in {attempts} attempts" if error.again else ""
-        return UserError(f"{self.url} gave no completion{tried} ({error}).")
+        return UserError(f"{self.url} gave no completion{tried} ({error}); see the server's log.")
 
     def _served(self) -> list[str]:
         """Return the names of the server's models, or [] if it does not list them."""

@@ -90,7 +90,7 @@ class OpenEnvEpisode:
             found = _run(client.reset(**arguments))
         except Exception as error:
             _run(client.close())
-            full = "; it has no free session, so start it with a larger max_concurrent_envs" if "CAPACITY" in str(error) else ""
+            full = "; all its sessions are in use, so raise max_concurrent_envs" if "CAPACITY" in str(error) else "; see its log"
             raise UserError(f"The OpenEnv server at {self.url} does not start an episode ({reason_of(error)}){full}.") from error
         self._client = client
         return found

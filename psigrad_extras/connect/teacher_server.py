@@ -76,7 +76,7 @@ class TeacherServer:
             except NoAnswerError as error:
                 if not error.again or attempt + 1 == _ATTEMPTS:
                     tried = f" in {attempt + 1} attempts" if attempt else ""
-                    raise UserError(f"The teacher at {self.url} gave no log-probs{tried} ({error}).") from error
+                    raise UserError(f"The teacher at {self.url} gave no log-probs{tried} ({error}); see its log.") from error
                 time.sleep(pause(attempt, error))
         raise AssertionError
 

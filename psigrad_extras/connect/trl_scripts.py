@@ -132,7 +132,7 @@ class _Script:
         trainers = [call for call in self.calls if _name(call) in _TRAINERS]
         configs = [call for call in self.calls if _name(call) in METHODS]
         if not (trainers or configs):
-            raise UserError(f"{self.path} creates none of TRL's trainers or configurations ({', '.join(METHODS)}).")
+            raise UserError(f"{self.path} uses none of TRL's configurations ({', '.join(METHODS)}); give a script that does.")
         made = TrlScript(config or (_name(configs[0]) if configs else _TRAINERS[_name(trainers[0])]))
         if len(configs) > 1 or len(trainers) > 1:
             made.look_at.append("The script creates several trainers or configurations; only the first is converted.")

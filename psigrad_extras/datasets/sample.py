@@ -179,7 +179,7 @@ def read_jsonl(path: str) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}:{i} is not JSON ({error}).") from error
+            raise UserError(f"{path}:{i} is not JSON ({error}); expected one object per line.") from error
         if not isinstance(row, dict):
             raise UserError(f"{path}:{i} is {kind_of(row)}; expected an object with named columns.")
         rows.append(row)

@@ -79,7 +79,7 @@ class GroupRanking(Judge):
 
     def _score(self, group: Sequence[tuple[str, str, Any]]) -> Sequence[float | Unscored | None]:
         if len(group) == 1:
-            return [Unscored("a ranking compares completions of one prompt, but only one was given")]
+            return [Unscored("a ranking needs several completions of one prompt, but only one was given")]
         texts = list(dict.fromkeys(text for _, text, _ in group))
         if len(texts) == 1:
             return [None] * len(group)

@@ -166,7 +166,7 @@ def lines(path: Path) -> Iterator[tuple[str, Any]]:
                     yield f"{path}:{number}", json.loads(line)
                 except (ValueError, RecursionError) as error:
                     if line.endswith(b"\n"):
-                        raise UserError(f"{path}:{number} is not JSON ({error}).") from error
+                        raise UserError(f"{path}:{number} is not JSON ({error}); expected one object per line.") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
 

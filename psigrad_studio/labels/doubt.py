@@ -32,7 +32,7 @@ def order_by_doubt(session: Session, person: Person, project_id: int) -> int:
     """
     project = people.require(session, person, project_id, "manage")
     if project.kind != "pair":
-        raise Refusal("Only a project of pairs can be ordered by doubt.")
+        raise Refusal("Only a project of pairs can be sorted by uncertainty.")
     gaps = _gaps(session, project)
     known = sum(gap is not None for gap in gaps.values())
     if not known:

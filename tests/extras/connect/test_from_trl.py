@@ -316,7 +316,7 @@ def test_a_share_of_warm_up_is_counted_where_the_steps_are_known(here):
     [
         ("absent.py", None, "cannot be read"),
         ("a.py", "def (", "is not Python"),
-        ("a.py", "x = 1", "creates none of TRL's trainers or configurations"),
+        ("a.py", "x = 1", "uses none of TRL's configurations"),
         ("a.py", "GRPOConfig(learning_rat=1)", "has no field 'learning_rat'; did you mean 'learning_rate'"),
         ("a.yaml", "num_processes: 2\ndistributed_type: FSDP", "configuration of accelerate; .* --processes 2 --strategy fsdp"),
         ("a.yaml", "learning_rate: 1", "does not say which trainer it is for; add --trainer"),

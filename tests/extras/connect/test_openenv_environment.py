@@ -159,7 +159,7 @@ def test_actions_and_observations_of_ones_own_and_those_of_several_fields(server
 
 def test_what_is_missing_or_full_is_said(server, monkeypatch):
     server.most = 0
-    with pytest.raises(UserError, match=r"does not start an episode.*start it with a larger max_concurrent_envs"):
+    with pytest.raises(UserError, match=r"does not start an episode.*raise max_concurrent_envs"):
         adapt(server.url)().reset({})
     with pytest.raises(UserError, match=r"There is no OpenEnv server at http://127\.0\.0\.1:9 "):
         adapt("http://127.0.0.1:9")().reset({})
