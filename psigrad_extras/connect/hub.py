@@ -98,7 +98,7 @@ def check_name(repository: str) -> None:
 def check_token() -> None:
     """Raise `UserError` if there is no token."""
     if get_token() is None:
-        raise UserError(f"No token for the Hugging Face hub was found; {_LOG_IN}.")
+        raise UserError(f"There is no hub token; {_LOG_IN}.")
 
 
 def _api() -> HfApi:

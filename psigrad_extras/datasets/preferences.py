@@ -75,7 +75,7 @@ def group_by_prompt(rows: Iterable[Raw], column: str, source: str = "rows") -> l
 
 
 def split_pairs(rows: Iterable[Raw], source: str = "rows") -> list[dict[str, Any]]:
-    """Split each pair into two labelled rows, for KTO. The text with which both answers start becomes the column `prompt`.
+    """Split each pair into two labelled rows, for KTO. In rows without `prompt`, it is the shared start of both answers.
 
     Raises `UserError` naming row and column.
     """

@@ -262,8 +262,7 @@ def test_workers_that_are_ended_because_memory_is_short_are_told_as_that(job, tm
     monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "100")
     said = finish(start(job, tmp_path / "run", samplers=1), status=1)
     assert re.search(
-        r"6 samplers in a row .*: OutOfMemoryError: Ray ended the process because .* ran low on memory \([\d.]+ of [\d.]+ GB",
-        said,
+        r"6 samplers in a row .*: OutOfMemoryError: Ray ended the process .* ran low on memory \([\d.]+ of [\d.]+ GB", said
     )
 
 

@@ -200,9 +200,7 @@ def test_tokens_that_are_missing_or_refused_are_one_sentence(result, hub, monkey
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     assert cli.main(["push", str(result.folder), "ada/x"]) == 2
-    assert capsys.readouterr().err == (
-        "psigrad: No token for the Hugging Face hub was found; set HF_TOKEN, or log in with `hf auth login`.\n"
-    )
+    assert capsys.readouterr().err == ("psigrad: There is no hub token; set HF_TOKEN, or log in with `hf auth login`.\n")
     assert not hub.repositories
 
 

@@ -74,7 +74,7 @@ def test_two_files_part_where_they_differ(job, capsys, changed, first):
     assert (
         (f"The first tensor in which they differ: {first}, in step" in said)
         if first
-        else "agree in all tensors up to step 2." in said
+        else "agree in all tensors up to step 2" in said
     )
 
 
