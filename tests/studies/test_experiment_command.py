@@ -80,7 +80,7 @@ MISTAKES = {
     "discount": (["psi", "--discount", "1.5"], "discount is 1.5; expected a number above 0"),
     "noise": (["psi", "--critic-error", "-1"], "critic_error is -1; expected"),
     "world": (["bias", "--world", "gird"], "There is no world 'gird'; expected walk or grid; did you mean 'grid'"),
-    "few episodes": (["bias", "--episodes", "30", "--seeds", "1"], "give more --episodes, 380 or so"),
+    "few episodes": (["bias", "--episodes", "30", "--seeds", "1"], "raise --episodes to about 380"),
     "clip": (["clip", "--low", "1.5"], "clip has low=1.5"),
     "a file for a folder": (["clip", "--out", "{file}"], "cannot be written: .*Choose another --out"),
 }

@@ -22,6 +22,7 @@ from psigrad_extras.connect.openenv_environment import adapt, adapt_named
 NUMBER = {"properties": {"number": {"type": "integer"}, "metadata": {"type": "object"}}, "required": ["number"]}
 TEXT = {"properties": {"said": {"type": "string"}}, "required": ["said"]}
 TWO = {"properties": {"row": {"type": "integer"}, "column": {"type": "integer"}}, "required": ["row"]}
+FIELDS = "a JSON object with the fields row, column"
 
 
 class Successor:
@@ -138,8 +139,7 @@ def test_rows_open_as_the_server_does_and_a_group_begins_alike(server):
     ("action", "turn", "acted"),
     [(NUMBER, "-3", {"number": -3}), (NUMBER, "3.5 apples", "a value of type integer"), (TEXT, "3", {"said": "3"}),
      (TWO, '{"row": 1, "column": 2}', {"row": 1, "column": 2}), (TWO, '{"row": 1}', {"row": 1}),
-     (TWO, '{"column": 1}', "with the fields row, column"), (TWO, '{"row": 1, "x": 1}', "with the fields row, column"),
-     (TWO, "[1]", "a JSON object with the fields row, column"), (TWO, "1, 2", "object with the fields row, column")],
+     (TWO, '{"column": 1}', FIELDS), (TWO, '{"row": 1, "x": 1}', FIELDS), (TWO, "[1]", FIELDS), (TWO, "1, 2", FIELDS)],
 )  # fmt: skip
 def test_turns_as_actions_of_the_servers_schema(server, action, turn, acted):
     server.action = action

@@ -199,7 +199,7 @@ def test_the_command_and_its_page(made, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--step", "7"), "has no step 7: its metrics.jsonl has steps 1 to 6"),
+        (("--step", "7"), "has no step 7; its metrics.jsonl has steps 1 to 6. Give one"),
         (("--step", "6", "--method", "dappo"), "no algorithm 'dappo'"),
         (("--step", "6", "--method", "vapo", "rloo"), "no critic, which vapo needs; give --method a method without a critic"),
         ((), "takes one run folder and one step"),

@@ -103,5 +103,5 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert cli.main(words) == 0
     assert "best    x=" in capsys.readouterr().out
     assert cli.main(["sweep", "--search", "x:0..5"]) == 2 and "sweep got no method" in capsys.readouterr().err
-    assert cli.main(["sweep", "sft"]) == 2 and "sweep got nothing to search" in capsys.readouterr().err
+    assert cli.main(["sweep", "sft"]) == 2 and "sweep got no --search" in capsys.readouterr().err
     assert cli.main(["sweep", "sft", "--search", "x:1,2", "--direction", "up"]) == 2

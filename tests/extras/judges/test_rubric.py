@@ -232,7 +232,7 @@ def test_in_a_workers_process_one_unscored_completion_costs_no_other(judge, tmp_
     ("settings", "message"),
     [
         ({"scale": 0}, "expected a scale from 1 to 100"),
-        ({"attempts": 0}, "attempts 0"),
+        ({"attempts": 0}, "attempts is 0"),
         ({"base_url": "localhost:8000"}, "must begin with http://"),
     ],
 )

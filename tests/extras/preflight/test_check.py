@@ -255,7 +255,7 @@ def test_the_dataset_is_looked_at(models, tmp_path):
     data = rows(tmp_path / "long.jsonl", ["say a:", "say b:", "x" * 90])
     (found, *_) = check.run(config(models["qwen3"], data=replace(data, plain_prompts=True)))
     assert (found.verdict, found.value) == ("failed", 1)
-    assert "long.jsonl:3 has 90 tokens; only 84 fit (the model's" in found.note
+    assert "long.jsonl:3 has 90 tokens; at most 84 tokens fit (the model's" in found.note
     with pytest.raises(UserError, match="needs two prompts that fit into the model"):
         check.run(config(models["qwen3"], data=rows(tmp_path / "one.jsonl", ["x"])))
 

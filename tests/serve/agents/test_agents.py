@@ -150,7 +150,7 @@ WHY = {
     "crash": "ValueError: no idea (sample_agents.py, line",
     "exit": "its process died (",
     "hang": "did not end within 4 s (agent_timeout)",
-    "flood": "more than 6 times (agent_calls)",
+    "flood": "more than 6 requests (agent_calls)",
     "words": "returned 'good' as its reward; expected a number or None",
 }
 TURNS = {"mute": 0, "flood": 6}

@@ -235,10 +235,10 @@ def test_each_choice_is_kept_with_its_reason_and_time(pair, db, clock, choice):
 @pytest.mark.parametrize(
     "settings, answer, said",
     [
-        ({}, LabelAnswer(), "has nothing; this project asks only for choice"),
+        ({}, LabelAnswer(), "has nothing; expected only choice"),
         ({}, LabelAnswer(choice="lefft"), "did you mean 'left'"),
         ({}, LabelAnswer(choice="a"), "expected one of left, right, tie, both_bad"),
-        ({}, LabelAnswer(rating=3), "asks only for choice"),
+        ({}, LabelAnswer(rating=3), "expected only choice"),
         ({}, LabelAnswer(choice="left", rating=3), "choice and rating"),
         ({}, LabelAnswer(choice="left", strength=1), "none in this project"),
         ({"ties": False}, LabelAnswer(choice="tie"), "expected one of left, right, both_bad"),
@@ -251,7 +251,7 @@ def test_each_choice_is_kept_with_its_reason_and_time(pair, db, clock, choice):
         ({"kind": "rating-5"}, LabelAnswer(rating=6), "expected 1 to 5"),
         ({"kind": "rating-5"}, LabelAnswer(rating=0), "expected 1 to 5"),
         ({"kind": "rating-10"}, LabelAnswer(rating=11), "expected 1 to 10"),
-        ({"kind": "rating-10"}, LabelAnswer(choice="left"), "asks only for rating"),
+        ({"kind": "rating-10"}, LabelAnswer(choice="left"), "expected only rating"),
         ({"kind": "ranking"}, LabelAnswer(ranks=(1, 2)), "expected 3 ranks from 1"),
         ({"kind": "ranking"}, LabelAnswer(ranks=(0, 1, 2)), "from 1"),
         ({"kind": "ranking"}, LabelAnswer(ranks=(1, 1, 2)), "1, 2, 2, 4"),
