@@ -72,7 +72,7 @@ def test_settings_reach_the_experiment(tmp_path, capsys):
 
 MISTAKES = {
     "no name": ([], "experiment got no name; the usage is psigrad experiment psi|bias|clip"),
-    "unknown name": (["clipp"], "There is no experiment 'clipp'; expected psi, bias, clip, .*; did you mean 'clip'"),
+    "unknown name": (["clipp"], "There is no experiment 'clipp'; expected one of psi, bias, clip, .*; did you mean 'clip'"),
     "unknown flag": (["psi", "--seed", "1"], "There is no flag --seed; .* did you mean '--seeds'"),
     "no seeds": (["psi", "--seeds", "0"], "seeds is 0; expected at least 1"),
     "one episode": (["psi", "--episodes", "16"], "episodes is 16; expected at least two batches of 16"),

@@ -249,7 +249,7 @@ def test_an_unknown_name_is_refused_before_any_tracker_starts(tmp_path, monkeypa
     fake = Fake("trackio")
     monkeypatch.setitem(sys.modules, "trackio", fake)
     with pytest.raises(
-        UserError, match="no tracker 'wandbb'; expected tensorboard, wandb, trackio, mlflow, swanlab; did you mean 'wandb'"
+        UserError, match="no tracker 'wandbb'; expected one of tensorboard, wandb, trackio, mlflow, swanlab; did you mean 'wandb'"
     ):
         open_trackers(["trackio", "wandbb"], tmp_path, CONFIG)
     assert fake.calls == []
