@@ -274,7 +274,7 @@ def test_the_time_of_finished_runs_is_added_up(tmp_path):
         ("noise", NoiseSettings(rates=(0.0,)), "at least one learning rate above 0"),
         ("methods", MethodsSettings(level=0.0), "between 0 and 1"),
         ("action_space", SpaceSettings(model=("x",)), "give both or neither"),
-        ("action_space", SpaceSettings(model=("a/x/model", "b/x/model"), dataset="d"), "a/x/model, b/x/model have one name"),
+        ("action_space", SpaceSettings(model=("a/x/model", "b/x/model"), dataset="d"), "a/x/model, b/x/model have the same name"),
         ("noise", NoiseSettings(noises=(0.7,)), "noises are .0.7,.; expected only 0.5 and 1"),
         ("noise", NoiseSettings(methods=("RAFT", "PPO")), "methods are RAFT, PPO; expected RAFT and RLOO"),
         ("noise", NoiseSettings(betas=(0.0,)), "betas are .0.0,.; give numbers above 0"),

@@ -185,7 +185,7 @@ def test_a_program_is_asked_as_a_function_is(tokenizer, agents):
         ("print('None')", None),
         ("print('x' * 2**20); print(2)", 2.0),
         ("print('good')", "last line is 'good'; expected a number (the reward) or none"),
-        ("import sys; sys.exit('no idea')", "the program ended with 1: no idea"),
+        ("import sys; sys.exit('no idea')", "the program ended with status 1: no idea"),
     ],
 )
 def test_a_program_s_last_line_is_its_reward(program, reward):
