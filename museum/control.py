@@ -10,19 +10,19 @@ from museum.exhibit import Case, exhibit
 
 @exhibit("Toni-SM/skrl#449", "DLR-RM/stable-baselines3#1864")
 def time_limit() -> Case:
-    """An episode that a time limit cuts is taken as ended, so the value of what would follow is lost.
+    """An episode cut by a time limit counts as ended, so the value of the remaining steps is lost.
 
     Reward 1 a step, episodes cut after 2 steps, a critic that says 10 everywhere, γ = 0.9, λ = 0: A = r + γ V(s') - V(s) =
-    1 + 9 - 10 = 0 in both steps. With V(s') = 0 behind the cut, the second is 1 - 10 = -9.
+    1 + 9 - 10 = 0 in both steps. With V(s') = 0 after the cut, the second is 1 - 10 = -9.
     """
     return Case(SimpleNamespace(limit=2, value=10.0, gamma=0.9), (0.0, 0.0), (0.0, -9.0))
 
 
 @exhibit("Farama-Foundation/Gymnasium#1132", psigrad_too=True)
 def reused_array() -> Case:
-    """An environment returns the same array each time, and its restart overwrites the last observation of the episode.
+    """An environment returns the same array each time, so its restart overwrites the last observation of the episode.
 
-    It counts its steps and is cut after 5: the observation behind the cut is 5. After the restart the array holds 0.
+    It counts its steps and is cut after 5: the observation after the cut is 5. After the restart the array holds 0.
     """
     return Case(SimpleNamespace(limit=5), (5.0,), (0.0,))
 

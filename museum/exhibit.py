@@ -31,7 +31,7 @@ class Case(NamedTuple):
 
 
 class Refusal(Exception):
-    """A library does not compute the value, and says so with an error: the fault cannot happen silently."""
+    """An error for a library that cannot compute the value and raises an error, so that the fault cannot happen silently."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def names_of(*modules: str) -> list[str]:
 
 
 class Finding(NamedTuple):
-    """What a library does with an exhibit."""
+    """The result of a library on an exhibit."""
 
     state: str
     """right, wrong, refuses, or n/a."""
@@ -124,5 +124,5 @@ def find(adapter: Any, item: Exhibit) -> Finding:
 
 
 def show(values: Sequence[float]) -> str:
-    """Return the values with as many digits as they mean."""
+    """Return the values as text, rounded to significant digits."""
     return ", ".join(f"{value:.4g}" for value in values)

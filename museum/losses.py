@@ -140,7 +140,7 @@ def bfloat16_updates() -> Case:
 
 @exhibit("vllm-project/speculators#1027", "huggingface/accelerate#4071", psigrad_too=True)
 def resumed_run() -> Case:
-    """A run that is stopped and resumed becomes another: it draws other dropout masks, or reads other rows.
+    """A run that is stopped and resumed changes: it draws other dropout masks, or reads other rows.
 
     Six steps over three rows with dropout are run at once, and as four, a stop in the second epoch, and two from the checkpoint.
     The largest difference of the final weights is 0. Adam moves each weight by about its rate, 0.01, in a step, so two steps with

@@ -23,7 +23,7 @@ def eos_as_padding() -> Case:
 
 @exhibit("huggingface/transformers#47325")
 def assistant_mask() -> Case:
-    """A turn of the assistant that ends with a blank makes all that follows a target, the user's words too.
+    """If an assistant's turn ends with a blank, all later tokens become targets, including the user's words.
 
     Turns: user "a", assistant "b", user "a c d", assistant "b". The tokenizer drops blanks, and the template's block for the
     assistant's turn ends with one. The user's tokens that are trained on are none: 0. The faulty mask covers the later turn's 3.
@@ -37,7 +37,7 @@ def assistant_mask() -> Case:
 def unmarked_template() -> Case:
     """A chat template that does not mark the assistant's turns leaves no target: the run trains on nothing.
 
-    Turns: user "a", assistant "b", by a template that writes their words and <eos>. "b" and the <eos> behind it are targets: 2. A
+    Turns: user "a", assistant "b", by a template that writes their words and <eos>. "b" and the <eos> after it are targets: 2. A
     mask that is read from the template's generation blocks has none: 0.
     """
     template = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")

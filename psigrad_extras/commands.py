@@ -212,11 +212,11 @@ def export(arguments: list[str]) -> int:
 
     made = recipe.run(names[0], given.pop("to"), given.pop("output"), given.pop("quantization"), **given)
     off = (
-        f": {made.path.stat().st_size / 1e6:,.0f} MB, off by {made.error:.2g} of the weights' norm" if made.path.is_file() else ""
+        f": {made.path.stat().st_size / 1e6:,.0f} MB, error {made.error:.2g} of the weights' norm" if made.path.is_file() else ""
     )
     print(f"{made.path}{off}")
     if made.base:
-        print(f"the adapter is merged into the base that it was trained on, whose weights are rounded to {made.base}")
+        print(f"the adapter is merged into its base model, whose weights are rounded to {made.base} as in training")
     if off:
         print(f"ollama create NAME -f {made.path.parent / 'Modelfile'}    or    llama-server -m {made.path} --jinja")
     return 0
@@ -243,7 +243,7 @@ def sweep(arguments: list[str]) -> int:
     names, listed, rest = flags.parse_lists(arguments, "--search", "--seeds", *single)
     given = {flag: " ".join(listed[flag]) for flag in single}
     if not names or not listed["--search"]:
-        raise UserError(f"sweep got {'no method' if not names else 'nothing to search'}; the usage is {usage}.")
+        raise UserError(f"sweep got {'no method' if not names else 'no --search'}; the usage is {usage}.")
     if given["--direction"] not in ("", "maximize", "minimize"):
         raise UserError(f"--direction is {given['--direction']!r}; expected maximize or minimize.")
     from psigrad.records.read import interval, show_number
@@ -302,7 +302,7 @@ def pairs(arguments: list[str]) -> int:
     from psigrad_extras.datasets import sample
 
     written, converted = sample.convert(**given)
-    print(f"{written.rows} pairs: {written.path} ({converted.ties} ties and {converted.alone} single answers left out)")
+    print(f"{written.rows} pairs: {written.path} ({converted.ties} ties and {converted.alone} prompts without a pair left out)")
     return 0
 
 
@@ -382,9 +382,9 @@ def from_trl(arguments: list[str]) -> int:
     made = convert_file(paths[0], "".join(given["--trainer"][:1]))
     kinds = {
         "differs": made.differs,
-        "no equivalent here": made.no_equal,
-        "look at": made.look_at,
-        "needless here": made.nothing,
+        "no equivalent in psigrad": made.no_equal,
+        "check yourself": made.look_at,
+        "not needed in psigrad": made.nothing,
     }
     notes = [line for title, lines in kinds.items() if lines for line in ("#", f"# {title}:", *(f"#   {line}" for line in lines))]
     if output:

@@ -60,7 +60,7 @@ def beside() -> list[tuple[str, str, str, str]]:
 
 
 def table() -> str:
-    """Return the defaults of `beside` as a table for a terminal."""
+    """Return the differences of `beside` as a table for a terminal."""
     rows = [(name, ours.replace("`", ""), f"{theirs} ({whose})".replace("`", "")) for name, ours, theirs, whose in beside()]
     rows = [("setting", "here", "there"), *rows]
     wide = [max(len(row[k]) for row in rows) for k in (0, 1)]

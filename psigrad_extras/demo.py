@@ -41,8 +41,8 @@ def run(
 ) -> Result:
     """Build a model, fine-tune it, train it with GRPO and evaluate both. The results are in `output_dir`/grpo with a report.html.
 
-    Each stage resumes from its newest checkpoint, so the same call continues a demo that was stopped. Raises `UserError` for a
-    stage without a step.
+    Each stage resumes from its newest checkpoint, so the same call resumes a stopped demo. Raises `UserError` if a stage has
+    no steps.
     """
     check_steps(sft_steps, rl_steps)
     start, folder = time.perf_counter(), claim(Path(output_dir).expanduser(), "demo")
@@ -73,7 +73,7 @@ def run(
 
 
 def check_steps(sft_steps: int, rl_steps: int) -> None:
-    """Raise `UserError` for a stage without a step."""
+    """Raise `UserError` if a stage has no steps."""
     for name, steps in (("sft_steps", sft_steps), ("rl_steps", rl_steps)):
         if steps < 1:
             raise UserError(f"{name} is {steps}; expected at least 1.")
@@ -146,7 +146,7 @@ def are_made(folder: Path, seed: int) -> bool:
     if not (folder / MADE).exists():
         return False
     if (before := (folder / MADE).read_text().strip()) != str(seed):
-        raise UserError(f"{folder} holds the files of a demo of seed {before}, not {seed}; choose another output_dir.")
+        raise UserError(f"{folder} holds a demo with seed {before}, not {seed}; choose another output_dir or seed.")
     return True
 
 

@@ -34,8 +34,8 @@ def run(
 ) -> Result:
     """Draw pictures, build a model, fine-tune it and train it with GRPO. The results are in `output_dir`/grpo.
 
-    Each stage resumes from its newest checkpoint, so the same call continues a demo that was stopped. Raises `UserError` for a
-    stage without a step.
+    Each stage resumes from its newest checkpoint, so the same call resumes a stopped demo. Raises `UserError` if a stage has
+    no steps.
     """
     check_steps(sft_steps, rl_steps)
     start, folder = time.perf_counter(), claim(Path(output_dir).expanduser(), "demo")

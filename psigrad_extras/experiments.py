@@ -53,8 +53,8 @@ class Experiment:
         root = find_checkout()
         if root is None:
             raise UserError(
-                f"{self.name} is a study, and studies come with psigrad's source checkout, not with the installed package; "
-                f"clone the repository and call `psigrad experiment {self.name}` in its folder."
+                f"{self.name} is a study, and the installed package does not include the studies; "
+                f"clone psigrad's repository and call `psigrad experiment {self.name}` in its folder."
             )
         if str(root) not in sys.path:
             sys.path.insert(0, str(root))  # the workers of a run inherit this path
@@ -95,7 +95,7 @@ def find(name: str) -> Experiment:
     """Return the experiment of that name. Raises `UserError` with the nearest one."""
     if name not in EXPERIMENTS:
         hint = nearest(name, EXPERIMENTS) or "."
-        raise UserError(f"There is no experiment {name!r}; expected {', '.join(EXPERIMENTS)}{hint}")
+        raise UserError(f"There is no experiment {name!r}; expected one of {', '.join(EXPERIMENTS)}{hint}")
     return EXPERIMENTS[name]
 
 

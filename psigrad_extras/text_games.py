@@ -132,7 +132,7 @@ def text_policy(
     probability.
     """
     if not params.temperature:
-        raise ValueError("temperature is 0; expected a number above 0, since the policy is a distribution over texts.")
+        raise ValueError("temperature is 0; expected a number above 0, so that the policy samples.")
     (row,), _ = to_model_rows(
         model.tokenizer, (from_rows([{"prompt": prompt or game.rules}], "prompt-only", "game").rows, []), False
     )

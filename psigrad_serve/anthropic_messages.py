@@ -204,7 +204,7 @@ def _content(content: str | Sequence[Mapping[str, Any]], place: str, of: Sequenc
 def _image(source: Any, place: str) -> dict[str, Any]:
     kind = source.get("type") if isinstance(source, Mapping) else None
     if kind not in ("base64", "url"):
-        why = f"{place} is of type {kind!r}; this server reads images of type 'base64', whose data is the file."
+        why = f"{place} is of type {kind!r}; expected 'base64', with the file's content in data."
         raise ApiError(why, param=place)
     url = source.get("url") if kind == "url" else f"data:{source.get('media_type')};base64,{source.get('data')}"
     return {"type": "image_url", "image_url": url, "at": place}

@@ -57,9 +57,9 @@ def chat(arguments: list[str]) -> int:
     """Run `psigrad chat`: talk to a model on the terminal, and return the exit status."""
     usage = "psigrad chat MODEL_OR_RUN [--system TEXT] [--temperature T] [--max-tokens N] [--seed N]"
     if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nTalk to a model in the terminal. An empty line or Ctrl-D ends it; /new starts another.")
-        print("/image FILE shows a vision-language model an image, about which the next line asks.")
-        print("--max-tokens is 512 by default. A model without a chat template stops after as many tokens as in its training.")
+        print(f"{usage}\n\nTalk to a model in the terminal. An empty line or Ctrl-D ends the chat; /new starts a new one.")
+        print("/image FILE adds an image to the next line, if the model is a vision-language model.")
+        print("--max-tokens is 512 by default. Without a chat template it is the limit of the training.")
         return 0
     models, _, rest = flags.parse_lists(arguments)
     asked = {"system": "", "temperature": 1.0, "max_tokens": 0, "seed": 0}

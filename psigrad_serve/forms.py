@@ -158,7 +158,7 @@ def read_stop(stop: str | list[str] | None) -> tuple[str, ...]:
     """Return the stop strings. Raises `ApiError` for too many, and for an empty one, which would end every completion at once."""
     stops = tuple([stop] if isinstance(stop, str) else stop or ())
     if len(stops) > MOST_STOPS or not all(stops):
-        raise ApiError(f"stop takes up to {MOST_STOPS} strings, none of them empty.", param="stop", code="invalid_value")
+        raise ApiError(f"stop is invalid; expected up to {MOST_STOPS} non-empty strings.", param="stop", code="invalid_value")
     return stops
 
 

@@ -155,7 +155,7 @@ async def _body(request: Request) -> bytes:
         async for part in request.stream():
             body += part
             if len(body) > LARGEST:
-                raise ApiError(f"The body has more than {LARGEST >> 20} MiB.", status=413)
+                raise ApiError(f"The body has more than {LARGEST >> 20} MiB; shorten it.", status=413)
     except ClientDisconnect:
         raise ApiError(GONE, status=499) from None
     return bytes(body)

@@ -49,7 +49,7 @@ class Pictures:
         return "" if self.engine.steers else "an image, but this server's sampler reads only text; serve with --sampler embedded"
 
     def marked(self, messages: Sequence[Any], rest: Mapping[str, Any]) -> tuple[list[Any], HeldImages]:
-        """Return messages in OpenAI's format with marks in place of image parts, and what keeps the images until a row does.
+        """Return messages in OpenAI's format with marks for images, and an object that keeps the images until a row does.
 
         A part may give its place in the body as "at".
 
@@ -80,7 +80,7 @@ class Pictures:
             raise ApiError(f"{place} is {self.refusal}.", param=place)
         if not isinstance(given, str) or not given.startswith("data:"):
             what = f"the URL {given[:60]}" if isinstance(given, str) else "no URL"
-            why = f"{place} is an image with {what}; this server downloads nothing; send a data URL, data:image/png;base64,…"
+            why = f"{place} is an image with {what}, and this server downloads nothing; send a data URL, data:image/png;base64,…"
             raise ApiError(f"{why}.", param=place, code="invalid_image_url")
         with self._decoding:
             try:

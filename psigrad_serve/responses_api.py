@@ -238,5 +238,5 @@ def _content(content: Any, place: str) -> Any:
             parts.append({"type": "text", "text": str(part.get("text", ""))})
         else:
             what = "an image by its file_id" if kind == "input_image" else f"of type {kind!r}"
-            raise ApiError(f"{where} is {what}; this server reads text, and images as data URLs.", param=where)
+            raise ApiError(f"{where} is {what}; send text, or an image as a data URL.", param=where)
     return parts if any(part["type"] != "text" for part in parts) else "".join(part["text"] for part in parts)

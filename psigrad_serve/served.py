@@ -168,8 +168,8 @@ class Served:
     def wish(self, penalties: Mapping[str, Any], forced: str | None, offered: Offered | None, form: str, place: str) -> Wish:
         """Return a request's constraints on sampling: its penalties, and a grammar.
 
-        The grammar is that of a call of the tool `forced`, if not None ("": any tool), and otherwise `form`, which the request's
-        field `place` gave. Raises `ApiError` for invalid ones.
+        The grammar requires a call of the tool `forced` ("": any tool). If `forced` is None, the grammar is `form`, from the
+        request's field `place`. Raises `ApiError` if it is invalid.
         """
         if forced is not None:
             form, place = call_grammar(offered, forced, self.tokenizer.get_added_vocab()), "tool_choice"
@@ -242,7 +242,7 @@ class Served:
         Raises `ApiError` if the queue is full or the prompt too long.
         """
         if self.engine.waiting > MOST_WAITING:
-            raise ApiError(f"{MOST_WAITING} completions wait already; try again later.", status=429, code="rate_limit_exceeded")
+            raise ApiError(f"{MOST_WAITING} completions are waiting; try again later.", status=429, code="rate_limit_exceeded")
         call, most = self.recorder.prepare(session, call), self.engine.model.max_length
         room = most - len(call.prompt_ids)
         if room < 1:
@@ -264,7 +264,7 @@ def check_size(served: Served, *texts: Any) -> None:
     most = served.engine.model.max_length * served.longest
     if (size := sum(map(_characters, texts))) > most:
         raise ApiError(
-            f"The prompt has {size:,} characters, but the {served.engine.model.max_length} tokens of this model's context hold "
+            f"The prompt has {size:,} characters, but this model's context of {served.engine.model.max_length} tokens holds "
             f"at most {most:,}; shorten the prompt.",
             code="context_length_exceeded",
         )  # fmt: skip
@@ -279,7 +279,7 @@ def _characters(value: Any) -> int:
 
 
 def _needs_embedded(name: str) -> ApiError:
-    why = f"{name} needs the embedded sampler, but this server has another sampler; remove {name}."
+    why = f"{name} needs the embedded sampler, but this server uses another sampler; remove {name}."
     return ApiError(why, param=name, code="unsupported_parameter")
 
 

@@ -41,7 +41,7 @@ class Running:
 def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
     """Open a socket on `port`, or if that is 0 on the first free port from 8500 on. Raises `UserError` if there is none."""
     if not 0 <= port <= 65535:
-        raise UserError(f"The port is {port}; expected 1 to 65535, or none for the first free one from {FIRST_PORT} on.")
+        raise UserError(f"The port is {port}; expected 1 to 65535, or no --port for the first free port from {FIRST_PORT} on.")
     why = ""
     for candidate in [port] if port else [*range(FIRST_PORT, FIRST_PORT + PORTS), 0]:
         try:
@@ -50,7 +50,7 @@ def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
             return found
         except OSError as error:
             why = error.strerror or str(error)
-    raise UserError(f"{host}:{port} cannot be used: {why}; name another with --port, or none for a free one.")
+    raise UserError(f"{host}:{port} cannot be used ({why}); give another --port, or omit it for a free one.")
 
 
 def serve(served: Served | TinkerServer, listening: socket.socket, token: str, say: Callable[[str], None]) -> None:
@@ -63,7 +63,7 @@ def serve(served: Served | TinkerServer, listening: socket.socket, token: str, s
     def greet() -> None:
         names = (served.name,) if isinstance(served, TinkerServer) else served.names
         say(f"psigrad serve  http://{host}:{port}{'' if tinker else '/v1'}  {', '.join(names)}")
-        say(f"The token is that of {'--token' if token else VARIABLE}." if known else f"The token is {key}; keep it secret.")
+        say(f"The token is the value of {'--token' if token else VARIABLE}." if known else f"The token is {key}; keep it secret.")
         say("Ctrl-C stops the server.")
 
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it after a clean shutdown
@@ -104,7 +104,7 @@ def _run(server: QuietServer, listening: socket.socket) -> None:
         left = loop.run_until_complete(_cancelled())
         loop.close()
     if left:
-        raise RuntimeError(f"The gateway ended without {len(left)} requests that cannot be cancelled, such as {left.pop()}.")
+        raise RuntimeError(f"The gateway ended, but could not cancel {len(left)} requests, such as {left.pop()}.")
 
 
 async def _cancelled() -> set[asyncio.Task[object]]:

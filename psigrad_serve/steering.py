@@ -136,7 +136,7 @@ def json_grammar(response_format: Any, param: str) -> str:
     held = response_format.get("json_schema", response_format)
     schema = held.get("schema") if isinstance(held, dict) else None
     if not isinstance(schema, dict):
-        raise ApiError(f"{param} has no schema.", param=param, code="missing_required_parameter")
+        raise ApiError(f"{param} has no schema; add one.", param=param, code="missing_required_parameter")
     return _lark(f"%json {json.dumps({**schema, 'x-guidance': _WRITTEN})}")
 
 

@@ -69,7 +69,7 @@ def talk(
     a model has at most as many tokens as a completion had in `training`, and any other answer at most `MAX_TOKENS`.
     """
     if max_tokens < 0 or temperature < 0:
-        raise UserError(f"max_tokens is {max_tokens} and temperature {temperature}; expected 0 or more for both.")
+        raise UserError(f"max_tokens is {max_tokens} and temperature {temperature}; expected both to be 0 or more.")
     served, opening = Served(engine), [{"role": "system", "content": system}] if system else []
     talks = bool(served.tokenizer.chat_template)
     if not talks:
@@ -97,7 +97,7 @@ def talk(
             text = asyncio.run(_answer(served, call, say))
         except ApiError as error:
             said.pop()
-            say(f"{error.message} /new starts another conversation.\n")
+            say(f"{error.message} /new starts a new conversation.\n")
             continue
         except KeyboardInterrupt:
             text = "…"

@@ -189,7 +189,7 @@ class TinkerServer:
 
     async def _do_optim_step(self, body: Mapping[str, Any]) -> dict[str, Any]:
         if "adam_params" not in body:
-            raise ApiError("This server has only AdamW; give adam_params.")
+            raise ApiError("This server has only the optimiser AdamW; send adam_params.")
         model, adam = self._model(body["model_id"]), body["adam_params"]
         how = (adam["learning_rate"], (adam["beta1"], adam["beta2"]), adam["eps"], adam["weight_decay"], adam["grad_clip_norm"])
         return self._later(_name(body), lambda: {"metrics": {"grad_norm:mean": model.step(*how)}})
@@ -225,7 +225,7 @@ class TinkerServer:
     async def _do_asample(self, body: Mapping[str, Any]) -> dict[str, Any]:
         session = body.get("sampling_session_id")
         if session and session not in self.samplers:
-            raise ApiError(f"There is no sampling session {session!r}.", status=404)
+            raise ApiError(f"There is no sampling session {session!r}; create one.", status=404)
         for wanted in ("topk_prompt_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "topk_sample_logprobs"):
             if body.get(wanted):
                 raise ApiError(f"This server does not support {wanted}; remove it.")

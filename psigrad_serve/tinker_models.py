@@ -57,13 +57,13 @@ class TinkerDatum:
         if "target_tokens" not in inputs or inputs["target_tokens"].dim() != 1:
             raise ApiError("A datum needs target_tokens with one dimension; this server takes one target per position.")
         if unknown := sorted(set(inputs) - set(_DATUM)):
-            raise ApiError(f"A datum has {', '.join(unknown)}; this server knows {', '.join(_DATUM)}.")
+            raise ApiError(f"A datum has {', '.join(unknown)}; expected only {', '.join(_DATUM)}.")
         targets = tuple(inputs["target_tokens"].tolist())
         if len(targets) != len(tokens) or not tokens:
             raise ApiError(f"A datum has {len(tokens)} tokens and {len(targets)} targets; give one target per token.")
         numbers = {name: values for name, values in inputs.items() if name != "target_tokens"}
         if wrong := next((name for name, values in numbers.items() if values.shape != (len(targets),)), None):
-            raise ApiError(f"{wrong} has {tuple(numbers[wrong].shape)} numbers for {len(targets)} targets; give one per target.")
+            raise ApiError(f"{wrong} has the shape {tuple(numbers[wrong].shape)}; expected ({len(targets)},), one per target.")
         moved = (*tokens[1:], targets[-1])
         if targets == moved:
             return cls(tokens[0], targets, numbers)
@@ -83,7 +83,7 @@ class TinkerDatum:
     def number(self, name: str, loss: str) -> Tensor:
         """Return the input `name` [T] of the loss. Raises `ApiError` if the client did not send it."""
         if name not in self.numbers:
-            raise ApiError(f"{loss} needs {name}, but a datum does not have them.")
+            raise ApiError(f"{loss} needs {name} in each datum, but one has none; add them.")
         return self.numbers[name]
 
 
@@ -187,7 +187,7 @@ class TinkerModel:
     def step(self, lr: float, betas: tuple[float, float], eps: float, decay: float, clip: float) -> float:
         """Take one AdamW step with the accumulated gradient, clear it, and return its norm.
 
-        Raises an error if the gradient is not finite; it is cleared then too.
+        Raises `ApiError` if the gradient is not finite, and clears it as well.
         """
         for group in self.optimizer.param_groups:
             group.update(lr=lr, betas=betas, eps=eps, weight_decay=decay)

@@ -144,7 +144,7 @@ def overlap(text: str, word: str) -> int:
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> list[int] | None:
-    """Return the bytes of one token, which may be a part of a character; None if the tokenizer does not tell them."""
+    """Return the bytes of one token, which may be a part of a character; None if the tokenizer does not have them."""
     text = decode(tokenizer, [token])
     if _HALF not in text:
         return list(text.encode())

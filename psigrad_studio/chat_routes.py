@@ -180,11 +180,11 @@ class _Events:
 def _question(form: AnswerForm) -> ChatQuestion:
     roles = [said.role for said in form.messages]
     if any(role != ("user", "assistant")[i % 2] for i, role in enumerate(roles)) or len(roles) % 2 == 0:
-        raise UserError("A conversation alternates user and assistant and ends with the user; start a new one.")
+        raise UserError("The turns of a conversation must alternate and end with the user's; start a new conversation.")
     if not form.messages[-1].content:
         raise UserError("The message is empty; write something.")
     if sum(len(said.content) for said in form.messages) + len(form.system) > LONGEST_TALK:
-        raise UserError(f"The conversation has more than {LONGEST_TALK} characters; start a new one.")
+        raise UserError(f"The conversation has more than {LONGEST_TALK} characters; start a new conversation.")
     return ChatQuestion(
         messages=tuple({"role": said.role, "content": said.content} for said in form.messages),
         system=form.system,

@@ -89,7 +89,7 @@ class ChatComparisons:
         with self._lock:
             comparison = self._known.get(comparison_id)
             if comparison is None or comparison.result is None or comparison.result.get("vote") is None:
-                raise UserError("Nothing of this comparison is stored.")
+                raise UserError("No choice of this comparison is stored, so there is nothing to undo.")
             person = people.local(self._labels.db)
             project, vote = comparison.result["project"], comparison.result["vote"]
             assignments.undo(self._labels.db, person, project, f"chat-undo-{comparison.id}", only=vote)

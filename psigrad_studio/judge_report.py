@@ -129,9 +129,9 @@ def votes_of(source: str, project: str = "") -> list[Mapping[str, Any]]:
         try:
             return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         except (OSError, ValueError) as error:
-            raise UserError(f"{source} is not a JSONL file of votes ({error}); for a database, name its project too.") from error
+            raise UserError(f"{source} is not a JSONL file of votes ({error}); for a database, add --project NAME.") from error
     if "://" not in source and not path.is_file():
-        raise UserError(f"{source} is not a database of the labelling desk; that is labels.db beside the folder of runs.")
+        raise UserError(f"{source} does not exist; give the labels' database, labels.db beside the runs folder.")
     db = database.connect(source)
     person = people.local(db)
     found = {one.settings.name: one.id for one in projects.mine(db, person)}
@@ -148,7 +148,7 @@ def report(judge: GroupRanking, rows: Iterable[Mapping[str, Any]], *, most: int 
     left_out: Counter[str] = Counter()
     units = read_votes(rows, left_out)
     if any(not unit.criterion for unit in units):  # drop votes on criteria that the judge does not have
-        left_out["on another question"] = sum(bool(unit.criterion) and unit.criterion not in judge.criteria for unit in units)
+        left_out["other questions"] = sum(bool(unit.criterion) and unit.criterion not in judge.criteria for unit in units)
         units = [unit for unit in units if not unit.criterion or unit.criterion in judge.criteria]
     left_out["split votes"] = sum(unit.human is None for unit in units)
     units = [unit for unit in units if unit.human is not None and unit.texts[0] != unit.texts[1]]
@@ -158,11 +158,11 @@ def report(judge: GroupRanking, rows: Iterable[Mapping[str, Any]], *, most: int 
     with ThreadPoolExecutor(judge.concurrency) as threads:
         found = dict(zip(shown, threads.map(lambda pair: judge.rank(*pair), shown), strict=True))
     reasons = [ranks.reason for ranks in found.values() if isinstance(ranks, Unscored)]
-    left_out["no reply of the judge"] = len(reasons)
+    left_out["no ranking by the judge"] = len(reasons)
     judged = [(unit, ranks) for unit in units if not isinstance(ranks := found[unit.prompt, unit.texts], Unscored)]
     once = [(unit, ranks) for unit, ranks in judged if shown[unit.prompt, unit.texts] is unit]
     if not judged:
-        raise UserError(f"No pair was judged: {reasons[0].rstrip('.') if reasons else 'there is no pair on which people agree'}.")
+        raise UserError(f"The judge ranked no pair: {reasons[0].rstrip('.') if reasons else 'people agree on none'}.")
     made = [*_beside_people(judge, judged), *_beside_itself(judge, once, own or judge.model)]
     return JudgeReport(made, _slope(judge, once), {k: v for k, v in left_out.items() if v}, len(once))
 

@@ -60,7 +60,7 @@ class ModelCache:
         """Return a place in the queue. Raises `Refused` if the queue is full."""
         with self._changed:
             if len(self._line) >= LONGEST_LINE:
-                raise Refused(429, "busy", f"{LONGEST_LINE} answers are being written or waited for; try again in a moment.")
+                raise Refused(429, "busy", f"{LONGEST_LINE} answers are already in progress or waiting; try again in a moment.")
             turn = ModelTurn(frozenset(wanted), self._line, self._changed)
             self._line.append(turn)
             return turn

@@ -180,7 +180,7 @@ class Playback:
 
 
 class PlaybackCache:
-    """A cache of playbacks by their inputs. The least recently used one is dropped first. To compute it again gives the same."""
+    """A cache of playbacks by their inputs. The least recently used one is dropped first, and recomputed if needed."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most, self._playbacks = most_bytes, OrderedDict[str, Playback]()
@@ -216,7 +216,7 @@ def evaluated_policy(spec: PlaybackSpec, mdp: MDP) -> NDArray[np.int64] | FloatA
 
 
 def target(spec: PlaybackSpec, mdp: MDP) -> FloatArray:
-    """Return [S]: the exact V_π for prediction, V* for everything else."""
+    """Return the values [S] to reach: the exact V_π for prediction, V* for all other algorithms."""
     if ALGORITHMS[spec.algorithm].family == "prediction":
         return tabular.evaluate(mdp, evaluated_policy(spec, mdp))
     return tabular.solve(mdp).value
@@ -233,7 +233,7 @@ def _frames(spec: PlaybackSpec, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
 
 
 def best_actions(q: FloatArray) -> NDArray[np.int64]:
-    """Return [S]: every action within rounding of the best, as a sum of 1, 2, 4, 8."""
+    """Return [S]: for each state, the sum of the codes (1, 2, 4, 8) of all actions that are best up to rounding."""
     best = q.max(axis=1, keepdims=True)
     return np.asarray((q >= best - TIE * (1 + np.abs(best))) @ np.array([1, 2, 4, 8]))
 

@@ -43,7 +43,7 @@ SHARE = 0.3
 """The rate limit of each invited person, as a share of the owner's."""
 DATA = "/api/"
 CSRF_HEADER = "x-psigrad-csrf"
-NO_TOKEN = "This browser has only half of its session; open the address that psigrad studio printed, or log in again at /join."
+NO_TOKEN = "This browser lacks a part of its session; open the address that psigrad studio printed, or log in again at /join."
 NOBODY = {"owner": False, "person": None, "token": "", "session": ""}
 _ODD_PATH = re.compile(r"[\x00-\x1f\x7f\\]|//|(^|/)\.\.?(/|$)")
 _ENCODED = re.compile(rb"%(2f|5c|00|2e|25)", re.IGNORECASE)
@@ -232,7 +232,7 @@ class Guard:
         if scope["method"] != "GET":
             raise Refused(405, "method", "This method is not allowed.")
         if _header(scope, "host") not in self.settings.own_hosts:
-            raise Refused(403, "key", "The key opens the studio on its own machine only; on another machine use an invite.")
+            raise Refused(403, "key", "The key opens the studio only on its own machine; on another one, use an invite.")
         values = [part[4:] for part in scope["query_string"].split(b"&") if part.startswith(b"key=")]
         if len(values) != 1 or not self.sessions.admits(values[0].decode("latin-1")):
             raise Refused(

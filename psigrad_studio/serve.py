@@ -49,16 +49,16 @@ def studio(
         command = extras.install_command("studio")
         raise UserError(f"The studio needs {', '.join(missing)}, which is not installed. Run `{command}`.")
     if runs and not Path(runs).is_dir():
-        raise UserError(f"The runs folder {runs!r} does not exist; name the folder that holds your runs, or none for `runs`.")
+        raise UserError(f"The runs folder {runs!r} does not exist; name the folder that holds your runs, or omit it for `runs`.")
     for folder in checkpoints:
         if not Path(folder).is_dir():
-            raise UserError(f"The checkpoint {folder!r} is not a folder; name one with a model.")
+            raise UserError(f"The checkpoint {folder!r} is not a folder; name a folder with a model.")
     if not 0 < model_memory < 1e6:
         raise UserError(f"model_memory is {model_memory}; expected gigabytes above 0.")
     for name in allow_host:
         if not _HOST.fullmatch(name):
             raise UserError(
-                f"The host {name!r} is not a name in small letters; expected one such as labels.example.org, without http://."
+                f"The host {name!r} is not a host name in lower case; expected one such as labels.example.org, without http://."
             )
     if database:
         _try(database)
@@ -100,7 +100,7 @@ def _try(where: str) -> None:
 def listen(port: int = 0) -> socket.socket:
     """Return a socket on the loopback interface: on `port`, or on the first free port from 8420."""
     if not 0 <= port <= 65535:
-        raise UserError(f"The port is {port}; expected 1 to 65535, or none for the first free one from {FIRST_PORT} on.")
+        raise UserError(f"The port is {port}; expected 1 to 65535, or no --port for the first free port from {FIRST_PORT} on.")
     candidates = [port] if port else [*range(FIRST_PORT, FIRST_PORT + PORTS), 0]
     why = ""
     for candidate in candidates:
@@ -113,7 +113,7 @@ def listen(port: int = 0) -> socket.socket:
         except OSError as error:
             listening.close()
             why = error.strerror or str(error)
-    raise UserError(f"The port {port} cannot be used: {why}; name another with --port, or none for a free one.")
+    raise UserError(f"The port {port} cannot be used ({why}); give another --port, or omit it for a free one.")
 
 
 def serve(settings: StudioSettings, listening: socket.socket, *, open_browser: bool, say: Callable[[str], None]) -> None:

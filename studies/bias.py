@@ -74,7 +74,7 @@ def check(s: BiasSettings) -> None:
         hint = nearest(s.world, WORLDS) or "."
         raise UserError(f"There is no world {s.world!r}; expected {' or '.join(WORLDS)}{hint}")
     if not 0 <= s.error < math.inf:
-        raise UserError(f"error is {s.error:g}; expected a number of at least 0; 1 is as wrong as V̂ = 0.")
+        raise UserError(f"error is {s.error:g}; expected at least 0 (0 is exact, 1 is as wrong as V̂ = 0).")
     if s.seeds < 1 or s.episodes < 1:
         raise UserError(f"seeds is {s.seeds} and episodes {s.episodes}; expected at least 1 of each.")
 
@@ -206,7 +206,7 @@ class BiasRow:
 
 
 def rows(world: SolvedWorld, *, error: float, seeds: int, episodes: int) -> list[BiasRow]:
-    """Return every target under every V̂.
+    """Return a row for each target under each V̂.
 
     Each seed plays `episodes` separate episodes. Raises `UserError` if a state is missed.
     """
@@ -249,8 +249,8 @@ def sample(
     if count[alive].min() < 2:
         rare = int(np.flatnonzero(alive & (count < 2))[0])
         raise UserError(
-            f"{len(first)} episodes started fewer than twice in state {rare}, so it has no variance; give more --episodes, "
-            f"{20 * int(alive.sum())} or so."
+            f"Fewer than two of {len(first)} episodes started in state {rare}, which leaves no variance; raise --episodes to "
+            f"about {20 * int(alive.sum())}."
         )
     mean = np.bincount(first, seen, minlength=n)[alive] / count[alive]
     square = np.bincount(first, seen**2, minlength=n)[alive] / count[alive]
@@ -271,7 +271,7 @@ def whole_returns(target: Target, world: SolvedWorld, batches: Sequence[tuple[In
 
 
 def cut_returns(target: Target, world: SolvedWorld, paths: Paths, value: FloatArray) -> FloatArray:
-    """Return [N]: the same for an n-step target, from episodes truncated after n steps. It reads no further steps."""
+    """Return [N]: the n-step target of each episode's first step, from episodes cut after n steps. It reads no further steps."""
     return whole_returns(target, world, [(np.arange(len(paths.lengths)), _batch(world, paths.cut(target.n), value))])
 
 
@@ -301,7 +301,7 @@ class MSECurve:
 
 
 def curve(world: SolvedWorld, kind: str, error: float, points: int = 201) -> MSECurve:
-    """Return the full curve from TD(0) to Monte Carlo, in steps of 0.005."""
+    """Return the curve from λ = 0, TD(0), to λ = 1, Monte Carlo, in steps of 0.005."""
     step, alive, value = chain(world), ~world.mdp.is_terminal, critics(world, error)[kind]
     lams, mse = np.linspace(0, 1, points).tolist(), []
     for lam in lams:

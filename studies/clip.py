@@ -143,7 +143,7 @@ class SurrogateCurve:
 
 
 def rows(chosen: Sequence[NamedSurrogate]) -> list[ClipRow]:
-    """Return every surrogate, for A = 1 and A = −1."""
+    """Return a row for each surrogate with A = 1, and one with A = −1."""
     return [
         ClipRow(
             one.name,

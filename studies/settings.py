@@ -29,9 +29,9 @@ class PsiSettings(Settings):
     batch: int = 16
     """Episodes of one gradient estimate."""
     discount: float = 1.0
-    """γ, of the process and of every Ψ."""
+    """Discount γ of the process and of every Ψ."""
     at_the_end: bool = False
-    """Pay only the last step, as for completions."""
+    """Reward only the last step, as for completions."""
     critic_error: float = 1.0
     """Standard deviation of the noise on the rough critic's values."""
 
@@ -41,7 +41,7 @@ class BiasSettings(Settings):
     """The process, the error of V̂, the sample sizes, and the output folder."""
 
     world: str = "walk"
-    """walk or grid."""
+    """Process: walk or grid."""
     error: float = 0.5
     """Error of V̂: 0 is exact, 1 is as wrong as V̂ = 0."""
     seeds: int = 10
@@ -59,7 +59,7 @@ class ClipSettings(Settings):
     high: float = 0.2
     """Distance above 1 that the ratio may rise."""
     higher: float = 0.28
-    """The same for clip-higher."""
+    """Distance above 1 that the ratio may rise with clip-higher."""
     bound: float = 3.0
     """Greatest ratio of dual clip for a negative advantage."""
     cap: float = 5.0
@@ -71,7 +71,7 @@ class TrialSettings(Settings):
     """The number and length of runs of a small language model, and the output folder."""
 
     seeds: int = 8
-    """Runs of each arm; intervals are over them."""
+    """Runs (seeds) of each arm; intervals are over these runs."""
     steps: int = 100
     """Steps of each run."""
     prompts: int = 16
@@ -99,7 +99,7 @@ class MethodsSettings(TrialSettings):
     rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
     """Learning rates that each method tries on a separate seed. The one with the largest area under its curve is used."""
     level: float = 0.75
-    """Accuracy for which `samples to reach it` are counted."""
+    """Accuracy at which the column `samples` stops counting."""
 
 
 @dataclass(frozen=True)
@@ -189,13 +189,13 @@ class PretrainedSettings(Settings):
     prompts: int = 16
     """Prompts, rows or pairs of a step."""
     generations: int = 8
-    """Completions of each prompt in RLVR; as many are sampled for DPO's pairs."""
+    """Completions of each prompt, in RLVR and for DPO's pairs."""
     learning_rate: float = 2e-5
     """Learning rate of all runs except DPO."""
     dpo_learning_rate: float = 5e-6
     """Learning rate of DPO."""
     held_out: int = 200
-    """Held-out sums, at most 200; intervals are over them."""
+    """Held-out sums, at most 200; intervals are over the sums."""
     completions: int = 2
     """Answers to each held-out sum."""
     seed: int = 0
@@ -210,7 +210,7 @@ class PretrainedSettings(Settings):
 class AlarmSettings(TrialSettings):
     """The settings of trials: `seeds` runs of each of three honest methods, and `hacks` runs of each of five flawed rewards.
 
-    A third of the honest runs is at each of three learning rates.
+    The honest runs are divided equally among three learning rates.
     """
 
     seeds: int = 80

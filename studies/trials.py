@@ -222,8 +222,8 @@ def pairs(asked: SampleConfig, place: Path) -> None:
     written = sample.run(asked)
     if not written.rows:
         raise UserError(
-            "No prompt has a right and a wrong answer, so there are no pairs for DPO; sample more (generations, prompts), or "
-            "begin with a model that is right more often."
+            "No prompt has a right and a wrong answer, so there are no pairs for DPO; raise generations or prompts, or "
+            "start from a model that is right more often."
         )
     written.path.rename(place)
 
@@ -258,7 +258,7 @@ def _rows(place: Path) -> list[dict[str, Any]]:
 
 
 def rollouts(s: TrialSettings, name: str, arm: str, seed: int, kind: str = "train") -> Iterator[dict[str, Any]]:
-    """Yield the completions that a run was trained on, or (`eval`) measured by."""
+    """Yield the completions on which a run was trained or, with `kind` "eval", evaluated."""
     files = rollout_files(place(s, name, arm, seed))
     return (row for file in files for row in read_steps(file) if row.get("kind") == kind)
 
@@ -346,7 +346,7 @@ def compare(claim: str, first: Arm, second: Arm, figure: str, *, least: float = 
 
 
 def compare_pairs(claim: str, test: str, first: Sequence[float], second: Sequence[float], *, least: float = 0.0) -> ClaimVerdict:
-    """Return the same verdict for figures of the same seeds."""
+    """Return the verdict of `compare` for two lists of figures, paired by place."""
     difference = over_seeds(a - b for a, b in zip(first, second, strict=True))
     verdict: Verdict = "undecided"
     if len(first) > 1:

@@ -42,7 +42,7 @@ Job = Callable[[Any], Any]
 class Affinity:
     """A group of jobs that should run on the same worker, because it caches data for them.
 
-    `worker` is the one that answered the group's last job. It gets the next one, unless it is lost or late; then any other does.
+    `worker` answered the group's last job. It also gets the group's next job, unless it is lost or late; then any other gets it.
     """
 
     worker: Any = None
@@ -77,8 +77,8 @@ class ActorPool:
 
     `kind` is the class of the workers, created with `arguments` on the worker's machine. Its method `ready()`, or the call
     `greet`, returns when the worker has started. `name` is the workers' name in messages. A worker runs up to `depth` jobs at
-    once, from batches with equal `needs`. There are `count` workers; 0: as many as fit in the cluster, besides `spare_cpus` CPUs
-    for others.
+    once, from batches with equal `needs`. `count` is the number of workers. 0 means as many as fit while `spare_cpus` CPUs of
+    the cluster stay free.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class ActorPool:
         with self._watch:
             while True:
                 if self._closed:
-                    raise UserError(f"The {self._name}s were closed while they were at work.")
+                    raise UserError(f"The {self._name}s were closed during their jobs; resume the run.")
                 self._tend()
                 self._hand_out()
                 self._note_absence()
@@ -296,8 +296,8 @@ class ActorPool:
         for owed in filter(lambda owed: owed.wanted, reversed(worker.work.values())):
             owed.batch.losses[owed.job] += 1
             if owed.batch.losses[owed.job] == LOSSES:
-                began = f"{LOSSES} {self._name}s were lost while they did the same job"
-                owed.batch.error = UserError(f"{began}; the last: {reason}. {said}".rstrip())
+                began = f"{LOSSES} {self._name}s were lost one after another during the same job"
+                owed.batch.error = UserError(f"{began}. The reason of the last loss is {reason}. {said}".rstrip())
             elif (id(owed.batch), owed.job) not in shared:
                 self.entries["again"] += 1
                 owed.batch.waiting.appendleft(owed.job)
@@ -318,7 +318,7 @@ class ActorPool:
         oldest = min(late, key=lambda o: o.since)
         self.entries["again"] += 1
         waited = time.monotonic() - oldest.since
-        self._log("worker_late", f"{self._a} has not answered for {waited:.0f} s; another gets the same jobs.", seconds=waited)
+        self._log("worker_late", f"{self._a} has not answered for {waited:.0f} s; another one repeats its jobs.", seconds=waited)
         return oldest
 
     def _is_late(self, owed: _Owed, times: float = 1.0) -> bool:
@@ -403,13 +403,13 @@ def _cause_of(error: Exception) -> tuple[str, str]:
         used = re.search(r"was ([\d.]+) ?GB\D*/ ?([\d.]+) ?GB", said)
         of = f" ({used[1]} of {used[2]} GB in use)" if used else ""
         name += (
-            f": Ray ended it because its machine ran low on memory{of}; give each of them more CPUs in placement, or request "
-            "fewer"
+            f": Ray ended the process because its machine ran low on memory{of}; in placement, give each process more CPUs, or "
+            "request fewer processes"
         )
     elif "references to the actor were removed" in said and "never ran" in said:  # the driver still has them
         name += (
-            ": the cluster cannot ask this process for anything; either only this process uses Ray's token (then set "
-            "RAY_AUTH_MODE=disabled here too), or a firewall blocks the connection"
+            ": the cluster cannot connect to this process; if only this process uses Ray's token, set RAY_AUTH_MODE=disabled "
+            "for this process too, otherwise open the firewall between them"
         )
     return name, said if len(said) <= 2 * SAID else f"{said[:SAID]} … {said[-SAID:]}"
 

@@ -69,8 +69,8 @@ class _Link:
 class Broadcasts:
     """The trainer's side of the broadcasts to all samplers.
 
-    `address()` returns the trainer's host, and `size` is the number of processes in a group. An update sends each bucket once for
-    each of `passes`. `turned` are the weights that vLLM stores transposed.
+    `address()` returns the trainer's host, and `size` is the number of processes in a group. An update sends each bucket once
+    for each of `passes` ("load", "compare"). `turned` are the names of the weights that vLLM stores transposed.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Broadcasts:
     def bring(self, ray: Any, version: Version, worker: Any) -> Version:
         """Return the version to send with a worker's task. If it comes by broadcast, also queue the broadcast.
 
-        For one version, a worker always gets the same answer, whichever of several tasks it starts first.
+        For one version, a worker gets the same answer for all of its tasks.
         """
         link = self._links.get(worker)
         if link is None:
@@ -190,6 +190,6 @@ class Broadcasts:
                 return
             self._failures += 1
             self._over = self._failures >= FAILURES
-        ours = "From here on all weights go" if self._over else "The sampler is restarted, or gets the weights"
-        text = f"Weights did not reach a sampler by {self.kind}: {why}. {ours} through Ray's object store."
+        ours = "From now on all weights are" if self._over else "The sampler is restarted, or its weights are"
+        text = f"A sampler did not receive the weights by {self.kind} ({why}). {ours} sent through Ray's object store."
         self._log("transfer_failed", text, reason=why)

@@ -21,7 +21,7 @@ HEAD = 30.0
 def connect(address: str) -> Any:
     """Return the module ray, connected to the cluster at `address`.
 
-    With "auto", that is a running cluster, or otherwise a new one on this machine.
+    If `address` is "auto", connect to a running cluster, or start one on this machine.
     """
     try:
         import ray
@@ -42,7 +42,7 @@ def connect(address: str) -> Any:
     except ConnectionError as error:
         if "InvalidAuthToken" in "".join(traceback.format_exception(error)):
             raise UserError(
-                f"The Ray cluster at {address!r} wants its token: set RAY_AUTH_MODE=token, with the token in ~/.ray/auth_token "
+                f"The Ray cluster at {address!r} requires its token; set RAY_AUTH_MODE=token and the token in ~/.ray/auth_token "
                 "or RAY_AUTH_TOKEN, as on the machine that started it."
             ) from error
         if address != "auto":
@@ -67,7 +67,7 @@ def knock(address: str) -> None:
 class HeadWatch(threading.Thread):
     """A thread that checks if the cluster's head node answers.
 
-    Otherwise Ray would end this process after a minute, without an exception.
+    Without it, Ray would end this process a minute after the head is lost, without an exception.
     """
 
     def __init__(self, ray: Any, lost: Callable[[], None]) -> None:

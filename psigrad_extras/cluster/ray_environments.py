@@ -34,9 +34,9 @@ class EnvironmentWorker:
 
 
 class RayEnvironments(Playing):
-    """Episodes on the workers of an `ActorPool`. Each stays on the worker where it started, unless that one is lost.
+    """Episodes on the workers of an `ActorPool`. Each stays on the worker where it started, unless that worker is lost.
 
-    Rank 0 has the pool and plays for all ranks. The others only receive the rows.
+    Rank 0 has the pool and plays for all ranks. The other ranks only receive the rows.
     """
 
     def __init__(self, pool: ActorPool | None, world: World) -> None:
@@ -46,7 +46,7 @@ class RayEnvironments(Playing):
         self._jobs: JobBatch | None = None
 
     def submit(self, calls: Sequence[EpisodeCall]) -> None:
-        """Store the calls, which the next `answers` sends in parts, since a worker runs one part at a time. See `Playing`."""
+        """Store the calls. The next `answers` sends them in parts, because a worker runs one part at a time. See `Playing`."""
         if new := [call.number for call in calls if not call.turns]:
             parts = [Affinity() for _ in range(PARTS * self._actors.wanted)]
             self._affinities |= {number: parts[place * len(parts) // len(new)] for place, number in enumerate(new)}
@@ -78,7 +78,7 @@ class RayEnvironments(Playing):
         return self._pool
 
     def rows(self, count: int, seed: int) -> list[Mapping[str, Any]] | None:
-        """Return the environment's own rows, from any one worker, on all ranks. See `Playing`."""
+        """Return the environment's own rows on all ranks, read from one worker. See `Playing`."""
         rows: list[Mapping[str, Any]] | None = None
         if self._pool is not None:
             ((_, rows),) = self._pool.run([lambda actor: actor.rows.remote(count, seed)])

@@ -52,7 +52,7 @@ def open_actors(
     Their output goes to the terminal and to workers.log in the run folder. Raises `UserError` if no cluster is named.
     """
     if not placement.cluster:
-        raise UserError(f"placement asks for {name}s on a Ray cluster, but no cluster was named; give --cluster, or remove it.")
+        raise UserError(f"placement requests {name}s on a Ray cluster, but there is no --cluster; add it, or remove placement.")
     counted = placement.scorers * placement.scorer_cpus + placement.environment_actors * placement.environment_cpus
     pool = ActorPool(
         kind,
@@ -81,7 +81,7 @@ def open_sampler(
 ) -> Iterator[Sampler]:
     """Yield a sampler on the cluster with the weights of `model`. Rank 0 has the workers.
 
-    `longest` is the argument of `samplers.make`.
+    `longest` is the maximum length of a sequence in tokens, as in `samplers.make`.
     """
     placement = config.placement
     arguments = (partial(_load_sampler, config, longest), placement.sampler_cpus)
@@ -120,7 +120,7 @@ def agreed_transfer(config: SFTConfig | OnlineConfig | PreferenceConfig, model: 
     kind: Kind = "gloo" if wish == "gloo" else "nccl"
     why = world.broadcast(_why_not(kind, config, model))
     if why and wish != "auto":
-        raise UserError(f"placement.weight_transfer={wish} is not possible: {why}; remove it.")
+        raise UserError(f"placement.weight_transfer={wish} is not possible, because {why}; remove placement.weight_transfer.")
     return None if why else kind
 
 
@@ -128,17 +128,17 @@ def _why_not(kind: Kind, config: SFTConfig | OnlineConfig | PreferenceConfig, mo
     """Return the reason why engines cannot get the model's weights by this kind of broadcast, or ""."""
     sampling, placement = config.sampling, config.placement
     if sampling.sampler != "vllm":
-        return f"only sampler=vllm has it, and the sampler is {sampling.sampler}"
+        return f"it works only with sampler=vllm, and the sampler is {sampling.sampler}"
     if not vllm_weights.why_merged(model):
-        return "vLLM gets only the adapter, which is small"
+        return "vLLM needs only the adapter, which is small enough for the object store"
     if sampling.filtered:
-        return "with top_p, top_k or min_p samplers need the weights too, for the policy's log-probs"
+        return "samplers with top_p, top_k or min_p need a second copy of the weights, for the policy's log-probs"
     if placement.cluster.startswith("ray://"):
         return "the trainer's machine is not part of the cluster"
     if kind == "nccl" and not (model.device.type == "cuda" and placement.sampler_gpus):
-        return "the trainer and the samplers (sampler_gpus) need GPUs"
+        return "nccl needs a GPU for the trainer and GPUs for the samplers (placement.sampler_gpus)"
     if kind == "nccl" and importlib.util.find_spec("vllm") is None:
-        return "vLLM is not installed where the trainer is"
+        return "vLLM is not installed on the trainer's machine"
     return ""
 
 

@@ -48,7 +48,7 @@ class RolloutWorker:
         self._at_work, self._turn = 0, threading.Condition()
 
     def ready(self, meeting: tuple[Any, ...] = ()) -> str:
-        """Return when the model is loaded and vLLM's engine has joined the trainer's group: "", or the reason of a failure."""
+        """Wait until the model is loaded and vLLM's engine has joined the trainer's group. Return "" or the error's text."""
         return vllm_backend.join(self.sampler, meeting) if isinstance(self.sampler, VLLMSampler) and meeting else ""
 
     def sample(self, version: Version, requests: list[Request], params: SamplingParams) -> tuple[int, list[list[Completion]]]:
@@ -97,7 +97,7 @@ def _end(lost: RankLost) -> NoReturn:
 
 
 class RaySampler(Sampler):
-    """A sampler on the workers of an `ActorPool`. Only rank 0 has the pool. The others take part in gathering sharded weights.
+    """A sampler on the workers of an `ActorPool`. Only rank 0 has the pool. Other ranks help to gather sharded weights.
 
     If requests can join a running batch of the engines (`joins`), an episode continues as soon as its environment has answered.
     With `broadcasts`, weights have the names of a checkpoint and are sent to engines by broadcast.
@@ -199,7 +199,7 @@ class _At(Sampler):
                     batch.add(partial(self.whole.ask, self.version, [requests[place] for place in places], params), affinity)
                 for task, (number, found) in batch.answers(LOOK):
                     if number != self.version.number:
-                        wrong = f"A sampler drew from version {number} in place of {self.version.number}"
+                        wrong = f"A sampler used version {number} of the weights instead of version {self.version.number}"
                         raise RuntimeError(f"{wrong}; please report this.")
                     yield list(zip(tasks[task], found, strict=True))
                 new = more()
@@ -208,7 +208,7 @@ class _At(Sampler):
 
 
 class StickyDialogue(RestartedDialogue):
-    """Episodes whose turns go to the worker of their previous turn, whose prefix cache may still have it.
+    """Episodes whose turns go to the worker of their previous turn, whose prefix cache may contain that turn.
 
     The episodes that started in one task stay on the same worker.
     """

@@ -60,9 +60,9 @@ llama-server -m {file} --jinja
 
 
 class LeftBehind(NamedTuple):
-    """The result of an export: its path, the error of quantised weights (‖W − Q(W)‖ / ‖W‖), and a merged adapter's base coding.
+    """The result of an export: its path, and the error of the quantised weights, ‖W − Q(W)‖ / ‖W‖.
 
-    The base coding names the quantised format of the model onto which the adapter was trained; "" for none.
+    `base` is the quantised format of the base model on which a merged adapter was trained; "" if there is none.
     """
 
     path: Path
@@ -78,7 +78,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
     """
     for name, given, known in (("--to", to, KINDS), ("--quantization", quantization, QUANTISATIONS)):
         if given not in known:
-            raise UserError(f"{name} is {given!r}; expected {', '.join(known)}{nearest(given, known) or '.'}")
+            raise UserError(f"{name} is {given!r}; expected one of {', '.join(known)}{nearest(given, known) or '.'}")
     model = resolve_path(source)
     folder = Path(output or f"{Path(source).name}-{to}").expanduser()
     check_folder(folder, "--output")
@@ -89,7 +89,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
         shutil.copytree(places[0], folder, copy_function=shutil.copyfile)  # not the modes: safetensors writes for its owner only
         return LeftBehind(folder)
     base = quantisation_of(Path(model)).get("quantize_base", "") if is_adapter(model) else ""
-    over = f"\nThe adapter is merged into the base that it was trained on, whose weights are rounded to {base}.\n" if base else ""
+    over = f"\nThe adapter is merged into its base model, whose weights are rounded to {base} as in training.\n" if base else ""
     place = Path(convert_to_folder(locate(Model(path=model, trust_remote_code=trust_remote_code))))
     if to == "merged" and place.is_dir():
         keep = lambda at, names: [n for n in names if n == "adapter" or n == checkpoint.MANIFEST]  # noqa: E731
@@ -105,7 +105,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
         tokenizer = read_tokenizer(place, trust_remote_code=trust_remote_code)
     except LOADING_ERRORS as error:
         reason = f"No causal language model could be loaded from {source!r} ({reason_of(error)})"
-        raise UserError(f"{reason}; give a run, a folder or a hub name.") from error
+        raise UserError(f"{reason}; give a run folder, a model folder or a hub name.") from error
     if to == "merged":
         open_towers(network, str(place))
         write(network, tokenizer, folder)
@@ -118,7 +118,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
     file = folder / f"{name}-{quantization.upper()}.gguf"
     lost = write_gguf(network, tokenizer, file, quantization)
     (folder / "Modelfile").write_text(modelfile(tokenizer, file.name), encoding="utf-8")
-    said = f"\n{file.name} has the weights as {quantization}, with an error of {lost:.2g} times their norm.\n"
+    said = f"\nThe weights in {file.name} are stored as {quantization}. The rounding error is {lost:.2g} of their norm.\n"
     _write_card(model, folder, "gguf", _SERVED.format(file=file.name), over + said)
     return LeftBehind(file, lost, base)
 

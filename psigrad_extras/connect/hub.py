@@ -68,8 +68,8 @@ def check(hub: Hub, output_dir: str = "") -> None:
         _api().whoami()
     except Exception as error:  # as in push
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
-            raise UserError(f"push_to_hub is set and {_why(error, '')}.") from error
-        redaction.say(f"push_to_hub is set and {_why(error, '')}; the run continues and is pushed at its end.")
+            raise UserError(f"push_to_hub is set, but {_why(error, '')}.") from error
+        redaction.say(f"push_to_hub is set, but {_why(error, '')}. The run continues, and its model is pushed at the end.")
 
 
 def after_run(hub: Hub, folder: Path) -> None:
@@ -98,7 +98,7 @@ def check_name(repository: str) -> None:
 def check_token() -> None:
     """Raise `UserError` if there is no token."""
     if get_token() is None:
-        raise UserError(f"There is no token for the hub; {_LOG_IN}.")
+        raise UserError(f"There is no hub token; {_LOG_IN}.")
 
 
 def _api() -> HfApi:
@@ -111,7 +111,7 @@ def _model_of(folder: Path) -> Path:
     if not folder.is_dir():
         raise UserError(f"There is no folder {str(folder)!r}; name the output_dir of a run.")
     if not model.is_dir():
-        raise UserError(f"{str(folder)!r} holds no model/; name the output_dir of a run that is finished.")
+        raise UserError(f"{str(folder)!r} holds no model/; name the output_dir of a finished run.")
     if not any((model / name).exists() for name in ("config.json", "adapter_config.json")):
         raise UserError(f"{str(model)!r} holds no language model; psigrad push takes runs of language models.")
     return model
@@ -121,7 +121,7 @@ def _repository(api: HfApi, repository: str, private: bool) -> str:
     """Return the full name of the repository, which is created if it is missing."""
     made = api.create_repo(repository, private=True if private else None, exist_ok=True).repo_id
     if private and not api.model_info(made).private:
-        raise UserError(f"{made} is there already and public; make it private in its settings, or choose another name.")
+        raise UserError(f"The repository {made} is already public; make it private on the hub, or choose another name.")
     return made
 
 
@@ -138,13 +138,13 @@ def _why(error: Exception, repository: str) -> str:
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set; unset it"
     if isinstance(error, RepositoryNotFoundError):
-        return f"the hub knows no {repository!r} that this token may write to; give a repository of yours, or another token"
+        return f"this token can write to no repository {repository!r} on the hub; name one of yours, or use another token"
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
         said = {
             401: f"the hub refuses the token; {_LOG_IN} with a token that may write",
-            403: "the token may not write there; give a repository of yours, user/name, or a token that may",
-            429: "the hub asks for fewer requests; try again in some minutes",
+            403: "the token may not write to this repository; name one of yours (user/name), or use a token that may write to it",
+            429: "the hub limits the rate of requests; try again in a few minutes",
         }
         return said.get(status, f"the hub answered {status} ({reason_of(error).rstrip('.')})")
     # huggingface_hub passes on the errors of its client: httpx before its version 2, httpx2 since.

@@ -21,7 +21,7 @@ from psigrad.language.rollout.types import Completion
 EVERYDAY = Path(data.__file__).parent / "everyday.jsonl"
 """A file of 110 sentence starts, each with two or four endings, of which one is right: 60 facts that every child knows, and 50
 points of English grammar. No item is about arithmetic."""
-_CHOICES = "give a list of at least one, or the columns A, B, …; or remove --likelihood"
+_CHOICES = "give a list of choices, or the columns A, B, …, or remove --likelihood"
 
 
 class Likelihood(NamedTuple):
@@ -91,7 +91,7 @@ def likeliest_letters(model: LanguageModel, rows: Sequence[Row]) -> list[tuple[t
         gap, text = (" ", row.prompt) if isinstance(row.prompt, str) else ("", "")
         letters = letters_of(row.columns)
         if not letters:
-            raise RowError(BadRow(row.source, "choices", f"is missing, but likelihood chooses among choices: {_CHOICES}"))
+            raise RowError(BadRow(row.source, "choices", f"is missing, and --likelihood compares choices; {_CHOICES}"))
         written.append([(x, tuple(encode_after(model.tokenizer, str(text), gap + x))) for x in letters])
     asked = [(prompt, ids) for prompt, own in zip(prompts, written, strict=True) for _, ids in own]
     found = iter(likelihoods(model, asked))

@@ -137,8 +137,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         for _pair, context, continuation in requests:
             if len(continuation) > self.max_length:
                 raise UserError(
-                    f"A continuation has {len(continuation)} tokens but the model has {self.max_length} positions; remove the "
-                    "task."
+                    f"A continuation has {len(continuation)} tokens, more than the model's {self.max_length} positions; "
+                    "remove the task, or give a model with more positions."
                 )
             asked.append((context[-(self.max_length + 1 - len(continuation)) :], continuation))
         found = [(one.logp, one.greedy) for one in likelihoods(self.model, asked, self.budget)]
@@ -179,7 +179,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         room = self.max_length - params.max_tokens
         if room < 1:
             raise UserError(
-                f"The task asks for {params.max_tokens} tokens but the model has {self.max_length} positions; remove the task."
+                f"The task writes {params.max_tokens} tokens, more than the model's {self.max_length} positions; remove the task."
             )
         ids, writer = list[int](), Writer(self.tokenizer, [stop for stop in until if stop])
         stream = engine.submit(self.tok_encode(asked[0])[-room:], params, seeds.derive(self.seed, "lm-eval", place))
@@ -199,7 +199,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         unknown = sorted(set(wanted) - _SAMPLED - {"until", "max_gen_toks"})
         if unknown:
             raise UserError(
-                f"The task asks for {', '.join(unknown)}, which psigrad's sampler does not support; expected "
+                f"The task sets {', '.join(unknown)}, which psigrad's sampler does not support; expected "
                 f"{', '.join(sorted(_SAMPLED))}."
             )
         sampled = bool(wanted.get("do_sample"))
@@ -296,5 +296,5 @@ def _evaluated(config: LmEvalConfig, name: str, tasks: Sequence[Any], manager: T
             log_samples=True,
         )
     except (OSError, ConnectionError) as error:
-        raise UserError(f"The data of {', '.join(config.tasks)} could not be loaded: {reason_of(error)}.") from error
+        raise UserError(f"The data of {', '.join(config.tasks)} could not be loaded; check it: {reason_of(error)}.") from error
     return {key: found[key] for key in ("results", "samples", "versions", "n-samples")}

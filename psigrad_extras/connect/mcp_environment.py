@@ -76,11 +76,11 @@ class ServerEpisode(ToolBox):
         """Call the server's `reset` with these arguments and return its first observation. Raises `ValueError` if it fails."""
         assert self._opens is not None
         if unknown := sorted(set(arguments) - set(self._opens.parameters)):
-            known = ", ".join(self._opens.parameters) or "nothing"
-            raise ValueError(f"the row gives {', '.join(unknown)} to the server's tool reset, which takes only {known}")
+            known = f"only {', '.join(self._opens.parameters)}" if self._opens.parameters else "none"
+            raise ValueError(f"the row gives the server's tool reset the arguments {', '.join(unknown)}; expected {known}")
         text, beside = self._opens.ask(arguments)
         if text.startswith("error: "):
-            raise ValueError(f"the server's tool reset says {text.removeprefix('error: ')}")
+            raise ValueError(f"the server's tool reset failed: {text.removeprefix('error: ')}")
         self._episode = beside.get(EPISODE)
         return text
 

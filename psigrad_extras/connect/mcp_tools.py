@@ -96,7 +96,7 @@ def _connect(server: str, variables: Mapping[str, str], seconds: float | None = 
             said.seek(0)
             last = (said.read()[-2000:].strip().splitlines() or [reason_of(error)])[-1]
             raise UserError(
-                f"The MCP server {server!r} did not start ({last}); expected mcp:COMMAND, or mcp:http://… of one that runs."
+                f"The MCP server {server!r} did not start ({last}); expected mcp:COMMAND, or mcp:http://… of a running server."
             ) from error
 
 

@@ -113,7 +113,8 @@ class ServedModel:
             ids = (UNKNOWN,) * int(count)
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             shown = json.dumps(found)[:200]
-            raise UserError(f"{self.url} answered in another form than OpenAI's ({type(error).__name__}): {shown}") from error
+            why = f"{self.url} does not answer in OpenAI's format ({type(error).__name__}); check the address: {shown}"
+            raise UserError(why) from error
         return Reply(str(text or ""), Completion(ids, logprobs, logprobs, reason, seed))
 
     def _body(self, row: Row, seed: int, params: SamplingParams) -> dict[str, Any]:
@@ -150,7 +151,7 @@ class ServedModel:
             has = "is set" if os.environ.get(self.key_variable) else "is not set"
             return UserError(
                 f"{self.url} refuses the key ({error}); the environment variable {self.key_variable} {has}. Set it, or name "
-                "another with --server-key-variable."
+                "another variable with --server-key-variable."
             )
         if error.status == 404:
             served = self._served()
@@ -158,7 +159,7 @@ class ServedModel:
                 hint = nearest(self.model, served)
                 return UserError(f"{self.url} has no model {self.model!r}; it has {', '.join(sorted(served)[:10])}{hint or '.'}")
         tried = f" in {attempts} attempts" if error.again else ""
-        return UserError(f"{self.url} gave no completion{tried} ({error}).")
+        return UserError(f"{self.url} gave no completion{tried} ({error}); see the server's log.")
 
     def _served(self) -> list[str]:
         """Return the names of the server's models, or [] if it does not list them."""

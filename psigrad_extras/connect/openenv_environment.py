@@ -90,7 +90,7 @@ class OpenEnvEpisode:
             found = _run(client.reset(**arguments))
         except Exception as error:
             _run(client.close())
-            full = "; it takes no more sessions: start it with a larger max_concurrent_envs" if "CAPACITY" in str(error) else ""
+            full = "; all its sessions are in use, so raise max_concurrent_envs" if "CAPACITY" in str(error) else "; see its log"
             raise UserError(f"The OpenEnv server at {self.url} does not start an episode ({reason_of(error)}){full}.") from error
         self._client = client
         return found
@@ -124,7 +124,7 @@ def _action(schema: Mapping[str, Any], turn: str) -> Mapping[str, Any]:
         except ValueError:
             found = None
         if not isinstance(found, dict) or not set(found) <= set(fields) or not set(schema.get("required", ())) <= set(found):
-            raise ValueError(f"expected a JSON object of {', '.join(fields)}")
+            raise ValueError(f"expected a JSON object with the fields {', '.join(fields)}")
         return found
     ((name, field),) = fields.items()
     if field.get("type", "string") == "string":
@@ -143,7 +143,7 @@ def _schema(url: str) -> dict[str, Any]:
             found: dict[str, Any] = json.load(answer)
             return found
     except (OSError, ValueError, HTTPException) as error:
-        raise UserError(f"There is no OpenEnv server at {url} ({reason_of(error)}); start it first.") from error
+        raise UserError(f"There is no OpenEnv server at {url} ({reason_of(error)}); start the server first.") from error
 
 
 def _client_of(url: str) -> Any:

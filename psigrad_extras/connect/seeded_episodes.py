@@ -18,7 +18,7 @@ Open = Callable[..., str]
 def begin(row: Mapping[str, Any], opened: Open) -> Observation | None:
     """Start a row's episode. Return its first observation, or None if it is the row's prompt.
 
-    Raises `ValueError` if the server's first observation differs from that prompt.
+    Raises `ValueError` if the server's first observation differs from the row's prompt.
     """
     more = {SEED: row[SEED]} if row.get(SEED) is not None else {}
     opening = opened(**more, **(row.get(RESET) or {}))
@@ -27,8 +27,8 @@ def begin(row: Mapping[str, Any], opened: Open) -> Observation | None:
     if opening != row["opening"]:
         before = row["opening"][:80]
         raise ValueError(
-            f"for one seed the server opened with {before!r} and then with {opening[:80]!r}; episodes of one group must start "
-            "the same"
+            f"with one seed the server started an episode first with {before!r} and later with {opening[:80]!r}; use a server "
+            "whose first observation depends only on the seed"
         )
     return None
 
@@ -40,6 +40,6 @@ def rows_of(count: int, seed: int, kind: str, server: str, opened: Open) -> list
         drawn = seeds.derive(seed, kind, number) % 2**31
         opening = opened(**{SEED: drawn})
         if not opening:
-            raise UserError(f"The server {server} starts an episode without any text; give a dataset with prompts (--dataset).")
+            raise UserError(f"The server {server} starts its episodes without a prompt; give a dataset with prompts (--dataset).")
         rows.append({"prompt": [{"role": "user", "content": opening}], SEED: drawn, "opening": opening})
     return rows

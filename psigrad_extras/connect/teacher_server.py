@@ -61,7 +61,7 @@ class TeacherServer:
             best = [_best(one, top) for one in told["top_logprobs"][place]] if top else []
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise UserError(
-                f"{self.url} does not return the log-probs of a prompt's tokens, as a teacher must ({error}); "
+                f"{self.url} does not return the log-probs of a prompt's tokens, which a teacher must return ({error}); "
                 "use a server that supports echo, logprobs and return_tokens_as_token_ids in /v1/completions, as vLLM and "
                 "psigrad serve do."
             ) from error
@@ -76,14 +76,14 @@ class TeacherServer:
             except NoAnswerError as error:
                 if not error.again or attempt + 1 == _ATTEMPTS:
                     tried = f" in {attempt + 1} attempts" if attempt else ""
-                    raise UserError(f"The teacher at {self.url} gave no log-probs{tried} ({error}).") from error
+                    raise UserError(f"The teacher at {self.url} gave no log-probs{tried} ({error}); see its log.") from error
                 time.sleep(pause(attempt, error))
         raise AssertionError
 
 
 def _id(name: str) -> int:
     if not name.startswith(_NAMED):
-        raise ValueError(f"a token is named {name!r} in place of its id")
+        raise ValueError(f"a token is returned as {name!r}, not as its id")
     return int(name.removeprefix(_NAMED))
 
 

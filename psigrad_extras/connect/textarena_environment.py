@@ -25,12 +25,12 @@ def adapt_named(given: str) -> type:
     name, _, players = given.partition(":")
     known = _library().envs.registration.ENV_REGISTRY
     if name not in known:
-        raise UserError(f"textarena has no game {name!r}; expected one of its names{nearest(name, known) or '.'}")
+        raise UserError(f"textarena has no game {name!r}; expected a name from its registry{nearest(name, known) or '.'}")
     counts = [int(players)] if players.isdecimal() else [2, 1, *range(3, MOST_PLAYERS + 1)]
     seats = next((count for count in counts if _starts(name, count)), 0)
     if not seats or (players and not players.isdecimal()):
         raise UserError(
-            f"textarena's {name} does not start with {players or f'up to {MOST_PLAYERS}'} players; give their number: {name}:3."
+            f"textarena's {name} does not start with {players or f'1 to {MOST_PLAYERS}'} players; give their number as {name}:3."
         )
     return type("TextArenaGame", (TextArenaGame,), {"name": name, "seats": seats})
 

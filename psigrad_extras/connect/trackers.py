@@ -204,7 +204,7 @@ class Background:
         self._wake.set()
         self._thread.join(self.PATIENCE)
         if self._thread.is_alive():
-            _tell(self.name, f"does not answer after {self.PATIENCE:g} s; {len(self._waiting)} steps were not sent")
+            _tell(self.name, f"did not answer for {self.PATIENCE:g} s; {len(self._waiting)} steps were not sent to it")
 
     def _work(self) -> None:
         try:
@@ -227,7 +227,7 @@ def open_trackers(names: Sequence[str], folder: Path, config: Mapping[str, Any])
     """Open the trackers of these names. Raises `UserError` for an unknown name or a package that is not installed."""
     for name in names:
         if name not in KNOWN:
-            raise UserError(f"There is no tracker {name!r}; expected {', '.join(KNOWN)}{nearest(name, KNOWN)}")
+            raise UserError(f"There is no tracker {name!r}; expected one of {', '.join(KNOWN)}{nearest(name, KNOWN)}")
         try:
             importlib.import_module(name)
         except ImportError as error:

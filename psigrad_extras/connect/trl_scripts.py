@@ -75,8 +75,8 @@ def _of_file(path: str, config: str) -> TrlScript:
         processes = values.get("num_processes") or 1
         shards = " --strategy fsdp" if str(values.get("distributed_type")) in ("FSDP", "DEEPSPEED") else ""
         raise UserError(
-            f"{path} is a configuration of accelerate; give the script or the YAML file of TRL. psigrad starts its processes "
-            f"itself: --processes {processes}{shards}."
+            f"{path} is a configuration of accelerate; give the script or the YAML file of TRL. psigrad starts the "
+            f"processes itself with --processes {processes}{shards}."
         )
     config = config or _name_config(values, path)
     found = TrlScript(config)
@@ -85,10 +85,10 @@ def _of_file(path: str, config: str) -> TrlScript:
         if isinstance(mixed, list) and len(mixed) == 1 and isinstance(mixed[0], Mapping):
             values |= {"dataset_name": mixed[0].get("path"), "dataset_config": mixed[0].get("name")}
         else:
-            found.look_at.append(f"datasets: {len(mixed)} are mixed; give them as dataset=[a.jsonl:0.7, b.jsonl:0.3].")
+            found.look_at.append(f"datasets: {len(mixed)} datasets are mixed; give them as dataset=[a.jsonl:0.7, b.jsonl:0.3].")
     adapter = [name for name in values if name.startswith("lora_") or name in ("use_rslora", "use_dora")]
     if adapter and not values.get("use_peft"):
-        found.look_at.append(f"{', '.join(adapter)}: TRL ignores these without use_peft, so they are not converted.")
+        found.look_at.append(f"{', '.join(adapter)}: TRL ignores these fields without use_peft, so they are not converted.")
         values = {name: value for name, value in values.items() if name not in adapter}
     found.values = values
     return found
@@ -132,7 +132,7 @@ class _Script:
         trainers = [call for call in self.calls if _name(call) in _TRAINERS]
         configs = [call for call in self.calls if _name(call) in METHODS]
         if not (trainers or configs):
-            raise UserError(f"{self.path} creates none of TRL's trainers or configurations ({', '.join(METHODS)}).")
+            raise UserError(f"{self.path} uses none of TRL's configurations ({', '.join(METHODS)}); give a script that does.")
         made = TrlScript(config or (_name(configs[0]) if configs else _TRAINERS[_name(trainers[0])]))
         if len(configs) > 1 or len(trainers) > 1:
             made.look_at.append("The script creates several trainers or configurations; only the first is converted.")
@@ -159,11 +159,11 @@ class _Script:
         values = {}
         for word in call.keywords:
             if word.arg is None:
-                made.look_at.append(f"{_name(call)}(**{ast.unparse(word.value)}): its settings are defined elsewhere; add them.")
+                made.look_at.append(f"{_name(call)}(**{ast.unparse(word.value)}): its settings are unknown; add them yourself.")
                 continue
             value = self._value(word.value)
             if isinstance(value, Unevaluated):
-                made.look_at.append(f"{word.arg} = {value}: the value is known only when the script runs; add the setting.")
+                made.look_at.append(f"{word.arg} = {value}: only a run of the script tells the value; add the setting.")
             else:
                 values[word.arg] = value
         return values

@@ -33,7 +33,7 @@ def convert(script: TrlScript) -> Conversion:
     made.look_at += script.look_at
     _take_trainer(script, made)
     if {"reward", "reward_model"} <= made.settings.keys():
-        made.differs.append("psigrad lists all reward functions first, then the reward models.")
+        made.differs.append("psigrad orders its rewards: all functions first, then the models.")
     return without_usual(made)
 
 
@@ -47,7 +47,7 @@ def _take_trainer(script: TrlScript, made: Conversion) -> None:
             if _is_text(value):
                 s["reference"] = value
             elif value is not None:
-                made.look_at.append(f"{name}={value}: give its folder or hub name as reference.")
+                made.look_at.append(f"{name}={value}: set reference to the folder or hub name of this model.")
         elif name in ("train_dataset", "eval_dataset"):
             if value is not None:
                 _take_dataset(value, "eval_" if name == "eval_dataset" else "", name, made)
@@ -57,10 +57,10 @@ def _take_trainer(script: TrlScript, made: Conversion) -> None:
             s["tools"] = [str(tool) for tool in value]
         elif name == "environment_factory":
             made.look_at.append(
-                f"environment_factory={value}: psigrad's environments have reset(row) and step(text); see docs/multi_turn.md."
+                f"environment_factory={value}: write a class with reset(row) and step(text) instead; see docs/multi_turn.md."
             )
         elif name == "callbacks":
-            made.look_at.append(f"callbacks={value}: give them as callbacks=[…] or --callbacks file.py:Class.")
+            made.look_at.append(f"callbacks={value}: pass the callbacks as callbacks=[…] or --callbacks file.py:Class.")
         elif name in ("processing_class", "tokenizer"):
             if value != s.get("model.path") and value != trainer.get("model"):
                 made.look_at.append(f"{name}={value}: pass this object to psigrad.train as tokenizer=.")
@@ -80,7 +80,7 @@ def _take_dataset(value: Any, prefix: str, name: str, made: Conversion) -> None:
         made.look_at.append(f"{name}={value}: give the name of a file, or pass the object to psigrad.train.")
         return
     if value.get("part") == "test":
-        made.look_at.append(f"{name} is a random part of the dataset; psigrad holds out a random part too, of eval_prompts rows.")
+        made.look_at.append(f"{name} is a random part of the dataset; psigrad also holds out random rows (eval_prompts).")
         return
     split, plain = value.get("split"), value["dataset"]
     if plain in ("json", "csv", "parquet"):  # the names of load_dataset's file formats
@@ -88,7 +88,7 @@ def _take_dataset(value: Any, prefix: str, name: str, made: Conversion) -> None:
         if isinstance(plain, dict):  # {split: file or files}; in psigrad a file has one split
             plain, split = plain.get(split or "train"), None
         if not all(_is_text(file) for file in (plain if isinstance(plain, list) else [plain])):
-            made.look_at.append(f"{name}: give the file of load_dataset as data.{prefix}dataset.")
+            made.look_at.append(f"{name}: set data.{prefix}dataset to the file that load_dataset reads.")
             return
     made.settings[f"data.{prefix}dataset"] = f"{plain}:{value['config']}" if value.get("config") else plain
     if _is_text(split):
@@ -99,7 +99,7 @@ def _take_rewards(given: list[Any], made: Conversion) -> None:
     functions = [one for one in given if isinstance(one, dict) or (_is_text(one) and ":" in one)]
     models = [one for one in given if _is_text(one) and ":" not in one]
     made.settings |= {name: found for name, found in (("reward", functions), ("reward_model", models)) if found}
-    made.look_at += [f"reward_funcs has {one}: name it as module:function." for one in given if isinstance(one, Unevaluated)]
+    made.look_at += [f"reward_funcs has {one}: give it as module:function." for one in given if isinstance(one, Unevaluated)]
 
 
 def _take_adapter(lora: Mapping[str, Any], made: Conversion) -> None:
@@ -111,6 +111,6 @@ def _take_adapter(lora: Mapping[str, Any], made: Conversion) -> None:
             several = name.endswith(("modules", "modules_to_save")) and isinstance(value, str)
             made.settings[f"model.{ours.get(name, name)}"] = [value] if several else value
         elif name not in ("task_type", "bias", "inference_mode") or (name == "bias" and value != "none"):
-            made.no_equal.append(f"LoraConfig({name}={value!r}): psigrad trains LoRA, rsLoRA and DoRA on modules.")
+            made.no_equal.append(f"LoraConfig({name}={value!r}): psigrad supports only LoRA, rsLoRA and DoRA on modules.")
     if "target_modules" not in lora:
-        made.differs.append("Without target_modules peft adapts a few modules of each architecture; psigrad every linear layer.")
+        made.differs.append("Without target_modules peft adapts only a few kinds of modules; psigrad adapts every linear layer.")

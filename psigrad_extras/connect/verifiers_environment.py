@@ -33,7 +33,7 @@ TASK = "task_idx"
 
 
 def adapt(environment: Mapping[str, Any] | Callable[[], Any], call_family: str = "") -> type:
-    """Return an environment of verifiers as a class for `--environment`. It is given by its settings, or by a function.
+    """Return an environment of verifiers as a class for `--environment`. `environment` is its settings, or a function for it.
 
     ```python
     from psigrad_extras.connect.verifiers_environment import adapt
@@ -43,13 +43,13 @@ def adapt(environment: Mapping[str, Any] | Callable[[], Any], call_family: str =
     ```
 
     The harness psigrad-chat is a chat without tools in psigrad's process. Any other harness works if it only appends to its
-    conversation and never rewrites it. The rows are those of the taskset. The reward is that of the trace, on the last turn.
+    conversation and never rewrites it. The taskset supplies the rows. The last turn gets the trace's reward.
     `max_turns` must not be below the environment's own limit. `call_family` names the syntax of tool calls, such as Hermes.
     Without it, all known syntaxes are tried.
     """
     known = [family.name for family in FAMILIES]
     if call_family and call_family not in known:
-        raise UserError(f"There is no call family {call_family!r}; expected {', '.join(known)}{nearest(call_family, known)}")
+        raise UserError(f"There is no call_family {call_family!r}; expected {', '.join(known)}{nearest(call_family, known)}")
     given = staticmethod(environment) if callable(environment) else environment
     return type("VerifiersEpisode", (VerifiersEpisode,), {"environment": given, "form": CallForm(call_family)})
 
@@ -61,7 +61,7 @@ def adapt_named(taskset: str) -> type:
     """
     name, _, seat = taskset.partition(":")
     if not name:
-        raise UserError("verifiers: names no taskset; give for example verifiers:gsm8k.")
+        raise UserError("The environment 'verifiers:' names no taskset; give one after the colon, such as verifiers:gsm8k.")
     return adapt(
         {"taskset": {"id": name}, seat or "agent": {"harness": {"id": "psigrad-chat"}, "runtime": {"type": "subprocess"}}}
     )
@@ -82,16 +82,16 @@ class VerifiersEpisode:
         return cls._house
 
     def reset(self, row: Mapping[str, Any]) -> Observation | None:
-        """Start the row's task. Return the messages of the harness's first request after the row's prompt, or None."""
+        """Start the row's task. Return the messages after the row's prompt in the harness's first request, or None."""
         if not isinstance(row.get(TASK), int):
-            raise ValueError(f"the row has no {TASK}; an environment of verifiers makes its own rows, so remove the dataset")
+            raise ValueError(f"the row has no {TASK}; remove the dataset, since verifiers makes its own rows")
         self._talk = _Talk(self.house(), row[TASK])
         prompt = [_plain(message) for message in row["prompt"]]
         self._said, tools = self._talk.asked()
         offered = [tool["function"] for tool in tools]
         self._parameters = {tool["name"]: (tool.get("parameters") or {}).get("properties") or {} for tool in offered}
         if self._said[: len(prompt)] != prompt or tools != (row.get("tools") or []):
-            raise ValueError("the harness sends another prompt or other tools than for the first task of the taskset")
+            raise ValueError("this task has another system prompt or other tools than the first; use a harness that keeps them")
         return self._said[len(prompt) :] or None
 
     def step(self, completion: str) -> tuple[Observation, float, bool]:

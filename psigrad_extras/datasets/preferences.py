@@ -62,7 +62,7 @@ def group_by_prompt(rows: Iterable[Raw], column: str, source: str = "rows") -> l
     found: dict[str, dict[str, Any]] = {}
     for i, row in enumerate(rows, 1):
         for name in ("prompt", "completion", column):
-            _column(row, name, f"{source}:{i}", f"as prompt, completion and {column} are")
+            _column(row, name, f"{source}:{i}", f"prompt, completion and {column}")
         rest = {key: value for key, value in row.items() if key not in ("prompt", "completion", column)}
         start = {"prompt": row["prompt"], "completions": [], f"{column}s": [], **rest}
         group = found.setdefault(_key(row["prompt"]), start)
@@ -75,7 +75,7 @@ def group_by_prompt(rows: Iterable[Raw], column: str, source: str = "rows") -> l
 
 
 def split_pairs(rows: Iterable[Raw], source: str = "rows") -> list[dict[str, Any]]:
-    """Split each pair into two labelled rows, for KTO. If both answers of a pair start with the prompt, it becomes a column.
+    """Split each pair into two labelled rows, for KTO. In rows without `prompt`, it is the shared start of both answers.
 
     Raises `UserError` naming row and column.
     """
@@ -125,10 +125,10 @@ def _check_ratings(rows: Iterable[Raw], source: str, scale: int) -> Iterable[Raw
 def _check_completions(row: Raw, column: str, place: str) -> tuple[Sequence[Any], Sequence[Any]]:
     """Return (the completions, their ranks or ratings). Raises `UserError` for a completion that does not fit the prompt."""
     for name in ("prompt", "completions", column):
-        _column(row, name, place, f"as prompt, completions and {column} are")
+        _column(row, name, place, f"prompt, completions and {column}")
     completions, values = row["completions"], row[column]
     if not isinstance(completions, list) or not isinstance(values, list) or len(completions) != len(values):
-        _fail(place, column, "must be a list with one number for each of the completions")
+        _fail(place, column, "must be a list with one number for each completion")
     if not completions:
         _fail(place, "completions", "is an empty list; it must hold the answers to compare")
     for value in values:
@@ -147,7 +147,7 @@ def _column(row: Raw, name: str, place: str, expected: str) -> Any:
     if not isinstance(row, Mapping):
         _fail(place, "", f"is {show(row)}; a row must be an object with named columns")
     if row.get(name) is None:
-        _fail(place, name, f"is missing; it is needed, {expected}")
+        _fail(place, name, f"is missing; the row must have the columns {expected}")
     return row[name]
 
 

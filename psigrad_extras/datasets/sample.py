@@ -47,11 +47,11 @@ def run(config: SampleConfig) -> Written:
     `UserError` on mistakes of the user.
     """
     if not config.output:
-        raise UserError("No output was given; name a JSONL file with --output (output).")
+        raise UserError("No output file was given; name a JSONL file with --output (output).")
     scored = bool(config.reward or config.reward_model or config.environment or config.asks)
     if config.keep != "all" and not scored:
         raise UserError(
-            f"keep={config.keep} chooses completions by their reward, and no reward was given; name one with "
+            f"keep={config.keep} chooses completions by their reward, but no reward was given; name one with "
             "--reward or --reward-model."
         )
     sampled = evaluate.sample_and_score(config, scored)
@@ -160,7 +160,7 @@ def convert(
     else:
         found = ", ".join(first) or "none"
         raise UserError(
-            f"{dataset} has the columns {found}; expected prompt, completions and ranking or ratings, or a rating per row."
+            f"{dataset} has the columns {found}; expected prompt, completions, ranking or ratings; or prompt, completion, rating."
         )
     write_jsonl(Path(output), made.rows)
     return Written(Path(output), len(made.rows), made.ties), made
@@ -179,7 +179,7 @@ def read_jsonl(path: str) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}:{i} is not JSON ({error}).") from error
+            raise UserError(f"{path}:{i} is not JSON ({error}); expected one object per line.") from error
         if not isinstance(row, dict):
             raise UserError(f"{path}:{i} is {kind_of(row)}; expected an object with named columns.")
         rows.append(row)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from psigrad.config import Reward
 from psigrad.config.sections import parse_columns
-from psigrad.errors import UserError
+from psigrad.errors import UserError, several
 from psigrad.language.data.dataset_rows import Row, column_names
 from psigrad.language.data.sources import from_rows, load
 from psigrad.language.data.templates import completion_for_reward
@@ -114,7 +114,7 @@ def attack(
     `UserError` if nothing is scored.
     """
     if max_rows < 1:
-        raise UserError(f"max_rows is {max_rows}; at least one row was expected.")
+        raise UserError(f"max_rows is {max_rows}; expected at least 1.")
     specs = [resolve(reward) for reward in rewards]
     if isinstance(dataset, str):
         rows = load(dataset, form=FORM, split=split, max_rows=max_rows, columns=parse_columns(columns), bad_rows=bad_rows).rows
@@ -140,7 +140,7 @@ def attack(
                 reason = "" if isinstance(result, Scored) else result.reason
                 found.append(Attempt(row.source, form, right, text, value, misjudged, reason))
     if all(one.reward is None for one in found):
-        raise UserError(f"No answer was scored; {found[0].source}: {found[0].reason}." if found else "There are no rows to try.")
+        raise UserError(f"No answer was scored ({found[0].source}: {found[0].reason})." if found else "The dataset has no rows.")
     return found
 
 
@@ -167,8 +167,8 @@ def report(attempts: Sequence[Attempt]) -> str:
     unscored = {one.source: one.reason for one in attempts if one.reward is None}
     if unscored:
         source, reason = next(iter(unscored.items()))
-        lines.append(f"Rows with answers that stayed unscored: {len(unscored)}, such as {source}: {reason}")
+        lines.append(f"{several(len(unscored), 'row', 'has', 'have')} answers without a reward. At {source}: {reason}")
     holes = sum(one.misjudged and not one.right for one in attempts)
     missed, rows = sum(one.misjudged and one.right for one in attempts), len({one.source for one in attempts})
-    lines.append(f"{holes} wrong answers are rewarded, {missed} right ones are not, of {len(attempts)} answers to {rows} rows.")
+    lines.append(f"Of {len(attempts)} answers to {rows} rows, {holes} wrong ones are rewarded and {missed} right ones are not.")
     return "\n".join(lines)

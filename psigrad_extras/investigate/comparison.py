@@ -91,19 +91,19 @@ def list_jobs(comparison: Comparison) -> list[tuple[str, int]]:
 def check(comparison: Comparison) -> None:
     """Raise `UserError` for settings that cannot work, before the first run starts."""
     if not comparison.methods or not comparison.seeds:
-        raise UserError("compare got no method or no seed; for example: psigrad compare grpo rloo ppo --seeds 0 1 2 …")
-    if not comparison.config.run.max_steps:
         raise UserError(
-            "compare needs --max-steps: all methods get the same number of steps, each with a batch of the same size."
+            "compare needs at least one method and one seed; for example psigrad compare grpo rloo ppo --seeds 0 1 2 …"
         )
+    if not comparison.config.run.max_steps:
+        raise UserError("compare needs --max-steps, because all methods must train for the same number of steps; set it.")
     if comparison.config.hub.push_to_hub:
-        raise UserError("compare trains many models and pushes none; push the one you choose with psigrad push RUN REPO.")
+        raise UserError("compare pushes no models; remove push_to_hub, and push one later with psigrad push RUN REPO.")
     for method in comparison.methods:
         found = declaration(method)
         if found.settings not in (OnlineConfig, PreferenceConfig):
-            raise UserError(f"compare takes online methods and preference losses; {method} is neither.")
+            raise UserError(f"compare takes online methods and preference losses; {method} is neither; remove it.")
         if not found.online and not comparison.pairs:
-            raise UserError(f"{method} learns from recorded comparisons; name them with --pairs FILE.")
+            raise UserError(f"{method} learns from pairs of completions; name their file with --pairs FILE.")
         if found.online:
             made = settings_of(comparison, Path("."), method, 0)
             assert isinstance(made, OnlineConfig)
@@ -167,7 +167,7 @@ def _check_same(comparison: Comparison, folder: Path, method: str, seed: int) ->
         what = "; ".join(f"{name} was {before.get(name, 'usual')!r} and is {now.get(name, 'usual')!r}" for name in other[:5])
         raise UserError(
             f"{folder} holds results of {method}, seed {seed}, with other settings ({what}); name another folder with "
-            "--output-dir, or restore them."
+            "--output-dir, or restore the settings."
         )
 
 
@@ -184,8 +184,8 @@ def _check_code(folder: Path, method: str, seed: int, code: Mapping[str, str]) -
     if before is not None and before != code:
         changed = ", ".join(name for name in pins.CODE if before.get(name) != code.get(name))
         raise UserError(
-            f"{folder} holds a result of {method}, seed {seed}, from other code (changed: {changed}), and runs of different code "
-            "are not seeds of one method; name another folder with --output-dir, or restore the code."
+            f"{folder} holds a result of {method}, seed {seed}, from other code (changed: {changed}), so it does not compare "
+            "with new results; name another folder with --output-dir, or restore the code."
         )
 
 

@@ -125,7 +125,7 @@ class RecordedSessions:
     def _session(self, sampler: Sampler, params: SamplingParams, asked: Trajectory) -> Trajectory:
         row = self.rows.get(asked.completion.seed)
         if row is None:
-            return replace(asked, reason="the completion has no row in rollouts.jsonl", turns=0, answer="")
+            return replace(asked, reason="rollouts.jsonl has no row of this completion", turns=0, answer="")
         (_, prompt), *branches = row["contexts"]
         mask = tuple(map(bool, row.get("mask", ())))
         made = replace(
@@ -173,7 +173,7 @@ class _Recorded:
         if ids != (now := drawn.completion.ids):
             at = next((i for i, (a, b) in enumerate(zip(ids, now, strict=False)) if a != b), min(len(ids), len(now)))
             recorded, again = (str(x[at]) if at < len(x) else "no more" for x in (ids, now))
-            said.append(f"{_name(row)}: token {at} is {recorded} in its row, but {again} when sampled again")
+            said.append(f"{_name(row)}: token {at} is {recorded} in its row, but {again} in the replay")
             branches = tuple(Branch(start, tuple(prompt)) for start, prompt in row.get("contexts", ())[1:])
             mask, held = tuple(map(bool, row.get("mask", ()))), replace(drawn.completion, ids=ids)
             drawn = self._with_log_probs(replace(drawn, completion=held, branches=branches, mask=mask))
@@ -183,7 +183,7 @@ class _Recorded:
         worth = [self.weights.get(name, 1.0) * float(part) for name, part in own.items()]
         whole = math.fsum((*worth, *(r for _, r in steps)))
         if parts and reward is not None and not math.isclose(whole, reward, rel_tol=1e-5, abs_tol=1e-6):
-            said.append(f"{_name(row)}: its reward is {reward:g} in its row, but its parts sum to {whole:g}")
+            said.append(f"{_name(row)}: its reward is {reward:g} in its row, but its rewards sum to {whole:g}")
         return replace(drawn, reward=reward, status=row["status"], reason=row["reason"], parts=parts, step_rewards=steps)
 
     @torch.no_grad()
@@ -207,21 +207,19 @@ class _RecordedRollout(ScoredRollout):
 def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most_groups: int = 4) -> Replay:
     """Recompute step `number` (from 1) of the online run in `folder`, from the nearest checkpoint before it.
 
-    `methods` are algorithms as in the settings. Each gets the same completions under the same weights. Raises `UserError` for a
-    folder that is not an online run, for a step that it does not have, and for an invalid method.
+    `methods` are algorithms as in the settings. Each gets the same completions under the same weights. `most_groups` limits
+    `Replay.groups`. Raises `UserError` if the folder is no online run or lacks the step, and for an invalid method.
     """
     path = Path(folder)
     config, recorded = _settings(path, number), _metrics(path)
     if number not in recorded:
         has = f"steps {min(recorded)} to {max(recorded)}" if recorded else "no step"
-        raise UserError(f"{path} has no step {number}: its metrics.jsonl has {has}.")
+        raise UserError(f"{path} has no step {number}; its metrics.jsonl has {has}. Give one of those with --step.")
     newest = checkpoint.latest(path / "checkpoints", number - 1)
     others = {_label(spec): spec for spec in methods}
     algorithms = {name: _other(config, name, spec) for name, spec in others.items()}
     if lacking := [name for name, one in algorithms.items() if one.needs_critic and not method(config).needs_critic]:
-        raise UserError(
-            f"This run trained no critic, so {', '.join(lacking)} cannot learn from it; name a method without a critic."
-        )
+        raise UserError(f"This run trained no critic, which {', '.join(lacking)} needs; give --method a method without a critic.")
     every = itertools.chain.from_iterable(map(read_steps, rollout_files(path)))
     trained = (r for r in every if r.get("kind") == "train" and r["step"] > newest.step)
     rows = {r["seed"]: r for r in trained if {"seed", "completion_ids", "reward", "status", "reason"} <= r.keys()}
@@ -287,8 +285,8 @@ def _settings(path: Path, number: int) -> OnlineConfig:
     found = parse_row((path / "config.json").read_bytes()) if (path / "config.json").is_file() else None
     if found is None or kind_of(found) != "online":
         lacks = "the folder has no config.json" if path.is_dir() else "the folder does not exist"
-        says = f"its config.json says {kind_of(found)}" if found else lacks
-        raise UserError(f"{path} is not a run of online RL: {says}; give the folder of an online run.")
+        says = f"its config.json is of the kind {kind_of(found)}" if found else lacks
+        raise UserError(f"{path} is not the folder of an online RL run, because {says}; give the folder of one.")
     check_format(path, found)
     for later in sorted((path / "checkpoints").glob("step-*/manifest.json")):
         if (checkpoint.step_of(later.parent) or 0) >= number and (manifest := parse_row(later.read_bytes())):
@@ -297,8 +295,8 @@ def _settings(path: Path, number: int) -> OnlineConfig:
     config = from_dict(OnlineConfig, found, str(path / "config.json"))
     if config.asks and (config.model.dtype != "float32" or config.sampling.filtered):
         raise UserError(
-            f"{path} trained an agent in {config.model.dtype} or with a filter (top_p, top_k, min_p). Its log-probs are then "
-            "those of sampling, and a replay would have to start the agents again."
+            f"{path} trained an agent in {config.model.dtype} or with top_p, top_k or min_p. A replay would have to run the "
+            "agent again; replay an agent run in float32 without these filters."
         )
     return replace(config, run=replace(config.run, allow=PINS, callbacks=()), placement=Placement())
 
@@ -306,8 +304,8 @@ def _settings(path: Path, number: int) -> OnlineConfig:
 def _other(config: OnlineConfig, name: str, spec: Any) -> Method:
     found = method(replace(config, algorithm=spec))
     if isinstance(found, OnlinePreference) and config.asks:
-        raise UserError(f"{name} compares two completions of one prompt, but an agent writes its own prompts; name "
-                        "a policy gradient.")  # fmt: skip
+        raise UserError(f"{name} compares two completions of one prompt, but an agent writes its own prompts; give "
+                        "--method a policy gradient.")  # fmt: skip
     return found
 
 
@@ -341,13 +339,13 @@ def _compare(found: _Recorded, now: _Folder, rows: Mapping[int, Row], recorded: 
         if row["step"] != number:
             continue
         if seed not in again:
-            lines.append(f"{_name(row)}: the replay samples nothing with its seed")
+            lines.append(f"{_name(row)}: the replay has no completion with its seed")
             continue
         pairs = [(key, value, again[seed].get(key)) for key, value in row.items() if key not in ("reason", "completion_ids")]
         lines += [
             f"{_name(row)}: {key} is {_brief(a)} in its row, but {_brief(b)} in the replay" for key, a, b in pairs if a != b
         ]
-    lines += [f"{_name(row)}: no row in rollouts.jsonl" for seed, row in again.items() if seed not in rows]
+    lines += [f"{_name(row)}: in the replay, but not in rollouts.jsonl" for seed, row in again.items() if seed not in rows]
     figures = [(name, value, now.figures.get(name)) for name, value in recorded.items()]
     return lines + [f"step {number}: {n} is {a!r} in metrics.jsonl, but {b!r} in the replay" for n, a, b in figures if a != b]
 
@@ -387,7 +385,7 @@ def lines_of(found: Replay) -> Iterator[str]:
     yield f"step {found.step} of {found.run}, from {origin}: {back} step{'s' * (back > 1)} recomputed"
     yield from found.notes
     if not found.differences:
-        yield "Its metrics, gradient and rows equal the recorded ones bit for bit."
+        yield "The step's metrics, gradient and rows equal the recorded ones bit for bit."
         return
     yield f"{len(found.differences)} differences from the record:"
     yield from (f"  {line}" for line in found.differences[:12])

@@ -51,7 +51,7 @@ def space_of(text: str) -> tuple[str, Any]:
         )
     low, high = (read_value(end) for end in values.split("..", 1))
     if not all(isinstance(end, int | float) for end in (low, high)) or not -inf < low < high < inf or (log and low <= 0):
-        raise UserError(f"--search has {text!r}; its ends are finite numbers, the lower first, above 0 with log: {usage}.")
+        raise UserError(f"--search has {text!r}; expected two finite numbers, the lower first, both above 0 with log; {usage}.")
     whole = isinstance(low, int) and isinstance(high, int)
     return name, IntDistribution(low, high, log=log) if whole else FloatDistribution(low, high, log=log)
 
@@ -81,7 +81,7 @@ def run(
     study = optuna.create_study(storage=place, study_name="sweep", direction=direction, load_if_exists=True)
     asked = redaction.clear([*command, repr(sorted(spaces.items())), repr(tuple(seeds)), metric, direction])
     if study.user_attrs.get("asked", asked) != asked:
-        raise UserError(f"{folder} holds another sweep ({' '.join(study.user_attrs['asked'])}); name another folder.")
+        raise UserError(f"{folder} holds another sweep ({' '.join(study.user_attrs['asked'])}); give another --output-dir.")
     study.set_user_attr("asked", asked)
     ended = [trial for trial in study.trials if trial.state.is_finished()]
     study.sampler = optuna.samplers.TPESampler(seed=1000 * min(seeds) + len(ended))
@@ -147,9 +147,9 @@ def _figure(words: Sequence[str], place: Path, seed: int, metric: str, direction
         found = headline(after)
         value = float("nan") if found is None else found.value
         if found is not None and found.name.endswith("loss") and direction == "maximize":
-            raise UserError(f"the held-out figure is {found.name}, which should decrease; give --metric {found.name}.")
+            raise UserError(f"the held-out {found.name} should decrease; give --metric {found.name} to minimise it.")
     if value != value:
-        raise UserError(f"{place} has no held-out {metric or 'figure'}")
+        raise UserError(f"{place} has no held-out {metric or 'metric'}; set eval_prompts, or name another --metric")
     return value
 
 

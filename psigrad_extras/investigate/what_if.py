@@ -88,7 +88,7 @@ class MethodWatch:
         return self.tokens
 
     def columns(self) -> dict[str, Tensor]:
-        """Return [N, T] by name, of each token's last pass: advantage, ratio, clipped (1 or 0), weight; NaN without a pass."""
+        """Return name -> [N, T], from each token's last pass: advantage, ratio, clipped (1 or 0), weight. NaN means no pass."""
         if self.tokens is None or not isinstance(self.algorithm, PolicyGradient):
             return {}
         batch, advantage = self.tokens.prepared.batch, self.tokens.prepared.advantage.cpu()

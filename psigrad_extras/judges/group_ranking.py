@@ -65,8 +65,8 @@ class GroupRanking(Judge):
         """Raise `UserError` if no judge was given."""
         if not self.model or not self.base_url:
             raise UserError(
-                "ranking: no judge was given; write {reward: ranking, model: NAME, base_url: http://…/v1}. A model of your own "
-                "is served by `psigrad serve`."
+                "ranking: no judge was given; write {reward: ranking, model: NAME, base_url: http://…/v1}. To use a model "
+                "of your own, serve it with `psigrad serve`."
             )
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | Unscored | None]:
@@ -79,7 +79,7 @@ class GroupRanking(Judge):
 
     def _score(self, group: Sequence[tuple[str, str, Any]]) -> Sequence[float | Unscored | None]:
         if len(group) == 1:
-            return [Unscored("a ranking compares completions of one prompt, but only one was given")]
+            return [Unscored("a ranking needs several completions of one prompt, but only one was given")]
         texts = list(dict.fromkeys(text for _, text, _ in group))
         if len(texts) == 1:
             return [None] * len(group)
@@ -135,7 +135,7 @@ class GroupRanking(Judge):
             levels = [re.findall("[A-Z]", level) for level in said[-1].upper().split(">")] if said else []
             ranked = [letter for level in levels for letter in level]
             if sorted(ranked) != list(LETTERS[:count]):
-                raise NoAnswerError(f"no ranking of {count} answers by {name} in the reply {reply[-80:]!r}", again=True)
+                raise NoAnswerError(f"the reply {reply[-80:]!r} does not rank all {count} answers by {name}", again=True)
             depth = {letter: -place for place, level in enumerate(levels) for letter in level}
             found[name] = _again([depth[letter] for letter in LETTERS[:count]])
         return found

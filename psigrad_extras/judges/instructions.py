@@ -73,7 +73,7 @@ def _instructions(ids: Any, kwargs: Any) -> list[tuple[str, dict[str, Any]]]:
     ids = [] if ids is None else list(ids)
     given = [{}] * len(ids) if kwargs is None else list(kwargs)
     if len(ids) != len(given):
-        raise UserError(f"instruction_id_list has {len(ids)} entries and kwargs has {len(given)}; expected one for each")
+        raise UserError(f"instruction_id_list has {len(ids)} entries and kwargs has {len(given)}; expected equal numbers")
     return [(kind, _parameters(kind, one or {})) for kind, one in zip(ids, given, strict=True)]
 
 

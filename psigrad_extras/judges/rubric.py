@@ -75,8 +75,8 @@ class Judge:
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.concurrency < 1 or not self.seconds > 0:
             raise UserError(
-                f"{self.reward}: there are attempts {self.attempts}, concurrency {self.concurrency} and seconds "
-                f"{self.seconds}; expected all above 0."
+                f"{self.reward}: attempts is {self.attempts}, concurrency is {self.concurrency} and seconds is "
+                f"{self.seconds}; expected values above 0."
             )
         if self.cache:
             check_claim(absolute(self.cache), "judge", "cache")
@@ -161,7 +161,7 @@ class Rubric(Judge, Preparable):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.probabilities and (self.scale > 9 or not self.base_url):
-            raise UserError(f"rubric: probabilities need a base_url and a scale of at most 9; it is {self.scale}.")
+            raise UserError(f"rubric: probabilities need a base_url and a scale of at most 9; scale is {self.scale}.")
         if not 1 <= self.scale <= 100:
             raise UserError(f"rubric: scale is {self.scale}; expected a scale from 1 to 100.")
 
@@ -202,8 +202,8 @@ class Rubric(Judge, Preparable):
         expected, mass = _judge(self.model).expectation(question, self.scale)
         if mass < _LEAST:
             return Unscored(
-                f"the judge gives the numbers 0 to {self.scale} a total probability of only {mass:.1g}, so it replies with "
-                "something else"
+                f"the judge gives the numbers 0 to {self.scale} a total probability of only {mass:.1g}, so its reply "
+                "would be something else; try another judge or a shorter rubric"
             )
         return expected / self.scale
 
@@ -221,7 +221,7 @@ class Rubric(Judge, Preparable):
         try:
             return json.dumps([[top["token"], top["logprob"]] for top in found["logprobs"]["content"][0]["top_logprobs"]])
         except (KeyError, IndexError, TypeError) as error:
-            raise NoAnswerError("the endpoint tells no probabilities (top_logprobs)", again=False) from error
+            raise NoAnswerError("no top_logprobs from the endpoint; set probabilities=false", again=False) from error
 
     def _weighed(self, told: str) -> float:
         """Return Σ_k k·p(k) / (scale · Σ_k p(k)), where the scores k are those among the tokens in the reply."""
@@ -231,8 +231,8 @@ class Rubric(Judge, Preparable):
                 chances[int(text)] = chances.get(int(text), 0.0) + math.exp(logprob)
         if (mass := math.fsum(chances.values())) < _LEAST:
             raise NoAnswerError(
-                f"the numbers 0 to {self.scale} have a total probability of only {mass:.1g}, so the judge replies with something "
-                "else",
+                f"the numbers 0 to {self.scale} have a total probability of only {mass:.1g}, so the judge would reply with "
+                "something else",
                 again=False,
             )
         return math.fsum(k * p for k, p in chances.items()) / mass / self.scale
@@ -250,7 +250,7 @@ def score_in(reply: str, scale: int) -> float:
     """Return the last score in a reply. Raises `NoAnswerError` if there is none, or if it is outside the scale."""
     found = _SCORE.findall(reply)
     if not found:
-        raise NoAnswerError(f"no score in the reply {reply[-80:]!r}", again=True)
+        raise NoAnswerError(f"the judge's reply ends in {reply[-80:]!r} and has no score", again=True)
     if not 0 <= float(found[-1]) <= scale:
         raise NoAnswerError(f"the score {found[-1]} is not between 0 and {scale}", again=True)
     return float(found[-1])

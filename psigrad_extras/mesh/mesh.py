@@ -27,7 +27,7 @@ from psigrad_extras.mesh.ulysses import Ulysses
 def divide(model: Pretrained, world: World, kind: str) -> Any:
     """Divide a model for tensor and context parallelism: each process keeps its part of every layer.
 
-    Return the mesh for shards. Raises `UserError` if the model or its family cannot be divided this way.
+    `kind` is the device type. Return the mesh for shards. Raises `UserError` if the model or its family cannot be divided.
     """
     check(model, world)
     ranks: Any = world
@@ -43,7 +43,7 @@ def divide(model: Pretrained, world: World, kind: str) -> Any:
 
 @functools.lru_cache(1)
 def make(world: Any, kind: str) -> tuple[Any, Any, Ulysses | None]:
-    """Return (the mesh for shards, the mesh for tensor parallelism or None, the processes of context parallelism or None)."""
+    """Return (mesh for shards, mesh for tensor parallelism or None, group for context parallelism or None)."""
     from torch.distributed.device_mesh import init_device_mesh
 
     replicate, tensor, context = world.division
@@ -66,26 +66,28 @@ def check(model: Pretrained, world: World) -> None:
     if world.division.team == 1:
         return
     if model.why_padded:
-        raise UserError(f"cp_size and tp_size need a model that runs packed, and this one does not: {model.why_padded}.")
+        raise UserError(
+            f"cp_size and tp_size need packed batches, but the model runs padded ({model.why_padded}); set both to 1."
+        )
     if any(getattr(module, "has_state", False) for module in model.network.modules()):
         raise UserError(
-            f"cp_size and tp_size need attention in all layers, but {type(model.network).__name__} has recurrent layers."
+            f"cp_size and tp_size do not support recurrent layers, which {type(model.network).__name__} has; set both to 1."
         )
     if size(config, "experts"):
-        raise UserError("Several processes cannot share a mixture of experts; give tp_size=1 and cp_size=1.")
+        raise UserError("cp_size and tp_size do not support a mixture of experts; give tp_size=1 and cp_size=1.")
     heads, keys = layer_sizes(config, "heads"), layer_sizes(config, "key_heads")
     if any(count % world.division.team for count in heads):
         raise UserError(
-            f"{type(config).__name__} has {max(heads)} attention heads, which tp_size × cp_size = {tensor} × "
-            f"{context} does not divide; give sizes that do."
+            f"{type(config).__name__} has {max(heads)} attention heads, not a multiple of tp_size × cp_size = {tensor} × "
+            f"{context}; choose sizes whose product divides it."
         )
     if tensor > 1 and any(count % tensor for count in keys):
         raise UserError(
-            f"The model has {min(keys)} heads of keys and values, which tp_size={tensor} does not divide; give a tp_size that "
-            "does."
+            f"The model has {min(keys)} key-value heads, which is not a multiple of tp_size={tensor}; give a tp_size that "
+            "divides it."
         )
     if tensor > 1 and model.adapter is not None:
-        raise UserError("tp_size cannot divide an adapter; give cp_size, or more shards.")
+        raise UserError("tp_size does not support adapters; use cp_size or placement.strategy=fsdp instead.")
 
 
 def divide_layers(model: Pretrained, over: Any) -> None:
@@ -98,20 +100,18 @@ def divide_layers(model: Pretrained, over: Any) -> None:
     plan = {name: style for name, style in (network.tp_plan or {}).items() if ".*." in name}
     if unknown := sorted(set(plan.values()) - _STYLES.keys()):
         raise UserError(
-            f"tp_size is above 1, and the plan of {family} has {', '.join(unknown)}, which psigrad does not know; give tp_size=1."
+            f"tp_size does not support {family}, whose plan in transformers has {', '.join(unknown)}; give tp_size=1."
         )
     patterns = {re.compile(re.escape(key).replace(r"\*", r"\d+")): style for key, style in plan.items()}
     found = [(m, style) for name, m in network.named_modules() for key, style in patterns.items() if key.fullmatch(name)]
     if not found:
-        raise UserError(f"tp_size is above 1, and transformers has no plan to divide {family}; give tp_size=1, or cp_size.")
+        raise UserError(f"tp_size does not support {family}, which has no plan in transformers; give tp_size=1, or use cp_size.")
     before = _probe(model)
     for module, style in found:
         _divide(module, *_STYLES[style], over)
     gap = max(float((a - b).norm() / b.norm().clamp(min=1e-9)) for a, b in zip(_probe(model), before, strict=True))
     if not gap < (1e-3 if network.dtype in (torch.float32, torch.float64) else 0.25):
-        raise UserError(
-            f"tp_size is above 1, and {family} divided by its plan differs from the whole model by {gap:.1g}; give tp_size=1."
-        )
+        raise UserError(f"With tp_size above 1, the output of {family} changes by {gap:.1g} of its norm; give tp_size=1.")
 
 
 # Style in transformers' plans -> (dimension of the division, True if each process gets the full input, True if it gets the full

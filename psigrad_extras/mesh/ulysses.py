@@ -54,7 +54,7 @@ class Ulysses:
         )
 
     def gather(self, found: Tensor | None, mine: Tensor | None, whole: int) -> Tensor | None:
-        """Return [whole, …]: the values `found` of all processes, each at the indices `mine` of its targets.
+        """Gather the values `found` of all processes in a tensor [whole, …], at the indices `mine` of each process's targets.
 
         In the backward pass, each process gets the gradient of its own values. The loss of the full row is computed on all
         processes, but counts once.

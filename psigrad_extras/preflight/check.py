@@ -61,7 +61,7 @@ def run(config: OnlineConfig, told: Callable[[str], None] = lambda name: None) -
         check_reference, check_saving, check_adapter,
     )  # fmt: skip
     for i, check in enumerate(checks, 1):
-        start, name = time.perf_counter(), (check.__doc__ or "").splitlines()[0].rstrip(".")
+        start, name = time.perf_counter(), (check.__doc__ or "").split('"')[1]
         told(f"{name} ({i} of {len(checks)})")
         try:
             finding = check(subject)
@@ -82,15 +82,15 @@ def report(findings: Sequence[Finding], *, as_json: bool = False, rows: Sequence
         shown = [{"title": title, "pieces": pieces} for title, pieces in rows]
         return json.dumps({"passed": all_pass(findings), "checks": [f.row() for f in findings], "rows": shown}, indent=1)
     width, what = (max(len(getattr(f, key)) for f in findings) for key in ("name", "what"))
-    lines = [f"{'':<9} {'check':<{width}}  {'what is compared':<{what}}  {'found':>8}  {'bound':>8}  {'a fault gives':>13}"]
+    lines = [f"{'':<9} {'check':<{width}}  {'what is compared':<{what}}  {'result':>8}  {'bound':>8}  {'a fault gives':>13}"]
     for f in findings:
         start = f"{f.verdict:<9} {f.name:<{width}}  {f.what:<{what}}"
         value, bound, control = (f"{x:.0f}" if x >= 100 and x == x // 1 else f"{x:.2g}" for x in (f.value, f.bound, f.control))
         lines.append(f"{start}  {value:>8}  {bound:>8}  {control:>13}  {f.note}".rstrip())
     if unsure := [f for f in findings if f.verdict == "unproven"]:
-        cause = "In this precision, rounding hides a fault; check once with --dtype float32."
+        cause = "In this precision, rounding would hide a fault; check once with --dtype float32."
         if all(f.control == 0 for f in unsure):
-            cause = "A fault would not show, since the prompts are alike or the model answers all of them alike."
+            cause = "A fault would not change the result, because the prompts or the answers are alike; give other prompts."
         lines.append(f"Unproven: {', '.join(f.name for f in unsure)}. {cause}")
     return "\n".join(lines)
 
@@ -102,12 +102,12 @@ def _apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 
 
 def check_data(subject: Subject) -> Finding:
-    """data."""
+    """Return the check "data": the number of prompts that are empty or too long."""
     room = (positions := subject.model.max_length) - (most := subject.config.sampling.max_completion_length)
     bad = [prompt for prompt in subject.dataset if not 0 < len(prompt.ids) <= room]
-    leaves = f"only {max(0, room)} fit (the model's {positions} positions minus max_completion_length {most})"
+    leaves = f"at most {max(0, room)} tokens fit (the model's {positions} positions minus max_completion_length {most})"
     note = f"the first at {bad[0].row.source} has {len(bad[0].ids)} tokens; {leaves}" if bad else ""
-    what = f"prompts of {len(subject.dataset)} that are empty or too long"
+    what = f"prompts (of {len(subject.dataset)}) that are empty or too long"
     return Finding("data", what, len(bad), 0.0, len(subject.dataset), note=note)
 
 
@@ -117,12 +117,12 @@ def _problems(model: LanguageModel, row: Row, stops: Sequence[int], vocabulary: 
         yield "there is no EOS token"
     for token in stops:
         if not 0 <= token < vocabulary:
-            yield f"the token {token} that ends a text is not one of the model's {vocabulary} tokens"
+            yield f"the stop token {token} is not one of the model's {vocabulary} tokens"
     if missing := sorted(place for place in model.tokenizer.get_vocab().values() if place >= vocabulary):
         names = ", ".join(map(repr, model.tokenizer.convert_ids_to_tokens(missing[:4])))
-        yield f"the tokenizer has {len(missing)} tokens more than the embedding has rows ({names})"
+        yield f"{len(missing)} tokens of the tokenizer have no row in the embedding ({names})"
     if not isinstance(row.prompt, str) and not set(stop_token_ids(model.tokenizer, row)) <= set(stops):
-        yield "the token that ends a turn of the chat template does not stop a completion"
+        yield "the chat template's end-of-turn token does not stop a completion"
 
 
 def _acts(model: LanguageModel) -> list[str]:
@@ -134,7 +134,7 @@ def _acts(model: LanguageModel) -> list[str]:
 
 
 def check_text(subject: Subject) -> Finding:
-    """end of text."""
+    """Return the check "end of text": the number of errors of the stop tokens and the chat template."""
     model, row = subject.model, subject.prompts[0].row
     stops = sorted({*model.eos_token_ids, *subject.params.stop_token_ids})
     found = list(_problems(model, row, stops, model.vocabulary))
@@ -153,29 +153,29 @@ def check_text(subject: Subject) -> Finding:
     notes = describe_rewrites(model.tokenizer, row)
     notes += [f"generation_config has {', '.join(acts)}, which is not used"] if (acts := _acts(model)) else []
     control = list(_problems(model, row, [*stops, model.vocabulary], model.vocabulary))
-    what = "tokens that end a text, chat template, stopping"
+    what = "errors of stop tokens and chat template"
     return Finding("end of text", what, len(found), 0.0, len(control), note="; ".join([*found, *notes]))
 
 
 def check_tools(subject: Subject) -> Finding:
-    """tool calls."""
+    """Return the check "tool calls": the number of errors when a call and its answer are written and parsed."""
     tokenizer, row = subject.model.tokenizer, subject.prompts[0].row
     form = call_form_of(tokenizer)
-    found = [] if form.probe(form.seen) == [PROBE] else ["the call is not read back"]
+    found = [] if form.probe(form.seen) == [PROBE] else ["psigrad does not parse the call"]
     try:
         observation_ids(tokenizer, row, [{"role": "tool", "name": PROBE.name, "content": "7"}])
     except UserError as error:
         found.append(reason_of(error))
     # A truncated call must be answered with its error.
     broken = form.probe(form.seen[: form.seen.find("colours")])
-    seen = show(" ".join(form.seen.split()), 200) if form.seen else "the chat template writes none"
+    seen = show(" ".join(form.seen.split()), 200) if form.seen else "the chat template writes no call"
     note = "; ".join([f"{form.family or 'any form'}: {seen}", *found])
     control = sum(isinstance(call, BrokenCall) for call in broken)
-    return Finding("tool calls", "a call in the template's format, and its answer", len(found), 0.0, control, note=note)
+    return Finding("tool calls", "a call in the template's format and its answer", len(found), 0.0, control, note=note)
 
 
 def check_packing(subject: Subject) -> Finding:
-    """packing."""
+    """Return the check "packing": the difference of log-probs between packed, padded and single passes."""
     whole = subject.logp(subject.groups)
     padded = subject.logp(subject.groups, packed=False)
     alone = [subject.logp(Groups([p], [[c]]), packed=False)[0] for p, c in subject.alone]
@@ -196,7 +196,7 @@ def check_packing(subject: Subject) -> Finding:
 
 
 def check_sharing(subject: Subject) -> Finding:
-    """shared prompts."""
+    """Return the check "shared prompts": the difference of log-probs if a group's prompt is computed once or for each."""
     shared = subject.logp(subject.groups)
     apart = subject.logp(Groups([p for p, _ in subject.alone], [[c] for _, c in subject.alone]))
     prompts = [p for p, _ in subject.alone]
@@ -207,7 +207,7 @@ def check_sharing(subject: Subject) -> Finding:
 
 
 def check_sampling_logps(subject: Subject) -> Finding:
-    """sampling."""
+    """Return the check "sampling": the difference between the log-probs of the sampler and of the trainer."""
     temperature = subject.params.temperature
     completions = [t.completion for group in subject.trajectories for t in group]
     mine = subject.logp(subject.groups, temperature=temperature)
@@ -232,7 +232,7 @@ def _filtered_logps(subject: Subject, prompt: Sequence[int], completion: Sequenc
 
 @torch.no_grad()
 def check_reference(subject: Subject) -> Finding:
-    """reference."""
+    """Return the check "reference": the KL of the untrained model to its reference, which must be 0."""
     reference = subject.model if subject.model.is_own_reference else subject.model.frozen_copy()
 
     def kl() -> float:
@@ -271,7 +271,7 @@ class _Changed:
 
 
 def check_saving(subject: Subject) -> Finding:
-    """saving."""
+    """Return the check "saving": the difference of log-probs before saving and after loading the model."""
     before = subject.logp(subject.groups)
     settings = Model(path="", dtype=subject.config.model.dtype, trust_remote_code=subject.config.model.trust_remote_code)
     with tempfile.TemporaryDirectory(prefix="psigrad-check-") as folder:
@@ -287,7 +287,7 @@ def check_saving(subject: Subject) -> Finding:
 
 
 def check_adapter(subject: Subject) -> Finding:
-    """adapter."""
+    """Return the check "adapter": the difference of log-probs between a new adapter, a disabled one, and none."""
     base = replace(subject.config.model, lora_rank=0, adapter="merge")
     plain = replace(subject, model=load_model(base, subject.config.run, None)).logp(subject.groups)
     lora = model_source.lora_of(subject.config.model) or FRESH
@@ -356,7 +356,7 @@ class _Step:
 
 
 def check_micro_batches(subject: Subject) -> Finding:
-    """micro-batches."""
+    """Return the check "micro-batches": the difference between the gradients of one pass and of many."""
     step = _Step(subject)
     one = step.gradient(step.parts(1 << 30), lambda part: step.whole)
     longest = max(len(p) + len(c) for p, c in subject.alone)
@@ -367,7 +367,7 @@ def check_micro_batches(subject: Subject) -> Finding:
 
 
 def check_processes(subject: Subject) -> Finding:
-    """processes."""
+    """Return the check "processes": the difference between the gradients of one process and the sum over many."""
     step = _Step(subject)
     one = step.gradient(step.parts(1 << 30), lambda part: step.whole)
     value, control = 0.0, 0.0

@@ -119,7 +119,7 @@ def load_subject(config: OnlineConfig) -> Subject:
     unlike = list({tuple(p.ids): p for p in fitting}.values())  # with equal prompts, some errors would not be detected
     prompts = (unlike if len(unlike) > 1 else fitting)[:PROMPTS]
     if len(prompts) < 2:
-        raise UserError("The dataset has fewer than two prompts that fit into the model; give some more.")
+        raise UserError("The check needs two prompts that fit into the model; give more or shorter prompts.")
     params = samplers.sampling_params(short, model, [p.row for p in prompts])
     sampler = samplers.make(config.sampling, model)
     groups = []  # different lengths, so that errors of padding and packing are detected

@@ -77,7 +77,7 @@ def checks() -> Iterator[Check]:
         yield _package(package, extras.install_command(extra), f"extra {extra}")
     room = shutil.disk_usage(".").free
     tight = room < 5e9
-    advice = "checkpoints need room: about 12 bytes per weight for each" if tight else ""
+    advice = "free some space: a checkpoint takes about 12 bytes per weight" if tight else ""
     yield Check("disk", "broken" if tight else "ok", f"{show_size(room)} free in the current folder", advice)
 
 
@@ -116,7 +116,7 @@ def memory(unused: int, total: int) -> Check:
     """Return the check of memory: `unused` bytes that a run could use now, of the `total` of the machine or container."""
     detail = f"{show_size(unused)} of {show_size(total)} free"
     if unused < 2e9:
-        return Check("memory", "broken", detail, "end other programs; `psigrad plan METHOD --model …` says what a run takes")
+        return Check("memory", "broken", detail, "end other programs; `psigrad plan METHOD --model …` predicts a run's memory")
     return Check("memory", "ok", detail)
 
 
@@ -138,15 +138,15 @@ def defaults(device: str) -> Check:
     if found["micro_batch_tokens"] == "0":
         found["micro_batch_tokens"] = "by free memory"
     said = ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in found.items())
-    more = "; float32 masters, TF32, fused AdamW, recorded decoding steps" if device == "cuda" else ""
+    more = "; float32 masters, TF32, fused AdamW, decoding with CUDA graphs" if device == "cuda" else ""
     return Check("defaults", "ok", f"on {device}: {said}{more}")
 
 
 def _compiler() -> Check:
-    advice = "apt install g++, or xcode-select --install on macOS; the kernels for a CPU are compiled on first use"
+    advice = "apt install g++, or xcode-select --install on macOS, to compile the CPU kernels on first use"
     name = compiler()
     if name is None and prebuilt() is not None:
-        return Check("C++ compiler", "ok", "none, and none is needed: this package has kernels for this processor")
+        return Check("C++ compiler", "ok", "no compiler, but the package has kernels for this processor")
     if name is None:
         return Check("C++ compiler", "missing", "neither g++ nor clang++ was found", advice)
     try:
@@ -160,12 +160,12 @@ def _kernels() -> Check:
     """Return the check of psigrad's compiled kernels for CPUs. One of them is compared with PyTorch."""
     found = kernels()
     if isinstance(found, str):
-        return Check("CPU kernels", "missing", found, "without them training on a CPU is slower")
+        return Check("CPU kernels", "missing", found, "training on a CPU works without these kernels but is slower")
     x, weight = torch.randn(33, 64), torch.randn(64)
     difference = float((found.rms_norm(x, weight, 1e-6) - torch.nn.functional.rms_norm(x, (64,), weight, 1e-6)).abs().max())
     if difference > 1e-4:
-        return Check("CPU kernels", "broken", f"a result differs from PyTorch's by {difference:.1e}", "set PSIGRAD_NATIVE=0")
+        return Check("CPU kernels", "broken", f"RMSNorm is off by {difference:.1e}", "disable them with PSIGRAD_NATIVE=0")
     ready = prebuilt()
-    made = "compiled here" if ready is None else f"the package's for {ready.stem}"
+    made = "compiled on this machine" if ready is None else f"prebuilt for {ready.stem}"
     by = ", ".join(f"{kind} by {found.products.instructions(getattr(torch, kind))}" for kind in ("float32", "bfloat16"))
-    return Check("CPU kernels", "ok", f"{made}, {by}; a result agrees with PyTorch's")
+    return Check("CPU kernels", "ok", f"{made}, {by}; RMSNorm agrees with PyTorch")

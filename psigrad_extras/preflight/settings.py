@@ -15,7 +15,7 @@ The flags are those of a run. With a METHOD, such as sft or dpo, the rows and se
 
 
 def for_check(config: Any, method: str) -> tuple[OnlineConfig, str]:
-    """Return the settings that `psigrad check` reads, and the form in which `method` trains on rows; "" without a method."""
+    """Return (the settings for `psigrad check`, the dataset type on which `method` trains, or "" without a method)."""
     from psigrad.language.recipes.row_limits import dataset_form  # imported here, since it imports torch
 
     form = dataset_form(config) if method else ""

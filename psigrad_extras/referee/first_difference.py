@@ -83,7 +83,7 @@ class _Judge:
     def judge(self, name: str, ours: Any, theirs: Any, scale: float = 0.0) -> tuple[float, tuple[str, ...]]:
         """Return (the largest difference of a tensor as a share of its scale, sentences if the two sides differ)."""
         if ours is None or theirs is None:
-            return math.inf, (f"Only {self.names[ours is None]} recorded this tensor.",)
+            return math.inf, (f"Only {self.names[ours is None]} has this tensor.",)
         if name in ("gradient", "update"):
             return self._parameters(ours, theirs)
         a, b = (self._table(name, side) for side in (ours, theirs))
@@ -145,7 +145,7 @@ class _Judge:
         sizes = [float(side[name].norm()) for side in (ours, theirs)]
         norms = f"the norm is {sizes[0]:.6g} in {self.names[0]}, {sizes[1]:.6g} in {self.names[1]}"
         known = [torch.cat([side[name].cpu().double().flatten() for name in shares]) for side in (ours, theirs)]
-        sentence = f"{name}: {norms}, and the difference is {shares[name]:.2%} of the norm."
+        sentence = f"{name}: {norms}, and the norm of the difference is {shares[name]:.2%} of that."
         return largest, (sentence, f"{len(parted)} of {len(shares)} parameters differ.", *self._factor(*known))
 
     def _factor(self, *known: Tensor) -> Iterator[str]:

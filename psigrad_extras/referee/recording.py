@@ -42,13 +42,13 @@ Step = dict[str, Any]
 def record(config: OnlineConfig, folder: Path, steps: int, handed: Sequence[Step] = (), rows: int = 0) -> tuple[list[Step], int]:
     """Train for `steps` steps. Return (their records, the number of rows in the dataset).
 
-    `handed` are steps of the other side, whose rows and tokens are used, from a dataset of `rows` rows. Without them, psigrad
+    `handed` are the other side's steps. Their rows and tokens are used, from a dataset of `rows` rows. Without them, psigrad
     draws the rows and samples. `folder` is for temporary files. Raises `UserError` on mistakes of the user.
     """
     algorithm = method(config)
     if not isinstance(algorithm, PolicyGradient) or config.plays or config.asks:
         raise UserError(
-            "The referee compares policy gradients on single completions; remove pairs, environment, tools and agent from the "
+            "The referee compares only policy gradients without episodes; remove pairs, environment, tools and agent from the "
             "settings."
         )
     check(config, algorithm)
@@ -65,7 +65,9 @@ def record(config: OnlineConfig, folder: Path, steps: int, handed: Sequence[Step
     with open_job(config, journal, None, (RewardSetup.of(config), None)) as job:
         expected = sum(len(one["rows"]) for one in handed) or len(job.run.prompts)
         if len(job.run.prompts) != expected:
-            raise UserError(f"psigrad reads {len(job.run.prompts)} of the {expected} rows that the other side trained on.")
+            raise UserError(
+                f"psigrad reads {len(job.run.prompts)} of the other side's {expected} rows; change the settings that drop rows."
+            )
         total = config.run.steps(rows or expected, config.prompts_per_step)
         job = replace(job, run=replace(job.run, total_steps=total))
         return list(_steps(job, min(steps, len(handed) or steps), handed)), rows or expected

@@ -50,7 +50,7 @@ def _report(found: Sequence[TensorResult], names: tuple[str, str]) -> Iterator[s
         state = "DIFFERS" if one.parts else "equal" if not one.difference else f"equal to {one.difference:.1e}"
         yield f"  {one.name:<24}{state}"
     if not last.parts:
-        yield f"\n{names[0]} and {names[1]} do not differ, up to step {last.step}."
+        yield f"\n{names[0]} and {names[1]} agree in all tensors up to step {last.step}."
         return
     yield f"\nThe first tensor in which they differ: {last.name}, in {last.place}."
     yield from (f"  {sentence}" for sentence in last.parts)

@@ -31,7 +31,7 @@ def run(command: str, python: str, steps: int, folder: Path) -> tuple[dict[str, 
     try:
         script, *arguments = shlex.split(command) or [""]
     except ValueError as error:
-        raise UserError(f"--trl is {command!r}, which a shell cannot split into words: {error}; close the quotation.") from None
+        raise UserError(f"--trl is {command!r}, which cannot be split into words ({error}); close its quotation marks.") from None
     if not Path(script).is_file():
         raise UserError(f"There is no script {script!r}; give a Python script that trains with TRL's GRPOTrainer.")
     try:
@@ -40,13 +40,13 @@ def run(command: str, python: str, steps: int, folder: Path) -> tuple[dict[str, 
         )
     except OSError as error:
         raise UserError(
-            f"--python is {python!r}, and it cannot be started: {error.strerror}; give a Python interpreter."
+            f"--python is {python!r}, which cannot be started ({error.strerror}); give a Python interpreter."
         ) from error
     if (folder / "error.txt").is_file():
         raise UserError((folder / "error.txt").read_text())
     if not (folder / "record.pt").is_file():
         last = (done.stderr.strip().splitlines() or ["the process printed nothing"])[-1]
-        raise UserError(f"TRL's process ended with status {done.returncode} before it had recorded a step: {last}.")
+        raise UserError(f"TRL's process ended with status {done.returncode} before its first step was complete: {last}.")
     about: dict[str, Any] = json.loads((folder / "about.json").read_text())
     return about, torch.load(folder / "record.pt", weights_only=True)
 
@@ -64,8 +64,8 @@ def settings(about: dict[str, Any], folder: Path) -> tuple[OnlineConfig, list[st
     made = convert(TrlScript("GRPOConfig", values, trainer=trainer))
     if made.no_equal:
         raise UserError(
-            f"The script has options without an equivalent in psigrad: {' '.join(made.no_equal)} Name a file of psigrad's "
-            "settings after the script to compare anyway."
+            f"The script has options without an equivalent in psigrad: {' '.join(made.no_equal)} To compare anyway, name a "
+            "file of psigrad's settings after the script."
         )
     adapter = {"model.lora_dropout": about["lora_dropout"]} if about["lora_dropout"] else {}  # model/ is the adapter itself
     flags = {**made.settings, **adapter, "data.dataset": str(folder / "rows.jsonl")}

@@ -233,7 +233,7 @@ def main(folder: Path, wanted: int, arguments: list[str]) -> None:
         setattr(grpo_trainer, "shuffle_sequence_dict", lambda columns: columns)  # noqa: B010
     except (ImportError, AttributeError) as failed:
         error = (
-            f"{sys.executable} has no TRL that can be recorded ({failed}); name the Python of TRL's environment with --python."
+            f"{sys.executable} has no supported TRL ({failed}); name the Python interpreter of TRL's environment with --python."
         )
     try:
         if not error:

@@ -133,7 +133,7 @@ class GlooGroup(BroadcastGroup):
         try:
             self._group.broadcast([buffer], options).wait(timedelta(seconds=LIMIT))
         except RuntimeError as error:
-            raise BroadcastLostError(f"{LOST} broke off ({str(error).splitlines()[0][-200:]})") from error
+            raise BroadcastLostError(f"{LOST} failed ({str(error).splitlines()[0][-200:]})") from error
 
 
 class NCCLGroup(BroadcastGroup):
@@ -148,7 +148,7 @@ class NCCLGroup(BroadcastGroup):
         with unpinned_nccl_env():
             self._communicator = PyNcclCommunicator(StatelessProcessGroup(rank, size, store), device)
         if self._communicator.disabled:  # a disabled communicator silently sends nothing
-            raise BroadcastLostError("vLLM finds no NCCL")
+            raise BroadcastLostError("vLLM did not find the library NCCL")
 
     def _broadcast(self, buffer: Tensor) -> None:
         stream = torch.cuda.current_stream(self.device)

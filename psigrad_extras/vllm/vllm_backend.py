@@ -62,8 +62,8 @@ class VLLMSampler(Sampler):
 
     `memory` is the share of a GPU's memory for the engine's weights and cache. On a CPU, the cache takes VLLM_CPU_KVCACHE_SPACE
     GB, by default 1. The model is divided among `tensor_parallel_size` devices, the first of which is `device`, by default the
-    model's. With `sleep`, the engine frees the GPU after sampling. Its weights are then dropped if each update sends all of them;
-    otherwise (an adapter, or sharded weights) they move to host memory. Without `readback`, updates are not compared.
+    model's. With `sleep`, the engine frees the GPU after sampling. If updates send all weights, the sleeping engine drops its
+    weights; otherwise (an adapter, or sharded weights) they move to host memory. Without `readback`, updates are not compared.
     `log(kind, text, **fields)` reports lost engines.
 
     The weights of a sharded model are gathered for an update, so all processes must call `snapshot` together. `whole()` then
@@ -128,7 +128,7 @@ class VLLMSampler(Sampler):
 
     def close(self) -> None:
         """Stop the engine and free its memory."""
-        self._fail(UserError("This vLLM sampler was closed; make a new one."))
+        self._fail(UserError("This vLLM sampler was closed; create a new one."))
 
     def _fail(self, error: UserError) -> UserError:
         """Close the sampler and return this error, which all later calls raise, since callers may run in other threads."""
@@ -244,7 +244,7 @@ class VLLMSampler(Sampler):
         self._sent = now
 
     def verify(self, truth: Truth | None = None) -> float:
-        """Return the mean absolute difference of the engine's log-probs of test texts and the trainer's in float32.
+        """Return the mean absolute difference between the log-probs of test texts in the engine and in the trainer (float32).
 
         Raises `UserError` if it exceeds rounding.
         """
@@ -252,8 +252,8 @@ class VLLMSampler(Sampler):
         gap, bound = distance(self.engine_log_probs(probe), exact), max(TOLERANCE, SPREAD * allowed)
         if not gap <= bound:
             raise UserError(
-                f"vLLM's log-probs differ from the trainer's in float32 by {gap:.2g} in the mean, above the bound {bound:.2g}, "
-                "although vLLM has the trainer's weights. It computes this model differently; use sampler=embedded."
+                f"vLLM's log-probs differ from the trainer's in float32 by {gap:.2g} in the mean; expected at most {bound:.2g}. "
+                "vLLM has the same weights but computes this model differently; use sampler=embedded."
             )
         return gap
 
@@ -267,13 +267,13 @@ class VLLMSampler(Sampler):
         held, wrong, unknown, stale = self._transfer()
         self._in_a_row, self._empty = 0, False
         if wrong or unknown or stale or held != self.version:
-            missed = wrong or [f"{name} (in a layout that psigrad does not know)" for name in unknown]
+            missed = wrong or [f"{name} (stored in an unknown layout)" for name in unknown]
             more = f" and {len(missed) - 1} more" if len(missed) > 1 else ""
-            what = f"the engine does not compute with the weight {missed[0]}{more} as sent" if missed else ""
+            what = f"the engine's weight {missed[0]}{more} differs from the weight that was sent" if missed else ""
             what = what or (
-                f"the prefix cache kept {stale} tokens of old weights" if stale else f"the engine still has version {held}"
+                f"the prefix cache kept {stale} tokens from old weights" if stale else f"the engine still has version {held}"
             )
-            said = f"vLLM did not take update {self.version} of the weights: {what}. Use sampler=embedded."
+            said = f"vLLM did not apply update {self.version} of the weights: {what}. Use sampler=embedded."
             raise self._fail(UserError(said))
 
     def _transfer(self) -> tuple[int, list[str], list[str], int]:
@@ -314,7 +314,7 @@ class VLLMSampler(Sampler):
             return group
         if self.model.shard_root is not None or not self._source.own:
             what = "A sharded model" if self._source.own else "A sampler whose model is never updated"
-            raise UserError(f"{what} cannot compute the log-probs that top_p, top_k and min_p need; remove them.")
+            raise UserError(f"{what} cannot compute the log-probs that top_p, top_k and min_p need; remove these settings.")
         inputs = Groups([request.prompt_ids], [[c.ids for c in group]])
         with torch.no_grad(), self._passing:
             logp = self.model.evaluate(inputs, temperature=params.temperature).logp.float().cpu()
@@ -382,7 +382,7 @@ class VLLMSampler(Sampler):
         self._in_a_row += 1
         if self._in_a_row >= LOSSES:
             said = (
-                f"vLLM's engine was lost {self._in_a_row} times in a row, the last time because {error}; see its output. Give "
+                f"vLLM's engine was lost {self._in_a_row} times in a row, the last time because {error}; see vLLM's output. Give "
                 "vLLM more memory (sampling.vllm_memory, VLLM_CPU_KVCACHE_SPACE) or sample with sampler=embedded."
             )
             raise self._fail(UserError(said)) from error

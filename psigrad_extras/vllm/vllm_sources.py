@@ -80,7 +80,7 @@ class ModelWeights(Source):
 class Delivery(Source):
     """One version of the weights of a trainer on another machine or GPU.
 
-    If there are `stored` buckets, the weights came with them. Otherwise all are broadcast, once for each of `passes`.
+    If there are `stored` buckets, they contain the weights. Otherwise all buckets are broadcast, once for each of `passes`.
     """
 
     number: int

@@ -38,11 +38,11 @@ def why_merged(model: LanguageModel) -> str:
     """Return the reason why the adapter must be merged before it is sent, or "" if it can be sent alone."""
     config: Any = next(iter(getattr(model.adapter, "peft_config", {}).values()), None)
     if config is None:
-        return "the model has none"
+        return "the model has no adapter"
     if config.use_dora or config.modules_to_save:
-        return "vLLM supports neither DoRA nor modules that are fully trained"
+        return "vLLM supports neither DoRA nor fully trained modules (lora_modules_to_save)"
     if any(isinstance(module, CodedLinear) for module in model.network.modules()):
-        return "the base is quantised, and vLLM's copy would not be"
+        return "the base model is quantised, but vLLM's copy would not be"
     if strange := _layers(model) & {"lm_head", "embed_tokens"}:
         return f"the adapter is on {', '.join(sorted(strange))}"
     return "" if config.r <= _RANKS[-1] else f"vLLM supports ranks up to {_RANKS[-1]}"

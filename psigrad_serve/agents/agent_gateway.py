@@ -69,7 +69,7 @@ class _Served(Recorder):
         """
         session = self.sessions.get(session_id)
         if session is None:
-            raise ApiError("There is no such session; it may be over.", status=403, code="session_over")
+            raise ApiError("This session does not exist, or its agent has ended.", status=403, code="session_over")
         row, ids = session.read(call.row, call.prompt_ids)
         try:
             asked = [session.ask(row, ids) for _ in range(call.n)]

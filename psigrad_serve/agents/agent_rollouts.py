@@ -112,7 +112,7 @@ class Agents:
             if isinstance(reward, str):
                 session.fault = session.fault or reward
             elif reward is None and needs_reward:
-                session.fault = session.fault or "the agent returned no reward, and the run has no other"
+                session.fault = session.fault or "the agent returned no reward, and the run has no reward function"
             else:
                 rewards[number] = reward
 

@@ -24,7 +24,7 @@ class SessionOver(Exception):
 
 @dataclass
 class Session:
-    """The requests of one agent on one row, and their answers. All come in one thread; requests after the end are refused."""
+    """The requests of one agent on one row, and their answers. All come in one thread. After the end they raise `SessionOver`."""
 
     index: int
     """The index of the row in its dataset."""
@@ -59,7 +59,7 @@ class Session:
         if self.over:
             raise SessionOver("This session is over.")
         if len(self.tree.asked) >= self.most:
-            self.fault = f"the agent asked the policy more than {self.most} times (agent_calls)"
+            self.fault = f"the agent sent the policy more than {self.most} requests (agent_calls)"
             raise SessionOver(f"This session has reached its limit of {self.most} answers (agent_calls).")
         return self.tree.ask(self._text(request, ids), partial(encode_after, self.tokenizer), lambda: ids)
 
@@ -97,11 +97,11 @@ class Session:
         return Heard(prompt, said.removesuffix(end), end, completion.ids[-1] in specials_of(self.tokenizer).ids)
 
     def trajectory(self, version: int) -> Trajectory:
-        """Return the session's trajectory. It gets a reason not to be scored if there was a fault or no answer."""
+        """Return the session's trajectory. After a fault, or without an answer, it has a reason and no reward."""
         flat = self.tree.flat()
         base = Trajectory(self.index, self.k, self.tree.prompt_ids, Completion((), (), (), "stop", self.tree.seed), version)
         if flat is None:
-            return replace(base, reason=self.fault or "the agent asked the policy nothing", turns=0, answer="")
+            return replace(base, reason=self.fault or "the agent sent the policy no request", turns=0, answer="")
         completion = Completion(
             ids=tuple(flat.ids),
             logprobs=tuple(flat.logprobs),

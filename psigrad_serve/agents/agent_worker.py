@@ -58,7 +58,7 @@ class AgentCommand:
         try:
             return shlex.split(self.line)
         except ValueError as error:
-            raise UserError(f"agent_command {self.line!r} cannot be split into words: {error}.") from error
+            raise UserError(f"agent_command {self.line!r} has an open quotation ({error}); close it.") from error
 
     def __call__(self, row: Mapping[str, Any]) -> float | None:
         """Run the program and return its reward. Raises `RuntimeError` if it fails, or if its last line is not a reward."""
@@ -73,13 +73,13 @@ class AgentCommand:
         code = process.wait()
         last = (said.lines() or [""])[-1]
         if code:
-            raise RuntimeError(f"the program ended with {code}: {(complained.lines() or [last])[-1][:_SHOWN]}")
+            raise RuntimeError(f"the program ended with status {code}: {(complained.lines() or [last])[-1][:_SHOWN]}")
         if not last or last.lower() in ("none", "null"):
             return None
         try:
             return float(last)
         except ValueError:
-            raise RuntimeError(f"the program's last line is {last[:_SHOWN]!r}; expected a number as reward, or nothing") from None
+            raise RuntimeError(f"the program's last line is {last[:_SHOWN]!r}; expected a number (the reward) or none") from None
 
 
 class _Tail:
@@ -190,4 +190,4 @@ def decode(call: Any, content: Any) -> float | str | None:
             return reason
         case {"reward": float() | int() | None as reward}:
             return None if reward is None else float(reward)
-    raise ValueError(f"{content!r} is not an answer")
+    raise ValueError(f"the agent's process sent {content!r}; expected a reward or a fault")

@@ -81,7 +81,7 @@ class SamplingEngine:
         stream = TokenStream(request.prompt_ids, seed, params, top, self.cancel, self.changed, loop, steer)
         with self.changed:
             if self._closed:
-                raise RuntimeError("This engine is closed; make another.")
+                raise RuntimeError("This engine is closed; create a new one.")
             self._waiting.append(stream)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

@@ -185,7 +185,7 @@ class SamplerBatch:
         return []
 
     def step(self) -> list[TokenStream]:
-        """Sample all streams with the same sampling settings as the first one to their end. `top` is ignored."""
+        """Sample to their end all streams that have the first stream's sampling settings. `top` is ignored."""
         own = [stream for stream in self.rows if stream.params == self.rows[0].params]
         requests = [Request(stream.prompt_ids, (stream.seed,)) for stream in own]
         for stream, (made,) in zip(own, self.sampler.sample(requests, own[0].params), strict=True):

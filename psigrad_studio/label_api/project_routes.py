@@ -204,7 +204,7 @@ def rows_of(text: str, name: str) -> Iterator[Any]:
         try:
             yield json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{name}:{number} is not JSON ({error}).") from error
+            raise UserError(f"{name}:{number} is not JSON ({error}); expected one object per line.") from error
 
 
 def _runs(folder: Path) -> dict[str, Path]:

@@ -70,7 +70,7 @@ class SampleJobs:
         """
         with self._lock:
             if self.job is not None and self.job.state == "sampling":
-                raise Conflict(f"{self.job.model} is being sampled; wait for that, or stop it.")
+                raise Conflict(f"The studio is already sampling from {self.job.model}; wait for the end, or stop it.")
             self.job = job
         threading.Thread(target=self._run, args=(job, command, rows, finish), daemon=True).start()
 

@@ -32,7 +32,7 @@ def of_aspect(labels: ProjectLabels, aspect: str = "") -> ProjectLabels:
     if not aspect:
         if labels.overall:
             return labels
-        one = f"name one of them: {', '.join(names(labels))}" if names(labels) else "none of them gives training rows"
+        one = f"name one of them: {', '.join(names(labels))}" if names(labels) else "none of its questions gives training rows"
         raise Refusal(f"This project asks only custom questions; {one}.")
     asked = {question.name: question for question in labels.questions}
     pair = labels.kind == "pair"

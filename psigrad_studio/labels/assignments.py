@@ -249,7 +249,7 @@ def record(session: Session, person: Person, task_id: int, display: Sequence[int
 def undo(session: Session, person: Person, project_id: int, key: str, only: int | None = None) -> Receipt:
     """Take back the person's last current answer or skip in a project. `next_task` then returns that task to them again.
 
-    Another call with a new key takes back the one before. If `only` is the number of a vote, only that vote is taken back. Raises
+    Another call with a new key undoes the previous one. If `only` is the number of a vote, only that vote is taken back. Raises
     `Conflict` if there is nothing to take back, or if the skipped task is now leased to somebody else.
     """
     project = people.require(session, person, project_id, "label")
@@ -263,7 +263,7 @@ def undo(session: Session, person: Person, project_id: int, key: str, only: int 
     if assignment is None:
         raise Conflict("There is nothing to undo.")
     if only is not None and assignment.vote_id != only:
-        raise Conflict("Another answer was given since; undo that one first.")
+        raise Conflict("You have answered another task since; undo the newer answer first.")
     undone = session.get_one(Vote, assignment.vote_id)
     until = now(session) + project.lease_ms
     if undone.action == "vote":
@@ -339,7 +339,7 @@ def _repeated(session: Session, person: Person, key: str, digest: str) -> Receip
     if row is None:
         return None
     if row.digest != digest:
-        raise Conflict("This key was used for another submission; make a new one for each.")
+        raise Conflict("This key was used for another submission; send a new key with each submission.")
     return _receipt(row)
 
 
@@ -403,7 +403,7 @@ def _main(project: Project, answer: LabelAnswer, display: list[int], *, asked: b
     given = [name for name in ("choice", "ranks", "rating") if getattr(answer, name) is not None]
     if given != ([wanted] if wanted else []):
         only = wanted or "answers to its own questions"
-        raise Refusal(f"The answer has {' and '.join(given) or 'nothing'}; this project asks only for {only}.")
+        raise Refusal(f"The answer has {' and '.join(given) or 'nothing'}; expected only {only}.")
     if wanted != "choice":
         _check_strength(answer, 0, decided=False)
     if wanted is None:
@@ -428,7 +428,7 @@ def _check_strength(answer: LabelAnswer, grades: int, *, decided: bool) -> None:
     if answer.strength is None:
         return
     if not grades or not decided or not 1 <= answer.strength <= grades:
-        expected = f"1 to {grades}, beside a choice of one side" if grades else "none in this project"
+        expected = f"1 to {grades}, together with a chosen side" if grades else "none in this project"
         raise Refusal(f"The strength is {answer.strength}; expected {expected}.")
 
 

@@ -139,7 +139,7 @@ def _listed(row: Mapping[str, Any], place: str) -> list[tuple[Any, str | None]]:
     if samplers is None:
         samplers = [None] * len(completions)
     if not isinstance(samplers, list) or len(samplers) != len(completions):
-        raise RowError(BadRow(place, "samplers", "must be a list with one entry for each of the completions"))
+        raise RowError(BadRow(place, "samplers", "must be a list with one entry for each completion"))
     made = []
     for i, (completion, by) in enumerate(zip(completions, samplers, strict=True)):
         try:
@@ -166,7 +166,7 @@ def lines(path: Path) -> Iterator[tuple[str, Any]]:
                     yield f"{path}:{number}", json.loads(line)
                 except (ValueError, RecursionError) as error:
                     if line.endswith(b"\n"):
-                        raise UserError(f"{path}:{number} is not JSON ({error}).") from error
+                        raise UserError(f"{path}:{number} is not JSON ({error}); expected one object per line.") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
 

@@ -94,14 +94,14 @@ def _in_transactions(function: Callable[Concatenate[Session, P], T], *, write: b
                 if attempt == ATTEMPTS - 1:
                     raise
             except OverflowError as error:
-                raise Missing("Nothing has a number of this size.") from error
+                raise Missing("No entry has so large a number; check it.") from error
             except PoolTimeout as error:
                 raise Busy("All connections to the labels are in use; try again in a moment.") from error
             except DBAPIError as error:
                 if error.connection_invalidated:
                     raise Busy("The connection to the labels' database was lost; try again with the same key.") from error
                 if getattr(error.orig, "sqlstate", None) == _TOO_LARGE:
-                    raise Missing("Nothing has a number of this size.") from error
+                    raise Missing("No entry has so large a number; check it.") from error
                 if _is_damaged(error):
                     raise Damaged(str(label_backup.damaged(str(database.engine.url.database), str(error.orig)))) from error
                 if not _met_another(error):
@@ -169,7 +169,7 @@ def _url(where: str | Path) -> URL:
         url = make_url(text)
         backend = url.get_backend_name()
     except (ArgumentError, NoSuchModuleError, ValueError) as error:
-        raise UserError(f"The labels' URL cannot be read ({error}); expected a path or postgresql://user@host/name.") from error
+        raise UserError(f"The labels' URL is not valid ({error}); expected a path or postgresql://user@host/name.") from error
     if backend == "postgres":
         backend = "postgresql"
     if backend not in ("sqlite", "postgresql"):
@@ -181,7 +181,7 @@ def local_file(where: str | Path) -> Path:
     """Return the file of an SQLite database. Raises `UserError` for PostgreSQL, which has separate backup programs."""
     url = _url(where)
     if url.get_backend_name() != "sqlite":
-        raise UserError("Labels in PostgreSQL are backed up with pg_dump --format custom, and restored with pg_restore --clean.")
+        raise UserError("psigrad does not back up PostgreSQL; use pg_dump --format custom, and pg_restore --clean.")
     return Path(url.database or "")
 
 

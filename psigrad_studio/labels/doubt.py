@@ -26,13 +26,13 @@ EXPLORED = 0.1
 def order_by_doubt(session: Session, person: Person, project_id: int) -> int:
     """Sort the pairs that nobody has started by the gap between the rewards of their completions, smallest first.
 
-    Return the number of pairs with both rewards; those without come last. A completion's reward is the one in the rows imported
+    Return the number of pairs with both rewards. The other pairs come last. A completion's reward is the one in the rows imported
     last. To use a newer reward model, run `psigrad score`, import the rows again, then sort. Raises `Refusal` if the project does
     not ask for pairs, or if no pair has two rewards.
     """
     project = people.require(session, person, project_id, "manage")
     if project.kind != "pair":
-        raise Refusal("Only a project of pairs can be ordered by doubt.")
+        raise Refusal("Only a project of pairs can be sorted by uncertainty.")
     gaps = _gaps(session, project)
     known = sum(gap is not None for gap in gaps.values())
     if not known:

@@ -58,7 +58,7 @@ def preference(
 
 def _preference(labels: ProjectLabels, texts: LabelTexts, votes: Votes, margin: bool) -> Exported:
     if margin and (labels.kind == "ranking" or (labels.kind == "pair" and not labels.grades)):
-        raise Refusal("This project asks for neither strengths nor ratings, so there is no margin to export.")
+        raise Refusal("This project asks for neither strengths nor ratings, so there is no margin; export without it.")
     found = Exported()
     if labels.kind == "pair":
         for task, answers in _ballots(labels, votes):

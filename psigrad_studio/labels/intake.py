@@ -162,7 +162,7 @@ def add_pair(
     completions may then be strings. Raises `Refusal` if the project does not ask for pairs, or if both completions are equal.
     """
     if _kind(database, person, project_id) != "pair":
-        raise Refusal("This project doesn't ask for pairs; send the two completions to a project of pairs.")
+        raise Refusal("This project is not a project of pairs; send the two completions to one that is.")
     rows = []
     for one in (first, second):
         completion = one.get("completion")

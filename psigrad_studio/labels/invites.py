@@ -32,7 +32,7 @@ def first(session: Session) -> str:
     Raises `Conflict` if somebody can already log in.
     """
     if session.scalar(select(User.id).where(User.password_hash.is_not(None)).limit(1)) is not None:
-        raise Conflict("There is an administrator already; ask them for an invite.")
+        raise Conflict("This studio has an administrator already; ask them for an invite.")
     open_ones = update(Invite).where(Invite.created_by.is_(None), Invite.accepted_at.is_(None), Invite.revoked_at.is_(None))
     session.execute(open_ones.values(revoked_at=now(session)))
     return _make(session, None, None, "admin", LASTS)
@@ -45,7 +45,7 @@ def invite(session: Session, person: Person, project_id: int | None, role: str, 
     Raises `Forbidden` if `person` does not manage the project.
     """
     if role not in ROLES or (project_id is None and role != "admin"):
-        raise Refusal(f"The role is {role!r}; expected one of {', '.join(ROLES)}; without a project, admin.")
+        raise Refusal(f"The role is {role!r}; expected one of {', '.join(ROLES)} (without a project, only admin).")
     if project_id is None:
         people.require_admin(session, person)
     else:

@@ -82,7 +82,7 @@ def require_admin(session: Session, person: Person) -> None:
     """Raise `Forbidden` unless `person` is an administrator of the studio."""
     user = session.get(User, person.id)
     if user is None or user.disabled_at is not None or not user.admin or person.role != "admin" or person.project_id is not None:
-        raise Forbidden(f"{person.name!r} is not an administrator of this studio; ask one.")
+        raise Forbidden(f"{person.name!r} is not an administrator of this studio; ask an administrator.")
 
 
 def note(session: Session, person: Person | None, project_id: int | None, action: str, **about: object) -> None:

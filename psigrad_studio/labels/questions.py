@@ -85,12 +85,11 @@ def changed(old: Sequence[Question], new: Sequence[Question]) -> None:
     for one in old:
         other = now.get(one.name)
         if other is None:
-            raise Refusal(f"The question {one.name!r} cannot be removed or renamed, or its answers are lost; make it optional.")
-        if (one.kind, one.top) != (other.kind, other.top) or not set(one.options) <= set(other.options):
             raise Refusal(
-                f"Kind, scale and options of {one.name!r} cannot be changed, except that options may be added; ask a new "
-                "question."
+                f"The question {one.name!r} cannot be removed or renamed, because its answers would be lost; make it optional."
             )
+        if (one.kind, one.top) != (other.kind, other.top) or not set(one.options) <= set(other.options):
+            raise Refusal(f"The kind, scale and options of {one.name!r} cannot be changed; add options, or add a new question.")
 
 
 def stored(

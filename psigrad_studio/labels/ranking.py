@@ -106,7 +106,7 @@ def _z(confidence: float) -> float:
 
 def _check(i: Whole, j: Whole, y: Floats, n: int, prior_sd: float | None) -> None:
     if not i.shape == j.shape == y.shape or i.ndim != 1 or not i.size:
-        raise ValueError(f"first, second and outcome have shapes {i.shape}, {j.shape}, {y.shape}; expected one length above 0.")
+        raise ValueError(f"first, second, outcome have shapes {i.shape}, {j.shape}, {y.shape}; expected equal lengths above 0.")
     if min(i.min(), j.min()) < 0 or max(i.max(), j.max()) >= n or (i == j).any():
         raise ValueError(f"A comparison has a competitor outside 0 to {n - 1}, or compares one with itself.")
     if not np.isin(y, (WIN, LOSS, TIE)).all():

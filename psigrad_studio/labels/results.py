@@ -195,7 +195,7 @@ def ranking(session: Session, person: Person, project_id: int, by: By = "sampler
     project = people.require(session, person, project_id, "results")
     labels = of_aspect(label_data.load(session, project), aspect)
     if labels.kind == "choice":
-        raise Conflict(f"{aspect!r} is a choice among options, which cannot rank completions.")
+        raise Conflict(f"{aspect!r} is a choice among options, which cannot rank completions; name another question.")
     called = _names(session, labels, by)
     kept: list[tuple[str, str, float, int]] = []
     left_out: Counter[str] = Counter()
@@ -206,7 +206,7 @@ def ranking(session: Session, person: Person, project_id: int, by: By = "sampler
         else:
             kept.append((one, other, outcome, cluster))
     if not kept:
-        raise Conflict(f"There is nothing to rank by {by}, since no answer compares two completions that differ in it.")
+        raise Conflict(f"No answer compares completions with different values of {by}; rank by something else.")
     return _table(kept, left_out)
 
 

@@ -31,8 +31,8 @@ def exist(connection: Connection) -> bool:
         return False
     if (found := connection.execute(text("SELECT number FROM label_version")).scalar_one()) != VERSION:
         raise UserError(
-            f"The database {where} was made by another psigrad (its tables have version {found}, and this psigrad reads version "
-            f"{VERSION}); install that psigrad, or name another database."
+            f"The database {where} was made by another version of psigrad (its tables have version {found}; expected "
+            f"{VERSION}); install that version, or name another database."
         )
     return True
 

@@ -56,7 +56,7 @@ def _not_used(group: Sequence[Row]) -> str:
     rewards = _rewards(group)
     if len(set(rewards)) == 1 and len(rewards) > 1:
         return (
-            f"All {len(rewards)} rewards of its group are {shown(rewards[0])}: there is nothing to learn, so the group was "
+            f"All {len(rewards)} rewards of its group are {shown(rewards[0])}, so there is nothing to learn and the group was "
             "dropped."
         )
     if len(rewards) < 2 <= len(group):
@@ -72,7 +72,7 @@ def _zero(row: Row, group: Sequence[Row]) -> str:
         if len(rewards) > 1 and len(set(rewards)) == 1:
             which = {1.0: "all are right", 0.0: "all are wrong"}.get(rewards[0], "none is better than another")
             all_of = f"All {len(rewards)} rewards of its group are {shown(rewards[0])}"
-            return f"{all_of} ({which}), so each equals the mean: nothing to learn here."
+            return f"{all_of} ({which}), so each reward equals the mean, and there is nothing to learn."
         if any(number(a) != 0 for a in _listed(row, "advantages")):
             return "The advantages of its tokens have the mean 0; each is shown below."
         if rewards and math.isclose(own, math.fsum(rewards) / len(rewards), rel_tol=1e-6, abs_tol=1e-9):

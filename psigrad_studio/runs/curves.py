@@ -24,7 +24,7 @@ def curves(
 ) -> dict[str, Any]:
     """Return a run's curves, without the points that the page already has: `have` maps a curve to their number.
 
-    These are ignored if they are from another `generation`, that is, from before the run was restarted.
+    These numbers are ignored if they are of another `generation`, that is, from before the run was restarted.
     """
     history = cache.history(run)
     history.catch_up(SECONDS)

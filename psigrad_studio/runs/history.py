@@ -88,7 +88,7 @@ class History:
             return self.whole
 
     def catch_up(self, seconds: float) -> bool:
-        """Call `read` until no rows remain, for at most this long."""
+        """Call `read` until no rows remain, or `seconds` have passed."""
         deadline = time.monotonic() + seconds
         while not self.read():
             if time.monotonic() > deadline:

@@ -59,7 +59,7 @@ class RolloutIndex:
         return len(self._offset)
 
     def read(self, seconds: float = 2.0) -> bool:
-        """Read new rows for at most this long. Return False if more remain."""
+        """Read new rows for at most `seconds`. Return False if more remain."""
         deadline = time.monotonic() + seconds
         with self.lock:
             if self._tail.restarted():

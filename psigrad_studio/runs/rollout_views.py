@@ -58,7 +58,7 @@ def dead_said(index: RolloutIndex, step: float) -> str:
     total, dead, good, bad = index.dead(step)
     if not dead:
         return ""
-    return f"Of {total} groups at step {step:.0f}, {dead} are dead: {good} at the run's highest reward, {bad} at its lowest."
+    return f"Of {total} groups at step {step:.0f}, {dead} have equal rewards: {good} the run's highest, {bad} its lowest."
 
 
 def _beginning(text: str) -> str:
@@ -81,7 +81,7 @@ def group(index: RolloutIndex, n: int, generation: int, run: Path, root: Path, s
     index.read(seconds)
     rows = _rows(index, index.group_of(n)[:MOST_MEMBERS], generation, seconds)
     if not rows:
-        raise UserError("This completion is no longer there; search again.")
+        raise UserError("This completion is no longer in the run's files; search again.")
     config = config_of(run)
     tokenizer = tokenizer_of(run, config, root)
     members, story = [], [row for _, row in rows]

@@ -73,7 +73,7 @@ def _k3(log_ratio: float) -> float | None:
 
 
 def texts_of(row: Mapping[str, Any], tokenizer: Any) -> list[str]:
-    """Return the text of each token of a completion, or without a tokenizer its id."""
+    """Return the text of each token of a completion, or its id if there is no tokenizer."""
     given = row.get("completion_ids")
     known = (range(2**31), range(FIRST, 2 * FIRST))
     ids = [i for i in (given if isinstance(given, list) else ()) if type(i) is int and any(i in x for x in known)][:MOST_TOKENS]

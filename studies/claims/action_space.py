@@ -67,9 +67,9 @@ def check(s: SpaceSettings) -> None:
     """Raise an error for invalid settings."""
     trials.check(s)
     if bool(s.model) != bool(s.dataset):
-        raise UserError("model and dataset belong together: give both, or neither.")
+        raise UserError("Only one of model and dataset was given; give both or neither.")
     if len({label(path) for path in s.model}) < len(s.model):
-        raise UserError(f"Two of the models {', '.join(s.model)} have one name; copy or rename a folder.")
+        raise UserError(f"Two of the models {', '.join(s.model)} have the same name; rename a folder.")
 
 
 def run(s: SpaceSettings) -> SpaceResult:

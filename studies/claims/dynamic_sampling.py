@@ -70,7 +70,7 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
         "Dynamic sampling",
         result,
         "area: mean held-out accuracy over the updates",
-        "by samples: the same over as many samples as all groups draw",
+        "by samples: the same, over the samples that the arm with all groups draws",
         "no signal: share of the groups whose rewards are all equal",
     )
 

@@ -83,7 +83,7 @@ def check(s: LengthSettings) -> None:
     """Raise an error for invalid settings."""
     trials.check(s)
     if not 3 <= s.longest <= 8:
-        raise UserError(f"longest is {s.longest}; the tree is enumerated for 3 to 8 tokens.")
+        raise UserError(f"longest is {s.longest}; expected 3 to 8 tokens.")
 
 
 def run(s: LengthSettings) -> LengthResult:

@@ -62,7 +62,7 @@ def check(s: MemorySettings) -> None:
         if getattr(s, name) < 1:
             raise UserError(f"{name} is {getattr(s, name)}; it must be at least 1.")
     if s.hidden % 64:
-        raise UserError(f"hidden is {s.hidden}; give a multiple of 64, the width of a head.")
+        raise UserError(f"hidden is {s.hidden}; expected a multiple of 64, the width of an attention head.")
 
 
 def run(s: MemorySettings) -> MemoryResult:

@@ -31,9 +31,9 @@ def check(s: NoiseSettings) -> None:
     trials.check(s)
     trials.check_rates(s.rates)
     if not {"RAFT", "RLOO"} <= set(s.methods) <= set(METHODS):
-        raise UserError(f"methods are {', '.join(s.methods)}; expected RAFT and RLOO, which are compared, and PPO or not.")
+        raise UserError(f"methods are {', '.join(s.methods)}; expected RAFT and RLOO, and optionally PPO.")
     if not set(s.noises) <= set(NOISES) - {0.0}:
-        raise UserError(f"noises are {s.noises}; there are rewards with noise 0.5 and 1.")
+        raise UserError(f"noises are {s.noises}; expected only 0.5 and 1.")
     if s.betas and min(s.betas) <= 0:
         raise UserError(f"betas are {s.betas}; give numbers above 0.")
 

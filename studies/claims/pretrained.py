@@ -104,7 +104,7 @@ def check(s: PretrainedSettings) -> None:
     if s.generations < 2:
         raise UserError(f"generations is {s.generations}; groups need at least 2 completions of a prompt.")
     if s.held_out > sums.HELD_OUT:
-        raise UserError(f"held_out is {s.held_out}; {sums.HELD_OUT} sums are held out.")
+        raise UserError(f"held_out is {s.held_out}; expected at most {sums.HELD_OUT}.")
 
 
 def run(s: PretrainedSettings) -> PretrainedResult:

@@ -46,7 +46,7 @@ def test_both_sides_compute_the_same_steps(parts, settings, model, tmp_path, mon
     change(monkeypatch, **settings)
     found = run.compare(model, TASK, tmp_path / "job")
     assert found["parts"] == bool(parts), found
-    assert (f"The first tensor in which they differ: {parts}" if parts else "do not differ, up to step 2") in "\n".join(
+    assert (f"The first tensor in which they differ: {parts}" if parts else "agree in all tensors up to step 2") in "\n".join(
         found["report"]
     )
 

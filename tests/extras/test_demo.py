@@ -38,5 +38,5 @@ def test_the_demos_files_are_made_once_and_its_model_has_room_for_completions(tm
     before = files["base"].stat().st_mtime_ns
     assert demo.prepare(tmp_path, 0, False, words=50, hidden=16, layers=1) == files
     assert files["base"].stat().st_mtime_ns == before, "made once"
-    with pytest.raises(UserError, match="holds the files of a demo of seed 0, not 1; choose another output_dir"):
+    with pytest.raises(UserError, match="holds a demo with seed 0, not 1; choose another output_dir"):
         demo.prepare(tmp_path, 1, False, words=50, hidden=16, layers=1)

@@ -90,7 +90,7 @@ def test_a_stop_string_ends_the_text_before_it_and_the_tokens_with_it(client, se
         ({"temperature": -0.5}, openai.BadRequestError, "temperature", "greater than or equal to 0"),
         ({"top_p": 0}, openai.BadRequestError, "top_p", "greater than 0"),
         ({"n": 0}, openai.BadRequestError, "n", "greater than or equal to 1"),
-        ({"stop": [""]}, openai.BadRequestError, "stop", "none of them empty"),
+        ({"stop": [""]}, openai.BadRequestError, "stop", "non-empty strings"),
         ({"modalities": ["audio"]}, openai.BadRequestError, "modalities", "does not support"),
         ({"messages": [*HI, {"role": "assistant", "tool_calls": CALLS}, {"role": "tool", "tool_call_id": "c", "content": "1"}]},
          openai.BadRequestError, "messages[2].tool_call_id", "is 'c', and the calls before it are 'a', 'b'"),
@@ -239,7 +239,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(client, served, 
     monkeypatch.setattr("psigrad_serve.served.prompt_ids", encoded)
     longest = max(map(len, served.model.tokenizer.get_vocab()))
     for words in ("x" * (1024 * longest + 1), [{"type": "text", "text": "x" * (1024 * longest)}, {"type": "text", "text": "y"}]):
-        with pytest.raises(openai.BadRequestError, match="the 1024 tokens of this model's context hold at most") as caught:
+        with pytest.raises(openai.BadRequestError, match="this model's context of 1024 tokens holds at most") as caught:
             client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": words}])
         assert caught.value.code == "context_length_exceeded"
 

@@ -52,7 +52,7 @@ def test_verdicts_by_hand_and_where_there_are_none():
     asked = Rubric(model="judge", base_url="http://x", probabilities=True, scale=4, rubric="x")
     # (1 · 0.5 + 4 · 0.25) / 0.75 / 4, the 9 being no score and " 4" one
     assert asked._weighed('[["1", -0.6931471805599453], [" 4", -1.3862943611198906], ["9", -2.0]]') == pytest.approx(0.5)
-    with pytest.raises(Exception, match="replies with something else"):
+    with pytest.raises(Exception, match="would reply with something else"):
         asked._weighed('[["good", -0.1]]')
 
 
@@ -61,7 +61,7 @@ def test_a_written_verdict_goes_through_the_same_server(judge, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", at.token)
     asked = {"model": "judge", "base_url": f"{at.url}/v1", "rubric": "short", "attempts": 1, "max_tokens": 4}
     (found,) = Rubric(**asked)(QUESTIONS[:1], ANSWERS[:1])
-    assert isinstance(found, Unscored) and "no score in the reply" in found.reason
+    assert isinstance(found, Unscored) and "and has no score" in found.reason
     monkeypatch.setenv("OPENAI_API_KEY", "wrong")
     (found,) = Rubric(**asked)(QUESTIONS[:1], ANSWERS[:1])
     assert isinstance(found, Unscored) and "HTTP 401" in found.reason

@@ -89,7 +89,7 @@ def test_a_state_goes_on_to_the_same_bits_and_without_its_optimiser_does_not(bas
     ("tokens", "inputs", "words"),
     [((5, 9), {"target_tokens": [9]}, "2 tokens and 1 targets"), ((5, 9), {"target_tokens": [8, 7]}, "not the next token"),
      ((5,), {"target_tokens": [[9]]}, "one dimension"), ((5,), {"target_tokens": [9], "mask": [1.0]}, "mask"),
-     ((5,), {"target_tokens": [9], "weights": [1.0, 2.0]}, "numbers for 1 targets")],
+     ((5,), {"target_tokens": [9], "weights": [1.0, 2.0]}, "one per target")],
 )  # fmt: skip
 def test_a_datum_that_cannot_be_had_is_refused(tokens, inputs, words):
     with pytest.raises(ApiError, match=words):

@@ -110,5 +110,5 @@ def test_the_two_wrong_critics_are_equally_wrong():
 
 
 def test_too_few_episodes_are_refused_with_a_number_that_helps():
-    with pytest.raises(UserError, match=r"fewer than twice in state .* give more --episodes, 380 or so"):
+    with pytest.raises(UserError, match=r"Fewer than two of .* raise --episodes to about 380"):
         bias.run(bias.BiasSettings(episodes=20, seeds=1))

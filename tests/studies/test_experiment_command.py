@@ -72,7 +72,7 @@ def test_settings_reach_the_experiment(tmp_path, capsys):
 
 MISTAKES = {
     "no name": ([], "experiment got no name; the usage is psigrad experiment psi|bias|clip"),
-    "unknown name": (["clipp"], "There is no experiment 'clipp'; expected psi, bias, clip, .*; did you mean 'clip'"),
+    "unknown name": (["clipp"], "There is no experiment 'clipp'; expected one of psi, bias, clip, .*; did you mean 'clip'"),
     "unknown flag": (["psi", "--seed", "1"], "There is no flag --seed; .* did you mean '--seeds'"),
     "no seeds": (["psi", "--seeds", "0"], "seeds is 0; expected at least 1"),
     "one episode": (["psi", "--episodes", "16"], "episodes is 16; expected at least two batches of 16"),
@@ -80,7 +80,7 @@ MISTAKES = {
     "discount": (["psi", "--discount", "1.5"], "discount is 1.5; expected a number above 0"),
     "noise": (["psi", "--critic-error", "-1"], "critic_error is -1; expected"),
     "world": (["bias", "--world", "gird"], "There is no world 'gird'; expected walk or grid; did you mean 'grid'"),
-    "few episodes": (["bias", "--episodes", "30", "--seeds", "1"], "give more --episodes, 380 or so"),
+    "few episodes": (["bias", "--episodes", "30", "--seeds", "1"], "raise --episodes to about 380"),
     "clip": (["clip", "--low", "1.5"], "clip has low=1.5"),
     "a file for a folder": (["clip", "--out", "{file}"], "cannot be written: .*Choose another --out"),
 }

@@ -120,5 +120,5 @@ def test_a_remark_says_whether_the_answer_is_right_and_is_as_long_in_either_case
 
 @pytest.mark.parametrize("longest", [2, 9])
 def test_a_tree_that_cannot_be_enumerated_is_refused(longest):
-    with pytest.raises(UserError, match=f"longest is {longest}; the tree is enumerated for 3 to 8 tokens"):
+    with pytest.raises(UserError, match=f"longest is {longest}; expected 3 to 8 tokens"):
         length.check(LengthSettings(longest=longest))

@@ -54,7 +54,7 @@ def test_the_quick_form_trains_measures_and_is_resumed(model, tmp_path, capsys, 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"steps": 0}, "steps is 0"), ({"generations": 1}, "at least 2"), ({"held_out": 201}, "200 sums are held out")],
+    [({"steps": 0}, "steps is 0"), ({"generations": 1}, "at least 2"), ({"held_out": 201}, "expected at most 200")],
     ids=str,
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):

@@ -44,7 +44,7 @@ def test_without_a_checkout_a_study_is_refused_in_a_sentence(arguments, monkeypa
     assert cli.main(["experiment", *arguments]) == 2
     said = capsys.readouterr().err
     assert (
-        said.startswith(f"psigrad: {arguments[0]} is a study, and studies come with psigrad's source checkout")
+        said.startswith(f"psigrad: {arguments[0]} is a study, and the installed package does not include the studies")
         and said.count("\n") == 1
     )
     assert f"psigrad experiment {arguments[0]}" in said

@@ -126,7 +126,7 @@ def test_two_answers_are_compared_by_keyboard_alone(opened):
             break
     page.keyboard.type("say c:")
     page.keyboard.press("Enter")
-    ended(page, "Both have ended. Which answer is better?")
+    ended(page, "Both answers are complete. Which one is better?")
     assert page.evaluate("document.activeElement.className") == "choices"
     page.keyboard.press("Enter")  # of somebody who types: no vote
     expect(page.locator(".verdict")).to_have_count(0)
@@ -152,7 +152,7 @@ def test_the_better_answer_goes_on_and_two_bad_ones_do_not(opened):
     said = []
     for key in ("2", "4", None, "3"):
         asked(page, f"say {key}")
-        ended(page, "Both have ended. Which answer is better?")
+        ended(page, "Both answers are complete. Which one is better?")
         exchange = page.locator(".exchange").last
         if key == "2":
             said.append(exchange.locator(".words").nth(1).text_content())
@@ -171,7 +171,7 @@ def test_a_skip_and_a_conversation_that_was_left_come_back(opened):
     page.fill("#tokens", "6")
     page.fill("#seed", "5")
     asked(page, "say c:")
-    ended(page, "Both have ended. Which answer is better?")
+    ended(page, "Both answers are complete. Which one is better?")
     page.get_by_role("button", name="Skip").click()
     page.get_by_role("button", name="Undo").click()
     page.keyboard.press("2")
@@ -183,7 +183,7 @@ def test_a_skip_and_a_conversation_that_was_left_come_back(opened):
     bodies = []
     page.on("request", lambda request: bodies.append(request.post_data_json) if request.url.endswith("/answer") else None)
     asked(page, "and then?")
-    ended(page, "Both have ended. Which answer is better?")
+    ended(page, "Both answers are complete. Which one is better?")
     assert bodies[-1]["messages"][0]["content"] == "say c:", "the conversation goes on"
 
 
@@ -234,7 +234,7 @@ def test_accessible_in_every_state(opened, size, scheme):
     found = []
     found += Axe().run(page).response["violations"]
     asked(page, "say a:")
-    ended(page, "Both have ended. Which answer is better?")
+    ended(page, "Both answers are complete. Which one is better?")
     found += Axe().run(page).response["violations"]
     page.locator('[data-choice="both_bad"]').click()
     expect(page.locator(".verdict")).to_be_visible()

@@ -125,7 +125,7 @@ def test_the_aspects_of_a_vote_are_held_against_the_criteria_of_their_names():
     assert of["agreement, quality"]["value"] == of["agreement, wit"]["value"] == 1.0
     assert of["agreement, quality"]["unit"] == of["agreement, all criteria"]["unit"] == "of 2 pairs"
     assert found.pairs == len(calls) == 2, "a pair is shown to the judge once, however many aspects people judged"
-    assert found.left_out == {"on another question": 2}  # tone; a text that happens to be "a" is no vote
+    assert found.left_out == {"other questions": 2}  # tone; a text that happens to be "a" is no vote
 
 
 def test_split_votes_are_left_out_and_people_are_compared_with_each_other():
@@ -134,7 +134,7 @@ def test_split_votes_are_left_out_and_people_are_compared_with_each_other():
     found = report(Played(model="j"), rows)
     assert found.left_out == {"split votes": 1} and found.pairs == 2
     assert figures(found)["people agree with each other"]["value"] == 1.0
-    with pytest.raises(UserError, match="No pair was judged"):
+    with pytest.raises(UserError, match="The judge ranked no pair"):
         report(Played(model="j"), rows[:2])
 
 
@@ -167,7 +167,7 @@ def test_the_desks_database_and_the_command(tmp_path, capsys):
     project = projects.create(db, me, ProjectSettings("taste", instructions="Which is better?"))
     intake.add_pair(db, me, project, "p", {"completion": "a+"}, {"completion": "b"})
     assert votes_of(str(tmp_path / "labels.db"), "taste") == []
-    with pytest.raises(UserError, match="is not a database"):
+    with pytest.raises(UserError, match="does not exist; give the labels"):
         votes_of(str(tmp_path / "label.db"), "taste")
     with pytest.raises(UserError, match="no project 'tast'; expected one of taste"):
         votes_of(str(tmp_path / "labels.db"), "tast")

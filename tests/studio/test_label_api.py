@@ -357,7 +357,7 @@ def test_results_and_exports(studio):
     rows = [json.loads(line) for line in reply.body.splitlines()]
     assert len(rows) == 20 and all(row["chosen"].startswith("good") and row["margin"] == 2 for row in rows)
     empty = told(studio.ask("GET", f"/api/label/results?project={project(studio, 1)}"))
-    assert "nothing to rank" in empty["ranking"]["why"] and empty["agreement"]["percent"] is None
+    assert "No answer compares" in empty["ranking"]["why"] and empty["agreement"]["percent"] is None
 
 
 def test_the_page_of_the_documentation_says_where_every_route_is(studio):

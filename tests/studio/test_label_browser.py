@@ -476,7 +476,7 @@ def test_questions_are_written_in_the_form_and_each_is_exported(opened, studio, 
         last.get_by_label("Kind").select_option(kind)
         if kind == "choice":
             last.get_by_label("Options, one per line").fill("dry\n\n warm ")
-    owner.get_by_role("button", name="Make the project").click()
+    owner.get_by_role("button", name="Create the project").click()
     expect(owner.locator("#tabs")).to_contain_text("Material")
     number = int(owner.url.partition("project=")[2].partition("&")[0])
     (made,) = [each for each in told(studio.ask("GET", "/api/label/projects")) if each["id"] == number]
@@ -528,7 +528,7 @@ def test_grades_that_the_form_does_not_offer_stay_and_weights_of_0_are_not_weigh
     owner.get_by_role("link", name="Results").click()
     expect(owner.get_by_role("group", name="Table: Question").get_by_role("rowheader")).to_have_text(["overall", "clear", "true"])
     options = owner.get_by_label("Question to export").locator("option")
-    expect(options).to_have_text(["overall", "clear", "true", "each separately, named in the column criterion"])
+    expect(options).to_have_text(["overall", "clear", "true", "all questions, each in rows of its own (column criterion)"])
 
 
 def test_a_rate_that_guessing_may_give_is_named_as_that(opened, studio):
@@ -563,14 +563,14 @@ def test_from_a_new_project_by_invite_to_the_export(opened, studio, tmp_path):
     owner.get_by_role("link", name="New project").click()
     owner.get_by_label("Name").fill("From the page")
     owner.get_by_label("Instructions").fill("Be kind.")
-    owner.get_by_role("button", name="Make the project").click()
+    owner.get_by_role("button", name="Create the project").click()
     rows = [{"prompt": f"q{i}", "completions": ["short", "much longer"], "samplers": ["one", "two"]} for i in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     owner.get_by_label("File").set_input_files(tmp_path / "rows.jsonl")
     owner.get_by_role("button", name="Import the file").click()
     expect(owner.locator(".said")).to_contain_text("rows.jsonl: 4 new tasks from 4 new prompts")
     owner.get_by_role("link", name="People").click()
-    owner.get_by_role("button", name="Make a link").click()
+    owner.get_by_role("button", name="Create a link").click()
     link = owner.locator(".once input").input_value()
     expect(owner.locator(".part")).to_contain_text("Open links")
 
@@ -668,7 +668,7 @@ def test_roles_links_and_tokens_are_taken_back(opened, studio):
     page.locator(".part").get_by_role("button", name="Undo").click()
     expect(page.locator(".part")).to_contain_text("Ann of roles is labeller again.")
     assert ann.post("/api/label/next", {"project": number}).status == 200
-    page.get_by_role("button", name="Make a link").click()
+    page.get_by_role("button", name="Create a link").click()
     page.get_by_role("button", name="Revoke").click()
     expect(page.locator(".part")).to_contain_text("No open links")
     row = page.locator("tr", has_text="Ann of roles")
@@ -677,8 +677,8 @@ def test_roles_links_and_tokens_are_taken_back(opened, studio):
     expect(row).to_contain_text("blocked")
     assert ann.get("/api/label/me").status == 401
     page.get_by_role("button", name="Account").click()
-    page.get_by_label("What it is for").fill("a script")
-    page.get_by_role("button", name="Make a token").click()
+    page.get_by_label("Purpose").fill("a script")
+    page.get_by_role("button", name="Create a token").click()
     value = page.locator(".once input").input_value()
     bearer = {"Host": studio.host, "Authorization": f"Bearer {value}"}
     assert studio.ask("GET", "/api/label/me", headers=bearer).status == 200

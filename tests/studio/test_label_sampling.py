@@ -65,7 +65,7 @@ def test_adapters_are_offered_too(tmp_path):
 
 def test_one_at_a_time_until_it_is_stopped():
     sampling = begun("import time; time.sleep(600)")
-    with pytest.raises(Conflict, match="a model is being sampled"):
+    with pytest.raises(Conflict, match="already sampling from a model"):
         sampling.begin(SampleJob(1, "another", 1), [], ROWS, None)
     until(lambda: sampling._process is not None)
     sampling.stop()

@@ -216,7 +216,7 @@ def test_alerts_name_the_step_and_its_worst_completions(studio, root):
     assert set(alerts) == {"dead_groups", "truncated"} and {a["step"] for a in alerts.values()} == {6}
     assert [row["cut"] for row in alerts["truncated"]["rollouts"]] == [True] * 3
     assert [row["reward"] for row in alerts["dead_groups"]["rollouts"]] == [0.0] * 3
-    assert alerts["dead_groups"]["said"] == "Of 3 groups at step 6, 3 are dead: 1 at the run's highest reward, 2 at its lowest."
+    assert alerts["dead_groups"]["said"] == "Of 3 groups at step 6, 3 have equal rewards: 1 the run's highest, 2 its lowest."
 
 
 def test_two_completions_go_to_the_labelling_desk_with_their_lineage(studio, ids):

@@ -49,7 +49,7 @@ def test_the_first_free_port_is_taken_and_a_port_in_use_is_said_so(capsys):
         with pytest.raises(UserError, match=f"port {port} cannot be used"):
             serve.listen(port)
         assert cli.main(["studio", "--port", str(port)]) == 2
-        assert "name another with --port" in capsys.readouterr().err
+        assert "give another --port" in capsys.readouterr().err
 
 
 def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, capsys):
@@ -70,7 +70,7 @@ def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, capsys
         (["--port", "x"], "expected a whole number"),
         (["--opne"], "no flag --opne"),
         (["--allow-host", "http://labels.example.org"], "without http://"),
-        (["--allow-host", "a b"], "is not a name"),
+        (["--allow-host", "a b"], "is not a host name"),
         (["--database", "mysql://x"], "postgresql://"),
     ],
 )

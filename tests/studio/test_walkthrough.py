@@ -97,7 +97,7 @@ def make_project(page: Page) -> None:
     page.get_by_label("Name").fill(PROJECT)
     page.get_by_label("Instructions").fill("Choose the one that says the letter more often.")
     page.get_by_label("People who answer each task").fill("2")
-    page.get_by_role("button", name="Make the project").click()
+    page.get_by_role("button", name="Create the project").click()
     expect(page.locator("#title")).to_have_text(PROJECT)
 
 
@@ -142,7 +142,7 @@ def bring_the_run_in(page: Page) -> None:
 def invite(page: Page) -> str:
     """The link for a labeller."""
     page.get_by_role("link", name="People").click()
-    page.get_by_role("button", name="Make a link").click()
+    page.get_by_role("button", name="Create a link").click()
     return page.locator(".once input").input_value()
 
 

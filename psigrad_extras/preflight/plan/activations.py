@@ -62,7 +62,7 @@ class Terms:
 
 
 def terms(config: PreTrainedConfig, dtype: str, lora: bool = False, device: str = "cpu") -> Terms:
-    """Return the terms of an architecture, counted on a twin, or estimated as for Llama if no twin can be made.
+    """Return the terms of an architecture, counted on a small twin of the model, or estimated as for Llama if it has none.
 
     A GPU runs transformers' modules, which a CPU runs only in float64. So for a GPU the twin is counted in float64, and scaled.
     """

@@ -51,7 +51,7 @@ class Lengths:
 class Work:
     """The work of a step: `rows` prompts (or offline rows) with `members` completions each, of which `trained` get a gradient.
 
-    There are `passes` over the batch of `minibatches` optimiser steps each, and `steps` in the run (0: unknown). `budget` is the
+    A step makes `passes` over its batch, each of `minibatches` optimiser steps. The run has `steps` (0: unknown). `budget` is the
     setting micro_batch_tokens, and `slots` the number of sequences that are decoded at once.
     """
 
@@ -237,7 +237,7 @@ class StepCost:
         return replace(self, training=self.training + more)
 
     def with_codes(self, work: Work, flops: float) -> StepCost:
-        """Return the cost with quantised matrices. To dequantise all of them takes the time of `flops` FLOPs.
+        """Return the cost with quantised matrices. Dequantising all matrices once takes as long as `flops` FLOPs.
 
         They are dequantised in each decoding step, and in the forward and backward pass of each micro-batch.
         """

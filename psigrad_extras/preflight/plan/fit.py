@@ -36,7 +36,7 @@ def fit(config: C) -> C:
 
     If `micro_batch_tokens` is 0 and no limit is set, the limit is the device's free memory, and `filling` chooses.
 
-    Print the choice. Raises `UserError` if nothing of this is enough for a given limit.
+    Print the choice. Raises `UserError` if a given limit cannot be met.
     """
     if not config.run.max_memory:
         if config.micro_batch_tokens:
@@ -66,8 +66,8 @@ def fit(config: C) -> C:
     least = min(plans, key=lambda plan: plan.memory.peak)
     way = next((name for name, other in least.ways if other.fits), "a smaller model")
     raise UserError(
-        f"max_memory is {config.run.max_memory} but the run needs about {show_size(least.memory.peak * (1 + FREE))} with the "
-        f"smallest micro-batches; raise it, or try {way}."
+        f"max_memory is {config.run.max_memory}, but the run needs about {show_size(least.memory.peak * (1 + FREE))} with the "
+        f"smallest micro-batches; raise max_memory, or try {way}."
     )
 
 
@@ -115,4 +115,4 @@ def _say(config: Config, plan: Plan) -> None:
         chosen += [f"{sampling.max_decode_batch} sequences decoded at once"] if sampling else []
         if any(item.name == KEPT for item in plan.memory.items):
             chosen += [f"up to {_value(config, 'keep_activations_gb'):g} GB of activations kept from sampling"]
-        redaction.say(f"For {config.run.max_memory}: {', '.join(chosen)}; the plan is {show_size(plan.memory.peak)}.")
+        redaction.say(f"For {config.run.max_memory}: {', '.join(chosen)}. The predicted peak is {show_size(plan.memory.peak)}.")

@@ -67,7 +67,7 @@ def parse_bytes(text: str) -> int:
 
 
 def named_gpu(name: str, dtype: str) -> Machine:
-    """Return a GPU of the table as a machine. Products of float32 are computed in TF32, which takes twice as long."""
+    """Return a GPU of the table as a machine. Float32 products use TF32, which takes twice as long as bfloat16."""
     if name.lower() not in GPUS:
         raise UserError(f"gpu is {name!r}; expected one of {', '.join(GPUS)}. For another GPU give --memory and --tflops.")
     memory, tflops, bandwidth = GPUS[name.lower()]
@@ -75,7 +75,7 @@ def named_gpu(name: str, dtype: str) -> Machine:
 
 
 def nominal(name: str, dtype: str) -> tuple[float, float]:
-    """Return the peaks (FLOP/s, bytes/s) of a GPU by the name that its driver reports; those of an H100 for an unknown one."""
+    """Return the peaks (FLOP/s, bytes/s) of a GPU by the name that its driver reports; for an unknown name, those of an H100."""
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
     known = named_gpu(max((gpu for gpu in GPUS if gpu.replace("-", "") in plain), key=len, default="h100"), dtype)
     return known.peak, known.bandwidth
@@ -93,12 +93,12 @@ def machine(
 ) -> Machine:
     """Return this machine, or one with the given `memory` and `tflops`.
 
-    Without `tflops`, the speed is measured, or with `roughly` in a fifth of the time and with little memory. For a GPU that this
+    Without `tflops`, the speed is measured, or with `roughly` in 20 % of the time and with little memory. For a GPU that this
     machine lacks, `memory` is required, and the speed is unknown without `tflops`.
     """
     here = device == "cpu" or torch.cuda.is_available()
     if not here and not memory:
-        raise UserError("The plan is for a GPU, but this machine has none; give its memory, for example --memory 80GB.")
+        raise UserError("The plan is for a GPU, but this machine has none; give the GPU's memory, for example --memory 80GB.")
     if memory:
         size = parse_bytes(memory)
     elif device == "cpu":
@@ -107,7 +107,7 @@ def machine(
         try:
             size = int(torch.cuda.get_device_properties(device).total_memory)
         except (RuntimeError, AssertionError) as error:  # such as cuda:7 with two devices
-            raise UserError(f"device is {device!r}, but this machine has {torch.cuda.device_count()} CUDA devices.") from error
+            raise UserError(f"device is {device!r}, but there are {torch.cuda.device_count()} CUDA devices; lower it.") from error
     if not measure:
         return Machine(device, size, *(nominal(torch.cuda.get_device_name(device), dtype) if device != "cpu" and here else ()))
     peak, bandwidth = _speed(device, dtype, threads, roughly) if here else (0.0, 0.0)
@@ -124,7 +124,7 @@ def busy(device: str) -> str:
     load = os.getloadavg()[0]
     if device != "cpu" or load < 0.5 * cores():
         return ""
-    return f"The machine is busy (load {load:.1f} on {cores()} cores), so this is longer than on an idle one."
+    return f"The machine is busy (load {load:.1f} on {cores()} cores), so the run would be faster on an idle one."
 
 
 def last_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:

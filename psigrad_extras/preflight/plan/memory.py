@@ -80,7 +80,7 @@ class ModelRole:
     def items(self) -> list[MemoryItem]:
         """Return the items of the weights and, if the model is trained, of gradients, float32 masters and AdamW's moments."""
         size = self.width * self.parameters + 4 * self.adapter - self.saved
-        note = f"{count(self.parameters)} × {self.width} bytes" + (", the layers in codes" if self.saved else "")
+        note = f"{count(self.parameters)} × {self.width} bytes" + (", with quantised layers" if self.saved else "")
         found = [MemoryItem(self.name, size, "weights", note)]
         learns, width = (self.adapter, 4) if self.adapter else (self.learns, self.width)
         if not learns:
@@ -108,7 +108,7 @@ def count(parameters: float) -> str:
 def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int, device: str = "cpu") -> float:
     """Return the bytes of the KV cache at full length, over all slots.
 
-    The fused decoder stores a prompt once for its group. So do recorded steps on a GPU, with room for twice as many prompts.
+    The fused decoder stores a prompt once for its group. So does decoding with CUDA graphs, with room for twice as many prompts.
     """
     length = work.lengths
     prompts = math.ceil(work.slots / work.members) if kept.fused else work.slots
@@ -125,8 +125,8 @@ def engine_item(work: Work, policy: Shape, width: int, taken: float, sleeps: boo
     """Return (vLLM's item of `taken` bytes, the bytes that it lacks for the weights and the cache of one longest sequence)."""
     weights, own = width * policy.parameters / work.tensor, token_bytes(policy, width) / work.tensor
     least = weights + own * (work.lengths.longest_prompt + work.lengths.longest_completion)
-    note = f"weights, and pages for {count(max(0.0, taken - weights) / own)} tokens"
-    note += f"; it needs {least / 1e9:.3g} GB" if least > taken else ""
+    note = f"weights, and cache for {count(max(0.0, taken - weights) / own)} tokens"
+    note += f"; at least {least / 1e9:.3g} GB are needed" if least > taken else ""
     return MemoryItem(ENGINE, taken, "sample" if sleeps else "held", note), max(0.0, least - taken)
 
 
@@ -192,13 +192,13 @@ def passing(
         _head(work, policy, width, learns_head, device),
     ]
     if kept.fused not in (0, width):
-        found.append(MemoryItem("weights cast", kept.fused * policy.matrices, "held", "to the type that products are made in"))
+        found.append(MemoryItem("weights cast", kept.fused * policy.matrices, "held", "in the type of the matrix products"))
     if held is not None:
         found.append(held)
     if critic is not None:
         # The critic learns after the policy, whose activations are freed by then.
         more = sum(forward_and_back(work, *critic, recompute)) - activations - backward - REFILLED * there
-        found += [MemoryItem("critic's activations", more, "train", "beyond the policy's, which are freed by then")] * (more > 0)
+        found += [MemoryItem("critic's activations", more, "train", "what exceeds the policy's freed activations")] * (more > 0)
     if work.samples and not work.engine:
         slots = f"{work.slots} sequences"
         phase: Phase = "held" if device == "cuda" else "sample"  # recorded steps keep their cache while the run trains
@@ -207,7 +207,7 @@ def passing(
             layer = kept.fused * policy.matrices // policy.layers
             whole = min(policy.layers, LIMIT // layer)
             head = kept.fused * policy.head
-            says = f"those of {whole} layers and the head, as decoding reads them"
+            says = f"{whole} layers and the head, packed for decoding"
             found.append(MemoryItem("packed weights", whole * layer + head * (head <= HEAD_LIMIT), "sample", says))
         # Log-probs, and in float64 the probabilities and their cumulative sum.
         found.append(
@@ -225,7 +225,7 @@ def _kept_item(size: float, limit: float) -> MemoryItem:
     """Return the item of the activations that are kept from sampling until the update. Those beyond the limit are dropped."""
     if size <= limit:
         return MemoryItem(KEPT, size, "held", "so that training needs no forward pass")
-    return MemoryItem(KEPT, limit, "sample", f"freed beyond {limit / 1e9:g}e9 bytes")
+    return MemoryItem(KEPT, limit, "sample", f"dropped above {limit / 1e9:g} GB")
 
 
 def _backward(policy: Shape, tokens: int) -> float:
@@ -270,7 +270,7 @@ def _head(work: Work, policy: Shape, width: int, learns_head: bool, device: str)
 
 def load_items(parts: list[ModelRole]) -> list[MemoryItem]:
     """Return the item of the memory-mapped file from which weights are read. Its pages count as long as it is mapped."""
-    return [MemoryItem("weights file", max(p.parameters * p.width for p in parts), "load", "mapped while it is read")]
+    return [MemoryItem("weights file", max(p.parameters * p.width for p in parts), "load", "memory-mapped while read")]
 
 
 @dataclass(frozen=True)
@@ -354,13 +354,13 @@ def sharded_items(parts: list[ModelRole], policy: Shape, ranks: int, samples: bo
             yield item if whole else replace(item, bytes=item.bytes / ranks, note=f"{item.note}, a shard of {ranks}")
     width, layer = parts[0].width, policy.matrices / policy.layers
     ends = policy.head + (0 if policy.tied else policy.vocabulary * policy.hidden)
-    yield MemoryItem("whole weights", width * (ends + 2 * layer), "train", "embedding, head, the layer at work and the next")
+    yield MemoryItem("whole weights", width * (ends + 2 * layer), "train", "unsharded embedding, head and two layers")
     learns = parts[0].learns > 0
-    yield MemoryItem("whole gradients", learns * (width + 4) * (ends + layer), "train", "of the same, before they are summed")
+    yield MemoryItem("whole gradients", learns * (width + 4) * (ends + layer), "train", "unsharded embedding, head and layer")
     if once:
-        yield MemoryItem("gradients of a step", 4 * (parts[0].adapter or parts[0].learns), "train", "whole, on each process")
+        yield MemoryItem("gradients of a step", 4 * (parts[0].adapter or parts[0].learns), "train", "unsharded, on each process")
     if samples:
-        yield MemoryItem(COPY, width * policy.parameters, "weights", "whole, on each process")
+        yield MemoryItem(COPY, width * policy.parameters, "weights", "unsharded, on each process")
 
 
 def by_weights(parameters: float, *, critic: bool, width: int = 2) -> dict[str, float]:

@@ -19,10 +19,10 @@ from psigrad_extras.preflight.plan.memory import BASELINE, MemoryItem, ModelRole
 from psigrad_extras.preflight.plan.predict import MARGIN, Plan, predict
 
 ASSUMED = (
-    "identical devices that are never idle within their share; matrix products at the shares of the peak that `psigrad plan` "
-    "assumes; gradients and shards travel at the network's speed, and computation hides half of that time; new weights reach "
-    "all samplers in the measured time of one copy through the host's memory, or at the network's speed if that is slower; vLLM "
-    "on its own devices uses 0.8 of their memory, unless sampling.vllm_memory is set"
+    "all devices are identical and never idle; matrix products run at the shares of the peak that `psigrad plan` "
+    "assumes; gradients and shards travel at the network's speed, and computation hides half of that time; samplers get "
+    "new weights in the measured time of one copy through the host's memory, or at the network's speed if that is slower; vLLM "
+    "on its own devices uses 0.8 of their memory unless sampling.vllm_memory is set"
 )
 # The share of the messages of sharded training that computation hides, since FSDP2 gathers the next layer while one computes.
 HIDDEN = 0.5

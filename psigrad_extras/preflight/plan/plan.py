@@ -37,7 +37,7 @@ def run(config: Config, asked: PlanConfig) -> str:
     device = device_of(config.run)
     if asked.gpu:
         if device == "cpu":
-            raise UserError(f"gpu is {asked.gpu}, but the run is on the CPU; add --device cuda to use a GPU's defaults.")
+            raise UserError(f"gpu is {asked.gpu}, but the run is on the CPU; add --device cuda.")
         found = named_gpu(asked.gpu, config.model.dtype)
     else:
         found = machine(device, config.model.dtype, config.run.threads, asked.memory, asked.tflops)
@@ -77,7 +77,7 @@ def refuse_copies(plan: Plan) -> None:
     least = sum(item.bytes for item in plan.memory.items if item.phase == "weights")
     if copy and least > plan.machine.memory:
         raise UserError(
-            f"Each process samples with a whole copy of the model: {show_size(copy)} beside its shard, but a device has "
+            f"For sampling, each process needs a copy of the model ({show_size(copy)}) besides its shard. A device has only "
             f"{show_size(plan.machine.memory)}. Use sampling.sampler=vllm with sampling.tensor_parallel_size."
         )
 
@@ -119,7 +119,7 @@ def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
     default = type(config)().run
     unsaid = (config.run.max_steps, config.run.num_train_epochs) == (default.max_steps, default.num_train_epochs)
     long = unsaid and made.seconds * work.steps > HOUR
-    if ask is not None and long and not ask("Start? --max-steps makes it shorter. [y/N] ").strip().lower().startswith("y"):
+    if ask is not None and long and not ask("Start? --max-steps shortens the run. [y/N] ").strip().lower().startswith("y"):
         raise UserError("The run was not started; give --max-steps or --num-train-epochs to confirm its length.")
 
 
@@ -133,8 +133,8 @@ def _sentence(plan: Plan) -> str:
     way = next((name for name, other in plan.ways if other.fits), "")
     if way == ALL:
         way = "all of " + ", ".join(name for name, _ in plan.ways if name != ALL)
-    advice = f"try {way}" if way else "`psigrad plan` shows what takes it"
-    return f"The run may need {show_size(plan.memory.peak)} of memory and there are {show_size(plan.machine.memory)}; {advice}."
+    advice = f"try {way}" if way else "`psigrad plan` lists what needs memory"
+    return f"The run may need {show_size(plan.memory.peak)} of memory, but only {show_size(plan.machine.memory)} exist; {advice}."
 
 
 _PHASES = {"weights": "", "held": "", "sample": "while sampling", "train": "while training", "load": "while loading"}
@@ -204,15 +204,15 @@ def _arithmetic(plan: Plan, source: str) -> list[str]:
         f"lengths    prompts of {length.prompt} tokens (longest {length.longest_prompt}), {what} of {length.completion} "
         f"(longest {length.longest_completion}){'; ' + source if source else ''}",
         f"step       {work.rows} prompts × {work.members} {what} = {work.rows * work.members}, {work.completion_tokens:,} "
-        f"tokens; {work.tokens:,} computed in a pass (a prompt once for its {what})",
+        f"tokens; a pass computes {work.tokens:,} (a prompt once for its {what})",
         f"update     {work.passes} × {work.minibatches} optimiser steps, each {plan.share.micro_batches} micro-batches of at "
         f"most {plan.share.micro_tokens:,} tokens; {show_size(plan.memory_per_token)} per token",
     ]
     if plan.share != work:
         placement = plan.config.placement
         lines.append(
-            f"placement  {placement.processes} processes by {placement.strategy}; the figures are those of one, which trains on "
-            f"{plan.share.rows} prompts" + ("" if plan.share.samples or not work.samples else "; others sample")
+            f"placement  {placement.processes} processes with {placement.strategy}; the figures are for one, which trains on "
+            f"{plan.share.rows} prompts" + ("" if plan.share.samples or not work.samples else "; other processes sample")
         )
     if work.steps:
         share = f" = {work.epochs:.2g} epochs of {work.dataset:,} rows" if work.dataset else ""
@@ -221,7 +221,7 @@ def _arithmetic(plan: Plan, source: str) -> list[str]:
         even = [float(i % 2) for i in range(prompts or DEFAULT_PROMPTS)]
         asked = f"{len(even)} held-out prompts" if prompts else f"at most {len(even)} held-out prompts"
         lines.append(
-            f"verdict    {asked} reveal a gain of {detectable_gain(even):.2g}, from 0.5, of a 0-or-1 reward in 4 of 5 runs"
+            f"verdict    {asked} detect a rise from 0.5 by {detectable_gain(even):.2g} of a 0-or-1 reward in 4 of 5 runs"
         )
     return lines
 
@@ -260,7 +260,7 @@ def samplers(plan: Plan) -> dict[str, float]:
 def _ways(plan: Plan) -> list[str]:
     ways = plan.ways
     if not ways:
-        return ["  psigrad has no setting for that; use a smaller model or more memory"]
+        return ["  no setting of psigrad saves memory here; use a smaller model or more memory"]
     wide = max(len(name) for name, _ in ways)
     return [f"  {name:<{wide}}  {show_size(other.memory.peak):>8}{'  fits' if other.fits else ''}" for name, other in ways]
 
@@ -288,7 +288,7 @@ def divisions(found: Sequence[Split], source: str, fewest: int) -> str:
     lines = ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, wide, strict=True)).rstrip() for row in rows]
     return "\n".join(
         [
-            f"{devices} devices of {show_size(whole.machine.memory)}; memory of one process each, seconds of a step",
+            f"{devices} devices of {show_size(whole.machine.memory)}; memory per process, seconds per step",
             "",
             *lines,
             "",
@@ -302,8 +302,8 @@ def divisions(found: Sequence[Split], source: str, fewest: int) -> str:
 
 def _advice(found: Sequence[Split], fewest: int) -> str:
     """Return advice as text: the settings to use or, if nothing fits, what the division that comes closest lacks."""
-    training = f"Sharded, it fits on {fewest} training device{'s' * (fewest > 1)}."
-    training = training if fewest else "No number of devices up to 1,024 is enough."
+    training = f"Sharded, the trainer fits on {fewest} device{'s' * (fewest > 1)}."
+    training = training if fewest else "The trainer does not fit even on 1,024 devices."
     best = found[0]
     if best.fits:
         chosen = f"placement.processes={best.trainers} placement.strategy={best.strategy}"
@@ -320,7 +320,7 @@ def _advice(found: Sequence[Split], fewest: int) -> str:
         where, ways = "a trainer", ", ".join(name for name, _ in near.plan.ways[:3])
     else:
         where, ways = "a sampler", "sampling.max_decode_batch"
-    return f"Nothing fits: {where} needs more than a device has. Settings that need less: {ways}. {training}"
+    return f"No division fits, because {where} needs more memory than a device has. To save memory, try {ways}. {training}"
 
 
 def placements(found: Sequence[Split]) -> list[dict[str, Any]]:

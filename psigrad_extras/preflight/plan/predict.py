@@ -256,8 +256,8 @@ def _with_codes(items: list[MemoryItem], policy: Shape, width: int, coded: int) 
     head = width * policy.head * any(item.name == "packed weights" for item in items)
     return [
         *(item for item in items if item.name not in ("weights file", "packed weights")),
-        *([MemoryItem("packed head", head, "sample", "as decoding reads it")] if 0 < head <= HEAD_LIMIT else []),
-        MemoryItem("embedding", whole, "load", "in float32, while ways to compute are compared"),
+        *([MemoryItem("packed head", head, "sample", "packed for decoding")] if 0 < head <= HEAD_LIMIT else []),
+        MemoryItem("embedding", whole, "load", "in float32, while kernels are compared"),
         MemoryItem("unpacked layer", width * coded / policy.layers, "train", "one at a time"),
     ]
 

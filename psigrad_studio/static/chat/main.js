@@ -50,7 +50,7 @@ async function look() {
     const mixed = found.some((each) => each.template !== found[0].template);
     $("system-field").hidden = !abilities.system;
     $("manner").textContent = mixed
-      ? "One of these models has a chat template and the other has none: they get different text, so a choice is not stored."
+      ? "Only one of these models has a chat template, so they read different texts and your choice will not be stored."
       : abilities.template ? "" : "No chat template: the model continues your text and does not see earlier messages.";
   } catch (error) {
     notice(error.message);
@@ -97,7 +97,7 @@ async function send() {
 function happened(exchange, event) {
   const moves = {
     begun: () => { writing.id = event.writing; exchange.duel = event.duel; },
-    waiting: () => say(event.ahead === 1 ? "Waiting: one answer comes first." : `Waiting: ${event.ahead} answers come first.`),
+    waiting: () => say(event.ahead === 1 ? "Waiting for 1 other answer." : `Waiting for ${event.ahead} other answers.`),
     loading: () => say(comparing() ? "Loading the models …" : "Loading the model …"),
     writing: () => say("Writing …"),
     text: () => exchange.add(event.side, event.text),
@@ -114,7 +114,7 @@ function finish(exchange, content) {
   } else if (exchange.duel) {
     open = exchange;
     exchange.ask(choose, skip);
-    say("Both have ended. Which answer is better?");
+    say("Both answers are complete. Which one is better?");
   } else {
     keep(exchange, 0);
     say("The answer has ended.");
@@ -160,7 +160,7 @@ async function choose(choice) {
 async function takeBack(exchange) {
   try {
     await post("/api/chat/undo", { duel: exchange.duel });
-    exchange.leave("Undone: not stored.");
+    exchange.leave("Choice undone. It is not stored.");
     say("Undone.");
     $("message").focus();
   } catch (error) {
@@ -246,7 +246,7 @@ $("written").addEventListener("change", () => {
 for (const id of ["first", "second", "compare"]) $(id).addEventListener("change", () => { draw(); look(); });
 for (const id of ["temperature", "topP"]) $(id).addEventListener("input", draw);
 
-if (models.length === 0) $("nothing").textContent = "There is no model in the runs folder yet. Train one with psigrad demo, or name one with psigrad studio --checkpoint.";
+if (models.length === 0) $("nothing").textContent = "There is no model in the runs folder yet. Train one with psigrad demo, or start the studio with --checkpoint FOLDER.";
 draw();
 look();
 document.documentElement.dataset.ready = "true";

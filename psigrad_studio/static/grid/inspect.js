@@ -12,7 +12,7 @@ export function inspection(place, piece, carried, family, algorithm, answer) {
   if (carried) nodes.push(el("p", { class: "hint" }, "Picked up. Choose a free cell to put it down, or press Escape."));
   if (answer === null) return nodes;
   if (answer.terminal) {
-    const why = piece.kind === "wall" ? "A wall cannot be entered, so it has no value." : "Entering this cell gives its worth as the reward and ends the episode, so the cell's own value is 0.";
+    const why = piece.kind === "wall" ? "A wall cannot be entered, so it has no value." : "Entering this cell gives its reward and ends the episode, so the cell's own value is 0.";
     return [...nodes, el("p", { class: "soft" }, why)];
   }
   if (family !== "planning") nodes.push(...sampled(answer, algorithm));

@@ -70,7 +70,7 @@ function understand(state, name, value, algorithms) {
     state.map = String(World.parse(value));
   } else if (name === "run") {
     const known = value.split(",").filter((algorithm) => algorithms.has(algorithm)).slice(0, MOST_PANELS);
-    if (known.length === 0) throw new Error(`The address has no known algorithm: ${value.slice(0, 60)}.`);
+    if (known.length === 0) throw new Error(`The address has no known algorithm in run=${value.slice(0, 60)}.`);
     state.run = known;
   } else if (name === "policy") {
     if (value !== "random" && value !== "best") throw new Error(`The address has policy=${value.slice(0, 20)}; expected random or best.`);

@@ -127,7 +127,7 @@ function* pieces(line) {
   const sign = /([0-9]{1,2})|([GTWS])|\((-?[0-9]{1,4}(?:\.[0-9]{1,4})?)\)/y;
   while (sign.lastIndex < line.length) {
     const at = sign.lastIndex, found = sign.exec(line);
-    if (found === null) throw new Error(`The map has ${JSON.stringify(line.slice(at, at + 8))}; expected numbers, G, T, W, S or (worth).`);
+    if (found === null) throw new Error(`The map has ${JSON.stringify(line.slice(at, at + 8))}; expected numbers, G, T, W, S or (reward).`);
     const worth = found[2] === "G" ? 1 : found[2] === "T" ? -1 : Number(found[3]);
     yield [found[0], worth];
   }

@@ -19,12 +19,12 @@ export function account(me, projects) {
   );
   const days = el("input", { type: "number", min: 1, max: 365, step: 1, placeholder: "no limit" });
   const token = form(
-    "Make a token",
+    "Create a token",
     [
       el("h2", {}, "API tokens"),
-      el("p", { class: "soft" }, "For programs, which send the header Authorization: Bearer TOKEN. A token has the rights of its role."),
+      el("p", { class: "soft" }, "For programs. They send the header Authorization: Bearer TOKEN and have the rights of the token's role."),
       list,
-      field("What it is for", name),
+      field("Purpose", name),
       field("Role", role),
       field("Project", project),
       field("Valid for days", days),

@@ -22,7 +22,7 @@ const byDoubt = (project, said) => form(
   "Ask these first",
   [
     el("h2", {}, "Most uncertain first"),
-    el("p", { class: "soft" }, "Pairs with nearly equal rewards teach a reward model most. One pair in ten keeps a random place. After the next training score the rows again (psigrad score), import them, and press the button again."),
+    el("p", { class: "soft" }, "Pairs with nearly equal rewards teach a reward model most, so they come first. One pair in ten stays at a random place. After the next training, score the rows again (psigrad score), import them, and press this button again."),
   ],
   async () => {
     const { pairs } = await post("/api/label/order", { project: project.id });
@@ -58,7 +58,7 @@ function making(project) {
     ranked: Number(ranked.value),
     gold: gold.checked,
   });
-  return { lines, sent, gold: el("label", { class: "row" }, gold, "Attention checks: chosen is known to be better than rejected. Checks are mixed in and never exported; Results shows each person's rate") };
+  return { lines, sent, gold: el("label", { class: "row" }, gold, "Use as attention checks, because chosen is known to be better than rejected. They are mixed in and never exported; Results shows each person's share of right answers") };
 }
 
 const many = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
@@ -79,7 +79,7 @@ function told(said, project, added, name) {
   const undo = el("button", { type: "button", onclick: async () => {
     try {
       const { tasks, begun } = await post("/api/label/withdraw", { project: project.id, since: added.since, until: added.until });
-      said.textContent = `${many(tasks, "task")} removed${begun ? `; ${begun} that somebody has started remain` : ""}.`;
+      said.textContent = `${many(tasks, "task")} removed${begun ? `; ${begun} remain because somebody has started them` : ""}.`;
     } catch (error) {
       notice(error.message);
     }
@@ -95,9 +95,9 @@ function fromFile(project, said) {
     "Import the file",
     [
       el("h2", {}, "A file"),
-      el("p", { class: "soft" }, "JSONL: each line has prompt and completion, completions, or chosen and rejected; strings or messages."),
+      el("p", { class: "soft" }, "JSONL. Each line has prompt, and completion, completions, or chosen and rejected, as strings or lists of messages."),
       field("File", file),
-      field("Sampler", sampler, "For rows without a column sampler or samplers. Labellers never see it."),
+      field("Sampler", sampler, "The origin of rows without a column sampler or samplers. Labellers never see it."),
       ...made.lines,
       project.kind === "pair" ? made.gold : null,
     ],
@@ -186,7 +186,7 @@ async function fromModel(project, said) {
       el("h2", {}, "A model"),
       field("Model", model),
       field("Prompts", prompts, "One per line, or JSONL with prompt."),
-      el("label", { class: "row" }, chat, "Lines are user messages"),
+      el("label", { class: "row" }, chat, "Each line is a user message"),
       el("div", { class: "pairs" }, field("Completions of each", each), field("Temperature", temperature), field("Maximum tokens", tokens)),
       ...made.lines.slice(0, 1),
     ],

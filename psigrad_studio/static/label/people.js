@@ -65,10 +65,10 @@ export async function people(root, project, me) {
     },
   });
   const invite = form(
-    "Make a link",
+    "Create a link",
     [
       el("h2", {}, "Invite"),
-      el("p", { class: "soft" }, "A link lets one person in, once. They choose a name and a password there."),
+      el("p", { class: "soft" }, "One person can open a link once, to choose a name and a password."),
       field("Role", role),
       field("Valid for days", days),
       me.admin ? el("label", { class: "row" }, studio, "Administrator of all projects") : null,

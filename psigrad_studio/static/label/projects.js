@@ -81,7 +81,7 @@ export function projectForm(project, done) {
     { class: "lines inner" },
     el("label", { class: "row" }, bad, "“Both bad” may be chosen"),
     field("How much better", strengths),
-    field("Attention checks, of a hundred tasks", checks, "Pairs that you import with a known answer. Everybody gets them at random places."),
+    field("Attention checks per 100 tasks", checks, "Checks are imported pairs with a known answer. Everybody gets them at random places."),
   );
   const tied = el("label", { class: "row" }, ties, "Ties may be chosen");
 
@@ -116,7 +116,7 @@ export function projectForm(project, done) {
 
   adapt();
   const made = form(
-    project ? "Save" : "Make the project",
+    project ? "Save" : "Create the project",
     [
       field("Name", name),
       el("label", { class: "line" }, el("span", {}, "Question"), kind, said),
@@ -127,8 +127,8 @@ export function projectForm(project, done) {
       el(
         "div",
         { class: "pairs" },
-        field("People who answer each task", overlap, project ? "It can be raised, not lowered." : null),
-        field("Minutes that a task is reserved", lease, "For the person who sees it. After that somebody else may get it."),
+        field("People who answer each task", overlap, project ? "You can raise this number later, but not lower it." : null),
+        field("Minutes that a task is reserved", lease, "Until then only the person who sees the task can answer it."),
       ),
     ],
     send,

@@ -99,7 +99,7 @@ export function sheet(project, task, give) {
       else answers[row.name] = said(row, [...(answers[row.name]?.value ?? []), row.picked.value]);
     }
     for (const [name, { value }] of Object.entries(answers)) {
-      if (Array.isArray(value) && value.length < task.completions.length) return notice(`“${name}” is answered for one of the two; answer it for both or for neither.`, 6);
+      if (Array.isArray(value) && value.length < task.completions.length) return notice(`“${name}” is answered for only one completion; answer it for both or for neither.`, 6);
     }
     give({ ...main, answers });
   }

@@ -6,12 +6,12 @@ import { table } from "./people.js";
 
 const share = (x) => (x === null || x === undefined ? "–" : `${Math.round(x * 100)} %`);
 const figure = (x) => (x === null || x === undefined ? "–" : x.toFixed(2).replace("-", "−"));
-const BY = { sampler: "what made them", run: "run", step: "run and step", completion: "single completion" };
+const BY = { sampler: "sampler", run: "run", step: "run and step", completion: "single completion" };
 const WHY = {
   tie: "ties",
   both_bad: "both bad",
   split: "no majority",
-  middle: "in the middle",
+  middle: "middle ratings",
   alone: "nothing to compare",
   skipped: "skipped",
   unanswered: "unanswered",
@@ -81,7 +81,7 @@ function each(found, on) {
     const cells = [share(percent), figure(best.value), interval, String(shared)];
     return el("tr", {}, el("th", { scope: "row" }, name || "overall"), ...cells.map((cell) => el("td", { class: "n" }, cell)));
   });
-  return card("Question by question", table(["Question", " Equal answers", " Alpha", " 95 %", " Shared"], rows), el("label", { class: "row" }, "Below: ", on));
+  return card("By question", table(["Question", " Equal answers", " Alpha", " 95 %", " Shared"], rows), el("label", { class: "row" }, "Below: ", on));
 }
 
 function agreement({ units, shared, percent, alpha, fleiss, cohen, gold }) {
@@ -94,7 +94,7 @@ function agreement({ units, shared, percent, alpha, fleiss, cohen, gold }) {
       best.value === null ? `of ${best.units} units` : `${figure(best.low)} to ${figure(best.high)}, ${best.units} units`,
     ),
     fleiss === null ? null : tile(figure(fleiss), "Fleiss' kappa"),
-    gold[""] ? tile(share(gold[""].value), "of known answers", `${gold[""].n} given`) : null,
+    gold[""] ? tile(share(gold[""].value), "known answers right", `${gold[""].n} given`) : null,
   ];
   const pairs = cohen.filter((pair) => pair.units > 0);
   const rows = pairs.map((pair) =>
@@ -110,7 +110,7 @@ function agreement({ units, shared, percent, alpha, fleiss, cohen, gold }) {
     "Agreement",
     shared ? null : el("p", { class: "soft" }, `${units} units are answered, none of them by two people yet.`),
     el("div", { class: "tiles" }, ...tiles),
-    pairs.length ? el("details", {}, el("summary", {}, "Cohen's kappa of each two"), table(["People", " Kappa", " Units"], rows)) : null,
+    pairs.length ? el("details", {}, el("summary", {}, "Cohen's kappa of each pair of people"), table(["People", " Kappa", " Units"], rows)) : null,
   );
 }
 
@@ -123,7 +123,7 @@ function position(position) {
     el(
       "p",
       {},
-      el("strong", { class: odd ? "failure" : "" }, odd ? "Possible: " : "No sign: "),
+      el("strong", { class: odd ? "failure" : "" }, odd ? "Possible: " : "No sign of it: "),
       `the left side was chosen in ${share(all.value)} of ${all.n} decisions (95 %: ${share(all.low)} to ${share(all.high)}).`,
     ),
     el(
@@ -203,11 +203,11 @@ function exports_(project) {
   const votes = el(
     "select",
     { "aria-label": "Which answers count", onchange: () => draw() },
-    el("option", { value: "majority" }, "the majority"),
+    el("option", { value: "majority" }, "the majority of each task"),
     el("option", { value: "each" }, "every answer"),
   );
   const trains = aspects(project, true);
-  if (trains.length > 1) trains.push(["each", "each separately, named in the column criterion"]);
+  if (trains.length > 1) trains.push(["each", "all questions, each in rows of its own (column criterion)"]);
   const on = picker("Question to export", trains, () => draw());
   const has = (project.kind.startsWith("rating") && project.overall) || project.strengths > 0 || project.questions.some(({ kind }) => kind === "scale");
   const margin = el("input", { type: "checkbox", onchange: () => draw() });
@@ -239,7 +239,7 @@ function exports_(project) {
     }
     links.replaceChildren(
       ...(trains.length ? [link("preference", "Preferences", found ? out(found.preference) : ""), link("unpaired", "Unpaired", found ? out(found.unpaired) : "")] : []),
-      link("votes", "All votes", "everything, also undone answers: who, when, which side"),
+      link("votes", "All votes", "all answers, also undone ones, with person, time and side"),
     );
   }
 
@@ -249,7 +249,7 @@ function exports_(project) {
     el(
       "p",
       { class: "soft" },
-      "JSONL in TRL's forms, which psigrad dpo, psigrad reward and KTO read; every row names its votes, runs and rollouts.",
+      "JSONL for psigrad dpo, psigrad reward and KTO (TRL's columns). Each row names its votes, runs and rollouts.",
     ),
     el("div", { class: "row" }, ...(trains.length > 1 ? [on] : []), votes, has ? el("label", { class: "row" }, margin, "with margins") : null),
     links,

@@ -25,14 +25,14 @@ export function questions(old, kind) {
     const move = (by) => { const other = by < 0 ? item.previousElementSibling : item.nextElementSibling; if (other) (by < 0 ? other.before(item) : other.after(item)); };
     const tool = (sign, label, act) => el("button", { type: "button", class: "icon quiet", "aria-label": label, title: label, onclick: act }, sign);
     const item = el("li", { class: "lines inner" },
-      el("div", { class: "row between" }, el("span", { class: "soft" }, there ? "Already asked: its text and weight may change" : "A new question"),
+      el("div", { class: "row between" }, el("span", { class: "soft" }, there ? "Already asked. Only its text and weight can change" : "A new question"),
         el("span", { class: "row tight" }, tool("↑", "Move up", () => move(-1)), tool("↓", "Move down", () => move(1)),
           there ? null : tool("×", "Remove", () => { const next = item.nextElementSibling ?? item.previousElementSibling; item.remove(); (next?.querySelector("input") ?? add).focus(); }))),
-      el("div", { class: "pairs" }, field("Name", name, "In exports."), field("Kind", type)),
+      el("div", { class: "pairs" }, field("Name", name, "Used in exports."), field("Kind", type)),
       field("Text for labellers", ask, "Empty: the name is shown."),
       field("Options, one per line", options),
-      el("div", { class: "pairs" }, field("Highest value", top), field("Weight", weight, "In the weighted export.")),
-      el("div", { class: "row" }, el("label", { class: "row" }, required, "Must be answered"), el("label", { class: "row" }, why, "Ask why")),
+      el("div", { class: "pairs" }, field("Highest value", top), field("Weight", weight, "Used in the weighted export.")),
+      el("div", { class: "row" }, el("label", { class: "row" }, required, "Must be answered"), el("label", { class: "row" }, why, "Ask for a reason")),
     );
     item.adapt = () => {
       type.options[0].disabled = !kind().endsWith("pair");

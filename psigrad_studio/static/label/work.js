@@ -289,8 +289,8 @@ function keys(project) {
       ...(project.both_bad ? [[["X"], "both bad"]] : []),
       ...(project.strengths
         ? [
-            [["1", "…", String(project.strengths)], "how much better, after A or B"],
-            [["Enter"], "skip how much"],
+            [["1", "…", String(project.strengths)], "strength, after A or B"],
+            [["Enter"], "skip the strength"],
           ]
         : []),
     ],
@@ -333,7 +333,7 @@ function keys(project) {
     { class: "keys card", "aria-labelledby": "keys-title" },
     el("h2", { id: "keys-title" }, "Keys"),
     el("dl", {}, ...all.map(([caps, what]) => el("div", {}, el("dt", {}, ...caps.map((cap) => el("kbd", {}, cap))), el("dd", {}, what)))),
-    el("label", { class: "row" }, box, "Letters and digits act at once"),
+    el("label", { class: "row" }, box, "Letters and digits act immediately"),
     el("button", { type: "button", onclick: () => dialog.close() }, "Close"),
   );
   return dialog;

@@ -3,7 +3,7 @@ import { post } from "../api.js";
 import { el } from "../dom.js";
 import { whole } from "./format.js";
 
-const SILENT = "The process ended without a message: it may have been killed, or the machine may have stopped.";
+const SILENT = "The process ended without a message. It may have been killed, or the machine may have stopped.";
 
 export class Alerts {
   /** `about(run)` shows all that is known of a run. */

@@ -114,7 +114,7 @@ export class Rollouts {
     }
     this.generation = answer.generation;
     this.rows = [...this.rows.slice(0, first), ...answer.rows];
-    const part = answer.whole ? "" : " so far; the search took too long, so narrow it down";
+    const part = answer.whole ? "" : " so far. The search took too long and stopped; narrow it down";
     const range = answer.rewards ? ` Rewards lie between ${figure(answer.rewards[0])} and ${figure(answer.rewards[1])}.` : "";
     const what = answer.rows.length > 0 && answer.rows.every((row) => row.kind === "episode") ? "episodes" : "completions";
     const count = `${whole(answer.found)} of ${whole(answer.total)} ${what}`;

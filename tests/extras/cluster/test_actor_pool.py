@@ -230,7 +230,7 @@ def test_a_job_that_ends_every_worker_ends_the_run(ray):
         ray.dead.add(worker.number)
         return Ref(worker.number, None)
 
-    with pytest.raises(UserError, match=r"^6 workers were lost while they did the same job; the last: Lost"):
+    with pytest.raises(UserError, match=r"^6 workers were lost .* during the same job. The reason of the last loss is Lost"):
         list(pool.run([deadly]))
     assert told.count("worker_lost") == pool.entries["lost"] == 6 and pool.entries["again"] == 5
 
@@ -303,7 +303,7 @@ def test_a_worker_that_its_machines_memory_ended_is_told_as_that(ray, monkeypatc
     monkeypatch.setattr(Ray, "get", lambda self, ref: (_ for _ in ()).throw(Lost(LOW)))
     told = []
     pool = make(log=lambda kind, text, **fields: told.append((kind, text, fields)))
-    why = "Lost: Ray ended it because its machine ran low on memory (7.46 of 23.54 GB in use); give each of them more CPUs in"
+    why = "Lost: Ray ended the process because its machine ran low on memory (7.46 of 23.54 GB in use); in placement, give each"
     with pytest.raises(UserError, match=re.escape(f"6 workers in a row could not start on the cluster: {why}")):
         run(pool, [None])
     assert told and all(kind == "worker_lost" and why in text for kind, text, _ in told)
@@ -315,7 +315,7 @@ def test_a_cluster_that_cannot_ask_the_driver_is_told_as_that():
     """Where the driver wants Ray's token and the cluster has none; what Ray 2.60 says of it."""
     said = "The actor is dead because all references to the actor were removed including lineage ref count. The actor never ran"
     reason, found = actor_pool._cause_of(Lost(f"{said} - it was cancelled before it started running."))
-    assert "RAY_AUTH_MODE=disabled here too" in reason and found.startswith(said)
+    assert "RAY_AUTH_MODE=disabled for this process too" in reason and found.startswith(said)
     assert "RAY_AUTH_MODE" not in actor_pool._cause_of(Lost(said.replace("never ran", "ran")))[0]
 
 

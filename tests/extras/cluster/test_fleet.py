@@ -262,7 +262,7 @@ def test_workers_that_are_ended_because_memory_is_short_are_told_as_that(job, tm
     monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "100")
     said = finish(start(job, tmp_path / "run", samplers=1), status=1)
     assert re.search(
-        r"6 samplers in a row .*: OutOfMemoryError: Ray ended it because .* ran low on memory \([\d.]+ of [\d.]+ GB", said
+        r"6 samplers in a row .*: OutOfMemoryError: Ray ended the process .* ran low on memory \([\d.]+ of [\d.]+ GB", said
     )
 
 
@@ -300,4 +300,4 @@ def test_mistakes_are_one_sentence(job, tmp_path):
     said = finish(start(job, tmp_path / "two", sampler_gpus=1.0, timeout_minutes=0.1), status=1)
     assert "each needs 1 CPU and 1 GPU" in said and "request less in placement" in said
     said = finish(start(job, tmp_path / "three", cluster="", environment_actors=1, kind="episodes"), status=1)
-    assert "environment actors on a Ray cluster, but no cluster was named" in said
+    assert "environment actors on a Ray cluster, but there is no --cluster" in said

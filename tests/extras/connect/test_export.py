@@ -162,7 +162,7 @@ def test_a_runs_adapter_its_merged_model_and_its_card(adapted, tmp_path, monkeyp
     assert all(torch.allclose(again[name], merged[name], atol=1e-6) for name in merged)
     assert cli.main(["export", str(adapted), "--to", "gguf", "--output", "g", "--quantization", "q8_0"]) == 0
     said = capsys.readouterr()
-    assert "ollama create" in said.out and "run-Q8_0.gguf has the weights as q8_0" in Path("g/README.md").read_text()
+    assert "ollama create" in said.out and "The weights in run-Q8_0.gguf are stored as q8_0" in Path("g/README.md").read_text()
     assert not said.err, "no bars of transformers"
 
 
@@ -207,7 +207,7 @@ def test_what_cannot_be_exported_is_a_sentence(job, adapted, tmp_path, monkeypat
     vision_models.make("idefics3", tmp_path / "eyes")
     for words, said in (
         (["export", str(job / "base"), "--to", "adapter"], "has no adapter"),
-        (["export", str(job / "base"), "--to", "ggml"], "expected gguf, merged"),
+        (["export", str(job / "base"), "--to", "ggml"], "expected one of gguf, merged"),
         (["export", str(job / "base"), "--to", "gguf", "--quantization", "q4_k"], "expected f32, f16"),
         (["export", str(job / "base"), "--to", "gguf", "--output", "full"], "holds files that this command did not write"),
         (["export"], "takes one run folder or model"),

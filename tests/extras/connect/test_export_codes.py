@@ -62,8 +62,8 @@ def test_the_merged_matrix_by_hand_and_the_log_probs_of_the_policy(kind, dtype, 
     assert held == {"quantize_base": kind, "dtype": dtype}
 
     assert cli.main(["export", str(run), "--to", "merged", "--output", str(tmp_path / "merged")]) == 0
-    assert f"the base that it was trained on, whose weights are rounded to {kind}" in capsys.readouterr().out
-    assert f"rounded to {kind}." in (tmp_path / "merged" / "README.md").read_text()
+    assert f"its base model, whose weights are rounded to {kind} as in training" in capsys.readouterr().out
+    assert f"rounded to {kind} as in training." in (tmp_path / "merged" / "README.md").read_text()
     w0 = load_file(base / "model.safetensors")[MATRIX].to(getattr(torch, dtype))
     learnt = load_file(run / "model" / "adapter_model.safetensors")
     b, a = (learnt[f"base_model.model.{MATRIX.replace('weight', f'lora_{x}.weight')}"].float() for x in "BA")

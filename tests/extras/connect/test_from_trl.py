@@ -133,8 +133,8 @@ def test_a_script_is_read_without_being_run(here):
         "prompts_per_step": 2,
     }
     assert made.look_at == [
-        "seed = seed(): the value is known only when the script runs; add the setting.",
-        "callbacks=[Mine()]: give them as callbacks=[…] or --callbacks file.py:Class.",
+        "seed = seed(): only a run of the script tells the value; add the setting.",
+        "callbacks=[Mine()]: pass the callbacks as callbacks=[…] or --callbacks file.py:Class.",
     ]
     assert [line.split(":")[0] for line in made.no_equal] == ["LoraConfig(lora_bias=True)"]
     assert [line.split(":")[0] for line in made.nothing] == ["log_completions"]
@@ -157,7 +157,7 @@ def test_files_that_load_dataset_reads_are_named(files, split, dataset, its, her
     )
     made = converted("mine.py")
     assert (made.settings.get("data.dataset"), made.settings.get("data.split")) == (dataset, its)
-    assert dataset is not None or any("give the file" in line for line in made.look_at)
+    assert dataset is not None or any("the file that load_dataset reads" in line for line in made.look_at)
 
 
 def test_a_part_of_a_dataset_is_its_file_and_what_trl_splits_off_is_told(here):
@@ -206,7 +206,7 @@ def test_the_yaml_and_the_command_give_the_same_settings(more, here, capsys):
     assert cli.main(["from-trl", "mine.py", "--output", "run.yaml"]) == 0
     assert cli.main(["from-trl", "mine.py"]) == 0
     said = capsys.readouterr().out
-    assert said.count("# no equivalent here:") == 2 and said.startswith("# psigrad grpo --config run.yaml")
+    assert said.count("# no equivalent in psigrad:") == 2 and said.startswith("# psigrad grpo --config run.yaml")
     typed = next(line for line in said.splitlines() if line.startswith("# psigrad grpo --model") or "algorithm.aggregate" in line)
     words = shlex.split(typed.removeprefix("# psigrad grpo"))
     assert flags.parse(OnlineConfig, "grpo", words, {"algorithm": "grpo"}) == load(OnlineConfig, "run.yaml")
@@ -316,7 +316,7 @@ def test_a_share_of_warm_up_is_counted_where_the_steps_are_known(here):
     [
         ("absent.py", None, "cannot be read"),
         ("a.py", "def (", "is not Python"),
-        ("a.py", "x = 1", "creates none of TRL's trainers or configurations"),
+        ("a.py", "x = 1", "uses none of TRL's configurations"),
         ("a.py", "GRPOConfig(learning_rat=1)", "has no field 'learning_rat'; did you mean 'learning_rate'"),
         ("a.yaml", "num_processes: 2\ndistributed_type: FSDP", "configuration of accelerate; .* --processes 2 --strategy fsdp"),
         ("a.yaml", "learning_rate: 1", "does not say which trainer it is for; add --trainer"),

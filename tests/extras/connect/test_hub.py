@@ -172,7 +172,7 @@ def test_branches_and_private_repositories(result, hub, capsys):
     made = hub.repositories["ada/new"]
     assert made.private and not made.branches["main"] and "model.safetensors" in made.branches["second"]
     hub.repositories["ada/open"] = Repository(private=False)
-    with pytest.raises(UserError, match="is there already and public"):
+    with pytest.raises(UserError, match="is already public; make it private"):
         result.push_to_hub("ada/open", private=True)
     assert not hub.repositories["ada/open"].branches["main"]
 
@@ -182,8 +182,8 @@ def test_branches_and_private_repositories(result, hub, capsys):
     [
         ("a/b/c", "is not a valid repository name"),
         ("no spaces", "is not a valid repository name"),
-        ("bob/letters", "may not write there; give a repository of yours"),
-        ("bob/theirs", "may not write there; give a repository of yours"),
+        ("bob/letters", "may not write to this repository; name one of yours"),
+        ("bob/theirs", "may not write to this repository; name one of yours"),
     ],
 )
 def test_names_that_cannot_be_are_one_sentence(result, hub, name, says, capsys):
@@ -200,7 +200,7 @@ def test_tokens_that_are_missing_or_refused_are_one_sentence(result, hub, monkey
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     assert cli.main(["push", str(result.folder), "ada/x"]) == 2
-    assert capsys.readouterr().err == ("psigrad: There is no token for the hub; set HF_TOKEN, or log in with `hf auth login`.\n")
+    assert capsys.readouterr().err == ("psigrad: There is no hub token; set HF_TOKEN, or log in with `hf auth login`.\n")
     assert not hub.repositories
 
 
@@ -241,11 +241,11 @@ def test_what_cannot_be_pushed_is_refused_before_the_first_step(job, tmp_path, h
         dispatch.run(replace(sft_config(job, tmp_path / "a"), hub=Hub(push_to_hub=True, hub_model_id="a/b/c")))
     with pytest.raises(UserError, match="'my run' is not a valid repository name"):
         dispatch.run(replace(sft_config(job, tmp_path / "my run"), hub=Hub(push_to_hub=True)))
-    with pytest.raises(UserError, match="compare trains many models and pushes none"):
+    with pytest.raises(UserError, match="compare pushes no models; remove push_to_hub"):
         made = online_config(job, tmp_path / "compare")
         comparison.check(comparison.Comparison(("grpo",), replace(made, hub=Hub(push_to_hub=True))))
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    with pytest.raises(UserError, match="push_to_hub is set and the hub refuses the token"):
+    with pytest.raises(UserError, match="push_to_hub is set, but the hub refuses the token"):
         dispatch.run(replace(sft_config(job, tmp_path / "a"), hub=Hub(push_to_hub=True)))
     assert not (tmp_path / "a").exists()
 

@@ -74,13 +74,13 @@ def test_rows_open_as_the_server_does_and_a_group_begins_alike(asked):
     rows = made.rows(3, 7)
     assert len({row["seed"] for row in rows}) == 3 and rows == made.rows(3, 7) != made.rows(3, 8)
     assert all(row["prompt"] == [{"role": "user", "content": "4"}] for row in rows) and made().reset(rows[0]) is None
-    with pytest.raises(ValueError, match="the row gives level to the server's tool reset, which takes only seed"):
+    with pytest.raises(ValueError, match="the row gives the server's tool reset the arguments level; expected only seed"):
         made().reset({**rows[0], "reset": {"level": 2}})
     answers["reset"] = ("9", {})
-    with pytest.raises(ValueError, match="for one seed the server opened with '4' and then with '9'"):
+    with pytest.raises(ValueError, match="with one seed the server started an episode first with '4' and later with '9'"):
         made().reset(rows[0])
     answers["reset"] = ("", {})
-    with pytest.raises(UserError, match="starts an episode without any text; give a dataset"):
+    with pytest.raises(UserError, match="starts its episodes without a prompt; give a dataset"):
         made.rows(1, 0)
 
 
@@ -92,7 +92,7 @@ def test_what_the_server_does_wrong_is_not_the_policys_fault(asked):
     answers["say"] = ServerLost("gone")
     assert isinstance(step(episode, call("say", number=1)), Fault)
     answers["reset"] = ("error: no such level", {})
-    with pytest.raises(ValueError, match="the server's tool reset says no such level"):
+    with pytest.raises(ValueError, match="the server's tool reset failed: no such level"):
         episode.reset({})
 
 
@@ -101,7 +101,7 @@ def test_a_server_without_reset_is_its_tools_on_rows_of_yours(asked, monkeypatch
     monkeypatch.setattr(mcp_environment, "resolve", lambda specs, variables=(): [tool("look", where=TEXT)])
     made = resolve("mcp:python game.py")
     assert made().reset({"prompt": "look"}) is None and made().step(call("look", where="up")).done is False
-    with pytest.raises(UserError, match=r"'a server' starts an episode without any text; give a dataset"):
+    with pytest.raises(UserError, match=r"'a server' starts its episodes without a prompt; give a dataset"):
         made.rows(1, 0)
 
 

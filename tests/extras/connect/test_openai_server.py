@@ -107,8 +107,8 @@ def test_a_busy_server_is_asked_again_after_the_time_that_it_names(monkeypatch):
         ),
         ((404, "no"), {"model": "smal"}, r"has no model 'smal'; it has small; did you mean 'small'", 1),
         ((400, "too long"), {}, r"gave no completion \(HTTP 400 Bad Request: too long\)", 1),
-        ({"choices": []}, {}, r"another form than OpenAI's \(IndexError\)", 1),
-        ({"choices": [{"message": {"content": "x"}, "logprobs": {"content": [{}]}}]}, {}, r"another form than OpenAI's", 1),
+        ({"choices": []}, {}, r"does not answer in OpenAI's format \(IndexError\)", 1),
+        ({"choices": [{"message": {"content": "x"}, "logprobs": {"content": [{}]}}]}, {}, "answer in OpenAI's format", 1),
     ],
 )
 def test_what_goes_wrong_is_said_in_a_sentence(answer, settings, sentence, requests, monkeypatch):

@@ -22,6 +22,7 @@ from psigrad_extras.connect.openenv_environment import adapt, adapt_named
 NUMBER = {"properties": {"number": {"type": "integer"}, "metadata": {"type": "object"}}, "required": ["number"]}
 TEXT = {"properties": {"said": {"type": "string"}}, "required": ["said"]}
 TWO = {"properties": {"row": {"type": "integer"}, "column": {"type": "integer"}}, "required": ["row"]}
+FIELDS = "a JSON object with the fields row, column"
 
 
 class Successor:
@@ -127,10 +128,10 @@ def test_rows_open_as_the_server_does_and_a_group_begins_alike(server):
     assert len({row["seed"] for row in rows}) == 3 and rows == environment.rows(3, 7) != environment.rows(3, 8)
     assert all(row["prompt"][0]["content"] == row["opening"] == str(row["seed"]) for row in rows) and server.open == 0
     assert environment().reset(rows[0]) is None
-    with pytest.raises(ValueError, match="episodes of one group must start the same"):
+    with pytest.raises(ValueError, match="whose first observation depends only on the seed"):
         environment().reset({**rows[0], "seed": rows[0]["seed"] + 1})
     server.observed = lambda text, **more: SimpleNamespace(observation={"done": False}, **more)
-    with pytest.raises(UserError, match="starts an episode without any text; give a dataset with prompts"):
+    with pytest.raises(UserError, match="starts its episodes without a prompt; give a dataset with prompts"):
         environment.rows(1, 0)
 
 
@@ -138,8 +139,7 @@ def test_rows_open_as_the_server_does_and_a_group_begins_alike(server):
     ("action", "turn", "acted"),
     [(NUMBER, "-3", {"number": -3}), (NUMBER, "3.5 apples", "a value of type integer"), (TEXT, "3", {"said": "3"}),
      (TWO, '{"row": 1, "column": 2}', {"row": 1, "column": 2}), (TWO, '{"row": 1}', {"row": 1}),
-     (TWO, '{"column": 1}', "a JSON object of row, column"), (TWO, '{"row": 1, "x": 1}', "a JSON object of row, column"),
-     (TWO, "[1]", "a JSON object of row, column"), (TWO, "1, 2", "a JSON object of row, column")],
+     (TWO, '{"column": 1}', FIELDS), (TWO, '{"row": 1, "x": 1}', FIELDS), (TWO, "[1]", FIELDS), (TWO, "1, 2", FIELDS)],
 )  # fmt: skip
 def test_turns_as_actions_of_the_servers_schema(server, action, turn, acted):
     server.action = action
@@ -159,7 +159,7 @@ def test_actions_and_observations_of_ones_own_and_those_of_several_fields(server
 
 def test_what_is_missing_or_full_is_said(server, monkeypatch):
     server.most = 0
-    with pytest.raises(UserError, match=r"does not start an episode.*start it with a larger max_concurrent_envs"):
+    with pytest.raises(UserError, match=r"does not start an episode.*raise max_concurrent_envs"):
         adapt(server.url)().reset({})
     with pytest.raises(UserError, match=r"There is no OpenEnv server at http://127\.0\.0\.1:9 "):
         adapt("http://127.0.0.1:9")().reset({})

@@ -234,7 +234,7 @@ def test_a_tracker_that_hangs_holds_nothing_up(where, monkeypatch, capsys):
         tracker.close()
 
     assert quickest(logged, 5) < 5
-    assert "tracker mine does not answer after 0.2 s" in capsys.readouterr().err
+    assert "tracker mine did not answer for 0.2 s" in capsys.readouterr().err
     forever.set()
 
 
@@ -249,7 +249,7 @@ def test_an_unknown_name_is_refused_before_any_tracker_starts(tmp_path, monkeypa
     fake = Fake("trackio")
     monkeypatch.setitem(sys.modules, "trackio", fake)
     with pytest.raises(
-        UserError, match="no tracker 'wandbb'; expected tensorboard, wandb, trackio, mlflow, swanlab; did you mean 'wandb'"
+        UserError, match="no tracker 'wandbb'; expected one of tensorboard, wandb, trackio, mlflow, swanlab; did you mean 'wandb'"
     ):
         open_trackers(["trackio", "wandbb"], tmp_path, CONFIG)
     assert fake.calls == []

@@ -36,7 +36,7 @@ def test_math_stands_and_every_row_is_tried():
     found = attack(["math"], ROWS, timeout=60.0)
     assert misjudged(found) == set() and {one.reward for one in found} == {0.0, 1.0}
     assert {one.source for one in found} == {f"rows:{i}" for i in range(1, len(ROWS) + 1)}
-    assert report(found).splitlines()[-1].startswith("0 wrong answers are rewarded, 0 right ones are not, of ")
+    assert report(found).splitlines()[-1].endswith("0 wrong ones are rewarded and 0 right ones are not.")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_the_command_says_what_is_wrong_and_its_status_is_1_for_a_hole(tmp_path,
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS[:3]))
     common = ["score", "--attack", "--dataset", str(path), "--max-rows", "2"]
     assert cli.main([*common, "--reward", "exact"]) == 0
-    assert "0 wrong answers are rewarded" in capsys.readouterr().out
+    assert "0 wrong ones are rewarded" in capsys.readouterr().out
     assert cli.main([*common, "--reward", "format", "--output", str(output)]) == 1
     assert "x format without content" in capsys.readouterr().out
     rows = [json.loads(line) for line in output.read_text().splitlines()]
@@ -104,6 +104,6 @@ def test_the_command_says_what_is_wrong_and_its_status_is_1_for_a_hole(tmp_path,
 
 def test_rows_that_a_reward_cannot_read_are_named(tmp_path):
     found = attack(["numeric"], [ROWS[0], ROWS[2]])
-    assert "Rows with answers that stayed unscored: 1, such as rows:2: numeric: the answer" in report(found)
+    assert "1 row has answers without a reward. At rows:2: numeric: the answer" in report(found)
     with pytest.raises(UserError, match=r"No answer was scored; rows:1: numeric: the answer"):
         attack(["numeric"], [ROWS[2]])

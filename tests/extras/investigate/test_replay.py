@@ -106,7 +106,7 @@ def test_a_changed_reward_is_named(planted):
     said = replay(folder, 6).differences
     whose = f"step 6, row {row['row']}, completion {row['k']}"
     assert said[0].startswith(
-        f"{whose}: its reward is {row['reward']:g} in its row, but its parts sum to {row['reward'] - 0.25:g}"
+        f"{whose}: its reward is {row['reward']:g} in its row, but its rewards sum to {row['reward'] - 0.25:g}"
     )
     assert any(line.startswith(f"{whose}: advantage is") for line in said)
     assert any(line.startswith("step 6: grad_norm is") for line in said)
@@ -199,9 +199,9 @@ def test_the_command_and_its_page(made, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--step", "7"), "has no step 7: its metrics.jsonl has steps 1 to 6"),
+        (("--step", "7"), "has no step 7; its metrics.jsonl has steps 1 to 6. Give one"),
         (("--step", "6", "--method", "dappo"), "no algorithm 'dappo'"),
-        (("--step", "6", "--method", "vapo", "rloo"), "no critic, so vapo cannot learn from it; name a method without a critic"),
+        (("--step", "6", "--method", "vapo", "rloo"), "no critic, which vapo needs; give --method a method without a critic"),
         ((), "takes one run folder and one step"),
     ],
 )
@@ -211,7 +211,7 @@ def test_mistakes_are_one_sentence(arguments, said, made, capsys):
 
 
 def test_a_folder_that_is_no_online_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match="is not a run of online RL"):
+    with pytest.raises(UserError, match="is not the folder of an online RL run"):
         replay(tmp_path, 1)
 
 

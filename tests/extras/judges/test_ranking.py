@@ -98,7 +98,7 @@ def test_equal_texts_are_shown_once_and_share_their_place():
 def test_a_reply_that_ranks_something_else_scores_nothing(reply):
     with endpoint(lambda n, body: reply) as (url, seen):
         found = scores(ranking(url, attempts=1), ["x", "y", "z"])
-    assert all(isinstance(one, Unscored) and "no ranking of 3 answers by quality" in one.reason for one in found)
+    assert all(isinstance(one, Unscored) and "does not rank all 3 answers by quality" in one.reason for one in found)
     assert len(seen) == 1
 
 
@@ -140,7 +140,7 @@ def test_in_a_pool_it_is_shown_whole_groups():
         ({"criteria": {"a:b": 1}}, "expected words with weights"),
         ({"criteria": {"a": -1}}, "expected words with weights"),
         ({"base_url": "localhost"}, "must begin with http"),
-        ({"attempts": 0}, "attempts 0"),
+        ({"attempts": 0}, "attempts is 0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, said):

@@ -143,7 +143,7 @@ def test_what_has_no_score_is_unscored_and_says_why(monkeypatch):
         good, bad, mute = judged(url, ["good", "bad", "mute"])
     assert good == 1.0 and waits == [0.5, 1.0, 0.5, 1.0] and len(seen) == 7
     assert bad == Unscored("the judge gave no score in 3 requests: HTTP 500 Internal Server Error: broken")
-    assert mute == Unscored("the judge gave no score in 3 requests: no score in the reply 'A fine answer.'")
+    assert mute == Unscored("the judge gave no score in 3 requests: the judge's reply ends in 'A fine answer.' and has no score")
 
 
 @pytest.mark.parametrize("status", [400, 401, 404])
@@ -209,7 +209,7 @@ def test_a_local_judge_gives_the_mean_of_the_scores_weighted_by_their_probabilit
         logits = judge.network(input_ids=torch.tensor([[*before, *reply]])).logits[0, len(before) - 1 : -1]
         chances.append(float(torch.log_softmax(logits.double(), -1).gather(1, torch.tensor(reply)[:, None]).sum().exp()))
     if isinstance(found, Unscored):
-        assert "replies with something else" in found.reason
+        assert "reply would be something else" in found.reason
         monkeypatch.setattr(module, "_LEAST", 0.0)
         (found,) = Rubric(rubric="Be brief.", model=str(tmp_path), scale=3)(prompts=["Hi"], completions=["Hello"])
     expected = sum(k * p for k, p in enumerate(chances)) / sum(chances) / 3
@@ -232,7 +232,7 @@ def test_in_a_workers_process_one_unscored_completion_costs_no_other(judge, tmp_
     ("settings", "message"),
     [
         ({"scale": 0}, "expected a scale from 1 to 100"),
-        ({"attempts": 0}, "attempts 0"),
+        ({"attempts": 0}, "attempts is 0"),
         ({"base_url": "localhost:8000"}, "must begin with http://"),
     ],
 )

@@ -79,19 +79,19 @@ def test_families_compute_together_or_are_refused_by_name(tmp_path, division):
 
 def test_what_cannot_be_divided_is_refused_by_name(monkeypatch):
     model = meshes.family("llama")
-    with pytest.raises(UserError, match="LlamaConfig has 4 attention heads, which tp_size × cp_size = 1 × 3 does not divide"):
+    with pytest.raises(UserError, match="LlamaConfig has 4 attention heads, not a multiple of tp_size × cp_size = 1 × 3"):
         mesh.check(model, meshes.alone(context=3))
-    with pytest.raises(UserError, match="2 heads of keys and values, which tp_size=4 does not divide"):
+    with pytest.raises(UserError, match="2 key-value heads, which is not a multiple of tp_size=4"):
         mesh.check(model, meshes.alone(tensor=4))
-    moe = r"the plan of Qwen3MoeForCausalLM has moe_tp_experts, packed_colwise, which psigrad does not know"
-    for kind, why in (("gpt2", "transformers has no plan to divide GPT2LMHeadModel"), ("qwen3_moe", moe)):
+    moe = r"Qwen3MoeForCausalLM, whose plan in transformers has moe_tp_experts, packed_colwise; give"
+    for kind, why in (("gpt2", "GPT2LMHeadModel, which has no plan in transformers"), ("qwen3_moe", moe)):
         with pytest.raises(UserError, match=why):
             mesh.divide_layers(meshes.family(kind), None)
     model.why_padded = "its layers are recurrent"
-    with pytest.raises(UserError, match="need a model that runs packed, and this one does not: its layers are recurrent"):
+    with pytest.raises(UserError, match=r"the model runs padded \(its layers are recurrent"):
         mesh.check(model, meshes.alone(context=2))
     model.why_padded, model.network.model.layers[0].has_state = "", True
-    with pytest.raises(UserError, match="need attention in all layers, but LlamaForCausalLM has recurrent layers"):
+    with pytest.raises(UserError, match="do not support recurrent layers, which LlamaForCausalLM has"):
         mesh.check(model, meshes.alone(context=2))
     monkeypatch.setenv("WORLD_SIZE", "4")
     for division, lockstep in ((Division(tensor=3), True), (Division(context=2), False)):

@@ -41,7 +41,7 @@ def test_with_kernels_in_the_package_no_compiler_is_asked_for(monkeypatch):
     monkeypatch.setattr(doctor, "prebuilt", lambda: None)
     assert doctor._compiler().state == "missing"
     monkeypatch.setattr(doctor, "prebuilt", lambda: Path("x86-64-v3.so"))
-    assert doctor._compiler().state == "ok" and "none is needed" in doctor._compiler().detail
+    assert doctor._compiler().state == "ok" and "has kernels for this processor" in doctor._compiler().detail
 
 
 def test_json_holds_the_same():
@@ -64,7 +64,7 @@ def test_the_kernels_say_what_multiplies(monkeypatch):
     native = doctor.kernels()
     assert f"bfloat16 by {native.products.instructions(torch.bfloat16)}; " in doctor._kernels().detail
     monkeypatch.setattr(Products, "instructions", lambda self, dtype: f"{dtype} tiles")
-    assert "float32 by torch.float32 tiles, bfloat16 by torch.bfloat16 tiles; a result agrees" in doctor._kernels().detail
+    assert "float32 by torch.float32 tiles, bfloat16 by torch.bfloat16 tiles; RMSNorm agrees" in doctor._kernels().detail
 
 
 def test_a_package_that_is_absent_is_missing_and_one_that_breaks_is_broken(monkeypatch, tmp_path):

@@ -414,9 +414,9 @@ def test_the_warning_names_what_to_change_also_where_all_is_needed():
         memory, machine = SimpleNamespace(peak=3e9), SimpleNamespace(memory=2e9)
         return command._sentence(SimpleNamespace(ways=ways, memory=memory, machine=machine))
 
-    assert said(False, True, True).endswith("there are 2 GB; try b=2.")
+    assert said(False, True, True).endswith("but only 2 GB exist; try b=2.")
     assert said(False, False, True).endswith("; try all of a=1, b=2.")
-    assert said(False, False, False).endswith("; `psigrad plan` shows what takes it.")
+    assert said(False, False, False).endswith("; `psigrad plan` lists what needs memory.")
 
 
 def test_a_model_whose_own_code_fails_is_no_reason_to_stop_a_run_and_a_bug_of_the_planner_shows(folder, monkeypatch):

@@ -188,11 +188,9 @@ def test_what_an_engine_lacks_is_said_where_trainers_fit(tmp_path, capsys):
     arguments += ["--device", "cuda", "--gpu", "h100", "--devices", "64"]
     assert cli.main(arguments) == 0
     out = capsys.readouterr().out
-    assert (
-        "Nothing fits: vLLM's engine needs more than a device has. Settings that need less: sampling.tensor_parallel_size=4."
-        in out
-    )
-    assert "Sharded, it fits on 64 training devices." in out
+    assert "No division fits, because vLLM's engine needs more memory than a device has." in out
+    assert "To save memory, try sampling.tensor_parallel_size=4." in out
+    assert "Sharded, the trainer fits on 64 devices." in out
     assert cli.main([*arguments, "--tensor-parallel-size", "4"]) == 0
     assert "Best: placement.processes=" in capsys.readouterr().out
 

@@ -72,7 +72,9 @@ def test_two_files_part_where_they_differ(job, capsys, changed, first):
     said = capsys.readouterr().out
     assert status == bool(first)
     assert (
-        (f"The first tensor in which they differ: {first}, in step" in said) if first else "do not differ, up to step 2." in said
+        (f"The first tensor in which they differ: {first}, in step" in said)
+        if first
+        else "agree in all tensors up to step 2" in said
     )
 
 
@@ -90,9 +92,9 @@ def test_a_mistake_is_one_sentence(job, capsys):
         (["--trl", "mine.py 'a"], "No closing quotation"),
         (["--trl", script, "--python", "/nowhere/python"], "cannot be started"),
         (["--trl", script, broken, broken], "at most one file"),
-        (["--trl", script, "--python", str(python)], "has no TRL that can be recorded"),
+        (["--trl", script, "--python", str(python)], "has no supported TRL"),
         ([broken, broken], "nowhere"),
-        ([pairs, pairs], "single completions"),
+        ([pairs, pairs], "policy gradients without episodes"),
         ([write(job, "a.yaml"), write(job, "a.yaml"), "--steps", "0"], "at least 1 step"),
     ):
         assert cli.main(["referee", *arguments]) == 2

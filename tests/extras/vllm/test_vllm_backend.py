@@ -275,7 +275,7 @@ def test_an_engine_computes_with_what_a_trainer_elsewhere_broadcasts(size):
         assert worst(sampler, SamplingParams(max_tokens=16)) > 1e-2, "negative control: of the weights of the beginning"
         if size == 1:
             switch(sampler, dropped="layers.1.mlp.down_proj")
-            with pytest.raises(UserError, match=r"does not compute with the weight model\.layers\.1\.mlp\.down_proj\.weight as"):
+            with pytest.raises(UserError, match=r"the engine's weight model\.layers\.1\.mlp\.down_proj\.weight differs"):
                 update(3)
 
 
@@ -308,9 +308,7 @@ def test_a_missed_update_ends_the_run_in_a_sentence():
     sampler = VLLMSampler(model, 16, service="vllm_sabotage:service")
     switch(sampler, head=True)
     step(model, 1e-6)
-    said = (
-        r"did not take update 2 of the weights: the engine does not compute with the weight model\.embed_tokens\.weight as sent"
-    )
+    said = r"did not apply update 2 of the weights: the engine's weight model\.embed_tokens\.weight differs from the weight"
     with pytest.raises(UserError, match=said):
         sampler.sample(some_requests(), SamplingParams(max_tokens=4))
     with pytest.raises(UserError, match=said):

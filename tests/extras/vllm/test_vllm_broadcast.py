@@ -90,7 +90,7 @@ def test_who_is_gone_or_late_holds_nobody_up_for_ever(ends, tmp_path, monkeypatc
     group = broadcast.gather_group(store, "gloo", 3, CPU, lambda: False)
     ends.expect([1 << 24] * 20)
     begun = time.monotonic()
-    with pytest.raises(BroadcastLostError, match="The broadcast of weights broke off"):
+    with pytest.raises(BroadcastLostError, match="The broadcast of weights failed"):
         for _ in range(20):
             group.send(torch.zeros(1 << 24, dtype=torch.uint8))
     assert time.monotonic() - begun < 30.0
@@ -161,7 +161,7 @@ def test_nccl_goes_by_vllms_communicator_and_is_ended_when_it_is_late(vllm, monk
 def test_a_communicator_that_would_say_nothing_is_refused(vllm, monkeypatch):
     """vLLM disables one without a library of NCCL, and its broadcast then returns at once."""
     monkeypatch.setattr(Communicator, "disabled", True)
-    with pytest.raises(BroadcastLostError, match="vLLM finds no NCCL"):
+    with pytest.raises(BroadcastLostError, match="vLLM did not find the library NCCL"):
         broadcast.NCCLGroup(broadcast.listen(), 1, 2, CPU)
 
 
@@ -297,7 +297,7 @@ def test_after_some_failures_in_a_row_all_weights_go_through_the_store(engine, r
     for worker in (*apart, there):
         assert sampled(ray, run, version, worker) == now
     assert run.ends.sent == 0 and len(version.stored) == 1 and ray.killed == []
-    assert len(told) == 2 and "no way to the trainer" in told[0] and "From here on all weights go" in told[1]
+    assert len(told) == 2 and "no way to the trainer" in told[0] and "From now on all weights are sent" in told[1]
     new = Remote(engine())
     run.ends.meet(new)
     version, now = publish(run)
@@ -366,12 +366,12 @@ def test_with_filters_no_log_probs_come_of_an_old_model(engine, ray, trainer):
         ("gloo", {}, {}, False, False, "gloo", ""),
         ("auto", {}, {}, False, False, None, ""),
         ("auto", {"sampler_gpus": 0.0}, {}, False, True, None, ""),
-        ("nccl", {"sampler_gpus": 0.0}, {}, False, True, None, r"the trainer and the samplers \(sampler_gpus\) need GPUs"),
-        ("nccl", {}, {}, False, False, None, "need GPUs"),
+        ("nccl", {"sampler_gpus": 0.0}, {}, False, True, None, r"GPUs for the samplers \(placement.sampler_gpus\)"),
+        ("nccl", {}, {}, False, False, None, "needs a GPU for the trainer"),
         ("auto", {}, {"top_p": 0.9}, False, True, None, ""),
-        ("nccl", {}, {"top_k": 5}, False, True, None, "samplers need the weights too"),
+        ("nccl", {}, {"top_k": 5}, False, True, None, "need a second copy of the weights"),
         ("nccl", {}, {"sampler": "embedded"}, False, True, None, "the sampler is embedded"),
-        ("gloo", {}, {}, True, False, None, "gets only the adapter"),
+        ("gloo", {}, {}, True, False, None, "needs only the adapter"),
         ("gloo", {"cluster": "ray://head:10001"}, {}, False, False, None, "not part of the cluster"),
     ],
 )

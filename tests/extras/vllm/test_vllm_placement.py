@@ -51,7 +51,7 @@ def test_an_engine_has_no_device_beyond_the_last(monkeypatch, device, count, fit
     if fits:
         check_setup(torch.device(device), count, sleep=False)
         return
-    with pytest.raises(UserError, match="tensor_parallel_size is 2, but this process sees fewer GPUs from cuda:1 on"):
+    with pytest.raises(UserError, match="tensor_parallel_size is 2, but this process has fewer GPUs from cuda:1 on"):
         check_setup(torch.device(device), count, sleep=False)
 
 
@@ -147,5 +147,5 @@ def test_half_precision_is_allowed_what_it_does_to_the_trainers_own_numbers(monk
         monkeypatch.setattr(VLLMSampler, "engine_log_probs", lambda self, probe, truth=truth, gap=fine: truth + gap)
         assert sampler.verify() == pytest.approx(fine, rel=0.02)
         monkeypatch.setattr(VLLMSampler, "engine_log_probs", lambda self, probe, truth=truth, gap=wrong: truth + gap)
-        with pytest.raises(UserError, match="It computes this model differently"):
+        with pytest.raises(UserError, match="computes this model differently"):
             sampler.verify()

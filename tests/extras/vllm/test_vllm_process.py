@@ -73,8 +73,8 @@ def test_one_that_is_lost_while_nobody_asks_is_started_again_with_the_weights_of
         ("mute", r"lost 3 times in a row, the last time because its process ended \(exit status 3\)"),
         ("broken", r"vLLM cannot run this model \(no kernel for it\); sample with sampler=embedded"),
         ("fails", r"vLLM cannot run this model \(out of pages\)"),
-        ("misses", r"did not take update 2 .* does not compute with the weight \S+weight and \d+ more as sent"),
-        ("keeps", r"did not take update 2 .* the prefix cache kept 130 tokens of old weights"),
+        ("misses", r"did not apply update 2 .* the engine's weight \S+weight and \d+ more differs from"),
+        ("keeps", r"did not apply update 2 .* the prefix cache kept 130 tokens from old weights"),
     ],
 )
 def test_what_cannot_go_on_ends_in_a_sentence_and_leaves_no_process(engine, fault, sentence):
@@ -478,7 +478,7 @@ def test_adapters_that_only_whole_weights_can_carry_are_told():
     assert "the adapter is on lm_head" in vllm_weights.why_merged(
         prepare(apart, tokenizer, lora=Lora(4, target_modules=("lm_head",)))
     )
-    assert vllm_weights.why_merged(a_model()) == "the model has none"
+    assert vllm_weights.why_merged(a_model()) == "the model has no adapter"
 
 
 def test_every_matrix_of_an_adapter_is_read_in_the_slot_where_it_is():

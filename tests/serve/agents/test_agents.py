@@ -146,11 +146,11 @@ def test_trouble_is_the_session_s_own_record(tokenizer, agents):
 
 
 WHY = {
-    "mute": "asked the policy nothing",
+    "mute": "sent the policy no request",
     "crash": "ValueError: no idea (sample_agents.py, line",
     "exit": "its process died (",
     "hang": "did not end within 4 s (agent_timeout)",
-    "flood": "more than 6 times (agent_calls)",
+    "flood": "more than 6 requests (agent_calls)",
     "words": "returned 'good' as its reward; expected a number or None",
 }
 TURNS = {"mute": 0, "flood": 6}
@@ -184,8 +184,8 @@ def test_a_program_is_asked_as_a_function_is(tokenizer, agents):
         ("print()", None),
         ("print('None')", None),
         ("print('x' * 2**20); print(2)", 2.0),
-        ("print('good')", "last line is 'good'; expected a number as reward, or nothing"),
-        ("import sys; sys.exit('no idea')", "the program ended with 1: no idea"),
+        ("print('good')", "last line is 'good'; expected a number (the reward) or none"),
+        ("import sys; sys.exit('no idea')", "the program ended with status 1: no idea"),
     ],
 )
 def test_a_program_s_last_line_is_its_reward(program, reward):

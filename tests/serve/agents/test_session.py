@@ -156,7 +156,7 @@ def test_a_session_that_is_over_or_has_had_its_answers_is_refused():
         asked(session, ASKED)
     with pytest.raises(SessionOver, match="reached its limit of 4 answers"):
         asked(session, ASKED)
-    assert "more than 4 times (agent_calls)" in session.trajectory(0).reason
+    assert "more than 4 requests (agent_calls)" in session.trajectory(0).reason
     session = session_of(tokenizer_of())
     session.over = True
     with pytest.raises(SessionOver, match="is over"):

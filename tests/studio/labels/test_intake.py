@@ -341,7 +341,7 @@ def test_a_pair_from_another_page_keeps_its_lineage_and_comes_first(desks, db):
 def test_pairs_go_to_projects_of_pairs_and_have_two_texts(desks, db):
     made, ranked = desks(), desks(kind="ranking")
     one, other = {"completion": "a"}, {"completion": "b"}
-    with pytest.raises(Refusal, match="doesn't ask for pairs"):
+    with pytest.raises(Refusal, match="is not a project of pairs"):
         intake.add_pair(db, made.owner, ranked.project, "p", one, other)
     with pytest.raises(Refusal, match="are equal"):
         intake.add_pair(db, made.owner, made.project, "p", one, dict(one))

@@ -196,8 +196,8 @@ def test_a_weak_prior_changes_little_and_a_strong_one_draws_together():
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (([], [], [], 2), "expected one length above 0"),
-        (([0], [1, 1], [1.0], 2), "expected one length"),
+        (([], [], [], 2), "expected equal lengths above 0"),
+        (([0], [1, 1], [1.0], 2), "expected equal lengths"),
         (([0], [0], [1.0], 2), "with itself"),
         (([0], [2], [1.0], 2), "outside 0 to 1"),
         (([-1], [1], [1.0], 2), "outside 0 to 1"),

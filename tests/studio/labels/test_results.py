@@ -92,7 +92,7 @@ def test_a_project_without_answers_has_no_figures_and_no_ranking(desks, db):
     found = results.agreement(db, made.owner, made.project)
     assert (found.units, found.fleiss, found.cohen, found.position) == (0, None, [], {})
     assert math.isnan(found.percent) and math.isnan(found.alpha["nominal"].value)
-    with pytest.raises(Conflict, match="nothing to rank"):
+    with pytest.raises(Conflict, match="No answer compares completions"):
         results.ranking(db, made.owner, made.project)
     with pytest.raises(Refusal, match="did you mean 'sampler'"):
         results.ranking(db, made.owner, made.project, by="samplers")

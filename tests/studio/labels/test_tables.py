@@ -25,7 +25,7 @@ def test_servers_that_start_together_create_the_tables_once(empty):
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [("UPDATE label_version SET number = 2", "another psigrad"), ("DROP TABLE label_version", "tables of another program")],
+    [("UPDATE label_version SET number = 2", "another version"), ("DROP TABLE label_version", "tables of another program")],
 )
 def test_a_database_of_another_version_or_another_program_is_refused(empty, change, said):
     opened = database.connect(empty)
