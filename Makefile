@@ -15,7 +15,7 @@ TESTED := dev,types,peers,browser,docs,studio,serve,postgres,mcp,sweep,ifeval,ta
 # Bytecode is kept, also where the environment says otherwise: tests start processes by the thousand, and each would compile anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm bench-vllm test-lm-eval test-tiers test-amx test-llama-cpp bench-llama-cpp test-verifiers test-openenv test-textarena self-play test-tinker test-cookbook test-agents bench lint types docs size install clean
+.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm bench-vllm test-lm-eval test-tiers test-amx test-llama-cpp bench-llama-cpp test-verifiers test-openenv test-textarena self-play test-tinker test-cookbook test-agents test-peers bench lint types docs size install clean
 
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
@@ -43,6 +43,7 @@ help:
 	@echo "make test-tinker  the client of Tinker against psigrad's server, in an environment of its own"
 	@echo "make test-cookbook  tinker-cookbook's loops and recipes against psigrad's server, in an environment of their own (minutes)"
 	@echo "make test-agents  eight programs that people bring, each against a model that is taught its calls and trained through it (minutes)"
+	@echo "make test-peers  verl's and OpenRLHF's own functions on the same tensors, in an environment of their own (two minutes)"
 	@echo "make bench      psigrad beside TRL and Stable-Baselines3 on the same work (an hour)"
 	@echo "make bench-real the models and lengths that people train with, beside TRL (hours; resumable)"
 	@echo "make bench-vision  vision-language models beside TRL (half an hour; resumable)"
@@ -288,6 +289,19 @@ $(AGENTS_VENV)/.installed: $(INSTALLED)
 
 test-agents: $(AGENTS_VENV)/.installed
 	PYTHONPATH=. $(AGENTS_VENV)/bin/python -m pytest -m agents tests/extras/agents --durations 5
+
+# The two packages without their dependencies, which need CUDA, and those that their functions' modules import.
+PEERS_VENV ?= build/peers
+PEERS := 'ray[default]==2.60.0' tensordict==0.10.0 hydra-core==1.3.8 codetiming==1.4.0 pylatexenc==2.11 torchdata==0.11.0
+$(PEERS_VENV)/.installed: $(INSTALLED)
+	$(PYTHON) -m venv $(PEERS_VENV)
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(PEERS_VENV)/lib/python3*/site-packages)/psigrad.pth
+	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PEERS)
+	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1 openrlhf==0.11.2
+	@touch $(PEERS_VENV)/.installed
+
+test-peers: $(PEERS_VENV)/.installed
+	PYTHONPATH=. $(PEERS_VENV)/bin/python -m pytest -m peers tests/objective/test_peer_agreement.py
 
 bench: $(INSTALLED)
 	$(RUN) benchmarks/language.py
