@@ -8,30 +8,32 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from psigrad.compiled import AdamWWeight
 from psigrad.kernels.build import bind, library
+from psigrad.kernels.half_precision import HalfPrecision
 from psigrad.kernels.products import Products, TowerKernels, by_pytorch
 from psigrad.kernels.state_kernels import StateKernels
 
+Norms = tuple[Tensor, Tensor]
 _HALF = {torch.float32: 0, torch.bfloat16: 1}
 # The number of neighbouring logits of a row whose exponentials are summed together.
 STRETCH = 1024
 _SIGNATURES = {
     "rms_norm": "tpppiifft",
     "rms_norm_gradient": "tpppppiifft",
-    "rotary": "tppppppiiiiift",
-    "rotary_gradient": "tpppppppiiiiift",
-    "swiglu": "tppiit",
-    "swiglu_gradient": "tppppiit",
+    "rotary": "t" + "p" * 7 + "i" * 7 + "fft",
+    "rotary_gradient": "t" + "p" * 8 + "i" * 7 + "fft",
+    "gated": "ttppiit",
+    "gated_gradient": "ttppppiit",
+    "add_rows": "tpppiift",
     "attention": "tpppppiiipppiiiiift",
     "attention_gradient": "tpippppppiiipppiiiiift",
     "decode": "tpppppiiippppippppiiiiift",
-    "decode_layers": "tppippppp" + "ii" + "p" * 5 + "i" * 8 + "ffft",
+    "decode_layers": "tppippppp" + "ii" + "p" * 5 + "iipt",
     "delta_step": "p" * 7 + "i" * 6 + "t",
     "mamba2_step": "p" * 7 + "i" * 5 + "t",
     "scan_chunks": "t" + "p" * 5 + "iii" + "p" * 4 + "i" * 6 + "t",
@@ -67,7 +69,9 @@ _SIGNATURES = {
 class Heads:
     """The sizes of attention: the numbers of query heads and of key heads, and the width `dim` of a head.
 
-    `eps` is the epsilon of the norms of queries and keys, and `scale` the factor of the scores.
+    `eps` is the epsilon of the norms of queries and keys, and `scale` the factor of the scores. A norm is over one head, or with
+    `wide` over all query heads or all key heads. `offset` is added to the norms' weights. The first `turned` numbers of a head
+    are rotated (0: all).
     """
 
     queries: int
@@ -75,11 +79,25 @@ class Heads:
     dim: int
     eps: float
     scale: float
+    wide: bool = False
+    offset: float = 0.0
+    turned: int = 0
 
     @property
     def row(self) -> int:
         """The width of a row [q | k | v], in elements."""
         return (self.queries + 2 * self.keys) * self.dim
+
+
+class Angles(NamedTuple):
+    """The rotary embedding of S rows: `cosine` and `sine`, float32 [S, D] or [S, `Heads.turned`].
+
+    `factors` [S], float32, multiply each row's queries; None: 1.
+    """
+
+    cosine: Tensor
+    sine: Tensor
+    factors: Tensor | None = None
 
 
 class Spans:
@@ -155,20 +173,27 @@ class Kernels:
         self._call.rms_norm(_HALF[x.dtype], out.data_ptr(), *pointers, *x.shape, eps, offset, torch.get_num_threads())
         return out
 
-    def rotary(self, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cosine: Tensor, sine: Tensor, heads: Heads) -> Tensor:
-        """Return the queries and keys [S, (H + H_kv)·D] in `qkv` [S, row], normalised per head and then rotated (RoPE).
+    def rotary(self, qkv: Tensor, norms: Norms | None, angles: Angles, heads: Heads) -> Tensor:
+        """Return the queries and keys [S, (H + H_kv)·D] in `qkv` [S, row], normalised and then rotated (RoPE).
 
-        `norms` are the weights of the norms of queries and keys, or None. `cosine` and `sine` are float32 [S, D].
+        `norms` are the weights of the norms of queries and keys, or None.
         """
         out = qkv.new_empty(len(qkv), (heads.queries + heads.keys) * heads.dim)
-        self._call.rotary(_HALF[qkv.dtype], out.data_ptr(), *_rotary(qkv, norms, cosine, sine, heads))
+        self._call.rotary(_HALF[qkv.dtype], out.data_ptr(), *_rotary(qkv, norms, angles, heads))
         return out
 
-    def swiglu(self, both: Tensor) -> Tensor:
-        """Return silu(gate) · up for `both` [S, gate | up]."""
+    def gated(self, both: Tensor, gelu: bool = False) -> Tensor:
+        """Return silu(gate) · up for `both` [S, gate | up]. With `gelu` it is GELU, in the form with tanh, in place of SiLU."""
         rows, width = both.shape[0], both.shape[1] // 2
         out = both.new_empty(rows, width)
-        self._call.swiglu(_HALF[both.dtype], out.data_ptr(), both.data_ptr(), rows, width, torch.get_num_threads())
+        self._call.gated(_HALF[both.dtype], int(gelu), out.data_ptr(), both.data_ptr(), rows, width, torch.get_num_threads())
+        return out
+
+    def add(self, base: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
+        """Return base + factor · x for tensors [S, E]."""
+        out = torch.empty_like(x)
+        pointers = (out.data_ptr(), base.data_ptr(), x.data_ptr())
+        self._call.add_rows(_HALF[x.dtype], *pointers, *x.shape, factor, torch.get_num_threads())
         return out
 
     def attention(self, rotated: Tensor, qkv: Tensor, spans: Spans, heads: Heads, window: int) -> tuple[Tensor, Tensor]:
@@ -212,37 +237,38 @@ class Kernels:
         x: Tensor,
         weights: Tensor,
         made: Tensor,
+        slots: Slots,
+        angles: Sequence[Angles],
+        heads: Heads,
+        *,
         inner: int,
         rank: int,
-        slots: Slots,
-        angles: tuple[Tensor, Tensor],
-        heads: Heads,
         eps: float,
+        gelu: bool,
+        residual: float,
     ) -> None:
         """Compute a decoding step of all decoder layers for x [B, E] in one call, with the numbers of the separate kernels.
 
         A row of `weights` [layers, …], int64, has the addresses of a layer's weights (0 if absent). In order: the norms before
-        attention and before the feed-forward layer, and of queries and of keys; the packed matrices [q | k | v], output,
-        [gate | up] and down; the bias of [q | k | v]; the tables of quantised matrices; the packed A of each matrix's LoRA, then
-        each s·B, then the ranks, which are at most `rank`; the window. `made` has the addresses of each layer's results: y
-        [B, E], qkv [B, row], attention's output [B, H·D] and log-sum-exps [B, H], the residual stream after attention [B, E], and
-        [gate | up] [B, 2·`inner`].
+        attention and before the feed-forward layer, those after them, and those of queries and of keys; the packed matrices
+        [q | k | v], output, [gate | up] and down; the bias of [q | k | v]; the tables of quantised matrices; the packed A of each
+        matrix's LoRA, then each s·B, then the ranks, which are at most `rank`; the window. `made` [layers, …] has the addresses
+        of each layer's results: y [B, E], qkv [B, row], attention's output [B, H·D] and log-sum-exps [B, H], the residual stream
+        after attention [B, E], [gate | up] [B, 2·`inner`], and if norms follow them the outputs of attention and of the
+        feed-forward layer [B, E]. `angles` are those of each layer, all with the same factors. `residual` multiplies what a layer
+        adds to the residual stream.
         """
         rows, width = x.shape
         room = x.new_empty(rows * (width + (heads.queries + heads.keys) * heads.dim + inner + rank))
-        given = (
-            weights.data_ptr(),
-            made.data_ptr(),
-            len(weights),
-            x.data_ptr(),
-            room.data_ptr(),
-            *(y.data_ptr() for y in angles),
-        )
+        sizes = (width, inner, rank, heads.queries, heads.keys, heads.dim, heads.turned or heads.dim, heads.wide, gelu)
+        shape = _Shape(*sizes, made.shape[1], eps, heads.eps, heads.scale, heads.offset, residual)
+        turns = torch.tensor([[one.cosine.data_ptr(), one.sine.data_ptr()] for one in angles])
+        given = (weights.data_ptr(), made.data_ptr(), len(weights), x.data_ptr(), room.data_ptr(), turns.data_ptr())
         own = (slots.addresses.data_ptr(), slots.own[0].shape[1], slots.own[0].shape[3])
         tables = (slots.slots, slots.places, slots.prompts, slots.prompt_lengths, slots.first)
-        sizes = (len(slots.prompt_lengths), rows, width, inner, rank, heads.queries, heads.keys, heads.dim)
-        factors = (eps, heads.eps, heads.scale, torch.get_num_threads())
-        self._call.decode_layers(_HALF[x.dtype], *given, *own, *(y.data_ptr() for y in tables), *sizes, *factors)
+        last = (len(slots.prompt_lengths), rows, ctypes.addressof(shape), torch.get_num_threads())
+        factors = None if angles[0].factors is None else angles[0].factors.data_ptr()
+        self._call.decode_layers(_HALF[x.dtype], *given, factors, *own, *(y.data_ptr() for y in tables), *last)
 
     def copy(self, to: Sequence[int], given: Sequence[int], sizes: Sequence[int]) -> None:
         """Copy `sizes[i]` bytes from the address `given[i]` to the address `to[i]`, for each i."""
@@ -307,26 +333,25 @@ class Gradients:
         self._call.rms_norm_gradient(_HALF[x.dtype], *pointers, *x.shape, eps, offset, torch.get_num_threads())
         return dw
 
-    def rotary(
-        self, gradient: Tensor, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cosine: Tensor, sine: Tensor, heads: Heads
-    ) -> Tensor:
+    def rotary(self, gradient: Tensor, qkv: Tensor, norms: Norms | None, angles: Angles, heads: Heads) -> tuple[Tensor, ...]:
         """Turn the gradient of [q' | k' | v] [S, row], q' and k' after `Kernels.rotary`, into that of [q | k | v], in place.
 
-        Return the gradients of the weights of the norms [2, D].
+        Return the gradients of the weights of the norms of queries and of keys.
         """
-        dw = torch.zeros(2, heads.dim)
-        half = _HALF[qkv.dtype]
-        self._call.rotary_gradient(half, gradient.data_ptr(), dw.data_ptr(), *_rotary(qkv, norms, cosine, sine, heads))
-        return dw
+        widths = [heads.dim * (count if heads.wide else 1) for count in (heads.queries, heads.keys)]
+        dw, half = torch.zeros(sum(widths)), _HALF[qkv.dtype]
+        self._call.rotary_gradient(half, gradient.data_ptr(), dw.data_ptr(), *_rotary(qkv, norms, angles, heads))
+        gradients: tuple[Tensor, ...] = dw.split(widths)
+        return gradients
 
-    def swiglu(self, both: Tensor, dy: Tensor, *, in_place: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the gradient of `both` [S, gate | up], and `Kernels.swiglu(both)` again.
+    def gated(self, both: Tensor, dy: Tensor, gelu: bool = False, *, in_place: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the gradient of `both` [S, gate | up], and `Kernels.gated(both, gelu)` again.
 
         With `in_place` the results overwrite `both` and `dy`.
         """
         gradient, out = (both, dy) if in_place else (torch.empty_like(both), torch.empty_like(dy))
         pointers = (gradient.data_ptr(), out.data_ptr(), both.data_ptr(), dy.data_ptr())
-        self._call.swiglu_gradient(_HALF[both.dtype], *pointers, *dy.shape, torch.get_num_threads())
+        self._call.gated_gradient(_HALF[both.dtype], int(gelu), *pointers, *dy.shape, torch.get_num_threads())
         return gradient, out
 
     def attention(
@@ -357,76 +382,20 @@ def _shape(heads: Heads, window: int) -> tuple[int | float, ...]:
     return (heads.queries, heads.keys, heads.dim, window, heads.scale, torch.get_num_threads())
 
 
-def _rotary(
-    qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cosine: Tensor, sine: Tensor, heads: Heads
-) -> tuple[int | float | None, ...]:
-    weights = (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
-    tables = (qkv.data_ptr(), *weights, cosine.data_ptr(), sine.data_ptr())
-    return (*tables, len(qkv), heads.queries, heads.keys, heads.dim, heads.row, heads.eps, torch.get_num_threads())
+def _rotary(qkv: Tensor, norms: Norms | None, angles: Angles, heads: Heads) -> tuple[int | float | None, ...]:
+    tensors = (qkv, *(norms or (None, None)), *angles)
+    tables = (None if x is None else x.data_ptr() for x in tensors)
+    sizes = (len(qkv), heads.queries, heads.keys, heads.dim, heads.row, heads.turned or heads.dim, int(heads.wide))
+    return (*tables, *sizes, heads.eps, heads.offset, torch.get_num_threads())
 
 
-class HalfPrecision:
-    """The kernels of AdamW in mixed precision.
-
-    They read gradients in bfloat16 without a float32 copy, and write weight and master together. A step passes over memory twice,
-    PyTorch's five times.
-    """
-
-    def __init__(self, call: SimpleNamespace) -> None:
-        self._call = call
-
-    def squared_norm(self, gradients: Sequence[Tensor]) -> float:
-        """Return Σ g² over all tensors, summed in an order that does not depend on the number of threads."""
-        gradients = [g.contiguous() for g in gradients]
-        out, counts = ctypes.c_double(), [g.numel() for g in gradients]
-        pointers = (ctypes.c_void_p * len(counts))(*(g.data_ptr() for g in gradients))
-        sizes = (ctypes.c_int64 * len(counts))(*counts)
-        self._call.squared_norm(ctypes.byref(out), pointers, sizes, len(counts), torch.get_num_threads())
-        return out.value
-
-    def adamw(self, weights: Sequence[AdamWWeight], lr: float, betas: tuple[float, float], eps: float, scale: float) -> None:
-        """Take a step of AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), with each gradient multiplied by `scale`.
-
-        Formula: m ← β₁·m + (1 - β₁)·g, v ← β₂·v + (1 - β₂)·g², θ ← (1 - η·λ)·θ - η·m̂ / (√v̂ + ε). Each weight must have a
-        master, and all tensors must be contiguous.
-        """
-        table = []
-        for w in weights:
-            assert w.master is not None and w.stored is not None
-            table += [x.data_ptr() for x in (w.master, w.stored, w.gradient, w.exp_avg, w.exp_avg_sq)] + [w.master.numel()]
-        rates = (1 - betas[0], betas[1], 1 - betas[1], eps, scale)
-        tables = ((ctypes.c_int64 * len(table))(*table), _factors(weights, lr, betas))
-        self._call.adamw_bf16(*tables, len(weights), *rates, torch.get_num_threads())
-
-    def adamw_low_memory(
-        self,
-        weights: Sequence[AdamWWeight],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        scale: float,
-        codes: Sequence[Tensor],
-    ) -> None:
-        """Take a step of AdamW, like `adamw`, for weights without a master or with moments in 8-bit codes.
-
-        For each moment, `codes` has the levels of its codes, the middles between them, and a table that speeds up the search for
-        the nearest level (see adamw.cpp).
-        """
-        table = []
-        for w in weights:
-            tensors = (w.master, w.stored, w.gradient, w.exp_avg, w.exp_avg_sq, *(w.scales or (None, None)))
-            table += [0 if x is None else x.data_ptr() for x in tensors]
-            table += [w.weight.numel(), w.gradient.dtype == torch.bfloat16, w.seed]
-        tables = ((ctypes.c_int64 * len(table))(*table), _factors(weights, lr, betas))
-        known = (ctypes.c_int64 * len(codes))(*(x.data_ptr() for x in codes))
-        rates = (1 - betas[0], betas[1], 1 - betas[1], eps, scale)
-        self._call.adamw_frugal(*tables, len(weights), known, *rates, torch.get_num_threads())
+_SIZES = ("width", "inner", "rank", "heads", "kv_heads", "dim", "turned", "wide", "gelu", "results")
 
 
-def _factors(weights: Sequence[AdamWWeight], lr: float, betas: tuple[float, float]) -> Any:
-    """Return 1 - η·λ, η / (1 - β₁ᵗ) and 1 / √(1 - β₂ᵗ) of each weight, as C floats."""
-    found = []
-    for w in weights:
-        corrections = (1 - betas[0] ** w.step, (1 - betas[1] ** w.step) ** 0.5)
-        found += [1 - lr * w.weight_decay, lr / corrections[0], 1 / corrections[1]]
-    return (ctypes.c_float * len(found))(*found)
+class _Shape(ctypes.Structure):
+    """The sizes and factors of decoder layers, as in decoding.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _SIZES),
+        *((name, ctypes.c_float) for name in ("eps", "head_eps", "scale", "offset", "residual")),
+    )

@@ -187,7 +187,7 @@ class Pretrained(ABC):
         """
         if self.decoder is not None:
             fused: Any = layout
-            return self.decoder(input_ids, position_ids, fused, keep, cached, target_rows)
+            return self._scaled(self.decoder(input_ids, position_ids, fused, keep, cached, target_rows))
         if self.attention_kernel != "sdpa" and isinstance(layout, attention.PackedLayout):
             from psigrad.language.models.hf_attention import unpad
 

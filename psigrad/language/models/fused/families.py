@@ -30,47 +30,88 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass(frozen=True)
-class Family:
-    """The features of an architecture, as functions of its configuration.
-
-    `biases` returns two booleans: (q, k and v have biases, o has one). `window` returns a layer's sliding window, or None.
-    `head_norms` is True if queries and keys of each head are normalised.
-    """
-
-    biases: Callable[[Any], tuple[bool, bool]]
-    window: Callable[[Any, int], int | None]
-    head_norms: bool = False
-
-
-def _by_setting(config: Any) -> tuple[bool, bool]:
-    return config.attention_bias, config.attention_bias
-
-
 def _by_layer(config: Any, layer: int) -> int | None:
     return config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
 
 
+def _everywhere(config: Any, layer: int) -> int | None:
+    window: int | None = config.sliding_window
+    return window
+
+
+def _query_factors(config: Any, positions: Tensor) -> Tensor:
+    """Return 1 + β·log(1 + ⌊position / original length⌋), by which Llama 4 and Ministral 3 multiply queries."""
+    rope = config.rope_parameters
+    found: Tensor = 1 + rope["llama_4_scaling_beta"] * torch.log(
+        1 + torch.floor(positions / rope["original_max_position_embeddings"])
+    )
+    return found
+
+
+@dataclass(frozen=True)
+class Family:
+    """The features of an architecture's layers, some as functions of its configuration.
+
+    - `window` returns a layer's sliding window, or None.
+    - `rope` returns the name of a layer's rotary embedding ("": the only one), or None if the layer does not rotate.
+    - `before` and `after` are the names of the norms of the inputs and of the outputs of attention and of the feed-forward layer.
+    - `wide` is True if a norm of queries or keys is over all heads.
+    - `offset` is added to the weights of norms.
+    - `gelu` is True if the activation is GELU, in the form with tanh, in place of SiLU.
+    - `factors` returns the factor of the queries at each position; None: 1.
+    - `loads` is True if `load` can read the weights.
+    """
+
+    window: Callable[[Any, int], int | None] = lambda config, layer: None
+    rope: Callable[[Any, int], str | None] = lambda config, layer: ""
+    before: tuple[str | None, str | None] = ("input_layernorm", "post_attention_layernorm")
+    after: tuple[str | None, str | None] = (None, None)
+    wide: bool = False
+    offset: float = 0.0
+    gelu: bool = False
+    factors: Callable[[Any, Tensor], Tensor] | None = None
+    loads: bool = False
+
+
+_ONLY_AFTER: Any = {"before": (None, None), "after": ("post_attention_layernorm", "post_feedforward_layernorm")}
+_BY_TYPE: Any = {"window": _by_layer, "rope": lambda config, layer: config.layer_types[layer]}
 # The architectures that the fused decoder supports. transformers' Llama ignores a sliding window in its configuration.
 FAMILIES = {
-    "Llama": Family(_by_setting, lambda config, layer: None),
-    "Mistral": Family(lambda config: (False, False), lambda config, layer: config.sliding_window),
-    "Qwen2": Family(lambda config: (True, False), _by_layer),
-    "Qwen3": Family(_by_setting, _by_layer, head_norms=True),
+    "Llama": Family(loads=True),
+    "Mistral": Family(_everywhere, loads=True),
+    "Qwen2": Family(_by_layer, loads=True),
+    "Qwen3": Family(_by_layer, loads=True),
+    "SmolLM3": Family(_by_layer, lambda config, layer: "" if config.no_rope_layers[layer] else None),
+    "Ministral3": Family(_everywhere, factors=_query_factors),
+    "Phi3": Family(_everywhere),
+    "SeedOss": Family(),
+    "Granite": Family(),
+    "GraniteMoeHybrid": Family(rope=lambda config, layer: "" if config.position_embedding_type == "rope" else None),
+    "Olmo2": Family(**_ONLY_AFTER, wide=True),
+    "Olmo3": Family(**_BY_TYPE, **_ONLY_AFTER, wide=True),
+    "Exaone4": Family(
+        _by_layer, lambda config, layer: None if config.sliding_window and not _by_layer(config, layer) else "", **_ONLY_AFTER
+    ),
+    "Gemma": Family(offset=1.0, gelu=True),
+    "Gemma3Text": Family(
+        **_BY_TYPE, before=("input_layernorm", "pre_feedforward_layernorm"), after=_ONLY_AFTER["after"], offset=1.0, gelu=True
+    ),
 }
 
 
 def suits(config: PreTrainedConfig, dtype: torch.dtype) -> bool:
-    """Return True if the fused decoder supports this configuration and dtype, and its kernels run on this CPU."""
+    """Return True if `load` supports this configuration and dtype, and the kernels run on this CPU."""
     return describes(config) and dtype in (torch.float32, torch.bfloat16) and not isinstance(kernels(), str)
 
 
 def describes(config: PreTrainedConfig) -> bool:
-    """Return True if the fused decoder supports every feature of this configuration, such as rotary embedding and activation."""
+    """Return True if `load` supports every feature of this configuration, such as rotary embedding and activation."""
     rope = getattr(config, "rope_parameters", None) or {}
     layer_types = set(getattr(config, "layer_types", None) or ())
+    family = FAMILIES.get(type(config).__name__.removesuffix("Config"))
     return (
-        type(config).__name__.removesuffix("Config") in FAMILIES
+        family is not None
+        and family.loads
         and type(config).__module__.startswith("transformers.")
         and config.hidden_act == "silu"
         and not getattr(config, "mlp_bias", False)
