@@ -1,7 +1,7 @@
 """The facts about a setting, read from its field: type and range, default, help text, and marks for its behaviour.
 
-A fact about a setting is stored on its field and nowhere else. Help, the settings page, the list of settings that a run pins and
-the list of those that a callback may change are all read from the fields.
+A fact about a setting is stored on its field and nowhere else. Help and the settings page are made from the fields, and so are
+the lists of settings that a run pins and that a callback may change.
 """
 
 from __future__ import annotations

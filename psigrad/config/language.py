@@ -81,8 +81,8 @@ class PackingSettings:
     """The setting that limits the size of a forward pass."""
 
     micro_batch_tokens: Annotated[CountOrZero, RECORDED, MAIN, DeviceDefault(cuda=0)] = 4096
-    """Tokens per forward pass; a step is split to fit, which changes no gradient. On a CPU a few thousand are fastest. 0: as many
-    as fit in the device's free memory; on a GPU this also switches gradient_checkpointing off if that is faster."""
+    """Tokens per forward pass. A step is split into such passes, which changes no gradient. On a CPU a few thousand are fastest.
+    0: as many as fit in the device's free memory; on a GPU this also switches gradient_checkpointing off if that is faster."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class EpisodeSettings:
     """The settings of episodes with several turns: the environment, tools or agent that the policy interacts with."""
 
     environment: Annotated[str | Callable[..., Any], MAIN] = ""
-    """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text). Those of
-    other libraries are openenv:ADDRESS, verifiers:TASKSET, textarena:GAME, and an MCP server as "mcp:COMMAND" or mcp:http://…
-    The games kuhn and pennies have several players (seats), all of which are the policy."""
+    """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text). From
+    other libraries: openenv:ADDRESS, verifiers:TASKSET, textarena:GAME, or an MCP server as "mcp:COMMAND" or mcp:http://…
+    In kuhn and pennies, games with several players (seats), the policy plays all of them."""
     tools: Annotated[tuple[str | Callable[..., Any], ...], MAIN] = ()
     """Tools that the policy may call, offered through the chat template: typed Python functions as module:function, and all
     tools of an MCP server as "mcp:COMMAND" or mcp:http://…"""
@@ -145,8 +145,8 @@ class EpisodeSettings:
     """A custom agent that calls the policy over HTTP: module:function or file.py:function, which takes the row and a client or a
     base_url. It returns its reward, or None to leave the reward to the reward functions."""
     agent_command: Annotated[str, MAIN] = ""
-    """A custom agent as a program: it finds the policy at OPENAI_BASE_URL or ANTHROPIC_BASE_URL, reads the row as JSON from its
-    standard input, and writes its reward as its last line."""
+    """A custom agent as a program. It finds the policy at OPENAI_BASE_URL or ANTHROPIC_BASE_URL, reads the row as JSON from its
+    standard input, and writes its reward as its last line of output."""
     agent_timeout: Annotated[Positive, RECORDED, _ASKED] = 600.0
     """Wall-clock seconds that one session of an agent may take before its process is killed."""
     agent_workers: Annotated[Count, RECORDED, _ASKED] = 4
@@ -231,15 +231,15 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     algorithm: Algorithm = "grpo"
     """Preset name, or {preset: grpo, part: value, …}, or a PolicyGradient."""
     reference: Annotated[str, PATH] = ""
-    """Folder or hub name of the reference policy of the KL term, such as a teacher; empty: the model that training starts from.
-    Or the address of a server with OpenAI's API that returns the log-probs of a prompt, such as http://localhost:8000/v1."""
+    """Reference policy of the KL term, such as a teacher: a folder or hub name; empty: the model that training starts from. Or
+    the address of an OpenAI-compatible server that returns the log-probs of a prompt, such as http://localhost:8000/v1."""
     reference_model: str = ""
     """Name of the model on the reference server; empty: the only one that it serves."""
     reference_tokenizer: Annotated[str, PATH] = ""
     """Folder or hub name of the tokenizer of the model on the reference server; empty: the policy's."""
     reference_top_k: Count = 20
-    """Number of tokens per position whose log-probs the reference server returns. All other tokens count as one in the exact
-    KL."""
+    """Number of tokens per position whose log-probs the reference server returns. The exact KL treats all others as a single
+    token."""
     reference_dtype: Literal["", "float32", "bfloat16"] = ""
     """Precision of the reference; empty: the model's."""
     ref_model_sync_steps: CountOrZero = 0
@@ -280,10 +280,10 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     num_minibatches: Annotated[Count, LIVE] = 1
     """Optimiser steps per pass; each takes an equal share of the groups."""
     lag: CountOrZero = 0
-    """Train each step on completions of the weights of this many steps ago, so that sampling and training overlap. It needs a
-    correction (algorithm.correction). 0: each step trains on completions of its own weights."""
+    """Train each step on completions sampled with the weights of this many steps ago, so that sampling and training overlap. It
+    needs a correction (algorithm.correction). 0: sample with the current weights."""
     max_refills: Annotated[CountOrZero, LIVE] = 4
-    """With dynamic sampling: extra collections per step before training continues with the groups that have signal."""
+    """With dynamic sampling: maximum extra collections per step. After them, train on the groups whose rewards differ."""
     filter_metric: str = ""
     """With dynamic sampling: the reward function whose values must differ in a group (verl's filter_groups.metric); empty: the
     sum of all rewards but soft_overlong."""
@@ -297,9 +297,9 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     max_logp_difference: PositiveOrZero = 0.0
     """Stop if the log-probs of sampler and trainer differ by more than this on average; 0: 1e-3 in float32, 0.1 in bfloat16."""
     record_tokens: Annotated[CountOrZero, RECORDED, LIVE] = 4
-    """Prompts of each step whose completions are written to rollouts.jsonl token by token: log-probs, entropy, advantage."""
+    """Number of prompts per step whose completions have values per token in rollouts.jsonl: log-probs, entropy, advantage."""
     record_prompts: Annotated[CountOrZero, RECORDED, LIVE] = 0
-    """Prompts of each step whose completions are written to rollouts.jsonl; 0: all."""
+    """Number of prompts per step whose completions are written to rollouts.jsonl; 0: all."""
     show_completions: Annotated[CountOrZero, RECORDED] = 0
     """Print this many completions of a step with their rewards, every logging_steps steps; 0: none. TRL: log_completions."""
     record_rows: Annotated[CountOrZero, RECORDED] = 0
@@ -391,7 +391,7 @@ class SampleConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetti
     )
     run: _AtOnce = field(default_factory=Run)
     keep: Annotated[Literal["all", "best", "pairs"], MAIN] = "all"
-    """Completions to write: all, the best of each prompt, or the best against the worst."""
+    """Completions to write for each prompt: all, the best one, or pairs of the best and the worst."""
     bradley_terry: Annotated[PositiveOrZero, Needs("keep=pairs")] = 0.0
     """With keep=pairs: draw the winner of two completions with probability σ(bradley_terry · difference of rewards), like a noisy
     human judge; 0: the best against the worst."""

@@ -116,8 +116,8 @@ class Model:
     """Also load the vision tower, for rows with images. Needed only for models whose language model can be loaded alone (Qwen
     3.5); Gemma 3 and SmolVLM always load their tower."""
     trained_towers: tuple[str, ...] = ()
-    """Modules outside the language model that are also trained, such as connector or vision_model. All others are frozen. With
-    lora_rank their linear layers get adapters."""
+    """Modules outside the language model that are also trained, such as connector or vision_model. With lora_rank, adapters on
+    their linear layers are trained instead. All other modules are frozen."""
     router_aux_loss_coef: PositiveOrZero | None = None
     """Weight of the loss that balances the load of a mixture of experts, in every method but reward models; empty: the weight in
     the model's configuration. 0: none."""
@@ -137,8 +137,8 @@ class Data:
     """The datasets and how their rows are read."""
 
     dataset: Annotated[str | Any, PATH, SEVERAL, MAIN] = ""
-    """JSONL, JSON, Parquet or CSV file, a folder of them, hub name, or task:NAME for a task of reasoning-gym, in one of TRL's
-    dataset forms; from Python also rows. Several datasets may be given, each with a weight: a.jsonl:0.7 b.jsonl:0.3."""
+    """JSONL, JSON, Parquet or CSV file, a folder of such files, hub name, or task:NAME for a task of reasoning-gym; from Python
+    also rows. Rows have one of TRL's dataset forms. Several datasets may each have a weight: a.jsonl:0.7 b.jsonl:0.3."""
     columns: Annotated[str | Mapping[str, str], AfterValidator(lambda given: parse_columns(given) or "")] = ""
     """New names of columns: `question=prompt` reads the column question as prompt, and `prompt={question} Think first.` builds
     the prompt from question. In YAML and Python also a mapping."""
@@ -291,11 +291,11 @@ class Placement:
     """With fsdp: number of groups of processes that each hold the full model in shards (HSDP). Layers are gathered within a
     group, and gradients are summed over all groups."""
     tp_size: Annotated[Count, RECORDED, _SHARDS] = 1
-    """With fsdp: number of processes that compute every layer together, each with some of its heads and columns, by
+    """With fsdp: number of processes that compute every layer together. Each computes some of the layer's heads and columns, by
     transformers' plan for the model family (tensor parallelism)."""
     cp_size: Annotated[Count, RECORDED, _SHARDS] = 1
-    """With fsdp: number of processes that split the tokens of every row, and the heads in attention (context parallelism,
-    Ulysses)."""
+    """With fsdp: number of processes among which the tokens of every row are divided, and the heads in attention (context
+    parallelism, Ulysses)."""
     reduce_once: Annotated[bool, RECORDED, Needs("placement.strategy=fsdp")] = False
     """With fsdp: sum gradients over the processes once per optimiser step, instead of in each pass. It saves messages, but each
     process holds the whole float32 gradient."""
@@ -336,7 +336,7 @@ class Hub:
     hub_model_id: Annotated[str, FREE, _PUSHED] = ""
     """Repository to upload to: user/name, or a name in your own account; empty: the name of the run folder."""
     hub_private_repo: Annotated[bool, FREE, _PUSHED] = False
-    """Create a new repository as private. An existing public one fails with an error."""
+    """Create a new repository as private. An upload to an existing public one fails with an error."""
     hub_revision: Annotated[str, FREE, _PUSHED] = ""
     """Branch to upload to, created if it is missing; empty: main."""
 

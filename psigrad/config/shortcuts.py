@@ -201,8 +201,8 @@ def _either(*finders: Callable[[Part], Places]) -> Callable[[Part], Places]:
 
 
 def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
-    """Return a `Shortcut.find` for the parameter `field` of the part in `slot`. If the slot of a policy gradient is empty, its
-    value is 0.
+    """Return a `Shortcut.find` for the parameter `field` of the part in `slot`. In a policy gradient whose slot is empty, the
+    parameter counts as 0.
     """
 
     def places(root: Part) -> Places:
@@ -270,7 +270,7 @@ _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
 def find_grouped(root: Part) -> Places:
-    """Return [(dotted path, standard deviation)] of each psi that compares within groups: batch, group or none."""
+    """Return (dotted path, "batch", "group" or "none": the source of the divisor) of each psi that subtracts a group's mean."""
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
         for place, part in find_parts(root)

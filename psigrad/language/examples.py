@@ -50,7 +50,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt with a better and a worse answer. `margin` says by how much one is better; None: the row does not say."""
+    """A prompt with a better and a worse answer. `margin` is the difference of their quality; None if the row has none."""
 
     prompt: list[int]
     chosen: Answer

@@ -1,9 +1,9 @@
 """Images in text and in token ids: a mark in a message's content, and one id per image token, which encodes the image.
 
-An image's mark is its SHA-256 between two object replacement characters (U+FFFC), so a prompt with images is a plain string. Each
-of its tokens is an id of at least `FIRST`, made of 46 bits of the SHA-256 and of the token's index in the image. A prompt with
+An image's mark is its SHA-256 between two object replacement characters (U+FFFC), so a prompt with images is a plain string. An
+image token's id is at least `FIRST`. It is made of 46 bits of the SHA-256 and of the token's index in the image. A prompt with
 images is thus a plain list of ids too. Caches, packing and resumed runs never confuse two images, and no id of the vocabulary
-ever stands for an image. The embedding (`models/vision.py`) turns these ids into features.
+ever represents an image. The embedding (`models/vision.py`) turns these ids into features.
 """
 
 from __future__ import annotations
@@ -422,7 +422,7 @@ def media_type(data: bytes) -> str:
 
 def _size_of(image: Image) -> tuple[int, int]:
     if image.format == "TIFF":
-        image.load()  # which turns it; some versions of Pillow have its upright size before, too
+        image.load()  # turns the image; some versions of Pillow have the upright size before that too
     turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
     return (image.height, image.width) if turned else (image.width, image.height)
 

@@ -32,12 +32,12 @@ def zero_outside(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def is_full(mask: Tensor) -> bool:
-    """Return True if the mask is on the CPU and True everywhere. For a mask on a GPU return False, as reading it would wait."""
+    """Return True if the mask is on the CPU and True everywhere. Return False on a GPU, as reading it would stall the CPU."""
     return mask.device.type == "cpu" and bool(mask.all())
 
 
 def inside(mask: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a function that applies `zero_outside(mask, x)` to a tensor x. If `is_full(mask)`, it returns x unchanged."""
+    """Return the function x -> `zero_outside(mask, x)`. If `is_full(mask)`, the function returns x unchanged."""
     return (lambda x: x) if is_full(mask) else partial(zero_outside, mask)
 
 
@@ -53,8 +53,8 @@ class Batch:
     """N collected trajectories. Algorithms read every field but `inputs`.
 
     On construction every per-step tensor is detached, copied, promoted to at least float32, and set to 0 outside `mask`. Nothing
-    downstream can then read padding or observations. A reward on a masked step is therefore ignored. Put it on the last chosen
-    step before it, as `terminal` does.
+    downstream can then read padding or observations. A reward on a masked step is therefore ignored: put such a reward on the
+    chosen step before it, as `terminal` does.
     Errors: ValueError if a tensor has the wrong shape or `mask` is not boolean.
     """
 
@@ -125,7 +125,7 @@ class Batch:
 
     @cached_property
     def is_full(self) -> bool:
-        """True if all steps of all rows are chosen; False also if that is not known, because the mask is on a GPU."""
+        """True if all steps of all rows are chosen. Always False on a GPU, where reading the mask would stall the CPU."""
         return self.mask.shape[1] > 0 and is_full(self.mask)
 
     @property
@@ -155,7 +155,7 @@ class Batch:
         return replace(self, **self._of_tensors(lambda x: x.to(device)))
 
     def select(self, rows: Tensor | slice) -> Batch:
-        """Return the batch of these rows (indices or a boolean mask), `inputs` included."""
+        """Return the batch with only `rows` (indices or a boolean mask), `inputs` included."""
         return replace(self, inputs=_select_inputs(self.inputs, rows), **self._of_tensors(lambda x: x[rows]))
 
     def _of_tensors(self, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class Batch:
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
-    """Cast x to float32 if it is in half precision, which rounds sums over long rows, and GSPO's narrow clip bounds to 1."""
+    """Cast x to float32 if it is in half precision, which is too coarse for long sums and rounds GSPO's clip bounds to 1."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
@@ -235,11 +235,11 @@ class Prepared:
 
     @cached_property
     def is_full(self) -> bool:
-        """True if all steps are trained on; False also if that is not known, because the mask is on a GPU."""
+        """True if all steps are trained on. Always False on a GPU, where reading the mask would stall the CPU."""
         return self.batch.is_full and bool((self.keep & self.needs_gradient).all())
 
     def select(self, rows: Tensor | slice) -> Prepared:
-        """Return the prepared data of these rows (indices or a boolean mask)."""
+        """Return the prepared data with only `rows` (indices or a boolean mask)."""
         return self._of(self.batch.select(rows), rows, lambda x: x[rows])
 
     def _of(self, batch: Batch, rows: Tensor | slice, change: Callable[[Tensor], Tensor]) -> Prepared:
@@ -278,7 +278,7 @@ def _pick(x: Tensor, at: Tensor) -> Tensor:
 
 # Statistics over the rows of a group and over chosen steps, and sums of rewards along a trajectory.
 #
-# Group functions take and return [N]: each row gets its own group's figure. Groups may have any size, any row order, any ids.
+# Group functions take and return [N]: each row gets the result of its group. Groups may have any size, row order and ids.
 # Sums along a trajectory take and return [N, T] and are 0 on masked steps. Time counts chosen steps only: a masked observation
 # between two chosen steps adds no discount, and later rewards still reach the steps before it.
 
@@ -374,8 +374,8 @@ def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float | Tensor) -> T
 
     With x the rewards this is the reward-to-go; with x the TD errors and discount γλ it is GAE.
 
-    Short rows are multiplied by a matrix of the discount's powers. Long rows take log₂ T passes instead of T, by the identity
-    y = (1 − dS)⁻¹·x = …(1 + d⁴S⁴)(1 + d²S²)(1 + dS)·x, with d the discount and S the shift by one step.
+    Short rows are multiplied by a matrix of the discount's powers. Long rows take log₂ T passes instead of T: with d the discount
+    and S the shift by one step, y = (1 − dS)⁻¹·x = …(1 + d⁴S⁴)(1 + d²S²)(1 + dS)·x.
     """
     within, n_steps = inside(mask_NT), x_NT.shape[1]
     y_NT, holes = within(x_NT), _holes(mask_NT)
@@ -413,7 +413,7 @@ def _powers(n_steps: int, discount: float, dtype: torch.dtype, device: torch.dev
 
 
 def next_chosen(x_NT: Tensor, mask_NT: Tensor, last_N: Tensor) -> Tensor:
-    """Return for each step the value of x at the next chosen step of its row, or the row's `last_N` if there is none."""
+    """Return [N, T]: at each step, x of the next chosen step of its row, or the row's `last_N` after the last chosen step."""
     n_steps = x_NT.shape[1]
     if n_steps and not _holes(mask_NT):
         ahead_NT = torch.cat([x_NT[:, 1:], last_N[:, None]], dim=1)

@@ -248,7 +248,7 @@ PROCESS_GRPO = METHODS.declare(
 
 # Three methods against the collapse of entropy. The 80/20 paper builds on DAPO; Clip-Cov and KL-Cov on GRPO without a KL term.
 TOP_ENTROPY = METHODS.declare(
-    "top_entropy", "DAPO on the fifth of the tokens that were least sure", replace(DAPO, keep=(*DAPO.keep, top_entropy(0.2)))
+    "top_entropy", "DAPO on the 20 % of tokens with the highest entropy", replace(DAPO, keep=(*DAPO.keep, top_entropy(0.2)))
 )
 CLIP_COV = METHODS.declare(
     "clip_cov",

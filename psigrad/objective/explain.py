@@ -70,7 +70,7 @@ def _head(method: Explained, name: str = "") -> list[str]:
     formula = "loss(θ) = (1/N) Σ_n link(h_w − margin, h_l)"
     formula = formula.replace("link", f"{method.preference:g}·link") if method.preference != 1 else formula
     formula += f" + {method.sft:g}·NLL(chosen)" if method.sft else ""
-    return [f"{name} minimises", "    " + formula, f"over pairs, with h = β·score and β = {method.beta:g}"]
+    return [f"{name} minimises", "    " + formula, f"over pairs (w chosen, l rejected), with h = β·score and β = {method.beta:g}"]
 
 
 def _formula(method: PolicyGradient) -> str:
@@ -114,7 +114,7 @@ def _slot_lines(method: PolicyGradient, slot: str) -> list[str]:
 
 
 def _part_lines(part: Any, indent: str) -> list[str]:
-    """Return lines with the purpose, formula and source in a part's docstring, and in those of the parts that it wraps.
+    """Return the purpose, formula and source from a part's docstring, then the same lines of each part that it wraps.
 
     If the part has a property `formula`, its value replaces the docstring's formula.
     """

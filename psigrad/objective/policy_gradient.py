@@ -208,7 +208,7 @@ class PolicyGradient:
             new_state |= remembered
         else:
             advantage = self.psi(shaped)
-        # Rewards may be float64 beside float32 log-probs, so that differences of close rewards survive until here.
+        # Rewards may be float64 until here, although log-probs are float32: float32 would make close rewards equal.
         advantage = advantage.detach().to(batch.logp_old.dtype)
         advantage = advantage if batch.is_full else zero_outside(batch.mask, advantage)
         keep, counts, marks = self._choose(batch, advantage)

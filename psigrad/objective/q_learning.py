@@ -1,4 +1,4 @@
-"""The target and the loss of deep Q-learning. Numbers that stay the same between updates are computed for many at once."""
+"""The target and the loss of deep Q-learning. `back_up` needs only the target network, so one call serves many updates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def back_up(reward: Tensor, terminated: Tensor, next_q: Tensor, gamma: float) ->
 
     Source: Mnih et al. 2015, Nature 518.
     """
-    # filled, not multiplied by 0: a diverged Q of a final state is inf, and 0 · inf is NaN
+    # masked_fill, because multiplying by 0 gives NaN where a diverged Q of a final state is inf
     return reward[:, None] + gamma * next_q.masked_fill(terminated[:, None], 0.0)
 
 
@@ -58,5 +58,5 @@ def polyak(target: Tensor, source: Tensor, tau: float) -> None:
 
 
 def linear_epsilon(progress: float, fraction: float, first: float, last: float) -> float:
-    """Return ε after a share `progress` of a run. It falls from `first` to `last` over the share `fraction`, then it stays."""
+    """Return ε after a share `progress` of a run. It falls linearly from `first` to `last` until `fraction`, then it stays."""
     return last if progress >= fraction else first + (last - first) * progress / fraction

@@ -21,7 +21,7 @@ from psigrad.objective.policy_gradient import PolicyGradient
 
 @dataclass(frozen=True, eq=False)
 class Slopes:
-    """The closed-form gradient of the loss on given steps. The fields have the numbers that every pass over them shares.
+    """The closed-form gradient of the loss on given steps. The fields are the same in every pass over these steps.
 
     Formulas, with w the aggregate's weights and n the number of steps:
 

@@ -1,6 +1,6 @@
 """TRPO's step: the largest improvement of a linear model of the objective within a ball of mean KL divergence.
 
-    max_s gᵀs  subject to  ½·sᵀFs ≤ δ,   F the Fisher information matrix: s = √(2δ / xᵀFx)·x with Fx = g
+    max_s gᵀs  subject to  ½·sᵀFs ≤ δ:   s = √(2δ / xᵀFx)·x with Fx = g; g the gradient, F the Fisher information matrix
 
 The step s is then shortened until the true KL is within δ and the true objective improves. Source: Schulman et al. 2015,
 TRPO, arXiv:1502.05477, sections 5, 6 and appendix C.

@@ -46,7 +46,7 @@ class Adam:
 
     def _step(self, u: Update, step: StepSize) -> None:
         count = int(u.state["step"]) + 1
-        u.state["step"].fill_(count)  # takes a fifth of the time of an addition
+        u.state["step"].fill_(count)  # five times as fast as an addition
         rate, correction = step.lr / (1 - _BETA1**count), 1 / (1 - _BETA2**count)
         mean, square = u.state["exp_avg"], u.state["exp_avg_sq"]
         if (native := _kernels(u)) is not None:

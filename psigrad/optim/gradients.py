@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-# The number of gradient elements that are computed at a time, and the memory limit of stored uses as a share of the gradient's.
+# The number of gradient elements computed at a time, and the memory limit of stored uses as a share of the gradient's memory.
 BLOCK_ELEMENTS = 1 << 20
 HELD = 0.5
 

@@ -123,9 +123,9 @@ class LowMemoryAdamW:
 
     With `eight_bits` the moments are codes in blocks of 256 numbers. Embeddings have float32 moments, as in transformers, because
     their rows learn at very different rates. With `remainders` a float32 master is stored as the bfloat16 weight and a remainder
-    (`split`). Otherwise the new bfloat16 weight θ - η·m̂ / (√v̂ + ε) is rounded up or down at random, so that steps smaller than
-    a 256th of a weight are right on average (Zamirai et al. 2020, arXiv:2010.06192). The random numbers depend on `seed`, the
-    weight's name and the step.
+    (`split`). Otherwise the new bfloat16 weight θ - η·m̂ / (√v̂ + ε) is rounded up or down at random. Steps smaller than 1/256 of
+    a weight are then right on average (Zamirai et al. 2020, arXiv:2010.06192). The random numbers depend on `seed`, the weight's
+    name and the step.
     """
 
     betas: tuple[float, float]
@@ -140,7 +140,7 @@ class LowMemoryAdamW:
         return self.remainders and not self.eight_bits
 
     def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
-        """Return the initial state: step 0, and moments of 0 in float32 or as codes with scales; also a remainder if needed."""
+        """Return the initial state: step 0, moments of 0 (float32, or codes with scales), and with `remainders` a remainder."""
         coded, state = self.eight_bits and has_codes(name, p), {"step": torch.zeros(())}  # on the host, where it is read
         for key in ("exp_avg", "exp_avg_sq"):
             state[key] = torch.zeros(p.shape, dtype=torch.uint8 if coded else torch.float32, device=p.device)
@@ -180,7 +180,7 @@ class LowMemoryAdamW:
 
         This is used on other devices than the CPU. Tests compare the CPU's kernel with it.
         """
-        weight, whole = w.weight, w.weight.reshape(-1)  # a copy of a weight that is not contiguous
+        weight, whole = w.weight, w.weight.reshape(-1)  # reshape copies a weight that is not contiguous
         flat = [x.view(-1) for x in (w.gradient, w.exp_avg, w.exp_avg_sq)]
         for first in range(0, whole.numel(), CHUNK):
             part = slice(first, first + CHUNK)

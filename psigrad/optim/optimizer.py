@@ -112,7 +112,7 @@ class Weight:
 class Optimizer:
     """The optimiser of named parameters by the rule in `optim.optimizer`, or by `rule`. Only matrices have weight decay.
 
-    `seed` is that of stochastic rounding. With `recompute` the gradient of a large head is not stored; its rows are computed
+    `seed` is for stochastic rounding. With `recompute` the gradient of a large head is not stored; its rows are computed
     twice, for the norm and for the update. Gradients are summed over the processes of the `world`. `reduces` is the function that
     switches FSDP's summation over shards on or off. If it is given, gradients are summed only in the last pass of a step.
     """
@@ -317,7 +317,7 @@ def check_gradients(nonfinite: int, step: int) -> None:
 
 
 def check_weights(weights: Mapping[str, Tensor], step: int) -> None:
-    """Raise `NonFiniteError` if a weight is not finite, so that no checkpoint is made from which a run could resume."""
+    """Raise `NonFiniteError` if a weight is not finite. Call it before saving, so that no checkpoint has such a weight."""
     if bad := [name for name, x in weights.items() if x.numel() and not _is_finite(x)]:
         raise NonFiniteError(
             f"The weights are not finite after step {step} ({', '.join(bad[:3])}), so they were not saved. The last checkpoint "
@@ -326,7 +326,7 @@ def check_weights(weights: Mapping[str, Tensor], step: int) -> None:
 
 
 def _is_finite(x: Tensor) -> bool:
-    least, most = x.detach().aminmax()  # one pass, without a tensor of that size
+    least, most = x.detach().aminmax()  # one pass over x, without a temporary tensor of its size
     return math.isfinite(float(least)) and math.isfinite(float(most))
 
 
@@ -367,7 +367,7 @@ def _total_norm(gradients: list[Tensor]) -> float:
     if any(g.dtype in _HALF for g in gradients):
         return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32))))
     if len(gradients) == 1:
-        return float(torch.linalg.vector_norm(gradients[0]))  # the same result in a tenth of the time
+        return float(torch.linalg.vector_norm(gradients[0]))  # the same result, ten times as fast
     return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
 

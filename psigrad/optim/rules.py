@@ -81,7 +81,7 @@ class AdamW:
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), by the function that `torch.optim.AdamW(fused=True)` calls.
 
     The class `torch.optim.AdamW` is not used. It imports the compiler before its first step, which takes a second and 60 MB. It
-    also allocates the moments in that step, which fragments the heap and cost a tenth more memory with a large vocabulary.
+    also allocates the moments in that step, which fragments the heap and cost 10 % more memory with a large vocabulary.
     """
 
     betas: tuple[float, float]
@@ -188,7 +188,7 @@ class Adafactor:
     """Adafactor with a given learning rate, with the same bits as in transformers' `Trainer` (Shazeer & Stern 2018,
     arXiv:1804.04235). For a matrix it stores only the mean squares of the gradient's rows and columns.
 
-    Formula: R ← β·R + (1 − β)·mean_cols(g² + 10⁻³⁰),  C likewise of rows, β = 1 − t^−0.8;  u = g / √(R·Cᵀ / mean(R));
+    Formula: R ← β·R + (1 − β)·mean_cols(g² + 10⁻³⁰),  C likewise by mean_rows, β = 1 − t^−0.8;  u = g / √(R·Cᵀ / mean(R));
              θ ← θ − lr·λ·θ − lr · u / max(1, rms(u))
     """
 
@@ -261,9 +261,9 @@ _OWN_WARM_UP = ("cosine_warmup_with_min_lr", "warmup_stable_decay")
 
 @lru_cache(maxsize=16)
 def _factor(name: str, arguments: str, warmup: int, total: int, peak: float) -> Callable[[int], float]:
-    """Return a function of the step: the factor of the `peak` learning rate in transformers' schedule `name`.
+    """Return the function from step to factor of the `peak` learning rate, by transformers' schedule `name`.
 
-    Raises `UserError` for arguments that the schedule `name` does not accept.
+    `arguments` is lr_scheduler_kwargs as JSON. Raises `UserError` if the schedule does not accept it.
     """
     from transformers.optimization import get_scheduler
 

@@ -317,5 +317,5 @@ def size_of(folder: Path) -> int:
 
 
 def is_disk_trouble(error: BaseException) -> bool:
-    """Return True if an exception is an error of the disk. Those of safetensors and tokenizers are recognised by their text."""
+    """Return True for an error of the disk. Such errors from safetensors and tokenizers are recognised by their text."""
     return isinstance(error, OSError) or "(os error " in str(error)

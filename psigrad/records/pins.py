@@ -116,7 +116,7 @@ def _read_allowed(now: Mapping[str, Any], leaves: Mapping[str, Any]) -> set[str]
 def rename_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by dotted name in which `algorithm.preset` is renamed to `algorithm`, and `loss.preset` to `loss`.
 
-    The setting of a preset then has the same name if one of the preset's parts was changed, and if none was.
+    The preset's setting then has one name, whether or not a part of the preset was changed as well.
     """
     return {n.removesuffix(".preset") if n in ("algorithm.preset", "loss.preset") else n: v for n, v in settings.items()}
 
@@ -196,9 +196,9 @@ def _folder_hash(folder: Path) -> str:
 def hash_code(*objects: Any) -> str | None:
     """Return the SHA-256 of the user's code behind functions, classes and objects; None if none of the code is the user's.
 
-    The hash covers the files that define the objects, the user's own modules that these files import, and the data files that
-    these modules opened while `psigrad.importing` imported them. In a script or notebook only the definitions of the objects are
-    covered, since the rest of the script may change.
+    The hash covers the files that define the objects and the user's own modules that these files import. It also covers data
+    files that these modules opened while `psigrad.importing` imported them. In a script or notebook only the definitions of the
+    objects are covered, since the rest of the script may change.
     """
     found: dict[str, str] = {}
     for thing in objects:
@@ -231,8 +231,8 @@ def _source(thing: Any) -> str:
 def _add_module(module: ModuleType, found: dict[str, str]) -> None:
     """Add the text of a user's module to `found`, by file name, with all files on which the module depends.
 
-    These are the data files that the module opened while it was imported, and the user's modules that it imports anywhere or
-    whose objects are among its values.
+    The module depends on the data files that it opened while it was imported. It also depends on the user's modules that it
+    imports anywhere in its source, or whose objects are among its values.
     """
     file = str(module.__file__)
     if file in found:
@@ -251,7 +251,7 @@ def _add_module(module: ModuleType, found: dict[str, str]) -> None:
 
 
 def _is_hidden(path: Path, home: Path) -> bool:
-    """Return True if a file is hidden or in a hidden folder, such as a cache, as seen from `home`, the folder of the code."""
+    """Return True if a file, or a folder between it and the code's folder `home`, has a name with . or __pycache__ in front."""
     seen = Path(os.path.relpath(path, home)).parts
     return any(part.startswith((".", "__pycache__")) and part != ".." for part in seen)
 

@@ -16,7 +16,7 @@ from psigrad.records.row_lines import read_lines, read_steps, rollout_files
 from psigrad.records.rows import metric_of, number, parse_row, rollout_figures
 
 TEXT_LIMIT = 600
-# After the last two events another step may become the best.
+# `kept` records the best step. After the two other events the run trains again, so another step may become the best.
 KEEPS = ("kept", "started", "resumed")
 
 
@@ -107,7 +107,7 @@ class RunData:
 
     @property
     def compared(self) -> list[dict[int, Sample]]:
-        """{step: sample} for each held-out row with a sample at every evaluation in `samples`. Changed rewards come first."""
+        """{step: sample} for each held-out row with a sample at every step of `samples`; rows with a changed reward first."""
         steps = list(self.samples)
         common = [row for row in (self.samples[steps[0]] if steps else ()) if all(row in self.samples[s] for s in steps)]
         rows = [{step: self.samples[step][row] for step in steps} for row in common]

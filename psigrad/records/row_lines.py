@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from psigrad.records.rows import parse_row, parse_step
 
-# Bytes from which a file is truncated without reading all of it, and bytes of its end that are searched for the last row.
+# A file of at least `_LARGE` bytes is truncated without reading all of it: only its last `_TAIL` bytes are searched for a row.
 _LARGE, _TAIL = 1 << 26, 1 << 22
 _PART = re.compile(r"rollouts-(\d{8,})-(\d+)\.jsonl")
 
@@ -53,8 +53,8 @@ def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
 def restore_parts(folder: Path, step: int, written: int | None) -> None:
     """Undo `rename_part` for parts with rows after `step`, when a run returns to the checkpoint of `step`.
 
-    The part that contains the step becomes rollouts.jsonl again. A part whose last row has this step becomes it only if it was
-    not yet renamed when the checkpoint was saved. The part then has `written` rows, the number in the checkpoint's manifest.
+    The part that contains the step becomes rollouts.jsonl again. If the step is the part's last one, it does so only if it was
+    not yet renamed when the checkpoint was saved: then it has `written` rows, the number in the checkpoint's manifest.
     """
     for part in reversed(parts_of(folder)):
         if part.last > step or (part.last == step and part.rows == written):

@@ -126,9 +126,9 @@ class RolloutRow(TypedDict):
     step_rewards: NotRequired[list[list[float]]]
     """(position in `completion_ids`, reward) of rewards that were given before the end of the completion."""
     logprobs: NotRequired[list[float]]
-    """Per token: log-prob under the sampling policy. Only the first `record_tokens` groups have this key and those below."""
+    """Per token: log-prob under the sampling policy. Only the first `record_tokens` groups have this and the next five keys."""
     sampling_logprobs: NotRequired[list[float]]
-    """Per token: log-prob under the distribution that the token was drawn from, if top_p, top_k or min_p cut the policy's."""
+    """Per token: log-prob under the distribution that the token was drawn from, if top_p, top_k or min_p filtered it."""
     trained_logprobs: NotRequired[list[float]]
     """Per token: log-prob in the last forward pass of training over the row, before the optimiser step."""
     ref_logprobs: NotRequired[list[float]]
@@ -136,9 +136,9 @@ class RolloutRow(TypedDict):
     entropy: NotRequired[list[float]]
     """Per token: entropy of the policy in nats."""
     advantages: NotRequired[list[float]]
-    """Per token, if they are not all equal."""
+    """Per token: advantage; absent if all are equal."""
     kept: NotRequired[bool]
-    """False if a filter of the method excluded the row from the loss."""
+    """False if a filter of the method excluded the row from the loss; otherwise the key is absent."""
 
 
 @dataclass(frozen=True, slots=True)

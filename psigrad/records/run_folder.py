@@ -271,7 +271,7 @@ class RunFolder:
     def flush(self, step: int = -1, keep: int = 0) -> None:
         """Flush all written rows to the disk.
 
-        Pass a `step` before the checkpoint of this step is saved, when all of the step's rows are written. If rollouts.jsonl then
+        Pass `step` before the checkpoint of that step is saved, once all of the step's rows are written. If rollouts.jsonl then
         has `PART` bytes or more, start a new one. Of the earlier rows, keep about `keep` (0: all).
         """
         with _errors_of(self.path):

@@ -1,7 +1,7 @@
 """The rules that detect problems of a run and raise warnings.
 
 Each rule reads the rows of figures in order and keeps a small memory. Its warning is raised after `patience` consecutive rows
-above the threshold `above`, and withdrawn after `patience` rows at most at the lower threshold `until`. Between the two
+above the threshold `above`, and withdrawn after `patience` rows at or below the lower threshold `until`. Between the two
 thresholds its state does not change, so a figure that oscillates around a threshold raises only one warning.
 """
 
@@ -169,7 +169,7 @@ def _correction(figures: Figures, memory: Memory) -> float | None:
 def _entropy_left(figures: Figures, memory: Memory) -> float | None:
     """Return the share of the initial entropy that the policy has lost. The initial entropy is the mean of the first five rows.
 
-    Return None in these rows, without an entropy, and for methods without a reward, since imitation is supposed to lose entropy.
+    Return None in these rows, and in rows without an entropy or without a reward, since imitation is supposed to lose entropy.
     """
     value = figures.get("entropy", figures.get("surprise"))
     learns_by_reward = "reward" in figures or "return" in figures
@@ -185,7 +185,7 @@ def _entropy_left(figures: Figures, memory: Memory) -> float | None:
 def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
     """Return the z-score of the gradient norm's logarithm among the previous 50 rows; None before there are 20 rows.
 
-    The standard deviation counts as log √2 if it is less. The logarithm is used because norms are skewed. Without it, half of the
+    A standard deviation below log √2 counts as log √2. The logarithm is used because norms are skewed. Without it, half of the
     successful runs have an outlier.
     """
     if (norm := _finite(figures, "grad_norm")) is None:

@@ -18,7 +18,7 @@ from psigrad.runs.survival import Interrupted, Stopped
 from psigrad.step import Outcome, RunState
 
 S = TypeVar("S", bound=RunState)
-# Seconds that the ranks of a sharded model wait for a background save after one of them has failed, as it may never end.
+# If a rank of a sharded model fails, the others wait so many seconds for a background save, which may never end.
 LEFT = 20.0
 
 

@@ -27,7 +27,7 @@ from psigrad.runs.survival import Interrupted, Stopped, StopSignal
 from psigrad.step import Observe, Outcome
 
 STACKS = "stacks.txt"
-# A phase may take so many times as long as the longest of its kind so far.
+# A phase hangs if it takes more than this multiple of the longest earlier phase of the same name.
 _TIMES = 10
 _STATUS_FIELDS = {"memory_bytes": "VmRSS", "peak_memory_bytes": "VmHWM", "anonymous_bytes": "RssAnon"}
 
@@ -248,8 +248,8 @@ class Journal:
 
 
 class Watchdog:
-    """A thread that reports phases that hang: those longer than `seconds` and ten times the longest earlier phase of the same
-    name.
+    """A thread that reports phases that hang: they take more than `seconds`, and more than ten times the longest earlier phase
+    of the same name.
 
     It calls `report(phase, seconds)` once for each such phase and writes all stacks to a file. It does not stop the phase.
     """

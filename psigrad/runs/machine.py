@@ -145,9 +145,9 @@ def prepared_torch(run: Run, *, recompute: bool = False, tf32: bool = False) -> 
 def keep_freed_memory(up_to: int = _ALL) -> None:
     """Make glibc's malloc keep freed blocks of at most `up_to` bytes, so that torch's next tensor of the size can use them.
 
-    By default malloc gives every large freed block back to the kernel at once, and the next tensor takes its memory again, page
-    fault by page fault. On a CPU that costs a fifth of a training step or more, and half of it with a large vocabulary. In
-    return, memory becomes fragmented. Do nothing with other C libraries, which have no such setting.
+    By default malloc gives every large freed block back to the kernel at once. The next tensor then gets its memory page fault by
+    page fault. On a CPU that takes 20 % of a training step or more, and 50 % with a large vocabulary. The drawback of kept blocks
+    is fragmented memory. Do nothing with other C libraries, which have no such setting.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 SILENCE = 10.0
-"""Seconds after which a finished step prints a line, if standard output is not a terminal."""
+"""If standard output is not a terminal, a step prints a line at its end when the last line is this many seconds old."""
 NARROW = 100
 """Columns of a terminal below which the bar itself is omitted, so that its numbers fit."""
 

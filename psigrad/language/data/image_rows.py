@@ -190,7 +190,7 @@ def _of_bytes(data: bytes, path: Path | None = None) -> tuple[Picture, bool]:
         size, moves = images.inspect(data)
     except Exception as error:  # a decoder can raise anything
         name = f"the file {path}" if path is not None else f"{len(data)} bytes"
-        unknown = type(error).__name__ == "UnidentifiedImageError"  # whose text has the address of an object
+        unknown = type(error).__name__ == "UnidentifiedImageError"  # its text has the address of an object
         why = f"expected {', '.join(images.FORMATS)}" if unknown else name_reason(error)
         raise ValueError(f"is {name}, not a whole image that psigrad reads ({why})") from None
     return Picture(hashlib.sha256(data).hexdigest(), *size, path, None if path is not None else data), moves
@@ -335,7 +335,7 @@ def _text(part: Any) -> Any:
 
 
 def refuse_marks(raw: Mapping[str, Any], fail: Fail, further: str) -> None:
-    """Reject texts with an image's mark, or with any U+FFFC if `further` is set. Use a stack: rows may be nested deeply."""
+    """Reject texts with an image's mark, or with any U+FFFC if `further` is not "". Use a stack: rows may be nested deeply."""
     stack: list[tuple[str, Any]] = list(raw.items())
     while stack:
         path, value = stack.pop()

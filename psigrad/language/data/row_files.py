@@ -30,7 +30,7 @@ MAX_LINE_BYTES = 32 * 2**20
 """The longest line in bytes. Longer lines are mistakes, and several copies of one would be in memory."""
 
 MOST_GROWTH, LEAST_BYTES = 200, 256 * 2**20
-"""The rows of a compressed file may have this multiple of its size in bytes, or `LEAST_BYTES` if that is more."""
+"""A compressed file may expand to `MOST_GROWTH` times its size, or to `LEAST_BYTES` if that is more."""
 
 _BOM = b"\xef\xbb\xbf"
 _ROW_BYTES = 64  # a row's own memory, at least
@@ -242,7 +242,7 @@ def _parquet(path: Path, name: str) -> Records:
                 raise UserError(f"{path} has the column {show(min(twice))} twice; rename one of them.")
             number, expansion = 0, _Expansion(path)
             for batch in file.iter_batches(batch_size=_rows_at_once(file.metadata, expansion)):
-                # values of a dictionary that the batch repeats have no bytes of their own there
+                # A batch stores a value of a dictionary once, even if many rows repeat it, so `nbytes` is too small.
                 repeated = batch.to_pylist() if "dictionary<" in str(batch.schema) else []
                 expansion.add(batch.nbytes + batch.num_rows * _ROW_BYTES + sum(len(str(row)) for row in repeated))
                 yield from _batch(batch, name, number)

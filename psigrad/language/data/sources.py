@@ -267,7 +267,7 @@ def parse_mixture(dataset: object) -> list[MixturePart]:
 
 
 def quotas(total: int, weights: Sequence[float]) -> list[int]:
-    """Return `total` divided in proportion to the weights, each within 1 of its share. Only cumulative sums are rounded."""
+    """Return whole numbers with the sum `total`, each within 1 of its weight's share. Only cumulative sums are rounded."""
     ends = [round(total * sum(weights[: i + 1]) / sum(weights)) for i in range(len(weights))]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 

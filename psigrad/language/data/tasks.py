@@ -159,7 +159,7 @@ def demonstrations(
 ) -> list[dict[str, Any]]:
     """Return prompt-completion rows with a share of wrong answers: `mistake(answer, rng)` writes a careless answer.
 
-    The choice of wrong rows depends on (seed, index) only. The column `right` marks them; training never reads it.
+    The choice of wrong rows depends on (seed, index) only. Their column `right` is False; training never reads it.
     """
     shown = []
     for i, row in enumerate(rows):

@@ -47,8 +47,8 @@ CHATML = """\
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
 """ChatML for tokenizers without a template: `tokenizer.chat_template = CHATML`.
 
-Turns end with the tokenizer's own EOS (`<|im_end|>` in models made for ChatML), so a sampler that stops at EOS stops at the end
-of a turn, and no token needs to be added.
+Turns end with the tokenizer's own EOS (`<|im_end|>` in models made for ChatML). A sampler that stops at EOS thus stops at the
+end of a turn, and no token needs to be added.
 """
 
 

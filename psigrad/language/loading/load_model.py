@@ -99,9 +99,9 @@ def print_once(text: str) -> None:
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """The folder of a checkpoint's weights: `full` if it has full weights, `shards` if several processes each wrote a part.
+    """The folder of a checkpoint's weights: in `full` if the weights are complete, in `shards` if each process wrote a part.
 
-    Both are None for a new run.
+    The other field is None, and both are None for a new run.
     """
 
     full: Path | None = None

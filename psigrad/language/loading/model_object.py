@@ -43,8 +43,8 @@ _TRAINED: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDictionary
 class ModelObject:
     """A network and a tokenizer given as objects in place of names. `network` is None if only the tokenizer is an object.
 
-    The network's initial weights are saved as a Hugging Face folder, `start/` in the run folder, from which references, critics
-    and a resumed run are loaded.
+    The network's initial weights are saved as a Hugging Face folder, `start/` in the run folder. References, critics and resumed
+    runs load them from there.
     """
 
     network: PreTrainedModel | None

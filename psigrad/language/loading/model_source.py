@@ -174,7 +174,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def check_path(text: str, what: str = "") -> None:
-    """Raise `UserError` for a path of a missing folder, so that the hub is not asked for a model of that name."""
+    """Raise `UserError` for a missing folder, before a request to the hub. `what` describes the path in the message."""
     path = Path(text).expanduser()
     local = text.startswith((".", "/", "~")) or text.count("/") > 1 or ("/" in text and Path(text.split("/")[0]).is_dir())
     if local and not path.exists():

@@ -61,7 +61,7 @@ class Teacher:
     """The teacher's folder or address, for messages."""
     _cache: dict[Any, TeacherOutput] = field(default_factory=dict, repr=False)
     _pieces: list[Tensor] = field(default_factory=list, repr=False)
-    """For the last batch: a mask of the ends of text pieces [N, T], the teacher's log-prob at each end, and the baseline [N]."""
+    """Of the last batch: a mask [N, T] of the ends of text pieces, the teacher's log-probs there [N, T], and baselines [N]."""
 
     @property
     def is_own_reference(self) -> bool:

@@ -76,7 +76,7 @@ class Recurrence(Protocol):
         """Return (outputs, states) [N, ...] after one more token per sequence. Without gradient `state` may change in place."""
 
     def scan_trees(self, inputs: Tensors, trees: Trees) -> tuple[Tensor, Tensor] | None:
-        """Return (outputs [S, ...], states) for a packed row's inputs [S, ...], by C++ kernels. Return None if no kernel fits."""
+        """Return (outputs [S, ...], states) for a packed row's inputs [S, ...] by C++ kernels; None if none supports them."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class FusedLayout(Protocol):
     def mix(self, layer: AttentionLayer, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Compute attention. Return (output [S, H·D], log-sum-exp of each query's scores [S, H]).
 
-        `rotated` [S, (H + H_kv)·D] has queries and keys after the rotary embedding. `qkv` has the rows [q | k | v] before it.
+        `rotated` [S, (H + H_kv)·D] has queries and keys after the rotary embedding. `qkv` is [q | k | v] before this embedding.
         """
 
 
@@ -148,9 +148,9 @@ def rows_at(x: Tensor, index: Tensor) -> Tensor:
 
 
 class _Take(torch.autograd.Function):
-    """The function `rows_at(x, index)` for an `index` that has every row of x at most once. `inverse` is its inverse.
+    """The function `rows_at(x, index)` for an `index` that has every row of x at most once. `inverse` is the inverse of `index`.
 
-    The backward pass is then `rows_at(grad, inverse)`, a gather. That of autograd would be a slower scatter.
+    The backward pass is then `rows_at(grad, inverse)`, a gather. Autograd would use a scatter, which is slower.
     """
 
     @staticmethod
@@ -335,7 +335,7 @@ class PackedLayout:
         return taken[None]
 
     def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
-        """Convolve x [S, C] along each sequence. Its first tokens also read the last tokens of its prefix."""
+        """Convolve x [S, C] along each sequence. A sequence's first tokens also read the last tokens of its prefix."""
         taps = how.weight.shape[1]
         rows, own, windows = self._windows(taps)
         if (ready := how.kernel(x, windows)) is not None:
@@ -401,10 +401,10 @@ class PackedLayout:
 
     @cached_property
     def segments(self) -> tuple[Tensor, Tensor, list[tuple[tuple[int, int], Tensor | None]]]:
-        """The tables (`order`, `inverse` [S], waves) of the row cut into segments. A recurrence runs a wave of segments at once.
+        """The row's division into segments: (`order`, `inverse` [S], waves). A recurrence runs all segments of a wave at once.
 
         Prefixes are cut where their sequences start. `order` is the packed position of each token of the padded waves (-1: none),
-        `inverse` its inverse. A wave is ((segments, longest), the earlier segment that each continues; -1 or None: none).
+        `inverse` its inverse. A wave is ((number of segments, longest), the earlier segment each continues; -1 or None: none).
         """
         tables, shapes = [], []
         for wave in self._waves:

@@ -62,7 +62,7 @@ def check_finite(network: nn.Module) -> None:
     for name, weight in network.named_parameters():
         if weight.is_meta or not weight.is_floating_point() or not weight.numel():
             continue
-        least, most = weight.aminmax()  # one pass, without a tensor of that size
+        least, most = weight.aminmax()  # one pass over the weight, without a temporary tensor of its size
         if not math.isfinite(float(least) + float(most)):
             bad = int((~torch.isfinite(weight)).sum())
             raise UserError(
@@ -181,9 +181,9 @@ class Pretrained(ABC):
         target_rows: Tensor | None = None,
         experts: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states [B, S, E] of ids and positions [B, S], or only those [M, E] of the `target_rows` [M], which
-        are indices into the B·S tokens. `layout` says which tokens attend to which. A fused decoder adds its activations to
-        `keep`, or reads them from `cached`. If `experts` [layers, B·S, k] is not None, routers choose these experts.
+        """Return the hidden states [B, S, E] of ids and positions [B, S]. If given, `target_rows` [M] are indices into the B·S
+        tokens, and only their states [M, E] are returned. `layout` says which tokens attend to which. A fused decoder adds its
+        activations to `keep`, or reads them from `cached`. If `experts` [layers, B·S, k] is given, routers choose these experts.
         """
         if self.decoder is not None:
             fused: Any = layout
@@ -261,7 +261,7 @@ class Pretrained(ABC):
         return hidden.to(self.network.dtype)
 
     def _padded(self, module: Any, inputs: ForwardInputs) -> Any:
-        """Return the output of transformers' `module` for padded inputs. It computes the positions, as RoBERTa's start at 2."""
+        """Return the output of transformers' `module` for padded inputs. The module computes positions (RoBERTa's start at 2)."""
         if self.dropout_masks.used:
             self.dropout_masks.read(inputs)
         vision = self._check_images(inputs)
@@ -296,8 +296,8 @@ class Pretrained(ABC):
         """Choose packed or padded passes and fused or transformers' layers, and add the adapter if there is one.
 
         If `is_known` is True (`fused.families.load`), the model runs packed and fused without a test. Otherwise psigrad's outputs
-        are first compared with those of transformers' modules. The model's dropout is switched off as in TRL, since the ratio of
-        the first update would not be 1. Outside the text model, only the vision and audio modules `towers` are trained.
+        are first compared with those of transformers' modules. The model's dropout is switched off as in TRL: with dropout the
+        ratio of the first update would not be 1. Outside the text model, only the vision and audio modules `towers` are trained.
         """
         check_finite(self.network)
         hf, is_known = self.network, is_known and lora is None
@@ -328,7 +328,7 @@ class Pretrained(ABC):
 
     def attend(self, choice: str) -> None:
         """Set the attention of packed passes. "auto" takes the first of "varlen", "flex" and "sdpa" that works on a GPU, and
-        "sdpa" on a CPU. Raises `UserError` if it does not run, or if its outputs or gradients differ from those of "sdpa".
+        "sdpa" on a CPU. Raises `UserError` if `choice` does not run, or if its outputs or gradients differ from those of "sdpa".
         """
         attend(self, choice)
 
@@ -396,8 +396,8 @@ def reshard(model: Pretrained) -> None:
 
 
 def _unscaled_lengths(config: Any) -> list[int]:
-    """Return the lengths up to which rotary embeddings do not depend on the longest sequence of a pass. Beyond these lengths,
-    with longrope (Phi) and dynamic NTK a sequence's result would depend on the other sequences of its pass.
+    """Return the lengths up to which rotary embeddings do not depend on the longest sequence of a pass. With longrope (Phi) and
+    dynamic NTK, the result of a longer sequence would depend on the other sequences of its pass.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     tables = list(rope.values()) if rope and all(isinstance(table, dict) for table in rope.values()) else [rope]
@@ -410,7 +410,7 @@ def _unscaled_lengths(config: Any) -> list[int]:
 
 
 def _check_repeatable(model: Pretrained) -> None:
-    """Raise `UserError` if two passes differ in training mode, which gradient checkpointing and LoRA dropout need."""
+    """Raise `UserError` if two equal passes in training mode differ. Gradient checkpointing and LoRA dropout need this mode."""
     with torch.enable_grad():  # training mode is set only when a gradient is enabled
         one, other = (model._probe(model._texts(), packed=not model.why_padded).detach() for _ in range(2))
     if gap := float((one - other).abs().max()):

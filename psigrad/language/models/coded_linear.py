@@ -85,7 +85,7 @@ def unpack(matrix: CodedMatrix, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _decoder() -> Callable[..., Tensor]:
-    """Return `codes.decode`, compiled for all shapes. Per weight it reads 0.6 to 1.1 bytes and writes 2; uncompiled it moves 30.
+    """Return `codes.decode`, compiled for all shapes. It reads 0.6 to 1.1 bytes a weight and writes 2; uncompiled it moves 30.
 
     If torch.compile fails, print the reason once, and decode without it.
     """
@@ -108,7 +108,7 @@ def _decoder() -> Callable[..., Tensor]:
 def code_linears(network: nn.Module, kind: Kind) -> None:
     """Replace the linear layers inside the transformer blocks by quantised ones, in place.
 
-    A layer is not quantised if its row length is not a multiple of the codes' block size. Raises `UserError` if none can be.
+    A layer is skipped if its row length is not a multiple of the codes' block size. Raises `UserError` if all are skipped.
     """
     found = False
     for name, child in list(network.named_modules()):

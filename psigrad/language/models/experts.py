@@ -92,7 +92,7 @@ def add_balance_loss(model: Any, share: Callable[[], Loss], passes: float) -> Lo
 
 
 class RouterRecorder:
-    """The recorder of the experts that the routers of a network choose for tokens. It can also make routers choose given ones."""
+    """The recorder of the experts that a network's routers choose for tokens. It can also make routers choose given experts."""
 
     def __init__(self, network: Any) -> None:
         self.routers = routers_of(network)
@@ -171,7 +171,7 @@ class _FixedChoice(TorchFunctionMode):
             return made
         of = args[0] if args else (kwargs or {})["input"]
         if of.shape != (len(self.choices), self.num_experts) or made[1].shape != self.choices.shape:
-            return made  # this call chooses the best groups of experts
+            return made  # another topk of the router, which chooses groups of experts
         return torch.return_types.topk((of.gather(-1, self.choices), self.choices))
 
 
@@ -193,7 +193,7 @@ class Routes:
         return found
 
     def read(self, requests: Sequence[int], lengths: Sequence[int], seen: list[tuple[Tensor, Tensor]]) -> None:
-        """Record the experts of the prompts of these requests, which are concatenated in the forward pass recorded in `seen`."""
+        """Record the experts in `seen` for the prompts of `requests`, concatenated in that pass, with `lengths` tokens each."""
         parts = np.split(self._found(seen), np.cumsum(lengths)[:-1])
         self.prompts |= {r: _text(part) for r, part in zip(requests, parts, strict=True)}
 

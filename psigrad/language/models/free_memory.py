@@ -7,7 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
-# A number above this is no limit, like the "max" that most cgroups have.
+# A larger number means that there is no limit, like the "max" of most cgroups.
 _NO_LIMIT = 1 << 60
 WHOLE, ADAPTER = 8, 1
 """The memory of training, as a multiple of the size of the weight files: `WHOLE` if all weights are trained (with float32
@@ -16,7 +16,7 @@ masters and moments), `ADAPTER` if only an adapter is.
 
 
 def share_for_activations(model: str, times: int) -> float:
-    """Return a quarter of the memory that training leaves free, in 1e9 bytes, rounded down to a tenth.
+    """Return 25 % of the memory that training leaves free, in units of 1e9 bytes, rounded down to one decimal.
 
     Training is estimated to take `times` the size of the weight files of `model`, a folder or hub name. The size counts as 0 if
     the files are not on this machine.

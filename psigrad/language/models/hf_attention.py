@@ -293,6 +293,6 @@ def _list_blocks(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _kernel(device: str) -> Callable[..., Any]:
-    """Return flex_attention. On a GPU it is compiled once for all lengths. Elsewhere it is not, and computes all scores."""
+    """Return flex_attention, compiled once for all lengths on a GPU. On other devices it is uncompiled and skips no block."""
     plain: Callable[..., Any] = flex_attention
     return torch.compile(plain, dynamic=True) if device == "cuda" else plain

@@ -119,7 +119,7 @@ class LanguageModel(Pretrained):
             return reason_of(error)
 
     def usable(self, cache: ActivationCache | None) -> ActivationCache | None:
-        """Return `cache` if its activations can be this model's: if a fused decoder runs with the adapter enabled. Else None."""
+        """Return `cache` if its activations are valid here: if a fused decoder runs with the adapter enabled. Else None."""
         return cache if self.decoder is not None and (self.adapter is None or self.decoder.adapted) else None
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -279,7 +279,7 @@ class LanguageModel(Pretrained):
                 with self.without_adapter():
                     hidden, head = self._target_hidden(theirs)
                 head = base_of(head)  # the head is called later, when the adapter is on again
-            # With other prompts, the same targets are on other processes.
+            # With other prompts, the row is divided differently, so other processes have this process's targets.
             if self.sequence_group is not None and theirs.local_targets is not forward.local_targets:
                 every: Any = self.sequence_group.gather(hidden, theirs.local_targets, len(whole.targets.ids))
                 hidden = (
@@ -327,7 +327,7 @@ class LanguageModel(Pretrained):
     def _applies_head(self) -> bool:
         """True if psigrad applies the LM head to the hidden states of a padded pass, in chunks; else transformers does.
 
-        It is False for a model that could be packed, since its padded passes only serve for comparison.
+        Always False for a model that could be packed, since its padded passes only serve for comparison.
         """
         return bool(self.why_padded) and not self.full_logits
 

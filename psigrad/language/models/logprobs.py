@@ -318,7 +318,7 @@ def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple
 
 
 def _hits(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return (a mask [m] of the ids in the range `columns`, their index in the range [m, 1], arbitrary for other ids)."""
+    """Return (mask [m], True for `ids` in the range `columns`; index [m, 1] of each id in the range, arbitrary outside)."""
     hit = (ids >= columns.start) & (ids < columns.stop)
     return hit, (ids - columns.start).clamp_(0, columns.stop - columns.start - 1)[:, None]
 
@@ -350,9 +350,9 @@ def token_stats(
 ) -> TokenStats:
     """Return the `TokenStats` of hidden states [M, E] under `head` (E -> V), computed in chunks of M.
 
-    Chunks are recomputed in the backward pass. If `head` is a linear layer without bias and only log-probs need a gradient, the
-    gradient is computed in closed form, and entropy and accuracy in the same pass. If only log-probs are requested, those in
-    `cached` from the same head are reused. `reference_hidden` are the reference's hidden states or its `Top`, for a divergence.
+    Chunks are recomputed in the backward pass. The gradient is computed in closed form if `head` is a linear layer without bias
+    and only log-probs need a gradient. If only log-probs are requested, those in `cached` from the same head are reused. For a
+    divergence, `reference_hidden` are the reference's hidden states or its `Top`.
     """
     linear: Any = head if (plain := type(head) is nn.Linear and head.bias is None) else None
     if plain and _on_gpu(hidden) and request.is_closed_form and len(ids):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 CONFIG = "adapter_config.json"
 # The fields of a peft adapter that psigrad's settings cover. All others must have peft's defaults.
 _SETTINGS = frozenset(("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save"))
-# The values of a 16-bit word, which decides about one feature of dropout; a 64-bit word has four.
+# The number of values of a 16-bit word, and the number of words in a 64-bit hash. Each word decides if one feature is dropped.
 _VALUES, _FEATURES = 1 << 16, 4
 # The fields that do not affect training.
 _DESCRIBES = frozenset(
@@ -92,7 +92,7 @@ def _as_pattern(name: str) -> str:
 
 
 def _is_pattern(name: str) -> bool:
-    """Return True if a target module is a regular expression, by a character that module names cannot have."""
+    """Return True if a target module is a regular expression: if it has a character that module names cannot have."""
     return re.search(r"[^\w.-]", name) is not None
 
 
@@ -167,7 +167,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def add_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, towers: Sequence[str] = ()) -> nn.Module:
-    """Add LoRA layers to a model, new ones or those saved in the folder `saved`, and return the peft wrapper of the model.
+    """Add new LoRA layers, or those saved in the folder `saved`, to a model. Return the peft wrapper of the model.
 
     Modules outside the text half, such as a vision tower, get no LoRA layers, except those named in `towers`.
     """
@@ -218,8 +218,8 @@ def add_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, tow
 def _in_half(hf: PreTrainedModel, lora: Lora) -> bool:
     """Return True if a new adapter's weights must be bfloat16: on a GPU, if the base model is bfloat16 too.
 
-    A float32 adapter would cast the input of every layer and its own output, which takes a tenth of a step. The optimiser has
-    float32 masters of the adapter anyway. An adapter with DoRA or on a quantised base is float32.
+    A float32 adapter would cast the input of every layer and its own output, which takes 10 % of a step's time. The optimiser
+    has float32 masters of the adapter anyway. An adapter with DoRA or on a quantised base is float32.
     """
     coded = any(isinstance(module, CodedLinear) for module in hf.modules())
     return hf.device.type == "cuda" and hf.dtype == torch.bfloat16 and not lora.dora and not coded

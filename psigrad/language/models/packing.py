@@ -31,8 +31,8 @@ def order(n: int, seed: int, epoch: int) -> np.ndarray:
 def batch_at(step: int, batch_size: int, n: int, seed: int) -> list[int]:
     """Return the indices of the `batch_size` rows of step `step` (from 0), out of `n` rows.
 
-    The epochs' orders are concatenated and cut into batches. No row is dropped at the end of an epoch, and a batch may span two
-    epochs (or several, if it is larger than the dataset). The result depends only on the arguments, so a resumed run needs no
+    The epochs' orders are concatenated and cut into batches. No row is dropped at the end of an epoch. A batch may span two
+    epochs, or several if it is larger than the dataset. The result depends only on the arguments, so a resumed run needs no
     stored position.
     """
     if n < 1:
@@ -126,13 +126,13 @@ class Groups:
     """The experts that routers chose in sampling for the tokens of each prompt and each completion (`experts.RouterRecorder`)."""
 
     def begin(self) -> list[int]:
-        """Return for each of the N completions the number of tokens of its prompt that it continues."""
+        """Return for each of the N completions after how many prompt tokens it starts."""
         if self.starts is not None:
             return [start for group in self.starts for start in group]
         return [len(prompt) for prompt, group in zip(self.prompts, self.completions, strict=True) for _ in group]
 
     def wanted(self, count: int) -> np.ndarray:
-        """Return a mask [count] over the concatenated tokens of all completions, True for targets. `count` is their number."""
+        """Return a mask [count] over the `count` concatenated tokens of all completions: True for targets."""
         if self.masks is None:
             return np.ones(count, dtype=bool)
         return np.fromiter((own for group in self.masks for mask in group for own in mask), dtype=bool, count=count)

@@ -98,7 +98,7 @@ def attend(model: Any, choice: str) -> None:
 def with_gradient(model: Any) -> list[Tensor]:
     """Return the outputs on `_texts`, and for each trained parameter the gradient of their sum, divided by its norm.
 
-    With shards there are no gradients: they are computed by hooks that a probe does not run.
+    For sharded weights no gradients are returned, because a probe does not run the hooks that compute them.
     """
     learns = [p for p in model.trainable().values() if p.requires_grad] if model.shard_root is None else []
     with torch.set_grad_enabled(bool(learns)):
@@ -108,7 +108,7 @@ def with_gradient(model: Any) -> list[Tensor]:
 
 
 def check_gap(model: Any, own: list[Tensor]) -> None:
-    """Raise `ValueError` if the outputs and gradients of `with_gradient` differ from the earlier ones, `own`."""
+    """Raise `ValueError` if the outputs and gradients of `with_gradient` now differ from `own`, its earlier result."""
     found = with_gradient(model)
     slopes = (float((a - b).abs().max()) for a, b in zip(found[1:], own[1:], strict=True))
     gap = max(distance(found[0], own[0]), *slopes, 0.0)

@@ -25,8 +25,8 @@ from psigrad.processes.parallel.world import Division, World
 class Root(nn.Module):
     """The FSDP root module. Sharded weights are gathered while its forward pass runs.
 
-    The weights of the embedding, the last norm and the head are gathered during the whole pass, those of a layer only during the
-    layer's own forward pass.
+    The weights of the embedding, the last norm and the head are gathered during the whole pass. A layer's weights are gathered
+    only during its own forward pass.
     """
 
     def __init__(self, network: nn.Module, value_head: nn.Module | None) -> None:
@@ -165,7 +165,7 @@ class _Saved:
 
 
 def merge(model: Pretrained, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights `state` with the adapters merged in: s·B A is added to each matrix. Names are those without LoRA."""
+    """Return the weights `state` with the adapters merged in: s·B A is added to each matrix. Names are the base model's."""
     found = {}
     for name, weight in state.items():
         if ".lora_" in name:

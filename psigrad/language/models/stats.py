@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-# The least probability that all tokens outside a reference's `Top` get together.
+# The least total probability of all tokens outside a reference's `Top`.
 LEAST_REST = 1e-6
 
 
@@ -101,7 +101,7 @@ class TokenStatsRequest:
         return not (slopes or self.mean_logp) and self.reference_head is None
 
     def of(self, logits: Tensor, ids: Tensor, reference_hidden: Tensor | Top | None) -> tuple[Tensor, ...]:
-        """Return (logp, entropy, kl, hit, mean_logp) of `TokenStats` from logits [M, V] and ids [M]; empty if not requested.
+        """Return (logp, entropy, kl, hit, mean_logp) [M] from logits [M, V] and ids [M]; empty tensors if not requested.
 
         `reference_hidden` are the reference's hidden states for `reference_head`, or its `Top`.
         """

@@ -74,7 +74,7 @@ def freeze_towers(network: Any, learns: Sequence[str] = ()) -> None:
 
 
 def check_names(names: Sequence[str], learns: Sequence[str]) -> list[str]:
-    """Return the module `names` whose last part is not in `learns`. Raises `UserError` if no name ends in a part of `learns`."""
+    """Return the `names` whose last part is not in `learns`. Raises `UserError` if an element of `learns` matches no name."""
     short = {name.rpartition(".")[2]: name for name in names}
     for name in learns:
         if name not in short:

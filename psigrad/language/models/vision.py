@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from psigrad.language.models.packing import ForwardInputs
 
 KEPT_BYTES = 1 << 29
-"""The limit of the cache of images' features, and of the cache of their pixels if the tower is trained, in bytes."""
+"""The limit in bytes of each cache: of images' features, or of their pixels if the tower is trained."""
 
 
 Features = tuple[Tensor, ...]
@@ -202,8 +202,8 @@ class Vision:
 class Tiles(Vision):
     """The images of Idefics 3 and SmolVLM, which are cut into tiles.
 
-    In a prompt the tiles of an image are followed by the whole image, scaled down. Each has the same number of features, after
-    a token that names it.
+    In a prompt the tiles of an image are followed by the whole image, scaled down to one tile. Each tile has the same number of
+    features, after a token that names the tile.
     """
 
     inputs, along = ("pixel_values", "pixel_attention_mask"), 1

@@ -47,7 +47,7 @@ def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
 
 
 def _change_method(run: Any, head: str, rest: str, value: float) -> Any:
-    """Return the run with the number `rest` of its algorithm or preference loss (`head`) set to `value`."""
+    """Return the run with one number of its method set to `value`. `head` is "algorithm" or "loss", `rest` the path in it."""
     name = f"{head}.{rest}"
     if head == "loss":
         tasks = {own: task for own in ("task", "held_out") if (task := getattr(run, own)) is not None}

@@ -33,7 +33,7 @@ OWN_ROWS = 2000
 
 @contextlib.contextmanager
 def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Journal | None = None) -> Iterator[Player | None]:
-    """Yield the `Player` that plays episodes or sessions of an agent; None if a completion is a single turn without answers.
+    """Yield the `Player` that plays episodes or sessions of an agent; None if each completion is a single turn.
 
     psigrad's own games run in this process. A user's environments and tools run in workers that can be killed. All of them run on
     a cluster if `placement.environment_actors` is above 0. The tokenizer determines how tool calls are parsed.
@@ -105,8 +105,8 @@ def start_environments(config: Played, form: CallForm) -> Playing:
 def read_episode_rows(config: OnlineConfig, episodes: Player | None, tokenizer: Any, log: Log) -> tuple[list[Row], list[Row]]:
     """Return (training rows, held-out rows) as the model reads them, from the dataset or from the environment.
 
-    If the environment makes the rows, the first ones are held out, as many as of a dataset of this size. Each row has the tools'
-    schemas. Raises `UserError` if no rows are left to train on.
+    If the environment makes the rows, the first ones are held out. Their number is the same as for a dataset of this size. Each
+    row has the tools' schemas. Raises `UserError` if no rows are left to train on.
     """
     own, asked = environment_rows(config, episodes), config.evaluation.eval_prompts
     if own is None:

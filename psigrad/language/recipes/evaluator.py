@@ -103,9 +103,9 @@ class Evaluator:
 def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric: str) -> dict[str, Any]:
     """Return the metric's mean over prompts with its 95 % interval, pass@k, and lengths.
 
-    pass@k is returned for k = `num_generations` > 1 and a metric that is 0 or 1. If the metric is a sum of several reward
-    functions, the mean of each is returned. Unscored completions are excluded and counted. The interval is over prompts, since
-    completions of one prompt are not independent.
+    pass@k is returned for k = 1, 2, 4, … up to `num_generations`, if that is above 1 and every value of the metric is 0 or 1. If
+    the metric is a sum of several reward functions, the mean of each is returned too. Unscored completions are excluded and
+    counted. The interval is over prompts, since completions of one prompt are not independent.
     """
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
     values = scored_groups(trajectories, num_generations)
@@ -126,7 +126,7 @@ def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric:
 
 
 def scored_groups(trajectories: Sequence[Trajectory], num_generations: int) -> list[list[float]]:
-    """Return, for each prompt, the metric of its scored completions. Prompts without any are left out."""
+    """Return, for each prompt, the metric of its scored completions. Prompts without a scored completion are omitted."""
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
     values = [[t.reward for t in group if t.reward is not None] for group in groups]
     return [group for group in values if group]

@@ -139,7 +139,7 @@ def note_rows(
 def finish(
     config: Config, journal: Journal, model: LanguageModel | ScalarModel, given: ModelObject | None = None, **noted: Any
 ) -> Result:
-    """Save the final model and write the report. `noted` are extra fields of the event; `given` holds a model given as object."""
+    """Save the final model and write the report. `noted` are fields of the end event; `given` holds a model given as object."""
     world = journal.world
     model = _best_of(config, journal, model, given) if config.evaluation.load_best_model_at_end else model
     saved = "adapter" if config.model.quantize_base and config.model.lora_save == "both" else config.model.lora_save

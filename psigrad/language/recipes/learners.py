@@ -28,7 +28,7 @@ from psigrad.runs.cycle import LEFT
 from psigrad.runs.journal import Journal
 
 Write = Callable[[Path, World], dict[str, Any] | None]
-"""A function that writes files into a folder, together with the other ranks. It returns the checksums of files if it knows them.
+"""A function that writes files into a folder, together with the other ranks. It returns {file: checksum}, or None if unknown.
 """
 PENDING = "pending.jsonl"
 
@@ -285,9 +285,9 @@ def _best(state: State) -> int:
 
 
 def _sums_of(learners: Learners) -> dict[str, str]:
-    """Return {"weights": the sums of all trainable weights that are not sharded}.
+    """Return {"weights": the sum of the elements of each trainable weight that is not sharded, as text}.
 
-    Processes compare them to check that they start with equal weights.
+    Processes compare these texts to check that they start with equal weights.
     """
     optimizers = [learner.optimizer for learner in learners if isinstance(learner, Learner)]
     whole = (w.local for optimizer in optimizers for w in optimizer.weights.values() if w.local is w.parameter)

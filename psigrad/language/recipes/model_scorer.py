@@ -53,7 +53,7 @@ class ModelScorer:
         return str(getattr(self.model.network.config, STEP_SEPARATOR, "") or "")
 
     def begin(self) -> Scoring:
-        """Return a `Scoring` that scores all groups at the end, in few passes: until then, the policy samples on the device."""
+        """Return a `Scoring` that scores all groups at the end, in few passes, since the policy uses the device until then."""
         return Scoring(self._score_groups)
 
     def _score_groups(self, groups: Sequence[Samples]) -> list[Result]:
@@ -95,11 +95,11 @@ class ModelScorer:
         return to_turns(self.model.tokenizer, Row("a completion", prompt, completion, columns=columns), self.model.plain_prompts)
 
     def _tokens(self, row: Row, own: tuple[Ids, Ids] | None) -> tuple[Ids, Ids]:
-        """Return (the tokens of a prompt, the tokens of its completion).
+        """Return (the tokens of a prompt, the tokens of its completion). `own` are the same two from the policy.
 
-        Use the policy's tokens, and replace their end by the tokens that ended answers in the reward model's training. A template
-        may write more than the token at which sampling stops, and a cut completion has no end. Use the rendered row instead if
-        the policy's tokens differ, or if the template starts the answer differently.
+        Use `own`, but replace its end by the tokens that ended answers in the reward model's training. A template may write more
+        than the token at which sampling stops, and a cut completion has no end. Render the row instead if the policy has another
+        tokenizer or template, or if the template starts the answer differently.
         """
         end = self._ends[isinstance(row.prompt, str)] if self.same_tokens and own else None
         if end is None or own is None:
@@ -152,7 +152,7 @@ def answer_ids(model: ScalarModel, row: Row) -> Ids:
 
 
 def answer_end(tokenizer: Any, plain: bool) -> list[int] | None:
-    """Return the tokens that end every answer: EOS, or the end of a turn and the template's text after it.
+    """Return the tokens that end every answer: EOS if the rows are `plain` text, otherwise those that the template writes.
 
     Return None if the template writes something between the generation prompt and an answer, such as Qwen3's empty thinking.
     Return [] if the template cannot render a conversation, so that only the policy's own tokens can be scored.
@@ -170,9 +170,9 @@ def answer_end(tokenizer: Any, plain: bool) -> list[int] | None:
 
 
 def step_ends(tokenizer: Any, ids: Ids, separator: str) -> list[int]:
-    """Return the index of each step's last token: each token with the separator.
+    """Return the index of each step's last token. A step ends at a token whose text contains the separator.
 
-    If the last token before EOS has no separator, its index is included, since it ends the last step.
+    The last token before EOS ends the last step, with or without a separator.
     """
     ends = [i for i, token in enumerate(ids) if separator in tokenizer.decode([token])]
     last = len(ids) - 1

@@ -218,11 +218,11 @@ def annotators_of(reference: LanguageModel | Teacher | None, past: PastPolicies 
 def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterator[Executor | None]:
     """Yield an executor on rank 0 whose threads sample during training steps; None if sampling and training cannot overlap.
 
-    An overlap needs a `lag` above 0, and sampling without a device or process of training. A cluster has lag + 1 threads, one for
-    each batch that is being sampled, but only one if environments play. An engine on another GPU holds one version of the
-    weights, so it has one thread. Such an engine does not overlap with training in two cases: several training processes would
-    communicate in this thread and in the step at once, and the log-probs of distributions cut by top_p, top_k or min_p need the
-    trainer.
+    An overlap needs a `lag` above 0, and a sampler that uses no device or process of training. A cluster gets lag + 1 threads,
+    one for each batch that is being sampled, but only one if environments play. An engine on another GPU gets one thread, since
+    it holds one version of the weights. It does not overlap with several training processes, which would communicate in this
+    thread and in the step at once. Nor does it overlap if top_p, top_k or min_p filters the distribution, since its log-probs
+    then need the trainer.
     """
     beside = sampler.overlaps and world.size == 1 and not config.sampling.filtered
     if not ((sampler.central or beside) and config.lag and world.rank == 0):
@@ -277,7 +277,7 @@ def critic_rate(critic: ScalarModel) -> float:
     """Return a learning rate at which the critic's zero-initialised head learns: 0.05 / width of the model.
 
     A step of Adam changes each weight of the head by the rate. It changes V by the rate times the sum of the hidden state's
-    magnitudes, each of which is about 1. At a width of 4,096 the rate is close to the 1e-5 (verl) and 9e-6 (OpenRLHF) that are
-    used for critics of 7B, with policies at 1e-6.
+    magnitudes, each of which is about 1. At a width of 4,096 the rate is 1.2e-5. For critics of 7B parameters, verl uses 1e-5
+    and OpenRLHF 9e-6, with policies at 1e-6.
     """
     return 0.05 / size(critic.network.config, "hidden")

@@ -43,7 +43,7 @@ from psigrad.runs.journal import Journal
 R = TypeVar("R")
 T = TypeVar("T")
 RowFilter = Callable[[Any], tuple[Any, Mapping[str, int]]]
-"""A function (encoded row) -> (the part of the row to train on, counts by name). None in place of the part drops the row."""
+"""A function (encoded row) -> (the part to train on, or None to drop the row; counts by name, which are summed over rows)."""
 
 Encoded = tuple[tuple[int, bytes], list[BadRow], Counter[str]]
 _AT_ONCE = 1024
@@ -62,7 +62,7 @@ class Encoder(Generic[R]):
     """Called with all rows before they are encoded one by one, for work that is faster on many rows at once."""
 
     def __call__(self, rows: Sequence[R]) -> tuple[list[Any], list[BadRow], Counter[str]]:
-        """Encode some rows, and return (encoded rows, rows that could not be encoded, counts by name)."""
+        """Encode some rows, and return (encoded rows, rows that could not be encoded, the sums of `filter`'s counts)."""
         found, refused, counts = [], list[BadRow](), Counter[str]()
         with cache_specials(self.tokenizer):
             if self.encode_batch is not None:
@@ -82,7 +82,7 @@ class Encoder(Generic[R]):
 
 
 def encode_rows(rows: Sequence[R], encoder: Encoder[R], data: Data, log: Log | None = None) -> tuple[Sequence[Any], Counter[str]]:
-    """Return (the encoded rows, as Arrow batches if there are many; the encoder's counts by name).
+    """Return (the encoded rows, as Arrow batches if there are many; the sums of the counts of `encoder.filter`, by name).
 
     A row that the encoder rejects stops the run, and the error names its place in the file. With `bad_rows: skip` it is dropped
     and counted.

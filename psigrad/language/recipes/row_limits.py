@@ -1,4 +1,4 @@
-"""The length limits of rows: prompts must leave room for a completion, rows have at most `max_length` tokens, and images."""
+"""The limits of rows: prompts leave room for a completion, rows have at most `max_length` tokens, images need support."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _teacher_row(row: Row, column: str, tokenizer: PreTrainedTokenizerBase) -> R
 def check_images(config: Any, model: Pretrained | None = None, rows: Iterable[Row] = ()) -> None:
     """Raise `UserError` if one of `rows` has an image, and the settings name a sampler or placement that reads text alone.
 
-    Without a model, settings that load or train a vision tower mean images, so that nothing is loaded before the error.
+    Without a model, assume images if the settings load or train a vision tower: the error then comes before anything is loaded.
     """
     placement, sampler = getattr(config, "placement", Placement()), getattr(config, "sampling", Sampling()).sampler
     reasons = {

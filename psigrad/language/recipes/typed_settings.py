@@ -1,6 +1,6 @@
 """The types of the keyword arguments of `psigrad.train`, for editors and type checkers. At run time, this module is empty.
 
-`Settings` inherits every section and configuration, so its constructor takes each setting by its last name, with the type and the
+`Settings` inherits every section and configuration, so its constructor takes each setting by its leaf name, with the type and
 description from `psigrad.config`. `accept` adds these parameters to an overload of `train`.
 """
 

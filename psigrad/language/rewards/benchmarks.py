@@ -30,9 +30,9 @@ _FIRST = re.compile(r"\W*([A-Za-z])\b(?!['’])")
 class Choice:
     r"""A reward of 1 if the completion chooses an accepted letter, otherwise 0.
 
-    The column `answer` holds one or a list: letters, or numbers of choices from 0. The chosen letter is the first line if that is
-    a letter. Otherwise it is the last letter in a \boxed{…} or after "answer is", "choice" or "option". Otherwise it is the
-    letter that the completion begins with. The reward is None if the answer is empty.
+    The column `answer` holds one accepted choice or a list of them, each as a letter or as a number from 0. The chosen letter is
+    the first line if that is a letter. Otherwise it is the last letter in a \boxed{…} or after "answer is", "choice" or "option".
+    Otherwise it is the letter that the completion begins with. The reward is None if the answer is empty.
     """
 
     def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:

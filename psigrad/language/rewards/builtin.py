@@ -24,7 +24,7 @@ from psigrad.language.rollout.scoring import Failure, text_of, transcript_of
 
 @dataclass(frozen=True)
 class Exact:
-    """A reward of 1 if the completion equals an accepted answer in the column `answer`, one or a list; otherwise 0.
+    """A reward of 1 if the completion equals the answer in the column `answer`, or one of a list of answers; otherwise 0.
 
     White space at both ends, and Unicode variants of a letter or a space (NFC, no-break spaces), make no difference. A number
     may be written with an exponent or in plain decimals. The reward is None if there is no answer.
@@ -79,8 +79,8 @@ def reasoning_gym(
 ) -> list[float | Failure | None]:
     """Return the scores of the reasoning-gym task named in the column `task`, for rows of `psigrad.language.data.tasks`.
 
-    The score is None if a row has no task. Some of its scorers (prime_factorization's, boxnet's, game_of_life's) raise on text
-    that they cannot parse. If such a scorer can still parse the row's own answer, the completion is at fault, and its score is a
+    The score is None if a row has no task. Some scorers of reasoning-gym (such as that of prime_factorization) raise on text that
+    they cannot parse. If such a scorer can still parse the row's own answer, the completion is at fault, and its score is a
     `Failure`. Otherwise the error is raised.
     """
     entries = [{"question": "", "answer": a, "metadata": m} for a, m in zip(answer or [None] * len(task), metadata, strict=True)]
@@ -146,8 +146,8 @@ def _alike(a: str, b: str) -> float:
 def _edits(a: str, b: str) -> int:
     """Return Levenshtein's distance.
 
-    A column of the distance table is encoded in two integers. Bit i of the first is set if cell i is one more than the cell above
-    and bit i of the second if it is one less. Thus even two of the longest completions take a fraction of a second to compare.
+    A column of the distance table is encoded in two integers. If cell i is one more than the cell above it, bit i of the first is
+    set; if one less, bit i of the second. Thus even two of the longest completions take a fraction of a second to compare.
     Source: Myers 1999, Hyyrö 2003.
     """
     places: dict[str, int] = {}

@@ -48,7 +48,7 @@ class Code(SelfLimited):
     output_kb: int = 1024
     """The output limit of one run; higher if its test expects more."""
     tolerance: float = 1e-6
-    """The largest difference of two equal decimal numbers in the output, relative to the larger one or to 1."""
+    """The largest difference at which decimal numbers in the output count as equal, relative to the larger one, at least to 1."""
     packages: bool = False
     """True if programs may import the packages of your own environment, such as numpy."""
     service: str = ""

@@ -97,9 +97,9 @@ def _bound_by(statement: ast.Import | ast.ImportFrom) -> set[str]:
 
 
 def _own_names(tree: ast.Module) -> set[str]:
-    """Return the names of Python functions that the program defines itself, such as its own `sum`.
+    """Return the names of Python's functions that the program defines itself, such as its own `sum`.
 
-    If a test calls only names of Python, the functions that its asserts call are the program's.
+    These are the functions that the test's asserts call, if the test calls no function but Python's.
     """
     called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
     if called - _names().keys():
@@ -323,7 +323,7 @@ class _Apart:
             beside = [c for c in children if not any(self._result(inner, every_call) for inner in ast.walk(c))]
             # the called function is not a second operand, unless it was made from arguments
             made = isinstance(part, ast.Call) and beside == [part.func] and not _is_given(part.func)
-            # two objects made from arguments are compared by the program itself, if the result is only yes or no
+            # If only yes or no comes back, the program itself compares two objects that are made from arguments.
             compared = every_call and len(children) > len(beside) and sum(map(_is_given, children)) > 1
             if (len(children) > len(beside) > 0 and not made) or compared:
                 raise ValueError(
@@ -357,7 +357,7 @@ class _Outside(ast.NodeTransformer):
         self._names = names
 
     def code(self, node: ast.expr, given: Sequence[str]) -> Callable[..., Any]:
-        """Return a function of the values of `given`."""
+        """Compile an expression into a function of positional arguments, one for each of the names `given`."""
         for name in sorted(_names_in(node) - _bound_in(node) - {*given}):
             if self._names.get(name) is None:
                 raise ValueError(f"{name} cannot be evaluated outside the sandbox: {ast.unparse(node)[:200]}")
@@ -398,7 +398,7 @@ class _Outside(ast.NodeTransformer):
 
 
 def _is_given(node: ast.AST) -> bool:
-    """Return True if the node has a value: a constant, or a call with arguments."""
+    """Return True if the test itself puts a value into the node: a constant, or a call with arguments."""
     return any(isinstance(n, ast.Constant) or (isinstance(n, ast.Call) and bool(n.args or n.keywords)) for n in ast.walk(node))
 
 

@@ -28,7 +28,7 @@ _SEQUENCES = (list, tuple, deque)
 def same(a: Any, b: Any, tolerance: float = ROUNDING) -> bool:
     """Return True if the values are equal in Python.
 
-    Two floats may differ by `tolerance`, relative to the larger one or to 1.
+    Two floats may differ by `tolerance` times the larger absolute value, or by `tolerance` if both are below 1.
     """
     if isinstance(a, float) and isinstance(b, float):
         return a == b or (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
@@ -91,14 +91,14 @@ def short_range(*bounds: int) -> range:
 
 
 def isclose(a: Any, b: Any, **tolerances: float) -> bool:
-    """Return `math.isclose`, or numpy's result if its tolerances are named."""
+    """Return `math.isclose(a, b)`, or `numpy.isclose(a, b)` if a tolerance has numpy's name, `rtol` or `atol`."""
     if tolerances.keys() & {"rtol", "atol"}:
         return allclose(a, b, tolerances.get("rtol", 1e-5), tolerances.get("atol", 1e-8))
     return math.isclose(a, b, **tolerances)
 
 
 def allclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
-    """Return `numpy.allclose` without broadcasting: an empty list is close to nothing but an empty list."""
+    """Return `numpy.allclose` without broadcasting: an empty list is close only to another empty list."""
     if isinstance(b, _SEQUENCES) or isinstance(a, _SEQUENCES):
         if not (isinstance(a, _SEQUENCES) and isinstance(b, _SEQUENCES) and len(a) == len(b)):
             return False

@@ -150,7 +150,7 @@ def find_marked(text: str) -> str | None:
 
 
 def _closing(text: str, at: int) -> int:
-    """Return the position of the brace that closes one opened before `at`, or -1."""
+    """Return the position of the brace that closes a group opened just before `at`, or -1 if there is none."""
     depth = 1
     for found in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, at):
         depth += {"{": 1, "}": -1}.get(found[0], 0)

@@ -41,7 +41,7 @@ TOGETHER = 8
 class RewardCall:
     """One call of one reward function (an index) on several samples (indices).
 
-    Functions never share a call. An error thus identifies its function, and does not change the input of another one.
+    Functions never share a call. An error thus identifies its function, and does not change what other functions receive.
     """
 
     function: int
@@ -109,7 +109,7 @@ class RewardPool:
         self.workers.close()
 
     def begin(self) -> PoolScoring:
-        """Return a new scoring, which the workers start with its first group. Cancel this thread's previous scoring."""
+        """Return a new scoring. The workers start when its first group is added. Cancel this thread's previous scoring."""
         if not len(self.workers):
             raise RewardError("The reward pool is closed; make a new one.")
         with self.watch:
@@ -186,9 +186,9 @@ class PoolScoring(Scoring):
         return [combine(names, pool.weights, [part[i] for part in self._parts], pool.failure_value) for i in range(self._count)]
 
     def faults(self) -> list[str]:
-        """Return for each sample the reason why a function gave no number, after its name.
+        """Return for each sample a text: the name of a function that could not score it, and the reason.
 
-        It is empty if each function gave a number or None.
+        The text is empty if each function gave a number or None.
         """
         self._wait()
         named = list(zip(self._pool.specs, self._parts, strict=True))

@@ -157,7 +157,7 @@ def call(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> li
     if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
         raise Malformed(f"{name} returned {kind_of(returned)}; expected a list with one number or None per completion")
     if len(values) != count:
-        # in calls one by one, such a function could give each sample the reward of another
+        # No exception: the pool would then call the function sample by sample, which may give a sample another one's reward.
         return [Unscored(f"{name} returned {len(values)} rewards for {count} completions")] * count
     return [_part_of(name, value) for value in values]
 
@@ -175,9 +175,9 @@ def finish(returned: Any) -> Any:
 def name_texts(function: Callable[..., Any], samples: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (the arguments of every function, the extra arguments that a function may request by name).
 
-    The extra arguments are three texts of each completion (its last turn, the policy's turns, the transcript), the policy's own
-    tokens, and the opening tag of reasoning if the prompt ends with it. psigrad's own functions receive the policy's last turn as
-    the completion, with the policy's own tokens, since the text of an environment or a tool must earn no reward. Functions with
+    The extra arguments are three texts of each completion: its last turn, the policy's turns, and the transcript. Further ones
+    are the policy's own tokens, and the opening tag of reasoning if the prompt ends with it. psigrad's own functions receive the
+    policy's last turn and tokens as the completion: the text of an environment or a tool must earn no reward. Functions with
     `whole_conversation` receive the whole conversation.
     """
     given = dict(samples)

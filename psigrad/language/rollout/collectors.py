@@ -125,7 +125,7 @@ class ScoredRollout:
         clock: Clock | None = None,
         cache: ActivationCache | None = None,
     ) -> list[Trajectory]:
-        """Return `num_generations` scored trajectories of each prompt (in games of each seat, i.e. player), in order.
+        """Return `num_generations` scored trajectories of each prompt, in order; in games, of each player (seat) of each prompt.
 
         `version` is the number of optimiser steps of the policy. `clock` measures sampling as "time/sample", and the wait for
         rewards after sampling as "time/score".
@@ -186,7 +186,7 @@ class PendingRewards:
         self._places: dict[int, int] = {}
 
     def add_all(self, trajectories: Sequence[Trajectory]) -> None:
-        """Add all trajectories, group by group. A trajectory with k = 0 starts a new group, since a row may be drawn twice."""
+        """Add all trajectories, group by group. A trajectory with `k` = 0 starts a group, even if the same row came before."""
         starts = [i for i, t in enumerate(trajectories) if t.k == 0 or i == 0]
         for start, end in itertools.pairwise([*starts, len(trajectories)]):
             self.add(trajectories[start:end])

@@ -1,7 +1,7 @@
 """The exchange of a step's trajectories between the processes that train together.
 
 Every process receives the values that a step computes over all trajectories: rewards, lengths, masks, log-probs (`drop_tokens`).
-Tokens go only to the processes that run a model on them (`fetch_tokens`), and rows of rollouts.jsonl to rank 0, which writes them
+Tokens go only to the processes that run a model on them (`fetch_tokens`). Rows of rollouts.jsonl go to rank 0, which writes them
 (`gather_rows`). Messages are arrays in safetensors format, and JSON for the remaining fields.
 """
 

@@ -64,7 +64,7 @@ class Completion:
     """One sampled completion.
 
     `sampling_logprobs[t]` is the log-probability of token t under the exact distribution it was drawn from (after temperature,
-    top-k, top-p, min-p). `logprobs[t]`, which the trainer recomputes, is that under the policy after temperature only.
+    top-k, top-p, min-p). `logprobs[t]` is its log-probability under the policy after temperature only. The trainer recomputes it.
     """
 
     ids: tuple[int, ...]
@@ -135,7 +135,7 @@ class Sampler(ABC):
     """True if one process samples for all processes that train together; False if each process samples its share."""
 
     overlaps: bool = False
-    """True if the sampler uses other devices than the trainer, so that in runs with a lag it may sample during training steps."""
+    """True if the sampler uses other devices than the trainer. In runs with a lag it may then sample during training steps."""
 
     @abstractmethod
     def steps(

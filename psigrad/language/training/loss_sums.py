@@ -28,14 +28,14 @@ class LossSums:
         self.world = world
         self.steps = 0
         self.norms: list[list[float]] = []
-        """The gradient norms (policy, critic) of each step whose gradient was finite."""
+        """The gradient norms ([policy], or [policy, critic]) of each step whose gradient was finite."""
         self.last: dict[str, float] = {}
         """The sums of the last optimiser step."""
         self._total: dict[str, float] = {}
         self._now: dict[str, Tensor] = {}
 
     def add(self, loss: Loss) -> Tensor:
-        """Add a micro-batch's loss, a part of the step's loss. Return its value, for which the caller runs the backward pass."""
+        """Add the loss of one micro-batch to the step's sums. Return its value, on which the caller runs the backward pass."""
         for name, term in {"loss": loss.value.detach(), **loss.terms}.items():
             self._now[name] = term.double() + self._now.get(name, 0.0)  # float() here would stall a GPU
         return loss.value
@@ -69,10 +69,10 @@ class LossSums:
 def within_memory(
     run: R, optimizers: list[Optimizer], learn: Callable[[R], T], changes: dict[str, Any]
 ) -> tuple[T, dict[str, Any], dict[str, str]]:
-    """Return (the result of `learn(run)`, changed settings, notes). If memory runs out, retry with smaller micro-batches.
+    """Return (the result of `learn(run)`, settings, notes). If memory runs out, retry with smaller micro-batches.
 
-    Each retry halves the tokens of a micro-batch, which changes gradients only by rounding. The new size is added to `changes`,
-    so that later steps and a resumed run use it.
+    Each retry halves the tokens of a micro-batch, which changes gradients only by rounding. The returned settings are `changes`
+    with the new size, which later steps and a resumed run use. The notes have a message for the log on each retry.
 
     Raise the memory error if a weight has changed, if the smallest size is not enough, or if other processes did not fail.
     """

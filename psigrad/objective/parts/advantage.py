@@ -172,9 +172,9 @@ def batch_mean(batch: Batch) -> Tensor:
 class moving_average(StatefulPsi):
     """The return minus the moving average of the returns of earlier batches.
 
-    Formula: A_t = R_i − b,  then m ← decay·m + (1 − decay)·mean(R),  b = m / (1 − decay^batches)
+    Formula: A_t = R_i − b,  then m ← decay·m + (1 − decay)·mean(R),  b = m / (1 − decay^batches); m and b start at 0
 
-    The baseline b is 0 on the first batch. It never contains R_i, so it does not change the expected gradient.
+    The baseline b never contains R_i, so it does not change the expected gradient.
 
     Source: Williams 1992 (reinforcement comparison); Ahmadian et al. 2024, arXiv:2402.14740.
 
@@ -222,9 +222,9 @@ def leave_one_out(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class group_mean:
-    """The return minus the mean return of its group, divided by the group's standard deviation if std is on.
+    """The return minus the mean return of its group, divided by the group's standard deviation if `std` is true.
 
-    Formula: A_t = (R_i − mean(R)) / (std(R) + eps), or R_i − mean(R) with std off
+    Formula: A_t = (R_i − mean(R)) / (std(R) + eps), or R_i − mean(R) if std is false
 
     The standard deviation is the unbiased one (G − 1). A group with equal returns has advantage exactly 0.
 
@@ -255,7 +255,7 @@ class group_mean:
 
 
 def best_of_group(batch: Batch) -> Tensor:
-    """An advantage of 1 for the best completion of each group (the earliest of equals), and 0 for all others.
+    """An advantage of 1 for the best completion of each group (the earliest of several equal ones), and 0 for all others.
 
     Formula: A_t = 1 if R_i is the greatest of its group, else 0
 
@@ -289,7 +289,7 @@ def action_value(batch: Batch) -> Tensor:
 
 @needs(VALUE | ACTION_VALUE)
 def action_advantage(batch: Batch) -> Tensor:
-    """The value of the step's action minus the value of its state, by a critic of actions and a critic of states.
+    """The value of the step's action minus the value of its state. This needs a critic of actions and a critic of states.
 
     Formula: A_t = Q(s_t, a_t) − V(s_t)
 
@@ -337,7 +337,7 @@ class k_step:
     """
 
     k: int = 5
-    """The number of rewards that are summed before the critic's value stands for all later ones."""
+    """The number of rewards that are summed; the critic's value replaces all later ones."""
     gamma: float = 1.0
     """Discount per chosen step."""
     needs: ClassVar[frozenset[str]] = VALUE
@@ -359,7 +359,7 @@ class k_step:
 class gae:
     """Generalised advantage estimation: lam = 0 is the TD residual, lam = 1 is the Monte Carlo return minus V.
 
-    Formula: A_t = Σ_l (γ·λ)^l · δ_{t+l}
+    Formula: A_t = Σ_l (γ·λ)^l · δ_{t+l}, δ_t = r_t + γ·V(s_{t+1}) − V(s_t)
 
     Source: Schulman et al. 2016, GAE, arXiv:1506.02438, eq. 16.
 
@@ -382,7 +382,7 @@ class gae:
 class length_gae:
     """Generalised advantage estimation with a λ that grows with the trajectory, so that late rewards reach early steps.
 
-    Formula: A_t = Σ_l (γ·λ_i)^l · δ_{t+l}, λ_i = max(0, 1 − 1/(α·|y_i|))
+    Formula: A_t = Σ_l (γ·λ_i)^l · δ_{t+l}, δ_t = r_t + γ·V(s_{t+1}) − V(s_t), λ_i = max(0, 1 − 1/(α·|y_i|))
 
     Source: Yue et al. 2025, VAPO, arXiv:2504.05118, section 4.2.
 
@@ -411,9 +411,9 @@ class length_gae:
 
 @dataclass(frozen=True)
 class whitened:
-    """The advantages of the parameter `psi`, shifted and scaled to mean 0 and standard deviation 1 over the batch's chosen steps.
+    """The advantages that another psi computes, normalised to mean 0 and standard deviation 1 over all steps of the batch.
 
-    Formula: A_t = (Ψ_t − mean(Ψ)) / (std(Ψ) + eps), over the whole batch
+    Formula: A_t = (Ψ_t − mean(Ψ)) / (std(Ψ) + eps), with Ψ_t the advantage before whitening
 
     Source: Hu et al. 2025, REINFORCE++, arXiv:2501.03262; Andrychowicz et al. 2021, arXiv:2006.05990.
 
@@ -444,7 +444,7 @@ class whitened:
         chosen = psi_NT[batch.mask]
         if not chosen.numel():
             return psi_NT
-        above = chosen - chosen.min()  # first, so that equal numbers become zeros and not rounding errors over eps
+        above = chosen - chosen.min()  # subtracted first: equal numbers then give 0, not a rounding error divided by eps
         centred = above - above.mean()
         std = (centred.square().sum() / max(chosen.numel() - 1, 1)).sqrt()
         return psi_NT.masked_scatter(batch.mask, centred / (std + self.eps))

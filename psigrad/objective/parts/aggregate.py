@@ -3,10 +3,10 @@
 aggregate: (mask [N,T], totals) -> weights [N,T]; the loss is Σ weights · per-step loss. Weights divide by the totals of the whole
 optimiser step, never by the current micro-batch, so any split gives the same gradient. They are float64; the loss casts them.
 
-keep: Batch -> bool [N], the trajectories that are trained on, or bool [N,T], the steps that the surrogate sees. Filters act after
-the advantage and see the plain rewards (without a KL penalty). Dropped rows count in no total. Dropped steps count in the totals
-and in the KL term, as in the papers: the more steps are dropped, the smaller the loss. A filter with "advantage" in its `needs`
-also receives the advantage [N,T]; one with "entropy" reads the batch's `entropy`.
+keep: Batch -> bool [N], the trajectories that are trained on, or bool [N,T], the steps that the surrogate sees. Filters run after
+the advantages are computed, and read the rewards without a KL penalty. Dropped rows count in no total. Dropped steps count in the
+totals and in the KL term, as in the papers: the more steps are dropped, the smaller the loss. A filter with "advantage" in its
+`needs` also receives the advantage [N,T]. A filter with "entropy" in its `needs` reads the batch's `entropy`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def token_mean(mask: Tensor, totals: Totals) -> Tensor:
 def sequence_mean(mask: Tensor, totals: Totals) -> Tensor:
     """The mean over the steps of each sequence, then over sequences: a step of a long sequence weighs less.
 
-    Formula: w_t = 1 / (|y| · number of sequences)
+    Formula: w_t = 1 / (|y| · number of sequences), |y| the number of steps of the sequence
 
     Source: Shao et al. 2024, GRPO, arXiv:2402.03300, eq. 3; TRL loss_type "grpo".
 
@@ -93,11 +93,11 @@ Keep = Callable[..., Tensor]
 def has_signal(batch: Batch) -> Tensor:
     """Drop groups whose rewards are all equal. The trainer then collects other groups in their place.
 
-    Formula: keep i  ⇔  min(M) < max(M) in the group of i, with M the batch's `metric`, or its rewards if there is no metric
+    Formula: keep i  ⇔  min(M) < max(M) in the group of i; M_i is the metric of trajectory i, or its reward if it has no metric
 
     The test is exact equality, since the standard deviation of floats is not 0 for eight rewards of 0.1. The paper compares
-    correctness. If a length penalty is part of the reward, right answers differ in reward, and a group of them would be kept
-    although it teaches length alone. Then set `metric`.
+    correctness. With a length penalty in the reward, a group of right answers would be kept although it teaches length alone. In
+    this case set the batch's `metric` to the correctness.
 
     Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2 (dynamic sampling).
 
@@ -148,9 +148,9 @@ class top_k:
 
 @dataclass(frozen=True)
 class top_entropy:
-    """Train on the steps at which the policy was least sure, over the whole batch.
+    """Train only on the steps of the batch at which the policy was least sure.
 
-    Formula: keep t  ⇔  H(π_old(·|s_t)) is at least the (1 − share) quantile of all steps
+    Formula: keep t  ⇔  H(π_old(·|s_t)) is at least the (1 − share) quantile of this entropy over all steps of the batch
 
     Source: Wang et al. 2025, Beyond the 80/20 rule, arXiv:2506.01939; TRL top_entropy_quantile.
 
@@ -183,9 +183,9 @@ class clip_covariance:
     """Drop a few of the steps that lower the entropy most: likely ones with a high advantage, or unlikely ones with a low one.
 
     Formula: C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A))
-             of the steps with low < C_t < high, a random choice of share · (number of all steps) is dropped
+             drop share · (number of all steps) of the steps with low < C_t < high, chosen at random
 
-    The random choice is by a hash of the log-probs, so the same steps are dropped in whatever order the batch has its rows.
+    The random choice is a hash of the log-probs, so the same steps are dropped whatever the order of the batch's rows.
 
     Source: Cui et al. 2025, Clip-Cov, arXiv:2505.22617; verl's clip_cov (which recomputes C_t for every micro-batch).
 

@@ -28,7 +28,7 @@ class group_mean_batch_std:
 
     Formula: A_t = (R_i − mean_group(R)) / (std_batch(R) + eps)
 
-    The standard deviation of the own group would be small for easy and for hard prompts, and would scale them up.
+    The group's own standard deviation is small for easy and for hard prompts. Dividing by it would enlarge their advantages.
 
     Source: Hu et al. 2025, REINFORCE++, arXiv:2501.03262 (global normalisation); TRL scale_rewards "batch".
 
@@ -54,14 +54,14 @@ def length_weighted_mean(batch: Batch) -> Tensor:
     Formula: A_t = R_i − Σ_j |y_j|·R_j / Σ_j |y_j|
 
     This baseline has the least variance if the squared norm of ∇log π(y) grows in proportion to the length of y. It contains R_i,
-    so the expected gradient is not exactly that of the reward; nor is it with the plain mean.
+    so the expected gradient is not exactly that of the expected reward. The plain mean has the same bias.
 
     Source: Hao et al. 2025, OPO, arXiv:2505.23585.
 
     >>> show(length_weighted_mean(outcomes(1, 0, steps=[3, 1])))
     [[0.25, 0.25, 0.25], [-0.75, 0.0, 0.0]]
     """
-    least_N = group_min(batch.sequence_reward, batch.group)  # first, so that equal returns leave exact zeros
+    least_N = group_min(batch.sequence_reward, batch.group)  # subtracted first: equal returns then give exact zeros
     above_N, length_N = batch.sequence_reward - least_N, batch.mask.sum(1).to(batch.reward.dtype)
     mean_N = group_sum(length_N * above_N, batch.group) / group_sum(length_N, batch.group).clamp(min=1)
     return over_steps(above_N - mean_N, batch)
@@ -73,8 +73,8 @@ def over_group_mean(batch: Batch) -> Tensor:
 
     Formula: A_t = (R_i − mean(R)) / mean(R), and 0 in a group whose mean is 0
 
-    For rewards of 0 and 1 the expected gradient is that of Σ_{k<G} pass@k / k, the first G − 1 terms of the logarithm of the
-    success rate. Rewards must not be negative.
+    For rewards of 0 and 1 the expected gradient is that of Σ_{k<G} pass@k / k, where k = 1 is plain RL. Up to constants, these
+    are the first G − 1 terms of the series of log p in 1 − p, with p the success rate. Rewards must not be negative.
 
     Source: Tajwar et al. 2026, MaxRL, arXiv:2602.02710.
 
@@ -174,7 +174,7 @@ class decoupled_group_mean:
 
 @dataclass(frozen=True)
 class process_group_mean:
-    """Process supervision: step rewards are standardised over the group, and a token's advantage sums those from the token on.
+    """Process supervision: step rewards are standardised over the group. A token's advantage sums the rewards at or after it.
 
     Formula: A_t = Σ_{u ≥ t, u rewarded} (r_u − mean(r)) / (std(r) + eps), mean and std over all rewarded tokens of the group
 
@@ -189,7 +189,7 @@ class process_group_mean:
     std: bool = True
     """True: divide by the standard deviation."""
     eps: float = 1e-4
-    """Added to the standard deviation; TRL's value of GRPO."""
+    """Added to the standard deviation; TRL's value for GRPO."""
     needs: ClassVar[frozenset[str]] = GROUP
 
     def __call__(self, batch: Batch) -> Tensor:

@@ -1,4 +1,4 @@
-"""Surrogates for samples of another policy. They weight steps by π / π_sampler, so a method with one of them has no correction.
+"""Surrogates for samples of another policy. They weight steps by π / π_sampler, so a method with one may have no correction.
 
 They fill the surrogate slot and ignore the ratio slot. If the sampler's log-probs are not known, log π_old takes their place.
 """
@@ -54,8 +54,8 @@ class gamma_weight(SamplerWeighted):
     """The policy gradient, weighted by a smooth function of the sequence's ratio that falls off for large and small ratios.
 
     Formula: L_t = −sg[φ(W)] · A_t · log π(a_t|s_t), φ(W) = W^k · e^(λ·(1 − W)), W = Π_u π(a_u|s_u) / π_sampler(a_u|s_u)
-             k and λ are the parameters k_positive and lambda_positive where A_t ≥ 0,
-             and the parameters k_negative and lambda_negative where A_t < 0
+             k = k_positive and λ = lambda_positive where A_t ≥ 0; sg stops the gradient
+             k = k_negative and λ = lambda_negative where A_t < 0
 
     φ(1) = 1, so that fresh samples get the plain policy gradient. W is not normalised by the length. Log ratios are limited to
     ±20 per step, and log W to [log 1e-8, 20].

@@ -47,7 +47,7 @@ def exp_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def bound(log_ratio: Tensor) -> Tensor:
-    """Return min(x, 20) of log ratios x, with the gradient of x itself."""
+    """Return min(x, 20) for log ratios x, with the gradient of x itself."""
     return log_ratio - (log_ratio - MAX_LOG_RATIO).clamp(min=0).detach()
 
 
@@ -80,10 +80,10 @@ def token(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
 def sequence(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
     """One length-normalised ratio for the whole sequence; each step passes gradient to its own log-probability.
 
-    Formula: ρ_t = sg[ (Π_u π(a_u|s_u)/π_old(a_u|s_u))^(1/|y|) ] · π(a_t|s_t) / sg[π(a_t|s_t)]
+    Formula: ρ_t = sg[ (Π_u π(a_u|s_u)/π_old(a_u|s_u))^(1/|y|) ] · π(a_t|s_t) / sg[π(a_t|s_t)]; sg stops the gradient
 
-    sg is stop-gradient. With one advantage per sequence and the mean over its steps, gradient and value equal those of the plain
-    sequence ratio; with per-step advantages each step keeps its own.
+    With one advantage per sequence and the mean over its |y| steps, gradient and value equal those of the plain sequence ratio.
+    With per-step advantages, each step's gradient is weighted by its own advantage.
 
     Source: Zheng et al. 2025, GSPO, arXiv:2507.18071 (the form GSPO-token).
 
@@ -114,7 +114,7 @@ LEVELS: tuple[Level, ...] = ("token", "sequence", "geometric")
 
 
 def _sampler_ratio(batch: Batch, level: Level) -> Tensor:
-    """Return π_old / π_sampler [N,T] of each step, or at each step the product or geometric mean over its sequence."""
+    """Return ratios [N,T] π_old / π_sampler: each step's own ("token"), or its sequence's product or geometric mean."""
     gap = _gap(batch)
     if level != "token":
         gap = gap.sum(1, keepdim=True).expand(gap.shape)
@@ -145,8 +145,8 @@ def _check(name: str, floor: float, cap: float, level: str) -> None:
 class truncated_importance:
     """Importance weights between trainer and sampler, truncated at a cap and a floor.
 
-    Formula: c_t = sg[clip(w_t, floor, cap)], w_t = π_old(a_t|s_t) / π_sampler(a_t|s_t), or its product over the sequence, or its
-             geometric mean
+    Formula: c_t = sg[clip(w_t, floor, cap)], w_t = π_old(a_t|s_t) / π_sampler(a_t|s_t); by `level`, w_t may also be the product
+             or the geometric mean of these ratios over the sequence
 
     Source: Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL training (TIS); TRL "token_truncate",
     "sequence_truncate".
@@ -158,7 +158,7 @@ class truncated_importance:
     cap: float = 3.0
     """Greatest weight; TRL's vllm_importance_sampling_clip_max."""
     level: Level = "token"
-    """One weight per step, or one per sequence: the product of its steps' or their geometric mean."""
+    """token: one weight per step. sequence or geometric: one per sequence, the product or geometric mean of its steps' ratios."""
     floor: float = 0.0
     """Least weight."""
 
@@ -174,8 +174,8 @@ class truncated_importance:
 class masked_importance:
     """Importance weights between trainer and sampler, set to 0 for steps or sequences outside the bounds.
 
-    Formula: c_t = sg[w_t] if floor ≤ w_t ≤ cap else 0, with w_t = π_old(a_t|s_t) / π_sampler(a_t|s_t), or its product over the
-             sequence, or its geometric mean
+    Formula: c_t = sg[w_t] if floor ≤ w_t ≤ cap else 0, w_t = π_old(a_t|s_t) / π_sampler(a_t|s_t); by `level`, w_t may also be
+             the product or the geometric mean of these ratios over the sequence
 
     IcePop is level "token" with floor 0.5 and cap 5.
 
@@ -189,7 +189,7 @@ class masked_importance:
     cap: float = 3.0
     """Weights above this become 0; TRL's vllm_importance_sampling_clip_max."""
     level: Level = "sequence"
-    """One weight per step, or one per sequence: the product of its steps' or their geometric mean."""
+    """token: one weight per step. sequence or geometric: one per sequence, the product or geometric mean of its steps' ratios."""
     floor: float = 0.0
     """Weights below this become 0."""
 
@@ -236,7 +236,7 @@ KL_KEY = "kl_coefficient"
 Estimator = Literal["k1", "k2", "k3", "k1+", "k3+", "exact", "exact_forward", "exact_js", "span"]
 EXACT: tuple[Estimator, ...] = ("exact", "exact_forward", "exact_js")
 MEASURED: tuple[Estimator, ...] = (*EXACT, "span")
-"""Estimators that do not depend on the sampled step alone. The evaluation computes them."""
+"""Estimators that need more than the sampled step's log-probs. The model's evaluation returns them as `PolicyOutputs.kl`."""
 ESTIMATORS: tuple[Estimator, ...] = ("k1", "k2", "k3", "k1+", "k3+", *MEASURED)
 
 
@@ -304,7 +304,7 @@ class adaptive:
             )
 
     def update(self, coefficient: float, sequence_kl: float, sequences: int) -> float:
-        """Return β after a batch of `sequences` with mean KL `sequence_kl`."""
+        """Return the β that follows `coefficient` after a batch of `sequences` sequences with the mean KL `sequence_kl`."""
         error = min(max(sequence_kl / self.target - 1, -0.2), 0.2)
         return coefficient * max(1 + error * sequences / self.horizon, 0.0)
 

@@ -136,7 +136,7 @@ class dual_clip(clip):
 class truncated_weight(SilentSurrogate):
     """The policy gradient weighted by a truncated, detached ratio: every step keeps a gradient.
 
-    Formula: L_t = −sg[min(ρ_t, cap)] · A_t · log π(a_t|s_t)
+    Formula: L_t = −sg[min(ρ_t, cap)] · A_t · log π(a_t|s_t), where sg stops the gradient
 
     Source: MiniMax 2025, CISPO, arXiv:2506.13585 (no lower bound, as they run it); cap 5: ScaleRL, arXiv:2510.13786, and TRL.
 
@@ -176,7 +176,7 @@ def differentiates_ratio(surrogate: Surrogate) -> bool:
 
 
 def clip_fractions(surrogate: Surrogate, log_ratio: Tensor, advantage: Tensor) -> dict[str, Tensor]:
-    """Return, by TRL's names of the clip metrics, masks [N,T] of the steps that a `clip` or a `truncated_weight` bounds."""
+    """Return {TRL's name of a clip metric: mask [N,T]}, True on the steps that a `clip` or a `truncated_weight` bounds."""
     surrogate = innermost(surrogate)
     ratio = exp_ratio(log_ratio.detach())
     if isinstance(surrogate, clip):
@@ -193,7 +193,7 @@ class soft_clip(RatioSurrogate):
     """The ratio through a sigmoid: the gradient fades smoothly as the ratio moves away from 1, without the clip's sharp edge.
 
     Formula: L_t = −(4/τ)·σ(τ·(ρ_t − 1))·A_t
-             τ is the parameter positive where A_t > 0, and the parameter negative elsewhere
+             τ = positive where A_t > 0, τ = negative elsewhere
 
     At ρ = 1 the gradient is that of ρ_t·A_t.
 
@@ -222,7 +222,7 @@ class soft_clip(RatioSurrogate):
 class divergence_mask(SilentSurrogate):
     """The policy gradient weighted by the detached ratio, without the steps whose probability has moved too far.
 
-    Formula: L_t = −M_t · sg[min(ρ_t, cap)] · A_t · log π(a_t|s_t)
+    Formula: L_t = −M_t · sg[min(ρ_t, cap)] · A_t · log π(a_t|s_t), where sg stops the gradient
              M_t = 0 where A_t > 0 and π − π_old > δ, or A_t < 0 and π_old − π > δ; else 1
 
     The bound is on the probability of the token (the total variation of "this token or another"), not on its ratio: a rare token
@@ -300,7 +300,7 @@ class off_policy_mask:
     surrogate: Callable[..., Tensor] = field(default_factory=clip)
     """L': the wrapped surrogate, which gives the loss of all other sequences."""
     delta: float = 0.5
-    """δ: the mean fall of a sequence's log-probabilities, in nats per step."""
+    """δ: the greatest mean fall of a sequence's log-probabilities, in nats per step."""
 
     def __post_init__(self) -> None:
         if self.delta <= 0:
@@ -324,7 +324,7 @@ class off_policy_mask:
 class covariance_penalty(RatioSurrogate):
     """The importance-weighted surrogate, with a penalty on changes of the few steps that lower the entropy most.
 
-    Formula: L_t = −ρ_t·A_t + [t ∈ M]·coefficient·|log ρ_t|, M the given share of all steps with the greatest
+    Formula: L_t = −ρ_t·A_t + [t ∈ M]·coefficient·|log ρ_t|, M the share of all steps that has the greatest
              C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A))
 
     The penalty needs several passes or minibatches. In the first pass ρ_t = 1, where it has no gradient.

@@ -2,8 +2,8 @@
 
     loss = (1/N) Σ_n link(h_w − margin, h_l) + λ·NLL(chosen),   h = β·score(log π(y|x), log π_ref(y|x), |y|)
 
-N and the number of chosen tokens in NLL are those of the whole optimiser step, so any split into micro-batches gives the same
-gradient. KTO, which learns from unpaired completions, has its own class.
+h_w is the h of the chosen completion, h_l of the rejected one. N and the number of chosen tokens in NLL are those of the whole
+optimiser step, so any split into micro-batches gives the same gradient. KTO, for unpaired completions, has its own class.
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ class logistic:
         _check_smoothing(self.label_smoothing)
 
     def __call__(self, chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-        """Return the loss of each pair, from the log-ratios of its two completions."""
+        """Return the loss of each pair, from the scores h_w and h_l of its two completions."""
         h, e = chosen - rejected, self.label_smoothing
-        return -(1 - e) * logsigmoid(h) - (e * logsigmoid(-h) if e else 0)  # 0·∞ where the policy never writes the rejected one
+        return -(1 - e) * logsigmoid(h) - (e * logsigmoid(-h) if e else 0)  # 0·∞ is NaN where π(rejected) = 0
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class robust:
         _check_smoothing(self.label_smoothing)
 
     def __call__(self, chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-        """Return the loss of each pair, from the log-ratios of its two completions."""
+        """Return the loss of each pair, from the scores h_w and h_l of its two completions."""
         h, e = chosen - rejected, self.label_smoothing
         return -((1 - e) * logsigmoid(h) - e * logsigmoid(-h)) / (1 - 2 * e)
 
@@ -216,7 +216,7 @@ def squared(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Raise the probability of the chosen completion and lower the rejected one's. Use it if the model is worse than the chosen.
+    """Raise the chosen completion's probability, lower the rejected one's. Use it if the chosen are better than the model's own.
 
     Formula: 1 − σ(h_w) + σ(h_l)
 
@@ -229,7 +229,7 @@ def apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def apo_down(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Lower the probability of both completions, of the rejected one more. Use it if the model is better than the chosen.
+    """Lower the probability of both completions, the rejected one's more. Use it if the model's own are better than the chosen.
 
     Formula: σ(h_w) + 1 − σ(h_w − h_l)
 
@@ -322,9 +322,9 @@ class Preference:
         return correct(*self.rewards(pairs))
 
     def loss(self, pairs: Pairs, total_pairs: int, total_chosen_tokens: int) -> Loss:
-        """Return these pairs' part of the loss of a step with `total_pairs` pairs and `total_chosen_tokens` chosen tokens.
+        """Return the part of an optimiser step's loss that `pairs` contribute. The totals count all pairs and tokens of the step.
 
-        The terms, under TRL's names, are such parts too.
+        The terms have TRL's names. Like the loss, they are added up over the micro-batches of a step.
         """
         chosen, rejected = self.rewards(pairs)
         total_pairs = max(total_pairs, 1)
@@ -413,7 +413,7 @@ class KahnemanTversky:
         return True
 
     def loss(self, rows: Labelled, total: int, total_desirable: int) -> Loss:
-        """Return these completions' part of the loss of a step with `total` completions, of which `total_desirable` are good."""
+        """Return the part of an optimiser step's loss from `rows`. The step has `total` rows, `total_desirable` of them good."""
         total = max(total, 1)
         ratio = rows.logp - rows.ref
         sign = torch.where(rows.desirable, ratio.new_tensor(1.0), -1.0)

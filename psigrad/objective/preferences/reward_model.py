@@ -22,7 +22,7 @@ from psigrad.objective.preferences.preference_loss import correct
 class BradleyTerry:
     """The likelihood of the comparisons, with optional margin, centring and label smoothing.
 
-    Formula: −(1 − ε)·log σ(r_w − r_l − m) − ε·log σ(r_l − r_w + m) + c·(r_w + r_l)²
+    Formula: −(1 − ε)·log σ(r_w − r_l − m) − ε·log σ(r_l − r_w + m) + c·(r_w + r_l)², rewards r of chosen w and rejected l
 
     Source: Bradley and Terry 1952; Ouyang et al. 2022, InstructGPT, arXiv:2203.02155, eq. 1; margin: Touvron et al. 2023,
     Llama 2, arXiv:2307.09288, eq. 2; centring: Eisenstein et al. 2023, arXiv:2312.09244.

@@ -23,7 +23,7 @@ GRACE, WORDS = 10.0, 8000
 
 
 def is_rank() -> bool:
-    """Return True if this process was started as one of several ranks, by the environment variables."""
+    """Return True if this process was started as one of several ranks, for which WORLD_SIZE is set in the environment."""
     return "WORLD_SIZE" in os.environ
 
 
@@ -33,7 +33,7 @@ def is_first_rank() -> bool:
 
 
 def check(processes: int) -> None:
-    """Raise `UserError` if `placement.processes` is N and this process was not started as one of N."""
+    """Raise `UserError` if `placement.processes` is N > 1 and this process was not started as one of N ranks."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1 and size != processes:
         raise UserError(
@@ -106,7 +106,7 @@ def _forward_signals(ranks: Sequence[_Rank]) -> Callable[[int, FrameType | None]
 
 
 def _watch(ranks: Sequence[_Rank]) -> int:
-    """Wait until all ranks have ended, after a failure only a few more seconds. Return the exit status of the run."""
+    """Wait until all ranks have ended; after a failure, wait only a few more seconds. Return the exit status of the run."""
     first: _Rank | None = None
     since = 0.0
     while any(rank.process.poll() is None for rank in ranks):

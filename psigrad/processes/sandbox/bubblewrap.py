@@ -34,7 +34,7 @@ _ENVIRONMENT |= dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_N
 def interpreter() -> str:
     """Return the executable of the base Python.
 
-    The executable of a virtual environment may be in a folder that only its owner can read.
+    It is used because a virtual environment may be in a folder that only its owner can read.
     """
     return os.path.realpath(sys.executable)
 

@@ -23,7 +23,7 @@ _NUMBERS = itertools.count()
 
 @cache
 def homes() -> dict[str, Path]:
-    """Return controller ("pids", "memory") -> the folder in which its groups can be made. Controllers without one are absent."""
+    """Return {controller ("pids" or "memory"): the folder for its groups}, without controllers whose groups can't be made."""
     found = {}
     if (ROOT / "cgroup.controllers").is_file():
         return _homes_v2()
@@ -79,7 +79,7 @@ class Group:
 
 @contextlib.contextmanager
 def limit_group(processes: int, memory_bytes: int) -> Iterator[Group]:
-    """Yield a group of at most `processes` processes and `memory_bytes` bytes. After the block, kill all that is left in it.
+    """Yield a group of at most `processes` processes and `memory_bytes` bytes. Kill the processes left in it after the block.
 
     Raise `SandboxError` if the machine has control groups, but this one cannot be made or limited.
     """

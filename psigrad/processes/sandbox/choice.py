@@ -79,7 +79,7 @@ def tier_of_this_machine() -> Tier:
 def executor_for(url: str = "", *, token: str = "", allow_unsafe_code: bool = False) -> Executor:
     """Return the executor of programs: the service at `url` if given, otherwise this machine's sandbox.
 
-    If the machine has none, return `Unsafe`, or raise `SandboxError` unless `allow_unsafe_code` is set.
+    If the machine has no sandbox, return `Unsafe` if `allow_unsafe_code` is True, otherwise raise `SandboxError`.
     """
     if url:
         remote: Executor = extras.load("sandbox").RemoteExecutor(url, token)

@@ -113,7 +113,7 @@ def command(
 
 
 def _like_the_root(name: str) -> list[str]:
-    """Return bwrap's options for /bin, /lib and so on: links into /usr if the system has merged them, otherwise the folders."""
+    """Return bwrap's options for the folder /`name`, such as /bin: a link if it is one (into /usr), otherwise the folder."""
     path = Path("/", name)
     if path.is_symlink():
         return ["--symlink", os.readlink(path), str(path)]

@@ -74,7 +74,7 @@ class ProgramOutcome:
     status: Status
     """exited: it ended by itself, with any exit status.
 
-    timeout, memory, output: it was killed at that limit. stopped: by `until`.
+    timeout, memory, output: it was killed at that limit. stopped: it was killed because `until` returned True.
     """
     code: int = 0
     """Exit status; -n for signal n."""
@@ -107,7 +107,7 @@ class Executor(Protocol):
 class Tier:
     """The kind of sandbox of a machine, and its guarantees.
 
-    root: namespaces made by root, and a separate user id for each program. user: an unprivileged user namespace. none: no
+    `root`: namespaces made by root, and a separate user id for each program. `user`: an unprivileged user namespace. `none`: no
     sandbox; code rewards raise an error unless unsafe code is allowed.
     """
 
@@ -223,7 +223,7 @@ def _plain(value: Any, depth: int) -> Any:
 def _unlike(parts: list[Any], depth: int) -> list[Any]:
     """Return the decoded items of a set or a dictionary's keys.
 
-    Raise `ValueError` if about a thousand different ones have the same hash. Building a set of n such values takes n² steps, and
+    Raise `ValueError` if about a thousand different items have the same hash. Building a set of n such items takes n² steps, and
     a program can choose its values so.
     """
     values = [_plain(part, depth + 1) for part in parts]

@@ -54,7 +54,7 @@ def start(line: Sequence[str], given: Sequence[int], answers: int, **where: Any)
 
 
 def exchange(process: subprocess.Popen[bytes], answers: int, program: Program, limits: Limits) -> Output:
-    """Write `stdin` to the process and read its output until it ends or exceeds a limit, when it is killed.
+    """Write `program.stdin` to the process and read its output until it ends. Kill it if it exceeds a limit.
 
     On return, the process has ended and `answers` is closed.
     """
@@ -143,7 +143,7 @@ def _read(fd: int) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes], deadline: float, status: Status) -> Status:
-    """Wait for a process that has closed its pipes, kill it if it is late or over a limit, and return its final status."""
+    """Wait for a process that has closed its pipes, and return its final status. Kill it if it is late or over a limit."""
     if status == "exited":
         try:
             process.wait(max(0.0, deadline - time.monotonic()))

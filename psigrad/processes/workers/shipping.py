@@ -76,7 +76,7 @@ def unpack(packed: Packed) -> Any:
 
 
 def homes(functions: Sequence[Callable[..., Any]], packed: Sequence[Packed]) -> dict[str, str]:
-    """Return module name -> file, for modules that a new process may not find by name.
+    """Return {module name: file} of the modules that a new process may not find by name.
 
     These are the modules of the functions, and modules loaded as file.py:function that a function sent by value uses.
     """

@@ -202,7 +202,7 @@ def _forward(descriptor: int, name: str) -> None:
 
 C = TypeVar("C")
 T = TypeVar("T")
-# If the parent did not check the workers for so many seconds, it was busy elsewhere, and that time does not count against them.
+# If the parent did not check the workers for so many seconds, it was busy elsewhere. Deadlines are extended by that time.
 ABSENCE = 1.0
 
 
@@ -275,9 +275,8 @@ class WorkerPool(Generic[C]):
     """A pool of `workers` worker processes. Each call may take `timeout` seconds. `service` is that of `Worker`.
 
     One message asks a worker for several calls, and it answers them one by one. A null answer is a sign of life and restarts the
-    call's time. A worker is killed with all its processes, and replaced, if it is late, dies, or sends an answer for which
-    `decode(call, content)` raises `ValueError`. Error messages call the user's code `what`. Raise `error` if that code does not
-    load.
+    call's time. A worker is killed with all its processes and replaced if it is late or dies, or if `decode(call, content)`
+    raises `ValueError` for its answer. Error messages call the user's code `what`. Raise `error` if that code does not load.
     """
 
     def __init__(
@@ -341,7 +340,7 @@ class WorkerPool(Generic[C]):
             self._places.pop().worker.kill()
 
     def give_up(self, unwanted: Callable[[C], bool] = lambda call: True) -> None:
-        """Kill and replace each worker with a call for which `unwanted` returns True: its answers are no longer needed."""
+        """Kill and replace each worker if `unwanted` returns True for its current call, whose answer is no longer needed."""
         for place in self._places:
             if place.calls and unwanted(place.calls[0]):
                 self._replace(place)

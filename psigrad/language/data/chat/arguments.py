@@ -61,7 +61,7 @@ def _kinds_read(template: str) -> dict[str, set[type]]:
 
 
 def _kinds(use: nodes.Node, above: Mapping[int, nodes.Node]) -> Iterator[type]:
-    """Yield the types of value that one use of a name in a template expects."""
+    """Yield the types of value that `use`, an occurrence of a name, expects. `above` maps the id of a node to its parent."""
     node = above[id(use)]
     beside = [child for child in node.iter_child_nodes() if child is not use]
     if isinstance(node, nodes.Test) and node.name in ("defined", "undefined", "none"):

@@ -1,7 +1,7 @@
 """Detect what a chat template can render, and rewrite conversations so that it can render them.
 
 A probe renders a short conversation and looks for its words in the result. A feature that the template lacks is expressed through
-one that it has. A developer becomes the system. An unsupported system prompt is put before the first user's turn. Tools are
+one that it has. The role developer becomes system. An unsupported system prompt is put before the first user's turn. Tools are
 offered, called and answered in Hermes' form, which is plain text. No template is changed.
 """
 
@@ -142,8 +142,8 @@ def _backend_of(tokenizer: PreTrainedTokenizerBase, added: list[Any]) -> tuple[r
     """Return (`Specials.cuts`, `Specials.backend`) for a tokenizer with the added tokens `added`.
 
     `tokenizers` splits a text at its added tokens, and then processes each piece alone. If several added tokens begin at the same
-    position, the longest counts. `cuts` needs a split that does not depend on the text before the token. It does depend on it if
-    the token is matched in normalised text, must be a separate word, or may be part of another token.
+    position, the longest counts. `cuts` has only tokens at which every text is split, whatever precedes them. A token that is
+    matched in normalised text or must be a separate word is not among them. If one may be part of another, `cuts` is None.
     """
     from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
@@ -221,8 +221,8 @@ def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, s
     """Return (the text that ends a turn with the sentinel as its content, the part of that text that only the next turn writes).
 
     `last` is a rendering in which the turn is the last one. In `followed`, another turn follows. The end is the common text of
-    both. If that has no special token, it is the end of `last` (gpt-oss: <|return|>). In both cases the second text equals the
-    first. If `last` has no special token either, the end is the beginning of the next turn in `followed` (GLM: <|user|>).
+    both. If that has no special token, it is the end of `last` (gpt-oss: <|return|>). In both cases the second returned text
+    equals the first. If `last` has no special token either, the next turn in `followed` begins with the end (GLM: <|user|>).
     """
     ending, behind = last.rpartition(SENTINEL)[2], followed.rpartition(SENTINEL)[2]
     shared = next((i for i, (a, b) in enumerate(zip(ending, behind, strict=False)) if a != b), min(len(ending), len(behind)))

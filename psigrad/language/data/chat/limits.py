@@ -25,7 +25,7 @@ from psigrad.errors import UserError
 SECONDS = 10.0
 """The most seconds of a thread's processor time that one rendering may take."""
 LENGTH = 1 << 27
-"""The most characters of all values that one rendering makes. An element of a list counts as eight."""
+"""The most characters that the values made by one rendering may have together. An element of a list counts as eight."""
 LARGEST = 10**6
 """The largest integer in a template and in the arguments of its calls."""
 _FOLDED = 10**8  # the largest product of integers in a constant expression, which Jinja computes when it compiles

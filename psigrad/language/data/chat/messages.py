@@ -22,8 +22,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def drop_nulls(value: Any) -> Any:
-    """Return the value without keys of objects whose value is null, at every depth. Arrow adds such keys for columns of other
-    rows.
+    """Return the value without the keys of objects whose value is null, at every depth. Arrow adds such keys where only other
+    rows have a value.
     """
     if isinstance(value, Mapping):
         return {key: drop_nulls(inner) for key, inner in value.items() if inner is not None}
@@ -109,7 +109,7 @@ def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
 
 
 def order_answers(messages: list[Message]) -> list[Message]:
-    """Return raw messages with the tool answers after a turn sorted by their ids, into the order of the turn's calls."""
+    """Return raw messages with the tool answers after each turn in the order of the turn's calls, which have the same ids."""
     ordered: list[Message] = []
     ids: list[Any] = []
     for role, run in itertools.groupby(messages, key=lambda message: message.get("role")):
@@ -123,7 +123,7 @@ def order_answers(messages: list[Message]) -> list[Message]:
 
 
 def join_parts(parts: list[Any], path: str, fail: Fail) -> str:
-    """Return the text of content parts. A part without a type is text if it has a text."""
+    """Return the joined text of content parts. A part without a type counts as text. Reject other types and missing texts."""
     texts = []
     for i, part in enumerate(parts):
         part = {"text": part} if isinstance(part, str) else part

@@ -268,7 +268,7 @@ def check_rendered(
     """Raise `RowError` if the template leaves out part of a row. The error names the turn and the field.
 
     `texts[j]` is the rendering in which message j is looked up. For a trained turn it is that turn alone, since a question may
-    have the same words. A text that occurs in it verbatim is present. Any other part must change the rendering if it is removed.
+    have the same words. A part of the message is present if it occurs there verbatim, or if its removal changes the rendering.
     If not `every_field`, the template may leave out fields other than texts, calls and thoughts.
     """
     for j, message in enumerate(messages):
@@ -293,7 +293,7 @@ _KNOWN = {"role", "content", "tool_calls", "tool_call_id", *WEIGHTS, *REASONING}
 
 
 def _pieces(message: Message, thoughts: bool) -> Iterator[tuple[str, str]]:
-    """Yield (field, text) for the texts of a message. A template may drop thoughts of turns that are only context."""
+    """Yield (field, text) for each text of a message. Include thoughts only if `thoughts`: templates drop them from context."""
     parts = re.split(r"</?think>", str(message.get("content", "")))
     texts = [text for part in (parts if thoughts else parts[-1:]) for text in images.MARK.split(part)[::2]]
     yield from (("content", text.strip()) for text in texts if text.strip())

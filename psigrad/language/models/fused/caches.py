@@ -25,7 +25,7 @@ from psigrad.kernels.products import PackedMatrix, Products
 
 Ids = Sequence[int]
 Version = tuple[int, int]
-# The index in `Layer.kinds` of the first tensor that depends on attention's output row by row.
+# The index in `Layer.kinds` of the first tensor that is computed after attention, and so only for output rows.
 FIRST_PART_AFTER_ATTENTION = 4
 # The marker that completions have log-probs of several heads or temperatures, so that they cannot be reused.
 _MIXED = ((0, 0), float("nan"))
@@ -77,7 +77,7 @@ class Block:
         return torch.from_numpy(self._places + self._sizes * start)
 
     def part(self, layer: int, index: int, start: int = 0, count: int | None = None) -> Tensor:
-        """Return `count` rows of one tensor from row `start` on, [count, width]; all rows from there if `count` is None."""
+        """Return `count` rows of one tensor from row `start` on, [count, width]; all rows from `start` if `count` is None."""
         width, kind = self.layout.kinds[index]
         count, size = self.rows - start if count is None else count, self.layout.sizes[index]
         first = int(self._starts[index]) + start * size
@@ -173,7 +173,7 @@ class ActivationCache:
         return self._slab(slab, parts), place
 
     def add(self, count: int, parts: RowLayout, now: list[Version], layers: Layers | None = None) -> None:
-        """Add the next `count` rows. Copy them from `layers`; if that is None, they are already where `reserve` returned.
+        """Add the next `count` rows, copied from `layers`. If `layers` is None, the rows are already at `reserve`'s position.
 
         `now` are the versions of the weights that computed the activations.
         """
@@ -239,7 +239,7 @@ _NOTHING = np.zeros(0, dtype=np.float32)
 class CacheHit:
     """The cached activations and log-probs of one packed forward pass, in the order of its tokens.
 
-    A layer's tensors are copied out of the cache when they are requested, so that copies of only one layer exist at a time.
+    A layer's tensors are copied out of the cache on request. Copies of only one layer exist at a time.
     """
 
     def __init__(self, slabs: list[Block], rows: Tensor, logps: CachedLogProbs) -> None:
@@ -266,7 +266,7 @@ class CacheHit:
         return x, own
 
     def _gather(self, target_rows: list[tuple[int, int, Tensor]]) -> list[Tensor]:
-        """Gather a tensor from the cache for each (layer, index of the tensor in `Layer.kinds`, rows of the cache)."""
+        """Return a tensor from the cache for each (layer, index of the tensor in `Layer.kinds`, cache rows to gather)."""
         kinds = [self._parts.kinds[part] for _, part, _ in target_rows]
         out = [torch.empty(len(rows), width, dtype=kind) for (*_, rows), (width, kind) in zip(target_rows, kinds, strict=True)]
         layers, parts = zip(*((layer, part) for layer, part, _ in target_rows), strict=True)

@@ -1,7 +1,7 @@
 """The architectures that the fused decoder supports, and the loader of their weights.
 
-A model that `load` returns needs no comparison with transformers' modules when a run starts, because the test suite compares
-these architectures. Weights are read one at a time into transformers' model, so that they can be quantised while they are read.
+A model that `load` returns is not compared with transformers' modules when a run starts, because the test suite compares these
+architectures. Weights are read one at a time into transformers' model, so that they can be quantised while they are read.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def load(
     Return None if the fused decoder or this loader does not support the model, so that transformers must load it. With `mapped`,
     weights of the requested dtype are mapped from their file into memory, for a process that soon frees most of them. With a
     `kind` of codes, the layers' matrices are quantised one by one while they are read. Only a scalar head may be missing; it is
-    drawn from N(0, initializer_range²). Raises `OSError` if `path` is a hub name that can't be reached and is not in the cache,
-    and `ValueError` if a tensor's shape differs from the configuration's.
+    drawn from N(0, initializer_range²). Raises `OSError` if the hub name `path` is not in the cache and can't be reached. Raises
+    `ValueError` if a tensor's shape differs from the configuration's.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, **({"num_labels": 1} if scalar else {}))

@@ -1,4 +1,4 @@
-"""The reader of weights in GGUF files. Quantised matrices stay quantised if psigrad supports their codes; others do not."""
+"""The reader of weights in GGUF files. Matrices stay quantised if psigrad supports their codes; others are dequantised."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PERMUTED = ("attn_q.", "attn_k.")
 def read(folder: str, config: Any, wanted: Collection[str]) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
     """Yield (name, tensor) from the GGUF file in `folder`, for tensors whose names in transformers' model are in `wanted`.
 
-    Raises `ValueError` if one is missing.
+    Raises `ValueError` if the file lacks one of them.
     """
     import gguf
 
@@ -85,7 +85,7 @@ def _read_coded(kind: str, data: Any, permuted: list[int]) -> CodedMatrix | None
     return lay_out(made[0], made[1], made[2], levels, bits)
 
 
-# The quantisations of ggml (ggml-common.h). `_FORMS` has the bytes of a block, the function that unpacks blocks, bits and levels.
+# ggml's quantisations (ggml-common.h). `_FORMS` has (bytes per block, function that unpacks blocks, bits per code, levels).
 def _q4_0(blocks: Any) -> tuple[Any, Any, None]:
     codes = blocks[:, 2:]
     return np.concatenate([codes & 15, codes >> 4], 1), _halves(blocks[:, :2]), None

@@ -1,7 +1,7 @@
 """Fewer kernels inside transformers' modules on a GPU.
 
-Four RMS norms take 32 of the 56 kernels that a layer of Qwen3 launches forward; PyTorch has one kernel for each. An adapter's
-update is added by the product that computes it. Both are first compared with the outputs of the modules (`probe.attach_kernels`).
+Four RMS norms take 32 of the 56 kernels in a forward pass of a Qwen3 layer; PyTorch has one kernel for a whole norm. The product
+that computes an adapter's update also adds it. Both are first compared with the outputs of the modules (`probe.attach_kernels`).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class GpuParts:
         return self._adapted(type(module).forward) if adapts else None
 
     def runs(self, x: Tensor, *weights: Tensor) -> bool:
-        """Return True for unsharded tensors of one dtype on a GPU. Inside torch.compile return False: it fuses the modules' own
-        code.
+        """Return True for unsharded tensors of one dtype on a GPU. Return False inside torch.compile, which fuses the modules'
+        own code.
         """
         plain = all(type(w) in (nn.Parameter, Tensor) and w.dtype == x.dtype for w in weights)
         return self.on and x.is_cuda and plain and not torch.compiler.is_compiling()
@@ -76,7 +76,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Ten
 
 
 class _Adapted(torch.autograd.Function):
-    """The function x · Wᵀ + bias + s · x · Aᵀ · Bᵀ of frozen W and bias. The products include the factor s and the sums."""
+    """The function x · Wᵀ + bias + s · x · Aᵀ · Bᵀ of frozen W and bias. The kernels of the products also scale by s and add."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float) -> Tensor:

@@ -22,8 +22,8 @@ BACKEND = "inductor"
 def compile_layers(model: Any) -> None:
     """Compile the layers of a packed model on a GPU. Layers of one kind share a version, which supports all lengths.
 
-    Attention is not compiled: it reads a layout in the memory of the CPU, and has its own kernels. If the compiled layers do not
-    run, or if their outputs or gradients differ, the layers remain uncompiled, and `model.why_uncompiled` is the reason.
+    Attention is not compiled: it reads a layout in the memory of the CPU, and has its own kernels. The layers remain uncompiled
+    if the compiled ones do not run or differ in outputs or gradients. `model.why_uncompiled` is then the reason.
     """
     model.why_uncompiled = _why_not(model) or _compiled(model)
     model.compiled = not model.why_uncompiled

@@ -1,9 +1,9 @@
 """One layer of the fused decoder, forward and backward.
 
 The forward pass stores what the backward pass can't recompute row by row: the residual stream before both norms, the projections,
-attention's output and the log-sum-exp of its scores. The product with LoRA's matrices is computed separately from that with the
-layer's matrices. Without an adapter the layer then is exactly the original one, and rounding to half precision does not remove
-the adapter's small update.
+attention's output and the log-sum-exp of its scores. The products with LoRA's matrices and with the layer's matrices are computed
+separately. Without an adapter the layer is then exactly the original one. Rounding to half precision does not remove the
+adapter's small update.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class RowSelection:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """A layer's weights in the dtype of its computation, with the LoRA term of each matrix (None without one).
+    """A layer's weights in its compute dtype. `lora` has the LoRA term for each of the `matrices`, or None.
 
     `norms` are those of the inputs and of the outputs of attention and of the feed-forward layer; None for an absent one.
     `groups` has the indices of the matrices in each of the four groups.
@@ -294,8 +294,8 @@ class Layer:
     def forward(self, x: Tensor, how: PassArguments, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return (the layer's output [W, E], the tensors that `backward` needs besides x).
 
-        These tensors are, for every token [S, …], [q|k|v], attention's output and the log-sum-exps of its scores; and for the
-        output rows [W, …] the residual stream after attention, [gate|up], and the inputs of the norms of outputs, if any.
+        For every token [S, …] these are [q|k|v], attention's output and the log-sum-exps of its scores. For the output rows
+        [W, …] they are the residual stream after attention, [gate|up], and the inputs of the norms of outputs, if there are any.
         """
         weights, plain = self.current_weights(how.adapted, how.layout.packed_weights), []
 

@@ -1,7 +1,7 @@
 """psigrad's kernels inside transformers' modules, for models on a CPU that the fused decoder does not support.
 
-The forward methods of linear layers, RMS norms and gated feed-forward layers are replaced by kernels, and sampling multiplies by
-packed matrices. The rest of the model is transformers' code, so that a new architecture needs no code here.
+Kernels replace the forward methods of linear layers, RMS norms and gated feed-forward layers. Sampling multiplies by packed
+matrices. The rest of the model is transformers' code, so that a new architecture needs no code here.
 """
 
 from __future__ import annotations

@@ -277,7 +277,7 @@ class SharedCache:
     """
 
     def __init__(self, slots: int, longest: int, layers: int, heads: Heads, dtype: torch.dtype) -> None:
-        """Create empty slots. `longest` is the capacity of a slot after its prompt, in tokens."""
+        """Create empty slots. `longest` is the capacity of a slot in tokens, without the tokens of its prompt."""
         self.longest, self.layers, self.heads = longest, layers, heads
         self.packed_weights = PackedWeights()
         self.slot_tables = [torch.empty(2, slots, heads.keys, 0, heads.dim, dtype=dtype) for _ in range(layers)]
@@ -299,14 +299,14 @@ class SharedCache:
     def exact(self) -> bool:
         """True if the layers produce the same bits as in training.
 
-        That is so if the matrices are packed for the kernels, and training multiplies by the kernels too.
+        This holds if the matrices are packed for the kernels, and training multiplies by the kernels too.
         """
         return self.packed_weights.bytes > 0
 
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> SharedPrefill:
         """Return the layout of a forward pass over prompts. Add n slots, of which slot i continues prompt `copies[i]`.
 
-        `shifts` is not read: no model with fused layers has M-RoPE.
+        `shifts` is not read: it is 0 for all models with fused layers, since none of them has M-RoPE.
         """
         starts, lengths = prompts.spans.prefixes.t().contiguous()
         new = [CachedPrompt(length, self.layers, self.heads) for length in lengths.tolist()]
@@ -338,7 +338,7 @@ class SharedCache:
 
     @property
     def selection(self) -> np.ndarray:
-        """The arguments that select the active rows in `select_slots`, [3, active]: prompts, numbers of tokens, and slots."""
+        """The arguments of `select_slots` for the active rows, [3, active]: each row's prompt, number of tokens, and slot."""
         return np.stack([self.prompt, self.lengths, self.slots])
 
     def select_slots(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
@@ -350,7 +350,7 @@ class SharedCache:
         self._arrangement = None
 
     def retain_slots(self, prompt: np.ndarray, slots: np.ndarray) -> None:
-        """Select no slot for the next steps, and free all prompts and slots but these, which can be selected later."""
+        """Free all prompts and slots except `prompt` and `slots`, which can be selected later. Then no slot is selected."""
         self.select_slots(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
         self._free = np.setdiff1d(np.arange(self.slot_tables[0].shape[1]), slots)
         kept = set(prompt.tolist())
@@ -359,7 +359,7 @@ class SharedCache:
     def reserve(self, tokens: int) -> tuple[list[Tensor], Tensor]:
         """Return (each layer's keys and values [2, slots, H_kv, capacity, D], their addresses), with room for `tokens` per slot.
 
-        They are enlarged layer by layer, so at most one layer is in memory twice.
+        The tensors are enlarged layer by layer, so at most one layer is in memory twice.
         """
         *shape, have, dim = self.slot_tables[0].shape
         if have < tokens:
@@ -385,7 +385,8 @@ class SharedCache:
 class SharedPrefill:
     """The layout of a prefill for fused layers: packed prompts whose keys and values are also stored for decoding.
 
-    `tables` [layers, 2, G] are the addresses of the prompts' keys and values. Prompt g has `lengths[g]` tokens from `starts[g]`.
+    `tables` [layers, 2, G] are the addresses of the prompts' keys and values. Prompt g has `lengths[g]` tokens in the packed row,
+    the first one at `starts[g]`.
     """
 
     prompts: PackedLayout

@@ -23,11 +23,11 @@ from psigrad.language.rollout.samplers.grouped import GroupedCache, GroupedDecod
 from psigrad.language.rollout.types import SamplingParams
 from psigrad.seeds import uniform_on_device
 
-# Tokens of a sequence between two checks for ended sequences. Tokens drawn after an end are discarded.
+# The number of tokens of a sequence between two checks for ended sequences. Tokens drawn after an end are discarded.
 TOKENS_AT_ONCE = 8
 # Columns (cached tokens per slot) that the shortest recording reads. Longer ones read 1.5, 2, 3, 4, 6, … times as many.
 _NARROWEST = 128
-# Distributions whose recordings are kept: training draws from one, evaluation from another.
+# The number of distributions whose recordings are kept: training draws from one, evaluation from another.
 _KEPT = 4
 # The largest share of the free memory that recorded keys and values may take.
 SHARE = 0.5
@@ -48,7 +48,7 @@ class Room(NamedTuple):
     longest_prompt: int = 0
 
     def covers(self, other: Room) -> bool:
-        """Return True if this cache is of the same kind and at least as large."""
+        """Return True if a cache of this capacity can replace one of `other`: of the same kind, and no number smaller."""
         return bool(self.prompts) == bool(other.prompts) and all(a >= b for a, b in zip(self, other, strict=True))
 
 
@@ -56,13 +56,13 @@ class CudaGraphDecoding:
     """Recorded decoding steps of a model (CUDA graphs), and their cache, whose slots have full capacity from the start.
 
     Both persist between calls, since a recording contains the memory addresses of the cache and of the weights. A recording is
-    specific to one distribution and one shape: 1, 2, 4, … slots and a number of columns, and if prompts are stored once, the same
-    two numbers for prompts. Empty slots write keys and values where the next prompt will overwrite them, and their draws are
+    specific to one distribution and one shape: 1, 2, 4, … slots, a number of columns, and if prompts are stored once, the three
+    numbers from `_seated`. Empty slots write keys and values where the next prompt will overwrite them, and their draws are
     ignored.
     """
 
     def __init__(self, model: LanguageModel, room: Room, wanted: Room | None = None, record: Recorder | None = None) -> None:
-        """Create the cache. Call `begin` before each batch. If memory limits `room`, `wanted` is the room that the call needs."""
+        """Create the cache. Call `begin` before each batch. `wanted` is the capacity needed, if memory limits `room` to less."""
         self.model, self.wanted = model, wanted or room
         self.cache = GroupedCache(*room) if room.prompts else KVCache(*room[:2])
         self.weights = weight_addresses(model)
@@ -77,7 +77,7 @@ class CudaGraphDecoding:
         self.logprobs = torch.zeros(TOKENS_AT_ONCE, 2, slots, device=device)
 
     def fits(self, room: Room) -> bool:
-        """Return True if the recordings use the model's current weights, and have at least this room."""
+        """Return True if the recordings use the model's current weights, and were made for at least this capacity."""
         return self.wanted.covers(room) and self.weights == weight_addresses(self.model)
 
     def begin(self, params: SamplingParams) -> None:
@@ -114,7 +114,7 @@ class CudaGraphDecoding:
         return min(between if _NARROWEST < wanted <= between else wide, most)
 
     def _seated(self, size: int) -> tuple[int, ...]:
-        """Copy the arrays of `Seats` to the device. Return the grid's size, its members per prompt and the columns of prompts.
+        """Copy the arrays of `Seats` to the device. Return (the grid's size, its members per prompt, the prompts' columns).
 
         Without a `GroupedCache`, return ().
         """
@@ -132,7 +132,7 @@ class CudaGraphDecoding:
         if shape not in self._replays:
             moved = [self.state, self.at, *self.cache.states.values()]
             before = [x.clone() for x in moved]
-            # The recorder runs the step. It writes keys and values where this same step will write them again.
+            # Recording also runs the step. The replayed step overwrites the keys and values that this run writes.
             self._replays[shape] = self._record(partial(self._step, self.params, *shape))
             for x, old in zip(moved, before, strict=True):
                 x.copy_(old)

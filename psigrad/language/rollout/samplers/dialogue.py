@@ -40,7 +40,7 @@ class SlotCache(KVCache):
         return np.stack([0 * self._numbers[: self.active], self.lengths.numpy(), self._numbers[: self.active]])
 
     def select_slots(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
-        """Move these slots, which hold `lengths` tokens, to the front. The next steps decode them. `prompt` is not read."""
+        """Move `slots`, which hold `lengths` tokens, to the front, where the next steps decode them. `prompt` is not read."""
         numbers, rows = self._numbers.copy(), np.arange(self.slots)
         for row, slot in enumerate(slots):
             here = int(np.flatnonzero(numbers == slot)[0])
@@ -54,7 +54,7 @@ class SlotCache(KVCache):
         self.shifts = self._shifts[torch.from_numpy(slots[: len(lengths)].copy())]
 
     def retain_slots(self, prompt: np.ndarray, slots: np.ndarray) -> None:
-        """Select no slot for the next steps. These slots can be selected later; new sequences may overwrite all others."""
+        """Select no slot for the next steps. `slots` can be selected later; new sequences may overwrite all other slots."""
         self.select_slots(prompt, self._numbers[:0], np.setdiff1d(self._numbers, slots))
 
 
@@ -62,8 +62,8 @@ class CachedDialogue(Dialogue):
     """The embedded sampler's `Dialogue` on a CPU.
 
     The first turn prefills each prompt once for its group. In later turns, decoding steps read the environment's tokens. An
-    episode whose tokens are all read samples in the same steps. If the environment's text is so long that a full prefill is
-    cheaper, the cache is filled again with all tokens of the episodes.
+    episode whose tokens are all read samples in the same steps. For a long text of the environment a full prefill is cheaper:
+    then the cache is filled again with all tokens of the episodes.
     """
 
     def __init__(self, model: LanguageModel, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> None:

@@ -19,7 +19,7 @@ _BLOCK = 1024
 
 # Logits per tensor operation on a CPU, so that their float64 sums fit the caches and the allocator reuses their memory.
 _AT_ONCE = 1 << 20
-# Added to the counter of a forbidden token's draw for the draw that replaces it.
+# If the drawn token is forbidden, another is drawn with this number added to the counter.
 _SECOND = 1 << 40
 
 
@@ -128,7 +128,7 @@ def inverse(weights: Tensor, u: Tensor) -> Tensor:
 
     The `weights` [B, V] are at least 0.
 
-    A large vocabulary is summed in blocks, and searched only inside the selected block, in a tenth of the time.
+    A large vocabulary is summed in blocks, and searched only inside the selected block, which takes 10 % of the time.
     """
     batch, size = weights.shape
     if size <= 2 * _BLOCK:
@@ -155,7 +155,7 @@ def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _may_be(rare: Tensor) -> bool:
-    """Return True if any element of `rare` is True. On a GPU always return True, since reading the mask there costs more."""
+    """Return True if any element of `rare` is True. On a GPU always return True: reading the mask costs more than it saves."""
     return rare.is_cuda or bool(rare.any())
 
 

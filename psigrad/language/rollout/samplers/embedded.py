@@ -53,9 +53,9 @@ class EmbeddedSampler(PolicyWeights):
 
     A prompt is prefilled once for its group. Finished sequences leave immediately, and waiting groups enter as slots become free.
     A token depends on its seed and on the number of tokens before it, never on other sequences in the batch. Only the rounding of
-    matrix products varies with the batch size. After each step `progress` gets its number of tokens. With `cuda_graphs`, decoding
-    steps are recorded and replayed on a GPU, in the number of slots that `cuda_graph.fitting` returns. The cache then persists
-    between calls, which must not overlap.
+    matrix products varies with the batch size. After each step `progress` is called with its number of new tokens. With
+    `cuda_graphs`, decoding steps are recorded and replayed on a GPU, in the number of slots that `cuda_graph.fitting` returns.
+    The cache then persists between calls, which must not overlap.
     """
 
     engine = "embedded 1"
@@ -136,7 +136,7 @@ class EmbeddedSampler(PolicyWeights):
 
 
 def without_placeholders(model: LanguageModel, params: SamplingParams) -> SamplingParams:
-    """Return `params`; if the model reads images, with their placeholder tokens added to `forbidden`."""
+    """Return `params`. If the model reads images, `forbidden` is set to their placeholder tokens, which are then never drawn."""
     return params if model.vision is None else replace(params, forbidden=model.vision.forbidden)
 
 
@@ -176,9 +176,9 @@ def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -
 def _to_record(requests: list[Request], params: SamplingParams, max_batch: int, most: int, before: Room | None) -> Room:
     """Return the room that recorded steps need. It is rounded up, so that slightly longer prompts fit in the next call.
 
-    A long prompt is stored once for its group while the group has unfinished completions. Short prompts, and those with one
-    completion each, as in an evaluation, are stored so only if the previous room `before` was of this kind. A cache of another
-    kind would be recorded again.
+    A long prompt is stored once for its group while the group has unfinished completions. A short prompt, or a prompt with one
+    completion, is stored in this way only if the previous cache `before` stored prompts once. Another kind of cache would need
+    new recordings.
     """
 
     def rounded(tokens: int) -> int:
@@ -196,7 +196,7 @@ def _to_record(requests: list[Request], params: SamplingParams, max_batch: int, 
 def check_room(model: LanguageModel, requests: list[Request], params: SamplingParams, images: bool = False) -> None:
     """Raise `UserError` for empty prompts, and for prompts that with their completion would exceed the model's positions.
 
-    Also raise it for prompts with images, unless `images` is True, because the sampler reads them.
+    Also raise it for prompts with images, unless `images` is True: the sampler can read them.
     """
     for request in requests:
         if not images and any(token >= FIRST for token in request.prompt_ids):
@@ -259,7 +259,7 @@ class _Batch:
         return free and self._free_prompts() > 0
 
     def _free_prompts(self) -> int:
-        """Return how many more prompts the cache can store. Without a `GroupedCache`, only slots are limited."""
+        """Return how many more prompts the cache can store. Without a `GroupedCache` these are all waiting prompts."""
         return self.cache.prompts - self.cache.count if isinstance(self.cache, GroupedCache) else len(self.waiting)
 
     def admit(self) -> None:
@@ -305,7 +305,7 @@ class _Batch:
         return self._draw(self.model.head(hidden[:, 0], self.cache.exact, self.cache.packed_weights), self.sequences)
 
     def _recording(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that records the experts to which tokens are routed, or that does nothing if they are not reused."""
+        """Return a context that records the experts of each token, or that does nothing if training does not reuse them."""
         return contextlib.nullcontext([]) if self.routes is None else self.routes.router_recorder.record()
 
     def _keep(self) -> ActivationCache | None:
@@ -333,7 +333,7 @@ class _Batch:
         return self._write(drawn.ids.cpu().numpy()[None], logprobs.cpu().numpy()[None], sequences)
 
     def _write(self, ids: np.ndarray, logprobs: np.ndarray, sequences: np.ndarray) -> int:
-        """Record K new tokens `ids` [K, n] of n `sequences` with log-probs [K, 2, n]. Sequences that end on the way are released.
+        """Record K new tokens `ids` [K, n] of n `sequences` with log-probs [K, 2, n]. Release the sequences that end in them.
 
         Returns the number of recorded tokens.
         """

@@ -25,7 +25,7 @@ class GroupedCache(KVCache):
     """
 
     def __init__(self, slots: int, longest: int, prompts: int, longest_prompt: int) -> None:
-        """Create empty slots of `longest` tokens after the prompt."""
+        """Create empty `slots` of `longest` tokens, and tables for `prompts` prompts of `longest_prompt` tokens."""
         super().__init__(slots, longest)
         self.prompts, self.longest_prompt = prompts, longest_prompt
         self.tables: dict[Key, tuple[Tensor, Tensor]] = {}
@@ -36,19 +36,19 @@ class GroupedCache(KVCache):
         """[active] the number of tokens of each slot's prompt."""
 
     def clear(self) -> None:
-        """See `KVCache`."""
+        """Empty all slots and remove all prompts; see `KVCache.clear`."""
         super().clear()
         self.count, self.owners, self.behind = 0, self.owners[:0], self.behind[:0]
         for x in (x for pair in self.tables.values() for x in pair):
             x.zero_()
 
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> GroupedPrefill:
-        """See `KVCache.prefill`. `shifts` is ignored: models with M-RoPE, which need it, are not decoded by CUDA graphs."""
+        """Add slots as `KVCache.prefill` does, without `shifts`: models with M-RoPE, which need it, use no CUDA graphs."""
         self.shifts = torch.cat([self.shifts.to(copies.device), torch.zeros_like(copies)])
         return GroupedPrefill(self, prompts, copies)
 
     def remove(self, finished: Tensor) -> Tensor:
-        """See `KVCache`. Also move the last prompts into the rows of prompts that no slot continues."""
+        """Release slots as in `KVCache.remove`. Also move the last prompts into the rows of prompts that no slot continues."""
         order = super().remove(finished)
         kept = order.cpu().numpy()
         self.owners, self.behind = self.owners[kept], self.behind[kept]
@@ -80,12 +80,10 @@ class GroupedCache(KVCache):
 
 
 class Seats(NamedTuple):
-    """The slots in a grid of prompts × members.
+    """The slots in a grid of P prompts × M `members`.
 
-    The fields are the slot at each place of the grid [P · M], the place of each slot [size], the length of each slot's prompt
-    [size], and M.
-
-    Unused places have the index of slot 0.
+    `grid` [P · M] is the slot at each place of the grid, and `seat` [size] the place of each slot. `behind` [size] is the number
+    of tokens of each slot's prompt. Unused places have the index of slot 0.
     """
 
     grid: np.ndarray

@@ -49,8 +49,8 @@ class Task(Protocol):
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
         """Return the loss of one optimiser step on these rows, as one function per forward pass of at most `budget` tokens.
 
-        For several `ranks`, to which passes are assigned in turn, all passes have about equally many tokens. With any `budget`,
-        the losses, gradients and terms of all passes add up to those of the step.
+        If several processes (`ranks`) take the passes in turn, all passes have about equally many tokens. Whatever the `budget`,
+        the losses, gradients and terms of the passes add up to those of the step.
         """
         ...
 
@@ -135,7 +135,7 @@ def terms_of(share: Share) -> dict[str, float]:
 
 
 def marks_of(hits: Iterable[float]) -> str:
-    """Return a text with a character per pair: 1 if it is ranked right, 0 if wrong, h for a tie. It pairs two evaluations."""
+    """Return a text with a character per pair: 1 if ranked right, 0 if wrong, h for a tie. Reports compare evaluations by it."""
     return "".join("0h1"[round(2 * hit)] for hit in hits)
 
 

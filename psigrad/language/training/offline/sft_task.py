@@ -19,7 +19,7 @@ class SFTTask:
     """The task of supervised fine-tuning: cross-entropy on the target tokens, those where an example's mask is True.
 
     Formula: L = −(1/M) Σ log π(a_t|s_t) over the M target tokens of the whole optimiser step; with label smoothing ε it is −(1/M)
-    Σ [(1 − ε) log π(a_t|s_t) + ε/V · Σ_v log π(v|s_t)] over a vocabulary of V, as in transformers' `LabelSmoother`
+    Σ [(1 − ε) log π(a_t|s_t) + ε/V · Σ_v log π(v|s_t)] over the V tokens v of the vocabulary (transformers' `LabelSmoother`).
 
     A row has one text, or one text for each turn with its own context (`templates.examples`). Tokens that texts of a row share
     are computed once.
@@ -63,7 +63,7 @@ class SFTTask:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Texts with a common prefix `trunk`, which is computed once. Text i continues the first `starts[i]` tokens of `trunk`."""
+    """Texts that share tokens of `trunk`, which is computed once. Text i continues the first `starts[i]` tokens of `trunk`."""
 
     trunk: Sequence[int]
     texts: Sequence[Example]
@@ -78,8 +78,8 @@ class Bundle:
 def bundle(texts: Sequence[Example]) -> list[Bundle]:
     """Split the texts of a row, in order, into the bundles that need the fewest tokens. Target tokens are never in a trunk.
 
-    A bundle's trunk is the context of its last text: the tokens before the first target. Its other texts continue a beginning of
-    the trunk.
+    A bundle's trunk is the context of its last text: the tokens before that text's first target. Each other text begins with
+    some tokens of the trunk, and then differs.
     """
     best: list[tuple[int, list[Bundle]]] = [(0, [])]
     for end in range(1, len(texts) + 1):

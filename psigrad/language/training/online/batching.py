@@ -25,9 +25,9 @@ MicroBatch = list[list[int]]
 """The rows of a batch in one forward pass: a list of row indices for each group. Rows of a group share their prompt."""
 LENGTH_PENALTY = "soft_overlong"
 _ROUNDED = 1e-3
-"""The greatest rounding error of float32, as a share of the spread of a group's rewards. Above it rewards are float64."""
+"""The greatest allowed rounding error of float32, as a share of the spread of a group's rewards. Above it, use float64."""
 _WIDE = 1e15
-"""The greatest spread of rewards in float32. Above it rewards are float64, since the squares may overflow."""
+"""The greatest spread of rewards in float32. Above it, use float64, since the squares may overflow."""
 
 
 def to_batch(
@@ -35,9 +35,9 @@ def to_batch(
 ) -> Batch:
     """Return the trajectories of scored groups as a `Batch`, padded to [N, T]. Its `inputs` are the trajectories, in order.
 
-    A reward for a step is on the step's token, and the rest of the reward is on the policy's last token. `filter_metric` names
-    the reward function whose values `Batch.metric` has (`metric_of`). `reward_weights` are the weights of the reward functions,
-    by name.
+    `Trajectory.step_rewards` are placed on their tokens, and the rest of the reward on the policy's last token. `Batch.metric`
+    gets the values of the reward function `filter_metric` (`metric_of`). `reward_weights` are the weights of the reward
+    functions, by name.
     """
     rows = [t for group in groups for t in group]
     lengths = torch.tensor([len(t.completion.ids) for t in rows])
@@ -83,7 +83,7 @@ def to_batch(
 def _part(trajectory: Trajectory, name: str) -> float:
     """Return the value of the reward function `name` for a trajectory; NaN if it does not apply.
 
-    If a failed completion has no value of this function, return the completion's reward.
+    For a failed completion without a value of this function, return the completion's reward.
     """
     if trajectory.status == "failed" and name not in trajectory.parts:
         return trajectory.reward or 0.0
@@ -94,8 +94,8 @@ def _part(trajectory: Trajectory, name: str) -> float:
 def micro_batches(batch: Batch, row_mask: Tensor, budget: int, ranks: int = 1) -> list[MicroBatch]:
     """Divide the rows where `row_mask` [N] is True into forward passes of at most `budget` tokens.
 
-    A group's prompt is computed once. For several `ranks`, to which passes are assigned in turn, all passes have about equally
-    many tokens.
+    A group's prompt is computed once. If several processes (`ranks`) take the passes in turn, all passes have about equally many
+    tokens.
     """
     group = batch.group.tolist()
     rows = [i for i, asked in enumerate(row_mask.tolist()) if asked]
@@ -168,7 +168,7 @@ def _contexts_of(batch: Batch, micro: MicroBatch) -> list[tuple[tuple[int, ...],
 
 
 def to_rows(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
-    """Return outputs [n, T] by row of a micro-batch, padded with zeros. `x` are the model's outputs for `inputs_of`."""
+    """Return `x`, the model's outputs for `inputs_of`, as [n, T]: one line per row of the micro-batch, padded with zeros."""
     width, rows = batch.mask.shape[1], rows_of(micro).tolist()
     pieces = [piece for _, own in _contexts_of(batch, micro) for piece in own]
     if [i for i, _ in pieces] == rows:  # one part for each row, in order

@@ -1,7 +1,7 @@
 """The collection of the completions that a step trains on, and the ledger of all prompts.
 
-With a lag of k, step s trains on completions of the weights after step max(0, s - k). All completions of a step have the same
-lag, regardless of their length. So short completions are not preferred, and a run can be repeated bitwise.
+With a lag of k, step s trains on completions sampled with the weights after step max(0, s - k). All completions of a step have
+the same lag, regardless of their length. So short completions are not preferred, and a run can be repeated bitwise.
 
 The ledger counts every prompt as trained on, dropped for a reason, or pending. `rollout/collectors.py` makes the completions.
 """
@@ -43,7 +43,7 @@ def next_collection(
     pending = list(state.pending)
     wanted = num_started(state.step, run.config.lag, run.total_steps) - state.step
     if run.executor is not None and not run.sampler.central and pending and len(pending) < wanted:
-        with clock("time/wait"):  # the engine has one version of the weights, and pending collections started with it
+        with clock("time/wait"):  # the engine holds one version of the weights, which pending collections still use
             pending[-1].result()
     with clock("time/sample"):  # transferring weights may take long
         current = replace(run, rollout=run.rollout.snapshot()) if len(pending) < wanted else run
@@ -65,13 +65,13 @@ def next_collection(
 
 
 def num_started(step: int, lag: int, total: int) -> int:
-    """Return the number of collections that have started after `step` steps: the next one and `lag` more, at most `total`."""
+    """Return the number of collections that have started once `step` steps are done: step + 1 + lag, but at most `total`."""
     return min(step + lag + 1, total)
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """A collection that a thread is making. `end` is the index of the first prompt after it; None: known with the result."""
+    """A collection that a thread is making. `end` is the index of the first prompt after it; None until the result is known."""
 
     found: Future[Collected]
     end: int | None
@@ -95,7 +95,7 @@ def _collect_after(
 
 
 def collect(run: OnlineRun, cursor: int, version: int, clock: Clock, cache: ActivationCache | None = None) -> Collected:
-    """Sample and score completions of `prompts_per_step` prompts, from index `cursor` of the sequence of epochs on.
+    """Sample and score completions of `prompts_per_step` prompts, the first of which is prompt number `cursor` of the run.
 
     With dynamic sampling, groups without signal are replaced by new prompts (DAPO, Yu et al. 2025), at most `max_refills` times.
     """
@@ -127,7 +127,7 @@ def collect(run: OnlineRun, cursor: int, version: int, clock: Clock, cache: Acti
 def check_rewards(run: OnlineRun, trajectories: Sequence[Trajectory], before: Sequence[Sequence[int]] = ()) -> list[list[int]]:
     """Raise `RewardError` if too many completions have no reward because of faults; see `check_unscored`.
 
-    Return the counts of faults in the last steps, which the next step passes as `before`.
+    Return the counts of faults in the latest steps, which the next call gets as `before`.
     """
     reasons = [t.reason if t.status == "unscored" else None for t in trajectories]
     place = lambda row: bisect.bisect_left(run.prompts, row, key=lambda prompt: prompt.index)  # noqa: E731

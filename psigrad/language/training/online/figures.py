@@ -119,7 +119,7 @@ def staleness(trajectories: Sequence[Trajectory], step: int, lag: int) -> dict[s
 class TokenFigures:
     """The log-probs and entropies of the last forward pass over each of the first `rows` rows of a batch.
 
-    [rows, T], NaN where no pass was made.
+    Both have the shape [rows, T], and are NaN where no pass was made.
     """
 
     def __init__(self, rows: int, prepared: Prepared) -> None:
@@ -153,10 +153,10 @@ class TokenFigures:
     def rows(self) -> list[dict[str, Any]]:
         """Return columns of rollouts.jsonl for every row of the batch.
 
-        `kept` is False if a filter dropped the row. The first rows also have lists with a value for each token up to the policy's
-        last token, 0 for tokens that the policy did not choose. `trained_logprobs` are from the last pass over the row, before
-        the optimiser step. `ref_logprobs` are under the reference. `entropy` is exact, in nats. `advantages` are present if they
-        differ between tokens.
+        `kept` is False if a filter dropped the row, and otherwise absent. The first rows also have lists with a value for each
+        token up to the policy's last one; it is 0 for tokens that the policy did not choose. `trained_logprobs` are from the last
+        pass over the row, before the optimiser step. `ref_logprobs` are under the reference. `entropy` is exact, in nats.
+        `advantages` are present if they differ between tokens.
         """
         self._read()
         rows: list[dict[str, Any]] = [{} if keep else {"kept": False} for keep in self.prepared.keep.tolist()]
@@ -186,9 +186,9 @@ def rollout_rows(
 ) -> Sequence[Mapping[str, Any]]:
     """Return a row of rollouts.jsonl for every completion of the step.
 
-    The rows of completions that were trained on have the advantage, and those of the first `record_tokens` groups have values
-    per token. `record_prompts` above 0 limits the rows to the first prompts. Each process makes the rows of its own completions,
-    and rank 0 returns all rows.
+    A row has an advantage if its completion was trained on, and also values per token if it is in the first `record_tokens`
+    groups. If `record_prompts` is not 0, only that many prompts, the first ones, get rows. Each process makes the rows of its own
+    completions, and rank 0 returns all rows.
     """
     written = collected.trajectories
     if record_prompts:

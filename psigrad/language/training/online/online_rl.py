@@ -125,7 +125,7 @@ def is_critic_warmup(run: OnlineRun, state: State) -> bool:
 
 
 def activation_cache(run: OnlineRun) -> ActivationCache | None:
-    """Return an empty cache for sampling's activations, which training then need not recompute; None if it cannot use them."""
+    """Return an empty cache for sampling's activations, so that training need not recompute them; None if it must anyway."""
     # An episode is sampled turn by turn, and another process or a later step may train on these completions.
     if run.config.model.gradient_checkpointing or run.rollout.collector.plays or run.world.size > 1 or run.config.lag:
         return None

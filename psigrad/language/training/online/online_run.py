@@ -153,7 +153,7 @@ class OnlineRun:
 
     @property
     def exact_sampling(self) -> bool:
-        """True if the sampler's log-probs are exact, so that several optimiser steps on a batch need no others."""
+        """True if the sampler's log-probs equal the trainer's, so that they need not be recomputed as `logp_old`."""
         return is_exact_sampler(self.sampler, self.model)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from psigrad.language.models.packing import Groups
 
 COMPARE_EVERY, COMPARED = 4, 20
-"""If training reuses sampling's activations, 1 of `COMPARED` completions is computed again, every `COMPARE_EVERY` steps."""
+"""With LoRA dropout or reused activations: every `COMPARE_EVERY` steps, recompute 1 of `COMPARED` completions for the gap."""
 
 
 class LogProbGap:
@@ -113,7 +113,7 @@ class OldLogProbs(Annotator):
     def add_terms(
         self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Measure the gap in the first optimiser step. If it is the only one, its log-probs become `logp_old`: the ratio is 1."""
+        """Measure the gap in the first optimiser step. If it is the batch's only step, set `logp_old` from it: the ratio is 1."""
         if first and self._compares:
             self.gap.add(outputs.logp.detach(), part.batch)
         if run.single_pass:

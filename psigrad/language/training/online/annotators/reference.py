@@ -29,7 +29,7 @@ class Reference(Annotator):
         self.reference = self.model = model
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Add the column `logp_ref`, unless the KL term is a sum over the vocabulary."""
+        """Add the column `logp_ref`, unless the KL is a sum over the vocabulary, which the policy's passes then compute."""
         if not run.algorithm.needs_reference or not isinstance(run.algorithm, PolicyGradient) or run.algorithm.needs_exact_kl:
             return batch
         logp = reference_log_probs(self.model, batch, run.config.micro_batch_tokens, run.params.temperature, run.world)
@@ -46,7 +46,7 @@ class Reference(Annotator):
 
 
 def exact_kl(algorithm: object, model: LanguageModel, inputs: Groups | None = None) -> Divergence | None:
-    """Return the reference of a KL term that sums over the vocabulary; None if the term reads only sampled tokens."""
+    """Return the reference of a KL term that sums over the vocabulary; None for other terms. It reads `inputs` if given."""
     if not isinstance(algorithm, PolicyGradient) or not algorithm.needs_exact_kl or algorithm.kl is None:
         return None
     return Divergence(model, algorithm.kl.estimator, algorithm.kl.mixture, inputs)
