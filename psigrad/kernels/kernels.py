@@ -8,15 +8,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from psigrad.compiled import AdamWWeight
 from psigrad.kernels.build import bind, library
-from psigrad.kernels.half_precision import HalfPrecision
 from psigrad.kernels.products import Products, TowerKernels, by_pytorch
-from psigrad.kernels.state_kernels import StateKernels
+from psigrad.kernels.state_kernels import Spans, StateKernels
 
 Norms = tuple[Tensor, Tensor]
 _HALF = {torch.float32: 0, torch.bfloat16: 1}
@@ -100,22 +100,6 @@ class Angles(NamedTuple):
     factors: Tensor | None = None
 
 
-class Spans:
-    """The positions of the sequences in a packed row, in the kernels' form.
-
-    `prefixes` are (start, length). `members` has for each prefix the sequences (start, length, base) that continue its first
-    `base` tokens. A prefix attends to itself causally. A member attends to the tokens that it continues, and causally to itself.
-    """
-
-    def __init__(self, prefixes: Sequence[tuple[int, int]], members: Sequence[Sequence[tuple[int, int, int]]]) -> None:
-        flat = [m for group in members for m in sorted(group, key=lambda member: -member[2])]
-        counts = torch.tensor([0, *(len(group) for group in members)])
-        self.prefixes = torch.tensor(prefixes, dtype=torch.int64).reshape(-1, 2)
-        self.members = torch.tensor(flat, dtype=torch.int64).reshape(-1, 3)
-        self.first = counts.cumsum(0)
-        self.arguments = (self.prefixes.data_ptr(), self.members.data_ptr(), self.first.data_ptr(), len(prefixes))
-
-
 @dataclass(frozen=True)
 class Slots:
     """The key-value cache in a decoding step of B rows, with one new token each. All integers are int64.
@@ -187,13 +171,6 @@ class Kernels:
         rows, width = both.shape[0], both.shape[1] // 2
         out = both.new_empty(rows, width)
         self._call.gated(_HALF[both.dtype], int(gelu), out.data_ptr(), both.data_ptr(), rows, width, torch.get_num_threads())
-        return out
-
-    def add(self, base: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
-        """Return base + factor · x for tensors [S, E]."""
-        out = torch.empty_like(x)
-        pointers = (out.data_ptr(), base.data_ptr(), x.data_ptr())
-        self._call.add_rows(_HALF[x.dtype], *pointers, *x.shape, factor, torch.get_num_threads())
         return out
 
     def attention(self, rotated: Tensor, qkv: Tensor, spans: Spans, heads: Heads, window: int) -> tuple[Tensor, Tensor]:
@@ -399,3 +376,70 @@ class _Shape(ctypes.Structure):
         *((name, ctypes.c_int64) for name in _SIZES),
         *((name, ctypes.c_float) for name in ("eps", "head_eps", "scale", "offset", "residual")),
     )
+
+
+class HalfPrecision:
+    """The kernels of AdamW in mixed precision.
+
+    They read gradients in bfloat16 without a float32 copy, and write weight and master together. A step passes over memory twice,
+    PyTorch's five times.
+    """
+
+    def __init__(self, call: SimpleNamespace) -> None:
+        self._call = call
+
+    def squared_norm(self, gradients: Sequence[Tensor]) -> float:
+        """Return Σ g² over all tensors, summed in an order that does not depend on the number of threads."""
+        gradients = [g.contiguous() for g in gradients]
+        out, counts = ctypes.c_double(), [g.numel() for g in gradients]
+        pointers = (ctypes.c_void_p * len(counts))(*(g.data_ptr() for g in gradients))
+        sizes = (ctypes.c_int64 * len(counts))(*counts)
+        self._call.squared_norm(ctypes.byref(out), pointers, sizes, len(counts), torch.get_num_threads())
+        return out.value
+
+    def adamw(self, weights: Sequence[AdamWWeight], lr: float, betas: tuple[float, float], eps: float, scale: float) -> None:
+        """Take a step of AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), with each gradient multiplied by `scale`.
+
+        Formula: m ← β₁·m + (1 - β₁)·g, v ← β₂·v + (1 - β₂)·g², θ ← (1 - η·λ)·θ - η·m̂ / (√v̂ + ε). Each weight must have a
+        master, and all tensors must be contiguous.
+        """
+        table = []
+        for w in weights:
+            assert w.master is not None and w.stored is not None
+            table += [x.data_ptr() for x in (w.master, w.stored, w.gradient, w.exp_avg, w.exp_avg_sq)] + [w.master.numel()]
+        rates = (1 - betas[0], betas[1], 1 - betas[1], eps, scale)
+        tables = ((ctypes.c_int64 * len(table))(*table), _factors(weights, lr, betas))
+        self._call.adamw_bf16(*tables, len(weights), *rates, torch.get_num_threads())
+
+    def adamw_low_memory(
+        self,
+        weights: Sequence[AdamWWeight],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        scale: float,
+        codes: Sequence[Tensor],
+    ) -> None:
+        """Take a step of AdamW, like `adamw`, for weights without a master or with moments in 8-bit codes.
+
+        For each moment, `codes` has the levels of its codes, the middles between them, and a table that speeds up the search for
+        the nearest level (see adamw.cpp).
+        """
+        table = []
+        for w in weights:
+            tensors = (w.master, w.stored, w.gradient, w.exp_avg, w.exp_avg_sq, *(w.scales or (None, None)))
+            table += [0 if x is None else x.data_ptr() for x in tensors]
+            table += [w.weight.numel(), w.gradient.dtype == torch.bfloat16, w.seed]
+        tables = ((ctypes.c_int64 * len(table))(*table), _factors(weights, lr, betas))
+        known = (ctypes.c_int64 * len(codes))(*(x.data_ptr() for x in codes))
+        rates = (1 - betas[0], betas[1], 1 - betas[1], eps, scale)
+        self._call.adamw_frugal(*tables, len(weights), known, *rates, torch.get_num_threads())
+
+
+def _factors(weights: Sequence[AdamWWeight], lr: float, betas: tuple[float, float]) -> Any:
+    """Return 1 - η·λ, η / (1 - β₁ᵗ) and 1 / √(1 - β₂ᵗ) of each weight, as C floats."""
+    found = []
+    for w in weights:
+        corrections = (1 - betas[0] ** w.step, (1 - betas[1] ** w.step) ** 0.5)
+        found += [1 - lr * w.weight_decay, lr / corrections[0], 1 / corrections[1]]
+    return (ctypes.c_float * len(found))(*found)

@@ -8,7 +8,7 @@ import torch
 from fused_models import CONFIGS, FORMS, adapted, assert_log_probs_and_gradients_are_transformers, made, some_groups
 
 from psigrad.language.models.fused.decoder import Decoder
-from psigrad.language.models.fused.lora_layers import Unsupported
+from psigrad.language.models.fused.families import Unsupported
 from psigrad.language.models.language_model import Lora, prepare
 
 pytestmark = pytest.mark.needs("compiler")
@@ -60,7 +60,7 @@ def test_only_what_changed_is_cast_again(tokenizer, monkeypatch):
 
 
 def test_the_probe_sees_what_fresh_adapters_would_do(tokenizer, monkeypatch):
-    monkeypatch.setattr("psigrad.language.models.fused.lora_layers.LoraDelta.add", lambda self, y, x: None)
+    monkeypatch.setattr("psigrad.language.models.fused.layer.LoraDelta.add", lambda self, y, x: None)
     model = prepare(made(CONFIGS["qwen3"], tokenizer).network, tokenizer, lora=Lora(3))
     assert model.decoder is None and "outputs differ by" in model.why_unfused
     assert all(not bool(p.any()) for name, p in model.trainable().items() if "lora_B" in name), "as fresh as before"

@@ -18,9 +18,8 @@ from psigrad.kernels.kernels import Angles, Heads, Kernels, kernels
 from psigrad.language.images import FIRST
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.fused.caches import ActivationCache, Block, CacheHit, PackedWeights, RowLayout, Version, versions
-from psigrad.language.models.fused.families import FAMILIES, Family
-from psigrad.language.models.fused.layer import RANKS, Layer, PassArguments, RowSelection, eps_of
-from psigrad.language.models.fused.lora_layers import Unsupported
+from psigrad.language.models.fused.families import FAMILIES, Family, Unsupported, eps_of
+from psigrad.language.models.fused.layer import RANKS, Layer, PassArguments, RowSelection
 from psigrad.language.models.sizes import size
 from psigrad.language.models.towers import text_half, tower_parameters
 from psigrad.optim import gradients

@@ -16,15 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from psigrad.errors import kind_of
 from psigrad.kernels.codes import CodedMatrix
 from psigrad.kernels.kernels import Angles, Heads, Kernels
 from psigrad.kernels.processor import fast_bfloat16
+from psigrad.kernels.products import Products
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.coded_linear import CodedLinear, unpack
 from psigrad.language.models.fused.caches import PackedProjection, PackedWeights, Projection, Version, version_of
-from psigrad.language.models.fused.families import Family
-from psigrad.language.models.fused.lora_layers import LoraDelta, Unsupported, split_adapter
+from psigrad.language.models.fused.families import Family, Unsupported, eps_of, find, split_adapter
 
 # The matrices are in four groups by their input, under either of these names. The outputs of a group are stored side by side.
 _ATTENTION = ((("q_proj", "k_proj", "v_proj"), ("qkv_proj",)), (("o_proj",),))
@@ -62,6 +61,32 @@ class Weights:
             if p.is_floating_point() and self._versions[i] != (version := version_of(p)):
                 self._versions[i], self._cast[i] = version, p.detach().to(self.dtype)
         return self._cast
+
+
+@dataclass(frozen=True)
+class LoraDelta:
+    """The term that LoRA adds to a linear layer: s·x·Aᵀ·Bᵀ with A [r, in] and B [out, r] (Hu et al. 2021, arXiv:2106.09685)."""
+
+    a: Tensor
+    b: Tensor
+    """s·B [out, r], already multiplied by the scale s = `scale`."""
+    scale: float
+    products: Products
+
+    def add(self, y: Tensor, x: Tensor) -> None:
+        """Compute y ← y + s·x·Aᵀ·Bᵀ."""
+        multiply = self.products.of
+        multiply(multiply(x, self.a.t()), self.b.t(), y, base=y)
+
+    def add_input_grad(self, dx: Tensor, dy: Tensor) -> None:
+        """Compute dx ← dx + s·dy·B·A."""
+        multiply = self.products.of
+        multiply(multiply(dy, self.b), self.a, dx, base=dx)
+
+    def gradients(self, dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (the gradient of A, the gradient of B), from the gradient dy of the output and the input x."""
+        multiply = self.products.of
+        return multiply(multiply(dy, self.b).t(), x), multiply(dy.t(), multiply(x, self.a.t())).mul_(self.scale)
 
 
 class PassArguments(NamedTuple):
@@ -182,7 +207,7 @@ class Layer:
         attention, mlp = module.self_attn, getattr(module, "mlp", None) or getattr(module, "shared_mlp", None)
         if getattr(module, "block_sparse_moe", None) is not None:
             raise Unsupported("it has experts")
-        groups = [_find(attention, names) for names in _ATTENTION] + [_find(mlp, names) for names in _FEED_FORWARD]
+        groups = [find(attention, names) for names in _ATTENTION] + [find(mlp, names) for names in _FEED_FORWARD]
         ends = [0, *itertools.accumulate(map(len, groups))]
         self.groups = [tuple(range(a, b)) for a, b in itertools.pairwise(ends)]
         linear, adapters = zip(*map(split_adapter, itertools.chain(*groups)), strict=True)
@@ -306,7 +331,7 @@ class Layer:
             weights.apply((_OUT, _DOWN)[which], x, out)
             if norm is not None:
                 plain.append(out)
-            return self.native.add(base, self._norm(out, norm), self.residual)
+            return self.native.products.add(base, self._norm(out, norm), self.residual)
 
         normed = self._norm(x, weights.norms[0])
         qkv = selection.gather_inputs(weights.apply(_QKV, normed, x.new_empty(len(x), self.heads.row)))
@@ -333,67 +358,34 @@ class Layer:
         `learns` is True for the weights that need a gradient. `kept` has the tensors from `forward`. The list is emptied, so that
         each tensor is freed after its last use. With `overwrite` the gradients may be written into these tensors.
         """
-        angles, layout, multiply = how.angles[self.index], how.layout, self.native.products.of
+        angles, layout = how.angles[self.index], how.layout
         assert isinstance(layout, PackedLayout)
         weights = self.current_weights(how.adapted)
-        norms, head_norms = weights.norms, weights.head_norms
         qkv, mixed, normaliser, middle, both, *plain = kept
         kept.clear()
-        matrices: list[Tensor | None] = [None] * len(self._linear)
-        pairs: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(self._linear)
-        small: list[Tensor | None] = [None] * 4
-
-        def learn(group: int, parts: Sequence[Tensor], x: Tensor) -> None:
-            for i, dy in zip(self.groups[group], parts, strict=True):
-                matrices[i] = multiply(dy.t(), x) if learns[i] else None
-                if (delta := weights.lora[i]) is not None:
-                    pairs[i] = delta.gradients(dy, x)
-
-        def before(which: int, dx: Tensor, x: Tensor, dnormed: Tensor) -> None:
-            """Add the gradient of the input x of a norm to dx."""
-            norm = norms[which]
-            if norm is None:
-                dx += dnormed
-            else:
-                small[which] = self.native.gradients.rms_norm(dx, x, norm, dnormed, self.eps, self.heads.offset)
-
-        def after(which: int, dy: Tensor) -> Tensor:
-            """Return the gradient of a product whose result, normalised and times `residual`, is added to the residual stream."""
-            dy, norm = dy if self.residual == 1.0 else dy * self.residual, norms[2 + which]
-            if norm is None:
-                return dy
-            dx = torch.zeros_like(dy)
-            small[2 + which] = self.native.gradients.rms_norm(dx, plain.pop(), norm, dy, self.eps, self.heads.offset)
-            return dx
-
-        dout = after(1, dy)
+        made = _Gradients(self, weights, learns)
+        dout = made.before_residual(1, dy, plain)
         dboth, gated = self.native.gradients.gated(both, weights.input_grad(_DOWN, [dout]), self.gelu, in_place=overwrite)
         del both
-        normed = self._norm(middle, norms[1])
         parts = self._split(_GATE_UP, dboth)
-        learn(_GATE_UP, parts, normed)
-        learn(_DOWN, [dout], gated)
+        made.learn(_GATE_UP, parts, self._norm(middle, weights.norms[1]))
+        made.learn(_DOWN, [dout], gated)
         del gated, dout
         dnormed = weights.input_grad(_GATE_UP, parts)
-        del dboth, parts, normed
+        del dboth, parts
         dx = dy.clone()
-        before(1, dx, middle, dnormed)
-        dout = after(0, dx)
-        learn(_OUT, [dout], selection.gather_outputs(mixed))
-        last = self.groups[_OUT][0]
-        dbias = [dout.sum(0)] if weights.biases[last] is not None else []
-        rotated = self.native.rotary(qkv, head_norms, angles, self.heads)
+        made.add_through_norm(1, dx, middle, dnormed)
+        dout = made.before_residual(0, dx, plain)
+        made.learn(_OUT, [dout], selection.gather_outputs(mixed))
+        rotated = self.native.rotary(qkv, weights.head_norms, angles, self.heads)
         dmixed = selection.scatter_output_grads(weights.input_grad(_OUT, [dout]), len(qkv))
         dqkv = self.native.gradients.attention(dmixed, mixed, normaliser, rotated, qkv, layout.spans, self.heads, self.window)
-        dheads = self.native.gradients.rotary(dqkv, qkv, head_norms, angles, self.heads)
+        dheads = self.native.gradients.rotary(dqkv, qkv, weights.head_norms, angles, self.heads)
         parts = self._split(_QKV, selection.sum_input_grads(dqkv, len(x)))
         dx = selection.sum_input_grads(selection.scatter_output_grads(dx, len(qkv)), len(x))
-        learn(_QKV, parts, self._norm(x, norms[0]))
-        before(0, dx, x, weights.input_grad(_QKV, parts))
-        given = [gradient for gradient, there in zip(small, self._has_norm, strict=True) if there]
-        heads = list(dheads) if self.has_head_norms else []
-        first = [parts[i].sum(0) for i in self.biased if i < last]
-        return dx, [*matrices, *given, *heads, *first, *dbias, *itertools.chain(*(pairs[i] for i in self.adapters))]
+        made.learn(_QKV, parts, self._norm(x, weights.norms[0]))
+        made.add_through_norm(0, dx, x, weights.input_grad(_QKV, parts))
+        return dx, made.in_order(dheads)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Return the RMS norm of x; x itself without a weight."""
@@ -405,14 +397,52 @@ class Layer:
         return parts
 
 
-def eps_of(module: Any) -> Any:
-    """Return the ε of a norm, under either of its names; None if it has none."""
-    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+class _Gradients:
+    """The gradients of a layer's weights, collected during its backward pass."""
 
+    def __init__(self, layer: Layer, weights: LayerWeights, learns: Sequence[bool]) -> None:
+        self.layer, self.weights, self.learns = layer, weights, learns
+        count = len(weights.matrices)
+        self.matrices: list[Tensor | None] = [None] * count
+        self.biases: list[Tensor | None] = [None] * count
+        self.lora: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * count
+        self.norms: list[Tensor | None] = [None] * len(weights.norms)
 
-def _find(parent: Any, choices: Sequence[Sequence[str]]) -> list[Any]:
-    """Return the modules of the first list of names that `parent` has. Raises `Unsupported` if it has none."""
-    for names in choices:
-        if all(hasattr(parent, name) for name in names):
-            return [getattr(parent, name) for name in names]
-    raise Unsupported(f"{kind_of(parent)} has no {' or '.join('/'.join(names) for names in choices)}")
+    def learn(self, group: int, parts: Sequence[Tensor], x: Tensor) -> None:
+        """Compute the gradients of a group's weights from those of its matrices' outputs, `parts`, and its input x."""
+        for i, dy in zip(self.layer.groups[group], parts, strict=True):
+            self.matrices[i] = self.layer.native.products.of(dy.t(), x) if self.learns[i] else None
+            self.biases[i] = None if self.weights.biases[i] is None else dy.sum(0)
+            if (delta := self.weights.lora[i]) is not None:
+                self.lora[i] = delta.gradients(dy, x)
+
+    def add_through_norm(self, which: int, dx: Tensor, x: Tensor, dnormed: Tensor) -> None:
+        """Add to dx the gradient of x from that of its norm; without a norm, from x itself."""
+        if self.weights.norms[which] is None:
+            dx += dnormed
+        else:
+            self.norms[which] = self._norm(which, dx, x, dnormed)
+
+    def before_residual(self, which: int, dy: Tensor, plain: list[Tensor]) -> Tensor:
+        """Return the gradient of a product whose result, normalised and times `residual`, is added to the residual stream.
+
+        `plain` has the inputs of these norms. The last one is removed.
+        """
+        dy = dy if self.layer.residual == 1.0 else dy * self.layer.residual
+        if self.weights.norms[2 + which] is None:
+            return dy
+        dx = torch.zeros_like(dy)
+        self.norms[2 + which] = self._norm(2 + which, dx, plain.pop(), dy)
+        return dx
+
+    def _norm(self, which: int, dx: Tensor, x: Tensor, dy: Tensor) -> Tensor:
+        weight, layer = self.weights.norms[which], self.layer
+        assert weight is not None
+        return layer.native.gradients.rms_norm(dx, x, weight, dy, layer.eps, layer.heads.offset)
+
+    def in_order(self, heads: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return all gradients in the order of `Layer.weights`. `heads` are those of the norms of queries and keys."""
+        norms = [one for one, weight in zip(self.norms, self.weights.norms, strict=True) if weight is not None]
+        biases = [self.biases[i] for i in self.layer.biased]
+        pairs = itertools.chain(*(self.lora[i] for i in self.layer.adapters))
+        return [*self.matrices, *norms, *(heads if self.layer.has_head_norms else ()), *biases, *pairs]
