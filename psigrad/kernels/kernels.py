@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,22 +16,24 @@ from torch import Tensor
 from psigrad.compiled import AdamWWeight
 from psigrad.kernels.build import bind, library
 from psigrad.kernels.products import Products, TowerKernels, by_pytorch
-from psigrad.kernels.state_kernels import StateKernels
+from psigrad.kernels.state_kernels import Spans, StateKernels
 
+Norms = tuple[Tensor, Tensor]
 _HALF = {torch.float32: 0, torch.bfloat16: 1}
 # The number of neighbouring logits of a row whose exponentials are summed together.
 STRETCH = 1024
 _SIGNATURES = {
     "rms_norm": "tpppiifft",
     "rms_norm_gradient": "tpppppiifft",
-    "rotary": "tppppppiiiiift",
-    "rotary_gradient": "tpppppppiiiiift",
-    "swiglu": "tppiit",
-    "swiglu_gradient": "tppppiit",
+    "rotary": "t" + "p" * 7 + "i" * 7 + "fft",
+    "rotary_gradient": "t" + "p" * 8 + "i" * 7 + "fft",
+    "gated": "ttppiit",
+    "gated_gradient": "ttppppiit",
+    "add_rows": "tpppiift",
     "attention": "tpppppiiipppiiiiift",
     "attention_gradient": "tpippppppiiipppiiiiift",
     "decode": "tpppppiiippppippppiiiiift",
-    "decode_layers": "tppippppp" + "ii" + "p" * 5 + "i" * 8 + "ffft",
+    "decode_layers": "tppippppp" + "ii" + "p" * 5 + "iipt",
     "delta_step": "p" * 7 + "i" * 6 + "t",
     "mamba2_step": "p" * 7 + "i" * 5 + "t",
     "scan_chunks": "t" + "p" * 5 + "iii" + "p" * 4 + "i" * 6 + "t",
@@ -67,7 +69,9 @@ _SIGNATURES = {
 class Heads:
     """The sizes of attention: the numbers of query heads and of key heads, and the width `dim` of a head.
 
-    `eps` is the epsilon of the norms of queries and keys, and `scale` the factor of the scores.
+    `eps` is the epsilon of the norms of queries and keys, and `scale` the factor of the scores. A norm is over one head, or with
+    `wide` over all query heads or all key heads. `offset` is added to the norms' weights. The first `turned` numbers of a head
+    are rotated (0: all).
     """
 
     queries: int
@@ -75,6 +79,9 @@ class Heads:
     dim: int
     eps: float
     scale: float
+    wide: bool = False
+    offset: float = 0.0
+    turned: int = 0
 
     @property
     def row(self) -> int:
@@ -82,20 +89,15 @@ class Heads:
         return (self.queries + 2 * self.keys) * self.dim
 
 
-class Spans:
-    """The positions of the sequences in a packed row, in the kernels' form.
+class Angles(NamedTuple):
+    """The rotary embedding of S rows: `cosine` and `sine`, float32 [S, D] or [S, `Heads.turned`].
 
-    `prefixes` are (start, length). `members` has for each prefix the sequences (start, length, base) that continue its first
-    `base` tokens. A prefix attends to itself causally. A member attends to the tokens that it continues, and causally to itself.
+    `factors` [S], float32, multiply each row's queries; None: 1.
     """
 
-    def __init__(self, prefixes: Sequence[tuple[int, int]], members: Sequence[Sequence[tuple[int, int, int]]]) -> None:
-        flat = [m for group in members for m in sorted(group, key=lambda member: -member[2])]
-        counts = torch.tensor([0, *(len(group) for group in members)])
-        self.prefixes = torch.tensor(prefixes, dtype=torch.int64).reshape(-1, 2)
-        self.members = torch.tensor(flat, dtype=torch.int64).reshape(-1, 3)
-        self.first = counts.cumsum(0)
-        self.arguments = (self.prefixes.data_ptr(), self.members.data_ptr(), self.first.data_ptr(), len(prefixes))
+    cosine: Tensor
+    sine: Tensor
+    factors: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -155,20 +157,20 @@ class Kernels:
         self._call.rms_norm(_HALF[x.dtype], out.data_ptr(), *pointers, *x.shape, eps, offset, torch.get_num_threads())
         return out
 
-    def rotary(self, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cosine: Tensor, sine: Tensor, heads: Heads) -> Tensor:
-        """Return the queries and keys [S, (H + H_kv)·D] in `qkv` [S, row], normalised per head and then rotated (RoPE).
+    def rotary(self, qkv: Tensor, norms: Norms | None, angles: Angles, heads: Heads) -> Tensor:
+        """Return the queries and keys [S, (H + H_kv)·D] in `qkv` [S, row], normalised and then rotated (RoPE).
 
-        `norms` are the weights of the norms of queries and keys, or None. `cosine` and `sine` are float32 [S, D].
+        `norms` are the weights of the norms of queries and keys, or None.
         """
         out = qkv.new_empty(len(qkv), (heads.queries + heads.keys) * heads.dim)
-        self._call.rotary(_HALF[qkv.dtype], out.data_ptr(), *_rotary(qkv, norms, cosine, sine, heads))
+        self._call.rotary(_HALF[qkv.dtype], out.data_ptr(), *_rotary(qkv, norms, angles, heads))
         return out
 
-    def swiglu(self, both: Tensor) -> Tensor:
-        """Return silu(gate) · up for `both` [S, gate | up]."""
+    def gated(self, both: Tensor, gelu: bool = False) -> Tensor:
+        """Return silu(gate) · up for `both` [S, gate | up]. With `gelu` it is GELU, in the form with tanh, in place of SiLU."""
         rows, width = both.shape[0], both.shape[1] // 2
         out = both.new_empty(rows, width)
-        self._call.swiglu(_HALF[both.dtype], out.data_ptr(), both.data_ptr(), rows, width, torch.get_num_threads())
+        self._call.gated(_HALF[both.dtype], int(gelu), out.data_ptr(), both.data_ptr(), rows, width, torch.get_num_threads())
         return out
 
     def attention(self, rotated: Tensor, qkv: Tensor, spans: Spans, heads: Heads, window: int) -> tuple[Tensor, Tensor]:
@@ -212,37 +214,38 @@ class Kernels:
         x: Tensor,
         weights: Tensor,
         made: Tensor,
+        slots: Slots,
+        angles: Sequence[Angles],
+        heads: Heads,
+        *,
         inner: int,
         rank: int,
-        slots: Slots,
-        angles: tuple[Tensor, Tensor],
-        heads: Heads,
         eps: float,
+        gelu: bool,
+        residual: float,
     ) -> None:
         """Compute a decoding step of all decoder layers for x [B, E] in one call, with the numbers of the separate kernels.
 
         A row of `weights` [layers, …], int64, has the addresses of a layer's weights (0 if absent). In order: the norms before
-        attention and before the feed-forward layer, and of queries and of keys; the packed matrices [q | k | v], output,
-        [gate | up] and down; the bias of [q | k | v]; the tables of quantised matrices; the packed A of each matrix's LoRA, then
-        each s·B, then the ranks, which are at most `rank`; the window. `made` has the addresses of each layer's results: y
-        [B, E], qkv [B, row], attention's output [B, H·D] and log-sum-exps [B, H], the residual stream after attention [B, E], and
-        [gate | up] [B, 2·`inner`].
+        attention and before the feed-forward layer, those after them, and those of queries and of keys; the packed matrices
+        [q | k | v], output, [gate | up] and down; the bias of [q | k | v]; the tables of quantised matrices; the packed A of each
+        matrix's LoRA, then each s·B, then the ranks, which are at most `rank`; the window. `made` [layers, …] has the addresses
+        of each layer's results: y [B, E], qkv [B, row], attention's output [B, H·D] and log-sum-exps [B, H], the residual stream
+        after attention [B, E], [gate | up] [B, 2·`inner`], and if norms follow them the outputs of attention and of the
+        feed-forward layer [B, E]. `angles` are those of each layer, all with the same factors. `residual` multiplies what a layer
+        adds to the residual stream.
         """
         rows, width = x.shape
         room = x.new_empty(rows * (width + (heads.queries + heads.keys) * heads.dim + inner + rank))
-        given = (
-            weights.data_ptr(),
-            made.data_ptr(),
-            len(weights),
-            x.data_ptr(),
-            room.data_ptr(),
-            *(y.data_ptr() for y in angles),
-        )
+        sizes = (width, inner, rank, heads.queries, heads.keys, heads.dim, heads.turned or heads.dim, heads.wide, gelu)
+        shape = _Shape(*sizes, made.shape[1], eps, heads.eps, heads.scale, heads.offset, residual)
+        turns = torch.tensor([[one.cosine.data_ptr(), one.sine.data_ptr()] for one in angles])
+        given = (weights.data_ptr(), made.data_ptr(), len(weights), x.data_ptr(), room.data_ptr(), turns.data_ptr())
         own = (slots.addresses.data_ptr(), slots.own[0].shape[1], slots.own[0].shape[3])
         tables = (slots.slots, slots.places, slots.prompts, slots.prompt_lengths, slots.first)
-        sizes = (len(slots.prompt_lengths), rows, width, inner, rank, heads.queries, heads.keys, heads.dim)
-        factors = (eps, heads.eps, heads.scale, torch.get_num_threads())
-        self._call.decode_layers(_HALF[x.dtype], *given, *own, *(y.data_ptr() for y in tables), *sizes, *factors)
+        last = (len(slots.prompt_lengths), rows, ctypes.addressof(shape), torch.get_num_threads())
+        factors = None if angles[0].factors is None else angles[0].factors.data_ptr()
+        self._call.decode_layers(_HALF[x.dtype], *given, factors, *own, *(y.data_ptr() for y in tables), *last)
 
     def copy(self, to: Sequence[int], given: Sequence[int], sizes: Sequence[int]) -> None:
         """Copy `sizes[i]` bytes from the address `given[i]` to the address `to[i]`, for each i."""
@@ -307,26 +310,25 @@ class Gradients:
         self._call.rms_norm_gradient(_HALF[x.dtype], *pointers, *x.shape, eps, offset, torch.get_num_threads())
         return dw
 
-    def rotary(
-        self, gradient: Tensor, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cosine: Tensor, sine: Tensor, heads: Heads
-    ) -> Tensor:
+    def rotary(self, gradient: Tensor, qkv: Tensor, norms: Norms | None, angles: Angles, heads: Heads) -> tuple[Tensor, ...]:
         """Turn the gradient of [q' | k' | v] [S, row], q' and k' after `Kernels.rotary`, into that of [q | k | v], in place.
 
-        Return the gradients of the weights of the norms [2, D].
+        Return the gradients of the weights of the norms of queries and of keys.
         """
-        dw = torch.zeros(2, heads.dim)
-        half = _HALF[qkv.dtype]
-        self._call.rotary_gradient(half, gradient.data_ptr(), dw.data_ptr(), *_rotary(qkv, norms, cosine, sine, heads))
-        return dw
+        widths = [heads.dim * (count if heads.wide else 1) for count in (heads.queries, heads.keys)]
+        dw, half = torch.zeros(sum(widths)), _HALF[qkv.dtype]
+        self._call.rotary_gradient(half, gradient.data_ptr(), dw.data_ptr(), *_rotary(qkv, norms, angles, heads))
+        gradients: tuple[Tensor, ...] = dw.split(widths)
+        return gradients
 
-    def swiglu(self, both: Tensor, dy: Tensor, *, in_place: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the gradient of `both` [S, gate | up], and `Kernels.swiglu(both)` again.
+    def gated(self, both: Tensor, dy: Tensor, gelu: bool = False, *, in_place: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the gradient of `both` [S, gate | up], and `Kernels.gated(both, gelu)` again.
 
         With `in_place` the results overwrite `both` and `dy`.
         """
         gradient, out = (both, dy) if in_place else (torch.empty_like(both), torch.empty_like(dy))
         pointers = (gradient.data_ptr(), out.data_ptr(), both.data_ptr(), dy.data_ptr())
-        self._call.swiglu_gradient(_HALF[both.dtype], *pointers, *dy.shape, torch.get_num_threads())
+        self._call.gated_gradient(_HALF[both.dtype], int(gelu), *pointers, *dy.shape, torch.get_num_threads())
         return gradient, out
 
     def attention(
@@ -357,12 +359,23 @@ def _shape(heads: Heads, window: int) -> tuple[int | float, ...]:
     return (heads.queries, heads.keys, heads.dim, window, heads.scale, torch.get_num_threads())
 
 
-def _rotary(
-    qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cosine: Tensor, sine: Tensor, heads: Heads
-) -> tuple[int | float | None, ...]:
-    weights = (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
-    tables = (qkv.data_ptr(), *weights, cosine.data_ptr(), sine.data_ptr())
-    return (*tables, len(qkv), heads.queries, heads.keys, heads.dim, heads.row, heads.eps, torch.get_num_threads())
+def _rotary(qkv: Tensor, norms: Norms | None, angles: Angles, heads: Heads) -> tuple[int | float | None, ...]:
+    tensors = (qkv, *(norms or (None, None)), *angles)
+    tables = (None if x is None else x.data_ptr() for x in tensors)
+    sizes = (len(qkv), heads.queries, heads.keys, heads.dim, heads.row, heads.turned or heads.dim, int(heads.wide))
+    return (*tables, *sizes, heads.eps, heads.offset, torch.get_num_threads())
+
+
+_SIZES = ("width", "inner", "rank", "heads", "kv_heads", "dim", "turned", "wide", "gelu", "results")
+
+
+class _Shape(ctypes.Structure):
+    """The sizes and factors of decoder layers, as in decoding.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _SIZES),
+        *((name, ctypes.c_float) for name in ("eps", "head_eps", "scale", "offset", "residual")),
+    )
 
 
 class HalfPrecision:

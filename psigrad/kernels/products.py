@@ -135,6 +135,13 @@ class Products:
         self._call.unpack_codes(half, out.data_ptr(), matrix.table.data_ptr(), matrix.shape[1], torch.get_num_threads())
         return out
 
+    def add(self, base: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
+        """Return base + factor · x for tensors [S, E], such as the residual stream and a product that is added to it."""
+        out, half = torch.empty_like(x), int(x.dtype == torch.bfloat16)
+        pointers = (out.data_ptr(), base.data_ptr(), x.data_ptr())
+        self._call.add_rows(half, *pointers, *x.shape, factor, torch.get_num_threads())
+        return out
+
 
 def by_pytorch(a: Tensor, b: Tensor, out: Tensor | None = None, base: Tensor | None = None) -> Tensor:
     """Compute out ← a · b + base by PyTorch, and return out; the arguments are those of `Products.of`."""

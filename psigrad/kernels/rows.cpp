@@ -1,5 +1,5 @@
-// Kernels that process each row separately: RMS norm, rotary embedding with the norm of queries and keys, SwiGLU, their gradients, and
-// the sampling of a token.
+// Kernels that process each row separately: RMS norm, rotary embedding with the norm of queries and keys, gated activation, their gradients,
+// and the sampling of a token.
 #include <omp.h>
 
 #include <algorithm>
@@ -94,54 +94,81 @@ void rotate_back(T* out, const U* x, const float* cosine, const float* sine, int
     });
 }
 
-struct Heads {  // the numbers of query heads and key heads in a row [q | k | v], the width of a head and of a row, and the norms' epsilon
-    int64_t queries, keys, dim, row;
-    float eps;
+// The numbers of query heads and key heads in a row [q | k | v], the widths of a head, of a row and of the part of a head that is rotated. A
+// norm is over one head, or if `wide` over all query heads or all key heads.
+struct Heads {
+    int64_t queries, keys, dim, row, turned, wide;
+    float eps, offset;
 };
 
 template <class T>
-void rotary_rows(T* out, const T* qkv, const T* query_norm, const T* key_norm, const float* cosine, const float* sine, int64_t rows, Heads s, int threads) {
-    int64_t heads = s.queries + s.keys, half = s.dim / 2;
+void rotary_rows(T* out, const T* qkv, const T* query_norm, const T* key_norm, const float* cosine, const float* sine, const float* factors, int64_t rows, Heads s, int threads) {
+    int64_t heads = s.queries + s.keys;
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * s.row > WORTH_SHARING)
-    for (int64_t r = 0; r < rows; r++)
+    for (int64_t r = 0; r < rows; r++) {
+        float scale = 0;
         for (int64_t h = 0; h < heads; h++) {
-            const T *x = qkv + r * s.row + h * s.dim, *weight = h < s.queries ? query_norm : key_norm;
+            bool query = h < s.queries;
+            int64_t place = query ? h : h - s.queries;
+            const T *x = qkv + r * s.row + h * s.dim, *weight = query ? query_norm : key_norm;
             T* to = out + (r * heads + h) * s.dim;
-            const float *c = cosine + r * s.dim, *d = sine + r * s.dim;
+            const float *c = cosine + r * s.turned, *d = sine + r * s.turned;
+            float factor = query && factors ? factors[r] : 1.0f;
+            auto turn = [=](auto read) {
+                rotate(to, read, c, d, s.turned / 2);
+                over(s.dim - s.turned, [=](int64_t i, auto count) { give(to + s.turned + i, count, read(s.turned + i, count)); });
+            };
             if (weight) {
-                float scale = inverse_rms(x, s.dim, s.eps);
-                rotate(to, [=](int64_t i, auto count) { return take(x + i, count) * scale * take(weight + i, count); }, c, d, half);
+                if (!s.wide || !place) scale = inverse_rms(x, s.wide ? (query ? s.queries : s.keys) * s.dim : s.dim, s.eps);
+                if (s.wide) weight += place * s.dim;
+                turn([=](int64_t i, auto count) { return take(x + i, count) * scale * (take(weight + i, count) + s.offset) * factor; });
             } else {
-                rotate(to, [=](int64_t i, auto count) { return take(x + i, count); }, c, d, half);
+                turn([=](int64_t i, auto count) { return take(x + i, count) * factor; });
             }
         }
+    }
 }
 
 // Turns the gradient of rotated queries and keys into that of the projections [q | k | v], in place. Norm weights may be null.
 template <class T>
-void rotary_rows_gradient(T* gradient, float* dw, const T* qkv, const T* query_norm, const T* key_norm, const float* cosine, const float* sine, int64_t rows, Heads s, int threads) {
+void rotary_rows_gradient(T* gradient, float* dw, const T* qkv, const T* query_norm, const T* key_norm, const float* cosine, const float* sine, const float* factors, int64_t rows, Heads s, int threads) {
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<float> up(s.dim), own(2 * s.dim, 0.0f);
+        int64_t heads = s.queries + s.keys, first = s.wide ? s.queries * s.dim : s.dim;
+        std::vector<float> up(heads * s.dim), own(s.wide ? heads * s.dim : 2 * s.dim, 0.0f);
 #pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t h = 0; h < s.queries + s.keys; h++) {
+        for (int64_t r = 0; r < rows; r++) {
+            const float *c = cosine + r * s.turned, *d = sine + r * s.turned;
+            for (int64_t h = 0; h < heads; h++) {
                 T* at = gradient + r * s.row + h * s.dim;
-                const T* weight = h < s.queries ? query_norm : key_norm;
-                const float *c = cosine + r * s.dim, *d = sine + r * s.dim;
-                if (weight) {
-                    rotate_back(up.data(), at, c, d, s.dim / 2);
-                    float* receives = own.data() + (h < s.queries ? 0 : s.dim);
-                    norm_gradient(receives, qkv + r * s.row + h * s.dim, weight, up.data(), s.dim, s.eps, 0.0f, [=](int64_t i, auto count, vec x) { give(at + i, count, x); });
-                } else {
-                    rotate_back(at, at, c, d, s.dim / 2);
-                }
+                float *to = up.data() + h * s.dim, factor = h < s.queries && factors ? factors[r] : 1.0f;
+                over(s.dim, [=](int64_t i, auto count) { give(to + i, count, take(at + i, count) * factor); });
+                rotate_back(to, to, c, d, s.turned / 2);
             }
+            for (int64_t h = 0, n; h < heads; h += n) {  // n heads have one norm
+                bool query = h < s.queries;
+                n = s.wide ? (query ? s.queries : s.keys) : 1;
+                T* at = gradient + r * s.row + h * s.dim;
+                const T* weight = query ? query_norm : key_norm;
+                auto put = [=](int64_t i, auto count, vec x) { give(at + i, count, x); };
+                const float* from = up.data() + h * s.dim;
+                if (weight)
+                    norm_gradient(own.data() + (query ? 0 : first), qkv + r * s.row + h * s.dim, weight, from, n * s.dim, s.eps, s.offset, put);
+                else
+                    over(n * s.dim, [=](int64_t i, auto count) { put(i, count, take(from + i, count)); });
+            }
+        }
         add_in_order(dw, own);
     }
 }
 
-template <class T>
+// A gate g is multiplied by sigmoid(z): z = g in SiLU, and z = 2 sqrt(2 / pi) (g + 0.044715 g^3) in GELU's form with tanh.
+template <bool GELU>
+vec exponent(vec g) {
+    return GELU ? g * (1.5957691216f + 0.0713548163f * g * g) : g;
+}
+
+template <bool GELU, class T>
 void gated_rows(T* out, const T* both, int64_t rows, int64_t width, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * width > WORTH_SHARING)
     for (int64_t r = 0; r < rows; r++) {
@@ -149,12 +176,12 @@ void gated_rows(T* out, const T* both, int64_t rows, int64_t width, int threads)
         T* to = out + r * width;
         over(width, [=](int64_t i, auto count) {
             vec g = take(gate + i, count);
-            give(to + i, count, g / (1.0f + exponential(-g)) * take(up + i, count));
+            give(to + i, count, g / (1.0f + exponential(-exponent<GELU>(g))) * take(up + i, count));
         });
     }
 }
 
-template <class T>
+template <bool GELU, class T>
 void gated_rows_gradient(T* gradient, T* out, const T* both, const T* dy, int64_t rows, int64_t width, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t r = 0; r < rows; r++) {
@@ -162,11 +189,22 @@ void gated_rows_gradient(T* gradient, T* out, const T* both, const T* dy, int64_
         T *to = out + r * width, *dgate = gradient + r * 2 * width, *dup = dgate + width;
         over(width, [=](int64_t i, auto count) {
             vec g = take(gate + i, count), u = take(up + i, count), d = take(down + i, count);
-            vec sigmoid = 1.0f / (1.0f + exponential(-g)), silu = g * sigmoid;
-            give(to + i, count, silu * u);
-            give(dup + i, count, d * silu);
-            give(dgate + i, count, d * u * (sigmoid + silu * (1.0f - sigmoid)));
+            vec sigmoid = 1.0f / (1.0f + exponential(-exponent<GELU>(g))), active = g * sigmoid, bend = active * (1.0f - sigmoid);
+            if (GELU) bend *= 1.5957691216f + 0.2140644488f * g * g;
+            give(to + i, count, active * u);
+            give(dup + i, count, d * active);
+            give(dgate + i, count, d * u * (sigmoid + bend));
         });
+    }
+}
+
+template <class T>
+void sum_rows(T* out, const T* base, const T* x, int64_t rows, int64_t width, float factor, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * width > WORTH_SHARING)
+    for (int64_t r = 0; r < rows; r++) {
+        const T *in = x + r * width, *other = base + r * width;
+        T* to = out + r * width;
+        over(width, [=](int64_t i, auto count) { give(to + i, count, take(other + i, count) + factor * take(in + i, count)); });
     }
 }
 
@@ -298,27 +336,33 @@ void rms_norm_gradient(int half, void* dx, float* dw, const void* x, const void*
     BOTH(half, norm_rows_gradient((T*)dx, dw, (const T*)x, (const T*)weight, (const T*)dy, rows, width, eps, offset, threads))
 }
 
-// out[rows, queries + keys, dim] = the queries and keys in qkv[rows, row], normalised and then rotated
-void rotary(int half, void* out, const void* qkv, const void* query_norm, const void* key_norm, const float* cosine, const float* sine, int64_t rows, int64_t queries, int64_t keys, int64_t dim, int64_t row, float eps, int threads) {
-    Heads s{queries, keys, dim, row, eps};
-    BOTH(half, rotary_rows((T*)out, (const T*)qkv, (const T*)query_norm, (const T*)key_norm, cosine, sine, rows, s, threads))
+// out[rows, queries + keys, dim] = the queries and keys in qkv[rows, row], normalised and then rotated; queries also times factors[rows]
+void rotary(int half, void* out, const void* qkv, const void* query_norm, const void* key_norm, const float* cosine, const float* sine, const float* factors, int64_t rows, int64_t queries, int64_t keys, int64_t dim, int64_t row, int64_t turned, int64_t wide, float eps, float offset, int threads) {
+    Heads s{queries, keys, dim, row, turned, wide, eps, offset};
+    BOTH(half, rotary_rows((T*)out, (const T*)qkv, (const T*)query_norm, (const T*)key_norm, cosine, sine, factors, rows, s, threads))
 }
 
-// Turns gradient[rows, row] of the rotated queries and keys into that of qkv, in place; dw (float) [2, dim] += the gradient of the norms'
-// weights.
-void rotary_gradient(int half, void* gradient, float* dw, const void* qkv, const void* query_norm, const void* key_norm, const float* cosine, const float* sine, int64_t rows, int64_t queries, int64_t keys, int64_t dim, int64_t row, float eps, int threads) {
-    Heads s{queries, keys, dim, row, eps};
-    BOTH(half, rotary_rows_gradient((T*)gradient, dw, (const T*)qkv, (const T*)query_norm, (const T*)key_norm, cosine, sine, rows, s, threads))
+// Turns gradient[rows, row] of the rotated queries and keys into that of qkv, in place; dw (float) += the gradients of the norms' weights.
+void rotary_gradient(int half, void* gradient, float* dw, const void* qkv, const void* query_norm, const void* key_norm, const float* cosine, const float* sine, const float* factors, int64_t rows, int64_t queries, int64_t keys, int64_t dim, int64_t row, int64_t turned, int64_t wide, float eps, float offset, int threads) {
+    Heads s{queries, keys, dim, row, turned, wide, eps, offset};
+    BOTH(half, rotary_rows_gradient((T*)gradient, dw, (const T*)qkv, (const T*)query_norm, (const T*)key_norm, cosine, sine, factors, rows, s, threads))
 }
 
-// out[rows, width] = silu(gate) up, for both[rows, gate | up]
-void swiglu(int half, void* out, const void* both, int64_t rows, int64_t width, int threads) {
-    BOTH(half, gated_rows((T*)out, (const T*)both, rows, width, threads))
+// out[rows, width] = act(gate) up, for both[rows, gate | up]. `act` is SiLU, or GELU's form with tanh.
+void gated(int half, int gelu, void* out, const void* both, int64_t rows, int64_t width, int threads) {
+    if (gelu) BOTH(half, gated_rows<true>((T*)out, (const T*)both, rows, width, threads))
+    else BOTH(half, gated_rows<false>((T*)out, (const T*)both, rows, width, threads))
 }
 
-// Computes gradient[rows, gate | up], and `out` of `swiglu` again. These may be the memory of `both` and of dy.
-void swiglu_gradient(int half, void* gradient, void* out, const void* both, const void* dy, int64_t rows, int64_t width, int threads) {
-    BOTH(half, gated_rows_gradient((T*)gradient, (T*)out, (const T*)both, (const T*)dy, rows, width, threads))
+// Computes gradient[rows, gate | up], and `out` of `gated` again. These may be the memory of `both` and of dy.
+void gated_gradient(int half, int gelu, void* gradient, void* out, const void* both, const void* dy, int64_t rows, int64_t width, int threads) {
+    if (gelu) BOTH(half, gated_rows_gradient<true>((T*)gradient, (T*)out, (const T*)both, (const T*)dy, rows, width, threads))
+    else BOTH(half, gated_rows_gradient<false>((T*)gradient, (T*)out, (const T*)both, (const T*)dy, rows, width, threads))
+}
+
+// out[rows, width] = base + factor x. `out` may be the memory of x.
+void add_rows(int half, void* out, const void* base, const void* x, int64_t rows, int64_t width, float factor, int threads) {
+    BOTH(half, sum_rows((T*)out, (const T*)base, (const T*)x, rows, width, factor, threads))
 }
 
 // Samples a column of each row of logits[rows, width] by the probabilities softmax(factor logits): the first column whose cumulative

@@ -8,7 +8,21 @@ from pathlib import Path
 
 import torch
 from prepared import prepared
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Exaone4Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    GraniteMoeHybridConfig,
+    LlamaConfig,
+    Ministral3Config,
+    MistralConfig,
+    Olmo3Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 from psigrad.language.models.language_model import Lora, prepare
 from psigrad.language.models.packing import Groups, Rows
@@ -22,6 +36,30 @@ CONFIGS = {
     "qwen3": Qwen3Config(**COMMON, hidden_size=40, head_dim=8),
     "qwen3 of equal heads": Qwen3Config(**{**COMMON, "num_key_value_heads": 4}, hidden_size=40, head_dim=64),
 }
+# What tells these layers from Llama's is made strong: factors other than 1, windows and positions inside the texts.
+_FACTORS = {"attention_multiplier": 0.5, "residual_multiplier": 0.3, "embedding_multiplier": 3.0, "logits_scaling": 0.25}
+_ROPE = {
+    "rope_theta": 1e4,
+    "rope_type": "yarn",
+    "factor": 2.0,
+    "original_max_position_embeddings": 8,
+    "llama_4_scaling_beta": 0.5,
+}
+_HALF = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
+_LOCAL = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+FORMS = {
+    "smollm3": SmolLM3Config(**COMMON, hidden_size=64, no_rope_layers=[1, 0]),
+    "ministral3": Ministral3Config(**COMMON, hidden_size=64, head_dim=16, rope_parameters=_ROPE, max_position_embeddings=512),
+    "phi3": Phi3Config(**COMMON, hidden_size=64, rope_parameters=_HALF),
+    "granite": GraniteConfig(**COMMON, hidden_size=48, **_FACTORS),
+    "granite 4": GraniteMoeHybridConfig(
+        **COMMON, hidden_size=64, shared_intermediate_size=96, num_local_experts=0, num_experts_per_tok=0, **_FACTORS,
+        layer_types=["attention"] * 2, mamba_n_heads=8, mamba_d_head="auto", position_embedding_type="rope",
+    ),
+    "olmo3": Olmo3Config(**COMMON, hidden_size=64, **_LOCAL),
+    "exaone4": Exaone4Config(**COMMON, hidden_size=80, **_LOCAL),
+    "gemma3": Gemma3TextConfig(**COMMON, hidden_size=64, head_dim=16, query_pre_attn_scalar=1024, **_LOCAL),
+}  # fmt: skip
 
 
 def made(config, tokenizer, dtype=torch.float32):

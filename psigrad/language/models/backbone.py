@@ -187,7 +187,7 @@ class Pretrained(ABC):
         """
         if self.decoder is not None:
             fused: Any = layout
-            return self.decoder(input_ids, position_ids, fused, keep, cached, target_rows)
+            return self._scaled(self.decoder(input_ids, position_ids, fused, keep, cached, target_rows))
         if self.attention_kernel != "sdpa" and isinstance(layout, attention.PackedLayout):
             from psigrad.language.models.hf_attention import unpad
 
@@ -295,7 +295,7 @@ class Pretrained(ABC):
     ) -> Self:
         """Choose packed or padded passes and fused or transformers' layers, and add the adapter if there is one.
 
-        If `is_known` is True (`fused.families.load`), the model runs packed and fused without a test. Otherwise psigrad's outputs
+        If `is_known` is True (`fused.loader.load`), the model runs packed and fused without a test. Otherwise psigrad's outputs
         are first compared with those of transformers' modules. The model's dropout is switched off as in TRL: with dropout the
         ratio of the first update would not be 1. Outside the text model, only the vision and audio modules `towers` are trained.
         """

@@ -25,7 +25,6 @@ from psigrad.language.models.backbone import (
     with_gathered_weights,
 )
 from psigrad.language.models.coded_linear import code_linears
-from psigrad.language.models.fused import families
 from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
 from psigrad.language.models.logprobs import token_stats
 from psigrad.language.models.lora import Lora, base_of
@@ -378,13 +377,14 @@ def load(
 
     Raises `UserError` if no model can be loaded from `path`.
     """
+    from psigrad.language.models.fused.loader import load as load_known
     from psigrad.language.models.tokenizer_files import read_tokenizer
     from psigrad.language.models.vision import configure_vision, needs_vision
 
     kind = base or None if lora is not None else None
     plain = (lora is None or kind is not None) and device == "cpu"
     try:
-        found = families.load(path, DTYPES[dtype], mapped=for_shards, kind=kind) if plain else None
+        found = load_known(path, DTYPES[dtype], mapped=for_shards, kind=kind) if plain else None
         network: Any = found[0] if found is not None else None
         if network is None and kind == "gguf":
             raise ValueError("quantize_base=gguf reads Llama, Mistral, Qwen2 and Qwen3 on a CPU; take quantize_base=nf4")
@@ -407,8 +407,7 @@ def load(
         reason = "" if what else f" ({reason_of(error)})"
         advice = what or "give a folder or a hub name"
         raise UserError(f"No causal language model could be loaded from {path!r}{reason}; {advice}.") from error
-    network, known = network.to("cpu" if for_shards else device), found is not None
-    again = gradient_checkpointing
+    network, again, known = network.to("cpu" if for_shards else device), gradient_checkpointing, found is not None
     return prepare(network, tokenizer, lora, adapter, gradient_checkpointing=again, is_known=known, towers=towers)
 
 
@@ -422,7 +421,7 @@ def prepare(
     is_known: bool = False,
     towers: Sequence[str] = (),
 ) -> LanguageModel:
-    """Return a `LanguageModel` for a transformers model in memory. `is_known` is True if `fused.families.load` loaded it."""
+    """Return a `LanguageModel` for a transformers model in memory. `is_known` is True if `fused.loader.load` loaded it."""
     if tokenizer.eos_token_id is None:
         raise UserError("The tokenizer has no EOS token, so no completion could ever end; set tokenizer.eos_token and save it.")
     model = LanguageModel(network, tokenizer).prepare("CAUSAL_LM", lora, adapter, gradient_checkpointing, is_known, towers)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from psigrad.errors import UserError, reason_of
 from psigrad.kernels.kernels import kernels
 from psigrad.language.models.fused.decoder import Decoder
-from psigrad.language.models.fused.layer import Unsupported
+from psigrad.language.models.fused.families import Unsupported
 from psigrad.language.models.packing import ForwardInputs, Groups, lay_out
 
 if TYPE_CHECKING:

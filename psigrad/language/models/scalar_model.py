@@ -24,7 +24,6 @@ from psigrad.language.models.backbone import (
     with_gathered_weights,
 )
 from psigrad.language.models.coded_linear import code_linears
-from psigrad.language.models.fused import families
 from psigrad.language.models.lora import Lora, hash_tokens
 from psigrad.language.models.packing import ForwardInputs, Groups, Ids, Rows, lay_out
 from psigrad.language.models.sizes import size
@@ -138,13 +137,14 @@ def load(
     model without a trained head raises `UserError`. `tokenizer` replaces the model's own. `adapter`, `for_shards`, `base`,
     `vision` and `towers` are those of `language_model.load`. Raises `UserError` if no model can be loaded from `path`.
     """
+    from psigrad.language.models.fused.loader import load as load_known
     from psigrad.language.models.tokenizer_files import read_tokenizer
     from psigrad.language.models.vision import configure_vision
 
     try:
         kind = base or None if lora is not None else None
         plain = (lora is None or kind is not None) and device == "cpu"
-        found = families.load(path, DTYPES[dtype], scalar=True, mapped=for_shards, kind=kind) if plain else None
+        found = load_known(path, DTYPES[dtype], scalar=True, mapped=for_shards, kind=kind) if plain else None
         network: Any
         network, missing = _by_transformers(path, DTYPES[dtype], trust_remote_code, vision) if found is None else found
         if found is None and kind is not None:
@@ -211,7 +211,7 @@ def prepare(
     is_known: bool = False,
     towers: Sequence[str] = (),
 ) -> ScalarModel:
-    """Return a `ScalarModel` for a transformers model in memory. `is_known` is True if `fused.families.load` loaded it."""
+    """Return a `ScalarModel` for a transformers model in memory. `is_known` is True if `fused.loader.load` loaded it."""
     network.config.pad_token_id = _padding(tokenizer)
     model = ScalarModel(network, tokenizer)
     if not model.per_token:

@@ -20,7 +20,7 @@ from psigrad.language.examples import Example, LabelledAnswer, Pair
 from psigrad.language.loading.load_model import configure_chat
 from psigrad.language.loading.model_source import load_tokenizer, resolve_for_plan, tokenizer_path
 from psigrad.language.models.backbone import DTYPES
-from psigrad.language.models.fused import families
+from psigrad.language.models.fused import loader
 from psigrad.language.models.fused.caches import HEAD_LIMIT
 from psigrad.language.recipes.row_limits import dataset_form
 from psigrad.language.rollout.samplers.cuda_graph import SHARE
@@ -195,7 +195,7 @@ def _as_kept(config: Config, work: Work, items: list[MemoryItem], estimated: flo
     Their size is in the items, or is `estimated` if the fused decoder was not evaluated.
     """
     kept = any(item.name == KEPT and item.phase == "held" for item in items)
-    if estimated and families.suits(config_of(config.model.path, local=True), DTYPES[config.model.dtype]):
+    if estimated and loader.suits(config_of(config.model.path, local=True), DTYPES[config.model.dtype]):
         kept = estimated <= work.keeps
     return work if kept else replace(work, keeps=0.0)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from fused_models import (
     COMMON,
     CONFIGS,
+    FORMS,
     assert_log_probs_and_gradients_are_transformers,
     both,
     made,
@@ -18,12 +20,15 @@ from fused_models import (
     some_groups,
     some_rows,
 )
-from transformers import GemmaConfig
+from transformers import CohereConfig, GraniteMoeHybridConfig, LlamaConfig
 
 from psigrad.kernels.build import library
-from psigrad.kernels.kernels import Heads, Slots, Spans, kernels, table_sizes
+from psigrad.kernels.kernels import Heads, Slots, kernels, table_sizes
+from psigrad.kernels.state_kernels import Spans
 from psigrad.language.models import scalar_model
+from psigrad.language.models.fused import decoder
 from psigrad.language.models.fused.decoder import Decoder
+from psigrad.language.models.fused.families import FAMILIES
 from psigrad.language.models.fused.layer import compute_dtype
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
@@ -31,9 +36,9 @@ from psigrad.language.rollout.types import Request, SamplingParams
 pytestmark = pytest.mark.needs("compiler")
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=[*CONFIGS, *FORMS])
 def fused(request, tokenizer):
-    model = made(CONFIGS[request.param], tokenizer)
+    model = made({**CONFIGS, **FORMS}[request.param], tokenizer)
     assert model.decoder is not None, model.why_unfused
     return model
 
@@ -172,9 +177,40 @@ def test_negative_control_a_decoder_that_computes_something_else_is_not_used(tok
     assert model.decoder is None and "outputs differ by" in model.why_unfused
 
 
+@pytest.mark.parametrize(
+    ("name", "family", "wrong"),
+    [
+        ("smollm3", "SmolLM3", {"rope": lambda config, layer: ""}),
+        ("exaone4", "Exaone4", {"rope": lambda config, layer: ""}),
+        ("ministral3", "Ministral3", {"factors": None}),
+        ("gemma3", "Gemma3Text", {"offset": 0.0}),
+        ("olmo3", "Olmo3", {"window": lambda config, layer: None}),
+    ],
+)
+def test_negative_control_layers_of_another_form_are_not_used(name, family, wrong, tokenizer, monkeypatch):
+    monkeypatch.setitem(decoder.FAMILIES, family, replace(FAMILIES[family], **wrong))
+    model = made_anew(FORMS[name], tokenizer)
+    assert model.decoder is None and "outputs differ by" in model.why_unfused
+
+
 def test_other_models_and_precisions_say_why_they_are_not_fused(tokenizer):
-    gemma = made(GemmaConfig(**COMMON, hidden_size=32, head_dim=8), tokenizer)
-    assert gemma.decoder is None and "GemmaModel" in gemma.why_unfused
+    cohere = made(CohereConfig(**COMMON, hidden_size=32), tokenizer)
+    assert cohere.decoder is None and "CohereModel" in cohere.why_unfused
+    relu = made(LlamaConfig(**COMMON, hidden_size=64, hidden_act="relu"), tokenizer)
+    assert relu.decoder is None and "activation relu" in relu.why_unfused
+    experts = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["attention"] * 2,
+        "mamba_d_head": "auto",
+        "mamba_n_heads": 8,
+    }
+    sparse = made(GraniteMoeHybridConfig(**COMMON, hidden_size=64, shared_intermediate_size=96, **experts), tokenizer)
+    assert sparse.decoder is None and "has experts" in sparse.why_unfused
+    state = made(
+        GraniteMoeHybridConfig(**COMMON, hidden_size=64, **{**experts, "layer_types": ["mamba", "attention"]}), tokenizer
+    )
+    assert state.decoder is None and "layers without attention" in state.why_unfused
     double = made(CONFIGS["qwen3"], tokenizer, torch.float64)
     assert double.decoder is None and "float64" in double.why_unfused
 
@@ -396,14 +432,15 @@ def test_fewer_threads_than_asked_for_change_nothing():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("width", [3, 16, 37])
-def test_the_gradient_of_swiglu_in_place_is_the_gradient(width, dtype):
+def test_the_gradient_of_a_gate_in_place_is_the_gradient(width, gelu, dtype):
     native = kernels()
     both, dy = torch.randn(50, 2 * width).to(dtype), torch.randn(50, width).to(dtype)
     given = both.clone(), dy.clone()
-    gradient, again = native.gradients.swiglu(both, dy)
+    gradient, again = native.gradients.gated(both, dy, gelu)
     assert torch.equal(both, given[0]) and torch.equal(dy, given[1]), "left alone unless it is in place"
-    found = native.gradients.swiglu(both, dy, in_place=True)
+    found = native.gradients.gated(both, dy, gelu, in_place=True)
     assert found[0] is both and found[1] is dy
     assert torch.equal(both, gradient) and torch.equal(dy, again)
 

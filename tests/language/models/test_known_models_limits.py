@@ -17,7 +17,7 @@ from transformers.utils import hub
 
 from psigrad.errors import UserError
 from psigrad.language.models import language_model, scalar_model
-from psigrad.language.models.fused import families
+from psigrad.language.models.fused import loader
 
 SCALED = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 OTHERS = {
@@ -45,9 +45,9 @@ OTHERS = {
 )
 def test_settings_that_change_the_model_are_left_to_transformers(settings):
     config = copy.deepcopy(CONFIGS["qwen3"])
-    assert families.describes(config)
+    assert loader.describes(config)
     vars(config).update(settings)  # past the checks of its own
-    assert not families.describes(config)
+    assert not loader.describes(config)
 
 
 @pytest.mark.needs("compiler")
@@ -61,7 +61,7 @@ def test_a_llama_has_no_window_whatever_its_file_says(tmp_path, tokenizer):
 @pytest.mark.parametrize("name", OTHERS)
 def test_transformers_reads_what_is_not_known(name, tmp_path, tokenizer):
     hf = written(tmp_path, OTHERS[name], tokenizer)
-    assert not families.describes(hf.config)
+    assert not loader.describes(hf.config)
     model = language_model.load(str(tmp_path))
     assert not is_known(model)
     ids = torch.tensor([[5, 6, 7, 8]])
@@ -143,7 +143,7 @@ def test_an_adapter_in_the_hubs_cache_is_left_to_transformers(asked, monkeypatch
     for file, text in {"refs/main": "5e7", "snapshots/5e7/adapter_config.json": "{}"}.items():
         (kept / file).parent.mkdir(parents=True)
         (kept / file).write_text(text)
-    assert families.load("some/adapter", torch.float32) is None
+    assert loader.load("some/adapter", torch.float32) is None
     assert asked == ["config.json"]
 
 

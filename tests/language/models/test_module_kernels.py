@@ -14,9 +14,9 @@ from psigrad.language.models.fused.module_kernels import ModuleKernels
 from psigrad.language.models.hf_state import DeltaRule, Mamba2
 from psigrad.language.models.language_model import Lora, prepare
 
-FAMILIES = ["gemma3_text", "gemma4_text", "olmo2", "smollm3", "phi3", "granite", "lfm3", "qwen3_5_text", "nemotron_h", "gpt2"]
+FAMILIES = ["gemma2", "gemma4_text", "ernie4_5", "glm4", "granitemoe", "lfm3", "qwen3_5_text", "nemotron_h", "gpt2"]
 # psigrad computes in them a linear layer, an RMS norm by its weight or by 1 + weight, and a feed-forward part with SiLU.
-RUNS = {"smollm3": {"_linear", "_norm.0", "_feed_forward"}, "gemma3_text": {"_linear", "_norm.1"}, "gpt2": set()}
+RUNS = {"ernie4_5": {"_linear", "_norm.0", "_feed_forward"}, "gemma2": {"_linear", "_norm.1"}, "gpt2": set()}
 
 
 def kinds(model):
@@ -54,8 +54,8 @@ def test_log_probs_and_gradients_are_those_of_the_modules(name, tokenizer, group
 
 
 def test_a_copy_and_an_adapter_have_weights_of_their_own(tokenizer, groups):
-    model = prepare(network("smollm3"), tokenizer, lora=Lora(2))
-    copy = prepare(network("smollm3"), tokenizer).frozen_copy()
+    model = prepare(network("ernie4_5"), tokenizer, lora=Lora(2))
+    copy = prepare(network("ernie4_5"), tokenizer).frozen_copy()
     before = copy.evaluate(groups).logp
     assert torch.allclose(model.evaluate(groups).logp, before, atol=1e-5)
     with torch.no_grad():
@@ -73,9 +73,9 @@ def test_negative_control_a_wrong_kernel_is_left_out(tokenizer, monkeypatch):
     monkeypatch.setattr(
         module_kernels, "norm_offset", lambda module, rms_norm: 0.0 if "RMSNorm" in type(module).__name__ else None
     )
-    assert prepare(network("olmo2"), tokenizer).module_kernels is not None
+    assert prepare(network("ernie4_5"), tokenizer).module_kernels is not None
     monkeypatch.setattr(Kernels, "rms_norm", lambda self, x, weight, eps, offset=0.0: right(self, x, weight, eps + 0.1, offset))
-    model = prepare(network("olmo2"), tokenizer)
+    model = prepare(network("ernie4_5"), tokenizer)
     assert model.module_kernels is None and not model.why_padded
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fused_models import CONFIGS, adapted, made
+from fused_models import CONFIGS, FORMS, adapted, made
 from transformers import AutoModelForSequenceClassification
 
 from psigrad.kernels.kernels import Kernels
@@ -67,9 +67,9 @@ def unlike(ours, theirs) -> float:
 
 @pytest.mark.parametrize("kinds", [5, 60], ids=["equal tokens", "all unlike"])
 @pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
-@pytest.mark.parametrize("name", [*CONFIGS, "lora", "one layer"])
+@pytest.mark.parametrize("name", [*CONFIGS, "granite 4", "gemma3", "lora", "one layer"])
 def test_hidden_states_and_gradients_are_those_of_a_decoder_that_computes_all(name, wanted, kinds, tokenizer):
-    config = copy.deepcopy(CONFIGS[{"lora": "qwen2", "one layer": "llama"}.get(name, name)])
+    config = copy.deepcopy({**CONFIGS, **FORMS}[{"lora": "qwen2", "one layer": "llama"}.get(name, name)])
     config.num_hidden_layers = 1 if name == "one layer" else 2
     model = adapted(config, tokenizer) if name == "lora" else made(config, tokenizer)
     forward, rows = inputs(kinds), torch.tensor(wanted, dtype=torch.long)
@@ -114,10 +114,10 @@ def test_a_sum_over_many_equal_tokens_is_rounded_once():
 @pytest.fixture
 def rows_of(monkeypatch):
     """How many rows each call of a kernel was given."""
-    seen = SimpleNamespace(norm=[], swiglu=[])
-    norm, swiglu = Kernels.rms_norm, Kernels.swiglu
+    seen = SimpleNamespace(norm=[], gated=[])
+    norm, gated = Kernels.rms_norm, Kernels.gated
     monkeypatch.setattr(Kernels, "rms_norm", lambda self, x, *more: seen.norm.append(len(x)) or norm(self, x, *more))
-    monkeypatch.setattr(Kernels, "swiglu", lambda self, x: seen.swiglu.append(len(x)) or swiglu(self, x))
+    monkeypatch.setattr(Kernels, "gated", lambda self, x, gelu: seen.gated.append(len(x)) or gated(self, x, gelu))
     return seen
 
 
@@ -126,10 +126,10 @@ def rows_of(monkeypatch):
 def test_as_few_rows_are_computed_as_differ_or_are_wanted(kinds, first, rows_of, tokenizer):
     model, forward = made(CONFIGS["qwen3"], tokenizer), inputs(kinds)
     for wanted, last in ((torch.tensor([40, 3, 3]), 2), (ALL, 60), (None, 60)):
-        rows_of.norm.clear(), rows_of.swiglu.clear()
+        rows_of.norm.clear(), rows_of.gated.clear()
         run(model, forward, wanted)
         assert rows_of.norm == [first, 60, 60, last, last], "two norms of two layers and the last one"
-        assert rows_of.swiglu == [60, last]
+        assert rows_of.gated == [60, last]
 
 
 @torch.no_grad()
@@ -139,9 +139,9 @@ def test_a_reward_model_computes_the_last_token_of_each_text_alone(rows_of, toke
     torch.manual_seed(0)
     model = scalar_model.prepare(AutoModelForSequenceClassification.from_config(config), tokenizer)
     groups = Groups([[5, 6, 7], [8]], [[[9, 10], [], [11]], [[12, 13, 14]]])
-    rows_of.swiglu.clear()
+    rows_of.gated.clear()
     ours = model.scores(groups)
-    assert rows_of.swiglu == [3 + 2 + 0 + 1 + 1 + 3, 4]
+    assert rows_of.gated == [3 + 2 + 0 + 1 + 1 + 3, 4]
     alone = [
         model.scores(Groups([[*p, *c]], [[[]]]))
         for p, texts in zip(groups.prompts, groups.completions, strict=True)
@@ -154,6 +154,6 @@ def test_a_reward_model_computes_the_last_token_of_each_text_alone(rows_of, toke
 @torch.no_grad()
 def test_rows_train_on_some_of_their_tokens_and_the_last_layer_computes_no_others(rows_of, tokenizer):
     model = made(CONFIGS["llama"], tokenizer)
-    rows_of.swiglu.clear()
+    rows_of.gated.clear()
     model.evaluate(Rows([[5, 6, 7, 8], [9, 10, 11]], [[False, False, True, True], [False, False, True]]))
-    assert rows_of.swiglu == [5, 3]
+    assert rows_of.gated == [5, 3]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cached import sample
-from fused_models import COMMON, CONFIGS, adapted, made, some_groups
+from fused_models import COMMON, CONFIGS, FORMS, adapted, made, some_groups
 from transformers import LlamaConfig, Qwen3Config
 
 from psigrad.kernels import processor
@@ -26,7 +26,7 @@ from psigrad.language.rollout.types import Request, SamplingParams
 pytestmark = pytest.mark.needs("compiler")
 
 # CONFIGS' Llama has a bias of attention's output, which is left to the layers. "lora" has one rank too few for pairs.
-MODELS = {name: CONFIGS[name] for name in CONFIGS if name != "llama"}
+MODELS = {name: config for name, config in {**CONFIGS, **FORMS}.items() if name != "llama"}
 MODELS["llama"] = LlamaConfig(**COMMON, hidden_size=64)
 ADAPTED = {"lora": {}, "lora in places": {"target_modules": ("k_proj", "up_proj", "down_proj")}}
 REQUESTS = [Request(tuple(p), tuple(range(5 * i, 5 * i + 5))) for i, p in enumerate(some_groups().prompts)]
@@ -38,9 +38,9 @@ def steps(monkeypatch):
     """How many rows went through how many layers at once."""
     taken, together = [], Kernels.decode_layers
 
-    def noted(self, x, weights, *given):
+    def noted(self, x, weights, *given, **sizes):
         taken.append((len(x), len(weights)))
-        return together(self, x, weights, *given)
+        return together(self, x, weights, *given, **sizes)
 
     monkeypatch.setattr(Kernels, "decode_layers", noted)
     return taken

@@ -99,6 +99,7 @@ def test_prompts_are_encoded_as_the_family_s_own_processor_does(family, made):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_are_those_of_each_sequence_alone(family, made):
     _, model, *_, groups = found = made(family)
+    assert (model.decoder is not None) == (family in ("idefics3", "smolvlm")), "no fused attention looks ahead within an image"
     assert not model.why_padded, model.why_padded
     assert not why_not_embedded(model)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The fused decoder of Llama, Mistral, Qwen2 and Qwen3 on a CPU: psigrad's kernels compute all but large matrix products.
+"""The fused decoder on a CPU: psigrad's kernels compute all but large matrix products of the architectures in `families`.
 
 Tests compare it with transformers' modules, which run all other cases: other architectures, other devices, float64.
 """
@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from psigrad.kernels.kernels import Heads, Kernels, kernels
+from psigrad.kernels.kernels import Angles, Heads, Kernels, kernels
 from psigrad.language.images import FIRST
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.fused.caches import ActivationCache, Block, CacheHit, PackedWeights, RowLayout, Version, versions
-from psigrad.language.models.fused.families import FAMILIES
-from psigrad.language.models.fused.layer import RANKS, Layer, PassArguments, RowSelection, Unsupported
+from psigrad.language.models.fused.families import FAMILIES, Family, Unsupported, eps_of
+from psigrad.language.models.fused.layer import RANKS, Layer, PassArguments, RowSelection
+from psigrad.language.models.sizes import size
 from psigrad.language.models.towers import text_half, tower_parameters
 from psigrad.optim import gradients
 
@@ -120,23 +121,31 @@ class Decoder:
             raise Unsupported(f"{type(base).__name__} is none of {', '.join(f'{name}Model' for name in FAMILIES)}")
         if network.device.type != "cpu" or network.dtype not in (torch.float32, torch.bfloat16):
             raise Unsupported(f"{network.dtype} on {network.device} is not supported")
-        if config.hidden_act != "silu":
-            raise Unsupported(f"its activation {config.hidden_act} is not supported")
-        first = base.layers[0].self_attn
-        dim = int(first.head_dim)
+        activation = getattr(config, "hidden_activation", None) or config.hidden_act
+        if activation != ("gelu_pytorch_tanh" if family.gelu else "silu"):
+            raise Unsupported(f"its activation {activation} is not supported")
+        if getattr(config, "attn_logit_softcapping", None) or (vision is not None and vision.two_way):
+            raise Unsupported("its attention has capped scores, or is not causal")
+        if any(getattr(layer, "self_attn", None) is None for layer in base.layers):
+            raise Unsupported("it has layers without attention")
+        ropes = [family.rope(config, i) for i in range(len(base.layers))]
+        angles = self._angles = partial(_angles, base, config, family, ropes)
+        first, turned = base.layers[0].self_attn, angles(torch.zeros(1, 1, dtype=torch.int64), torch.empty(0))[0].cosine.shape[1]
         heads = Heads(
-            queries=int(getattr(first.q_proj, "out_features", 0)) // dim,
-            keys=int(getattr(first.k_proj, "out_features", 0)) // dim,
-            dim=dim,
+            queries=size(config, "heads"),
+            keys=size(config, "key_heads"),
+            dim=int(first.head_dim),
             eps=float(config.rms_norm_eps),
             scale=float(first.scaling),
+            wide=family.wide,
+            offset=family.offset,
+            turned=turned,
         )
         self.native, self.base, self.recompute, self.stored = native, base, recompute, torch.float32 if exact else network.dtype
-        windows = [family.window(config, i) or 0 for i in range(len(base.layers))]
-        self.layers = [Layer(i, module, heads, windows[i], native, exact) for i, module in enumerate(base.layers)]
+        self.layers = [Layer(i, module, heads, family, config, native, exact) for i, module in enumerate(base.layers)]
         self.heads, self.dtype = heads, self.layers[0].weights.dtype
         self.row_layout = RowLayout(len(self.layers), self.layers[0].kinds)
-        self.eps = float(base.norm.variance_epsilon)
+        self.eps = eps_of(base.norm)
         self.fill = None if vision is None else partial(vision.fill, network)
         self.parameters: list[nn.Parameter] = [*base.parameters(), *(tower_parameters(network) if vision is not None else ())]
         self.in_shards = False
@@ -168,8 +177,7 @@ class Decoder:
         if outputs is not None:
             selection[-1] = replace(selection[-1], output_rows=outputs)
         x = self._embed(ids).to(self.dtype)
-        cosine, sine = self.base.rotary_emb(x.new_empty(1), position_ids.flatten()[None])
-        how = PassArguments((cosine[0].float().contiguous(), sine[0].float().contiguous()), layout, self.adapted)
+        how = PassArguments(self._angles(position_ids.flatten()[None], x.new_empty(1)), layout, self.adapted)
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters):
             for layer, at in zip(self.layers, selection, strict=True):
 
@@ -178,10 +186,10 @@ class Decoder:
                     return y
 
                 x = self._with_weights(layer, run, x)
-            x = NormFunction.apply(self.native, x, self.base.norm.weight.to(self.dtype), self.eps, 0.0)
+            x = NormFunction.apply(self.native, x, self.base.norm.weight.to(self.dtype), self.eps, self.heads.offset)
         else:
             x = self._run(x, how, selection, keep) if cached is None else cached.output(cached.last, outputs)
-            x = self.native.rms_norm(x, self.base.norm.weight.to(self.dtype), self.eps)
+            x = self.native.rms_norm(x, self.base.norm.weight.to(self.dtype), self.eps, self.heads.offset)
         x = x.to(self.stored)
         if back is not None:
             return x.index_select(0, back)
@@ -206,10 +214,16 @@ class Decoder:
         plain = isinstance(table, nn.Embedding) and table.max_norm is None and not table.sparse
         # For a small table the dense gradient is faster.
         sums = gradients.sums_for(table.weight) if plain and len(table.weight) > input_ids.numel() else None
-        if sums is not None:
-            return gradients.embedding(table.weight, input_ids, table.padding_idx, sums)
-        rows: Tensor = table(input_ids)
-        return rows
+        if sums is None:
+            rows: Tensor = table(input_ids)
+        else:
+            rows, factor = (
+                gradients.embedding(table.weight, input_ids, table.padding_idx, sums),
+                getattr(table, "embed_scale", None),
+            )
+            rows = rows if factor is None else rows * factor.to(rows.dtype)  # Gemma's table does this itself
+        multiplier = float(getattr(self.base, "embedding_multiplier", 1.0))  # Granite
+        return rows if multiplier == 1.0 else rows * multiplier
 
     @property
     def adapted(self) -> bool:
@@ -252,8 +266,9 @@ class Decoder:
         # Without a cache all layers share one layer's memory.
         block, start = room or (Block(self.row_layout if keep is not None else replace(self.row_layout, layers=1), rows), 0)
         made = block.addresses(start).expand(len(self.layers), -1).contiguous()
-        inner, rank = self.row_layout.kinds[-1][0] // 2, int(weights[:, RANKS].max())
-        self.native.decode_layers(x, weights, made, inner, rank, slots, how.angles, self.heads, self.eps)
+        first, rank = self.layers[0], int(weights[:, RANKS].max())
+        factors: Any = {"eps": first.eps, "gelu": first.gelu, "residual": first.residual}
+        self.native.decode_layers(x, weights, made, slots, how.angles, self.heads, inner=first.inner, rank=rank, **factors)
         if keep is not None:
             keep.add(rows, self.row_layout, now, None if room is not None else block.layers())
         return block.part(block.layout.layers - 1, 0, start, rows)
@@ -263,3 +278,19 @@ class Decoder:
         found = [layer.addresses(packed_weights, adapted) for layer in self.layers]
         packed = [row for row in found if row is not None]
         return torch.tensor(packed) if len(packed) == len(found) else None
+
+
+def _angles(
+    base: Any, config: Any, family: Family, ropes: Sequence[str | None], position_ids: Tensor, like: Tensor
+) -> list[Angles]:
+    """Return the rotary embedding of each layer at the positions [1, S]. `like` has the dtype in which it is computed."""
+    factors = None if family.factors is None else family.factors(config, position_ids[0].float())
+    tables: dict[str | None, Angles] = {}
+    for name in dict.fromkeys(ropes):
+        if name is None:  # a rotation by 0 changes nothing
+            zeros = torch.zeros(position_ids.shape[1], int(base.layers[0].self_attn.head_dim))
+            tables[name] = Angles(torch.ones_like(zeros), zeros, factors)
+        else:
+            cosine, sine = base.rotary_emb(like, position_ids, *([name] if name else []))
+            tables[name] = Angles(cosine[0].float().contiguous(), sine[0].float().contiguous(), factors)
+    return [tables[name] for name in ropes]

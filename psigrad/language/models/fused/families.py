@@ -1,214 +1,131 @@
-"""The architectures that the fused decoder supports, and the loader of their weights.
-
-A model that `load` returns is not compared with transformers' modules when a run starts, because the test suite compares these
-architectures. Weights are read one at a time into transformers' model, so that they can be quantised while they are read.
-"""
+"""The architectures that the fused decoder supports, and what it reads from the modules of transformers and peft."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
-from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
-from transformers.utils import cached_file
 
-from psigrad.kernels.codes import CodedMatrix, Kind, can_code, code
-from psigrad.kernels.kernels import kernels
+from psigrad.errors import kind_of
 from psigrad.language.models.coded_linear import CodedLinear
-from psigrad.language.models.sizes import size
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
-@dataclass(frozen=True)
-class Family:
-    """The features of an architecture, as functions of its configuration.
-
-    `biases` returns two booleans: (q, k and v have biases, o has one). `window` returns a layer's sliding window, or None.
-    `head_norms` is True if queries and keys of each head are normalised.
-    """
-
-    biases: Callable[[Any], tuple[bool, bool]]
-    window: Callable[[Any, int], int | None]
-    head_norms: bool = False
-
-
-def _by_setting(config: Any) -> tuple[bool, bool]:
-    return config.attention_bias, config.attention_bias
+class Unsupported(Exception):
+    """Raised if the fused decoder can't run a model, with the reason as its message."""
 
 
 def _by_layer(config: Any, layer: int) -> int | None:
     return config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
 
 
-# The architectures that the fused decoder supports. transformers' Llama ignores a sliding window in its configuration.
-FAMILIES = {
-    "Llama": Family(_by_setting, lambda config, layer: None),
-    "Mistral": Family(lambda config: (False, False), lambda config, layer: config.sliding_window),
-    "Qwen2": Family(lambda config: (True, False), _by_layer),
-    "Qwen3": Family(_by_setting, _by_layer, head_norms=True),
-}
+def _everywhere(config: Any, layer: int) -> int | None:
+    window: int | None = config.sliding_window
+    return window
 
 
-def suits(config: PreTrainedConfig, dtype: torch.dtype) -> bool:
-    """Return True if the fused decoder supports this configuration and dtype, and its kernels run on this CPU."""
-    return describes(config) and dtype in (torch.float32, torch.bfloat16) and not isinstance(kernels(), str)
-
-
-def describes(config: PreTrainedConfig) -> bool:
-    """Return True if the fused decoder supports every feature of this configuration, such as rotary embedding and activation."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    return (
-        type(config).__name__.removesuffix("Config") in FAMILIES
-        and type(config).__module__.startswith("transformers.")
-        and config.hidden_act == "silu"
-        and not getattr(config, "mlp_bias", False)
-        and rope.get("rope_type") == "default"
-        and rope.get("partial_rotary_factor", 1.0) == 1.0
-        and size(config, "heads") % size(config, "key_heads") == 0
-        and layer_types <= {"full_attention", "sliding_attention"}
-        and not any(getattr(config, name, None) for name in ("quantization_config", "auto_map", "transformers_weights"))
+def _query_factors(config: Any, positions: Tensor) -> Tensor:
+    """Return 1 + β·log(1 + ⌊position / original length⌋), by which Llama 4 and Ministral 3 multiply queries."""
+    rope = config.rope_parameters
+    found: Tensor = 1 + rope["llama_4_scaling_beta"] * torch.log(
+        1 + torch.floor(positions / rope["original_max_position_embeddings"])
     )
-
-
-def _empty(config: PreTrainedConfig, generation: GenerationConfig | None, scalar: bool) -> Any:
-    """Return transformers' model with its weights on the meta device, so that they take no memory."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-    from transformers.initialization import no_init_weights
-
-    auto: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
-    with torch.random.fork_rng(devices=[]), no_init_weights(), torch.device("meta"):
-        network = auto.from_config(config)
-    network.tie_weights()
-    # The files have no buffers, so the rotary embedding's are computed.
-    network.base_model.rotary_emb = type(network.base_model.rotary_emb)(config=network.config)
-    if generation is not None:
-        network.generation_config = generation
-    return network
-
-
-def load(
-    path: str, dtype: torch.dtype, *, scalar: bool = False, mapped: bool = False, kind: Kind | None = None
-) -> tuple[PreTrainedModel, list[str]] | None:
-    """Load the model at `path` (a folder or a hub name). Return (the model, the names of weights that its files lack).
-
-    Return None if the fused decoder or this loader does not support the model, so that transformers must load it. With `mapped`,
-    weights of the requested dtype are mapped from their file into memory, for a process that soon frees most of them. With a
-    `kind` of codes, the layers' matrices are quantised one by one while they are read. Only a scalar head may be missing; it is
-    drawn from N(0, initializer_range²). Raises `OSError` if the hub name `path` is not in the cache and can't be reached. Raises
-    `ValueError` if a tensor's shape differs from the configuration's.
-    """
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False, **({"num_labels": 1} if scalar else {}))
-        known = suits(config, dtype) and not _file(path, "adapter_config.json")
-        files = _files(path) if known else []
-        generation = None if scalar else _generation_config(path)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, StrictDataclassError) as error:
-        # A hub that doesn't answer costs half a minute, so transformers must not query it again.
-        unanswered = isinstance(error.__cause__, LocalEntryNotFoundError)
-        cached = (try_to_load_from_cache(path, name) for name in ("config.json", "adapter_config.json"))
-        if unanswered and not any(isinstance(file, str) for file in cached):
-            raise
-        return None
-    if not known or not (files or kind == "gguf"):
-        return None
-    config.dtype = dtype
-    network = _empty(config, generation, scalar)
-    wanted = {name: x.shape for name, x in network.named_parameters()}
-    with ExitStack() as stack:
-        opened = {file: stack.enter_context(safe_open(file, "pt")) for file in files}
-        found = {name: file for file in opened.values() for name in file.offset_keys()}
-        places = {name: path for path, file in opened.items() for name in file.offset_keys()}
-        if scalar:
-            found.pop("lm_head.weight", None)
-        missing = [name for name in wanted if name not in found]
-        if kind != "gguf" and (found.keys() - wanted or missing not in ([], ["score.weight"])):
-            return None
-        for name, file in found.items():
-            if (shape := tuple(file.get_slice(name).get_shape())) != wanted[name]:
-                if name == "score.weight":
-                    raise ValueError(f"the head gives {shape[0]} numbers; the head of a reward model or critic gives one")
-                raise ValueError(f"{name} has shape {shape}; by the configuration it is {tuple(wanted[name])}")
-        tensors: dict[str, Tensor] = {}  # those to be quantised are read below, one by one
-        if mapped and kind is None:
-            tensors = {name: file.get_tensor(name).to(dtype) for name, file in found.items()}
-        elif kind is None:
-            tensors = {name: torch.empty(wanted[name], dtype=dtype).copy_(file.get_tensor(name)) for name, file in found.items()}
-    if kind is not None:
-        of_file = wanted.keys() - {"score.weight"}
-        each = _of_gguf(path, config, of_file) if kind == "gguf" else _code_layers(places, found, dtype, kind)
-        tensors = _put_codes(network, each, dtype, kind)
-        missing = [name for name in missing if name == "score.weight"]
-    for name in missing:
-        tensors[name] = torch.empty(wanted[name], dtype=dtype).normal_(std=config.initializer_range or 0.02)
-    for name, tensor in tensors.items():
-        owner, _, last = name.rpartition(".")
-        setattr(network.get_submodule(owner), last, nn.Parameter(tensor))
-    network.tie_weights()
-    return network.eval(), missing
-
-
-def _put_codes(
-    network: PreTrainedModel, each: Iterator[tuple[str, Tensor | CodedMatrix]], dtype: torch.dtype, kind: Kind
-) -> dict[str, Tensor]:
-    """Put the quantised matrices of `each` (name, tensor) into new `CodedLinear` layers. Return all other tensors by name."""
-    rest = {}
-    for name, read in each:
-        if isinstance(read, CodedMatrix):
-            network.set_submodule(name.removesuffix(".weight"), CodedLinear(read, None, kind))
-        else:
-            rest[name] = torch.empty(read.shape, dtype=dtype).copy_(read)
-    return rest
-
-
-def _of_gguf(path: str, config: PreTrainedConfig, wanted: set[str]) -> Iterator[tuple[str, CodedMatrix | Tensor]]:
-    """Yield (name, tensor) of the `wanted` weights in a GGUF file. Only this function imports the reader of GGUF files."""
-    from psigrad.language.models.fused import gguf_weights
-
-    yield from gguf_weights.read(path, config, wanted)
-
-
-def _code_layers(
-    places: Mapping[str, str], wanted: Iterable[str], dtype: torch.dtype, kind: Kind
-) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
-    """Yield (name, tensor) of the `wanted` tensors in safetensors files one by one, with the layers' matrices quantised.
-
-    Matrices are cast to `dtype` before they are quantised, as in `coded_linear.code_linears`. `places` is each tensor's file.
-    """
-    for name in wanted:
-        with safe_open(places[name], "pt") as alone:  # closing the file frees its pages
-            read = alone.get_tensor(name).to(dtype)
-        yield name, code(read, kind) if ".layers." in name and can_code(read, kind) else read
-
-
-def _files(path: str) -> list[str]:
-    """Return the safetensors files at `path`; empty if there are none."""
-    if whole := _file(path, "model.safetensors"):
-        return [whole]
-    index = _file(path, "model.safetensors.index.json")
-    names = set(json.loads(Path(index).read_text())["weight_map"].values()) if index else set()
-    return [str(cached_file(path, name)) for name in sorted(names)]
-
-
-def _file(path: str, name: str) -> str | None:
-    """Return the path of one of the model's files; None if there is no such file."""
-    found: str | None = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
     return found
 
 
-def _generation_config(path: str) -> GenerationConfig:
-    try:
-        return GenerationConfig.from_pretrained(path)
-    except OSError:  # older models store the settings in config.json, whose reader drops them
-        return GenerationConfig.from_pretrained(path, config_file_name="config.json", _from_model_config=True)
+@dataclass(frozen=True)
+class Family:
+    """The features of an architecture's layers, some as functions of its configuration.
+
+    - `window` returns a layer's sliding window, or None.
+    - `rope` returns the name of a layer's rotary embedding ("": the only one), or None if the layer does not rotate.
+    - `before` and `after` are the names of the norms of the inputs and of the outputs of attention and of the feed-forward layer.
+    - `wide` is True if a norm of queries or keys is over all heads.
+    - `offset` is added to the weights of norms.
+    - `gelu` is True if the activation is GELU, in the form with tanh, in place of SiLU.
+    - `factors` returns the factor of the queries at each position; None: 1.
+    - `loads` is True if `load` can read the weights.
+    """
+
+    window: Callable[[Any, int], int | None] = lambda config, layer: None
+    rope: Callable[[Any, int], str | None] = lambda config, layer: ""
+    before: tuple[str | None, str | None] = ("input_layernorm", "post_attention_layernorm")
+    after: tuple[str | None, str | None] = (None, None)
+    wide: bool = False
+    offset: float = 0.0
+    gelu: bool = False
+    factors: Callable[[Any, Tensor], Tensor] | None = None
+    loads: bool = False
+
+
+_ONLY_AFTER: Any = {"before": (None, None), "after": ("post_attention_layernorm", "post_feedforward_layernorm")}
+_BY_TYPE: Any = {"window": _by_layer, "rope": lambda config, layer: config.layer_types[layer]}
+# The architectures that the fused decoder supports. transformers' Llama ignores a sliding window in its configuration.
+FAMILIES = {
+    "Llama": Family(loads=True),
+    "Mistral": Family(_everywhere, loads=True),
+    "Qwen2": Family(_by_layer, loads=True),
+    "Qwen3": Family(_by_layer, loads=True),
+    "SmolLM3": Family(_by_layer, lambda config, layer: "" if config.no_rope_layers[layer] else None),
+    "Ministral3": Family(_everywhere, factors=_query_factors),
+    "Phi3": Family(_everywhere),
+    "SeedOss": Family(),
+    "Granite": Family(),
+    "GraniteMoeHybrid": Family(rope=lambda config, layer: "" if config.position_embedding_type == "rope" else None),
+    "Olmo2": Family(**_ONLY_AFTER, wide=True),
+    "Olmo3": Family(**_BY_TYPE, **_ONLY_AFTER, wide=True),
+    "Exaone4": Family(
+        _by_layer, lambda config, layer: None if config.sliding_window and not _by_layer(config, layer) else "", **_ONLY_AFTER
+    ),
+    "Gemma": Family(offset=1.0, gelu=True),
+    "Gemma3Text": Family(
+        **_BY_TYPE, before=("input_layernorm", "pre_feedforward_layernorm"), after=_ONLY_AFTER["after"], offset=1.0, gelu=True
+    ),
+}
+
+
+def eps_of(module: Any) -> Any:
+    """Return the ε of a norm, under either of its names; None if it has none."""
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
+def find(parent: Any, choices: Sequence[Sequence[str]]) -> list[Any]:
+    """Return the modules of the first list of names that `parent` has. Raises `Unsupported` if it has none."""
+    for names in choices:
+        if all(hasattr(parent, name) for name in names):
+            return [getattr(parent, name) for name in names]
+    raise Unsupported(f"{kind_of(parent)} has no {' or '.join('/'.join(names) for names in choices)}")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The LoRA adapter of a linear layer: peft's module, the adapter's name in it, and the weights (A, B)."""
+
+    module: Any
+    name: str
+    weights: tuple[nn.Parameter, nn.Parameter]
+
+
+def split_adapter(child: Any) -> tuple[nn.Linear, Adapter | None]:
+    """Return (the linear layer of a module, the LoRA adapter on it or None).
+
+    Raises `Unsupported` unless the module is a linear layer, or peft's LoRA layer without dropout or variants.
+    """
+    if type(child) in (nn.Linear, CodedLinear):
+        return child, None
+    kind = f"{type(child).__module__}.{type(child).__name__}"
+    if kind != "peft.tuners.lora.layer.Linear":  # compared by name, so that peft is imported only with an adapter
+        raise Unsupported(f"{kind_of(child)} is in the place of a linear layer")
+    if type(child.base_layer) not in (nn.Linear, CodedLinear) or child.fan_in_fan_out:
+        raise Unsupported(f"LoRA is applied to {kind_of(child.base_layer)}, not to a linear layer")
+    if len(child.active_adapters) != 1 or child.merged or child.active_adapters[0] not in child.lora_A:
+        raise Unsupported("a linear layer has several adapters, or one that is merged or inactive")
+    (name,) = child.active_adapters
+    a, b = child.lora_A[name], child.lora_B[name]
+    if name in child.lora_variant or b.bias is not None:
+        raise Unsupported("its adapter is a variant of LoRA")
+    if type(child.lora_dropout[name]) is not nn.Identity:
+        raise Unsupported("its adapter has dropout")
+    return child.base_layer, Adapter(child, name, (a.weight, b.weight))

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from psigrad.language.models.fused.module_kernels import eps_of, norm_offset, replace_forwards
+from psigrad.language.models.fused.families import eps_of
+from psigrad.language.models.fused.module_kernels import norm_offset, replace_forwards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,26 +16,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from psigrad.errors import kind_of
 from psigrad.kernels.codes import CodedMatrix
-from psigrad.kernels.kernels import Heads, Kernels
+from psigrad.kernels.kernels import Angles, Heads, Kernels
 from psigrad.kernels.processor import fast_bfloat16
 from psigrad.kernels.products import Products
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.coded_linear import CodedLinear, unpack
 from psigrad.language.models.fused.caches import PackedProjection, PackedWeights, Projection, Version, version_of
+from psigrad.language.models.fused.families import Family, Unsupported, eps_of, find, split_adapter
 
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
-# The seven matrices, grouped by their input. The outputs of a group are stored side by side.
-_GROUPS = ((0, 1, 2), (3,), (4, 5), (6,))
+# The matrices are in four groups by their input, under either of these names. The outputs of a group are stored side by side.
+_ATTENTION = ((("q_proj", "k_proj", "v_proj"), ("qkv_proj",)), (("o_proj",),))
+_FEED_FORWARD = ((("gate_proj", "up_proj"), ("gate_up_proj",), ("input_linear",)), (("down_proj",), ("output_linear",)))
 _QKV, _OUT, _GATE_UP, _DOWN = range(4)
 # The slice of `Layer.addresses` that has the ranks of the adapters.
 RANKS = slice(-5, -1)
-
-
-class Unsupported(Exception):
-    """Raised if the fused decoder can't run a model, with the reason as its message."""
 
 
 def compute_dtype(stored: torch.dtype) -> torch.dtype:
@@ -95,11 +90,11 @@ class LoraDelta:
 
 
 class PassArguments(NamedTuple):
-    """The arguments of a forward pass that are the same in every layer: `angles` are the cosines and sines of the rotary
-    embedding, and `adapted` is True if the LoRA adapters are active.
+    """The arguments of a forward pass: `angles` is the rotary embedding of each layer, and `adapted` is True if the LoRA
+    adapters are active.
     """
 
-    angles: tuple[Tensor, Tensor]
+    angles: Sequence[Angles]
     layout: FusedLayout
     adapted: bool
 
@@ -135,16 +130,21 @@ class RowSelection:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """A layer's weights in its compute dtype. `lora` has the LoRA term for each of the seven `matrices`, or None."""
+    """A layer's weights in its compute dtype. `lora` has the LoRA term for each of the `matrices`, or None.
 
+    `norms` are those of the inputs and of the outputs of attention and of the feed-forward layer; None for an absent one.
+    `groups` has the indices of the matrices in each of the four groups.
+    """
+
+    groups: Sequence[Sequence[int]]
     matrices: list[Tensor]
-    norms: list[Tensor]
+    norms: list[Tensor | None]
     head_norms: tuple[Tensor, Tensor] | None
     biases: list[Tensor | None]
     lora: list[LoraDelta | None]
     native: Kernels
     packed: list[PackedProjection] | None = None
-    """The packed matrices of each group of `_GROUPS`; None if they are not packed."""
+    """The packed matrices of each group; None if they are not packed."""
     decoding: bool = False
     """True in decoding. Products of few rows may then be summed in another order than in training, which is faster."""
 
@@ -152,7 +152,7 @@ class LayerWeights:
         """Write to `out` the products of x with each matrix of a group, concatenated, plus biases, LoRA terms and `residual`."""
         if self.packed is not None:
             return self.packed[group].multiply(x, out, residual, self.native.products)
-        members = _GROUPS[group]
+        members = self.groups[group]
         parts = out.split([len(self.matrices[i]) for i in members], dim=1)
         for i, part in zip(members, parts, strict=True):
             bias, delta = self.biases[i], self.lora[i]
@@ -166,10 +166,11 @@ class LayerWeights:
 
     def factors(self, group: int) -> Projection:
         """Return the matrices, biases and LoRA matrices of a group, in the form that `PackedWeights` packs."""
-        members = _GROUPS[group]
+        members = self.groups[group]
         heights = [self.matrices[i].shape[0] for i in members]
         biases, deltas = [self.biases[i] for i in members], [self.lora[i] for i in members]
-        like, width, bias, low = self.norms[0], self.matrices[members[0]].shape[1], None, None
+        like = next(x for x in self.norms if x is not None)
+        width, bias, low = self.matrices[members[0]].shape[1], None, None
         if any(b is not None for b in biases):
             bias = torch.cat([like.new_zeros(n) if b is None else b.detach() for b, n in zip(biases, heights, strict=True)])
         if any(delta is not None for delta in deltas):
@@ -181,33 +182,51 @@ class LayerWeights:
             low = torch.cat(a), torch.block_diag(*(nn.functional.pad(x, (0, more)) for x, more in zip(b, odd, strict=True)))
         return Projection([self.matrices[i] for i in members], bias, low)
 
-    def add_input_grad(self, i: int, dy: Tensor, dx: Tensor) -> Tensor:
-        """Add the gradient through the LoRA term of matrix i to dx in place, and return dx."""
-        if (delta := self.lora[i]) is not None:
-            delta.add_input_grad(dx, dy)
-        return dx
+    def input_grad(self, group: int, parts: Sequence[Tensor]) -> Tensor:
+        """Return the gradient of a group's input from the gradients of its matrices' outputs, `parts`."""
+        multiply, total = self.native.products.of, None
+        for i, part in zip(self.groups[group], parts, strict=True):
+            total = multiply(part, self.matrices[i], total, base=total)
+        assert total is not None
+        for i, part in zip(self.groups[group], parts, strict=True):
+            if (delta := self.lora[i]) is not None:
+                delta.add_input_grad(total, part)
+        return total
 
 
 class Layer:
-    """One fused decoder layer over rows [S, E]. `window` is its sliding window in tokens; 0: no window."""
+    """One fused decoder layer over rows [S, E]. `window` is its sliding window in tokens; 0: no window.
 
-    def __init__(self, index: int, module: Any, heads: Heads, window: int, native: Kernels, exact: bool = False) -> None:
-        attention, mlp = module.self_attn, module.mlp
-        modules = [getattr(attention, name) for name in _ATTENTION] + [getattr(mlp, name) for name in _FEED_FORWARD]
-        linear, adapters = zip(*map(_split_adapter, modules), strict=True)
-        if any(child.bias is not None for child in linear[4:]):
+    With the norms n and m of inputs and outputs and the factor r of residuals, it computes h = x + r·m₁(attention(n₁(x))) and
+    y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))). A family may lack the norms n or m.
+    """
+
+    def __init__(
+        self, index: int, module: Any, heads: Heads, family: Family, config: Any, native: Kernels, exact: bool = False
+    ) -> None:
+        attention, mlp = module.self_attn, getattr(module, "mlp", None) or getattr(module, "shared_mlp", None)
+        if getattr(module, "block_sparse_moe", None) is not None:
+            raise Unsupported("it has experts")
+        groups = [find(attention, names) for names in _ATTENTION] + [find(mlp, names) for names in _FEED_FORWARD]
+        ends = [0, *itertools.accumulate(map(len, groups))]
+        self.groups = [tuple(range(a, b)) for a, b in itertools.pairwise(ends)]
+        linear, adapters = zip(*map(split_adapter, itertools.chain(*groups)), strict=True)
+        if any(child.bias is not None for child in linear[ends[_GATE_UP] :]):
             raise Unsupported("its feed-forward layers have biases")
-        self.index, self.heads, self.window, self.native = index, heads, window, native
-        norms = [module.input_layernorm, module.post_attention_layernorm]
+        self.index, self.heads, self.native = index, heads, native
+        self.window, self.gelu = family.window(config, index) or 0, family.gelu
+        self.residual = float(getattr(module, "residual_multiplier", 1.0))
+        self._has_norm = [name is not None for name in (*family.before, *family.after)]
+        norms = [getattr(module, name) for name in (*family.before, *family.after) if name is not None]
+        self.eps = eps_of(norms[0])
         self.has_head_norms = hasattr(attention, "q_norm")
         if self.has_head_norms:
             norms += [attention.q_norm, attention.k_norm]
         self.coded = {i: child.matrix for i, child in enumerate(linear) if isinstance(child, CodedLinear)}
-        self.biased = [i for i, child in enumerate(linear[:4]) if child.bias is not None]
+        self.biased = [i for i, child in enumerate(linear) if child.bias is not None]
         self.adapters = {i: adapter for i, adapter in enumerate(adapters) if adapter is not None}
         self._linear, self._norms = linear, norms
         self.weights = Weights(self._read_weights(), exact)
-        self.eps = float(norms[0].variance_epsilon)
 
     def _read_weights(self) -> list[Tensor]:
         given = [child.weight for child in self._linear] + [norm.weight for norm in self._norms]
@@ -240,21 +259,22 @@ class Layer:
     def current_weights(self, adapted: bool, packed_weights: PackedWeights | None = None) -> LayerWeights:
         """Return the current weights: with the LoRA terms if `adapted`, and packed if the cache `packed_weights` has room."""
         now = iter(self.weights.now())
-        matrices: list[Any] = [self.coded.get(i, next(now)) for i in range(7)]
-        norms = [next(now), next(now)]
+        count = len(self._linear)
+        matrices: list[Any] = [self.coded.get(i, next(now)) for i in range(count)]
+        norms = [next(now) if there else None for there in self._has_norm]
         head_norms = (next(now), next(now)) if self.has_head_norms else None
-        biases: list[Tensor | None] = [None] * 7
+        biases: list[Tensor | None] = [None] * count
         for i in self.biased:
             biases[i] = next(now)
-        lora: list[LoraDelta | None] = [None] * 7
+        lora: list[LoraDelta | None] = [None] * count
         if adapted:
             for i, adapter in self.adapters.items():
                 scale = float(adapter.module.scaling[adapter.name])
                 lora[i] = LoraDelta(next(now), next(now).detach() * scale, scale, self.native.products)
-        plain = LayerWeights(matrices, norms, head_norms, biases, lora, self.native)
+        plain = LayerWeights(self.groups, matrices, norms, head_norms, biases, lora, self.native)
         made = None
         if packed_weights is not None:
-            key, groups, products = (self.index, adapted), range(len(_GROUPS)), self.native.products
+            key, groups, products = (self.index, adapted), range(len(self.groups)), self.native.products
             made = packed_weights.of(key, self.weights.given, lambda: [plain.factors(i) for i in groups], products)
         if made is None and self.coded:
             plain = replace(plain, matrices=[unpack(x, self.dtype) if isinstance(x, CodedMatrix) else x for x in matrices])
@@ -269,7 +289,7 @@ class Layer:
         if weights.packed is None or weights.packed[_OUT].bias is not None:
             return None
         heads = [0, 0] if weights.head_norms is None else [x.data_ptr() for x in weights.head_norms]
-        norms, bias = [x.data_ptr() for x in weights.norms], weights.packed[_QKV].bias
+        norms, bias = [0 if x is None else x.data_ptr() for x in weights.norms], weights.packed[_QKV].bias
         low = [[0, 0] if p.low is None else [x.panels.data_ptr() for x in p.low] for p in weights.packed]
         return [
             *norms,
@@ -284,29 +304,44 @@ class Layer:
         ]
 
     @property
+    def inner(self) -> int:
+        """The width of the feed-forward layer."""
+        return int(self._linear[self.groups[_DOWN][0]].in_features)
+
+    @property
     def kinds(self) -> tuple[tuple[int, torch.dtype], ...]:
         """(width, dtype) of each tensor that `forward` returns: first of the output, then of the tensors for `backward`."""
-        heads, width, inner = self.heads, self._linear[3].out_features, self._linear[4].out_features
-        own = [(n, self.dtype) for n in (width, heads.row, heads.queries * heads.dim, width, 2 * inner)]
+        heads, width = self.heads, self._linear[self.groups[_DOWN][0]].out_features
+        after = [width] * sum(self._has_norm[2:])
+        own = [(n, self.dtype) for n in (width, heads.row, heads.queries * heads.dim, width, 2 * self.inner, *after)]
         return (*own[:3], (heads.queries, torch.float32), *own[3:])
 
     def forward(self, x: Tensor, how: PassArguments, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return (the layer's output [W, E], the tensors that `backward` needs besides x).
 
         For every token [S, …] these are [q|k|v], attention's output and the log-sum-exps of its scores. For the output rows
-        [W, …] they are the residual stream after attention and [gate|up].
+        [W, …] they are the residual stream after attention, [gate|up], and the inputs of the norms of outputs, if there are any.
         """
-        weights = self.current_weights(how.adapted, how.layout.packed_weights)
-        normed = self.native.rms_norm(x, weights.norms[0], self.eps)
+        weights, plain = self.current_weights(how.adapted, how.layout.packed_weights), []
+
+        def join(which: int, x: Tensor, base: Tensor) -> Tensor:
+            norm, out = weights.norms[2 + which], torch.empty_like(base)
+            if norm is None and self.residual == 1.0:
+                return weights.apply((_OUT, _DOWN)[which], x, out, residual=base)
+            weights.apply((_OUT, _DOWN)[which], x, out)
+            if norm is not None:
+                plain.append(out)
+            return self.native.products.add(base, self._norm(out, norm), self.residual)
+
+        normed = self._norm(x, weights.norms[0])
         qkv = selection.gather_inputs(weights.apply(_QKV, normed, x.new_empty(len(x), self.heads.row)))
-        rotated = self.native.rotary(qkv, weights.head_norms, *how.angles, self.heads)
+        rotated = self.native.rotary(qkv, weights.head_norms, how.angles[self.index], self.heads)
         mixed, normaliser = how.layout.mix(self, rotated, qkv)
-        stream = selection.gather_outputs(selection.gather_inputs(x))
-        middle = weights.apply(_OUT, selection.gather_outputs(mixed), torch.empty_like(stream), residual=stream)
-        normed = self.native.rms_norm(middle, weights.norms[1], self.eps)
-        both = weights.apply(_GATE_UP, normed, x.new_empty(len(normed), 2 * weights.matrices[4].shape[0]))
-        y = weights.apply(_DOWN, self.native.swiglu(both), torch.empty_like(middle), residual=middle)
-        return y, (qkv, mixed, normaliser, middle, both)
+        middle = join(0, selection.gather_outputs(mixed), selection.gather_outputs(selection.gather_inputs(x)))
+        normed = self._norm(middle, weights.norms[1])
+        both = weights.apply(_GATE_UP, normed, x.new_empty(len(normed), 2 * self.inner))
+        y = join(1, self.native.gated(both, self.gelu), middle)
+        return y, (qkv, mixed, normaliser, middle, both, *plain)
 
     def backward(
         self,
@@ -323,92 +358,91 @@ class Layer:
         `learns` is True for the weights that need a gradient. `kept` has the tensors from `forward`. The list is emptied, so that
         each tensor is freed after its last use. With `overwrite` the gradients may be written into these tensors.
         """
-        (angles, layout, adapted), multiply = how, self.native.products.of
+        angles, layout = how.angles[self.index], how.layout
         assert isinstance(layout, PackedLayout)
-        weights = self.current_weights(adapted)
-        (q, k, v, o, gate, up, down), norms, head_norms = weights.matrices, weights.norms, weights.head_norms
-        qkv, mixed, normaliser, middle, both = kept
+        weights = self.current_weights(how.adapted)
+        qkv, mixed, normaliser, middle, both, *plain = kept
         kept.clear()
-        matrices: list[Tensor | None] = [None] * 7
-        pairs: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * 7
-
-        def learn(i: int, dy: Tensor, x: Tensor) -> None:
-            matrices[i] = multiply(dy.t(), x) if learns[i] else None
-            if (delta := weights.lora[i]) is not None:
-                pairs[i] = delta.gradients(dy, x)
-
-        dboth, gated = self.native.gradients.swiglu(both, weights.add_input_grad(6, dy, multiply(dy, down)), in_place=overwrite)
+        made = _Gradients(self, weights, learns)
+        dout = made.before_residual(1, dy, plain)
+        dboth, gated = self.native.gradients.gated(both, weights.input_grad(_DOWN, [dout]), self.gelu, in_place=overwrite)
         del both
-        normed = self.native.rms_norm(middle, norms[1], self.eps)
-        dgate_up = (dboth[:, : len(gate)], dboth[:, len(gate) :])
-        learn(4, dgate_up[0], normed)
-        learn(5, dgate_up[1], normed)
-        learn(6, dy, gated)
-        del gated
-        dnormed = self._sum(dgate_up, (gate, up))
-        dnormed = weights.add_input_grad(5, dgate_up[1], weights.add_input_grad(4, dgate_up[0], dnormed))
-        del dboth, dgate_up, normed
+        parts = self._split(_GATE_UP, dboth)
+        made.learn(_GATE_UP, parts, self._norm(middle, weights.norms[1]))
+        made.learn(_DOWN, [dout], gated)
+        del gated, dout
+        dnormed = weights.input_grad(_GATE_UP, parts)
+        del dboth, parts
         dx = dy.clone()
-        small: list[Tensor | None] = [None, self.native.gradients.rms_norm(dx, middle, norms[1], dnormed, self.eps)]
-        learn(3, dx, selection.gather_outputs(mixed))
-        dbias = [dx.sum(0)] if weights.biases[3] is not None else []
-        rotated = self.native.rotary(qkv, head_norms, *angles, self.heads)
-        dmixed = selection.scatter_output_grads(weights.add_input_grad(3, dx, multiply(dx, o)), len(qkv))
+        made.add_through_norm(1, dx, middle, dnormed)
+        dout = made.before_residual(0, dx, plain)
+        made.learn(_OUT, [dout], selection.gather_outputs(mixed))
+        rotated = self.native.rotary(qkv, weights.head_norms, angles, self.heads)
+        dmixed = selection.scatter_output_grads(weights.input_grad(_OUT, [dout]), len(qkv))
         dqkv = self.native.gradients.attention(dmixed, mixed, normaliser, rotated, qkv, layout.spans, self.heads, self.window)
-        dheads = self.native.gradients.rotary(dqkv, qkv, head_norms, *angles, self.heads)
-        parts = self._parts(selection.sum_input_grads(dqkv, len(x)))
+        dheads = self.native.gradients.rotary(dqkv, qkv, weights.head_norms, angles, self.heads)
+        parts = self._split(_QKV, selection.sum_input_grads(dqkv, len(x)))
         dx = selection.sum_input_grads(selection.scatter_output_grads(dx, len(qkv)), len(x))
-        normed = self.native.rms_norm(x, norms[0], self.eps)
-        dnormed = self._sum(parts, (q, k, v))
-        for i, part in enumerate(parts):
-            learn(i, part, normed)
-            weights.add_input_grad(i, part, dnormed)
-        small[0] = self.native.gradients.rms_norm(dx, x, norms[0], dnormed, self.eps)
-        heads = list(dheads) if self.has_head_norms else []
-        first = [parts[i].sum(0) for i in self.biased if i < 3]
-        return dx, [*matrices, *small, *heads, *first, *dbias, *itertools.chain(*(pairs[i] for i in self.adapters))]
+        made.learn(_QKV, parts, self._norm(x, weights.norms[0]))
+        made.add_through_norm(0, dx, x, weights.input_grad(_QKV, parts))
+        return dx, made.in_order(dheads)
 
-    def _sum(self, parts: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
-        """Return the sum of the products parts[i] · matrices[i]."""
-        multiply = self.native.products.of
-        total = multiply(parts[0], matrices[0])
-        for part, matrix in zip(parts[1:], matrices[1:], strict=True):
-            multiply(part, matrix, total, base=total)
-        return total
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Return the RMS norm of x; x itself without a weight."""
+        return x if weight is None else self.native.rms_norm(x, weight, self.eps, self.heads.offset)
 
-    def _parts(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        wide, narrow = self.heads.queries * self.heads.dim, self.heads.keys * self.heads.dim
-        parts: tuple[Tensor, ...] = qkv.split([wide, narrow, narrow], dim=1)
+    def _split(self, group: int, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return the parts of rows that belong to the matrices of a group."""
+        parts: tuple[Tensor, ...] = rows.split([self._linear[i].out_features for i in self.groups[group]], dim=1)
         return parts
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """The LoRA adapter of a linear layer: peft's module, the adapter's name in it, and the weights (A, B)."""
+class _Gradients:
+    """The gradients of a layer's weights, collected during its backward pass."""
 
-    module: Any
-    name: str
-    weights: tuple[nn.Parameter, nn.Parameter]
+    def __init__(self, layer: Layer, weights: LayerWeights, learns: Sequence[bool]) -> None:
+        self.layer, self.weights, self.learns = layer, weights, learns
+        count = len(weights.matrices)
+        self.matrices: list[Tensor | None] = [None] * count
+        self.biases: list[Tensor | None] = [None] * count
+        self.lora: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * count
+        self.norms: list[Tensor | None] = [None] * len(weights.norms)
 
+    def learn(self, group: int, parts: Sequence[Tensor], x: Tensor) -> None:
+        """Compute the gradients of a group's weights from those of its matrices' outputs, `parts`, and its input x."""
+        for i, dy in zip(self.layer.groups[group], parts, strict=True):
+            self.matrices[i] = self.layer.native.products.of(dy.t(), x) if self.learns[i] else None
+            self.biases[i] = None if self.weights.biases[i] is None else dy.sum(0)
+            if (delta := self.weights.lora[i]) is not None:
+                self.lora[i] = delta.gradients(dy, x)
 
-def _split_adapter(child: Any) -> tuple[nn.Linear, Adapter | None]:
-    """Return (the linear layer of a module, the LoRA adapter on it or None).
+    def add_through_norm(self, which: int, dx: Tensor, x: Tensor, dnormed: Tensor) -> None:
+        """Add to dx the gradient of x from that of its norm; without a norm, from x itself."""
+        if self.weights.norms[which] is None:
+            dx += dnormed
+        else:
+            self.norms[which] = self._norm(which, dx, x, dnormed)
 
-    Raises `Unsupported` unless the module is a linear layer, or peft's LoRA layer without dropout or variants.
-    """
-    if type(child) in (nn.Linear, CodedLinear):
-        return child, None
-    kind = f"{type(child).__module__}.{type(child).__name__}"
-    if kind != "peft.tuners.lora.layer.Linear":  # compared by name, so that peft is imported only with an adapter
-        raise Unsupported(f"{kind_of(child)} is in the place of a linear layer")
-    if type(child.base_layer) not in (nn.Linear, CodedLinear) or child.fan_in_fan_out:
-        raise Unsupported(f"LoRA is applied to {kind_of(child.base_layer)}, not to a linear layer")
-    if len(child.active_adapters) != 1 or child.merged or child.active_adapters[0] not in child.lora_A:
-        raise Unsupported("a linear layer has several adapters, or one that is merged or inactive")
-    (name,) = child.active_adapters
-    a, b = child.lora_A[name], child.lora_B[name]
-    if name in child.lora_variant or b.bias is not None:
-        raise Unsupported("its adapter is a variant of LoRA")
-    if type(child.lora_dropout[name]) is not nn.Identity:
-        raise Unsupported("its adapter has dropout")
-    return child.base_layer, Adapter(child, name, (a.weight, b.weight))
+    def before_residual(self, which: int, dy: Tensor, plain: list[Tensor]) -> Tensor:
+        """Return the gradient of a product whose result, normalised and times `residual`, is added to the residual stream.
+
+        `plain` has the inputs of these norms. The last one is removed.
+        """
+        dy = dy if self.layer.residual == 1.0 else dy * self.layer.residual
+        if self.weights.norms[2 + which] is None:
+            return dy
+        dx = torch.zeros_like(dy)
+        self.norms[2 + which] = self._norm(2 + which, dx, plain.pop(), dy)
+        return dx
+
+    def _norm(self, which: int, dx: Tensor, x: Tensor, dy: Tensor) -> Tensor:
+        weight, layer = self.weights.norms[which], self.layer
+        assert weight is not None
+        return layer.native.gradients.rms_norm(dx, x, weight, dy, layer.eps, layer.heads.offset)
+
+    def in_order(self, heads: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return all gradients in the order of `Layer.weights`. `heads` are those of the norms of queries and keys."""
+        norms = [one for one, weight in zip(self.norms, self.weights.norms, strict=True) if weight is not None]
+        biases = [self.biases[i] for i in self.layer.biased]
+        pairs = itertools.chain(*(self.lora[i] for i in self.layer.adapters))
+        return [*self.matrices, *norms, *(heads if self.layer.has_head_norms else ()), *biases, *pairs]

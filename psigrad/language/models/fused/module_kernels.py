@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from psigrad.kernels.kernels import Kernels
 from psigrad.language.models.fused.caches import PackedWeights, Projection
 from psigrad.language.models.fused.decoder import NormFunction
+from psigrad.language.models.fused.families import eps_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -125,11 +126,6 @@ def norm_offset(module: Any, rms_norm: Callable[[Tensor, Tensor, Any, float], Te
     return None
 
 
-def eps_of(module: Any) -> Any:
-    """Return the ε of a norm, under either of its names; None if it has none."""
-    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
-
-
 @torch.no_grad()
 def _is_gated(module: Any) -> bool:
     """Return True if a feed-forward layer computes down(silu(gate(x)) · up(x)) without biases, tested on random numbers."""
@@ -171,7 +167,7 @@ class _FeedForward(torch.autograd.Function):
             parts.multiply(x, weight, out=part)
         ctx.parts = parts
         ctx.save_for_backward(x, both, gate, up, down)
-        return parts.multiply(parts.native.swiglu(both), down)
+        return parts.multiply(parts.native.gated(both), down)
 
     @staticmethod
     @once_differentiable
@@ -179,7 +175,7 @@ class _FeedForward(torch.autograd.Function):
         x, both, gate, up, down = ctx.saved_tensors
         native, (_, wants_x, *wants) = ctx.parts.native, ctx.needs_input_grad
         multiply, dy = native.products.of, dy.contiguous()
-        dboth, hidden = native.gradients.swiglu(both, multiply(dy, down))
+        dboth, hidden = native.gradients.gated(both, multiply(dy, down))
         dgate, dup = dboth.chunk(2, 1)
         dx = None
         if wants_x:
