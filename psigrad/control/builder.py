@@ -256,4 +256,4 @@ def _read_saved(folder: Path) -> dict[str, Any]:
     found = f"{MODEL_CONFIG} is missing" if not file.exists() else f"its {MODEL_CONFIG} does not describe one"
     inner = folder / "model"
     advice = f"give {inner}" if (inner / MODEL_CONFIG).exists() else "give a folder that `save` wrote, or a run's model folder"
-    raise UserError(f"{folder} holds no policy of control ({found}); {advice}.")
+    raise UserError(f"{folder} holds no control policy ({found}); {advice}.")

@@ -93,7 +93,7 @@ class PolicyGradient:
             ),
             (
                 self.critic is not None and isinstance(self.critic.returns, StatefulPsi | whitened),
-                "critic.returns must be an estimate of the return itself; choose gae, k_step or td_residual.",
+                "critic.returns is whitened or has a memory, so it estimates no return; choose gae, k_step or td_residual.",
             ),
             (
                 not needs_of(self.psi) & {"value", "action_value"} and self.critic is not None,

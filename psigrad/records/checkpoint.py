@@ -112,7 +112,7 @@ def seal(folder: Path, known: Mapping[str, Any] = MappingProxyType({})) -> dict[
     """
     found = [path for path in folder.rglob("*") if path.is_file()]
     if lost := known.keys() - {str(path.relative_to(folder)) for path in found}:
-        raise CheckpointError(f"{folder} lacks {', '.join(sorted(lost))}, which another process wrote; is it a shared folder?")
+        raise CheckpointError(f"{folder} lacks {', '.join(sorted(lost))}, which another process wrote; choose a shared folder.")
     files = sorted((p for p in found if str(p.relative_to(folder)) not in known), key=lambda path: -path.stat().st_size)
     with ThreadPoolExecutor() as pool:
         sums = [pool.submit(sha256, path) for path in files]

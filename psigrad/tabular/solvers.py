@@ -267,7 +267,7 @@ def solve(mdp: MDP, *, method: Method | None = None, value: ArrayLike | None = N
     best = np.where(mdp.is_terminal, 0.0, last.value + middle)
     bound = last.error_bound if method == "policy_iteration" else (last.high - last.low) / 2
     if bound > (wanted := wanted_error(epsilon, best)) and not gamma_is_one(mdp.gamma):
-        raise ValueError(f"epsilon is {wanted:g} and float64 proves no more than {bound:.1e} here; give a larger epsilon.")
+        raise ValueError(f"epsilon is {wanted:g}, but float64 can only prove a bound of {bound:.1e} here; give a larger epsilon.")
     q = q_values(mdp, best)
     policy = greedy(q) if last.chosen is None else np.asarray(last.chosen, dtype=np.int64)
     return Solution(best, policy, q, iterations, bound, method)

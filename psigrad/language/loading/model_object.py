@@ -209,7 +209,7 @@ def _check(model: Any) -> None:
     kind = type(model).__name__
     if hasattr(model, "peft_config"):
         raise UserError(
-            f"The model is {kind_of(model)}, which has an adapter on it; give its base with peft_config=, or save the adapter "
+            f"The model is {kind_of(model)}, which has an adapter; give its base model and peft_config=, or save the adapter "
             "and give its folder as the model."
         )
     if not isinstance(model, PreTrainedModel):

@@ -107,7 +107,9 @@ def _peft_targets(targets: Sequence[str]) -> str | list[str]:
     """Return `target_modules` as peft takes them. Raises `UserError` for a regular expression that is invalid or not alone."""
     patterns = [target for target in targets if target != "all-linear" and _is_pattern(target)]
     if patterns and len(targets) > 1:
-        raise UserError(f"lora_target_modules has the regular expression {patterns[0]!r} among {len(targets)}; give only that.")
+        raise UserError(
+            f"lora_target_modules has the regular expression {patterns[0]!r} and other names; give only the expression."
+        )
     try:
         re.compile(patterns[0] if patterns else "")
     except re.error as error:
@@ -352,7 +354,7 @@ class CountedDropout(nn.Module):
         if x.dim() == 2 and len(x) == len(tokens):
             return tokens[:, 0]
         raise UserError(
-            f"lora_dropout does not work in the layer {self.layer}, which reads only some tokens of a pass, as experts do; "
+            f"lora_dropout does not work in the layer {self.layer}, which (like an expert) reads only some of the tokens; "
             "remove lora_dropout, or remove that layer from lora_target_modules."
         )
 

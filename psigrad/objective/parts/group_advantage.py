@@ -84,7 +84,7 @@ def over_group_mean(batch: Batch) -> Tensor:
     reward_N = batch.sequence_reward
     if bool((reward_N < 0).any()):
         raise ValueError(
-            f"A return is {float(reward_N.min()):g} and over_group_mean divides by their mean; expected none below 0; shift the "
+            f"A return is {float(reward_N.min()):g} but over_group_mean divides by the mean, so none may be below 0; shift the "
             "rewards, or choose group_mean."
         )
     mean_N = group_sum(reward_N, batch.group) / group_size(batch.group)

@@ -29,7 +29,7 @@ from psigrad.objective.preferences.preference_loss import (
 METHODS: Catalog[Preference | KahnemanTversky] = Catalog()
 
 DPO = METHODS.declare("dpo", "direct preference optimisation", Preference(log_ratio, logistic(), beta=0.1))
-CDPO = METHODS.declare("cdpo", "DPO that takes a tenth of the labels for swapped", replace(DPO, link=logistic(0.1)))
+CDPO = METHODS.declare("cdpo", "DPO that assumes 10 % of the labels to be swapped", replace(DPO, link=logistic(0.1)))
 ROBUST_DPO = METHODS.declare("robust_dpo", "DPO without the bias of swapped labels", replace(DPO, link=robust(0.1)))
 # This is TRL's form, per token. The paper's form sums over tokens: replace(IPO, score=log_ratio).
 IPO = METHODS.declare(
@@ -43,7 +43,7 @@ SIMPO = METHODS.declare(
 # beta is 1, as the log-odds enter unscaled. lambda weights them against the likelihood.
 ORPO = METHODS.declare(
     "orpo",
-    "odds ratio beside the likelihood of the chosen, no reference",
+    "likelihood of the chosen plus an odds ratio, no reference",
     Preference(log_odds, logistic(), beta=1.0, sft=1.0, preference=0.1),
 )
 APO_ZERO = METHODS.declare("apo_zero", "raises the chosen, lowers the rejected", replace(DPO, link=apo_zero))

@@ -163,7 +163,7 @@ def test_a_packed_way_without_the_window_is_left_though_no_text_reaches_it(famil
     mask = PackedLayout._sequence_mask
     monkeypatch.setattr(PackedLayout, "_sequence_mask", lambda self, window: mask(self, None))
     model = prepare(network(family), tokenizer)
-    assert "beyond the window of its attention" in model.why_padded
+    assert "on texts longer than its attention window" in model.why_padded
     held = {vars(module).get("sliding_window") for module in model.network.modules()}
     assert probe.WINDOW not in held and model.network.config.sliding_window > probe.LENGTH
 

@@ -76,7 +76,7 @@ def test_a_row_that_the_template_cannot_say_stops_the_run_or_is_left_out_and_cou
     sft.run(replace(config, data=replace(config.data, bad_rows="skip"), run=replace(config.run, output_dir=str(tmp_path / "on"))))
     told = events(tmp_path / "on")["rows_refused"]
     assert (told["count"], told["kept"]) == (1, 2) and "rows.jsonl:2" in told["reasons"][0]
-    assert "1 of 3 rows were rejected and skipped; the first: rows.jsonl:2" in capsys.readouterr().err
+    assert "1 of 3 rows were rejected and skipped. The first one is rows.jsonl:2" in capsys.readouterr().err
 
 
 SPECIALS = ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")

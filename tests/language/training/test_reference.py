@@ -151,7 +151,7 @@ def test_a_model_learns_from_what_it_says_when_it_is_told_more(job, tmp_path):
     kl = metrics(online.run(replace(config, data=data)).folder, "kl")
     assert sum(kl[-6:]) / 6 < 0.7 * kl[0]
     missing = replace(config, run=replace(config.run, output_dir=str(tmp_path / "missing")))
-    with pytest.raises(UserError, match=r"train.jsonl.+teacher_prompt is 'told' and the row has no such column; it has"):
+    with pytest.raises(UserError, match=r"train.jsonl.+teacher_prompt is 'told', but the row has only the columns"):
         online.run(missing)
 
 

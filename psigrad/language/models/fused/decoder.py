@@ -117,7 +117,7 @@ class Decoder:
         config = network.config.get_text_config()
         family = FAMILIES.get(type(base).__name__.removesuffix("Model"))
         if family is None:
-            raise Unsupported(f"{type(base).__name__} is none of {', '.join(f'{name}Model' for name in FAMILIES)}")
+            raise Unsupported(f"{type(base).__name__} has no fused layers; {', '.join(f'{name}Model' for name in FAMILIES)} have")
         if network.device.type != "cpu" or network.dtype not in (torch.float32, torch.bfloat16):
             raise Unsupported(f"{network.dtype} on {network.device} is not supported")
         if config.hidden_act != "silu":
