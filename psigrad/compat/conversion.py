@@ -150,8 +150,8 @@ def _differences(config: str, values: Mapping[str, Any]) -> Iterator[str]:
         yield "TRL's entropy bonus is a mean over each micro-batch, psigrad's over the whole step."
     if values.get("top_entropy_quantile", 1.0) != 1.0:
         yield (
-            "TRL's top_entropy_quantile ranks the tokens of each micro-batch in each pass; psigrad ranks those of the whole "
-            "step once."
+            "TRL's top_entropy_quantile ranks the tokens of each micro-batch in each pass; psigrad ranks the tokens of "
+            "the whole step once."
         )
     if values.get("importance_sampling_level") == "sequence" and values.get("beta") and values.get("use_bias_correction_kl"):
         yield "TRL weights the KL term by the ratio of the whole completion, psigrad by the ratio of each token."

@@ -143,7 +143,7 @@ def _refuse_unread(config: ControlConfig) -> None:
     given, usual = (flatten(to_dict(one)) for one in (config, ControlConfig()))
     for name in sorted(unread_by(ControlConfig, name_of(config.algorithm))):
         if given[name] != usual[name]:
-            raise UserError(f"{name} is {given[name]} and {name_of(config.algorithm)} does not read it; remove it.")
+            raise UserError(f"{name} is {given[name]}, but {name_of(config.algorithm)} does not read it; remove it.")
 
 
 def has_own_trainer(algorithm: Any) -> bool:

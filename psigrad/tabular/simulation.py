@@ -257,7 +257,7 @@ class inverse_visits:
 
     def __post_init__(self) -> None:
         if not 0.5 < self.power <= 1:
-            raise ValueError(f"power is {self.power}; expected a number in (0.5, 1], since others do not converge.")
+            raise ValueError(f"power is {self.power}; expected a number in (0.5, 1], since other powers do not converge.")
 
     def __call__(self, n: int) -> float:
         """Return the step size at the n-th visit."""

@@ -36,8 +36,8 @@ def actions(space: Space) -> tuple[Distribution, Callable[[Array], Array]]:
         low, high, shape = space.low.reshape(-1), space.high.reshape(-1), space.shape
         return Normal(len(low)), lambda a: np.clip(a, low, high).reshape(-1, *shape).astype(space.dtype, copy=False)
     raise UserError(
-        f"The action space is {space}; expected Discrete, MultiDiscrete, MultiBinary or a Box of real numbers; give the "
-        "environment such actions by a gymnasium.ActionWrapper."
+        f"The action space is {space}; expected Discrete, MultiDiscrete, MultiBinary or a Box of real numbers; convert "
+        "the actions by a gymnasium.ActionWrapper."
     )
 
 

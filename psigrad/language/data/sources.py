@@ -232,7 +232,7 @@ def _summary(name: str, form: str, total: int, bad: list[BadRow], fits: str, hin
         shown = f"{bad[0]}" + ("; the others likewise" if total > 1 else "")
     else:
         shown = "; ".join(str(row) for row in bad[:_SHOWN]) + (f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else "")
-    cure = "fix these rows, or skip such rows with --bad-rows skip"
+    cure = "fix these rows, or skip malformed rows with --bad-rows skip"
     if len(bad) == total:
         cure = f"no {form} row is left; " + (f"these are rows of the form {fits} (docs/data.md)" if fits else "fix the rows")
     return f"{name} has {len(bad)} malformed of {total} rows ({shown}); {cure}{hint}."

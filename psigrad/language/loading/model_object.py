@@ -86,7 +86,7 @@ class ModelObject:
         elif known["class"] != now["class"] or (known != now and _TRAINED.get(network) != folder.resolve() and not allowed):
             raise UserError(
                 f"The run in {folder.parent} started from another model (its copy is in "
-                f"{folder}); give that one to resume, resume anyway with allow=['model'], or choose another output_dir."
+                f"{folder}); give that model to resume, resume anyway with allow=['model'], or choose another output_dir."
             )
         elif known != now:
             load_weights(network, folder)

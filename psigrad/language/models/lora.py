@@ -130,8 +130,8 @@ def settings_of(config: Any) -> dict[str, Any]:
     for name, value in given.items():
         if name not in _SETTINGS | _DESCRIBES and value != usual.get(name):
             raise UserError(
-                f"peft_config has {name}={value!r}, which psigrad does not train; save such an adapter with peft and give its "
-                "folder as the model."
+                f"peft_config has {name}={value!r}, which psigrad cannot set; make the adapter with peft, save it, and give "
+                "its folder as the model."
             )
     lora = Lora.of(given)
     return {

@@ -136,7 +136,7 @@ class ModelScorer:
 
     def _result(self, value: float) -> Result:
         if not math.isfinite(value):
-            return Unscored(f"the reward model {self.name} gave {value}")
+            return Unscored(f"the reward model {self.name} returned {value}")
         return Scored(value, {self.name: value})
 
 

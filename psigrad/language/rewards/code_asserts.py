@@ -209,7 +209,7 @@ class _Reader:
         if len(self.checks) >= _MOST:
             raise ValueError(f"line {line}: the test has more than {_MOST} asserts")
         if helper := next((n.id for n in ast.walk(test) if isinstance(n, ast.Name) and n.id in self.functions), ""):
-            raise ValueError(f"line {line} calls {helper}, a function of the test; an assert may only call the program")
+            raise ValueError(f"line {line} calls {helper}, a function of the test; an assert may call only the tested program")
         apart = _Apart(self)
         outer = apart.truth(test)
         if not apart.inside:
