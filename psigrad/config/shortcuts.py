@@ -356,7 +356,7 @@ SHORTCUTS = {
     ),
     "scale_rewards": Shortcut(
         "advantage within groups",
-        "divide advantages by the standard deviation of the group, of the batch, or by none",
+        "standard deviation that divides the advantages: group, batch or none",
         find_grouped,
         _by_std,
     ),

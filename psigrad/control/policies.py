@@ -40,7 +40,7 @@ def policy_name(policy: Any, env: Any) -> str | None:
         )
         raise UserError(f"There is no policy {policy!r}; expected {' or '.join(SETTINGS)}{near or '.'}")
     if env is None:
-        raise UserError(f'No environment was given beside {policy!r}; for example PPO("{policy}", "CartPole-v1").')
+        raise UserError(f'The policy {policy!r} needs an environment; write for example PPO("{policy}", "CartPole-v1").')
     return policy
 
 

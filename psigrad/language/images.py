@@ -393,7 +393,7 @@ def rgb(image: Image) -> Image:
     found: Image.Image = ImageOps.exif_transpose(image)
     if 0 in found.size or found.mode == "F":
         raise ValueError(
-            f"the image has {found.width} × {found.height} pixels of mode {found.mode}; expected whole-number pixels"
+            f"the image has {found.width} × {found.height} pixels of mode {found.mode}; expected whole numbers, as in RGB"
         )
     if found.mode.startswith("I"):
         grey = np.asarray(found).astype(np.float32).clip(0, 65535) / 257

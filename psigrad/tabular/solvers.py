@@ -321,7 +321,7 @@ def _largest(change: FloatArray) -> float:
 
 def _check_epsilon(epsilon: float | None) -> None:
     if epsilon is not None and not epsilon >= 0:
-        raise ValueError(f"epsilon is {epsilon}; expected the wanted bound on the error, 0 or more.")
+        raise ValueError(f"epsilon is {epsilon}; expected a bound on the error of 0 or more.")
 
 
 StateRows = tuple[FloatArray, IntArray, FloatArray]

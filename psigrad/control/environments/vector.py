@@ -422,6 +422,6 @@ def _mode(vector: Any) -> AutoresetMode:
         return AutoresetMode(mode) if isinstance(mode, str) else AutoresetMode(mode.value)
     except (ValueError, AttributeError) as error:
         raise UserError(
-            f"The vector environment's metadata has autoreset_mode={mode!r}; set it to one of Gymnasium's AutoresetMode, since "
+            f"The vector environment's metadata has autoreset_mode={mode!r}; set it to a value of AutoresetMode, since "
             "without it psigrad cannot know which steps the policy chose."
         ) from error

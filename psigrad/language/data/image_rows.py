@@ -62,7 +62,7 @@ def insert_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mappi
             have = several(len(marks), "image", "is", "are")
             fail(
                 name,
-                f"has {several(wanted, 'image part')} without an image, but {have} in the column {column}; give one per part",
+                f"has {several(wanted, 'image part')} without an image, but {have} in the column {column or 'images'}",
             )
         rest = iter(marks[begun:])
         made[name] = [reader.turn(turn, f"{name}[{i}]", rest) for i, turn in enumerate(raw[name])]

@@ -183,11 +183,11 @@ def _options(settings: Model, run: Run, world: World) -> dict[str, Any]:
 
 def _check_shards(settings: Model, lora: Lora | None, world: World) -> None:
     if world.lockstep and settings.quantize_base and lora is not None:
-        raise UserError("placement.strategy=fsdp cannot shard a quantised base (quantize_base); use ddp.")
+        raise UserError("placement.strategy=fsdp cannot shard a quantised base (quantize_base); set it to ddp.")
     if world.lockstep and lora is not None and (lora.dora or lora.modules_to_save):
         raise UserError(
-            "The adapter has use_dora or lora_modules_to_save, which placement.strategy=fsdp cannot merge; use ddp, or a plain "
-            "LoRA adapter."
+            "The adapter has use_dora or lora_modules_to_save, which placement.strategy=fsdp cannot merge; set it to ddp, or "
+            "give a plain LoRA adapter."
         )
 
 

@@ -61,7 +61,7 @@ class ModelObject:
         name = next((name for name, dtype in DTYPES.items() if dtype == self.network.dtype and name != "float64"), None)
         if name is None:
             raise UserError(
-                f"The model's weights are {self.network.dtype}; expected float32 or bfloat16: model.to(torch.bfloat16)."
+                f"The model's weights are {self.network.dtype}; expected float32 or bfloat16; call model.to(torch.bfloat16)."
             )
         return name
 

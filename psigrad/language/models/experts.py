@@ -77,8 +77,8 @@ def balance_of(network: Any, coefficient: float | None) -> LoadBalancing | None:
     if not hasattr(config, "output_router_logits") or not chosen:
         if coefficient:
             raise UserError(
-                f"router_aux_loss_coef is {coefficient:g}, and {type(network).__name__} has no routers whose load transformers "
-                "reports; remove it."
+                f"router_aux_loss_coef is {coefficient:g}, but transformers reports no router load for {type(network).__name__}; "
+                "remove router_aux_loss_coef."
             )
         return None
     wanted = (own or 0.0) if coefficient is None else coefficient

@@ -163,7 +163,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     if kind != "LORA":
         raise UserError(
             f"The adapter {str(folder)!r} has the type {kind}, but psigrad continues only LORA. Set model.adapter=merge to merge "
-            "it into its base, if its type allows that."
+            "it into its base, if its type can be merged."
         )
     return held
 

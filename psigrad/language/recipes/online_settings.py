@@ -188,8 +188,8 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
         raise UserError(f"The settings name a reference model, but {name} has no KL term; set algorithm.kl, or remove reference.")
     if not needs_reward and not (config.reference or config.teacher_prompt):
         raise UserError(
-            f"{name} learns from a teacher and none was given; name a model with --reference, or with --teacher-prompt the "
-            "column with the prompts that the teacher reads."
+            f"{name} learns from a teacher, but none was given; name a model with --reference, or the column of the "
+            "teacher's prompts with --teacher-prompt."
         )
     if config.teacher_prompt and (isinstance(algorithm, OnlinePreference) or not algorithm.needs_reference):
         raise UserError(f"The settings name a teacher_prompt, but {name} has no KL term; set algorithm.kl, or remove it.")

@@ -156,7 +156,7 @@ class decoupled_group_mean:
         """Return advantages [N, T]: one number for all steps of a row."""
         if batch.parts is None:
             raise ValueError(
-                "The batch has no `parts`, which decoupled_group_mean reads; give what each reward function gave, [N, K]."
+                "The batch has no `parts`, which decoupled_group_mean reads; give the rewards of K functions as [N, K]."
             )
         weights = batch.part_weights or (1.0,) * batch.parts.shape[1]
         total_N = torch.zeros_like(batch.sequence_reward)

@@ -469,7 +469,7 @@ def test_the_first_row_that_is_said_otherwise_is_told(plain_chatml: PreTrainedTo
         [sft(USER, BOT), sft(USER, BOT, chat_template_kwargs={"nothing": 1}), replace(thought, source="my.jsonl:8"), thought],
         lambda kind, text, **more: told.append(text),
     )
-    assert len(told) == 1 and "everything in my.jsonl:8: thoughts are in <think> tags" in told[0]
+    assert len(told) == 1 and "everything in my.jsonl:8: thoughts are written in <think> tags" in told[0]
 
 
 def test_sampling_stops_at_the_end_of_a_call_where_only_later_rows_offer_tools(build: Build) -> None:

@@ -270,7 +270,7 @@ def test_target_modules_have_pefts_meaning(named, base):
 
 
 @pytest.mark.parametrize(
-    ("targets", "said"), [((r".*\.q_proj", "v_proj"), "give only that"), (("(q_proj",), "not a regular expression")]
+    ("targets", "said"), [((r".*\.q_proj", "v_proj"), "give only the expression"), (("(q_proj",), "not a regular expression")]
 )
 def test_a_regular_expression_of_targets_is_sound_and_alone(targets, said, base):
     with pytest.raises(UserError, match=said):

@@ -252,8 +252,8 @@ def test_the_names_of_trls_trainers_are_taken(objects, job, tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"model": "a"}, "No dataset was given; give psigrad.train dataset="),
-        ({"dataset": "a"}, "No model was given; give psigrad.train model="),
+        ({"model": "a"}, "No dataset was given; pass dataset= to psigrad.train"),
+        ({"dataset": "a"}, "No model was given; pass model= to psigrad.train"),
         (
             {"dataset": "a", "train_dataset": [], "model": "m"},
             r"dataset is 'a' and train_dataset is \[\], and both are",
