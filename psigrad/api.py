@@ -86,9 +86,9 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
     named = resolve_names(declared.settings, {name: value for name, value in own.items() if value is not None} | settings)
     model, dataset = named.pop("model.path", None), named.pop("data.dataset", None)
     if model is None:
-        raise UserError("No model was given; give psigrad.train model=: a folder, a hub name, or a model of transformers.")
+        raise UserError("No model was given; pass model= to psigrad.train: a folder, a hub name, or a model of transformers.")
     if dataset is None and not named.get("environment"):  # an environment may bring its own rows
-        raise UserError("No dataset was given; give psigrad.train dataset=: a file, a folder, a hub name, or rows.")
+        raise UserError("No dataset was given; pass dataset= to psigrad.train: a file, a folder, a hub name, or rows.")
     eval_dataset, reward = named.pop("data.eval_dataset", ""), named.pop("reward", ())
     splits = (named.get("data.split", "train"), named.get("data.eval_split", "test"))
     overrides: dict[str, Any] = {
@@ -127,7 +127,7 @@ def _from_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: 
 def _in_memory(objects: ModelObject, named: Mapping[str, Any], recipe: str) -> dict[str, Any]:
     """Return the settings for a model given as an object: its output folder, the path of its initial weights, its precision."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not named.get("run.output_dir"):
-        raise UserError("The model is an object and several processes train it; give output_dir, the same for all of them.")
+        raise UserError("Several processes train a model that is given as an object; give all of them the same output_dir.")
     folder = Path(named.get("run.output_dir") or new_folder(recipe))
     start = TypedPath(str(absolute(folder / START)), str(folder / START))
     if named.get("model.dtype", objects.dtype) != objects.dtype:
@@ -219,7 +219,7 @@ def _rows(dataset: Dataset, split: str = "train", setting: str = "split", defaul
             )
         dataset = dataset[name]
     elif name != default_split:
-        raise UserError(f"{setting} is {split!r}, but the given rows have no splits; remove it.")
+        raise UserError(f"{setting} is {split!r}, but the given rows have no splits; remove {setting}.")
     if not isinstance(dataset, Iterable):
         raise UserError(f"The dataset is {dataset!r}; expected the name of a file, folder or hub dataset, or rows.")
     return list(keep_images_encoded(remove_format(dataset)))

@@ -51,7 +51,7 @@ GROUPS = {
         "tasks": Command("list the procedural tasks of reasoning-gym", language.tasks),
         "eval": Command("sample held-out prompts from a model and score them", language.evaluate),
         "lm-eval": Command("run tasks of EleutherAI's lm-eval, and show what training has made worse", _extra("lm_eval")),
-        "judge-report": Command("compare a judge with people's votes, and with itself", _studio("judge_report")),
+        "judge-report": Command("measure how often a judge agrees with people's votes, and with itself", _studio("judge_report")),
         "plan": Command("estimate the peak memory, batches and speed of a run before it starts", _extra("plan")),
         "compare": Command("compare methods from one checkpoint, over seeds, with equal samples", _extra("compare")),
         "sweep": Command("search any settings of a method with Optuna, over seeds", _extra("sweep")),

@@ -74,7 +74,7 @@ def convert_object(args: Any) -> Conversion:
         values = {option: value for option, value in values.items() if option not in _DERIVED}
     made = without_usual(translated(name, values))
     if made.no_equal:
-        raise UserError(f"args has options without an equivalent in psigrad: {' '.join(made.no_equal)} Remove them from {name}.")
+        raise UserError(f"args has options without an equivalent in psigrad. {' '.join(made.no_equal)} Remove them from {name}.")
     return made
 
 
@@ -139,27 +139,27 @@ def _differences(config: str, values: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each way in which psigrad trains differently from TRL although the settings are equal."""
     if values.get("bf16"):
         yield (
-            "With bf16=True TRL computes in bfloat16 from float32 weights; psigrad's dtype=bfloat16 keeps float32 masters of "
-            "bfloat16 weights."
+            "With bf16=True TRL keeps float32 weights and computes in bfloat16. With dtype=bfloat16 psigrad keeps bfloat16 "
+            "weights, and updates float32 copies of them."
         )
     elif values.get("bf16") is None and not values.get("fp16") and config != "PPOConfig":
-        yield "TRL computes in bfloat16 unless bf16=False; psigrad computes in float32 on a CPU. dtype=bfloat16 is close to TRL."
+        yield "TRL computes in bfloat16 unless bf16=False; psigrad computes in float32 on a CPU. Set dtype=bfloat16 to match."
     if config == "SFTConfig" and not values.get("assistant_only_loss"):
         yield "In rows of messages psigrad trains only on the assistant's turns; TRL by default trains on every token."
     if config == "GRPOConfig" and values.get("entropy_coef"):
         yield "TRL's entropy bonus is a mean over each micro-batch, psigrad's over the whole step."
     if values.get("top_entropy_quantile", 1.0) != 1.0:
         yield (
-            "TRL's top_entropy_quantile ranks the tokens of each micro-batch in each pass; psigrad ranks those of the whole "
-            "step once."
+            "TRL's top_entropy_quantile ranks the tokens of each micro-batch in each pass; psigrad ranks the tokens of "
+            "the whole step once."
         )
     if values.get("importance_sampling_level") == "sequence" and values.get("beta") and values.get("use_bias_correction_kl"):
         yield "TRL weights the KL term by the ratio of the whole completion, psigrad by the ratio of each token."
     if values.get("loss_type") in ("dapo", "cispo", "vespo") and values.get("steps_per_generation", 0) > values.get(
         "gradient_accumulation_steps", 1
     ):
-        yield "TRL divides each update by the mean tokens of all updates of a generation, psigrad by the update's own tokens."
+        yield "TRL divides each update by the mean number of tokens per update, psigrad by the number of tokens in that update."
     if values.get("loss_type") == "bnpo":
-        yield "TRL's bnpo divides by the tokens of each micro-batch, psigrad by those of the whole step."
+        yield "TRL's bnpo divides by the number of tokens in each micro-batch, psigrad by the number in the whole step."
     if config == "CPOConfig" and values["loss_type"] != "simpo":
         yield "TRL's CPO sums log-probs over a completion; psigrad's simpo takes their mean per token."

@@ -57,18 +57,18 @@ def _is(name: str, values: Mapping[Any, Settings], why: str = "", library: str =
     return Entry(name, library, values=values, why=why, usual=usual)
 
 
-_READ_ONCE = "rows are read once, before the first step"
+_READ_ONCE = "psigrad reads the rows once, before the first step"
 _ADAMW_8BIT = ("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
 _PUSHED_ONCE = "the model is pushed once, at the end; psigrad push RUN REPO pushes a finished run"
-_FOLDER = "a run is named by its folder: output_dir=runs/NAME"
-_MEMORY = "memory is bounded by micro_batch_tokens, which changes no gradient"
-_TRACKERS = "trackers are report_to=wandb, tensorboard, trackio, mlflow or swanlab"
+_FOLDER = "a run has the name of its folder; set output_dir=runs/NAME"
+_MEMORY = "micro_batch_tokens limits the memory, and changes no gradient"
+_TRACKERS = "report_to chooses the trackers: wandb, tensorboard, trackio, mlflow or swanlab"
 _PRECISION = "dtype=bfloat16 or dtype=float32 sets the precision"
 _REWARDS = "only methods and commands that sample, like grpo, ppo and eval, take rewards; other methods learn from dataset rows"
 _CHECKPOINTS = "save_steps and save_minutes set when checkpoints are written"
 _TORCHRUN = "on several machines torchrun or SLURM starts the processes"
-_ONLINE = "it is a part of the algorithm of an online method"
-_COLUMNS = "a dataset has TRL's columns, such as prompt or messages; rename or make them in the rows"
+_ONLINE = "only online methods (such as grpo) have it, as a part of their algorithm"
+_COLUMNS = "psigrad reads TRL's columns, such as prompt and messages; rename yours by columns=question=prompt"
 _NO_EVALUATION = {"evaluation.eval_steps": 0, "evaluation.eval_prompts": 0}
 _NO_CHECKPOINTS = {"run.save_steps": 0, "run.save_minutes": 0.0}
 METHOD = "the method is the command: psigrad grpo, psigrad ppo, psigrad dapo, psigrad ipo; in Python, the first argument"
@@ -159,11 +159,11 @@ _ROWS = (
     _is("fp16", {False: {}}, _PRECISION),
     _is("use_cpu", {True: {"run.device": "cpu"}, False: {}}),
     _is("tf32", {True: {}, False: {}}),
-    _is("use_vllm", {True: {"sampling.sampler": "vllm"}, False: {}}, "sampler=vllm samples with vLLM"),
+    _is("use_vllm", {True: {"sampling.sampler": "vllm"}, False: {}}, "set sampler=vllm to sample with vLLM"),
     _is("use_peft", {True: {"model.lora_rank": 16, "model.lora_alpha": 32.0, "model.lora_dropout": 0.05}, False: {}},
         "lora_rank=16 adds an adapter"),
     _is("sync_ref_model", {True: {"ref_model_sync_steps": 512}, False: {}},
-        "the reference follows the policy with ref_model_sync_steps=512"),
+        "set ref_model_sync_steps=512, so that the reference follows the policy"),
     _is("disable_tqdm", {True: {"run.progress": False}, False: {}}),
     # YAML reads `no` as False.
     _is("eval_strategy", {"steps": {}, "no": _NO_EVALUATION, False: _NO_EVALUATION}, "eval_steps sets when to evaluate"),
@@ -173,19 +173,19 @@ _ROWS = (
         **{name: {} for name in ("adamw_torch", "adamw_torch_fused", "adamw_hf")},
         **{name: {"optim.optimizer": name} for name in ("adamw", "adamw_8bit", "muon", "adafactor")},
         **{name: {"optim.optimizer": "adamw_8bit"} for name in _ADAMW_8BIT},
-    }, "the optimiser is optimizer=adamw, adamw_8bit, muon or adafactor"),
+    }, "set optimizer to adamw, adamw_8bit, muon or adafactor"),
     _is("shuffle_dataset", {True: {}}, "rows are shuffled in every epoch"),
     _is("assistant_only_loss", {True: {}}, "messages train only the assistant's turns; rows of text train all tokens"),
     _is("completion_only_loss", {True: {}},
         "rows of prompt and completion train only the completion; rows of text train all tokens", usual=(None,)),
     _is("hub_strategy", {"every_save": {}, "end": {}}, _PUSHED_ONCE),
     _is("resume_from_checkpoint", {True: {}, False: {"run.resume": "never"}},
-        "the same command resumes from the newest checkpoint"),
-    _is("use_liger_kernel", {False: {}}, "the log-probs are computed in chunks by psigrad's own kernels"),
+        "repeat the command to resume from the newest checkpoint"),
+    _is("use_liger_kernel", {False: {}}, "psigrad's own kernels compute the log-probs in chunks"),
     _is("packing", {False: {}}, "sequences are always packed and never attend to each other; remove it, and give the "
         "rows of a step as batch_size, since TRL counts packs of max_length tokens"),
     _is(f"{_ROLLOUT}.name", {"vllm": {"sampling.sampler": "vllm"}, "hf": {"sampling.sampler": "transformers"}},
-        "the sampler is sampler=embedded, transformers or vllm", "verl"),
+        "set sampler to embedded, transformers or vllm", "verl"),
     _is("actor_rollout_ref.model.use_remove_padding", {True: {}}, "", "verl"),
     _is("trainer.nnodes", {1: {}}, _TORCHRUN, "verl"),
     _is("algorithm.use_kl_in_reward", {False: {}}, "algorithm.kl.where=reward puts the KL term into the reward", "verl"),
@@ -195,7 +195,7 @@ _ROWS = (
     _is("policy", {
         "MlpPolicy": {}, "MultiInputPolicy": {},
         "CnnPolicy": {"network.net_arch": (512,), "network.activation": "relu", "network.critic": "shared"},
-    }, "the network of control is net_arch, activation, critic and cnn, and a language model is model", "sb3"),
+    }, "net_arch, activation, critic and cnn set a control network, and model names a language model", "sb3"),
     _is("use_sde", {False: {}}, "psigrad has no gSDE; log_std_init sets the initial deviation of continuous actions", "sb3"),
     # Names that are computed from several settings.
     *(Entry(name, "trl", rule=_BATCH) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")),
@@ -248,8 +248,8 @@ _ROWS = (
     *_needless("num_tokens is always logged", "include_num_input_tokens_seen"),
     *_needless("the model is evaluated before its first step anyway", "eval_on_start"),
     *_needless("SIGTERM saves anyway", "enable_jit_checkpoint"),
-    *_needless("resume is bitwise anyway", "ignore_data_skip full_determinism restore_callback_states_from_checkpoint"),
-    *_needless("psigrad has no such metric", "skip_memory_metrics do_predict include_for_metrics"),
+    *_needless("runs resume bit for bit anyway", "ignore_data_skip full_determinism restore_callback_states_from_checkpoint"),
+    *_needless("psigrad does not measure it", "skip_memory_metrics do_predict include_for_metrics"),
     *_needless("nothing is padded", "pad_to_multiple_of pad_token padding_value is_encoder_decoder"),
     *_needless("reference log-probs are always computed once and cached", "precompute_ref_log_probs precompute_ref_batch_size"),
     *_needless("psigrad samples", "cache_implementation transformers_continuous_batching_config use_transformers_paged"),
@@ -257,8 +257,8 @@ _ROWS = (
     *_needless("vLLM chooses it", "vllm_model_impl"),
     *_needless("the limit is the model's own length", "vllm_max_model_length"),
     *_needless("rollouts and the report show images anyway", "log_multimodal"),
-    *_needless("a reward model is read with its own tokenizer", "reward_processing_classes"),
-    *_needless("no such buffers are kept", "ignore_bias_buffers"),
+    *_needless("psigrad loads each reward model with its own tokenizer", "reward_processing_classes"),
+    *_needless("psigrad keeps no bias buffers", "ignore_bias_buffers"),
     *_needless("the method determines it", "lora_task_type"),
     _is("bnb_4bit_quant_type", {"nf4": {}}, "a base in 4 bits is always nf4"),
     *_needless("scales are float32, and psigrad has its own layout of codes", "use_bnb_nested_quant bnb_4bit_quant_storage"),
@@ -273,36 +273,36 @@ _ROWS = (
     *_no_equal("trackio runs locally", trackio_space_id=None, trackio_bucket_id=None, trackio_static_space_id=None),
     *_no_equal("the model is evaluated before its first step and then every eval_steps", eval_delay=0),
     *_no_equal("a checkpoint holds all that a resume needs", save_only_model=False),
-    *_no_equal("the token is read from HF_TOKEN or `hf auth login`, so that no file contains it", hub_token=None),
+    *_no_equal("psigrad reads the token from HF_TOKEN or `hf auth login`, so that no file contains it", hub_token=None),
     *_no_equal(_PUSHED_ONCE, hub_always_push=False),
-    *_no_equal("one seed derives all others", data_seed=None),
+    *_no_equal("psigrad derives every seed from the setting seed", data_seed=None),
     *_no_equal("set dp_replicate_size, tp_size and cp_size in the section placement", parallelism_config=None),
     *_no_equal("rows are shuffled in every epoch", train_sampling_strategy="random"),
     Entry("output_router_logits", "trl", values={False: {"model.router_aux_loss_coef": 0.0}, True: {}}),
-    *_no_equal("plain text is read from the column text; rename your column in the rows", dataset_text_field="text"),
+    *_no_equal("psigrad reads plain text from the column text; rename yours by columns=body=text", dataset_text_field="text"),
     *_no_equal(_READ_ONCE, dataset_kwargs=None),
     *_no_equal("rows that are too long are cut at their end, or dropped", truncation_mode="keep_start"),
     *_no_equal("sequences are packed whole", packing_strategy="bfd", eval_packing=None),
     *_no_equal("activations stay on the device; gradient_checkpointing saves their memory", activation_offloading=False),
     *_no_equal("log-probabilities are computed in float32 from the head in its own precision", cast_lm_head_to_fp32=False),
     Entry("loss_weights", "trl", rule="loss.sft, with loss_type=[…, sft]", usual=(None,),
-        why="one loss is trained; sft adds the likelihood of the chosen"),
-    *_no_equal("psigrad has no such part", ld_alpha=None, use_weighting=False, discopop_tau=0.05),
+        why="psigrad trains one loss; loss.sft adds the likelihood of the chosen completions"),
+    *_no_equal("psigrad's losses have no such term", ld_alpha=None, use_weighting=False, discopop_tau=0.05),
     *_no_equal("preference losses use the reverse KL", f_divergence_type="reverse_kl", f_alpha_divergence_coef=0.5),
     *_no_equal("temperature, top_p, top_k and min_p shape the distribution", generation_kwargs=None),
-    *_no_equal("psigrad starts vLLM itself, beside the trainer: sampler=vllm",
+    *_no_equal("psigrad starts vLLM itself, beside the trainer; set sampler=vllm",
         vllm_server_base_url=None, vllm_server_host="0.0.0.0", vllm_server_port=8000, vllm_server_timeout=240.0,
         vllm_group_port=51216),
-    *_no_equal("completions are sampled from the unchanged policy", vllm_structured_outputs_regex=None),
-    *_no_equal("this is the old name of vllm_importance_sampling_clip_max", vllm_importance_sampling_cap=None),
+    *_no_equal("psigrad samples from the unchanged policy, without a grammar", vllm_structured_outputs_regex=None),
+    *_no_equal("it is the old name of vllm_importance_sampling_clip_max; use that one", vllm_importance_sampling_cap=None),
     *_no_equal("the coefficient is constant; a callback can change it",
         use_adaptive_entropy=False, entropy_coef_min=0.0, entropy_coef_max=1.0, entropy_coef_delta=0.005,
         entropy_target=0.2),
-    *_no_equal("an episode has max_turns turns", max_tool_calling_iterations=None),
+    *_no_equal("max_turns limits the turns of an episode", max_tool_calling_iterations=None),
     *_no_equal("every completion is in rollouts.jsonl", log_unique_prompts=False, log_completions_hub_repo=None),
     *_no_equal("clip the value in the reward function", reward_clip_range=None),
     *_no_equal("the reference of a preference loss does not change", ref_model_sync_steps=512, ref_model_mixup_alpha=0.6),
-    *_no_equal("a reward or a metric makes evaluation generate", generate_during_eval=False),
+    *_no_equal("evaluation generates completions if it has a reward or a metric", generate_during_eval=False),
     *_no_equal("give the teacher as a folder", teacher_model_revision=None),
     *_no_equal("TRL's alpha belongs to AlphaPO, which psigrad does not have; lora_alpha sets the scale of an adapter", alpha=0.0),
     *_no_equal("psigrad adapts modules, not single parameters", lora_target_parameters=None),
@@ -310,25 +310,25 @@ _ROWS = (
     _is("load_in_8bit", {True: {"model.quantize_base": "int8"}, False: {}}),
     *_no_equal("quantize_base=nf4 or int8 quantises the base", quantization_config=None),
     *_no_equal("the whole dataset is read before the first step", dataset_streaming=False),
-    *_no_equal("the optimiser is optimizer=, with learning_rate, weight_decay, lr_scheduler_type and warmup_steps",
+    *_no_equal("set optimizer, learning_rate, weight_decay, lr_scheduler_type and warmup_steps",
         optimizers=(None, None), optimizer_cls_and_kwargs=None),
-    *_no_equal("the loss is the method's, whose parts may be your own: algorithm.psi=mine.py:my_advantage",
+    *_no_equal("the method sets the loss; replace one of its parts by yours: algorithm.psi=mine.py:my_advantage",
         compute_loss_func=None),
-    *_no_equal("metric=module:function is a metric of held-out prompts, with a reward's signature", compute_metrics=None),
-    *_no_equal("psigrad packs the rows, and its columns determine what is learned", data_collator=None),
+    *_no_equal("set metric=module:function, which has a reward's signature", compute_metrics=None),
+    *_no_equal("psigrad packs the rows itself; the columns of the dataset determine what is learned", data_collator=None),
     *_no_equal("give the model as model=", model_init=None),
     *_no_equal("environment= or tools= gives episodes of several turns, and sampler=module:Class a custom sampler",
         rollout_func=None),
     *_no_equal("give environment=module:Class with reset(row) and step(text)", environment_factory=None),
     *_no_equal("lora_rank=16 adds an adapter; psigrad.train takes a LoraConfig as peft_config", peft_config=None),
-    *_no_equal("the tokenizer is the model's; psigrad.train takes another one as tokenizer", processing_class=None,
+    *_no_equal("the model brings its tokenizer; pass another one to psigrad.train as tokenizer", processing_class=None,
         tokenizer=None),
     # Names with a replacement.
     Entry("reward", why=_REWARDS),
     Entry("reward_funcs", "trl", means="reward", why=_REWARDS),
     *_instead(_REWARDS, "reward_model", ""),
     *_instead(METHOD, "algorithm.adv_estimator", "verl"),
-    *_instead("prompts_per_step sets the prompts of a step, batch_size its rows", "train_batch_size", "openrlhf"),
+    *_instead("set prompts_per_step in online methods, and batch_size in others", "train_batch_size", "openrlhf"),
     *_instead(_MEMORY, "micro_train_batch_size micro_rollout_batch_size", "openrlhf"),
     *_instead(_MEMORY,
         f"{_ACTOR}.ppo_micro_batch_size_per_gpu actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu "
@@ -341,28 +341,28 @@ _ROWS = (
     *_instead(_FOLDER, "run_name log_folder logging_dir"),
     *_instead(_FOLDER, "trainer.experiment_name trainer.project_name", "verl"),
     *_instead(_TRACKERS, "trainer.logger", "verl"),
-    *_instead("the optimizer's settings are learning_rate, weight_decay and, for AdamW, adam_beta1, adam_beta2 and adam_epsilon",
+    *_instead("give learning_rate, weight_decay and, for AdamW, adam_beta1, adam_beta2 and adam_epsilon as settings",
         "optim_args"),
-    *_instead("psigrad.train takes a configuration of TRL; in a file or as flags settings are given one by one", "args"),
-    *_instead("a run resumes from its newest checkpoint; for a new one give another output_dir", "overwrite_output_dir"),
-    *_instead("passes over a batch are num_iterations", "n_epochs", "sb3"),
+    *_instead("only psigrad.train takes a configuration of TRL; in a file or as flags give each setting by its name", "args"),
+    *_instead("a run resumes from its newest checkpoint; for a new run give another output_dir", "overwrite_output_dir"),
+    *_instead("num_iterations sets the passes over a batch", "n_epochs", "sb3"),
     *_instead("completions are sampled from the policy; temperature, top_p, top_k and min_p shape it",
         "repetition_penalty"),
-    *_instead("models are sharded by strategy=fsdp, on processes=2 or more", "deepspeed fsdp fsdp_config accelerate_config"),
-    *_instead("several datasets are dataset=[a.jsonl:0.7, b.jsonl:0.3]", "datasets"),
-    *_instead("environment variables are set in the shell, and those that a reward needs are named by worker_env", "env"),
+    *_instead("set strategy=fsdp and processes=2 or more to shard the model", "deepspeed fsdp fsdp_config accelerate_config"),
+    *_instead("give several datasets with their weights as dataset=[a.jsonl:0.7, b.jsonl:0.3]", "datasets"),
+    *_instead("set environment variables in the shell, and name those that a reward needs in worker_env", "env"),
     *_instead(_TORCHRUN, "num_machines"),
     # Names of rl-zoo3 and Stable-Baselines3.
     *_instead("psigrad has no gSDE; log_std_init sets the initial deviation of continuous actions", "sde_sample_freq", "sb3"),
-    *_instead("hyperparameters are settings one by one, as learning_rate=1e-3",
+    *_instead("give each hyperparameter as a setting of its own, such as learning_rate=1e-3",
         "hyperparams hyperparameters hyperparameter", "sb3"),
     *_instead("eval_steps sets when to evaluate", "eval_freq", "sb3"),
     *_instead(_CHECKPOINTS, "save_freq", "sb3"),
     *_instead(_TRACKERS, "track tensorboard_log", "sb3"),
     *_instead("write net_arch: [64, 64], activation: relu and log_std_init: -2 as settings", "policy_kwargs", "sb3"),
-    *_instead("wrappers are wrappers: [module:Class]", "env_wrapper frame_stack", "sb3"),
-    *_instead("settings are --config FILE, and a run resumes with the same --output-dir", "conf_file trained_agent", "sb3"),
-    *_instead("there is no search for hyperparameters: call psigrad.control from Optuna", "optimize n_trials", "sb3"),
+    *_instead("give them as the setting wrappers: [module:Class]", "env_wrapper frame_stack", "sb3"),
+    *_instead("give settings by --config FILE; the same --output-dir resumes a run", "conf_file trained_agent", "sb3"),
+    *_instead("psigrad control has no search for hyperparameters; call psigrad.control from Optuna", "optimize n_trials", "sb3"),
     *_instead("vectorization=serial, sync or async sets how copies of an environment are stepped", "vec_env", "sb3"),
 )
 # fmt: on

@@ -175,7 +175,8 @@ class _Translator:
             found = [GivenSetting(name, inner, one.source) for name, inner in meaning.items() if self._has(name)]
             if len(found) < len(meaning) and one.source != DEFAULT:
                 self._refuse(
-                    one, f"{one.name} is {value!r} and stands for {' and '.join(meaning)}, which this command does not read."
+                    one,
+                    f"{one.name} is {value!r} and means {' and '.join(meaning)}, which this command does not read; remove it.",
                 )
             place = self.weak if one.name in _ONLY_A_DEFAULT else self.late if one.name in _BY_EPOCH else self.taken
             place.extend(found)
@@ -300,7 +301,7 @@ class _Translator:
         name, others = several[0], [other for other in several[1:] if other != "sft"]
         online = "algorithm.loss" if method == "online_dpo" else "loss"
         if others:
-            self._refuse(one, f"loss_type has {others[0]!r} too: one loss is trained.")
+            self._refuse(one, f"loss_type has {name!r} and {others[0]!r}, but psigrad trains one loss; give one of them.")
         if "sft" in several[1:]:
             weights = self.rules.get("loss_weights")
             weight = weights.value[several.index("sft")] if weights else 1.0
@@ -365,8 +366,8 @@ def _generation_batch(theirs: Mapping[str, int], at_once: int, accumulated: int,
         )
     if completions % update:
         raise UserError(
-            f"The batch sizes make {sum_of} and {update} an update; give steps_per_generation as a multiple of "
-            "gradient_accumulation_steps, or prompts_per_step and num_minibatches."
+            f"The batch sizes make {sum_of}, which is not a multiple of the {update} completions of an update; give "
+            "steps_per_generation as a multiple of gradient_accumulation_steps, or prompts_per_step and num_minibatches."
         )
     return [
         GivenSetting("prompts_per_step", completions // group, source),

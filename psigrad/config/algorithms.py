@@ -68,14 +68,14 @@ def change(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyGr
             parts["name"] = str(value)
         elif slot not in SLOTS:
             hint = nearest(slot, SLOTS) or "."
-            raise UserError(f"The algorithm has an unknown slot {slot!r}; expected preset, name or {', '.join(SLOTS)}{hint}")
+            raise UserError(f"The algorithm has no part {slot!r}; expected preset, name or {', '.join(SLOTS)}{hint}")
         elif slot == "keep":
             parts[slot] = tuple(_part("keep", item, None) for item in value or ())
         else:
             parts[slot] = _part(slot, value, None if start is None else getattr(start, slot))
     if start is None and (missing := [slot for slot in ("psi", "ratio", "surrogate", "aggregate") if slot not in parts]):
         raise UserError(
-            f"The algorithm has no preset and no {', '.join(missing)}; expected a preset to start from or all four slots."
+            f"The algorithm has no preset and no {', '.join(missing)}; expected a preset, or psi, ratio, surrogate and aggregate."
         )
     return _with_numbers(PolicyGradient(**parts) if start is None else replace(start, **parts))
 
@@ -95,7 +95,9 @@ def resolve_loss(spec: LossSpec) -> Preference | KahnemanTversky:
     names = {f.name for f in fields(start)}
     for name, value in changes.items():
         if name not in names:
-            raise UserError(f"{start.name} has no {name!r}; expected preset or one of {', '.join(sorted(names))}.")
+            raise UserError(
+                f"The preference loss {start.name} has no field {name!r}; expected preset or one of {', '.join(sorted(names))}."
+            )
         if name in preference_catalog.PARTS:
             changes[name] = _part(name, value, getattr(start, name))
     found: Preference | KahnemanTversky = replace(
@@ -117,7 +119,7 @@ def resolve_online(spec: Spec | OnlinePreference) -> PolicyGradient | OnlinePref
     loss = resolve_loss(changes.pop("loss", "dpo"))
     if changes or isinstance(loss, KahnemanTversky):
         known = ", ".join(name for name in preference_catalog.METHODS if name != "kto")
-        raise UserError(f"online_dpo got {', '.join(changes) or 'the loss kto'}; expected a loss on pairs: {known}.")
+        raise UserError(f"online_dpo got {', '.join(changes) or 'the loss kto'}; give it only a loss on pairs: {known}.")
     return OnlinePreference(loss, f"online_{loss.name}")
 
 
@@ -182,7 +184,7 @@ def _part(slot: str, value: Any, current: Any) -> Any:
     elif callable(value) or isinstance(value, tuple(DEFAULT_PART.values())):
         return value
     raise UserError(
-        f"Slot {slot} is {value!r}; expected a name, module:object, or a mapping with `part` and its parameters"
+        f"The part {slot} is {value!r}; expected a name, module:object, or a mapping with `part` and its parameters"
         f"{', or null' if slot in _OPTIONAL else ''}."
     )
 
@@ -207,19 +209,19 @@ def _build(part: Any, parameters: Mapping[str, Any]) -> Any:
     label = getattr(part, "__name__", str(part))
     if not (isinstance(part, type) and is_dataclass(part)):
         if parameters:
-            raise UserError(f"{label} takes no parameters and got {', '.join(parameters)}; give its name alone.")
+            raise UserError(f"The part {label} takes no parameters and got {', '.join(parameters)}; give its name alone.")
         return part
     allowed = [f.name for f in fields(part)]
     for key in parameters:
         if key not in allowed:
             hint = nearest(key, allowed) or "."
-            raise UserError(f"{label} has no parameter {key!r}; expected {', '.join(allowed) or 'none'}{hint}")
+            raise UserError(f"The part {label} has no parameter {key!r}; expected {', '.join(allowed) or 'none'}{hint}")
     if part is ratio.KL and isinstance(parameters.get("coefficient"), Mapping):
         parameters = {**parameters, "coefficient": _part("kl", {"part": "adaptive", **parameters["coefficient"]}, None)}
     try:
         return part(**parameters)
     except TypeError as error:
-        raise UserError(f"{label} got {parameters}; {error}; expected parameters {', '.join(allowed)}.") from error
+        raise UserError(f"The part {label} got {parameters} ({error}); expected parameters {', '.join(allowed)}.") from error
 
 
 def _look_up(name: Any, choices: Mapping[str, T], kind: str, also: str = "") -> T:

@@ -157,7 +157,7 @@ def idle(config: Any) -> dict[str, str]:
         value = _value(config, name)
         if value != settings[name].default and not any(_is_set(config, one) for one in mark.settings):
             known = [one for one in mark.settings if _value(config, one.partition("=")[0]) is not None]
-            found[name] = f"{name} is {value!r} and has no effect without {' or '.join(known)}."
+            found[name] = f"{name} is {value!r} and has no effect without {' or '.join(known)}; remove it."
     return found
 
 

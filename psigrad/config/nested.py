@@ -37,7 +37,9 @@ def put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
         elif first in ("algorithm", "loss") and (inner is None or isinstance(inner, str)):
             inner = values[parent] = {} if inner is None else {"part": inner}
         if not isinstance(inner, dict):
-            raise UserError(f"The {source} sets a field of {parent!r}, which is {inner!r} and has no fields.")
+            raise UserError(
+                f"The {source} sets a field of {parent!r}, but {parent!r} is {inner!r}, which has no fields; remove one of them."
+            )
         values = inner
     values[leaf] = deepcopy(value) if isinstance(value, dict) else value  # the caller's object must not change
 

@@ -128,7 +128,9 @@ def _result(slot: str, part: Any, call: Callable[[], Any]) -> Any:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(PACKAGE)]
         own = [frame for frame in frames if frame.filename == _file_of(part)]
         place = f"{own[-1].filename}, line {own[-1].lineno}" if own else _source_location(part)
-        raise UserError(f"The part {slot}, {_name(part)}, raised {name_reason(error)} on a test batch ({place}).") from error
+        raise UserError(
+            f"The part {slot}, {_name(part)}, raised {name_reason(error)} on a test batch ({place}); fix it."
+        ) from error
 
 
 def _check(slot: str, part: Any, found: Any, shapes: tuple[tuple[int, ...], ...], dtype: Any = None) -> None:

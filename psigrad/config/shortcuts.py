@@ -177,7 +177,7 @@ def rank_source(source: str) -> int:
 def _describe_missing(name: str, short: Shortcut, spec: Any) -> str:
     method = spec.get("preset", "the algorithm") if isinstance(spec, Mapping) else spec
     have = [other for other, preset in algorithms.PRESETS.items() if short.find(describe(preset))]
-    return f"{method} has no {short.what}, so {name} has no effect; methods with one: {', '.join(have)}."
+    return f"{method} has no {short.what}, so {name} has no effect; remove it, or choose a method with one: {', '.join(have)}."
 
 
 def find_parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[Part], Places]:
@@ -328,8 +328,8 @@ _CLIPS = ("clip", "dual_clip", "geometric_clip")
 SHORTCUTS = {
     "beta": Shortcut(
         "KL term",
-        "weight of the KL term to the reference, 0: none; the β of a preference loss; in orpo, weight of the odds-ratio term; in "
-        "distillation, 0: forward KL, 1: reverse KL, between them a mixture",
+        "weight of the KL to the reference (0: none); in preference losses, β; in orpo, weight of the odds-ratio term; in "
+        "distillation, 0 is the forward KL, 1 the reverse KL, and values between mix them",
         _either(_kl_weight, _preference_weight),
         _write_kl_weight,
         main=True,
@@ -351,11 +351,14 @@ SHORTCUTS = {
     ),
     "epsilon_high": Shortcut(
         "upper bound of the ratio",
-        "distance above 1 at which the ratio is clipped; in cispo, the largest weight",
+        "how far the ratio may rise above 1; in cispo, the largest weight",
         _either(find_parameter("high", *_CLIPS), find_parameter("cap", "truncated_weight")),
     ),
     "scale_rewards": Shortcut(
-        "advantage within groups", "standard deviation to divide by: group, batch or none", find_grouped, _by_std
+        "advantage within groups",
+        "standard deviation that divides the advantages: group, batch or none",
+        find_grouped,
+        _by_std,
     ),
     "aggregate": Shortcut(
         "aggregate",
@@ -395,7 +398,7 @@ SHORTCUTS = {
     "label_smoothing": Shortcut(
         "label smoothing", "assumed share of swapped labels", find_parameter("label_smoothing", "logistic", "robust")
     ),
-    "margin": Shortcut("margin", "least lead of the chosen completion's score over the rejected one's", _preference("margin")),
+    "margin": Shortcut("margin", "score by which a chosen completion must exceed the rejected one", _preference("margin")),
     "sft_weight": Shortcut("likelihood term", "weight of the chosen completions' negative log-likelihood", _preference("sft")),
     "desirable_weight": Shortcut("weights by label", "weight of good completions", _preference("desirable_weight")),
     "undesirable_weight": Shortcut("weights by label", "weight of bad completions", _preference("undesirable_weight")),

@@ -104,12 +104,12 @@ class StopTrainingOnRewardThreshold:
         """Return False if the threshold is reached. Raises `UserError` without an `EvalCallback`, whose metrics it needs."""
         if MEAN_RETURN not in figures:
             raise UserError(
-                "StopTrainingOnRewardThreshold got figures without an evaluation; give it to one: "
+                "StopTrainingOnRewardThreshold reads the figures of an evaluation; pass it to an EvalCallback: "
                 "EvalCallback(callback_on_new_best=StopTrainingOnRewardThreshold(…))."
             )
         reached = figures[MEAN_RETURN] >= self.reward_threshold
         if reached and self.verbose:
-            print(f"{agent.num_timesteps} steps: the return {figures[MEAN_RETURN]:.2f} ends training")
+            print(f"{agent.num_timesteps} steps: training ends, because the return is {figures[MEAN_RETURN]:.2f}")
         return not reached
 
 

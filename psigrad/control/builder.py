@@ -143,7 +143,7 @@ def _refuse_unread(config: ControlConfig) -> None:
     given, usual = (flatten(to_dict(one)) for one in (config, ControlConfig()))
     for name in sorted(unread_by(ControlConfig, name_of(config.algorithm))):
         if given[name] != usual[name]:
-            raise UserError(f"{name} is {given[name]} and {name_of(config.algorithm)} does not read it; remove it.")
+            raise UserError(f"{name} is {given[name]}, but {name_of(config.algorithm)} does not read it; remove it.")
 
 
 def has_own_trainer(algorithm: Any) -> bool:
@@ -256,4 +256,4 @@ def _read_saved(folder: Path) -> dict[str, Any]:
     found = f"{MODEL_CONFIG} is missing" if not file.exists() else f"its {MODEL_CONFIG} does not describe one"
     inner = folder / "model"
     advice = f"give {inner}" if (inner / MODEL_CONFIG).exists() else "give a folder that `save` wrote, or a run's model folder"
-    raise UserError(f"{folder} holds no policy of control ({found}); {advice}.")
+    raise UserError(f"{folder} holds no control policy ({found}); {advice}.")

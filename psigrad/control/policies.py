@@ -34,11 +34,13 @@ def policy_name(policy: Any, env: Any) -> str | None:
         return None
     if policy not in SETTINGS:
         near = (
-            "; none is recurrent: stack observations (FrameStackObservation)." if "Lstm" in policy else nearest(policy, SETTINGS)
+            "; psigrad has no recurrent policies, so stack observations (FrameStackObservation)."
+            if "Lstm" in policy
+            else nearest(policy, SETTINGS)
         )
         raise UserError(f"There is no policy {policy!r}; expected {' or '.join(SETTINGS)}{near or '.'}")
     if env is None:
-        raise UserError(f'No environment was given beside {policy!r}; for example PPO("{policy}", "CartPole-v1").')
+        raise UserError(f'The policy {policy!r} needs an environment; write for example PPO("{policy}", "CartPole-v1").')
     return policy
 
 
@@ -74,12 +76,12 @@ def translate_kwargs(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 _WITHOUT_EQUAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_sde": ((False,), "psigrad has no gSDE; log_std_init sets the initial noise, which is learned"),
     "sde_sample_freq": ((-1,), "psigrad has no gSDE"),
-    "use_rms_prop": ((True,), "the optimiser is optimizer='adam' or 'rmsprop'"),
+    "use_rms_prop": ((True,), "set optimizer to 'adam' or 'rmsprop'"),
     "clip_range_vf": ((None,), "the critic's loss is not clipped"),
     "stats_window_size": ((100,), "figures are over the last 100 episodes"),
     "optimize_memory_usage": ((False,), "images are already stored as bytes"),
     "reward_threshold": ((None,), "compare the returned mean with the threshold"),
-    "replay_buffer_class": ((None,), "DQN's buffer draws uniformly, and there is no HER"),
+    "replay_buffer_class": ((None,), "DQN's buffer draws uniformly, and psigrad has no HER"),
     "replay_buffer_kwargs": ((None, {}), "DQN's buffer draws uniformly"),
     "rollout_buffer_class": ((None,), "psigrad has a single kind of rollout buffer"),
     "rollout_buffer_kwargs": ((None, {}), "psigrad has a single kind of rollout buffer"),
@@ -152,8 +154,8 @@ ELSEWHERE = {
     "EventCallback": _CALLBACK,
     "StopTrainingOnMaxEpisodes": "write callback=lambda agent, figures: figures.get('rollout/episodes', 0) < 1000",
     "StopTrainingOnNoModelImprovement": "give EvalCallback a callback_after_eval, a function of the agent and its figures",
-    "ProgressBarCallback": "learn(…, progress_bar=True) shows one",
-    "VecNormalize": "normalize_observations=True and normalize_rewards=True do it",
+    "ProgressBarCallback": "learn(…, progress_bar=True) shows a progress bar",
+    "VecNormalize": "set normalize_observations=True and normalize_rewards=True",
     "VecFrameStack": "gymnasium.wrappers.FrameStackObservation does the same",
     **dict.fromkeys(("make_vec_env", "DummyVecEnv", "SubprocVecEnv"), _COPIES),
     **dict.fromkeys(("Monitor", "VecMonitor"), "returns and lengths of episodes are always counted"),
@@ -175,8 +177,8 @@ def check_callback(call: Any) -> None:
     if hasattr(call, "_on_step"):
         own = f"import the {kind} of psigrad.control" if kind in _OWN_CALLBACKS else ELSEWHERE.get(kind, _CALLBACK)
         raise UserError(
-            f"The callback {kind} has Stable-Baselines3's _on_step, which is called at every step, but psigrad takes many steps "
-            f"at a time: {own}."
+            f"The callback {kind} has Stable-Baselines3's _on_step, which psigrad never calls, since it takes many steps at "
+            f"a time. Use this instead: {own}."
         )
     if isinstance(call, type) or not callable(call):
         raise UserError(f"The callback is of type {kind}; expected a function of the agent and its figures.")

@@ -243,7 +243,7 @@ def check_video(config: ControlConfig) -> None:
 def _open_drawn(config: ControlConfig) -> gym.Env[Any, Any]:
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # a machine may have no screen
     if not isinstance(config.env, str):
-        raise UserError("A video needs the environment's id, but the environment was given as an object.")
+        raise UserError("A video needs an environment's id, but env is an object; give its id, or remove video.")
     try:
         return single(config.env, config.wrappers, render_mode="rgb_array", **config.env_kwargs)
     except Exception as error:

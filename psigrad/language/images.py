@@ -188,7 +188,7 @@ def picture(digest: str) -> Picture:
     if digest not in _register and (found := next(iter(_find_stored(digest)), None)) is not None:
         register(found)
     if digest not in _register:
-        raise UserError(f"The image {digest[:12]}… is not among the images of this run; read its rows first.")
+        raise UserError(f"The image {digest[:12]}… is not among the images of this run; read the rows with that image first.")
     return _register[digest]
 
 
@@ -208,7 +208,7 @@ def split_id(token: int) -> tuple[Picture, int]:
                 register(one)
     known = _by_first.get(first)
     if known is None:
-        raise UserError("A prompt has tokens of an image that is not among the images of this run; read its rows first.")
+        raise UserError("A prompt has tokens of an image that this run has not read; read the rows with that image first.")
     return _register[known], place
 
 
@@ -364,7 +364,7 @@ def insert_image_ids(ids: Sequence[int], pictures: Sequence[Picture], image_form
     own = [first_id(one.digest) + place for one in pictures for place in range(image_format.count(one))]
     if (count := sum(token == image_format.token_id for token in ids)) != len(own):
         raise UserError(
-            f"The text has {count} image tokens, and its {len(pictures)} images have {len(own)} features; remove "
+            f"The text has {count} image tokens, but its {len(pictures)} images need {len(own)} of them; remove "
             f"{image_format.placeholder!r} from the text."
         )
     left = iter(own)
@@ -393,7 +393,7 @@ def rgb(image: Image) -> Image:
     found: Image.Image = ImageOps.exif_transpose(image)
     if 0 in found.size or found.mode == "F":
         raise ValueError(
-            f"the image has {found.width} × {found.height} pixels of mode {found.mode}; expected whole-number pixels"
+            f"the image has {found.width} × {found.height} pixels of mode {found.mode}; expected whole numbers, as in RGB"
         )
     if found.mode.startswith("I"):
         grey = np.asarray(found).astype(np.float32).clip(0, 65535) / 257

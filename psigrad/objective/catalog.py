@@ -211,7 +211,7 @@ MAXRL = METHODS.declare(
     "maxrl", "maximum likelihood of success", PolicyGradient(over_group_mean, ratio.token, clip(0.2, 0.28), token_mean)
 )
 PASS_AT_K = METHODS.declare(
-    "pass_at_k", "one right answer among k", PolicyGradient(pass_at_k(4), ratio.token, clip(0.2, 0.28), token_mean)
+    "pass_at_k", "at least one right answer among k", PolicyGradient(pass_at_k(4), ratio.token, clip(0.2, 0.28), token_mean)
 )
 SAPO = METHODS.declare(
     "sapo", "a sigmoid in place of the clip", PolicyGradient(group_mean(), ratio.token, soft_clip(), sequence_mean)
@@ -248,16 +248,16 @@ PROCESS_GRPO = METHODS.declare(
 
 # Three methods against the collapse of entropy. The 80/20 paper builds on DAPO; Clip-Cov and KL-Cov on GRPO without a KL term.
 TOP_ENTROPY = METHODS.declare(
-    "top_entropy", "DAPO on the 20 % of tokens with the highest entropy", replace(DAPO, keep=(*DAPO.keep, top_entropy(0.2)))
+    "top_entropy", "DAPO on the 20 % of the tokens with the highest entropy", replace(DAPO, keep=(*DAPO.keep, top_entropy(0.2)))
 )
 CLIP_COV = METHODS.declare(
     "clip_cov",
-    "GRPO without the tokens that cost most entropy",
+    "GRPO without the tokens that lower the entropy most",
     PolicyGradient(group_mean(), ratio.token, clip(0.2, 0.2), token_mean, keep=(clip_covariance(),)),
 )
 KL_COV = METHODS.declare(
     "kl_cov",
-    "a penalty on the tokens that cost most entropy",
+    "a penalty on the tokens that lower the entropy most",
     PolicyGradient(group_mean(), ratio.token, covariance_penalty(), token_mean),
     num_minibatches=4,
 )

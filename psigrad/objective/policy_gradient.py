@@ -88,42 +88,42 @@ class PolicyGradient:
         for wrong, sentence in (
             (
                 "value" in needs_of(self.psi) and self.critic is None,
-                f"psi {_name(self.psi)} reads a critic's values and critic is None; set critic=value_loss() or choose a psi "
+                f"psi {_name(self.psi)} reads a critic's values, but critic is None; set critic=value_loss() or choose a psi "
                 "without a critic.",
             ),
             (
                 self.critic is not None and isinstance(self.critic.returns, StatefulPsi | whitened),
-                "critic.returns must be an estimate of the return itself; choose gae, k_step or td_residual.",
+                "critic.returns is whitened or has a memory, so it estimates no return; choose gae, k_step or td_residual.",
             ),
             (
                 not needs_of(self.psi) & {"value", "action_value"} and self.critic is not None,
-                f"critic is set and psi {_name(self.psi)} never reads its values; choose gae, k_step or td_residual, or set "
+                f"critic is set, but psi {_name(self.psi)} never reads its values; choose gae, k_step or td_residual, or set "
                 "critic=None.",
             ),
             (
                 self.ratio is ratio.none and differentiates_ratio(self.surrogate),
-                f"surrogate {_name(self.surrogate)} takes its gradient from the ratio and ratio is none; set ratio=token, or "
+                f"surrogate {_name(self.surrogate)} takes its gradient from the ratio, but ratio is none; set ratio=token, or "
                 "surrogate=score.",
             ),
             (
                 self.ratio is not ratio.none and self.surrogate is score,
-                f"surrogate score ignores the ratio and ratio is {_name(self.ratio)}; set ratio=none, or surrogate=unclipped "
+                f"surrogate score ignores the ratio, but ratio is {_name(self.ratio)}; set ratio=none, or surrogate=unclipped "
                 "or clip.",
             ),
             (
                 isinstance(innermost(self.surrogate), divergence_mask)
                 and self.ratio in (ratio.none, ratio.sequence, ratio.trajectory),
-                f"surrogate {_name(innermost(self.surrogate))} compares the probabilities of each step and ratio is "
+                f"surrogate {_name(innermost(self.surrogate))} compares the probabilities of each step, but ratio is "
                 f"{_name(self.ratio)}; set ratio=token.",
             ),
             (
                 self.ratio is ratio.trajectory and self.aggregate is not sequence_mean,
-                f"ratio trajectory is one number for the whole completion and aggregate {_name(self.aggregate)} would count "
+                f"ratio trajectory is one number for the whole completion, but aggregate {_name(self.aggregate)} would count "
                 "it once per step; set aggregate=sequence_mean.",
             ),
             (
                 self.corrects and self.correction is not None,
-                f"surrogate {_name(innermost(self.surrogate))} weighs by the sampler's probabilities and correction "
+                f"surrogate {_name(innermost(self.surrogate))} weighs by the sampler's probabilities, and correction "
                 f"{_name(self.correction)} would count them twice; set correction=None.",
             ),
         ):

@@ -112,7 +112,7 @@ def seal(folder: Path, known: Mapping[str, Any] = MappingProxyType({})) -> dict[
     """
     found = [path for path in folder.rglob("*") if path.is_file()]
     if lost := known.keys() - {str(path.relative_to(folder)) for path in found}:
-        raise CheckpointError(f"{folder} lacks {', '.join(sorted(lost))}, which another process wrote; is it a shared folder?")
+        raise CheckpointError(f"{folder} lacks {', '.join(sorted(lost))}, which another process wrote; choose a shared folder.")
     files = sorted((p for p in found if str(p.relative_to(folder)) not in known), key=lambda path: -path.stat().st_size)
     with ThreadPoolExecutor() as pool:
         sums = [pool.submit(sha256, path) for path in files]
@@ -217,7 +217,7 @@ def _verify_file(root: Path, name: str, entry: Mapping[str, Any], summed: bool =
     if not file.is_file():
         raise CheckpointError(f"{root.name}/{name} is missing.")
     if file.stat().st_size != entry["bytes"]:
-        raise CheckpointError(f"{root.name}/{name} has {file.stat().st_size} bytes; {entry['bytes']} were written.")
+        raise CheckpointError(f"{root.name}/{name} has {file.stat().st_size} bytes, but {entry['bytes']} bytes were written.")
     if summed and (actual := sha256(file)) != entry["sha256"]:
         raise CheckpointError(f"{root.name}/{name} has SHA-256 {actual[:16]}…; {entry['sha256'][:16]}… was written.")
 

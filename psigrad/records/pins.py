@@ -94,9 +94,9 @@ def check_settings(
         # a mistyped model or data setting explains the rest
         refused.sort(key=lambda change: not change.name.startswith(("model.", "data.")))
         more = f"; and {len(refused) - 5} more" if len(refused) > 5 else ""
-        advice = "restore them to resume it, or choose another output_dir"
+        advice = "restore these settings to resume it, or choose another output_dir"
         if refused == longer:
-            advice = "the learning rate's schedule depends on it: give --extend to train to the new end, or restore it"
+            advice = "the learning-rate schedule depends on the length, so give --extend to train to the new end, or restore it"
         else:
             every = " ".join(change.name for change in refused)
             advice += f"; --allow {every} accepts the change{'s' if len(refused) > 1 else ''}"

@@ -128,11 +128,11 @@ class RunFolder:
     def _begin(self, config: Mapping[str, Any], resume: str, settings: type[Any] | None) -> None:
         if resume == "never" and any(self.checkpoints.glob("step-*")):
             raise RunFolderError(
-                f"{self.path} has checkpoints and resume is never; choose another output_dir or set resume to auto."
+                f"{self.path} has checkpoints, but resume is never; choose another output_dir or set resume to auto."
             )
         if resume == "must" and checkpoint.latest(self.checkpoints).path is None:
             raise RunFolderError(
-                f"{self.path} has no checkpoint that can be used and resume is must; check output_dir or set resume to auto."
+                f"{self.path} has no checkpoint that can be used, but resume is must; check output_dir or set resume to auto."
             )
         file = self.path / "config.json"
         now = self.settings = json.loads(redaction.without(to_line(redaction.hide(config)), redaction.values()))

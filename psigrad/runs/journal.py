@@ -242,7 +242,7 @@ class Journal:
     def stopped(self, step: int) -> None:
         """Record the stop and raise `Stopped`. Call this after a requested stop, once the state is saved."""
         self.folder.event("stopped", step=step)
-        stopped = Stopped(f"Stopped as asked after step {step}; everything is saved. The same command resumes from there.")
+        stopped = Stopped(f"Stopped as asked after step {step}; everything is saved. Repeat the command to resume from there.")
         stopped.exit_status += max(self.world.all_gather(self.signal.number if self.signal is not None else 0))
         raise stopped
 

@@ -106,8 +106,8 @@ class GameTree:
             known = self.sets.setdefault((position.seat, position.information), position.actions)
             if known != position.actions:
                 raise ValueError(
-                    f"Seat {position.seat} knows {position.information!r} both with actions {known} and {position.actions}; "
-                    "expected one set of actions."
+                    f"Seat {position.seat} has the actions {known} and elsewhere {position.actions} in the information set "
+                    f"{position.information!r}; expected the same actions."
                 )
         return _Node(position, tuple(self._grow(game, (*history, action)) for action in position.actions))
 

@@ -71,7 +71,7 @@ class GridWorld:
         def __getattr__(self, name: str) -> NoReturn:
             """Raise an AttributeError. If an MDP has this name, the message suggests `grid.mdp()`, as for a grid in a solver."""
             there = hasattr(MDP, name) or name in MDP.__dataclass_fields__
-            hint = " Its MDP has: give grid.mdp() where an MDP is expected." if there else ""
+            hint = " Its MDP has it; give grid.mdp() where an MDP is expected." if there else ""
             raise AttributeError(f"A GridWorld has no {name!r}.{hint}", name=name, obj=self)
 
     def state(self, cell: Cell) -> int:

@@ -265,8 +265,8 @@ def _check(stacked: Matrix, rewards: FloatArray, gamma: float, terminal: BoolArr
     if not np.isfinite(rewards).all():
         state, action = np.argwhere(~np.isfinite(rewards))[0]
         raise ValueError(
-            f"rewards[{state}, {action}] is {rewards[state, action]}; expected a finite number; give an action that must "
-            "not be taken a large negative reward."
+            f"rewards[{state}, {action}] is {rewards[state, action]}; expected a finite number; to forbid an "
+            "action, make its reward large and negative."
         )
     n_states = terminal.size
     sums = np.asarray(stacked.sum(axis=1), dtype=np.float64).reshape(-1, n_states).T

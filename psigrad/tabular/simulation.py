@@ -257,7 +257,7 @@ class inverse_visits:
 
     def __post_init__(self) -> None:
         if not 0.5 < self.power <= 1:
-            raise ValueError(f"power is {self.power}; expected in (0.5, 1], where learning converges.")
+            raise ValueError(f"power is {self.power}; expected a number in (0.5, 1], since other powers do not converge.")
 
     def __call__(self, n: int) -> float:
         """Return the step size at the n-th visit."""
@@ -268,5 +268,5 @@ def at(schedule: Schedule, count: int, name: str) -> float:
     """Return the value of a schedule at `count`. Raises ValueError if it is outside [0, 1]."""
     value = schedule(count) if callable(schedule) else schedule
     if not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value} at {count}; expected in [0, 1].")
+        raise ValueError(f"{name} is {value} at count {count}; expected a number in [0, 1].")
     return value

@@ -267,7 +267,7 @@ def solve(mdp: MDP, *, method: Method | None = None, value: ArrayLike | None = N
     best = np.where(mdp.is_terminal, 0.0, last.value + middle)
     bound = last.error_bound if method == "policy_iteration" else (last.high - last.low) / 2
     if bound > (wanted := wanted_error(epsilon, best)) and not gamma_is_one(mdp.gamma):
-        raise ValueError(f"epsilon is {wanted:g} and float64 proves no more than {bound:.1e} here; give a larger epsilon.")
+        raise ValueError(f"epsilon is {wanted:g}, but float64 can only prove a bound of {bound:.1e} here; give a larger epsilon.")
     q = q_values(mdp, best)
     policy = greedy(q) if last.chosen is None else np.asarray(last.chosen, dtype=np.int64)
     return Solution(best, policy, q, iterations, bound, method)
@@ -321,7 +321,7 @@ def _largest(change: FloatArray) -> float:
 
 def _check_epsilon(epsilon: float | None) -> None:
     if epsilon is not None and not epsilon >= 0:
-        raise ValueError(f"epsilon is {epsilon}; expected the wanted bound on the error, 0 or more.")
+        raise ValueError(f"epsilon is {epsilon}; expected a bound on the error of 0 or more.")
 
 
 StateRows = tuple[FloatArray, IntArray, FloatArray]

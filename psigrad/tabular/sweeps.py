@@ -141,7 +141,7 @@ def is_finished(sweep: Sweep, epsilon: float | None, slack: float) -> bool:
         return True
     if sweep.residual <= slack and epsilon > 0:
         raise ValueError(
-            f"epsilon is {epsilon:g} and sweeps in float64 prove no more than {sweep.error_bound:.1e} here; give a larger "
-            "epsilon, or 0 to continue until nothing changes."
+            f"epsilon is {epsilon:g}, but sweeps in float64 can only prove a bound of {sweep.error_bound:.1e} here; give a "
+            "larger epsilon, or 0 to continue until nothing changes."
         )
     return sweep.residual == 0

@@ -377,7 +377,7 @@ class VLLMSampler(Sampler):
         self._end()
         lost = f"vLLM's engine was lost: {error}."
         if self.model.shard_root is not None or not self._source.own:  # only other processes could resend weights
-            raise self._fail(RankLost(f"{lost} The same command resumes from the newest checkpoint.")) from error
+            raise self._fail(RankLost(f"{lost} Repeat the command to resume from the newest checkpoint.")) from error
         self.losses += 1
         self._in_a_row += 1
         if self._in_a_row >= LOSSES:

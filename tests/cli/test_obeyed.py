@@ -466,8 +466,8 @@ def test_every_setting_of_control_is_read_by_its_algorithm_or_refused(name, alon
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [("ppo --buffer-size 5", "dqn.buffer_size is 5 and ppo does not read it"), ("dqn --n-steps 5", "n_steps is 5 and dqn does"),
-     ("trpo --clip-range 0.3", "clip_range is 0.3 and trpo"), ("ppo dqn.tau=0.5", "dqn.tau is 0.5 and ppo"),
+    [("ppo --buffer-size 5", "dqn.buffer_size is 5, but ppo does not read it"), ("dqn --n-steps 5", "n_steps is 5, but dqn does"),
+     ("trpo --clip-range 0.3", "clip_range is 0.3, but trpo"), ("ppo dqn.tau=0.5", "dqn.tau is 0.5, but ppo"),
      ("a2c --clip-range-schedule linear", "clip_range_schedule is linear and a2c does not clip"),
      ("grpo --gae-lambda 0.5", "gae_lambda is 0.5 and grpo has no λ")],
 )  # fmt: skip

@@ -209,7 +209,7 @@ def test_offline_batch_sizes_are_computed():
             {"per_device_train_batch_size": 3},
             "3 completions at once × 1 = 3 a step, which is not a multiple of num_generations 8",
         ),
-        ({"generation_batch_size": 24, "gradient_accumulation_steps": 2}, "24 completions a step and 16 an update"),
+        ({"generation_batch_size": 24, "gradient_accumulation_steps": 2}, "24 completions a step, .* multiple of the 16"),
         ({"per_device_train_batch_size": 8, "prompts_per_step": 2}, "both set the size of a step"),
         ({"per_device_train_batch_size": "many"}, "expected a whole number"),
         ({"data.train_batch_size": 9, "actor_rollout_ref.actor.ppo_mini_batch_size": 2}, "does not divide"),

@@ -74,7 +74,7 @@ def test_what_cannot_be_is_a_sentence():
     args = trl.GRPOConfig(use_cpu=True, bf16=False, optim="sgd")
     with pytest.raises(
         UserError,
-        match=r"optim='sgd': the optimiser is optimizer=adamw, adamw_8bit, muon or adafactor\. Remove them from GRPOConfig",
+        match=r"optim='sgd': set optimizer to adamw, adamw_8bit, muon or adafactor\. Remove them from GRPOConfig",
     ):
         psigrad.train("grpo", model="m", dataset="d", args=args)
     with pytest.raises(UserError, match=r'GRPOConfig, which is for grpo, but the method is \'dpo\'; call psigrad.train\("grpo"'):

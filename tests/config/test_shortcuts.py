@@ -64,7 +64,7 @@ def test_every_flag_of_a_methods_help_changes_that_and_nothing_else(name):
         places = find_values(short, name)
         flag = f"--{short.replace('_', '-')}"
         if not places:
-            with pytest.raises(UserError, match=r"has no effect; methods with one: .*[a-z]"):
+            with pytest.raises(UserError, match=r"has no effect; remove it, or choose a method with one: .*[a-z]"):
                 resolved(name, flag, *([] if SHORTCUTS[short].switch else ["0.3"]))
             continue
         now = places[0][1]

@@ -81,7 +81,7 @@ def test_the_ring_keeps_the_newest():
         taken = ReplayBuffer(capacity, 1)
         taken.take(ring.tensors())
         assert taken._data["action"][: len(taken)].tolist() == kept
-    with pytest.raises(ValueError, match=r"observation of shape \[1\]; expected shape \[2\]"):
+    with pytest.raises(ValueError, match=r"observation of shape \[1\]; expected observation of shape \[2\]"):
         ReplayBuffer(5, 2).take(ring.tensors())
     with pytest.raises(ValueError, match="learning_starts"):
         ReplayBuffer(5, 1).sample(1, np.random.default_rng(0))

@@ -250,7 +250,7 @@ def test_stable_baselines3s_way_of_naming_a_policy_is_the_same_agent(capsys):
         (("CnnPolicy", "CartPole-v1"), {}, "needs images"),
         (("MultiInput", "CartPole-v1"), {}, "Two environments"),
         (("LstmPolicy", "CartPole-v1"), {}, "MlpPolicy or CnnPolicy or MultiInputPolicy"),
-        (("MlpPolicy",), {}, "No environment"),
+        (("MlpPolicy",), {}, "needs an environment"),
         (("CartPole-v1", "Acrobot-v1"), {}, "Two environments"),
         (("MlpPolicy", "CartPole-v1"), {"policy_kwargs": {"ortho_init": False}}, "ortho_init=False"),
         (("MlpPolicy", "CartPole-v1"), {"policy_kwargs": {"net_arch": {"pi": [8], "vf": [9]}}}, "same for policy and critic"),

@@ -171,7 +171,7 @@ def test_an_agent_learns_predicts_saves_and_loads(tmp_path):
         agent.predict(np.zeros(3))
     with pytest.raises(UserError, match="a different network"):
         PPO.load(tmp_path / "saved", env="Acrobot-v1")
-    with pytest.raises(UserError, match="holds no policy"):
+    with pytest.raises(UserError, match="holds no control policy"):
         PPO.load(tmp_path)
     with pytest.raises(UserError, match="a policy of ppo, not of dqn"):
         DQN.load(tmp_path / "saved")

@@ -139,7 +139,7 @@ def test_a_choice_outside_its_space_is_refused_by_training_and_by_predict(space,
     agent = PPO(World, n_envs=1, n_steps=4).learn(4)
     for wrong in outside:
         assert not space.contains(wrong)
-        with pytest.raises(UserError, match="not in the observation_space"):
+        with pytest.raises(UserError, match="expected a value in the observation_space"):
             agent.predict(wrong)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="not in its observation_space"):
             patch.setattr(World, "seen", wrong)

@@ -109,7 +109,7 @@ def test_the_towers_of_a_vision_language_checkpoint_never_learn_and_are_saved(na
     assert command("plan grpo", model, *lora, "--json") == 0
     plan = json.loads(capsys.readouterr().out)
     grpo(model, *lora)
-    assert len(re.findall(r"Only the text half of .* is used: ", capsys.readouterr().err)) == 1
+    assert len(re.findall(r"Only the language model in .* is trained\. ", capsys.readouterr().err)) == 1
     opened = AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "model")
     assert type(opened) is type(network) and opened.config.text_config.to_dict()["vocab_size"] == 280
     after = opened.state_dict()
@@ -136,5 +136,5 @@ def test_a_checkpoint_without_a_text_half_to_load_is_refused_with_what_to_take(w
     (tmp_path / "rows.jsonl").write_text(ROWS)
     assert command(wanted, tmp_path / "model", *([] if "plan" in wanted else ["--output-dir", str(tmp_path / "run")])) == 2
     said = capsys.readouterr().err.strip()
-    assert "qwen2_5_vl is a model of images or sounds that psigrad does not train: take a text model of the family" in said
+    assert "qwen2_5_vl is a model of images or sounds, which psigrad cannot train; choose a text model of the family" in said
     assert said.count("\n") == 0

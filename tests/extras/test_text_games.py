@@ -143,7 +143,7 @@ def test_a_game_with_images_or_undeclared_seats_is_refused():
         play(Scripted(MODEL, lambda context: "b"), Pictured)
     rules, prompt = Episodes(InProcess(lambda: Kuhn())), (0, (0,), Row("x", prompt=":", columns={"nature": ["JQ"]}))
     how = {"num_generations": 1, "seed_of": lambda i, k: k, "model": MODEL, "version": 0}
-    with pytest.raises(UserError, match="has no `seats`"):
+    with pytest.raises(UserError, match="has no attribute `seats`"):
         rules.play(Scripted(MODEL, lambda context: "b"), [prompt], SamplingParams(1), **how)
 
 

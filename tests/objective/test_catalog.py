@@ -161,8 +161,8 @@ def test_a_wrong_specification_is_refused_with_what_to_do(spec: object, sentence
         ({"ratio": none, "surrogate": covariance_penalty()}, "takes its gradient from the ratio"),
         ({"ratio": none, "surrogate": off_policy_mask(kl_penalty())}, "takes its gradient from the ratio"),
         ({"ratio": none, "surrogate": with_imitation(off_policy_mask())}, "takes its gradient from the ratio"),
-        ({"ratio": sequence, "surrogate": divergence_mask()}, "of each step and ratio is sequence; set ratio=token"),
-        ({"ratio": none, "surrogate": off_policy_mask(divergence_mask())}, "of each step and ratio is none; set ratio=token"),
+        ({"ratio": sequence, "surrogate": divergence_mask()}, "of each step, but ratio is sequence; set ratio=token"),
+        ({"ratio": none, "surrogate": off_policy_mask(divergence_mask())}, "of each step, but ratio is none; set ratio=token"),
         ({"ratio": presets.RLOO.ratio, "aggregate": token_mean}, "set aggregate=sequence_mean"),
     ],
 )

@@ -407,9 +407,9 @@ def test_the_limit_of_discounts_is_the_undiscounted_value():
 
 def test_what_float64_cannot_prove_is_said():
     mdp = tabular.forest(gamma=0.999)
-    with pytest.raises(ValueError, match="float64 prove no more than"):
+    with pytest.raises(ValueError, match="float64 can only prove a bound of"):
         last(tabular.value_iteration(mdp, epsilon=1e-13))
-    with pytest.raises(ValueError, match="float64 proves no more than"):
+    with pytest.raises(ValueError, match="float64 can only prove a bound of"):
         tabular.solve(mdp, epsilon=1e-16)
     with pytest.raises(ValueError, match="epsilon is -1"):
         next(tabular.value_iteration(mdp, epsilon=-1))

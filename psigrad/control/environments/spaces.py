@@ -36,8 +36,8 @@ def actions(space: Space) -> tuple[Distribution, Callable[[Array], Array]]:
         low, high, shape = space.low.reshape(-1), space.high.reshape(-1), space.shape
         return Normal(len(low)), lambda a: np.clip(a, low, high).reshape(-1, *shape).astype(space.dtype, copy=False)
     raise UserError(
-        f"The action space is {space}; expected Discrete, MultiDiscrete, MultiBinary or a Box of real numbers; give the "
-        "environment such actions by a gymnasium.ActionWrapper."
+        f"The action space is {space}; expected Discrete, MultiDiscrete, MultiBinary or a Box of real numbers; convert "
+        "the actions by a gymnasium.ActionWrapper."
     )
 
 
@@ -152,7 +152,9 @@ def _shapes(space: Space, observation: Any) -> Iterator[tuple[tuple[int, ...], t
     parts = _parts(space)
     keyed = isinstance(observation, Mapping) if isinstance(space, spaces.Dict) else isinstance(observation, tuple | list)
     if not keyed or set(observation if isinstance(observation, Mapping) else range(len(observation))) != set(parts):
-        raise UserError(f"The observation is of type {type(observation).__name__}; expected the parts {list(parts)} of {space}.")
+        raise UserError(
+            f"The observation is of type {type(observation).__name__}; expected a value for each of {list(parts)}, as in {space}."
+        )
     for key, part in parts.items():
         yield from _shapes(part, observation[key])
 

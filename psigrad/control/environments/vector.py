@@ -191,7 +191,9 @@ class Environments:
         try:
             return self._flatten(batch), single
         except (IndexError, ValueError) as error:
-            raise UserError(f"The observation {observation!r} is not in the observation_space {self._space}.") from error
+            raise UserError(
+                f"The observation is {observation!r}; expected a value in the observation_space {self._space}."
+            ) from error
 
     def _flat(self, raw: Any) -> Array:
         if self._space.shape is not None and np.shape(raw)[1:] != self._space.shape:
@@ -354,8 +356,8 @@ def _call(make: Callable[[], Any]) -> gym.Env[Any, Any]:
         raise UserError(f"{reason_for(f'The environment {name}', error)} when it was made. Fix the environment.") from error
     if not isinstance(made, gym.Env):
         raise UserError(
-            f"The function of the environment returned a value of type {type(made).__name__}; expected one of Gymnasium's "
-            "environments."
+            f"The function that makes the environment returned a value of type {type(made).__name__}; return an environment of "
+            "Gymnasium."
         )
     return made
 
@@ -420,6 +422,6 @@ def _mode(vector: Any) -> AutoresetMode:
         return AutoresetMode(mode) if isinstance(mode, str) else AutoresetMode(mode.value)
     except (ValueError, AttributeError) as error:
         raise UserError(
-            f"The vector environment's metadata has autoreset_mode={mode!r}; expected one of Gymnasium's AutoresetMode: without "
-            "it psigrad cannot know which steps the policy chose."
+            f"The vector environment's metadata has autoreset_mode={mode!r}; set it to a value of AutoresetMode, since "
+            "without it psigrad cannot know which steps the policy chose."
         ) from error

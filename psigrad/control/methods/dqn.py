@@ -84,7 +84,7 @@ class ReplayBuffer:
         for name, data in self._data.items():
             if name not in tensors or tensors[name].shape[1:] != data.shape[1:]:
                 found = f"{name} of shape {list(tensors[name].shape[1:])}" if name in tensors else f"no {name}"
-                raise ValueError(f"the saved transitions have {found}; expected shape {list(data.shape[1:])}")
+                raise ValueError(f"the saved transitions have {found}; expected {name} of shape {list(data.shape[1:])}")
         oldest = int(tensors["added"]) % max(1, len(tensors["action"])) if "added" in tensors else 0
         self.added = 0
         self.add(**{name: np.roll(tensors[name].numpy(), -oldest, 0)[-self.capacity :] for name in self._data})

@@ -358,7 +358,7 @@ def _check(config: ControlConfig, algorithm: PolicyGradient) -> None:
             raise UserError(f"{name} {what}, which control does not support; choose another method, such as grpo or ppo.")
     if config.n_steps and not reads & {"value", "action_value"}:
         raise UserError(
-            f"{name} sums rewards to the end of the episode and n_steps is {config.n_steps}, which would cut episodes; set "
+            f"{name} sums rewards to the end of the episode, but n_steps is {config.n_steps}, which would cut episodes; set "
             "n_steps=0 (whole episodes), or choose a method with a critic."
         )
     if minibatches and (algorithm.aggregate is not token_mean or not _per_step(algorithm)):
@@ -368,7 +368,7 @@ def _check(config: ControlConfig, algorithm: PolicyGradient) -> None:
         )
     if config.n_epochs * (1 + minibatches) > 1 and algorithm.ratio is ratio.none:
         raise UserError(
-            f"{name} has no ratio, so it can train on a rollout once; set n_epochs=1 and batch_size=0, or choose ppo."
+            f"{name} has no ratio, so it can train on a rollout only once; set n_epochs=1 and batch_size=0, or choose ppo."
         )
     if isinstance(algorithm.surrogate, kl_penalty) and config.n_epochs * (1 + minibatches) == 1:
         raise UserError(f"{name} adapts its penalty to how far several updates move the policy; set n_epochs above 1.")

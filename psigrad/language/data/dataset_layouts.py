@@ -61,7 +61,7 @@ def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str)
 
     renamed = {name: new for name, new in columns.items() if not is_template(new)}
     if len(twice := [name for name, new in renamed.items() if list(columns.values()).count(new) > 1]) > 1:
-        raise UserError(f"The columns {', '.join(twice)} are all renamed to {columns[twice[0]]}; rename one of them.")
+        raise UserError(f"The columns {', '.join(twice)} are all renamed to {columns[twice[0]]}; rename only one of them.")
     if both := next((name for name, new in renamed.items() if is_template(columns.get(new, ""))), ""):
         new = columns[both]
         raise UserError(f"columns makes {new!r} twice, from {both!r} and from the template {columns[new]!r}; remove one of them.")

@@ -405,7 +405,7 @@ class _Check:
             if (depth := _depth(value)) > MAX_DEPTH:
                 self.fail(name, f"is nested {depth} levels deep; at most {MAX_DEPTH} are read, so flatten or remove the value")
             if for_rewards and name in _TAKEN:
-                self.fail(name, "has the name of an argument of reward functions; rename it")
+                self.fail(name, "has a name that reward functions use for another argument; rename the column")
             for path, number in _numbers(name, value):
                 if not math.isfinite(number):
                     self.fail(path, f"is {float(number)}; numbers must be finite (use null for a missing one)")
@@ -414,7 +414,7 @@ class _Check:
         if not isinstance(kwargs, Mapping):
             self.fail("chat_template_kwargs", f"is {_kind(kwargs)}; it must be an object")
         if kwargs.get("tools") is not None:
-            self.fail("chat_template_kwargs.tools", "would not be read; give tools in a column of that name")
+            self.fail("chat_template_kwargs.tools", "is not read; give the tools in a column named tools")
 
     def tools(self, value: object) -> None:
         try:

@@ -60,7 +60,10 @@ def insert_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mappi
         wanted = begun + _count_placeholders(raw[name])
         if wanted not in (0, len(marks)) and not (name == "prompt" and set(_ANSWERS).intersection(conversations)):
             have = several(len(marks), "image", "is", "are")
-            fail(name, f"has {several(wanted, 'image part')} without an image, but {have} in the column images")
+            fail(
+                name,
+                f"has {several(wanted, 'image part')} without an image, but {have} in the column {column or 'images'}",
+            )
         rest = iter(marks[begun:])
         made[name] = [reader.turn(turn, f"{name}[{i}]", rest) for i, turn in enumerate(raw[name])]
     if marks and not any(_count_placeholders(raw[name]) for name in conversations):

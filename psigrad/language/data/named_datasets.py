@@ -91,7 +91,7 @@ def _folder(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
         read = [name for name in read if splits[name] == canonical_split(part.name)]
         found = ", ".join(sorted({found for found in splits.values() if found}))
         if not read:
-            raise UserError(f"The folder {path} has no files of the split {part.name!r}; it has {found}. Name one of these.")
+            raise UserError(f"The folder {path} has no files of the split {part.name!r}; name one of its splits: {found}.")
         if other := next((name for name, own in splits.items() if not own), ""):
             raise UserError(
                 f"The folder {path} has files of the splits {found}, but {other} names none; rename it or move it elsewhere."
@@ -107,7 +107,7 @@ def _read_saved(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
         saved = load_from_disk(str(path))
         if isinstance(saved, DatasetDict):
             if part.name not in saved:
-                raise UserError(f"{path} has no split {part.name!r}; it has {', '.join(saved)}. Name one of these.")
+                raise UserError(f"{path} has no split {part.name!r}; name one of its splits: {', '.join(saved)}.")
             saved = saved[part.name]
         else:
             _check_single(part, str(path), str(saved.split or ""), single)

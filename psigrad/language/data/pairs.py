@@ -30,7 +30,7 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, row: Row, *, whole: bool = T
         raise row_error(row, "", f"{why}; give the prompt in its own column, or use another tokenizer")
     margin = row.columns.get("margin")
     if margin is not None and not isinstance(margin, int | float):
-        raise row_error(row, "margin", f"is {margin!r}; expected a number, or no such column")
+        raise row_error(row, "margin", f"is {margin!r}; expected a number; remove the column if no pair has a margin")
     return pair if margin is None else replace(pair, margin=float(margin))
 
 

@@ -188,7 +188,7 @@ def _prompt_key(row: Row) -> bytes:
 def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Mapping[str, str], base: Path) -> LoadedRows:
     """Check the records and return the `LoadedRows`. Paths of images are relative to their row's file, which is in `base`."""
     if form not in (known := ["sft", *FORMS]):
-        raise UserError(f"The form {form!r} is unknown; it must be one of {', '.join(known)}{nearest(form, known)}")
+        raise UserError(f"The dataset form {form!r} is unknown; it must be one of {', '.join(known)}{nearest(form, known)}")
     if bad_rows not in ("stop", "skip"):
         raise UserError(f"bad_rows is {bad_rows!r}; it must be 'stop' or 'skip'.")
     rows, bad, fits, hint = [], [], "", ""
@@ -232,11 +232,9 @@ def _summary(name: str, form: str, total: int, bad: list[BadRow], fits: str, hin
         shown = f"{bad[0]}" + ("; the others likewise" if total > 1 else "")
     else:
         shown = "; ".join(str(row) for row in bad[:_SHOWN]) + (f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else "")
-    cure = "fix these rows, or skip them with --bad-rows skip"
+    cure = "fix these rows, or skip malformed rows with --bad-rows skip"
     if len(bad) == total:
-        cure = f"none is left for the form {form}; " + (
-            f"the rows fit the form {fits} (docs/data.md)" if fits else "fix the rows"
-        )
+        cure = f"no {form} row is left; " + (f"these are rows of the form {fits} (docs/data.md)" if fits else "fix the rows")
     return f"{name} has {len(bad)} malformed of {total} rows ({shown}); {cure}{hint}."
 
 
@@ -321,7 +319,7 @@ def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: L
             counts = [min(n, -(-len(part.rows) // ONE_OF), len(part.rows) - 1) for part, n in zip(parts, counts, strict=True)]
         rows, held_out_rows = hold_out(rows, counts, seed)
         if len(held_out_rows) != sum(counts):
-            which = f"drawn at random with all rows of a prompt, where {sum(counts)} were requested"
+            which = f"drawn at random, always all rows of a prompt together ({sum(counts)} were requested)"
     if not data.eval_dataset:
         log_held_out(len(held_out_rows), total, which, log)
     if log is not None:

@@ -72,7 +72,8 @@ def import_reasoning_gym() -> Any:
     except ImportError as error:
         raise UserError(
             f"Tasks need reasoning-gym, which is not installed. Run `{extras.install_command('tasks')}`. It needs a C compiler "
-            "and Python's headers (on Debian gcc and python3-dev). The demo's task, task:spell_backward,max_word_len=8, does not."
+            "and Python's headers (on Debian gcc and python3-dev). The demo's task, "
+            "task:spell_backward,max_word_len=8, needs none of this."
         ) from error
     return reasoning_gym
 

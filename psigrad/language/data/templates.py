@@ -77,7 +77,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row, *, strict: bool = T
         check_rendered(conversation, row.prompt, dict.fromkeys(range(len(row.prompt)), text), set(), every_field=strict)
         ids = _encode(tokenizer, text)
     if not ids:
-        raise row_error(row, "prompt", "has no tokens; give it some text, or the tokenizer a BOS token")
+        raise row_error(row, "prompt", "has no tokens; write some text, or give the tokenizer a BOS token")
     return ids
 
 

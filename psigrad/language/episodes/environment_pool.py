@@ -49,7 +49,7 @@ class EnvironmentPool(Playing):
                 self._waiting[worker] = [*answer.rest, *self._waiting[worker]]
                 what = "step" if call.turns else "reset"
                 late = f"{what}() did not return within {self.workers.timeout:g} s"
-                answer = Fault(f"the environment: {f'its process died ({answer.status})' if answer.status else late}")
+                answer = Fault(f"the environment's {f'process died ({answer.status})' if answer.status else late}")
             answers[call.number] = answer
         self._hand_out()
         return answers

@@ -272,7 +272,7 @@ def step(environment: Any, text: str) -> Step | Fault:
     if isinstance(observation, Fault):
         return observation
     if not _is_observation(observation):
-        return Fault(f"the environment's step() returned {_shorten(observation)} as its observation; expected text or messages")
+        return Fault(f"the environment's step() returned {_shorten(observation)} as the observation; expected text or messages")
     if seats > 1 and (isinstance(rewards, Mapping) or len(rewards) != seats or seat not in range(seats)):
         got, want = f"seat {seat} and rewards {_shorten(rewards)}", f"a sequence of {seats} rewards"
         return Fault(

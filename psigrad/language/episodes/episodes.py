@@ -206,7 +206,7 @@ class EpisodeLimits:
         room = self.context - used - self.turn
         limit, why = (
             room,
-            f"{max(0, room)} of the context's {self.context} tokens are left after a reserve of {self.turn} for the next turn",
+            f"of the context's {self.context} tokens, {max(0, room)} are left besides {self.turn} reserved for the next turn",
         )
         if 0 < self.observation < room - past:
             limit, why = past + self.observation, f"max_observation_length is {self.observation}"
@@ -311,19 +311,17 @@ def _begin(
         openings = openings_of_all[place * count : (place + 1) * count]
         heard = [opening for opening in openings if not isinstance(opening, Fault)]
         if any(opening != heard[0] for opening in heard):
-            raise UserError(
-                f"{row.source}: reset() returned different texts for one row; an environment may depend only on the row."
-            )
+            raise UserError(f"{row.source}: reset() returned different texts for the same row; make them depend only on the row.")
         cuts: list[Cut] = []
         opened = row
         if heard and heard[0] is not None:
             if isinstance(heard[0], Opening):
                 raise UserError(
-                    "reset() returned a seat, but the environment's class or function has no `seats`; set it to their number."
+                    "reset() returned a seat, but the environment has no attribute `seats`; set `seats` to the number of seats."
                 )
             fitted = limits.fit(partial(render_opening, tokenizer, row), heard[0], 0, 0, cuts)
             if fitted is None:
-                openings = [Fault(f"the text that reset() returned does not fit into the context ({cuts[0].reason})")] * count
+                openings = [Fault(f"the text that reset() returned is too long ({cuts[0].reason})")] * count
             else:
                 ids, opened = tuple(fitted[0]), opened_row(row, fitted[1])
         history = EpisodeHistory.of(tokenizer, opened, rules.form)

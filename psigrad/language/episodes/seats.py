@@ -110,7 +110,7 @@ class Games:
                 game.end(reason=reason)
             elif opening != first.setdefault(game.seats[0].index, opening):
                 raise UserError(
-                    f"{row.source}: reset() returned different texts for one row; an environment may depend only on the row."
+                    f"{row.source}: reset() returned different texts for the same row; make them depend only on the row."
                 )
             else:
                 game.turn_to(opening.seat, opening.observation, entries)

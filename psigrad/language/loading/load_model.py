@@ -82,7 +82,9 @@ def load_model(
         model.from_adapter = before is not None
     configure_chat(model.tokenizer, settings, checkpoint, model.network)
     if (names := tower_names(model.network)) and model.vision is None:
-        print_once(f"Only the text half of {settings.path} is used: {', '.join(names)} are not trained, and are saved unchanged.")
+        print_once(
+            f"Only the language model in {settings.path} is trained. {', '.join(names)} are not used, and are saved unchanged."
+        )
     if value_head:
         model.add_value_head(whole)
     load_shard(model, world, machine.device(run), saved.shards)
@@ -123,8 +125,8 @@ def part_of(checkpoint: Path | None, part: str) -> Path | None:
     """
     if checkpoint is not None and not (checkpoint / part).is_dir():
         raise UserError(
-            f"{checkpoint} has no {part}: the run needed none when it was saved. Restore its settings to resume it, or choose "
-            "another output_dir."
+            f"{checkpoint} has no {part}, since the run needed none when it was saved. Restore its settings to resume it, "
+            "or choose another output_dir."
         )
     return None if checkpoint is None else checkpoint / part
 
@@ -181,11 +183,11 @@ def _options(settings: Model, run: Run, world: World) -> dict[str, Any]:
 
 def _check_shards(settings: Model, lora: Lora | None, world: World) -> None:
     if world.lockstep and settings.quantize_base and lora is not None:
-        raise UserError("placement.strategy=fsdp cannot shard a quantised base (quantize_base); use ddp.")
+        raise UserError("placement.strategy=fsdp cannot shard a quantised base (quantize_base); set it to ddp.")
     if world.lockstep and lora is not None and (lora.dora or lora.modules_to_save):
         raise UserError(
-            "The adapter has use_dora or lora_modules_to_save, which placement.strategy=fsdp cannot merge; use ddp, or a plain "
-            "LoRA adapter."
+            "The adapter has use_dora or lora_modules_to_save, which placement.strategy=fsdp cannot merge; set it to ddp, or "
+            "give a plain LoRA adapter."
         )
 
 
@@ -332,7 +334,9 @@ def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | N
         **_options(config.model, config.run, world),
     )
     if not made.per_token:
-        raise UserError(f"{config.critic!r} gives no score for every token, which a critic needs; give a causal language model.")
+        raise UserError(
+            f"The critic {config.critic!r} gives no score for each token, which a critic needs; give a causal language model."
+        )
     if made.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise UserError(
             f"The critic {config.critic!r} and the policy have different tokenizers; give a critic of the same model family."
@@ -389,15 +393,17 @@ def _read_template(path: str) -> Any:
     place = Path(path).expanduser()
     place = place / "chat_template.jinja" if (place / "chat_template.jinja").is_file() else place
     if place.suffix == ".jinja" and not place.is_file():
-        raise UserError(f"There is no file {path!r}; give chat_template_path a Jinja file, or a model whose template it is.")
+        raise UserError(f"There is no file {path!r}; set chat_template_path to a Jinja file, or to a model that has a template.")
     try:
         if place.is_file():
             return place.read_text(encoding="utf-8")
         found = read_tokenizer(path).chat_template
     except (OSError, ValueError) as error:
         raise UserError(
-            f"chat_template_path {path!r} cannot be read ({reason_of(error)}); give a Jinja file or a model."
+            f"chat_template_path {path!r} cannot be read ({reason_of(error)}); set it to a Jinja file or a model."
         ) from error
     if not found:
-        raise UserError(f"The tokenizer of {path!r} has no chat template; give chat_template_path a Jinja file or another model.")
+        raise UserError(
+            f"The tokenizer of {path!r} has no chat template; set chat_template_path to a Jinja file or another model."
+        )
     return found

@@ -61,7 +61,7 @@ class ModelObject:
         name = next((name for name, dtype in DTYPES.items() if dtype == self.network.dtype and name != "float64"), None)
         if name is None:
             raise UserError(
-                f"The model's weights are {self.network.dtype}; expected float32 or bfloat16: model.to(torch.bfloat16)."
+                f"The model's weights are {self.network.dtype}; expected float32 or bfloat16; call model.to(torch.bfloat16)."
             )
         return name
 
@@ -86,7 +86,7 @@ class ModelObject:
         elif known["class"] != now["class"] or (known != now and _TRAINED.get(network) != folder.resolve() and not allowed):
             raise UserError(
                 f"The run in {folder.parent} started from another model (its copy is in "
-                f"{folder}); give that one to resume, resume anyway with allow=['model'], or choose another output_dir."
+                f"{folder}); give that model to resume, resume anyway with allow=['model'], or choose another output_dir."
             )
         elif known != now:
             load_weights(network, folder)
@@ -209,7 +209,7 @@ def _check(model: Any) -> None:
     kind = type(model).__name__
     if hasattr(model, "peft_config"):
         raise UserError(
-            f"The model is {kind_of(model)}, which has an adapter on it; give its base with peft_config=, or save the adapter "
+            f"The model is {kind_of(model)}, which has an adapter; give its base model and peft_config=, or save the adapter "
             "and give its folder as the model."
         )
     if not isinstance(model, PreTrainedModel):

@@ -193,7 +193,7 @@ def _check_base(base: str, adapter: str) -> None:
     """Raise `UserError` if the base of an adapter is missing. PEFT would otherwise read the base's path as a hub name."""
     made = Path(base).parent == cache_folder("models")
     again = (
-        "; psigrad made this base by a conversion, and any command on the original GGUF file or adapter converts it again"
+        "; psigrad had converted this base; to convert it again, run any command on the original GGUF file or adapter"
         if made
         else ""
     )
@@ -233,7 +233,7 @@ def resolve_path(text: str) -> str:
     checkpoints.sort(key=lambda folder: int(digits) if (digits := folder.name.rpartition("-")[2]).isdecimal() else -1)
     inside = next((folder for folder in (path / "model", *reversed(checkpoints)) if _is_model(folder)), None)
     if inside is None and (path / "events.jsonl").exists():
-        raise UserError(f"{text!r} is the folder of a run that has no language model yet; give the folder of a model.")
+        raise UserError(f"{text!r} is a run that has saved no language model yet; give the folder of a model.")
     return text if inside is None else str(inside)
 
 

@@ -136,7 +136,7 @@ class Pretrained(ABC):
         if self.why_unfused and self.device.type == "cpu":
             return f"Layers run in transformers' modules, not fused, which takes up to twice the time: {self.why_unfused}."
         if self.why_sdpa:
-            return f"Attention pads packed sequences, which computes some ten times the scores: {self.why_sdpa}."
+            return f"Attention pads packed sequences, and so computes about ten times as many scores: {self.why_sdpa}."
         return ""
 
     @property
@@ -320,7 +320,7 @@ class Pretrained(ABC):
             self.decoder, self.why_unfused = fuse(self, self._texts(), gradient_checkpointing)
             if self.decoder is None:
                 self.module_kernels, reason = attach_kernels(self, self._texts())
-                self.why_unfused += reason and f"; its layers with state run in PyTorch: {reason}"
+                self.why_unfused += reason and f"; its recurrent layers run in PyTorch ({reason})"
         self.train_mode = gradient_checkpointing or self.dropout_masks.used
         if self.train_mode and self.decoder is None:
             _check_repeatable(self)
@@ -415,8 +415,8 @@ def _check_repeatable(model: Pretrained) -> None:
         one, other = (model._probe(model._texts(), packed=not model.why_padded).detach() for _ in range(2))
     if gap := float((one - other).abs().max()):
         raise UserError(
-            f"{type(model.network).__name__} draws random numbers in training mode that psigrad cannot switch off (two passes "
-            f"differ by {gap:.1g}); leave gradient_checkpointing and lora_dropout off."
+            f"In training mode {type(model.network).__name__} draws random numbers that psigrad cannot switch off (two passes "
+            f"differ by {gap:.1g}); remove gradient_checkpointing and lora_dropout."
         )
 
 

@@ -97,7 +97,7 @@ def _decoder() -> Callable[..., Tensor]:
             return current(*given)
         except torch._dynamo.exc.TorchDynamoException as error:
             redaction.say(
-                f"Quantised weights are decoded without torch.compile, which takes ten times as long: {reason_of(error)}."
+                f"Quantised weights are decoded without torch.compile, which takes ten times as long ({reason_of(error)})."
             )
             current = codes.decode
             return current(*given)

@@ -77,8 +77,8 @@ def balance_of(network: Any, coefficient: float | None) -> LoadBalancing | None:
     if not hasattr(config, "output_router_logits") or not chosen:
         if coefficient:
             raise UserError(
-                f"router_aux_loss_coef is {coefficient:g}, and {type(network).__name__} has no routers whose load transformers "
-                "reports; remove it."
+                f"router_aux_loss_coef is {coefficient:g}, but transformers reports no router load for {type(network).__name__}; "
+                "remove router_aux_loss_coef."
             )
         return None
     wanted = (own or 0.0) if coefficient is None else coefficient
@@ -232,7 +232,9 @@ def replay_routers(model: Any) -> RouterRecorder:
         raise UserError(f"router_replay needs a model that runs packed ({model.why_padded}); remove router_replay.")
     routing = RouterRecorder(hf)
     if not routing.routers or not routing.top_k:
-        raise UserError(f"router_replay is for models of experts, but transformers finds none in {name}; remove router_replay.")
+        raise UserError(
+            f"router_replay needs a mixture of experts, but transformers finds no router in {name}; remove router_replay."
+        )
     inputs = lay_out(model.probe_texts, model.device, packed=True)
     model.router_recorder = routing
     try:
@@ -246,8 +248,8 @@ def replay_routers(model: Any) -> RouterRecorder:
         followed = torch.equal(torch.stack([choice for _, choice in seen]), others)
         weighed = all(bool((weights != 0).all()) for weights, _ in seen)
         if not (followed and weighed and float((same - own).abs().max()) < 1e-3 * float((other - own).abs().max())):
-            raise ValueError("the model does not use the experts that are set")
+            raise ValueError("the model uses other experts than those set")
     except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
         model.router_recorder = None
-        raise UserError(f"router_replay cannot set the choices of {name}'s routers ({error}); remove router_replay.") from error
+        raise UserError(f"router_replay cannot set the experts that {name} chooses ({error}); remove router_replay.") from error
     return routing

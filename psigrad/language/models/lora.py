@@ -107,7 +107,9 @@ def _peft_targets(targets: Sequence[str]) -> str | list[str]:
     """Return `target_modules` as peft takes them. Raises `UserError` for a regular expression that is invalid or not alone."""
     patterns = [target for target in targets if target != "all-linear" and _is_pattern(target)]
     if patterns and len(targets) > 1:
-        raise UserError(f"lora_target_modules has the regular expression {patterns[0]!r} among {len(targets)}; give only that.")
+        raise UserError(
+            f"lora_target_modules has the regular expression {patterns[0]!r} and other names; give only the expression."
+        )
     try:
         re.compile(patterns[0] if patterns else "")
     except re.error as error:
@@ -128,8 +130,8 @@ def settings_of(config: Any) -> dict[str, Any]:
     for name, value in given.items():
         if name not in _SETTINGS | _DESCRIBES and value != usual.get(name):
             raise UserError(
-                f"peft_config has {name}={value!r}, which psigrad does not train; save such an adapter with peft and give its "
-                "folder as the model."
+                f"peft_config has {name}={value!r}, which psigrad cannot set; make the adapter with peft, save it, and give "
+                "its folder as the model."
             )
     lora = Lora.of(given)
     return {
@@ -161,7 +163,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     if kind != "LORA":
         raise UserError(
             f"The adapter {str(folder)!r} has the type {kind}, but psigrad continues only LORA. Set model.adapter=merge to merge "
-            "it into its base, if its type allows that."
+            "it into its base, if its type can be merged."
         )
     return held
 
@@ -352,7 +354,7 @@ class CountedDropout(nn.Module):
         if x.dim() == 2 and len(x) == len(tokens):
             return tokens[:, 0]
         raise UserError(
-            f"lora_dropout does not work in the layer {self.layer}, which reads only some tokens of a pass, as experts do; "
+            f"lora_dropout does not work in the layer {self.layer}, which (like an expert) reads only some of the tokens; "
             "remove lora_dropout, or remove that layer from lora_target_modules."
         )
 

@@ -36,7 +36,7 @@ def batch_at(step: int, batch_size: int, n: int, seed: int) -> list[int]:
     stored position.
     """
     if n < 1:
-        raise UserError("There are 0 rows to take batches from; give a dataset with at least one row.")
+        raise UserError("The dataset has no rows to train on; give at least one row.")
     if batch_size < 1 or step < 0:
         raise UserError(f"Step {step} with batch size {batch_size} is not possible; give a step from 0 and a batch size from 1.")
     start, stop = step * batch_size, (step + 1) * batch_size

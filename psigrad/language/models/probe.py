@@ -113,7 +113,7 @@ def check_gap(model: Any, own: list[Tensor]) -> None:
     slopes = (float((a - b).abs().max()) for a, b in zip(found[1:], own[1:], strict=True))
     gap = max(distance(found[0], own[0]), *slopes, 0.0)
     if not gap < (1e-3 if model.network.dtype in (torch.float32, torch.float64) else 0.25):
-        raise ValueError(f"the outputs or gradients differ by {gap:.1g} from those before")
+        raise ValueError(f"the outputs or gradients differ by {gap:.1g} from those of sdpa")
 
 
 @torch.no_grad()
@@ -220,11 +220,11 @@ def difference(hf: PreTrainedModel, own: Numbers, fast: Numbers) -> str:
     # If bfloat16 represents the model exactly, sums in another order still differ in their last bit.
     unit = max(distance(rounded, right), torch.finfo(exact).eps * distance(right, torch.zeros_like(right)) / SHARE)
     if not (gap := distance(found, right)) <= SHARE * unit:
-        return f"in float32 its outputs differ by {gap:.1g}, where bfloat16 rounds by {unit:.1g}"
+        return f"in float32 its outputs differ by {gap:.1g}, and rounding to bfloat16 changes them by {unit:.1g}"
     if beyond is not None and not (gap := distance(*beyond)) <= SHARE * unit:
-        return f"beyond the window of its attention its outputs differ by {gap:.1g}"
+        return f"on texts longer than its attention window its outputs differ by {gap:.1g}"
     if half and not (gap := distance(fast(), right)) <= ROUNDING * unit:
-        return f"in bfloat16 its outputs differ from float32 by {gap:.1g}, the model's own by {unit:.1g}"
+        return f"in bfloat16 its outputs differ from float32 by {gap:.1g}, and the model's own outputs by {unit:.1g}"
     return ""
 
 

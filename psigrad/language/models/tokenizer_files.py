@@ -30,7 +30,7 @@ def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     if not set(found.get_vocab()) - set(found.all_special_tokens):
         raise ValueError(
-            "the model has no tokenizer: save one there by tokenizer.save_pretrained, or copy its files from the original"
+            "the model has no tokenizer; save one in its folder by tokenizer.save_pretrained, or copy the original's files"
         )
     from psigrad.language.models.vision import attach  # imported here, since few models have images
 
@@ -46,14 +46,18 @@ def check_tokenizer(path: str) -> None:
             continue
         held = json.loads(file.read_bytes())
         if not isinstance(held, dict):
-            raise ValueError(f"its {name} holds no object")
+            raise ValueError(f"its {name} is not a JSON object")
         named = held if name == "added_tokens.json" else held.get("added_tokens") or held.get("added_tokens_decoder") or ()
         added = max(added, len(named), len(held.get("additional_special_tokens") or ()))
         for kind in ("normalizer", "decoder", "post_processor"):
             if (growth := _growth(held.get(kind))) > MOST_GROWTH:
-                raise ValueError(f"the {kind} of its tokenizer makes up to {growth:.3g} characters of one, above {MOST_GROWTH:,}")
+                raise ValueError(
+                    f"the {kind} of its tokenizer turns one character into {growth:.3g}, above the limit of {MOST_GROWTH:,}"
+                )
     if added > MOST_ADDED:
-        raise ValueError(f"its tokenizer has {added:,} added tokens, above {MOST_ADDED:,}; make them words of its vocabulary")
+        raise ValueError(
+            f"its tokenizer has {added:,} added tokens, above the limit of {MOST_ADDED:,}; make them words of its vocabulary"
+        )
 
 
 def _growth(part: Any) -> float:

@@ -78,7 +78,7 @@ def check_names(names: Sequence[str], learns: Sequence[str]) -> list[str]:
     short = {name.rpartition(".")[2]: name for name in names}
     for name in learns:
         if name not in short:
-            raise UserError(f"trained_towers has {name!r}; expected modules outside the text half: {', '.join(short)}.")
+            raise UserError(f"trained_towers has {name!r}; expected modules outside the language model: {', '.join(short)}.")
     return [name for own, name in short.items() if own not in learns]
 
 
@@ -253,7 +253,7 @@ def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         vision.save(folder)
     if not put_back(getattr(model, "network", model), folder):
         redaction.say(
-            f"{folder} has only the text half of the model, since its weights have other names than those of the original "
+            f"{folder} has only the language model, without its towers, since its weights have other names than in the original "
             "checkpoint."
         )
     if isinstance(model, nn.Module) and (kind := coded_as(model)) is not None:  # weights in shards have no modules here

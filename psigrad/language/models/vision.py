@@ -149,8 +149,8 @@ class Vision:
             counts = [self.count(pictures[i]) for i in members]
             if len(columns[0]) != sum(counts):
                 raise UserError(
-                    f"The vision tower makes {len(columns[0])} features of {len(members)} images, and their prompts have "
-                    f"{sum(counts)} tokens for them; the processor's files are of another model."
+                    f"The vision tower gives {len(columns[0])} features for {len(members)} images, but the prompts have "
+                    f"{sum(counts)} image tokens; give the image processor of this model."
                 )
             found |= dict(zip(members, zip(*(x.split(counts) for x in columns), strict=True), strict=True))
         return [found[i] for i in range(len(pictures))]
@@ -374,7 +374,7 @@ def why_not_text(config: Any) -> str:
     if not parts or config.model_type in (*FAMILIES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         return ""
     return (
-        f"{config.model_type} is a model of images or sounds that psigrad does not train: take a text model of the family, or "
+        f"{config.model_type} is a model of images or sounds, which psigrad cannot train; choose a text model of the family, or "
         f"one of {', '.join(FAMILIES)}"
     )
 

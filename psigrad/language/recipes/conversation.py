@@ -148,6 +148,6 @@ def offer_tools(config: Played, rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         if isinstance(row.prompt, str):
             raise UserError(
-                f"{row.source}: the prompt is plain text, and tools need a chat template; give messages, or a model that has one."
+                f"{row.source}: the prompt is plain text, but tools need a chat template; give messages, or a chat model."
             )
     return [replace(row, columns={**row.columns, "tools": shown}) for row in rows]

@@ -191,7 +191,7 @@ def _by_server(
     if config.plays:
         raise UserError("Episodes and agents need a local model; remove --server, or environment, tools and agent.")
     if config.evaluation.eval_kl:
-        raise UserError("eval_kl needs the model's own distribution, which a server does not return; remove it.")
+        raise UserError("eval_kl needs the model's own distribution, which a server does not return; remove eval_kl.")
     rows = rewards.judgeable(_rows(config, None, None), redaction.log)
     for row in rows:
         if row.prompt is None:

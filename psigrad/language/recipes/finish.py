@@ -48,7 +48,7 @@ def optimizer_of(model: LanguageModel | ScalarModel, config: Config, world: Worl
     """Return the optimiser of the model's trainable weights."""
     towers = tower_names(model.network) if model.vision is not None else ()
     if frozen := [name for name in towers if name.rpartition(".")[2] not in config.model.trained_towers]:
-        print_once(f"{', '.join(frozen)} of {config.model.path} are frozen; name the ones to train in --trained-towers.")
+        print_once(f"{', '.join(frozen)} of {config.model.path} are frozen; to train one, name it with --trained-towers.")
     recompute = config.model.gradient_checkpointing
     root: Any = model.shard_root
     reduces = root.set_requires_gradient_sync if config.placement.reduce_once and root is not None else None

@@ -23,7 +23,7 @@ from psigrad.step import Clock
 
 LESS_MEMORY = (
     "Resume with a smaller micro_batch_tokens, keep_activations_gb or sampling.max_decode_batch, or with "
-    "model.gradient_checkpointing=true: a run may change these. `psigrad plan` shows where memory goes."
+    "model.gradient_checkpointing=true; these settings may change when a run resumes. `psigrad plan` shows where memory goes."
 )
 
 

@@ -44,7 +44,7 @@ class ModelScorer:
         if self.separator and not self.same_tokens:
             raise UserError(
                 f"The process reward model {self.name} has another tokenizer, chat template or plain_prompts than the policy, so "
-                "its steps cannot be found among the policy's tokens; train it from the same family."
+                "its steps cannot be found among the policy's tokens; train it from a model of the policy's family."
             )
 
     @property
@@ -136,14 +136,14 @@ class ModelScorer:
 
     def _result(self, value: float) -> Result:
         if not math.isfinite(value):
-            return Unscored(f"the reward model {self.name} gave {value}")
+            return Unscored(f"the reward model {self.name} returned {value}")
         return Scored(value, {self.name: value})
 
 
 def describe_overflow(model: ScalarModel, pair: tuple[Ids, Ids]) -> str:
     """Return a message about a text that exceeds the model's positions; empty if it fits."""
     tokens = sum(map(len, pair))
-    return f"{tokens} tokens, beyond its {model.max_length} positions" if tokens > model.max_length else ""
+    return f"{tokens} tokens, since it has {model.max_length} positions" if tokens > model.max_length else ""
 
 
 def answer_ids(model: ScalarModel, row: Row) -> Ids:

@@ -73,15 +73,15 @@ def correct(
     if stated and config.lag:
         raise UserError(
             f"lag is {config.lag}, but the algorithm has no correction for completions of older weights; set "
-            "algorithm.correction to a part such as truncated_importance, or remove the setting, whose default is that part."
+            "algorithm.correction to a part such as truncated_importance, or remove algorithm.correction to get that part."
         )
     if stated or (is_exact_sampler(sampler, model) and not config.lag):
         return algorithm
     part = truncated_importance()
     why = f"Completions are {config.lag} steps old" if config.lag else "The sampler may round differently from the trainer"
     text = (
-        f"{why}; {label(part)} corrects for it, unless algorithm.correction is set. sampling/importance_sampling_ratio/mean is "
-        "the mean weight of the correction, which is 1 if nothing needs correcting."
+        f"{why}; {label(part)} corrects for this, unless algorithm.correction is set. The figure "
+        "sampling/importance_sampling_ratio/mean is the mean weight of the correction; it is 1 if there is nothing to correct."
     )
     journal.log("correction", text, correction=label(part))
     return replace(algorithm, correction=part)
@@ -178,21 +178,21 @@ def _log_unused(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreferen
         needs |= dict.fromkeys(("reference_dtype", "ref_model_sync_steps"), "a KL term (algorithm.kl)")
     defaults = OnlineConfig()
     if unused := [name for name in needs if getattr(config, name) != getattr(defaults, name)]:
-        texts = [f"{name} is {getattr(config, name)!r} and has no effect without {needs[name]}." for name in unused]
+        texts = [f"{name} is {getattr(config, name)!r} and has no effect without {needs[name]}; remove it." for name in unused]
         journal.log("no_effect", " ".join(texts), settings=unused)
 
 
 def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference, needs_reward: bool) -> None:
     name = algorithm.name or "the algorithm"
     if config.reference and not (algorithm.needs_reference or config.evaluation.eval_kl):
-        raise UserError(f"The settings name a reference model, but {name} has no KL term; set algorithm.kl, or remove it.")
+        raise UserError(f"The settings name a reference model, but {name} has no KL term; set algorithm.kl, or remove reference.")
     if not needs_reward and not (config.reference or config.teacher_prompt):
         raise UserError(
-            f"{name} learns from a teacher and none was given; name a model with --reference, or with --teacher-prompt the "
-            "column with the prompts that the teacher reads."
+            f"{name} learns from a teacher, but none was given; name a model with --reference, or the column of the "
+            "teacher's prompts with --teacher-prompt."
         )
     if config.teacher_prompt and (isinstance(algorithm, OnlinePreference) or not algorithm.needs_reference):
-        raise UserError(f"The settings name a teacher_prompt, but {name} has no KL term to a reference; set algorithm.kl.")
+        raise UserError(f"The settings name a teacher_prompt, but {name} has no KL term; set algorithm.kl, or remove it.")
     if config.teacher_prompt and config.plays:
         raise UserError("teacher_prompt needs single completions, but the settings have episodes or agents; remove one of them.")
     if (config.agent or config.agent_command) and config.placement.environment_actors:
@@ -228,8 +228,8 @@ def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGrad
     if not isinstance(reference, Teacher):
         if spans and reference is not None:
             raise UserError(
-                "algorithm.kl.estimator is span, which compares pieces of text, but the reference has the model's tokenizer; "
-                "set exact, or k1+, which is the same for tokens."
+                "algorithm.kl.estimator is span, which is for another tokenizer, but the reference has the model's; set exact, "
+                "or k1+, which compares single tokens as span compares pieces of text."
             )
         return
     if isinstance(algorithm, OnlinePreference) or config.plays or config.evaluation.eval_kl:

@@ -76,7 +76,7 @@ def _reference(
     It is the model of `config.reference`, or the trained model itself while its weights are the initial ones.
     """
     if config.reference and not loss.needs_reference:
-        raise UserError(f"The settings name a reference model, but {loss.name} uses none; remove it.")
+        raise UserError(f"The settings name a reference model, but {loss.name} uses none; remove reference.")
     if not (loss.needs_reference or config.evaluation.eval_kl):
         return None
     if config.reference:

@@ -42,7 +42,7 @@ def run(config: RewardConfig, given: ModelObject | None = None) -> Result:
         model = load_scalar_model(config.model, config.run, checkpoint, journal.world, given)
         if config.process and not model.per_token:
             raise UserError(
-                f"{config.model.path!r} gives no score for every token, which --process needs; give a causal language model."
+                f"{config.model.path!r} gives no score for each token, which --process needs; give a causal language model."
             )
         if config.process:
             setattr(model.network.config, STEP_SEPARATOR, config.step_separator)  # stored in config.json

@@ -99,7 +99,7 @@ def encode_rows(rows: Sequence[R], encoder: Encoder[R], data: Data, log: Log | N
         raise UserError(f"{str(refused[0]).rstrip('.')}{more}; or skip such rows with --bad-rows skip.")
     if refused and log is not None:
         kept = len(rows) - len(refused)
-        text = f"{len(refused)} of {len(rows)} rows were rejected and skipped; the first: {refused[0]}."
+        text = f"{len(refused)} of {len(rows)} rows were rejected and skipped. The first one is {refused[0]}."
         log("rows_refused", text, count=len(refused), kept=kept, reasons=[str(bad) for bad in refused[:5]])
     return made, counts
 

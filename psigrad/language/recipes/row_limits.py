@@ -105,8 +105,8 @@ def _teacher_row(row: Row, column: str, tokenizer: PreTrainedTokenizerBase) -> R
     if not own:
         known = ", ".join(sorted(row.columns)) or "none"
         raise UserError(
-            f"{row.source}: teacher_prompt is {column!r} and the row has no such column; it has {known}. Give every "
-            "row the prompt that the reference reads, as text or messages like the prompt."
+            f"{row.source}: teacher_prompt is {column!r}, but the row has only the columns {known}. Give every "
+            "row this column, as text or messages like the prompt."
         )
     if isinstance(own, str) != isinstance(row.dataset_prompt, str):
         raise UserError(
@@ -123,15 +123,15 @@ def check_images(config: Any, model: Pretrained | None = None, rows: Iterable[Ro
     """
     placement, sampler = getattr(config, "placement", Placement()), getattr(config, "sampling", Sampling()).sampler
     reasons = {
-        f"sampling.sampler={sampler} reads text alone; set sampler to embedded": sampler in ("transformers", "vllm"),
-        f"placement.cp_size={placement.cp_size} divides rows of text alone; set cp_size to 1": placement.cp_size > 1,
-        "placement.cluster samples where images are not sent; sample on this machine": bool(placement.cluster),
-        "a reference server reads text alone; give a folder as reference": is_address(getattr(config, "reference", "")),
+        f"sampling.sampler={sampler} reads only text; set sampler to embedded": sampler in ("transformers", "vllm"),
+        f"placement.cp_size={placement.cp_size} divides only rows of text; set cp_size to 1": placement.cp_size > 1,
+        "placement.cluster samples on machines that get no images; remove it to sample on this machine": bool(placement.cluster),
+        "a reference server reads only text; give a folder as reference": is_address(getattr(config, "reference", "")),
     }
     if not (why := next((why for why, holds in reasons.items() if holds), "")):
         return
     if model is None:
-        towers = {"vision loads": config.model.vision, "trained_towers names": bool(config.model.trained_towers)}
+        towers = {"vision loads": config.model.vision, "trained_towers trains": bool(config.model.trained_towers)}
         given = next((f"model.{name} a vision tower" for name, is_set in towers.items() if is_set), "")
     else:
         given = next((f"{row.source} has an image" for row in rows if digests_of(row)), "") if model.vision is not None else ""
@@ -160,7 +160,7 @@ def check_positions(longest: int, **others: Any) -> None:
 def name_limit(config: SFTConfig | RewardConfig | PreferenceConfig, limit: int) -> str:
     """Return the words for a message that a text has more tokens than `limit`: the limit, its origin, and what to do."""
     if limit == config.max_length:
-        return f"max_length {limit} tokens; raise it"
+        return f"max_length {limit} tokens; raise max_length"
     return f"{limit} tokens, the model's number of positions; shorten them, or use a model with more positions"
 
 

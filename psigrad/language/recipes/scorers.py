@@ -181,7 +181,7 @@ class RewardSetup:
             shown = ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
             text = f"dropped for an empty column {column!r}, which the reward needs: {shown}."
             if all(missing):
-                raise UserError(f"All {len(rows)} rows would be {text.rstrip('.')}; fill it, or name another column.")
+                raise UserError(f"All {len(rows)} rows would be {text.rstrip('.')}; fill this column, or name another one.")
             if log is not None:
                 kept = len(rows) - len(places)
                 text = f"{several(len(places), 'row', 'is', 'are')} {text}"

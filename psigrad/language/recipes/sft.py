@@ -61,7 +61,7 @@ def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, 
     found, texts = counts["rows"], counts["texts"]
     if texts > found:
         are = several(found, "row", "is", "are")
-        said = f"{are} trained as {texts} texts, because the chat template rewrites turns once others follow."
+        said = f"{are} trained as {texts} texts, because the chat template changes earlier turns when later ones follow."
         log("turns_apart", said, rows=found, texts=texts)
     if cut := counts["cut"]:
         log("rows_cut", f"{cut} of {texts} texts are cut at {limit} tokens.", at=limit, count=cut)

@@ -259,7 +259,7 @@ class Verifiers:
 def _import_wrapped(kind: str, function: str) -> Callable[..., Any]:
     """Return the function that an adapter wraps."""
     if not function:
-        raise UserError(f"The reward {kind!r} wraps a function; write it as {{reward: {kind}, function: module:name}}.")
+        raise UserError(f"The reward {kind!r} needs a function to wrap; write it as {{reward: {kind}, function: module:name}}.")
     found: Callable[..., Any] = imported_callable(function, "reward")
     return found
 

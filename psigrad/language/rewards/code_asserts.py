@@ -160,8 +160,8 @@ class _Reader:
                 self._check(call, statement.lineno)
             case _:
                 raise ValueError(
-                    f"line {statement.lineno} is none of the statements that a test may have (import, assignment, for loop, "
-                    f"function, assert): {ast.unparse(statement)[:200]}"
+                    f"line {statement.lineno} is not a statement that a test may have (import, assignment, for loop, function, "
+                    f"assert): {ast.unparse(statement)[:200]}"
                 )
 
     def call_check(self, candidate: ast.expr) -> None:
@@ -209,7 +209,7 @@ class _Reader:
         if len(self.checks) >= _MOST:
             raise ValueError(f"line {line}: the test has more than {_MOST} asserts")
         if helper := next((n.id for n in ast.walk(test) if isinstance(n, ast.Name) and n.id in self.functions), ""):
-            raise ValueError(f"line {line} calls {helper}, a function of the test; an assert may only call the program")
+            raise ValueError(f"line {line} calls {helper}, a function of the test; an assert may call only the tested program")
         apart = _Apart(self)
         outer = apart.truth(test)
         if not apart.inside:
@@ -327,7 +327,7 @@ class _Apart:
             compared = every_call and len(children) > len(beside) and sum(map(_is_given, children)) > 1
             if (len(children) > len(beside) > 0 and not made) or compared:
                 raise ValueError(
-                    "one call would get a result of the program and another value, perhaps the expected one: "
+                    "one call would get both a result of the program and another value, which may be the expected one: "
                     f"{ast.unparse(part)[:200]}"
                 )
         self.inside.append(ast.unparse(node))

@@ -213,8 +213,8 @@ def _select_arguments(name: str, function: Callable[..., Any], samples: dict[str
     if missing := [p.name for p in named if p.default is p.empty and p.name not in samples]:
         if missing[0] in _TRAINERS:
             raise Malformed(
-                f"{name} needs {missing[0]!r}, which TRL's trainer gives and psigrad does not: rewards run in separate "
-                "processes, which get only completions and columns"
+                f"{name} needs {missing[0]!r}, which TRL's trainer passes and psigrad does not, since rewards run in separate "
+                "processes; use only completions and columns"
             )
         columns = ", ".join(column for column in samples if column not in (*_ALWAYS, *besides)) or "only prompts"
         needed = f"column{'s' * (len(missing) > 1)} {' and '.join(map(repr, missing))}"

@@ -84,7 +84,7 @@ def over_group_mean(batch: Batch) -> Tensor:
     reward_N = batch.sequence_reward
     if bool((reward_N < 0).any()):
         raise ValueError(
-            f"A return is {float(reward_N.min()):g} and over_group_mean divides by their mean; expected none below 0; shift the "
+            f"A return is {float(reward_N.min()):g} but over_group_mean divides by the mean, so none may be below 0; shift the "
             "rewards, or choose group_mean."
         )
     mean_N = group_sum(reward_N, batch.group) / group_size(batch.group)
@@ -156,7 +156,7 @@ class decoupled_group_mean:
         """Return advantages [N, T]: one number for all steps of a row."""
         if batch.parts is None:
             raise ValueError(
-                "The batch has no `parts`, which decoupled_group_mean reads; give what each reward function gave, [N, K]."
+                "The batch has no `parts`, which decoupled_group_mean reads; give the rewards of K functions as [N, K]."
             )
         weights = batch.part_weights or (1.0,) * batch.parts.shape[1]
         total_N = torch.zeros_like(batch.sequence_reward)

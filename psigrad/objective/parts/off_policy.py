@@ -80,7 +80,7 @@ class gamma_weight(SamplerWeighted):
         if min(self.k_positive, self.k_negative) < 0 or min(self.lambda_positive, self.lambda_negative) <= 0:
             raise ValueError(
                 f"gamma_weight has k={self.k_positive}, {self.k_negative} and lambda={self.lambda_positive}, "
-                f"{self.lambda_negative}; expected every k >= 0 and every lambda > 0."
+                f"{self.lambda_negative} (positive, negative advantage); expected every k >= 0 and every lambda > 0."
             )
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor, logp_sampler: Tensor) -> Tensor:

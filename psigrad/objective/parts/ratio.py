@@ -367,8 +367,8 @@ class KL:
             )
         if self.estimator in MEASURED and self.importance_weighted:
             raise ValueError(
-                f"KL has estimator={self.estimator!r} and importance_weighted=True; its sum has no sampled step to weigh; "
-                "drop one."
+                f"KL has estimator={self.estimator!r} and importance_weighted=True; a sum over the "
+                "vocabulary has no sampled step to weight, so drop one of the two."
             )
 
     @property

@@ -407,7 +407,7 @@ def _check_inner(outer: off_policy_mask | with_imitation, known: frozenset[str])
     if set(getattr(inner, "needs", ())) - known or (isinstance(inner, kl_penalty) and inner.target is not None):
         raise ValueError(
             f"{type(outer).__name__} got {type(inner).__name__}, which chooses steps itself or follows a target; expected "
-            "another one, such as clip."
+            "another surrogate, such as clip."
         )
 
 

@@ -43,7 +43,7 @@ SIMPO = METHODS.declare(
 # beta is 1, as the log-odds enter unscaled. lambda weights them against the likelihood.
 ORPO = METHODS.declare(
     "orpo",
-    "odds ratio beside the likelihood of the chosen, no reference",
+    "likelihood of the chosen plus an odds ratio, no reference",
     Preference(log_odds, logistic(), beta=1.0, sft=1.0, preference=0.1),
 )
 APO_ZERO = METHODS.declare("apo_zero", "raises the chosen, lowers the rejected", replace(DPO, link=apo_zero))

@@ -85,8 +85,8 @@ def _check_rows(of: Pairs | Labelled, but: tuple[str, ...] = ()) -> None:
     for name, tensor in given.items():
         if tensor.shape != shape or tensor.dim() != 1:
             raise ValueError(
-                f"{type(of).__name__}.{name} has shape {tuple(tensor.shape)}, the others {tuple(shape)}; expected [N], one "
-                "number for each row."
+                f"{type(of).__name__}.{name} has shape {tuple(tensor.shape)}, but others have {tuple(shape)}; "
+                "expected [N], one number for each row."
             )
 
 
@@ -443,7 +443,6 @@ def kl_of_mismatched(logp: Tensor, ref: Tensor) -> Tensor:
     """
     if not logp.numel() or logp.shape != ref.shape:
         raise ValueError(
-            f"The KL estimate got {tuple(logp.shape)} log-probs and {tuple(ref.shape)} of the reference; expected [N] twice, "
-            "N > 0."
+            f"logp has shape {tuple(logp.shape)}, and ref has shape {tuple(ref.shape)}; expected the same [N] for both, N > 0."
         )
     return (logp - ref).detach().mean().clamp(min=0)

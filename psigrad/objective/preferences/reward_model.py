@@ -37,7 +37,7 @@ class BradleyTerry:
         if not self.center_rewards_coefficient >= 0 or not 0 <= self.label_smoothing < 0.5:
             raise ValueError(
                 f"BradleyTerry has center_rewards_coefficient={self.center_rewards_coefficient} and "
-                f"label_smoothing={self.label_smoothing}; expected at least 0, and from 0 to below 0.5."
+                f"label_smoothing={self.label_smoothing}; expected a coefficient >= 0 and 0 <= label_smoothing < 0.5."
             )
 
     def loss(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None, total_pairs: int) -> Loss:
@@ -50,8 +50,8 @@ class BradleyTerry:
         for name, tensor in (("chosen", chosen), ("rejected", rejected), ("margin", margin)):
             if tensor is not None and (tensor.dim() != 1 or tensor.shape != chosen.shape):
                 raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}, but chosen has {tuple(chosen.shape)}; expected [n]; a head's [n, "
-                    "1] needs squeeze(-1)."
+                    f"{name} has shape {tuple(tensor.shape)}, but chosen has {tuple(chosen.shape)}; expected [n] for both; for "
+                    "a head's [n, 1] call squeeze(-1)."
                 )
         total_pairs = max(total_pairs, 1)
         lead = chosen - rejected if margin is None else chosen - rejected - margin
@@ -79,7 +79,7 @@ def process_loss(logits: Tensor, labels: Tensor, total_steps: int) -> Loss:
     Source: Lightman et al. 2023, Let's verify step by step, arXiv:2305.20050.
     """
     if labels.shape != logits.shape:
-        raise ValueError(f"The steps have logits of shape {tuple(logits.shape)} and labels of {tuple(labels.shape)}.")
+        raise ValueError(f"logits has shape {tuple(logits.shape)} and labels {tuple(labels.shape)}; expected the same.")
     value = binary_cross_entropy_with_logits(logits, labels, reduction="sum") / max(total_steps, 1)
     hit = ((logits.detach() > 0) == (labels > 0.5)).to(logits.dtype)
     return Loss(value, {"loss": value.detach(), "accuracy": hit.sum() / max(total_steps, 1)})
@@ -113,9 +113,7 @@ def calibration(lead: Tensor, bins: int = 10) -> Calibration:
     """
     lead = lead.detach().double()
     if bins < 1 or bool(lead.isnan().any()):
-        raise ValueError(
-            f"calibration got bins={bins} and {int(lead.isnan().sum())} leads that are NaN; expected 1 or more bins, and numbers."
-        )
+        raise ValueError(f"calibration got bins={bins} and {int(lead.isnan().sum())} NaN in lead; expected bins >= 1 and no NaN.")
     sure = torch.sigmoid(lead.abs())
     right = correct(lead, torch.zeros_like(lead))
     which = ((sure - 0.5) * 2 * bins).long().clamp(0, bins - 1)

@@ -135,9 +135,9 @@ def _watch(ranks: Sequence[_Rank]) -> int:
 def _report(rank: _Rank, size: int, unaware: Sequence[str]) -> None:
     code = rank.process.returncode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    print(f"psigrad: process {rank.rank} of 0 to {size - 1} {how}; the others were ended with it.", file=sys.stderr)
+    print(f"psigrad: process {rank.rank} (of 0 to {size - 1}) {how}; all other processes were ended too.", file=sys.stderr)
     if unaware:  # a time-out of NCCL ends the waiting processes by SIGABRT
-        print(f"psigrad: process {', '.join(unaware)} was still at work; did the others wait for it?", file=sys.stderr)
+        print(f"psigrad: process {', '.join(unaware)} was still running; the others may have waited for it.", file=sys.stderr)
     time.sleep(0.1)  # its last output may not have arrived yet
     if words := rank.words.decode(errors="replace").strip():
         print(words, file=sys.stderr)

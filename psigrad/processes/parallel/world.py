@@ -169,8 +169,8 @@ def convert_errors() -> Iterator[None]:
         silent = [str(rank) for rank in silent_ranks(_store(), dist.get_rank(), dist.get_world_size(), ROLL_CALL)]
         who = f"Process {', '.join(silent)} of 0 to {dist.get_world_size() - 1}" if silent else "Another process"
         raise RankLost(
-            f"{who} of this run has ended or does not answer; see its own message. The same command resumes from the newest "
-            "checkpoint."
+            f"{who} of this run has ended or does not answer; see its own message. Repeat the command to resume from the "
+            "newest checkpoint."
         ) from error
 
 

@@ -156,7 +156,7 @@ def _describe_small_change(run: RunData) -> list[str]:
     kl = number((run.evaluations or [{}])[-1].get("eval/kl"))
     if kl < _LEAST_KL:
         most = _short(math.sqrt(max(0.0, kl) / 2))
-        return [f"the policy hardly moved: at this KL no rate changes by more than {most}; {advice}"]
+        return [f"the policy hardly moved: at this KL no accuracy can change by more than {most}; {advice}"]
     losses = [_short(number(row["eval/loss"])) for row in run.evaluations if "eval/loss" in row]
     return [f"the model hardly moved: the held-out loss is the same; {advice}"] if losses and losses[0] == losses[-1] else []
 

@@ -339,14 +339,14 @@ def test_a_loss_of_dpos_is_its_own_method_by_every_entrance(here):
     [
         ("GRPOConfig", "grpo", {"sapo_temperature_pos": 2.0}, "grpo has no soft clip, so sapo_temperature_pos has no effect"),
         ("DPOConfig", "dpo", {"loss_type": "unheard"}, "loss_type is 'unheard': expected one of sigmoid, hinge, ipo"),
-        ("DPOConfig", "dpo", {"loss_type": ["sigmoid", "ipo"]}, "loss_type has 'ipo' too: one loss is trained"),
+        ("DPOConfig", "dpo", {"loss_type": ["sigmoid", "ipo"]}, "loss_type has 'sigmoid' and 'ipo', but psigrad trains one loss"),
         (
             "GRPOConfig",
             "grpo",
             {"loss_type": "luspo"},
             "loss_type is 'luspo': expected one of grpo, dapo, bnpo, dr_grpo, cispo, sapo, vespo",
         ),
-        ("DPOConfig", "dpo", {"loss_weights": [1.0, 2.0]}, "one loss is trained; sft adds the likelihood of the chosen"),
+        ("DPOConfig", "dpo", {"loss_weights": [1.0, 2.0]}, "psigrad trains one loss; loss.sft adds the likelihood of the chosen"),
         ("GRPOConfig", "grpo", {"model_init_kwargs": "unheard"}, "set dtype and revision"),
         ("GRPOConfig", "grpo", {"model_init_kwargs": {"quantization_config": 4}}, "quantize_base=nf4 or int8 quantises the base"),
         ("SFTConfig", "sft", {"loss_type": "dft"}, "loss_type is 'dft': the method is the command"),

@@ -274,7 +274,10 @@ def test_rows_that_the_template_cannot_say_are_named_as_in_the_file_or_left_out_
         check.load_subject(config(tmp_path, data=data))
     subject = check.load_subject(config(tmp_path, data=replace(data, bad_rows="skip")))
     assert [prompt.row.source[-1] for prompt in subject.dataset] == ["1", "3"] and check.check_data(subject).verdict == "ok"
-    assert "1 of 3 rows were rejected and skipped; the first: talks.jsonl:2: column 'messages[0].name'" in capsys.readouterr().err
+    assert (
+        "1 of 3 rows were rejected and skipped. The first one is talks.jsonl:2: column 'messages[0].name'"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_chat_template_that_does_not_open_the_turn_is_found(models, tmp_path):
@@ -306,7 +309,7 @@ def test_a_chat_template_without_words_for_tools_is_told(tmp_path):
         found = check.check_text(check.load_subject(config(tmp_path, data=data, tools=(price,))))
         assert found.verdict == "ok", found
         notes.append(found.note)
-    assert notes[0].startswith("tools are offered in Hermes' form") and "tools are offered" not in notes[1]
+    assert notes[0].startswith("tools are listed in the system prompt") and "tools are listed" not in notes[1]
 
 
 @pytest.mark.parametrize("fault", ["tokens", "pad", "acts"])

@@ -147,10 +147,10 @@ def test_a_system_column_moves_no_weight() -> None:
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
-        ({"loss_mask": [0, 1, 1]}, "'loss_mask' has 3 weights for 2 messages; give one per message, not one per token"),
+        ({"loss_mask": [0, 1, 1]}, "'loss_mask' has 3 weights for 2 messages; give one weight per message, not one per token"),
         ({"loss_mask": [0, None]}, "'loss_mask' has 1 weight for 2 messages"),
         ({"weight": [0, 0.5]}, r"'messages\[1\].weight' is 0.5; expected 1 or true if the turn is trained, else 0 or false"),
-        ({"loss_mask": [1, 1]}, r"'messages\[0\].loss_mask' is 1 in the turn of another role"),
+        ({"loss_mask": [1, 1]}, r"'messages\[0\].loss_mask' is 1, but only the assistant's turns are trained"),
         ({"loss_mask": [0, 0], "messages": [USER, {**BOT, "loss_mask": 1}]}, "'loss_mask' is both a column and a field of"),
         ({"weight": 0.5}, "'weight' is 0.5; every row has the same weight.*--columns weight=other"),
         ({"train": False}, "'train' is False; every row has the same weight, so remove"),
@@ -180,7 +180,7 @@ def test_thoughts_a_template_has_no_field_for_stand_in_tags(plain_chatml: PreTra
     for name in ("reasoning_content", "reasoning", "thinking"):
         row = sft(USER, {**BOT, name: "two"})
         assert texts(plain_chatml, row) == ["<think>\ntwo\n</think>\n\nthe cat<|im_end|>"]
-        assert describe_rewrites(plain_chatml, row) == ["thoughts are in <think> tags before the answer"]
+        assert describe_rewrites(plain_chatml, row) == ["thoughts are written in <think> tags before the answer"]
 
 
 def test_calls_that_a_template_does_not_show_are_written_in_hermes_form(plain_chatml: PreTrainedTokenizerFast) -> None:
@@ -269,7 +269,7 @@ def test_a_call_without_words_leaves_no_word_in_a_template_of_parts(build: Build
         (
             {"chat_template_kwargs": {"tools": [{}]}},
             BOT,
-            "'chat_template_kwargs.tools' would not be read; give tools in a column",
+            "'chat_template_kwargs.tools' is not read; give the tools in a column",
         ),
         (
             {},
@@ -469,7 +469,7 @@ def test_the_first_row_that_is_said_otherwise_is_told(plain_chatml: PreTrainedTo
         [sft(USER, BOT), sft(USER, BOT, chat_template_kwargs={"nothing": 1}), replace(thought, source="my.jsonl:8"), thought],
         lambda kind, text, **more: told.append(text),
     )
-    assert len(told) == 1 and "everything in my.jsonl:8: thoughts are in <think> tags" in told[0]
+    assert len(told) == 1 and "everything in my.jsonl:8: thoughts are written in <think> tags" in told[0]
 
 
 def test_sampling_stops_at_the_end_of_a_call_where_only_later_rows_offer_tools(build: Build) -> None:

@@ -80,7 +80,7 @@ def test_a_comparison_with_an_unreadable_margin_is_left_out_when_asked(tokenizer
 
 
 def test_a_prompt_without_tokens_is_a_row_that_may_be_left_out(tokenizer):
-    with pytest.raises(RowError, match="x:3: column 'prompt' has no tokens; give it some text, or the tokenizer a BOS token"):
+    with pytest.raises(RowError, match="x:3: column 'prompt' has no tokens; write some text, or give the tokenizer a BOS token"):
         prompt_ids(tokenizer, Row("x:3", prompt=""))
 
 

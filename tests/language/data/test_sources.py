@@ -339,8 +339,8 @@ def test_rows_of_another_form_are_told_once_with_the_form_that_they_fit(tmp_path
         load(str(jsonl(tmp_path / "pairs.jsonl", pairs)), form="sft")
     said = str(caught.value)
     assert said.count("column 'completion' is missing") == 1 and "7 malformed of 7 rows" in said
-    assert "the rows fit the form preference" in said
-    with pytest.raises(UserError, match="none is left for the form preference; fix the rows"):
+    assert "these are rows of the form preference" in said
+    with pytest.raises(UserError, match="no preference row is left; fix the rows"):
         load(str(jsonl(tmp_path / "odd.jsonl", [{"question": "a"}])), form="preference")
 
 
@@ -423,7 +423,7 @@ def test_all_rows_of_a_prompt_are_on_one_side(form: str) -> None:
     assert Counter(int(row.source.removeprefix("rows:")) % 10 for row in held).most_common()[0][1] == 4
     assert not {int(row.source.removeprefix("rows:")) % 10 for row in held} & {int(row.source[5:]) % 10 for row in train}
     assert said[-1] == (
-        "8 of 40 rows, drawn at random with all rows of a prompt, where 10 were requested, are held out; "
+        "8 of 40 rows, drawn at random, always all rows of a prompt together (10 were requested), are held out; "
         "--eval-prompts sets their number."
     )
     assert read_rows(Data(dataset=raw), form, 10, 0) == (train, held) != read_rows(Data(dataset=raw), form, 10, 1)

@@ -223,7 +223,7 @@ def test_a_template_that_forgets_thinking_gives_a_context_to_each_turn_that_it_r
 
 def test_a_template_that_rewrites_the_prompt_is_refused(build: Build) -> None:
     rewriting = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}"
-    with pytest.raises(RowError, match=r"my.jsonl:7: the chat template renders the generation prompt before message 2"):
+    with pytest.raises(RowError, match=r"my.jsonl:7: the chat template changes the generation prompt before message 2"):
         example(build(rewriting), sft(prompt=[user("hello")], completion=[bot("there")]))
 
 

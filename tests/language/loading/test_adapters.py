@@ -196,7 +196,7 @@ def test_other_adapters_and_lost_bases_are_sentences(base, tmp_path, monkeypatch
         load_model(Model(path=str(tmp_path / "adapter"), adapter="merge"), Run(), None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     file.write_text(json.dumps({**held, "base_model_name_or_path": str(tmp_path / "psigrad" / "models" / "gone")}))
-    with pytest.raises(UserError, match="any command on the original GGUF file or adapter converts it again"):
+    with pytest.raises(UserError, match="run any command on the original GGUF file or adapter"):
         load_model(Model(path=str(tmp_path / "adapter"), adapter="merge"), Run(), None)
     file.write_text(json.dumps({**held, "peft_type": "IA3"}))
     with pytest.raises(UserError, match=r"has the type IA3, but psigrad continues only LORA"):
@@ -270,7 +270,7 @@ def test_target_modules_have_pefts_meaning(named, base):
 
 
 @pytest.mark.parametrize(
-    ("targets", "said"), [((r".*\.q_proj", "v_proj"), "give only that"), (("(q_proj",), "not a regular expression")]
+    ("targets", "said"), [((r".*\.q_proj", "v_proj"), "give only the expression"), (("(q_proj",), "not a regular expression")]
 )
 def test_a_regular_expression_of_targets_is_sound_and_alone(targets, said, base):
     with pytest.raises(UserError, match=said):

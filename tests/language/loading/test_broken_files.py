@@ -50,13 +50,17 @@ TOKENIZER = {
     "a text a billion times": (
         "normalizer",
         {"type": "Sequence", "normalizers": [times("a", 1000)] * 3},
-        "makes up to 1e+09 char",
+        "turns one character into 1e+09",
     ),
-    "a token a million times": ("decoder", {"type": "Sequence", "decoders": [times("ab", 2000)] * 2}, "makes up to 4e+06 char"),
+    "a token a million times": (
+        "decoder",
+        {"type": "Sequence", "decoders": [times("ab", 2000)] * 2},
+        "turns one character into 4e+06",
+    ),
     "too much around a text": (
         "post_processor",
         {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<eos>", "type_id": 0}}] * 5000, "pair": []},
-        "the post_processor of its tokenizer makes up to 5e+03 char",
+        "the post_processor of its tokenizer turns one character into 5e+03",
     ),
     "too many added tokens": (
         "added_tokens",

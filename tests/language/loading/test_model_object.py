@@ -252,8 +252,8 @@ def test_the_names_of_trls_trainers_are_taken(objects, job, tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"model": "a"}, "No dataset was given; give psigrad.train dataset="),
-        ({"dataset": "a"}, "No model was given; give psigrad.train model="),
+        ({"model": "a"}, "No dataset was given; pass dataset= to psigrad.train"),
+        ({"dataset": "a"}, "No model was given; pass model= to psigrad.train"),
         (
             {"dataset": "a", "train_dataset": [], "model": "m"},
             r"dataset is 'a' and train_dataset is \[\], and both are",
@@ -299,5 +299,5 @@ def test_what_cannot_be_trained_in_place_is_refused_in_a_sentence(objects, job, 
 def test_a_folder_without_a_tokenizer_is_refused_though_transformers_makes_one_without_words(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     assert AutoTokenizer.from_pretrained(tmp_path)("Hello").input_ids in ([], [3])  # nothing, or unknown: the trap
-    with pytest.raises(UserError, match=r"the model has no tokenizer: save one there by tokenizer\.save_pretrained"):
+    with pytest.raises(UserError, match=r"the model has no tokenizer; save one in its folder by tokenizer\.save_pretrained"):
         load_tokenizer(str(tmp_path))

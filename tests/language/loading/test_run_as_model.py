@@ -45,9 +45,7 @@ def test_what_is_no_run_is_taken_as_it_is(run):
 
 def test_a_run_without_a_model_is_refused(run):
     shutil.rmtree(run / "checkpoints")
-    with pytest.raises(
-        UserError, match=r"run' is the folder of a run that has no language model yet; give the folder of a model\.$"
-    ):
+    with pytest.raises(UserError, match=r"run' is a run that has saved no language model yet; give the folder of a model\.$"):
         resolve_path(str(run))
 
 

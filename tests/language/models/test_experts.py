@@ -222,7 +222,7 @@ def test_a_pass_without_gradient_leaves_a_recomputation_its_choice(tokenizer):
 
 def test_what_cannot_be_followed_is_refused_by_name(tokenizer):
     dense = prepare(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=60, **SIZES)), tokenizer)
-    with pytest.raises(UserError, match="transformers finds none in LlamaForCausalLM"):
+    with pytest.raises(UserError, match="transformers finds no router in LlamaForCausalLM"):
         replay_routers(dense)
     model = some_model("mixtral", tokenizer)
     model.why_padded = "it says so"
@@ -233,7 +233,7 @@ def test_what_cannot_be_followed_is_refused_by_name(tokenizer):
         if type(module).__name__ == "MixtralTopKRouter":
             made = (torch.ones(1, 4), torch.full((1, 2), 0.5), torch.tensor([[0, 1]]))
             module.forward = lambda x, made=made: tuple(part.expand(len(x), -1) for part in made)
-    with pytest.raises(UserError, match=r"router_replay cannot set the choices of MixtralForCausalLM.s routers"):
+    with pytest.raises(UserError, match=r"router_replay cannot set the experts that MixtralForCausalLM chooses"):
         replay_routers(model)
     assert model.router_recorder is None
 

@@ -114,7 +114,7 @@ def test_flex_is_refused_where_its_numbers_differ(monkeypatch):
     model = prepare(tiny.model("gpt2", len(tokenizer)), tokenizer)
     own = probe.with_gradient
     monkeypatch.setattr(probe, "with_gradient", lambda one: [x + (one.attention_kernel == "flex") for x in own(_plain(one))])
-    with pytest.raises(UserError, match="the outputs or gradients differ by 1 from those before"):
+    with pytest.raises(UserError, match="the outputs or gradients differ by 1 from those of sdpa"):
         model.attend("flex")
     assert model.attention_kernel == "sdpa"
 

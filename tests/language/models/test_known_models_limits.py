@@ -113,7 +113,7 @@ def test_files_that_are_not_as_expected_are_left_to_transformers(change, tmp_pat
 def test_a_tensor_of_another_shape_is_refused(tmp_path, tokenizer):
     written(tmp_path, CONFIGS["qwen3"], tokenizer)
     changed(tmp_path, lambda x: {**x, "model.norm.weight": torch.ones(3)})
-    with pytest.raises(UserError, match=r"model\.norm\.weight has shape \(3,\); by the configuration it is \(40,\)"):
+    with pytest.raises(UserError, match=r"model\.norm\.weight has shape \(3,\); the configuration says \(40,\)"):
         language_model.load(str(tmp_path))
 
 

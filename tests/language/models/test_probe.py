@@ -163,7 +163,7 @@ def test_a_packed_way_without_the_window_is_left_though_no_text_reaches_it(famil
     mask = PackedLayout._sequence_mask
     monkeypatch.setattr(PackedLayout, "_sequence_mask", lambda self, window: mask(self, None))
     model = prepare(network(family), tokenizer)
-    assert "beyond the window of its attention" in model.why_padded
+    assert "on texts longer than its attention window" in model.why_padded
     held = {vars(module).get("sliding_window") for module in model.network.modules()}
     assert probe.WINDOW not in held and model.network.config.sliding_window > probe.LENGTH
 
@@ -172,7 +172,7 @@ def test_a_packed_way_without_the_window_is_left_though_no_text_reaches_it(famil
 def test_a_fused_way_without_the_window_is_left(tokenizer, monkeypatch):
     monkeypatch.setitem(decoder.FAMILIES, "Mistral", replace(FAMILIES["Mistral"], window=lambda config, layer: None))
     model = prepare(network("mistral"), tokenizer)
-    assert not model.why_padded and "beyond the window" in model.why_unfused
+    assert not model.why_padded and "on texts longer than" in model.why_unfused
 
 
 def test_in_another_precision_a_model_computes_what_a_copy_in_it_does_and_is_itself_again():

@@ -232,4 +232,4 @@ def test_negative_control_kernels_that_leak_are_left_off(part, wrong, tokenizer,
     assert "run in PyTorch" not in prepare(network("qwen3_5_text"), tokenizer).slow_reason
     monkeypatch.setattr(PackedLayout, part, wrong)
     model = prepare(network("qwen3_5_text"), tokenizer)
-    assert not model.why_padded and "its layers with state run in PyTorch: in float32 its outputs differ" in model.slow_reason
+    assert not model.why_padded and "its recurrent layers run in PyTorch (in float32 its outputs differ" in model.slow_reason

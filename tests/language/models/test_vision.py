@@ -293,7 +293,7 @@ def test_a_processor_of_another_model_is_refused(made):
     model.vision._held.clear()
     model.vision.config.scale_factor = 4
     try:
-        with pytest.raises(UserError, match="20 features of 1 images, and their prompts have 5"), torch.no_grad():
+        with pytest.raises(UserError, match="20 features for 1 images, but the prompts have 5 image tokens"), torch.no_grad():
             model.evaluate(Groups([ids], [[[5, 6]]]))
     finally:
         model.vision.config.scale_factor = before

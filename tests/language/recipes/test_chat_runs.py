@@ -63,7 +63,7 @@ def test_sft_on_qwen3_trains_every_turn_with_its_thoughts(tmp_path, capsys):
     rows = [{"messages": talk("<think>\na\n</think>\n\n2", "<think>\nb\n</think>\n\n4")}, {"messages": talk("6")}]
     sft.run(sft_config(tmp_path, folder, rows))
     assert events(tmp_path / "run")["turns_apart"] | {"rows": 2, "texts": 3} == events(tmp_path / "run")["turns_apart"]
-    assert "2 rows are trained as 3 texts, because the chat template rewrites turns" in capsys.readouterr().err
+    assert "2 rows are trained as 3 texts, because the chat template changes earlier turns" in capsys.readouterr().err
 
 
 def test_a_row_that_the_template_cannot_say_stops_the_run_or_is_left_out_and_counted(tmp_path, capsys):
@@ -76,7 +76,7 @@ def test_a_row_that_the_template_cannot_say_stops_the_run_or_is_left_out_and_cou
     sft.run(replace(config, data=replace(config.data, bad_rows="skip"), run=replace(config.run, output_dir=str(tmp_path / "on"))))
     told = events(tmp_path / "on")["rows_refused"]
     assert (told["count"], told["kept"]) == (1, 2) and "rows.jsonl:2" in told["reasons"][0]
-    assert "1 of 3 rows were rejected and skipped; the first: rows.jsonl:2" in capsys.readouterr().err
+    assert "1 of 3 rows were rejected and skipped. The first one is rows.jsonl:2" in capsys.readouterr().err
 
 
 SPECIALS = ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")

@@ -36,7 +36,7 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "sum", "p
 def test_a_template_without_words_for_tools_is_noticed(template, row, ignored):
     tokenizer = tiny.tokenizer(["2 + 3?"] * 5, 280)
     tokenizer.chat_template = template
-    assert bool([note for note in describe_rewrites(tokenizer, row) if note.startswith("tools are offered")]) == ignored
+    assert bool([note for note in describe_rewrites(tokenizer, row) if note.startswith("tools are listed")]) == ignored
 
 
 @pytest.mark.parametrize(("template", "told"), [(CHATML, 1), (OFFERS, 0)])
@@ -56,7 +56,7 @@ def test_a_run_says_so_once(template, told, job, tmp_path, capsys):
             evaluation=replace(config.evaluation, eval_prompts=0),
         )
     )
-    assert capsys.readouterr().err.count("tools are offered in Hermes' form") == told
+    assert capsys.readouterr().err.count("tools are listed in the system prompt") == told
 
 
 def test_a_padded_model_is_told(job, tmp_path, capsys):

@@ -266,7 +266,7 @@ def test_the_message_names_the_commonest_reason_and_its_rows():
         check_unscored(mixed, 0.1, [f"t.csv:{2 + i // 4}" for i in range(23)], [[1, 30]])
     assert str(caught.value) == (
         "22 of 23 completions stayed unscored; 23 of the last 53, above max_unscored 0.1; most often (21, rows t.csv:2, t.csv:3, "
-        "t.csv:4, t.csv:5, t.csv:6, …): boom. Fix that or raise the limit."
+        "t.csv:4, t.csv:5, t.csv:6, …): boom. Fix that or raise max_unscored."
     )
 
 
@@ -283,7 +283,7 @@ def test_a_function_does_not_apply_to_a_row_without_the_column_that_it_needs(sco
 def test_what_only_trls_trainer_passes_is_named_as_such(scorer_of, zoo, score):
     (result,) = score(scorer_of(zoo("knows_the_step")), ["a"])
     assert isinstance(result, Unscored) and result.reason.startswith(
-        "knows_the_step needs 'trainer_state', which TRL's trainer gives"
+        "knows_the_step needs 'trainer_state', which TRL's trainer passes"
     )
 
 

@@ -128,7 +128,7 @@ def test_score_leaves_malformed_rows_out_as_its_message_advises(tmp_path, capsys
     file = tmp_path / "rows.csv"
     file.write_text("prompt,completion,answer\na,b,b\n,b,b\nc,,d\n")
     command = ["score", "--reward", "exact", "--dataset", str(file)]
-    assert cli.main(command) == 2 and "skip them with --bad-rows skip" in capsys.readouterr().err
+    assert cli.main(command) == 2 and "skip malformed rows with --bad-rows skip" in capsys.readouterr().err
     assert cli.main([*command, "--bad-rows", "skip"]) == 0
     found = capsys.readouterr()
     assert json.loads(found.out)["source"] == "rows.csv:2"

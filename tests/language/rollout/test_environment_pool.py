@@ -129,7 +129,7 @@ def test_a_hundred_megabytes_of_output_hold_nobody_up(pool, capfd):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("none", "TypeError"), ("reward", "'much' as its reward"), ("nan", "reward is nan"), ("object", "as its observation")],
+    [("none", "TypeError"), ("reward", "'much' as its reward"), ("nan", "reward is nan"), ("object", "as the observation")],
 )
 def test_what_is_no_step_is_named(pool, text, said):
     playing = pool(Odd)

@@ -70,12 +70,12 @@ def played(model, factory, row=CHAT, params=PARAMS, **rules):
 @pytest.mark.parametrize("row", [PLAIN, CHAT], ids=["plain", "chat"])
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"], ids=["rope", "learned positions"])
 def test_an_answer_of_3000_tokens_is_cut_to_the_context_and_the_policy_goes_on(name, row, models):
-    model, left = models[name], "of the context's 128 tokens are left after a reserve of 6 for the next turn"
+    model, left = models[name], "left besides 6 reserved for the next turn"
     for t in played(model, Wordy, row):
         assert len(t.prompt_ids) + len(t.completion.ids) <= 128 - PARAMS.max_tokens + 1
         assert t.turns == 2 and t.completion.finish_reason == "length", "there is room for one turn behind the first answer"
         assert [(c.turn, c.kind) for c in t.cuts] == [(1, "cut"), (2, "dropped")]
-        assert t.cuts[0].reason == f"15000 characters: {121 - len(t.prompt_ids)} {left}"
+        assert t.cuts[0].reason == f"15000 characters: of the context's 128 tokens, {121 - len(t.prompt_ids)} are {left}"
         logp = model.evaluate(Groups([t.prompt_ids], [[t.completion.ids]])).logp
         assert logp[0, -1].item() == pytest.approx(t.completion.logprobs[-1], abs=1e-4), "the last turn is the trainer's too"
     shown = decode(model.tokenizer, t.completion.ids)
@@ -120,9 +120,7 @@ def test_an_opening_is_cut_too_or_its_episodes_have_no_reward(models):
     model = models["qwen3"]
     assert len(prompt_ids(model.tokenizer, long)) == 66, "of 68: less than a letter and the mark have"
     (t, _) = score(None, played(model, wordy("1", opening="loud " * 9), long, SamplingParams(max_tokens=60)), {0: long})
-    assert t.status == "unscored" and t.reason.startswith(
-        "the text that reset() returned does not fit into the context (45 characters"
-    )
+    assert t.status == "unscored" and t.reason.startswith("the text that reset() returned is too long (45 characters")
 
 
 def test_turns_have_a_limit_of_their_own_and_all_of_them_the_completions(models):

@@ -148,8 +148,8 @@ def test_a_text_beyond_the_reward_models_positions_is_unscored_and_not_scored_at
     prompt = [tokenizer("b" * 7, add_special_tokens=False).input_ids] * 2
     found = scorer.score(Samples(["b" * 7] * 2, texts, written, prompt_ids=prompt))  # with an EOS 16 and 17 tokens
     assert isinstance(found[0], Scored) and isinstance(found[1], Unscored)
-    assert "the reward model judge cannot read 17 tokens, beyond its 16 positions" in found[1].reason
+    assert "the reward model judge cannot read 17 tokens, since it has 16 positions" in found[1].reason
     rows = [{"prompt": "b" * 7, "completion": text} for text in texts]
-    with pytest.raises(UserError, match="cannot read 17 tokens, beyond its 16 positions; shorten the row"):
+    with pytest.raises(UserError, match="cannot read 17 tokens, since it has 16 positions; shorten the row"):
         reward.score_rows(str(tmp_path), rows, device="cpu")
     assert len(reward.score_rows(str(tmp_path), rows[:1], device="cpu")) == 1

@@ -151,14 +151,14 @@ def test_a_model_learns_from_what_it_says_when_it_is_told_more(job, tmp_path):
     kl = metrics(online.run(replace(config, data=data)).folder, "kl")
     assert sum(kl[-6:]) / 6 < 0.7 * kl[0]
     missing = replace(config, run=replace(config.run, output_dir=str(tmp_path / "missing")))
-    with pytest.raises(UserError, match=r"train.jsonl.+teacher_prompt is 'told' and the row has no such column; it has"):
+    with pytest.raises(UserError, match=r"train.jsonl.+teacher_prompt is 'told', but the row has only the columns"):
         online.run(missing)
 
 
 @pytest.mark.parametrize(
     ("algorithm", "changes", "message"),
     [
-        ("distill", {}, r"distill learns from a teacher and none was given; name a model with --reference"),
+        ("distill", {}, r"distill learns from a teacher, but none was given; name a model with --reference"),
         ("dapo", {"teacher_prompt": "told"}, r"name a teacher_prompt, but dapo has no KL term"),
         ("rloo", {"ref_model_sync_steps": 1, "model": Model(path="x", lora_rank=2)}, r"train without LoRA"),
         ("rloo", {"ref_model_sync_steps": 1, "reference": "x"}, r"name another model as reference; remove one"),

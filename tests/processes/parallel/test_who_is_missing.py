@@ -72,7 +72,7 @@ def test_where_those_that_wait_are_ended_by_a_signal_who_is_still_at_work_is_nam
     monkeypatch.setattr(launch, "GRACE", 0.1)
     status = launch._watch([rank_of(0, -6), rank_of(1, None), rank_of(2, -6)])
     said = capsys.readouterr().err
-    assert status == 134 and "process 0 of 0 to 2 was ended by SIGABRT" in said and "process 1 was still at work" in said
+    assert status == 134 and "process 0 (of 0 to 2) was ended by SIGABRT" in said and "process 1 was still running" in said
 
 
 @pytest.mark.slow

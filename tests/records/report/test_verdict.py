@@ -76,7 +76,7 @@ def test_fewer_than_ten_common_prompts_are_too_few(tmp_path):
     ("same", "kl", "said"),
     [
         (18, {}, "the policy hardly moved: 18 of 20 held-out completions are unchanged; raise the learning rate"),
-        (0, {"eval/kl": 0.0098}, "the policy hardly moved: at this KL no rate changes by more than 0.07; raise"),
+        (0, {"eval/kl": 0.0098}, "the policy hardly moved: at this KL no accuracy can change by more than 0.07; raise"),
         (17, {"eval/kl": 0.011}, ""),
     ],
 )

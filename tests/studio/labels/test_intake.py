@@ -154,7 +154,11 @@ def test_odd_texts_come_back_as_they_went_in(desks, text):
         ({"prompt": "p", "chosen": "x", "rejected": "x"}, "rows:2", "same as chosen"),
         ({"prompt": "p", "completion": "x", "weight": float("nan")}, "rows:2", "finite"),
         ({"prompt": "p", "completion": "x", "images": ["a.png"]}, "rows:2", "has an image, but labelling shows only text"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "completion": said("x")}, "rows:2", "no images are read"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "completion": said("x")},
+            "rows:2",
+            "images are not read in these rows",
+        ),
         ({"prompt": "p", "completion": "x", "thing": object()}, "rows:2", "JSON"),
         ({"prompt": [{"role": "assistant", "content": "x"}], "completion": said("x")}, "rows:2", "role"),
     ],

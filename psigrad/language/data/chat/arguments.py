@@ -34,7 +34,9 @@ def check_arguments(templates: Sequence[str], kwargs: Mapping[str, Any]) -> None
     for name, value in kwargs.items():
         if name not in names:
             near = nearest(name, sorted(names)) or "."
-            raise UserError(f"chat_template_kwargs has {name!r}, which the chat template does not read; remove it{near}")
+            raise UserError(
+                f"chat_template_kwargs has {name!r}, which the chat template does not read; remove this argument{near}"
+            )
         kinds = {kind for one in read for kind in one.get(name, ())}
         if kinds and kinds <= _WORDS.keys() and value is not None and type(value) not in kinds:
             wanted = " or ".join(sorted({_WORDS[kind] for kind in kinds}))

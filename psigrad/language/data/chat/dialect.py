@@ -274,12 +274,12 @@ def describe_rewrites(messages: Sequence[Message], tools: Any, dialect: Dialect)
     calls = any(message.get("tool_calls") for message in messages)
     thoughts = any(message.get(name) for message in messages for name in REASONING)
     notes = {
-        "tools are offered in Hermes' form, in the system prompt": tools and not dialect.tools,
-        "tool calls are written in Hermes' form": (tools or calls) and dialect.calls == "hermes",
-        "tools' answers are user turns": (tools or "tool" in roles) and not dialect.answers,
-        "the developer's message is a system prompt": "developer" in roles and not dialect.developer,
-        "the system prompt is before the user's first turn": "system" in roles and not dialect.system,
-        "thoughts are in <think> tags before the answer": thoughts and dialect.reasoning == "content",
+        "tools are listed in the system prompt, in the format of Hermes": tools and not dialect.tools,
+        "tool calls are written in the format of Hermes": (tools or calls) and dialect.calls == "hermes",
+        "tools' answers are written as user turns": (tools or "tool" in roles) and not dialect.answers,
+        "the developer's message is written as the system prompt": "developer" in roles and not dialect.developer,
+        "the system prompt is written before the text of the user's first turn": "system" in roles and not dialect.system,
+        "thoughts are written in <think> tags before the answer": thoughts and dialect.reasoning == "content",
         "turns have no end token, so only the EOS (and --stop-token-ids) ends a completion": not dialect.turn_end,
     }
     return [note for note, holds in notes.items() if holds]

@@ -42,7 +42,7 @@ def read_message(message: Mapping[str, Any], path: str, fail: Fail) -> Message:
         if read[name] not in (0, 1):
             fail(f"{path}.{name}", f"is {read[name]!r}; expected 1 or true if the turn is trained, else 0 or false")
         if read[name] and read.get("role") != "assistant":
-            fail(f"{path}.{name}", f"is {read[name]!r} in the turn of another role; only the assistant's turns are trained")
+            fail(f"{path}.{name}", f"is {read[name]!r}, but only the assistant's turns are trained; set it to 0 or remove it")
     for name in (name for name in REASONING if not isinstance(read.get(name, ""), str)):
         fail(f"{path}.{name}", f"is {read[name]!r}; expected the thoughts as a string")
     calls = read.get("tool_calls")
@@ -50,7 +50,7 @@ def read_message(message: Mapping[str, Any], path: str, fail: Fail) -> Message:
         del read["tool_calls"]
     elif calls is not None:
         if read.get("role") != "assistant" or not isinstance(calls, list):
-            fail(f"{path}.tool_calls", "must be a list, in an assistant's message")
+            fail(f"{path}.tool_calls", "is allowed only in an assistant's message, and must be a list")
         read["tool_calls"] = [_call(call, f"{path}.tool_calls[{i}]", fail) for i, call in enumerate(calls)]
     return read
 
@@ -82,7 +82,7 @@ def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
             )
         if (count := len(given) - given.count(None)) != len(messages):
             both = f"{several(count, 'weight')} for {several(len(messages), 'message')}"
-            fail(name, f"has {both}; give one per message, not one per token")
+            fail(name, f"has {both}; give one weight per message, not one per token")
         if any(isinstance(turn, Mapping) and turn.get(name) is not None for turn in messages):
             fail(name, "is both a column and a field of the messages; keep one of them")
         weighed = [{**turn, name: one} if isinstance(turn, Mapping) else turn for turn, one in zip(weighed, given, strict=True)]
@@ -105,7 +105,7 @@ def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
                 where = f"{column}[{i}].tool_call_id"
                 if own not in known:
                     fail(where, f"is {own!r}, and the calls before it are {', '.join(map(repr, known))}; name one of them")
-                fail(where, f"is {own!r} where the answer to {made!r} is expected; put answers in order")
+                fail(where, f"is {own!r} where the answer to {made!r} is expected; put the answers into the order of the calls")
 
 
 def order_answers(messages: list[Message]) -> list[Message]:
@@ -130,7 +130,7 @@ def join_parts(parts: list[Any], path: str, fail: Fail) -> str:
         kind, text = (part.get("type") or "text", part.get("text")) if isinstance(part, Mapping) else (type(part).__name__, None)
         if kind != "text":
             images = (
-                "expected text; no images are read in these rows"
+                "expected text, since images are not read in these rows"
                 if "image" in str(kind)
                 else "expected text or an image; remove sound and video"
             )

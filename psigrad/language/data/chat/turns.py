@@ -76,7 +76,7 @@ class Conversation:
         if self.dialect.header:
             raise UserError(
                 "The chat template does not open the assistant's turn: add_generation_prompt changes nothing, and turns begin "
-                f"with {show(self.dialect.header)}. Give a template that does so with --chat-template-path."
+                f"with {show(self.dialect.header)}. Name a template that opens it with --chat-template-path."
             )
 
     def render(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
@@ -96,8 +96,8 @@ class Conversation:
             return self.render(messages, generation_prompt=True)
         for name in last.keys() - {"role", "content", *WEIGHTS}:
             why = (
-                "is in the last turn, which the model continues and of which only the content is read; move the text into the "
-                "content, or remove the field"
+                "is in the last turn, which the model continues; psigrad reads only the content of that turn, so move the text "
+                "into the content, or remove the field"
             )
             raise row_error(self.row, f"prompt[{len(before)}].{name}", why)
         return self.render(before, generation_prompt=True) + str(last["content"])
@@ -243,9 +243,9 @@ def _continue_thought(conversation: Conversation, message: Message, before: str,
     begins = opened is not None and tail.startswith(opened.group(1))
     if opened is None or not text.startswith(before[: opened.start()]) or (thought and thought in tail and not begins):
         why = (
-            f"the chat template renders the generation prompt before message {index} (assistant) differently once the message "
-            "follows, so the context in which that turn would be sampled is unknown; set the arguments of the template for "
-            "which it would be sampled (chat_template_kwargs, such as enable_thinking), or use another template"
+            f"the chat template changes the generation prompt before message {index} (assistant) once the message follows, so "
+            "psigrad cannot know the context in which that turn is sampled; set chat_template_kwargs as for sampling (such as "
+            "enable_thinking), or use another template"
         )
         raise row_error(conversation.row, "", why)
     if (empty := _EMPTY.match(tail)) is not None:

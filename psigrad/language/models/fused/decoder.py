@@ -118,7 +118,7 @@ class Decoder:
         config = network.config.get_text_config()
         family = FAMILIES.get(type(base).__name__.removesuffix("Model"))
         if family is None:
-            raise Unsupported(f"{type(base).__name__} is none of {', '.join(f'{name}Model' for name in FAMILIES)}")
+            raise Unsupported(f"{type(base).__name__} is not fused (docs/families.md lists the families that are)")
         if network.device.type != "cpu" or network.dtype not in (torch.float32, torch.bfloat16):
             raise Unsupported(f"{network.dtype} on {network.device} is not supported")
         activation = getattr(config, "hidden_activation", None) or config.hidden_act

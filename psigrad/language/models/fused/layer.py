@@ -252,7 +252,7 @@ class Layer:
             if adapter.module.merged or adapter.module.active_adapters != [adapter.name]:
                 raise ValueError(
                     f"The adapter {adapter.name!r} has been merged into the weights or another was made active, which the fused "
-                    "decoder does not follow; undo it, or set model.decoder = None."
+                    "decoder does not follow; undo that, or set model.decoder = None."
                 )
         return any(not adapter.module.disable_adapters for adapter in self.adapters.values())
 

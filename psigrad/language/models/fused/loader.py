@@ -111,7 +111,7 @@ def load(
             if (shape := tuple(file.get_slice(name).get_shape())) != wanted[name]:
                 if name == "score.weight":
                     raise ValueError(f"the head gives {shape[0]} numbers; the head of a reward model or critic gives one")
-                raise ValueError(f"{name} has shape {shape}; by the configuration it is {tuple(wanted[name])}")
+                raise ValueError(f"{name} has shape {shape}; the configuration says {tuple(wanted[name])}")
         tensors: dict[str, Tensor] = {}  # those to be quantised are read below, one by one
         if mapped and kind is None:
             tensors = {name: file.get_tensor(name).to(dtype) for name, file in found.items()}

@@ -201,11 +201,10 @@ def check_room(model: LanguageModel, requests: list[Request], params: SamplingPa
     for request in requests:
         if not images and any(token >= FIRST for token in request.prompt_ids):
             raise UserError(
-                "A prompt has an image, and only psigrad's own sampler reads images, of models that run packed; set sampler to "
-                "embedded."
+                "A prompt has an image, which needs psigrad's own sampler and a model that runs packed; set sampler to embedded."
             )
         if not request.prompt_ids:
-            raise UserError("A prompt has no tokens; give it some text or a tokenizer with a BOS token.")
+            raise UserError("A prompt has no tokens; write some text, or give a tokenizer with a BOS token.")
         if len(request.prompt_ids) + params.max_tokens > model.max_length:
             raise UserError(
                 f"A prompt of {len(request.prompt_ids)} tokens and max_completion_length {params.max_tokens} exceed the model's "

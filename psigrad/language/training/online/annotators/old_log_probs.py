@@ -62,7 +62,7 @@ class LogProbGap:
         """Raise `UserError` if the mean is above `bound`, since the completions are then not from the policy that is trained."""
         if not self.mean <= bound:
             raise UserError(
-                f"At step {step} sampler and trainer disagree by {self.mean:.2g} in mean log-probability, above the bound "
+                f"At step {step} sampler and trainer disagree by {self.mean:.2g} in mean log-probability, above the limit "
                 f"{bound:.2g}: the completions did not come from the policy that is trained. Look at the sampler, or raise "
                 "max_logp_difference."
             )
