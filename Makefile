@@ -15,7 +15,7 @@ TESTED := dev,types,peers,browser,docs,studio,serve,postgres,mcp,sweep,ifeval,ta
 # Bytecode is kept, also where the environment says otherwise: tests start processes by the thousand, and each would compile anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm bench-vllm test-lm-eval test-tiers test-amx test-llama-cpp bench-llama-cpp test-verifiers test-openenv test-textarena self-play test-tinker test-cookbook test-agents test-peers bench lint types docs size install clean
+.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm bench-vllm test-lm-eval test-tiers test-amx test-llama-cpp bench-llama-cpp test-verifiers test-openenv test-textarena self-play test-tinker test-cookbook test-agents test-peers bench lint types docs install clean
 
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
@@ -54,7 +54,6 @@ help:
 	@echo "make lint       ruff, and the English of docstrings, messages and pages"
 	@echo "make types      mypy --strict"
 	@echo "make docs       the documentation site, into build/docs"
-	@echo "make size       lines of code in each room, and the files that one online step passes through"
 	@echo "make install    the environment alone, in $(VENV); with LOCKED=1 every file is checked by its hash (CPU)"
 	@echo "make lock       supply/: the lock with hashes, the notices and the bill of materials, from constraints.txt (needs uv)"
 	@echo "make clean      remove the environment"
@@ -361,10 +360,6 @@ docs: $(INSTALLED)
 
 lock: $(INSTALLED)
 	$(RUN) tools/lock.py --hashes
-
-size:
-	$(PYTHON) tools/size.py
-	@test ! -f $(INSTALLED) || $(RUN) tools/trace_step.py --count 2>/dev/null
 
 clean:
 	rm -rf $(VENV)

@@ -286,8 +286,8 @@ def test_docstrings_become_restructured_text():
 
 
 def test_links_that_leave_the_documents_are_words_and_a_path():
-    page = "[a](data.md) [b](../psigrad/config/) [`tools/size.py`](../tools/size.py) ![p](images/x.png) [w](https://x.org)"
-    expected = "[a](data.md) b (`psigrad/config`) `tools/size.py` ![p](images/x.png) [w](https://x.org)"
+    page = "[a](data.md) [b](../psigrad/config/) [`tools/lock.py`](../tools/lock.py) ![p](images/x.png) [w](https://x.org)"
+    expected = "[a](data.md) b (`psigrad/config`) `tools/lock.py` ![p](images/x.png) [w](https://x.org)"
     assert script("../conf").inside(page, ROOT / "docs") == expected
 
 
