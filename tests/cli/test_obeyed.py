@@ -339,9 +339,10 @@ def without_effect(name, job, folder, capsys, settings, besides):
     return same
 
 
-@pytest.mark.parametrize("name", [pytest.param("eval", marks=SLOW), "sample"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eval", "sample"])
 def test_each_setting_alone_changes_what_one_sees(name, job, alone, capsys):
-    """Of `sample` always, of `eval`, which draws as it does, with `make test-slow`."""
+    """That each is read: test_every_setting_that_help_lists_is_read."""
     assert without_effect(name, job, alone, capsys, judged(RUNS[name][0]), ()) == []
 
 

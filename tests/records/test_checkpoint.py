@@ -122,11 +122,11 @@ SCENES = {
 }
 
 
-BY_ITSELF = ("the first", "in place of the same step")
-"""The scenes with least and with most on the disk; those between them with `make test-slow`."""
+MOST = "in place of the same step"
+"""The scene with most on the disk; those with less with `make test-slow`."""
 
 
-@pytest.mark.parametrize("scene", [pytest.param(s, marks=() if s in BY_ITSELF else pytest.mark.slow) for s in SCENES])
+@pytest.mark.parametrize("scene", [pytest.param(s, marks=() if s == MOST else pytest.mark.slow) for s in SCENES])
 def test_a_kill_at_any_boundary_of_a_save_leaves_a_whole_checkpoint(scene, tmp_path, record_property):
     before, step, allowed = SCENES[scene]
 

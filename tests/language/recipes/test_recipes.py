@@ -17,6 +17,7 @@ from resuming import digest, events_of
 from tiny_jobs import online_config, sft_config
 from tiny_rewards import early_letters
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from warm import warm
 
 import psigrad
 from psigrad.config import EvalConfig, Evaluation, Model
@@ -323,8 +324,9 @@ def test_the_command_line_trains_and_reports(job, tmp_path):
         "algorithm.kl=null",
     ]
     root = str(Path(psigrad.__file__).parents[1])
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": root, "PATH": "/usr/bin:/bin"}
-    )
+    with warm():
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": root, "PATH": "/usr/bin:/bin"}
+        )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "report.html").exists() and "out/model" in done.stdout

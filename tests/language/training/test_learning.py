@@ -120,7 +120,7 @@ def test_distillation_finds_what_its_teacher_does(estimator, teacher, tokenizer)
 
 
 def test_negative_control_tokens_that_are_sure_learn_nothing_where_the_others_are_not_what_matters(tokenizer):
-    assert lasting(trained("top_entropy", 0, begins_with_a_letter, tokenizer)) < 0.4
+    assert lasting(trained("top_entropy", 0, begins_with_a_letter, tokenizer, last=LAST[0])) < 0.4
 
 
 def test_negative_control_an_unrelated_reward_teaches_it_nothing(tokenizer):
