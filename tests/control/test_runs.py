@@ -55,7 +55,9 @@ def digest_of(folder):
     return {**found, **{p.name: p.read_bytes() for p in sorted(newest.iterdir()) if p.name != "manifest.json"}}
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(m, marks=pytest.mark.slow if m in ("ppo_penalty", "reinforce") else ()) for m in METHODS]
+)
 def whole(request, tmp_path_factory):
     """A run that nobody disturbed."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)

@@ -61,7 +61,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {**digest(folder), **files}
 
 
-@pytest.fixture(scope="module", params=METHODS)
+# The others, two more that play to a rollout's end, with `make test-slow`.
+EACH = [pytest.param(name, marks=pytest.mark.slow if name in ("a2c", "trpo") else ()) for name in METHODS]
+
+
+@pytest.fixture(scope="module", params=EACH)
 def whole(request, tmp_path_factory):
     """A run that nobody disturbed, saved behind every line."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
@@ -299,7 +303,7 @@ class Crashing(gym.Wrapper):
         return self.env.step(action)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EACH)
 def test_an_environment_that_fails_loses_nothing_but_the_rollout_at_hand(name, tmp_path):
     given = {"env": lambda: Crashing(gym.make("CartPole-v1")), "save_minutes": 0.0, "eval_episodes": 0}
     Crashing.left = None

@@ -359,8 +359,13 @@ def test_a_finished_run_says_so_and_does_nothing(job, tmp_path, capsys):
     assert contents(first.folder) == before
 
 
-@pytest.mark.parametrize("what", ["sft", "online", "control"])
-@pytest.mark.parametrize("damage", ["gone", "cut"])
+@pytest.mark.parametrize(
+    ("what", "damage"),
+    [
+        *(("sft", "gone"), ("sft", "cut"), ("online", "gone"), ("control", "gone")),
+        *(pytest.param(what, "cut", marks=pytest.mark.slow) for what in ("online", "control")),
+    ],
+)
 def test_a_finished_run_without_its_weights_writes_them_again_bitwise(what, damage, job, tmp_path, capsys):
     small = {"n_steps": 16, "n_envs": 1, "total_timesteps": 32, "batch_size": 16, "eval_episodes": 0, "progress": False}
     run, config = {

@@ -32,7 +32,10 @@ PHASES = {
 CASES = [
     *(("grpo", phase, signal.SIGTERM) for phase in ("start", "rollout", "update", "save")),
     *(pytest.param("grpo", phase, signal.SIGTERM, marks=pytest.mark.slow) for phase in ("reward", "first evaluation")),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("grpo", "evaluation", signal.SIGTERM), ("grpo", "update", signal.SIGHUP))),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (("grpo", "evaluation", signal.SIGTERM), ("grpo", "update", signal.SIGHUP))
+    ),
     ("sft", "evaluation", signal.SIGTERM),
 ]
 

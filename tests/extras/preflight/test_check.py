@@ -70,7 +70,9 @@ def verdicts(asked: OnlineConfig) -> dict[str, str]:
     return {finding.name: finding.verdict for finding in check.run(asked)}
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3", "gpt2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "gpt_neox"))]
+)
 def test_a_sound_model_passes(kind, models):
     found = check.run(config(models[kind]))
     assert [f.name for f in found] == NAMES
@@ -81,11 +83,11 @@ def test_a_sound_model_passes(kind, models):
     "changes",
     [
         {"lora_rank": 4},
-        {"dtype": "bfloat16"},
-        {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
         {"sampler": "transformers"},
         {"algorithm": "ppo"},
-        {"algorithm": {"preset": "gspo", "entropy": {"coefficient": 0.1}}},
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param({"temperature": 0.7, "top_k": 20, "top_p": 0.9}, marks=pytest.mark.slow),
+        pytest.param({"algorithm": {"preset": "gspo", "entropy": {"coefficient": 0.1}}}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -236,7 +236,8 @@ def publish(trainer):
     return version, now
 
 
-@pytest.mark.parametrize("passes", 
+@pytest.mark.parametrize(
+    "passes",
     [("choose", "load", "compare"), *(pytest.param(some, marks=pytest.mark.slow) for some in (("load", "compare"), ("load",)))],
 )
 def test_samplers_sample_with_the_version_that_they_are_asked_for(engine, ray, trainer, passes, tmp_path):

@@ -79,6 +79,7 @@ def test_each_turn_s_log_probs_are_those_of_the_episode_alone(family, jobs):
 def painting(job, output):
     """Two of three turns are asked about what the environment has drawn."""
     made = replace(online_config(job, output, max_steps=4), prompts_per_step=2, num_generations=2)
+    made = replace(made, evaluation=replace(made.evaluation, eval_prompts=1))
     made = replace(made, reward=(), environment=Painter, max_turns=3, data=Data(dataset=str(job / "train.jsonl")))
     made = replace(made, sampling=replace(made.sampling, max_completion_length=16, sampler="pictures:Brief"))
     model = replace(made.model, vision=True, trained_towers=("vision_model", "connector") if job.name.startswith("idef") else ())
@@ -108,7 +109,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == "qwen3_5" else ()) for name in RUNS])
 def test_a_run_is_killed_and_resumed_bitwise_with_pictures_that_only_the_episode_drew(name, jobs, tmp_path):
     job = jobs.get(name, jobs["idefics3"])
 

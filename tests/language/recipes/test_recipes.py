@@ -127,7 +127,12 @@ def test_what_is_written_about_a_completion_is_what_was_sampled(job, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["rloo", "dapo", "reinforce_pp", "reinforce_moving_average", {"preset": "grpo", "kl": None}], ids=str
+    "algorithm",
+    [
+        *("dapo", "reinforce_moving_average"),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("rloo", "reinforce_pp", {"preset": "grpo", "kl": None})),
+    ],
+    ids=str,
 )
 def test_other_methods_run_and_leave_a_checkpoint(algorithm, job, tmp_path):
     """That they go on bitwise is in tests/runs/test_resume.py."""
@@ -175,7 +180,10 @@ def test_a_policy_comes_near_to_its_teacher_on_its_own_samples(job, teacher, tmp
     assert nearer(1e-2) < 0.7 and nearer(1e-9) > 0.8
 
 
-@pytest.mark.parametrize("form", ["lora", "bfloat16", "checkpointing", "transformers sampler"])
+@pytest.mark.parametrize(
+    "form",
+    ["lora", "transformers sampler", *(pytest.param(form, marks=pytest.mark.slow) for form in ("bfloat16", "checkpointing"))],
+)
 def test_every_form_of_training_is_repeatable(form, job, tmp_path):
     def config(name: str, steps: int):
         made = online_config(job, tmp_path / name, max_steps=steps)

@@ -126,8 +126,17 @@ def test_a_missing_column_is_named_in_the_reason(scorer_of, zoo, score):
     assert result == Unscored("columns_only needs the column 'answer', which the dataset does not have (found: only prompts)")
 
 
-@pytest.mark.parametrize("name", ["act", "act_async"])
-@pytest.mark.parametrize("bad", ["raise", "sys.exit", "unprintable", "long", "surrogate", "recursion", "memory"])
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        *(("act", bad) for bad in ("raise", "sys.exit", "unprintable", "long", "surrogate", "recursion", "memory")),
+        *(("act_async", bad) for bad in ("raise", "sys.exit")),
+        *(
+            pytest.param("act_async", b, marks=pytest.mark.slow)
+            for b in ("unprintable", "long", "surrogate", "recursion", "memory")
+        ),
+    ],
+)
 def test_one_bad_sample_does_not_take_its_group_along(scorer_of, zoo, score, name, bad):
     results = score(scorer_of(zoo(name)), ["ok", bad, "half", "ok"])
     assert [r.value for r in results if isinstance(r, Scored)] == [1.0, 0.5, 1.0]

@@ -119,8 +119,15 @@ def test_the_contract_of_a_sampler(sampler, params, models, requests_, recorded)
     assert made.sample(requests_, params) == out
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("params", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    ("architecture", "params"),
+    [
+        pytest.param(name, params, marks=() if name == "qwen3" or params in SETTINGS[:1] else pytest.mark.slow)
+        for name in ARCHITECTURES
+        for params in SETTINGS
+    ],
+    ids=str,
+)
 def test_embedded_and_generate_write_the_same_tokens_and_the_trainer_agrees(architecture, params, models, requests_):
     model = models[architecture]
     ours = EmbeddedSampler(model).sample(requests_, params)

@@ -55,10 +55,19 @@ def gone(mark, seconds=60.0):
 WAYS = ["child", "session", "double fork", "nobody's"]
 
 
-@pytest.mark.parametrize("end", ["hang", "exit", "crash"])
-@pytest.mark.parametrize("way", WAYS)
+ENDS = ["hang", "exit", "crash"]
+
+
+@pytest.mark.parametrize(
+    ("way", "end"),
+    [
+        pytest.param(way, end, marks=() if WAYS.index(way) % 3 == ENDS.index(end) else pytest.mark.slow)
+        for way in WAYS
+        for end in ENDS
+    ],
+)
 def test_nothing_that_a_reward_started_outlives_it(way, end):
-    mark = f"{7000 + os.getpid() % 1000}.{WAYS.index(way)}{['hang', 'exit', 'crash'].index(end)}1234"
+    mark = f"{7000 + os.getpid() % 1000}.{WAYS.index(way)}{ENDS.index(end)}1234"
 
     def hangs(completions, **columns):
         import subprocess
