@@ -70,8 +70,12 @@ def test_each_number_gets_the_nearest_level(kind):
     torch.testing.assert_close((near - x).abs().view_as(best), best, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_gpu_decodes_a_weight_in_four_bytes(monkeypatch):
-    """Compiled, one kernel reads codes and scales and writes bfloat16. By PyTorch's operations it is many times as much."""
+    """Compiled, one kernel reads codes and scales and writes bfloat16. By PyTorch's operations it is many times as much.
+
+    The numbers that it writes: test_each_number_gets_the_nearest_level.
+    """
     coded = code(matrix_of(128, 640), "nf4")
     tensors = (coded.codes, coded.scales, coded.offsets, coded.levels, torch.bfloat16)
     with counting(monkeypatch) as found:

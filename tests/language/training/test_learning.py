@@ -109,7 +109,9 @@ def teacher(tokenizer):
     return run, lasting(shares_of(run, 0.95))
 
 
-@pytest.mark.parametrize("estimator", ["exact", "exact_forward", "exact_js", "k1+"])
+@pytest.mark.parametrize(
+    "estimator", ["exact", "k1+", *(pytest.param(name, marks=pytest.mark.slow) for name in ("exact_forward", "exact_js"))]
+)
 def test_distillation_finds_what_its_teacher_does(estimator, teacher, tokenizer):
     """The pupil sees no reward."""
     teacher, good = teacher
