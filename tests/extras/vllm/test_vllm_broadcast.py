@@ -85,10 +85,10 @@ def test_all_processes_of_an_engine_get_the_buckets_in_order(ends, tmp_path):
 
 @pytest.mark.parametrize("fault", ["dies", "hangs"])
 def test_who_is_gone_or_late_holds_nobody_up_for_ever(ends, tmp_path, monkeypatch, fault):
-    monkeypatch.setattr(broadcast, "LIMIT", 2.0)
     store = broadcast.listen()
     ends.start(Meeting("gloo", "127.0.0.1", store.port, 3), tmp_path, {2: fault})
     group = broadcast.gather_group(store, "gloo", 3, CPU, lambda: False)
+    monkeypatch.setattr(broadcast, "LIMIT", 2.0)
     ends.expect([1 << 24] * 20)
     begun = time.monotonic()
     with pytest.raises(BroadcastLostError, match="The broadcast of weights broke off"):
@@ -275,7 +275,7 @@ def test_an_engine_lost_in_the_middle_costs_that_sampler_and_nobody_waits(engine
     run = trainer(log=lambda kind, text, **fields: told.append((kind, text)))
     lost = Remote(engine(fault))
     assert ray.get(run.ends.meet(lost)) == ""
-    monkeypatch.setattr(broadcast, "LIMIT", 1.5)
+    monkeypatch.setattr(broadcast, "LIMIT", 1.5 if fault == "late" else 3.0)
     version, now = publish(run)
     answer = run.sampler.ask(version, REQUESTS, PARAMS, lost)
     until(lambda: ray.killed == [lost])
