@@ -39,7 +39,7 @@ def frozen(run):
     return lambda: None
 
 
-@pytest.fixture(scope="module", params=["gpt2", "gpt_neox", "qwen3_5_text"])
+@pytest.fixture(scope="module", params=["gpt2", pytest.param("gpt_neox", marks=pytest.mark.slow), "qwen3_5_text"])
 def model(request):
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     hybrid = request.param in HYBRID

@@ -179,7 +179,7 @@ def test_a_damaged_shard_is_named(saved, tmp_path):
         checkpoint.verify(copy)
 
 
-@pytest.mark.parametrize("damaged", [0, 1, 2, None])
+@pytest.mark.parametrize("damaged", [1, None, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 2))])
 def test_each_process_sums_its_share_of_a_checkpoint_and_all_hear_of_a_fault(tmp_path, damaged):
     """Three processes, of whom one finds the damage; the checkpoint before is then verified likewise."""
     root = tmp_path / "checkpoints"
