@@ -70,7 +70,9 @@ def counts(ids):
     return [len(tokens) for tokens in found.values()]
 
 
-@pytest.mark.parametrize("made", [InProcess, lambda factory: EnvironmentPool(factory, timeout=60.0)])
+@pytest.mark.parametrize(
+    "made", [InProcess, pytest.param(lambda factory: EnvironmentPool(factory, timeout=60.0), marks=pytest.mark.slow)]
+)
 def test_pictures_of_an_environment_stay_in_the_context(made):
     row = row_of(prompt=[{"role": "user", "content": "what?"}], images=[encoded(draw("white"))])
     found, sampler = played(made(Gallery), row, "red")
