@@ -13,8 +13,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -416,12 +414,7 @@ def test_pruning_leaves_what_is_not_ours(tmp_path):
 
 def test_checkpoints_survive_another_process(tmp_path):
     """Written there, verified here."""
-    root = Path(checkpoint.__file__).parents[2]
-    code = (
-        "import sys; from pathlib import Path; from psigrad.records.checkpoint import save\n"
-        "save(Path(sys.argv[1]), 7, lambda folder: (folder / 'a').write_text('x') and None, meta={})"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env={"PYTHONPATH": str(root)}, check=True, timeout=120)
+    assert forked(lambda: save(tmp_path, 7, lambda folder: (folder / "a").write_text("x") and None, meta={})) == 0
     assert latest(tmp_path).step == 7
 
 

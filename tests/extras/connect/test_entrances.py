@@ -218,8 +218,10 @@ for _config, _cls in CONFIGS.items():
             FIELDS.setdefault(_field.name, _config)
 
 
+@pytest.mark.slow
 @repeat_for("name", FIELDS)
 def test_an_object_and_a_script_come_to_what_a_file_comes_to(name, here):
+    """The parts that an object and a script name: test_parts_of_grpo_by_every_entrance."""
     config, row = FIELDS[name], TABLE.get(name, Entry(name, "trl", means=name))
     method = METHODS[config][0]
     for value in values_of(row, method):
