@@ -110,7 +110,7 @@ def test_a_run_goes_on_from_a_save_by_time_as_if_nothing_had_been(count, whole, 
     assert replayed["steps"] > 0 and not events(tmp_path / "run", "episodes_restarted")
 
 
-@pytest.mark.parametrize("env", ["Pendulum-v1", "Taxi-v4", "two choices"])
+@pytest.mark.parametrize("env", ["Pendulum-v1", "two choices", pytest.param("Taxi-v4", marks=pytest.mark.slow)])
 def test_real_and_several_actions_are_replayed_too(env, tmp_path):
     class TwoChoices(gym.Wrapper):
         action_space = gym.spaces.MultiDiscrete([2, 300])

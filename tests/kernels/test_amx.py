@@ -95,8 +95,7 @@ def wrong(products: Products, base: str, threads: int) -> list[tuple[int, int, i
     return found
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("base", ["none", "bias", "rows"])
+@pytest.mark.parametrize(("base", "threads"), [("none", 1), ("bias", 2), ("rows", 3)])
 def test_a_product_equals_one_in_float64(products, base, threads):
     assert not wrong(products, base, threads)
 

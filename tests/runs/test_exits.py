@@ -205,15 +205,18 @@ def test_sys_exit_in_a_callback_is_a_mistake_in_a_sentence(event, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        "grpo {model} --reward {leaves}:f",
-        "grpo {model} --reward numeric --algorithm {leaves}:f",
-        "grpo {model} --reward numeric --metric {leaves}:f",
-        "grpo {model} --environment {leaves}:f",
-        "grpo {model} --reward numeric --tools {leaves}:f",
-        "sft {model} --callbacks {leaves}:f",
-        "eval {model} --reward {leaves}:f",
-        "score --dataset {rows} --reward {leaves}:f",
-        "control ppo --env {leaves}:f",
+        *("grpo {model} --reward {leaves}:f", "sft {model} --callbacks {leaves}:f", "control ppo --env {leaves}:f"),
+        *(
+            pytest.param(words, marks=pytest.mark.slow)
+            for words in (
+                "grpo {model} --reward numeric --algorithm {leaves}:f",
+                "grpo {model} --reward numeric --metric {leaves}:f",
+                "grpo {model} --environment {leaves}:f",
+                "grpo {model} --reward numeric --tools {leaves}:f",
+                "eval {model} --reward {leaves}:f",
+                "score --dataset {rows} --reward {leaves}:f",
+            )
+        ),
     ],
 )
 def test_a_module_that_ends_the_process_where_it_is_imported_does_not_end_it_well(words, job, tmp_path, monkeypatch):

@@ -197,7 +197,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=[fault.__name__ for fault in FAULTS])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(f, id=f.__name__, marks=pytest.mark.slow if f in (deaf_to_stops, sticky_adapter, endless) else ())
+        for f in FAULTS
+    ],
+)
 def test_a_planted_fault_fails_its_check(fault, models, monkeypatch):
     fault(monkeypatch)
     found = verdicts(config(models["qwen3"]))

@@ -66,8 +66,13 @@ def drawn(model, *, keep=False, max_batch=256):
     return found, [x[: cache._taken[i]] for i, slab in slabs for layer in slab.layers() for x in layer]
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("max_batch", "keep"), [(256, False), (9, True)])
+@pytest.mark.parametrize(
+    ("kind", "max_batch", "keep"),
+    [
+        *((torch.float32, 9, True), (torch.bfloat16, 256, False)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((torch.float32, 256, False), (torch.bfloat16, 9, True))),
+    ],
+)
 @pytest.mark.parametrize("name", [*MODELS, *ADAPTED])
 def test_all_layers_at_once_are_the_layers_one_by_one(name, max_batch, keep, kind, tokenizer, steps, monkeypatch):
     monkeypatch.setattr("psigrad.language.models.fused.layer.fast_bfloat16", lambda: True)

@@ -88,7 +88,7 @@ def test_nothing_that_a_reward_started_outlives_it(way, end):
     assert gone(mark, 5.0)
 
 
-@pytest.mark.parametrize("way", ["orphans", pytest.param("programs", marks=pytest.mark.needs("bubblewrap"))])
+@pytest.mark.parametrize("way", ["orphans", pytest.param("programs", marks=[pytest.mark.needs("bubblewrap"), pytest.mark.slow])])
 def test_no_dead_process_stays_while_the_workers_live(way):
     """Each orphan and each judged program leaves a process whose parent ended first: 20 of them are no pid in the end."""
 
