@@ -13,7 +13,7 @@ import openai
 import pytest
 import torch
 import vision_models
-from pictures import draw, encoded
+from painters import draw, encoded
 
 from psigrad.language import images
 from psigrad.language.data.sources import from_rows

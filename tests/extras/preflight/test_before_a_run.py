@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import vision_models
-from pictures import draw
+from painters import draw
 from speed import measured_once  # noqa: F401 (a fixture)
 from tiny_jobs import agent_config, online_config, sft_config
 from tiny_rewards import Doors, WrongDoors, deadly, of_misspelt, of_nothing, of_two, price, reds

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import vision_models
-from pictures import draw, encoded
+from painters import draw, encoded
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import psigrad

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import signal
@@ -11,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 import vision_models
-from pictures import Brief, Painter, draw, encoded
+from painters import Painter, draw, drawing_agent
+from pictures import Brief
 from resuming import digest, dying_at
 from tiny_jobs import forked, online_config
 
@@ -84,17 +84,6 @@ def painting(job, output):
     made = replace(made, sampling=replace(made.sampling, max_completion_length=16, sampler="pictures:Brief"))
     model = replace(made.model, vision=True, trained_towers=("vision_model", "connector") if job.name.startswith("idef") else ())
     return replace(made, model=model, micro_batch_tokens=256, num_iterations=2)
-
-
-def drawing_agent(row, client):
-    """Sends the row as it is, and then a picture of what was said."""
-    messages = list(row["prompt"])
-    for turn in range(2):
-        said = client.chat.completions.create(model="policy", messages=messages).choices[0].message.content or ""
-        data = base64.b64encode(encoded(draw((sum(map(ord, said)) % 256, 9, turn), (20, 12)))).decode()
-        part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": [part, {"type": "text", "text": "on"}]}]
-    return sum(c in "abcdefgh \n" for c in said) / 8
 
 
 def asking(job, output):

@@ -6,7 +6,8 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from pictures import Gallery, draw, encoded, look, tokenizer
+from painters import Gallery, draw, encoded, look
+from pictures import tokenizer
 
 from psigrad.errors import UserError
 from psigrad.language import images
@@ -70,9 +71,7 @@ def counts(ids):
     return [len(tokens) for tokens in found.values()]
 
 
-@pytest.mark.parametrize(
-    "made", [InProcess, pytest.param(lambda factory: EnvironmentPool(factory, timeout=60.0), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("made", [InProcess, lambda factory: EnvironmentPool(factory, timeout=60.0)])
 def test_pictures_of_an_environment_stay_in_the_context(made):
     row = row_of(prompt=[{"role": "user", "content": "what?"}], images=[encoded(draw("white"))])
     found, sampler = played(made(Gallery), row, "red")
