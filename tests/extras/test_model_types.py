@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import slow
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -82,13 +83,7 @@ def test_it_is_planned_and_trained(name, tokenizer, tmp_path, capsys):
 
 
 MERGED = ("--lora-rank", "4", "--lora-save", "merged")
-TOWERED = [
-    *(pytest.param("qwen3_5", (), id="qwen3_5-whole"), pytest.param("gemma3", MERGED, id="gemma3-lora")),
-    *(
-        pytest.param(name, lora, id=f"{name}-{'lora' if lora else 'whole'}", marks=pytest.mark.slow)
-        for name, lora in (("qwen3_5", MERGED), ("gemma3", ()), ("gemma4", ()), ("gemma4", MERGED))
-    ),
-]
+TOWERED = [("qwen3_5", ()), ("gemma3", MERGED), *slow(("qwen3_5", MERGED), ("gemma3", ()), ("gemma4", ()), ("gemma4", MERGED))]
 
 
 def vision_language(name: str):

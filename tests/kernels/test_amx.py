@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from amx import INSTRUCTIONS, Emulator
+from cases import slow
 
 from psigrad.kernels.build import bind
 from psigrad.kernels.codes import code
@@ -104,13 +105,10 @@ def test_a_product_equals_one_in_float64(products, base, threads):
     ("right", "fault", "only_in"),
     [
         ("PANEL, last + EDGE * PANEL, 0)", "PANEL, last + EDGE * PANEL, 0x7fc07fc0)", lambda m, n, k: k % 32),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("std::fill_n(to, m * EDGE, 0)", "std::fill_n(to, m * EDGE, 0x7fc07fc0)", lambda m, n, k: k % 32),
-                ("_tile_dpbf16ps(3, 5, 7)", "_tile_zero(3)", lambda m, n, k: m > 16 and n > 16),
-                ("b + 2 * EDGE", "b + EDGE", lambda m, n, k: n > 32),
-            )
+        *slow(
+            ("std::fill_n(to, m * EDGE, 0)", "std::fill_n(to, m * EDGE, 0x7fc07fc0)", lambda m, n, k: k % 32),
+            ("_tile_dpbf16ps(3, 5, 7)", "_tile_zero(3)", lambda m, n, k: m > 16 and n > 16),
+            ("b + 2 * EDGE", "b + EDGE", lambda m, n, k: n > 32),
         ),
     ],
     ids=["tail of the panel", "tail of the rows", "fourth block of sums", "third columns"],

@@ -15,6 +15,7 @@ import time
 import gymnasium as gym
 import psutil
 import pytest
+from cases import slow
 from warm import warm
 
 from psigrad.__main__ import start
@@ -206,16 +207,13 @@ def test_sys_exit_in_a_callback_is_a_mistake_in_a_sentence(event, tmp_path):
     "words",
     [
         *("grpo {model} --reward {leaves}:f", "sft {model} --callbacks {leaves}:f", "control ppo --env {leaves}:f"),
-        *(
-            pytest.param(words, marks=pytest.mark.slow)
-            for words in (
-                "grpo {model} --reward numeric --algorithm {leaves}:f",
-                "grpo {model} --reward numeric --metric {leaves}:f",
-                "grpo {model} --environment {leaves}:f",
-                "grpo {model} --reward numeric --tools {leaves}:f",
-                "eval {model} --reward {leaves}:f",
-                "score --dataset {rows} --reward {leaves}:f",
-            )
+        *slow(
+            "grpo {model} --reward numeric --algorithm {leaves}:f",
+            "grpo {model} --reward numeric --metric {leaves}:f",
+            "grpo {model} --environment {leaves}:f",
+            "grpo {model} --reward numeric --tools {leaves}:f",
+            "eval {model} --reward {leaves}:f",
+            "score --dataset {rows} --reward {leaves}:f",
         ),
     ],
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import trl
+from cases import slow
 from transformers import AutoTokenizer
 
 from psigrad import cli
@@ -70,9 +71,7 @@ def verdicts(asked: OnlineConfig) -> dict[str, str]:
     return {finding.name: finding.verdict for finding in check.run(asked)}
 
 
-@pytest.mark.parametrize(
-    "kind", ["qwen3", "gpt2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "gpt_neox"))]
-)
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", *slow("llama", "gpt_neox")])
 def test_a_sound_model_passes(kind, models):
     found = check.run(config(models[kind]))
     assert [f.name for f in found] == NAMES
@@ -85,9 +84,8 @@ def test_a_sound_model_passes(kind, models):
         {"lora_rank": 4},
         {"sampler": "transformers"},
         {"algorithm": "ppo"},
-        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
-        pytest.param({"temperature": 0.7, "top_k": 20, "top_p": 0.9}, marks=pytest.mark.slow),
-        pytest.param({"algorithm": {"preset": "gspo", "entropy": {"coefficient": 0.1}}}, marks=pytest.mark.slow),
+        *slow({"dtype": "bfloat16"}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}),
+        *slow({"algorithm": {"preset": "gspo", "entropy": {"coefficient": 0.1}}}),
     ],
     ids=str,
 )

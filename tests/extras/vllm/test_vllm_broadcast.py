@@ -17,6 +17,7 @@ import pytest
 import ranks
 import torch
 from broadcast_ends import Ends
+from cases import slow
 from engine_samplers import PARAMS, REQUESTS, a_model, expected, ids, nudge
 from warm import warm
 
@@ -236,10 +237,7 @@ def publish(trainer):
     return version, now
 
 
-@pytest.mark.parametrize(
-    "passes",
-    [("choose", "load", "compare"), *(pytest.param(some, marks=pytest.mark.slow) for some in (("load", "compare"), ("load",)))],
-)
+@pytest.mark.parametrize("passes", [("choose", "load", "compare"), *slow((("load", "compare"),), (("load",),))])
 def test_samplers_sample_with_the_version_that_they_are_asked_for(engine, ray, trainer, passes, tmp_path):
     """Two samplers, of which one comes later, and tasks of an older version after one of a newer, as with a lag."""
     run = trainer(passes=passes)

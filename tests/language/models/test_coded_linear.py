@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cached import sample
+from cases import slow
 from fused_models import made, some_groups
 from inductor_counts import counting
 from safetensors.torch import load_file
@@ -187,12 +188,7 @@ def put_other_codes(model) -> None:
 @pytest.mark.needs("compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        *(("nf4", name) for name in CONFIGS),
-        ("int8", "qwen3"),
-        *(pytest.param("int8", name, marks=pytest.mark.slow) for name in ("llama", "qwen2")),
-    ],
+    ("kind", "name"), [*(("nf4", name) for name in CONFIGS), ("int8", "qwen3"), *slow(("int8", "llama"), ("int8", "qwen2"))]
 )
 def test_the_adapters_gradient_is_that_over_the_unpacked_base(name, kind, dtype, tokenizer):
     """Unpacked to the type that layers compute in. Where that is float32, codes keep digits that bfloat16 matrices lose: rounding

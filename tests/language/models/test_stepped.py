@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cached import sample
+from cases import slow
 from fused_models import COMMON, CONFIGS, adapted, made, some_groups
 from transformers import LlamaConfig, Qwen3Config
 
@@ -68,10 +69,7 @@ def drawn(model, *, keep=False, max_batch=256):
 
 @pytest.mark.parametrize(
     ("kind", "max_batch", "keep"),
-    [
-        *((torch.float32, 9, True), (torch.bfloat16, 256, False)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((torch.float32, 256, False), (torch.bfloat16, 9, True))),
-    ],
+    [*((torch.float32, 9, True), (torch.bfloat16, 256, False)), *slow((torch.float32, 256, False), (torch.bfloat16, 9, True))],
 )
 @pytest.mark.parametrize("name", [*MODELS, *ADAPTED])
 def test_all_layers_at_once_are_the_layers_one_by_one(name, max_batch, keep, kind, tokenizer, steps, monkeypatch):

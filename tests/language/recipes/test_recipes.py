@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import slow
 from resuming import digest, events_of
 from tiny_jobs import online_config, sft_config
 from tiny_rewards import early_letters
@@ -128,10 +129,7 @@ def test_what_is_written_about_a_completion_is_what_was_sampled(job, tmp_path):
 
 @pytest.mark.parametrize(
     "algorithm",
-    [
-        *("dapo", "reinforce_moving_average"),
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("rloo", "reinforce_pp", {"preset": "grpo", "kl": None})),
-    ],
+    [*("dapo", "reinforce_moving_average"), *slow("rloo", "reinforce_pp", {"preset": "grpo", "kl": None})],
     ids=str,
 )
 def test_other_methods_run_and_leave_a_checkpoint(algorithm, job, tmp_path):
@@ -180,10 +178,7 @@ def test_a_policy_comes_near_to_its_teacher_on_its_own_samples(job, teacher, tmp
     assert nearer(1e-2) < 0.7 and nearer(1e-9) > 0.8
 
 
-@pytest.mark.parametrize(
-    "form",
-    ["lora", "transformers sampler", *(pytest.param(form, marks=pytest.mark.slow) for form in ("bfloat16", "checkpointing"))],
-)
+@pytest.mark.parametrize("form", ["lora", "transformers sampler", *slow("bfloat16", "checkpointing")])
 def test_every_form_of_training_is_repeatable(form, job, tmp_path):
     def config(name: str, steps: int):
         made = online_config(job, tmp_path / name, max_steps=steps)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import json
 from math import inf, nan
 
 import pytest
+from cases import slow
 from inline_scorer import InlineScorer
 
 from psigrad.errors import UserError
@@ -126,16 +128,11 @@ def test_a_missing_column_is_named_in_the_reason(scorer_of, zoo, score):
     assert result == Unscored("columns_only needs the column 'answer', which the dataset does not have (found: only prompts)")
 
 
+BAD = ["raise", "sys.exit", "unprintable", "long", "surrogate", "recursion", "memory"]
+
+
 @pytest.mark.parametrize(
-    ("name", "bad"),
-    [
-        *(("act", bad) for bad in ("raise", "sys.exit", "unprintable", "long", "surrogate", "recursion", "memory")),
-        *(("act_async", bad) for bad in ("raise", "sys.exit")),
-        *(
-            pytest.param("act_async", b, marks=pytest.mark.slow)
-            for b in ("unprintable", "long", "surrogate", "recursion", "memory")
-        ),
-    ],
+    ("name", "bad"), [*itertools.product(["act"], BAD), ("act_async", "raise"), *slow(*itertools.product(["act_async"], BAD[1:]))]
 )
 def test_one_bad_sample_does_not_take_its_group_along(scorer_of, zoo, score, name, bad):
     results = score(scorer_of(zoo(name)), ["ok", bad, "half", "ok"])

@@ -10,12 +10,13 @@ import time
 
 import psutil
 import pytest
+from cases import slow
 from timing import LIMITS, late, until
 
 from psigrad.errors import UserError
 from psigrad.language.rewards import RewardError, RewardPool, RewardSpec, Scored, Unscored, resolve
 
-HANGS = ["loop", "blocked", "stopped", *(pytest.param(hang, marks=pytest.mark.slow) for hang in ("power", "sleep", "deaf"))]
+HANGS = ["loop", "blocked", "stopped", *slow("power", "sleep", "deaf")]
 DEATHS = {"os._exit": "exit status 0", "segfault": "signal 11", "kill": "signal 9"}
 
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from cases import slow
 from hybrid_models import network
 
 from psigrad.language.models import tiny
@@ -53,7 +54,7 @@ def played(dialogue, heard):
 
 
 @pytest.mark.parametrize("longest", [1, 4, 9])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
 def test_every_turn_is_that_of_a_completion_of_all_that_came_before(seed, longest, model):
     sampler, heard = EmbeddedSampler(model), observations(6, longest, seed)
     cached = sampler.dialogue(PROMPTS, PARAMS)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from cases import slow
 from hybrid_models import HYBRID, network
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -88,10 +89,7 @@ def texts(groups):
     ("max_batch", "filtered"),
     [
         *((5, {}), (256, {"top_k": 9})),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((5, {"top_k": 9}), (256, {}), (5, {"temperature": 0.0}), (256, {"temperature": 0.0}))
-        ),
+        *slow((5, {"top_k": 9}), (256, {}), (5, {"temperature": 0.0}), (256, {"temperature": 0.0})),
     ],
 )
 def test_recorded_steps_write_what_steps_write(model, requests_, monkeypatch, max_batch, filtered):

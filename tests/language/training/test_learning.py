@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from cases import slow
 from in_memory import advance, log_of, make, with_reference
 
 from psigrad.config import Optim
@@ -88,7 +89,7 @@ TO_THE_END = ("ppo", "grpo", "reinforce_moving_average")
 OFTEN = (*TO_THE_END, "dapo", "gspo", "raft", "pass_at_k", "top_entropy", "process_grpo")
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
 @pytest.mark.parametrize(
     "algorithm", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in PRESETS if name != "distill"]
 )
@@ -109,9 +110,7 @@ def teacher(tokenizer):
     return run, lasting(shares_of(run, 0.95))
 
 
-@pytest.mark.parametrize(
-    "estimator", ["exact", "k1+", *(pytest.param(name, marks=pytest.mark.slow) for name in ("exact_forward", "exact_js"))]
-)
+@pytest.mark.parametrize("estimator", ["exact", "k1+", *slow("exact_forward", "exact_js")])
 def test_distillation_finds_what_its_teacher_does(estimator, teacher, tokenizer):
     """The pupil sees no reward."""
     teacher, good = teacher

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 
 import psutil
 import pytest
+from cases import slow
 
 from psigrad.language.rewards import RewardPool, RewardSpec, Samples, Unscored
 from psigrad.language.rewards.resolve import resolve
@@ -56,16 +58,10 @@ WAYS = ["child", "session", "double fork", "nobody's"]
 
 
 ENDS = ["hang", "exit", "crash"]
+EACH = [*zip(WAYS, itertools.cycle(ENDS), strict=False)]
 
 
-@pytest.mark.parametrize(
-    ("way", "end"),
-    [
-        pytest.param(way, end, marks=() if WAYS.index(way) % 3 == ENDS.index(end) else pytest.mark.slow)
-        for way in WAYS
-        for end in ENDS
-    ],
-)
+@pytest.mark.parametrize(("way", "end"), [*EACH, *slow(*sorted({*itertools.product(WAYS, ENDS)} - {*EACH}))])
 def test_nothing_that_a_reward_started_outlives_it(way, end):
     mark = f"{7000 + os.getpid() % 1000}.{WAYS.index(way)}{ENDS.index(end)}1234"
 
