@@ -435,17 +435,8 @@ def test_what_another_setting_leaves_without_effect_is_said(job, alone, capsys):
 
 
 CONTROL = [
-    "--env",
-    "CartPole-v1",
-    "--total-timesteps",
-    "128",
-    "--n-envs",
-    "2",
-    "--eval-episodes",
-    "2",
-    "--no-progress",
-    "--no-report",
-    "--no-tuned",
+    *("--env", "CartPole-v1", "--total-timesteps", "128", "--n-envs", "2", "--eval-episodes", "2", "--no-progress"),
+    *("--no-report", "--no-tuned"),
 ]
 ALGORITHMS = {
     "ppo": ["--n-steps 16 --batch-size 8 --target-kl 1", "--n-steps 0"],

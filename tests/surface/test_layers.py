@@ -45,18 +45,8 @@ ALLOWED |= {
     "kernels": {"kernels", *LEAVES},
     "compat": {"compat", "config", *LEAVES},
     "control": {
-        *(
-            "control",
-            "cli",
-            "processes.workers",
-            "runs",
-            "records.report",
-            "records",
-            "optim",
-            "processes.parallel",
-            "config",
-            "objective",
-        ),
+        *("control", "cli", "processes.workers", "runs", "records.report", "records", "optim", "processes.parallel"),
+        *("config", "objective"),
         *LEAVES,
     },
     "language.rewards": {
@@ -179,20 +169,8 @@ def test_the_core_imports_no_package_beside_it():
 
 
 ROOMS_OF_THE_CORE = (
-    *(
-        "objective",
-        "optim",
-        "kernels",
-        "tabular",
-        "control",
-        "language",
-        "runs",
-        "records",
-        "processes",
-        "config",
-        "compat",
-        "cli",
-    ),
+    *("objective", "optim", "kernels", "tabular", "control", "language", "runs", "records", "processes", "config", "compat"),
+    "cli",
 )
 
 

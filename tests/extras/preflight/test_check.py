@@ -25,15 +25,7 @@ from psigrad.objective import PolicyGradient
 from psigrad_extras.preflight import check, first_rows
 
 NAMES = [
-    "data",
-    "end of text",
-    "packing",
-    "shared prompts",
-    "sampling",
-    "micro-batches",
-    "processes",
-    "reference",
-    "saving",
+    *("data", "end of text", "packing", "shared prompts", "sampling", "micro-batches", "processes", "reference", "saving"),
     "adapter",
 ]
 

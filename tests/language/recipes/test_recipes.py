@@ -83,15 +83,7 @@ def test_a_run_leaves_its_folder(job, tmp_path):
     # without a compiler a run is told that it is slower
     told = [kind for kind in events_of(result.folder) if kind not in ("warning", "no_effect", "slower")]
     assert told == [
-        "held_out_seen",
-        "prompt_form",
-        "first_rows",
-        "started",
-        "detectable_gain",
-        "saved",
-        "saved",
-        "saved",
-        "finished",
+        *("held_out_seen", "prompt_form", "first_rows", "started", "detectable_gain", "saved", "saved", "saved", "finished"),
     ]
     (began,) = [event for event in lines(result.folder / "events.jsonl") if event["kind"] == "started"]
     native = kernels()
@@ -315,17 +307,8 @@ def test_the_command_line_trains_and_reports(job, tmp_path):
     )
     command = [sys.executable, "-m", "psigrad", "grpo", "--model", str(job / "base"), "--dataset", str(job / "train.jsonl")]
     command += ["--reward", "my_rewards:letters", "--max-steps", "2", "--prompts-per-step", "2", "--num-generations", "2"]
-    command += [
-        "--eval-prompts",
-        "4",
-        "--max-completion-length",
-        "4",
-        "--threads",
-        "1",
-        "--output-dir",
-        "out",
-        "algorithm.kl=null",
-    ]
+    command += ["--eval-prompts", "4", "--max-completion-length", "4", "--threads", "1", "--output-dir", "out"]
+    command += ["algorithm.kl=null"]
     root = str(Path(psigrad.__file__).parents[1])
     with warm():
         done = subprocess.run(

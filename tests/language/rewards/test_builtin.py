@@ -206,25 +206,8 @@ def test_numeric_is_quick_on_a_megabyte_of_digits():
 @pytest.mark.parametrize(
     "text",
     [
-        "$",
-        "answer is ",
-        "$1$ ",
-        "\\boxed{",
-        "<answer>",
-        "{",
-        "the ",
-        "\\frac{",
-        "1,11",
-        "1:",
-        "\\( a ",
-        "\\[",
-        "_",
-        "*",
-        "_a",
-        " _a",
-        "**a ",
-        "*_",
-        "__a_",
+        *("$", "answer is ", "$1$ ", "\\boxed{", "<answer>", "{", "the ", "\\frac{", "1,11", "1:", "\\( a ", "\\["),
+        *("_", "*", "_a", " _a", "**a ", "*_", "__a_"),
     ],
 )
 def test_math_and_numeric_are_quick_on_long_text(text):
