@@ -198,14 +198,8 @@ def test_the_expected_gradient_at_a_fixed_opponent_is_the_exact_one(seat, monkey
     method = resolve_online(algorithm)
     parts = {"prompts": [Prompt(0, (2,), Row("x", prompt=":"))], "params": SamplingParams(1), "total_steps": 1, "annotators": []}
     rollout = rollout_of(EmbeddedSampler(learner), learner, None)
-    run = OnlineRun(
-        config=config,
-        algorithm=method,
-        model=learner,
-        optimizer=Optimizer(learner.trainable(), config.optim),
-        rollout=rollout,
-        **parts,
-    )
+    parts |= {"config": config, "algorithm": method, "model": learner, "rollout": rollout}
+    run = OnlineRun(optimizer=Optimizer(learner.trainable(), config.optim), **parts)
     monkeypatch.setattr(online_rl, "step_together", lambda optimizers, losses: [one().backward() for one in losses] and {})
     monkeypatch.setattr(online_rl.LossSums, "end_step", lambda self, norms: None)
     online_rl.learn(run, groups, State(algorithm={}), 0.1)

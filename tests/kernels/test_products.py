@@ -18,15 +18,8 @@ pytestmark = pytest.mark.needs("compiler")
 KINDS = [torch.float32, torch.bfloat16]
 # Rows, depth, columns: less than a tile or a register, no multiple of one, more than is taken at a time, nothing at all.
 SHAPES = (
-    (1, 1, 1),
-    (5, 3, 2),
-    (6, 16, 64),
-    (7, 300, 65),
-    (100, 257, 130),
-    (1100, 40, 70),
-    (37, 1030, 256),
-    (0, 4, 4),
-    (4, 0, 70),
+    *((1, 1, 1), (5, 3, 2), (6, 16, 64), (7, 300, 65), (100, 257, 130)),
+    *((1100, 40, 70), (37, 1030, 256), (0, 4, 4), (4, 0, 70)),
 )
 
 

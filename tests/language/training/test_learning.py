@@ -33,16 +33,8 @@ def worth_nothing(completions, completion_ids, **columns):
 
 def run_of(algorithm, seed, function, tokenizer) -> OnlineRun:
     """A run of eight prompts with eight completions each."""
-    run = make(
-        tokenizer,
-        algorithm,
-        function=function,
-        seed=seed,
-        steps=STEPS,
-        prompts_per_step=8,
-        num_generations=8,
-        optim=Optim(learning_rate=1e-2),
-    )
+    settings = {"steps": STEPS, "prompts_per_step": 8, "num_generations": 8, "optim": Optim(learning_rate=1e-2)}
+    run = make(tokenizer, algorithm, function=function, seed=seed, **settings)
     # half of the vocabulary ends a completion: an untrained model's would nearly all be cut, which DAPO leaves out
     return replace(run, params=SamplingParams(max_tokens=6, stop_token_ids=tuple(range(132, 264))))
 

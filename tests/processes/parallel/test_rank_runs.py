@@ -206,17 +206,8 @@ def test_each_process_sums_its_share_of_a_checkpoint_and_all_hear_of_a_fault(tmp
 
 
 def command(job: Path, out: Path, *more: str) -> list[str]:
-    settings = [
-        "--model",
-        str(job / "base"),
-        "--dataset",
-        str(job / "train.jsonl"),
-        "--output-dir",
-        str(out),
-        "--batch-size",
-        "4",
-    ]
-    quiet = ["--no-progress", "--no-report", "--eval-prompts", "0", "--threads", "1"]
+    settings = ["--model", str(job / "base"), "--dataset", str(job / "train.jsonl"), "--output-dir", str(out)]
+    quiet = ["--batch-size", "4", "--no-progress", "--no-report", "--eval-prompts", "0", "--threads", "1"]
     return [sys.executable, "-m", "psigrad", "sft", *settings, *quiet, *more]
 
 

@@ -30,16 +30,8 @@ def folder(tmp_path_factory):
 
 def judged(folder: Path, names: str, within: tuple[str, ...]) -> None:
     python, _ = machine.python_of_nobody()
-    options = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not long",
-        "--basetemp",
-        str(folder / "t"),
-        *(["-k", names] if names else []),
-    ]
+    options = ["-q", "-p", "no:cacheprovider", "-m", "not long", "--basetemp", str(folder / "t")]
+    options += ["-k", names] if names else []
     done = machine.as_nobody(folder, python, "-m", "pytest", *options, "tests/processes/sandbox/test_hostile.py", within=within)
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
