@@ -37,12 +37,14 @@ def change(monkeypatch, **settings):
     monkeypatch.setattr(tasks, "write_job", written)
 
 
-SLOW = [("advantages", {"scale_rewards": "none"}), ("loss weights", {"loss_type": "dapo"})]
-
-
-@pytest.mark.parametrize(("parts", "settings"), [("", {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parts", "settings"), [("", {}), ("advantages", {"scale_rewards": "none"}), ("loss weights", {"loss_type": "dapo"})]
+)
 def test_both_sides_compute_the_same_steps(parts, settings, model, tmp_path, monkeypatch):
-    """On the same tokens. With unequal settings the referee names the tensor, so rewards and gradients are not zero."""
+    """On the same tokens. With unequal settings the referee names the tensor, so rewards and gradients are not zero. Smaller
+    steps of both are compared in extras/referee/test_fields.py.
+    """
     change(monkeypatch, **settings)
     found = run.compare(model, TASK, tmp_path / "job")
     assert found["parts"] == bool(parts), found

@@ -339,9 +339,10 @@ def without_effect(name, job, folder, capsys, settings, besides):
     return same
 
 
-@pytest.mark.parametrize("name", [pytest.param("eval", marks=SLOW), "sample"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eval", "sample"])
 def test_each_setting_alone_changes_what_one_sees(name, job, alone, capsys):
-    """Of `sample` always, of `eval`, which draws as it does, with `make test-slow`."""
+    """That each is read: test_every_setting_that_help_lists_is_read."""
     assert without_effect(name, job, alone, capsys, judged(RUNS[name][0]), ()) == []
 
 
@@ -434,17 +435,8 @@ def test_what_another_setting_leaves_without_effect_is_said(job, alone, capsys):
 
 
 CONTROL = [
-    "--env",
-    "CartPole-v1",
-    "--total-timesteps",
-    "128",
-    "--n-envs",
-    "2",
-    "--eval-episodes",
-    "2",
-    "--no-progress",
-    "--no-report",
-    "--no-tuned",
+    *("--env", "CartPole-v1", "--total-timesteps", "128", "--n-envs", "2", "--eval-episodes", "2", "--no-progress"),
+    *("--no-report", "--no-tuned"),
 ]
 ALGORITHMS = {
     "ppo": ["--n-steps 16 --batch-size 8 --target-kl 1", "--n-steps 0"],

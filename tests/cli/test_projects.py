@@ -79,7 +79,7 @@ def test_a_project_passes_its_own_tests_and_takes_two_steps(project, model, tmp_
     assert max(row["step"] for row in rows) == (1024 if project == "control" else 2)
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
+@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("dqn", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("project", ["control"], indirect=True)
 def test_the_projects_commands_learn_its_task(project, algorithm, tmp_path):
     """From cell 0 to 7 at (1 − 2·0.1) cells a step, a little slower at the wall: 0.91 on average."""

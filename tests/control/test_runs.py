@@ -11,6 +11,7 @@ from dataclasses import replace
 import gymnasium as gym
 import numpy as np
 import pytest
+from cases import slow
 from PIL import Image
 from resuming import digest, dying_at
 from tiny_jobs import forked
@@ -55,7 +56,9 @@ def digest_of(folder):
     return {**found, **{p.name: p.read_bytes() for p in sorted(newest.iterdir()) if p.name != "manifest.json"}}
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(m, marks=pytest.mark.slow if m in ("ppo_penalty", "reinforce") else ()) for m in METHODS]
+)
 def whole(request, tmp_path_factory):
     """A run that nobody disturbed."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
@@ -78,7 +81,7 @@ def watch(count, seen=None):
     dying_at(count, seen)
 
 
-@pytest.mark.parametrize("index", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3))])
+@pytest.mark.parametrize("index", [0, *slow(1, 2, 3)])
 def test_a_killed_run_resumes_bitwise(index, whole, tmp_path):
     name, expected, events = whole
     point = random.Random(index).randrange(1, len(events))
@@ -330,7 +333,7 @@ def test_what_is_wrong_with_an_environment_of_ones_own_is_a_sentence(env, more, 
     assert not (more and (tmp_path / "runs").exists()), "a picture that cannot be drawn is noticed before anything is trained"
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
 def test_ppo_solves_cartpole(seed):
     """475 over 100 episodes, the threshold that Gymnasium registers."""
     stop = StopTrainingOnRewardThreshold(490.0)  # learning on would prove nothing more

@@ -61,7 +61,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {**digest(folder), **files}
 
 
-@pytest.fixture(scope="module", params=METHODS)
+# The others, two more that play to a rollout's end, with `make test-slow`.
+EACH = [pytest.param(name, marks=pytest.mark.slow if name in ("a2c", "trpo") else ()) for name in METHODS]
+
+
+@pytest.fixture(scope="module", params=EACH)
 def whole(request, tmp_path_factory):
     """A run that nobody disturbed, saved behind every line."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
@@ -106,7 +110,7 @@ def test_a_run_goes_on_from_a_save_by_time_as_if_nothing_had_been(count, whole, 
     assert replayed["steps"] > 0 and not events(tmp_path / "run", "episodes_restarted")
 
 
-@pytest.mark.parametrize("env", ["Pendulum-v1", "Taxi-v4", "two choices"])
+@pytest.mark.parametrize("env", ["Pendulum-v1", "two choices", pytest.param("Taxi-v4", marks=pytest.mark.slow)])
 def test_real_and_several_actions_are_replayed_too(env, tmp_path):
     class TwoChoices(gym.Wrapper):
         action_space = gym.spaces.MultiDiscrete([2, 300])
@@ -299,7 +303,7 @@ class Crashing(gym.Wrapper):
         return self.env.step(action)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EACH)
 def test_an_environment_that_fails_loses_nothing_but_the_rollout_at_hand(name, tmp_path):
     given = {"env": lambda: Crashing(gym.make("CartPole-v1")), "save_minutes": 0.0, "eval_episodes": 0}
     Crashing.left = None

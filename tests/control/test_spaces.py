@@ -75,7 +75,7 @@ def test_a_vector_of_dictionaries_gives_what_a_plain_loop_gives(mode):
     [
         (PPO, Locks, {"n_epochs": 4, "batch_size": 128}),
         (PPO, lambda: Locks(binary=True), {"n_epochs": 4, "batch_size": 128}),
-        (A2C, Locks, {"optimizer": "adam"}),
+        pytest.param(A2C, Locks, {"optimizer": "adam"}, marks=pytest.mark.slow),
         pytest.param(TRPO, Locks, {"batch_size": 128}, marks=pytest.mark.slow),
     ],
     ids=["ppo", "ppo of binary choices", "a2c", "trpo"],

@@ -135,8 +135,11 @@ def test_chapters_begin_with_the_same_model():
     assert len(found) >= 2 and len(set(found)) == 1
 
 
-@pytest.mark.parametrize("name", course.chapters())
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in ("grpo", "dpo", "reward_model") else ()) for n in course.chapters()]
+)
 def test_a_chapter_runs_in_its_short_form(name, tmp_path):
+    """What those trained with `make test-slow` call, the chapters on SFT, PPO and the project call too."""
     words = WORDS if name == "reward_model" else SHORT_WORDS  # which changes their fourth letter
     run(name, tmp_path, words, **SHORT[name])
 

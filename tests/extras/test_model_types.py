@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import slow
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -27,8 +28,10 @@ from psigrad.language.loading import load_model
 from psigrad.language.models import tiny
 
 MADE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "make" / "families.py"))
-FIRST = ("qwen3", "llama", "qwen3_5_text", "gemma4_text", "lfm3", "granitemoehybrid (hybrid)", "gemma3n_text", "diffllama")
-"""Run always; the others with the slow tests."""
+FIRST = ("qwen3", "qwen3_5_text", "granitemoehybrid (hybrid)", "gemma3n_text")
+"""Run always: softmax attention, linear attention, a recurrence with experts, and inputs of each layer. The others, whose numbers
+are in language/models/test_families.py, with the slow tests.
+"""
 TYPES = [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in MADE["FAMILIES"]]
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 14}
 REWARD = f"{Path(__file__).parents[1] / 'support' / 'tiny_rewards.py'}:early_letters"
@@ -79,6 +82,10 @@ def test_it_is_planned_and_trained(name, tokenizer, tmp_path, capsys):
     assert figures["step"] == 1 and figures["sampling/sampling_logp_difference/max"] < 1e-4
 
 
+MERGED = ("--lora-rank", "4", "--lora-save", "merged")
+TOWERED = [("qwen3_5", ()), ("gemma3", MERGED), *slow(("qwen3_5", MERGED), ("gemma3", ()), ("gemma4", ()), ("gemma4", MERGED))]
+
+
 def vision_language(name: str):
     """A checkpoint of images and text, and its class in transformers."""
     if name == "qwen3_5":
@@ -98,8 +105,7 @@ def vision_language(name: str):
 
 
 @pytest.mark.usefixtures("rewards_here")
-@pytest.mark.parametrize("lora", [(), ("--lora-rank", "4", "--lora-save", "merged")], ids=["whole", "lora"])
-@pytest.mark.parametrize("name", ["qwen3_5", "gemma3", pytest.param("gemma4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "lora"), TOWERED)
 def test_the_towers_of_a_vision_language_checkpoint_never_learn_and_are_saved(name, lora, tokenizer, tmp_path, capsys):
     network = vision_language(name)
     model = save(network, tokenizer, tmp_path / "model")

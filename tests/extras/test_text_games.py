@@ -6,12 +6,12 @@ import itertools
 import math
 import sys
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 import torch
 from in_memory import rollout_of
 from PIL import Image
+from tiny_rewards import Keyed, Team, Wrong
 
 from psigrad.config import Data, Model, OnlineConfig, Optim, Run, Sampling
 from psigrad.config.algorithms import resolve_online
@@ -35,32 +35,6 @@ from psigrad.optim import Optimizer
 from psigrad.tabular.extensive_form import KuhnPoker, MatchingPennies
 from psigrad_extras.text_games import Kuhn, Pennies, WithForfeits, text_policy
 from studies.self_play import letters
-
-
-class Team:
-    """Three seats in turn say a letter. Each gets 1 if all said the same; the last also pays 0.5 at its turn."""
-
-    seats: ClassVar[int] = 3
-
-    def reset(self, row):
-        self.said = []
-        return 0, "A"
-
-    def step(self, completion):
-        self.said.append(completion)
-        done = len(self.said) == 6
-        won = float(len(set(self.said)) == 1) if done else 0.0
-        return len(self.said) % 3, "J", [won, won, won - 0.5 * (len(self.said) == 3)], done
-
-
-class Wrong(Team):
-    def step(self, completion):
-        return 0, "J", [1.0], True
-
-
-class Keyed(Team):
-    def step(self, completion):
-        return 0, "J", {0: 1.0, 1: 0.0, 2: 0.0}, True
 
 
 class Pictured(Team):
@@ -224,14 +198,8 @@ def test_the_expected_gradient_at_a_fixed_opponent_is_the_exact_one(seat, monkey
     method = resolve_online(algorithm)
     parts = {"prompts": [Prompt(0, (2,), Row("x", prompt=":"))], "params": SamplingParams(1), "total_steps": 1, "annotators": []}
     rollout = rollout_of(EmbeddedSampler(learner), learner, None)
-    run = OnlineRun(
-        config=config,
-        algorithm=method,
-        model=learner,
-        optimizer=Optimizer(learner.trainable(), config.optim),
-        rollout=rollout,
-        **parts,
-    )
+    parts |= {"config": config, "algorithm": method, "model": learner, "rollout": rollout}
+    run = OnlineRun(optimizer=Optimizer(learner.trainable(), config.optim), **parts)
     monkeypatch.setattr(online_rl, "step_together", lambda optimizers, losses: [one().backward() for one in losses] and {})
     monkeypatch.setattr(online_rl.LossSums, "end_step", lambda self, norms: None)
     online_rl.learn(run, groups, State(algorithm={}), 0.1)

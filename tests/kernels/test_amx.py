@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from amx import INSTRUCTIONS, Emulator
+from cases import slow
 
 from psigrad.kernels.build import bind
 from psigrad.kernels.codes import code
@@ -95,8 +96,7 @@ def wrong(products: Products, base: str, threads: int) -> list[tuple[int, int, i
     return found
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("base", ["none", "bias", "rows"])
+@pytest.mark.parametrize(("base", "threads"), [("none", 1), ("bias", 2), ("rows", 3)])
 def test_a_product_equals_one_in_float64(products, base, threads):
     assert not wrong(products, base, threads)
 
@@ -105,9 +105,11 @@ def test_a_product_equals_one_in_float64(products, base, threads):
     ("right", "fault", "only_in"),
     [
         ("PANEL, last + EDGE * PANEL, 0)", "PANEL, last + EDGE * PANEL, 0x7fc07fc0)", lambda m, n, k: k % 32),
-        ("std::fill_n(to, m * EDGE, 0)", "std::fill_n(to, m * EDGE, 0x7fc07fc0)", lambda m, n, k: k % 32),
-        ("_tile_dpbf16ps(3, 5, 7)", "_tile_zero(3)", lambda m, n, k: m > 16 and n > 16),
-        ("b + 2 * EDGE", "b + EDGE", lambda m, n, k: n > 32),
+        *slow(
+            ("std::fill_n(to, m * EDGE, 0)", "std::fill_n(to, m * EDGE, 0x7fc07fc0)", lambda m, n, k: k % 32),
+            ("_tile_dpbf16ps(3, 5, 7)", "_tile_zero(3)", lambda m, n, k: m > 16 and n > 16),
+            ("b + 2 * EDGE", "b + EDGE", lambda m, n, k: n > 32),
+        ),
     ],
     ids=["tail of the panel", "tail of the rows", "fourth block of sums", "third columns"],
 )
@@ -172,9 +174,9 @@ def test_a_row_depends_neither_on_the_threads_nor_on_other_rows(products):
 
     torch.set_num_threads(1)
     whole = through(x)
-    for threads in (1, 2, 3, 5):
+    for threads in (2, 5):
         torch.set_num_threads(threads)
-        for start, end in ((0, 140), (0, 1), (3, 4), (7, 23), (1, 18), (0, 33), (90, 140)):
+        for start, end in ((0, 140), (3, 4), (7, 23), (0, 33), (90, 140)):
             assert torch.equal(through(x[start:end]), whole[start:end]), (threads, start, end)
         assert torch.equal(products.of(x, weight.t()), whole)
         assert torch.equal(products.of(x.t().contiguous().t(), weight.t().contiguous()), whole)

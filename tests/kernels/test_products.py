@@ -18,15 +18,8 @@ pytestmark = pytest.mark.needs("compiler")
 KINDS = [torch.float32, torch.bfloat16]
 # Rows, depth, columns: less than a tile or a register, no multiple of one, more than is taken at a time, nothing at all.
 SHAPES = (
-    (1, 1, 1),
-    (5, 3, 2),
-    (6, 16, 64),
-    (7, 300, 65),
-    (100, 257, 130),
-    (1100, 40, 70),
-    (37, 1030, 256),
-    (0, 4, 4),
-    (4, 0, 70),
+    *((1, 1, 1), (5, 3, 2), (6, 16, 64), (7, 300, 65), (100, 257, 130)),
+    *((1100, 40, 70), (37, 1030, 256), (0, 4, 4), (4, 0, 70)),
 )
 
 
@@ -54,7 +47,7 @@ def apart(rows: int, columns: int, kind: torch.dtype, more: int = 3) -> torch.Te
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("base", ["none", "bias", "rows", "itself"])
 @pytest.mark.parametrize("transposed", ["", "a", "b", "ab"])
 def test_a_product_equals_one_in_float64(products, monkeypatch, two_threads, transposed, base, threads, kind):

@@ -220,7 +220,7 @@ LOW = (Optim(optimizer="adamw_8bit"), Optim(bf16_stochastic_round=True),
 
 
 @pytest.mark.parametrize(("passes", "most"), [(1, 14), (3, 16)])
-@pytest.mark.parametrize("optim", [Optim(), *LOW])
+@pytest.mark.parametrize("optim", [Optim(), LOW[2], *(pytest.param(optim, marks=pytest.mark.slow) for optim in LOW[:2])])
 def test_a_step_of_a_gpu_takes_at_most_16_bytes_a_parameter(optim, passes, most, as_on_a_gpu, monkeypatch):
     """Weight 2, the rest of its master 2, moments 8, and the gradient: of one pass 2, the sum of several 4."""
 

@@ -13,8 +13,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -122,11 +120,11 @@ SCENES = {
 }
 
 
-BY_ITSELF = ("the first", "in place of the same step")
-"""The scenes with least and with most on the disk; those between them with `make test-slow`."""
+MOST = "in place of the same step"
+"""The scene with most on the disk; those with less with `make test-slow`."""
 
 
-@pytest.mark.parametrize("scene", [pytest.param(s, marks=() if s in BY_ITSELF else pytest.mark.slow) for s in SCENES])
+@pytest.mark.parametrize("scene", [pytest.param(s, marks=() if s == MOST else pytest.mark.slow) for s in SCENES])
 def test_a_kill_at_any_boundary_of_a_save_leaves_a_whole_checkpoint(scene, tmp_path, record_property):
     before, step, allowed = SCENES[scene]
 
@@ -416,12 +414,7 @@ def test_pruning_leaves_what_is_not_ours(tmp_path):
 
 def test_checkpoints_survive_another_process(tmp_path):
     """Written there, verified here."""
-    root = Path(checkpoint.__file__).parents[2]
-    code = (
-        "import sys; from pathlib import Path; from psigrad.records.checkpoint import save\n"
-        "save(Path(sys.argv[1]), 7, lambda folder: (folder / 'a').write_text('x') and None, meta={})"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env={"PYTHONPATH": str(root)}, check=True, timeout=120)
+    assert forked(lambda: save(tmp_path, 7, lambda folder: (folder / "a").write_text("x") and None, meta={})) == 0
     assert latest(tmp_path).step == 7
 
 

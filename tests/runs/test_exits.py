@@ -15,6 +15,7 @@ import time
 import gymnasium as gym
 import psutil
 import pytest
+from cases import slow
 from warm import warm
 
 from psigrad.__main__ import start
@@ -76,8 +77,8 @@ WAYS = {
     "os.execvp('true', ['true'])": 1,
     "raise SystemExit(0)": 1,
     "raise type('Other', (SystemExit,), {})(0)": 1,
-    "signal.signal(signal.SIGALRM, lambda *_: sys.exit(0)); signal.alarm(1); time.sleep(30)": 1,
-    "signal.signal(signal.SIGALRM, lambda *_: posix._exit(0)); signal.alarm(1); time.sleep(30)": 1,
+    "signal.signal(signal.SIGALRM, lambda *_: sys.exit(0)); signal.setitimer(signal.ITIMER_REAL, 0.1); time.sleep(30)": 1,
+    "signal.signal(signal.SIGALRM, lambda *_: posix._exit(0)); signal.setitimer(signal.ITIMER_REAL, 0.1); time.sleep(30)": 1,
     "threading.Timer(0.1, posix._exit, (0,)).start(); time.sleep(30)": 1,
     "atexit.register(posix._exit, 0); raise ValueError": 1,
     "atexit.register(posix._exit, 0); return 2": 2,
@@ -205,15 +206,15 @@ def test_sys_exit_in_a_callback_is_a_mistake_in_a_sentence(event, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        "grpo {model} --reward {leaves}:f",
-        "grpo {model} --reward numeric --algorithm {leaves}:f",
-        "grpo {model} --reward numeric --metric {leaves}:f",
-        "grpo {model} --environment {leaves}:f",
-        "grpo {model} --reward numeric --tools {leaves}:f",
-        "sft {model} --callbacks {leaves}:f",
-        "eval {model} --reward {leaves}:f",
-        "score --dataset {rows} --reward {leaves}:f",
-        "control ppo --env {leaves}:f",
+        *("grpo {model} --reward {leaves}:f", "sft {model} --callbacks {leaves}:f", "control ppo --env {leaves}:f"),
+        *slow(
+            "grpo {model} --reward numeric --algorithm {leaves}:f",
+            "grpo {model} --reward numeric --metric {leaves}:f",
+            "grpo {model} --environment {leaves}:f",
+            "grpo {model} --reward numeric --tools {leaves}:f",
+            "eval {model} --reward {leaves}:f",
+            "score --dataset {rows} --reward {leaves}:f",
+        ),
     ],
 )
 def test_a_module_that_ends_the_process_where_it_is_imported_does_not_end_it_well(words, job, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import slow
 from tiny_jobs import online_config, preference_config, sft_config
 
 from psigrad import importing
@@ -359,8 +360,10 @@ def test_a_finished_run_says_so_and_does_nothing(job, tmp_path, capsys):
     assert contents(first.folder) == before
 
 
-@pytest.mark.parametrize("what", ["sft", "online", "control"])
-@pytest.mark.parametrize("damage", ["gone", "cut"])
+@pytest.mark.parametrize(
+    ("what", "damage"),
+    [*(("sft", "cut"), ("sft", "gone"), ("online", "gone"), ("control", "gone")), *slow(("online", "cut"), ("control", "cut"))],
+)
 def test_a_finished_run_without_its_weights_writes_them_again_bitwise(what, damage, job, tmp_path, capsys):
     small = {"n_steps": 16, "n_envs": 1, "total_timesteps": 32, "batch_size": 16, "eval_episodes": 0, "progress": False}
     run, config = {

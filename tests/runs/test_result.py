@@ -59,7 +59,9 @@ def test_a_notebook_shows_the_figures_with_their_intervals_and_escapes_names(res
     assert "<b>" in replace(result, before={}, after={})._repr_html_()
 
 
+@pytest.mark.slow
 def test_a_run_in_a_notebook_has_a_bar_below_its_cell_and_a_table_at_the_end(job, tmp_path):
+    """Without a kernel: test_a_notebook_shows_the_figures_with_their_intervals_and_escapes_names."""
     code = f"""
         import psigrad
         result = psigrad.train("sft", model={str(job / "base")!r}, dataset={str(job / "train.jsonl")!r}, max_steps=3, threads=1,

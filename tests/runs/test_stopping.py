@@ -7,6 +7,7 @@ import signal
 from functools import cache
 
 import pytest
+from cases import slow
 from resuming import RECIPES, digest, events_of, run_to_end
 from tiny_jobs import forked
 
@@ -30,8 +31,9 @@ PHASES = {
 
 
 CASES = [
-    *(("grpo", phase, signal.SIGTERM) for phase in PHASES),
-    ("grpo", "update", signal.SIGHUP),
+    *(("grpo", phase, signal.SIGTERM) for phase in ("start", "rollout", "update", "save")),
+    *(pytest.param("grpo", phase, signal.SIGTERM, marks=pytest.mark.slow) for phase in ("reward", "first evaluation")),
+    *slow(("grpo", "evaluation", signal.SIGTERM), ("grpo", "update", signal.SIGHUP)),
     ("sft", "evaluation", signal.SIGTERM),
 ]
 

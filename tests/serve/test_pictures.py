@@ -13,7 +13,7 @@ import openai
 import pytest
 import torch
 import vision_models
-from pictures import draw, encoded
+from painters import draw, encoded
 
 from psigrad.language import images
 from psigrad.language.data.sources import from_rows
@@ -33,7 +33,7 @@ def url(data: bytes, kind: str = "png") -> str:
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
-@pytest.fixture(scope="module", params=["idefics3", "gemma3", "qwen3_5"])
+@pytest.fixture(scope="module", params=["idefics3", pytest.param("gemma3", marks=pytest.mark.slow), "qwen3_5"])
 def behind(request, tmp_path_factory):
     folder = vision_models.make(request.param, tmp_path_factory.mktemp("seen") / "base", hidden=32, layers=2)
     with opened_engine(str(folder), threads=1, max_batch=4, vision=True) as engine:

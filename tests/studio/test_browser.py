@@ -128,7 +128,6 @@ def test_every_step_shows_the_numbers_of_the_library(opened, name):
         assert np.abs(np.subtract(shown, alive)).max() <= 0.005 + 1e-9
 
 
-@pytest.mark.quick
 def test_learners_show_the_numbers_of_the_library(opened):
     page = opened(f"{SLIPPERY}&run=q_learning,td&episodes=5&seed=3")
     mdp = WORLD.mdp()
@@ -233,7 +232,6 @@ def test_side_by_side_with_one_chart(opened):
 # ---- changing the world
 
 
-@pytest.mark.quick
 def test_dragging_the_trap_solves_again_from_the_old_values(opened):
     page = opened(f"{SLIPPERY}&at=10000")
     solved(page, WORLD)

@@ -97,7 +97,6 @@ def test_the_seed_below_an_answer_repeats_it(opened):
     assert page.locator(".words").nth(0).text_content() == page.locator(".words").nth(1).text_content()
 
 
-@pytest.mark.quick
 def test_two_answers_are_compared_by_keyboard_alone(opened):
     page = opened()
     page.evaluate("document.activeElement.blur()")

@@ -83,7 +83,6 @@ def counted(page: Page, text: str) -> None:
 # ---- labelling by keyboard
 
 
-@pytest.mark.quick
 def test_pairs_by_keyboard_alone(opened, studio):
     number = project(studio, 8)
     page, _ = at_work(opened, studio, number)
@@ -339,7 +338,6 @@ def test_a_session_that_ended_asks_for_a_login(opened, studio):
 # ---- blindness and markup
 
 
-@pytest.mark.quick
 def test_the_page_of_a_labeller_has_no_names_of_what_made_the_completions(opened, studio):
     number = project(studio, 3, strengths=2)
     page, _ = at_work(opened, studio, number)
@@ -400,7 +398,6 @@ def marked(page: Page) -> str:
     return page.locator(".question.current .ask").inner_text()
 
 
-@pytest.mark.quick
 def test_a_sheet_of_questions_by_keyboard_alone(opened, studio):
     number = project(studio, 2, strengths=2, questions=ASPECTS)
     page, _ = at_work(opened, studio, number)

@@ -361,7 +361,6 @@ def test_the_newest_step_leads_though_a_long_file_is_read_in_parts(opened, root,
     expect(page.locator(".results li .line .soft").first).to_contain_text("step 40")
 
 
-@pytest.mark.quick
 def test_a_group_side_by_side_with_why_its_advantage_is_zero(opened, ids):
     page = opened(f"runs={ids['rloo']}&tab=rollouts&step=13")
     expect(page.locator(".member")).to_have_count(4)
@@ -451,7 +450,6 @@ def test_alerts_lead_to_their_completions(opened, ids):
 # ---- without a mouse
 
 
-@pytest.mark.quick
 def test_the_whole_flow_by_keyboard_alone(opened):
     """Find a run, lay another over it, read a curve, open a step, read a token, send two completions to be labelled."""
     page = opened()

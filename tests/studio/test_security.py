@@ -135,7 +135,7 @@ def test_negative_control_without_a_check_its_attacks_get_through(studio, monkey
         attacks if family in ("body", "key") else [a for a in attacks if " /api/grid/frames" in a.what or "GET /grid " in a.what]
     )
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda attack: studio.raw(attack.request, 5), mine))
+        answers = list(pool.map(lambda attack: studio.raw(attack.request, 2), mine))
     pairs = zip(mine, answers, strict=True)
     through = [attack for attack, answer in pairs if answer and _code(parsed(answer)[2]) not in attack.codes]
     assert len(through) >= 5, (len(through), len(mine))

@@ -7,6 +7,13 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
+
+
+def slow(*cases: Any) -> list[Any]:
+    """Return cases of a parametrized test, tuples of several arguments or single ones, that `make test-slow` runs."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
+
 
 def repeat_for(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """As pytest.mark.parametrize: the test runs once for each of `values`, all of them whatever fails, with the same fixtures.

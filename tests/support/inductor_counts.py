@@ -47,7 +47,8 @@ def counting(monkeypatch: Any) -> Iterator[Launches]:
         return own(self)
 
     torch._dynamo.reset()
-    with config.patch(force_disable_caches=True), monkeypatch.context() as patch:
+    # no compiler is asked what the processor can do, which takes seconds
+    with config.patch({"force_disable_caches": True, "cpp.vec_isa_ok": True}), monkeypatch.context() as patch:
         patch.setattr(async_compile.AsyncCompile, "cpp_pybinding", lambda *given, **named: lambda *numbers: None)
         patch.setattr(graph.GraphLowering, "save_output_code", staticmethod(generated))
         patch.setattr(scheduler.Scheduler, "codegen", counted)

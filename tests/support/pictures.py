@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass, replace
 from typing import Any
 
-from PIL import Image
 from vision_models import template
 
 from psigrad.language import images
@@ -39,53 +37,6 @@ def tokenizer(chat_template: str = PARTS_CHATML, image_format: bool = True) -> A
     if image_format:
         images.attach_image_format(made, Wrapped(made.convert_tokens_to_ids(IMAGE)))
     return made
-
-
-def draw(colour: Any = "red", size: tuple[int, int] = (16, 8), mode: str = "RGB") -> Image.Image:
-    return Image.new(mode, size, colour)
-
-
-def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, form, **options)
-    return file.getvalue()
-
-
-class Gallery:
-    """Answers a turn with a picture as wide as the number of the turn, in one of the forms of an observation."""
-
-    def reset(self, row: Any) -> Any:
-        self.turn = 0
-        return None
-
-    def step(self, completion: str) -> tuple[Any, float, bool]:
-        self.turn += 1
-        picture = draw("red", (8 * self.turn, 8))
-        said = {"type": "text", "text": "next"}
-        forms = [picture, [said, picture], [{"role": "user", "content": [{"type": "image", "image": picture}, said]}]]
-        return forms[self.turn - 1] if self.turn <= 3 else "", 1.0, self.turn == 4
-
-
-def look(width: int) -> Any:
-    """Look around.
-
-    Args:
-        width: How far to look.
-    """
-    return ["seen:", draw("blue", (width, 8))] if width else "nothing"
-
-
-class Painter:
-    """Opens with a picture, and answers a turn with one whose colour depends on what was said; for two turns."""
-
-    def reset(self, row: Any) -> Any:
-        self.turn = 0
-        return draw("yellow", (20, 12))
-
-    def step(self, completion: str) -> tuple[Any, float, bool]:
-        self.turn += 1
-        drawn = draw((sum(map(ord, completion)) % 256, 40 * self.turn, 9), (12 + 8 * self.turn, 20))
-        return ["you painted ", drawn], sum(c in "abcdefgh \n" for c in completion) / 8, self.turn == 3
 
 
 class Brief(EmbeddedSampler):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -136,6 +137,7 @@ def forked(work: Callable[[], None]) -> int:
     if pid == 0:
         code = 1
         try:
+            gc.freeze()  # what is looked through for garbage is copied
             torch.set_num_threads(1)
             torch.set_num_threads = lambda threads: None
             work()

@@ -234,3 +234,38 @@ class Duel:
     def step(self, completion):
         self.turns += 1
         return self.turns % 2, "Your turn.\n", (1.0, 0.0) if self.turns == 2 else (0.0, 0.0), self.turns == 2
+
+
+class Team:
+    """Three seats in turn say a letter. Each gets 1 if all said the same; the last also pays 0.5 at its turn."""
+
+    seats = 3
+
+    def reset(self, row):
+        self.said = []
+        return 0, "A"
+
+    def step(self, completion):
+        self.said.append(completion)
+        done = len(self.said) == 6
+        won = float(len(set(self.said)) == 1) if done else 0.0
+        return len(self.said) % 3, "J", [won, won, won - 0.5 * (len(self.said) == 3)], done
+
+
+class Wrong(Team):
+    """Gives one reward to three seats."""
+
+    def step(self, completion):
+        return 0, "J", [1.0], True
+
+
+class Keyed(Team):
+    """Names the seats that it rewards."""
+
+    def step(self, completion):
+        return 0, "J", {0: 1.0, 1: 0.0, 2: 0.0}, True
+
+
+def reds(completions, images, **_):
+    """The red of each row's image."""
+    return [one.getpixel((0, 0))[0] for (one,) in images]

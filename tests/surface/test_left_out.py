@@ -84,7 +84,7 @@ def test_c(): import no_such_package
 """
 
 
-@pytest.mark.parametrize("asked", ["", "1"])
+@pytest.mark.parametrize("asked", ["", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_missing_package_of_the_peers_leaves_tests_out_and_any_other_fails_them(tmp_path, asked):
     (tmp_path / "optuna.py").write_text("raise ModuleNotFoundError(\"No module named 'optuna'\", name='optuna')")
     (tmp_path / "test_imports.py").write_text(IMPORTS)

@@ -166,7 +166,10 @@ def test_frozen_lake_against_known_values_and_a_linear_program(name, values):
             np.testing.assert_allclose(last(tabular.value_iteration(mdp, epsilon=1e-10)).value, solution.value, atol=1e-10)
 
 
-@pytest.mark.parametrize(("name", "steps", "best"), [("FrozenLake-v1", 100, 0.7442), ("FrozenLake8x8-v1", 200, 0.9132)])
+@pytest.mark.parametrize(
+    ("name", "steps", "best"),
+    [("FrozenLake-v1", 100, 0.7442), pytest.param("FrozenLake8x8-v1", 200, 0.9132, marks=pytest.mark.slow)],
+)
 def test_frozen_lake_policies_succeed_as_often_as_the_time_limit_allows(name, steps, best):
     env = gymnasium.make(name)
     mdp = tabular.from_gymnasium(env, 1.0)

@@ -218,8 +218,10 @@ for _config, _cls in CONFIGS.items():
             FIELDS.setdefault(_field.name, _config)
 
 
+@pytest.mark.slow
 @repeat_for("name", FIELDS)
 def test_an_object_and_a_script_come_to_what_a_file_comes_to(name, here):
+    """The parts that an object and a script name: test_parts_of_grpo_by_every_entrance."""
     config, row = FIELDS[name], TABLE.get(name, Entry(name, "trl", means=name))
     method = METHODS[config][0]
     for value in values_of(row, method):
@@ -257,40 +259,26 @@ ONLINE = {
 }
 
 
+def everywhere(method, config):
+    return ((by_flag, method), (by_file, method), (by_keyword, method), (by_script, config), (by_object, config))
+
+
 @pytest.mark.parametrize(("name", "value"), ONLINE)
 def test_parts_of_grpo_by_every_entrance(name, value, here):
     beside = {**BESIDE.get(name, {}), "max_completion_length": 512}
-    for read, whose in (
-        (by_flag, "grpo"),
-        (by_file, "grpo"),
-        (by_keyword, "grpo"),
-        (by_script, "GRPOConfig"),
-        (by_object, "GRPOConfig"),
-    ):
+    for read, whose in everywhere("grpo", "GRPOConfig"):
         method = resolve_online(read(whose, {**beside, name: value}).algorithm)
         assert {part: getattr(method, part) for part in ONLINE[name, value]} == ONLINE[name, value], read
 
 
 def test_whitened_advantages_of_rloo_by_every_entrance(here):
-    for read, whose in (
-        (by_flag, "rloo"),
-        (by_file, "rloo"),
-        (by_keyword, "rloo"),
-        (by_script, "RLOOConfig"),
-        (by_object, "RLOOConfig"),
-    ):
+    for read, whose in everywhere("rloo", "RLOOConfig"):
         assert resolve_online(read(whose, {"normalize_advantages": True}).algorithm).psi == whitened(leave_one_out)
 
 
 def test_options_that_act_together_do_so_in_trls_order(here):
     given = {"loss_type": "cispo", "epsilon_high": 5.0, "off_policy_mask_threshold": 0.5}
-    for read, whose in (
-        (by_flag, "grpo"),
-        (by_file, "grpo"),
-        (by_keyword, "grpo"),
-        (by_script, "GRPOConfig"),
-        (by_object, "GRPOConfig"),
-    ):
+    for read, whose in everywhere("grpo", "GRPOConfig"):
         assert resolve_online(read(whose, given).algorithm).surrogate == off_policy_mask(truncated_weight(5.0), 0.5)
     both = resolve_online(by_keyword("grpo", {"epsilon": 0.1, "delta": 4.0, "off_policy_mask_threshold": 0.5}).algorithm)
     assert both.surrogate == off_policy_mask(dual_clip(0.1, 0.1, 4.0), 0.5)
@@ -307,30 +295,19 @@ def test_options_that_act_together_do_so_in_trls_order(here):
     ],
 )
 def test_preference_options_by_every_entrance(config, method, given, part, expected, here):
-    for read, whose in ((by_flag, method), (by_file, method), (by_keyword, method), (by_script, config), (by_object, config)):
+    for read, whose in everywhere(method, config):
         assert getattr(resolve_loss(read(whose, given).loss), part) == expected, read
 
 
 def test_the_mixture_of_distillation_by_every_entrance(here):
     for beta, estimator in ((0.0, "exact_forward"), (1.0, "exact"), (0.3, "exact_js")):
-        for read, whose in (
-            (by_flag, "distill"),
-            (by_file, "distill"),
-            (by_keyword, "distill"),
-            (by_script, "DistillationConfig"),
-        ):
+        for read, whose in everywhere("distill", "DistillationConfig")[:4]:
             kl = resolve_online(read(whose, {"beta": beta}).algorithm).kl
             assert (kl.estimator, kl.coefficient) == (estimator, 1.0) and (beta != 0.3 or kl.mixture == 0.3)
 
 
 def test_a_loss_of_dpos_is_its_own_method_by_every_entrance(here):
-    for read, whose in (
-        (by_flag, "dpo"),
-        (by_file, "dpo"),
-        (by_keyword, "dpo"),
-        (by_script, "DPOConfig"),
-        (by_object, "DPOConfig"),
-    ):
+    for read, whose in everywhere("dpo", "DPOConfig"):
         assert nameless(resolve_loss(read(whose, {"loss_type": "ipo"}).loss)) == nameless(resolve_loss("ipo"))
 
 
@@ -359,7 +336,7 @@ def test_a_loss_of_dpos_is_its_own_method_by_every_entrance(here):
     ],
 )
 def test_what_is_computed_is_refused_in_the_same_words(config, method, given, said, here):
-    for read, whose in ((by_flag, method), (by_file, method), (by_keyword, method), (by_script, config), (by_object, config)):
+    for read, whose in everywhere(method, config):
         with pytest.raises(UserError) as refused:
             read(whose, given)
         assert said in str(refused.value), read

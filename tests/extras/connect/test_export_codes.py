@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import slow
 from fused_models import COMMON, made, some_groups
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig
@@ -53,7 +54,7 @@ def rounded(w: torch.Tensor, kind: str) -> torch.Tensor:
     return (levels[(blocks[..., None] / scale[..., None] - levels).abs().argmin(-1)] * scale).view_as(w)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("nf4", "float32"), ("int8", "float32"), ("nf4", "bfloat16")])
+@pytest.mark.parametrize(("kind", "dtype"), [("nf4", "float32"), *slow(("int8", "float32"), ("nf4", "bfloat16"))])
 def test_the_merged_matrix_by_hand_and_the_log_probs_of_the_policy(kind, dtype, tmp_path, capsys):
     base = base_in(tmp_path / "base")
     rows = [{"prompt": "hello", "completion": " world"}] * 8

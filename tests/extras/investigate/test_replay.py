@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import vision_models
-from pictures import Painter, draw
+from painters import Painter, draw
 from resuming import following_config, lagging_config
 from tiny_jobs import agent_config, episodes_config, online_config, ppo_config
 

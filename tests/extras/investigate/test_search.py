@@ -87,7 +87,7 @@ def test_runs_of_different_own_code_are_not_pooled(tmp_path):
     assert len(search.run(["sft"], rewards, tmp_path / "searched", trials=4, train=own).trials) == 4, "code may be searched"
 
 
-@pytest.mark.parametrize("loss", [False, True])
+@pytest.mark.parametrize("loss", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_search_goes_where_it_is_better(loss, tmp_path):
     trainer = Trainer(loss=loss)
     study = search.run(["sft"], X, tmp_path, trials=25, metric="eval/loss" if loss else "", train=trainer)

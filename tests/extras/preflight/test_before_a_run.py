@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import vision_models
-from pictures import draw
+from painters import draw
 from speed import measured_once  # noqa: F401 (a fixture)
 from tiny_jobs import agent_config, online_config, sft_config
-from tiny_rewards import Doors, WrongDoors, deadly, of_misspelt, of_nothing, of_two, price
+from tiny_rewards import Doors, WrongDoors, deadly, of_misspelt, of_nothing, of_two, price, reds
 
 from psigrad import cli
 from psigrad.config import Evaluation
@@ -36,11 +36,6 @@ def test_the_rewards_are_called_on_real_rows_before_any_model_is_loaded(job, tmp
     assert time.process_time() - start < 10
     # of each of two rows its own answer, and another
     assert [line.split()[1] for line in lines] == ["1", "0", "1", "0"] and "train.jsonl:1" in lines[0] and "'?'" in lines[1]
-
-
-def reds(completions, images, **_):
-    """The red of each row's image."""
-    return [one.getpixel((0, 0))[0] for (one,) in images]
 
 
 def test_the_rewards_see_the_images_of_rows(job, tmp_path):

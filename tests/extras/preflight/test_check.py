@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import trl
+from cases import slow
 from transformers import AutoTokenizer
 
 from psigrad import cli
@@ -24,15 +25,7 @@ from psigrad.objective import PolicyGradient
 from psigrad_extras.preflight import check, first_rows
 
 NAMES = [
-    "data",
-    "end of text",
-    "packing",
-    "shared prompts",
-    "sampling",
-    "micro-batches",
-    "processes",
-    "reference",
-    "saving",
+    *("data", "end of text", "packing", "shared prompts", "sampling", "micro-batches", "processes", "reference", "saving"),
     "adapter",
 ]
 
@@ -70,7 +63,7 @@ def verdicts(asked: OnlineConfig) -> dict[str, str]:
     return {finding.name: finding.verdict for finding in check.run(asked)}
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", *slow("llama", "gpt_neox")])
 def test_a_sound_model_passes(kind, models):
     found = check.run(config(models[kind]))
     assert [f.name for f in found] == NAMES
@@ -81,11 +74,10 @@ def test_a_sound_model_passes(kind, models):
     "changes",
     [
         {"lora_rank": 4},
-        {"dtype": "bfloat16"},
-        {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
         {"sampler": "transformers"},
         {"algorithm": "ppo"},
-        {"algorithm": {"preset": "gspo", "entropy": {"coefficient": 0.1}}},
+        *slow({"dtype": "bfloat16"}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}),
+        *slow({"algorithm": {"preset": "gspo", "entropy": {"coefficient": 0.1}}}),
     ],
     ids=str,
 )
@@ -195,7 +187,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=[fault.__name__ for fault in FAULTS])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(f, id=f.__name__, marks=pytest.mark.slow if f in (deaf_to_stops, sticky_adapter, endless) else ())
+        for f in FAULTS
+    ],
+)
 def test_a_planted_fault_fails_its_check(fault, models, monkeypatch):
     fault(monkeypatch)
     found = verdicts(config(models["qwen3"]))

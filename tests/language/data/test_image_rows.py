@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pictures import draw, encoded
+from painters import draw, encoded
 from PIL import Image
 
 from psigrad.config import Data

@@ -6,7 +6,8 @@ import hashlib
 
 import numpy as np
 import pytest
-from pictures import EDGE, IMAGE, PARTS_CHATML, WHOLE, draw, encoded, tokenizer
+from painters import draw, encoded
+from pictures import EDGE, IMAGE, PARTS_CHATML, WHOLE, tokenizer
 
 from psigrad.errors import UserError
 from psigrad.language import images

@@ -59,7 +59,7 @@ def settings(method: str) -> dict:
     return leaves | ({"cache_reference": False} if method == "dpo" else {})
 
 
-@pytest.mark.parametrize("method", PATHS)
+@pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in ("grpo", "reward") else pytest.mark.slow) for m in PATHS])
 def test_an_object_trains_as_its_folder_does_and_holds_the_trained_weights(method, job, tmp_path):
     """To the last bit, though one is read by us and the other by transformers."""
     kind = AutoModelForSequenceClassification if method == "reward" else AutoModelForCausalLM

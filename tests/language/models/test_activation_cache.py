@@ -79,9 +79,14 @@ def unlike(a, b) -> float:
     return float((a - b).norm() / b.norm())
 
 
-@pytest.mark.parametrize("tile", [logprobs.TILE_ELEMENTS, 1000], ids=["a small head", "a large head"])
-@pytest.mark.parametrize("slab", [kept.SLAB, 16])
-@pytest.mark.parametrize("settings", [{}, {"max_batch": 4}], ids=["at once", "in a stream"])
+# At once or in a stream; in large slabs or small ones; of a small head or a large one.
+WAYS = list(itertools.product([{}, {"max_batch": 4}], [kept.SLAB, 16], [logprobs.TILE_ELEMENTS, 1000]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "slab", "tile"),
+    [pytest.param(*way, marks=() if way in (WAYS[0], WAYS[-1]) else pytest.mark.slow) for way in WAYS],
+)
 def test_kept_activations_give_the_same_log_probs_and_gradient(model, settings, slab, tile, monkeypatch):
     monkeypatch.setattr(kept, "SLAB", slab)
     monkeypatch.setattr(logprobs, "TILE_ELEMENTS", tile)

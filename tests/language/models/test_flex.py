@@ -28,7 +28,7 @@ def both(inputs, window):
     return (x.attend(0, q, k, v, 0.3, window) for x in (FlexLayout(layout), layout))
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [3, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("inputs", [GROUPS, BRANCHES, ROWS], ids=["groups", "branches", "rows"])
 def test_everybody_sees_whom_the_packed_layout_lets_them_see(inputs, window):
     ours, theirs = both(inputs, window)

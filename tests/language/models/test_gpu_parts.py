@@ -136,9 +136,13 @@ def test_a_layer_launches_at_most_so_many_kernels_in_a_micro_batch(lora, recompu
     assert few <= most < many - 40 and less < 0.6 * more
 
 
-@pytest.mark.parametrize(("lora", "most"), [(False, 40), pytest.param(True, 70, marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("lora", "most"), [(False, 40), (True, 70)])
 def test_a_compiled_layer_launches_at_most_40_kernels_and_moves_half_of_the_bytes(lora, most, compiles, monkeypatch):
-    """All layers share one forward and one backward pass, each in the parts before, between and behind attention."""
+    """All layers share one forward and one backward pass, each in the parts before, between and behind attention.
+
+    What is compiled and how often: test_compiled_layers_have_the_numbers_and_gradients_of_the_modules.
+    """
     _, more = launched(monkeypatch, lora=lora, recompute=False, fewer=False)
     monkeypatch.setattr(inductor, "check_gap", lambda model, own: None)
     monkeypatch.setattr(hf_attention, "varlen_kernel", lambda: lambda q, k, v, *rest: torch.ops.stand_in.attend(q, k, v))

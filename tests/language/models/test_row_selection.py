@@ -65,7 +65,7 @@ def unlike(ours, theirs) -> float:
     )
 
 
-@pytest.mark.parametrize("kinds", [5, 60], ids=["equal tokens", "all unlike"])
+@pytest.mark.parametrize("kinds", [5, pytest.param(60, marks=pytest.mark.slow)], ids=["equal tokens", "all unlike"])
 @pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
 @pytest.mark.parametrize("name", [*CONFIGS, "granite 4", "gemma3", "lora", "one layer"])
 def test_hidden_states_and_gradients_are_those_of_a_decoder_that_computes_all(name, wanted, kinds, tokenizer):

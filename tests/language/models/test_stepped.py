@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cached import sample
+from cases import slow
 from fused_models import COMMON, CONFIGS, FORMS, adapted, made, some_groups
 from transformers import LlamaConfig, Qwen3Config
 
@@ -66,8 +67,10 @@ def drawn(model, *, keep=False, max_batch=256):
     return found, [x[: cache._taken[i]] for i, slab in slabs for layer in slab.layers() for x in layer]
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("max_batch", "keep"), [(256, False), (9, True)])
+@pytest.mark.parametrize(
+    ("kind", "max_batch", "keep"),
+    [*((torch.float32, 9, True), (torch.bfloat16, 256, False)), *slow((torch.float32, 256, False), (torch.bfloat16, 9, True))],
+)
 @pytest.mark.parametrize("name", [*MODELS, *ADAPTED])
 def test_all_layers_at_once_are_the_layers_one_by_one(name, max_batch, keep, kind, tokenizer, steps, monkeypatch):
     monkeypatch.setattr("psigrad.language.models.fused.layer.fast_bfloat16", lambda: True)

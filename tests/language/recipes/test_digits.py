@@ -32,8 +32,12 @@ def row(digit, said):
     return {"prompt": ASKED, "completion": [{"role": "assistant", "content": said}], "answer": str(digit)}
 
 
+@pytest.mark.slow
 def test_a_model_learns_to_read_digits_and_surpasses_its_teachers(tmp_path):
-    """The optimum is 1 and chance is 0.1; beside another digit's picture the answers are worth no more than that."""
+    """The optimum is 1 and chance is 0.1; beside another digit's picture the answers are worth no more than that.
+
+    That a tower moves: test_pictures.py; that its numbers are right: language/models/test_vision.py.
+    """
     known, held_out, coin = rows(range(80)), rows(range(80, 100)), random.Random(0)
     shown = [one | row(one["answer"], str(coin.randrange(10))) if coin.random() < 0.5 else one for one in known]
     tiny.save_vision_model(["? 0123456789"], tmp_path / "base", pixels=8, patch=4, layers=1)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import vision_models
-from pictures import draw, encoded
+from painters import draw, encoded
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import psigrad
@@ -36,7 +36,7 @@ def base(request, tmp_path_factory):
 
 def test_a_model_and_its_processor_train_as_their_folder_does(base, tmp_path):
     def trained(name, own, dataset, **more):
-        settings = {"max_steps": 2, "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 6, "eval_prompts": 0}
+        settings = {"max_steps": 1, "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 6, "eval_prompts": 0}
         settings |= {"threads": 1, "progress": False, "learning_rate": 1e-2, "output_dir": tmp_path / name}
         made = psigrad.train("grpo", model=own, dataset=dataset, reward=digits, **settings, **more)
         return AutoModelForImageTextToText.from_pretrained(made.model).state_dict()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import signal
@@ -11,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 import vision_models
-from pictures import Brief, Painter, draw, encoded
+from painters import Painter, draw, drawing_agent
+from pictures import Brief
 from resuming import digest, dying_at
 from tiny_jobs import forked, online_config
 
@@ -78,22 +78,12 @@ def test_each_turn_s_log_probs_are_those_of_the_episode_alone(family, jobs):
 
 def painting(job, output):
     """Two of three turns are asked about what the environment has drawn."""
-    made = online_config(job, output)
+    made = replace(online_config(job, output, max_steps=4), prompts_per_step=2, num_generations=2)
+    made = replace(made, evaluation=replace(made.evaluation, eval_prompts=1))
     made = replace(made, reward=(), environment=Painter, max_turns=3, data=Data(dataset=str(job / "train.jsonl")))
     made = replace(made, sampling=replace(made.sampling, max_completion_length=16, sampler="pictures:Brief"))
     model = replace(made.model, vision=True, trained_towers=("vision_model", "connector") if job.name.startswith("idef") else ())
     return replace(made, model=model, micro_batch_tokens=256, num_iterations=2)
-
-
-def drawing_agent(row, client):
-    """Sends the row as it is, and then a picture of what was said."""
-    messages = list(row["prompt"])
-    for turn in range(2):
-        said = client.chat.completions.create(model="policy", messages=messages).choices[0].message.content or ""
-        data = base64.b64encode(encoded(draw((sum(map(ord, said)) % 256, 9, turn), (20, 12)))).decode()
-        part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": [part, {"type": "text", "text": "on"}]}]
-    return sum(c in "abcdefgh \n" for c in said) / 8
 
 
 def asking(job, output):
@@ -108,7 +98,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == "qwen3_5" else ()) for name in RUNS])
 def test_a_run_is_killed_and_resumed_bitwise_with_pictures_that_only_the_episode_drew(name, jobs, tmp_path):
     job = jobs.get(name, jobs["idefics3"])
 

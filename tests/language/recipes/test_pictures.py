@@ -66,7 +66,8 @@ def pictured(request, tmp_path_factory):
 def adapted(made):
     """The tower learns too, and passes hold a prompt with two images and its completions."""
     kind = json.loads((Path(made.model.path) / "config.json").read_text())["model_type"]
-    return replace(made, model=replace(made.model, vision=True, trained_towers=TOWERS[kind]), micro_batch_tokens=128)
+    made = replace(made, model=replace(made.model, vision=True, trained_towers=TOWERS[kind]), micro_batch_tokens=128)
+    return replace(made, run=replace(made.run, max_steps=4))
 
 
 def grpo(job, output):

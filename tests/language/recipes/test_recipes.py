@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import slow
 from resuming import digest, events_of
 from tiny_jobs import online_config, sft_config
 from tiny_rewards import early_letters
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from warm import warm
 
 import psigrad
 from psigrad.config import EvalConfig, Evaluation, Model
@@ -81,15 +83,7 @@ def test_a_run_leaves_its_folder(job, tmp_path):
     # without a compiler a run is told that it is slower
     told = [kind for kind in events_of(result.folder) if kind not in ("warning", "no_effect", "slower")]
     assert told == [
-        "held_out_seen",
-        "prompt_form",
-        "first_rows",
-        "started",
-        "detectable_gain",
-        "saved",
-        "saved",
-        "saved",
-        "finished",
+        *("held_out_seen", "prompt_form", "first_rows", "started", "detectable_gain", "saved", "saved", "saved", "finished"),
     ]
     (began,) = [event for event in lines(result.folder / "events.jsonl") if event["kind"] == "started"]
     native = kernels()
@@ -126,7 +120,9 @@ def test_what_is_written_about_a_completion_is_what_was_sampled(job, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["rloo", "dapo", "reinforce_pp", "reinforce_moving_average", {"preset": "grpo", "kl": None}], ids=str
+    "algorithm",
+    [*("dapo", "reinforce_moving_average"), *slow("rloo", "reinforce_pp", {"preset": "grpo", "kl": None})],
+    ids=str,
 )
 def test_other_methods_run_and_leave_a_checkpoint(algorithm, job, tmp_path):
     """That they go on bitwise is in tests/runs/test_resume.py."""
@@ -174,7 +170,7 @@ def test_a_policy_comes_near_to_its_teacher_on_its_own_samples(job, teacher, tmp
     assert nearer(1e-2) < 0.7 and nearer(1e-9) > 0.8
 
 
-@pytest.mark.parametrize("form", ["lora", "bfloat16", "checkpointing", "transformers sampler"])
+@pytest.mark.parametrize("form", ["lora", "transformers sampler", *slow("bfloat16", "checkpointing")])
 def test_every_form_of_training_is_repeatable(form, job, tmp_path):
     def config(name: str, steps: int):
         made = online_config(job, tmp_path / name, max_steps=steps)
@@ -311,20 +307,12 @@ def test_the_command_line_trains_and_reports(job, tmp_path):
     )
     command = [sys.executable, "-m", "psigrad", "grpo", "--model", str(job / "base"), "--dataset", str(job / "train.jsonl")]
     command += ["--reward", "my_rewards:letters", "--max-steps", "2", "--prompts-per-step", "2", "--num-generations", "2"]
-    command += [
-        "--eval-prompts",
-        "4",
-        "--max-completion-length",
-        "4",
-        "--threads",
-        "1",
-        "--output-dir",
-        "out",
-        "algorithm.kl=null",
-    ]
+    command += ["--eval-prompts", "4", "--max-completion-length", "4", "--threads", "1", "--output-dir", "out"]
+    command += ["algorithm.kl=null"]
     root = str(Path(psigrad.__file__).parents[1])
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": root, "PATH": "/usr/bin:/bin"}
-    )
+    with warm():
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": root, "PATH": "/usr/bin:/bin"}
+        )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "report.html").exists() and "out/model" in done.stdout

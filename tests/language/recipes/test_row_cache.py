@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import trl
+from cases import slow
 from hypothesis import given
 from hypothesis import strategies as st
 from timing import until
@@ -333,7 +334,7 @@ def _encode_slowly(tokenizer: Any, begun: Path) -> None:
 
 
 @pytest.mark.usefixtures("_few_at_once")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGINT, *slow(signal.SIGTERM, signal.SIGHUP)])
 def test_a_signal_to_all_of_them_is_answered_by_the_run_alone(tokenizer: Any, tmp_path: Path, number: int) -> None:
     run = get_context("fork").Process(target=_encode_slowly, args=(tokenizer, begun := tmp_path / "begun"))
     run.start()

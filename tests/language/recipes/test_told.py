@@ -39,6 +39,7 @@ def test_a_template_without_words_for_tools_is_noticed(template, row, ignored):
     assert bool([note for note in describe_rewrites(tokenizer, row) if note.startswith("tools are listed")]) == ignored
 
 
+@pytest.mark.usefixtures("rewards_here")
 @pytest.mark.parametrize(("template", "told"), [(CHATML, 1), (OFFERS, 0)])
 def test_a_run_says_so_once(template, told, job, tmp_path, capsys):
     data = tmp_path / "talks.jsonl"

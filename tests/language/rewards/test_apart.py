@@ -82,7 +82,9 @@ def gym(request):
         yield pool
 
 
-@pytest.mark.parametrize("text", ["wrong", "[1,2", "\ud800", "2 × two"])
+@pytest.mark.parametrize(
+    "text", ["wrong", "\ud800", *(pytest.param(text, marks=pytest.mark.slow) for text in ("[1,2", "2 × two"))]
+)
 def test_text_that_a_reasoning_gym_scorer_chokes_on_is_the_policys_fault(gym, score, text):
     """prime_factorization's scorer raises ValueError for what is no product of numbers: no reason to stop a run."""
     row = {"task": "prime_factorization", "answer": "2 × 2 × 3", "metadata": {"number": 12, "factors": [2, 2, 3]}}

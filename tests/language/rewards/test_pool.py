@@ -10,12 +10,13 @@ import time
 
 import psutil
 import pytest
+from cases import slow
 from timing import LIMITS, late, until
 
 from psigrad.errors import UserError
 from psigrad.language.rewards import RewardError, RewardPool, RewardSpec, Scored, Unscored, resolve
 
-HANGS = ["loop", "power", "sleep", "deaf", "blocked", "stopped"]
+HANGS = ["loop", "blocked", "stopped", *slow("power", "sleep", "deaf")]
 DEATHS = {"os._exit": "exit status 0", "segfault": "signal 11", "kill": "signal 9"}
 
 
@@ -56,7 +57,9 @@ def gone(pid: int, within: float = 60.0) -> bool:
     return False
 
 
-@pytest.mark.parametrize("hang", HANGS)
+@pytest.mark.parametrize(
+    "hang", [pytest.param(h, marks=pytest.mark.slow if h in ("power", "sleep", "deaf") else ()) for h in HANGS]
+)
 def test_a_hang_is_unscored_and_its_group_scored(pool_of, zoo, score, hang):
     for timeout in LIMITS:
         pool = pool_of(zoo("act"), timeout=timeout)

@@ -16,18 +16,18 @@ def add(scoring, texts, **columns):
     scoring.add(Samples(["question"] * len(texts), texts, [[1]] * len(texts), columns, [[7]] * len(texts)))
 
 
-def test_results_are_those_of_all_at_once(pool_of, zoo, score):
+@pytest.mark.parametrize("workers", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_results_are_those_of_all_at_once(pool_of, zoo, score, workers):
     """Six groups, three of which lose a process or two; their results differ, so that any other order is seen."""
     rng = random.Random(9)
     texts = [rng.choice(["ok", "half", "os._exit", "nonsense", "ok", "half"]) for _ in range(24)]
     specs = (zoo("act"), zoo("rank_in_group"))
     whole = score(pool_of(*specs, timeout=30.0), texts)
-    for workers in (1, 3):
-        streaming = pool_of(*specs, timeout=30.0, workers=workers).begin()
-        for start in range(0, len(texts), 4):
-            add(streaming, texts[start : start + 4])
-            streaming.poll()
-        assert streaming.results() == whole
+    streaming = pool_of(*specs, timeout=30.0, workers=workers).begin()
+    for start in range(0, len(texts), 4):
+        add(streaming, texts[start : start + 4])
+        streaming.poll()
+    assert streaming.results() == whole
     assert any(isinstance(r, Unscored) for r in whole) and any(isinstance(r, Scored) for r in whole)
 
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from cases import slow
 from hybrid_models import network
 
 from psigrad.language.models import tiny
@@ -53,7 +54,7 @@ def played(dialogue, heard):
 
 
 @pytest.mark.parametrize("longest", [1, 4, 9])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
 def test_every_turn_is_that_of_a_completion_of_all_that_came_before(seed, longest, model):
     sampler, heard = EmbeddedSampler(model), observations(6, longest, seed)
     cached = sampler.dialogue(PROMPTS, PARAMS)
@@ -87,7 +88,7 @@ def test_where_there_is_much_to_read_the_episodes_begin_anew(model):
     assert dialogue.prefilled == before
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
 def test_episodes_that_wait_for_an_answer_keep_what_they_have(seed, model):
     """Some take part in each round; now and then there is so much to read that those begin anew, beside the waiting ones."""
     rng, sampler = random.Random(seed), EmbeddedSampler(model)

@@ -68,7 +68,9 @@ DEATHS = {
 
 
 @pytest.mark.parametrize("workers", [3, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("bad", DEATHS)
+@pytest.mark.parametrize(
+    "bad", [pytest.param(bad, marks=pytest.mark.slow if bad in ("segfault", "sys.exit") else ()) for bad in DEATHS]
+)
 def test_what_an_episode_does_costs_that_episode_alone(pool, bad, workers):
     for limit in LIMITS if bad == "hang" else (60.0,):
         playing = pool(workers=workers, memory_gb=2.0, timeout=limit)

@@ -69,7 +69,7 @@ def test_a_checkpoint_does_not_know_who_held_what():
     assert "holders" not in held.to_json() and Collected.from_json(held.to_json()).trajectories == ROWS[:1]
 
 
-@pytest.mark.parametrize(("size", "central"), [(2, ""), (4, ""), (2, "central")])
+@pytest.mark.parametrize(("size", "central"), [(2, ""), pytest.param(4, "", marks=pytest.mark.slow), (2, "central")])
 def test_a_process_is_sent_the_numbers_of_all_and_the_tokens_of_what_it_trains_on(tmp_path, size, central):
     """Four bytes for each log-prob, of which a token has two where a filter drew, four for each token that is trained on, and
     some hundred for what else is said of a row. As pickled objects all tokens took 20 bytes each.

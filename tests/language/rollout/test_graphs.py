@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from cases import slow
 from hybrid_models import HYBRID, network
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,7 +40,7 @@ def frozen(run):
     return lambda: None
 
 
-@pytest.fixture(scope="module", params=["gpt2", "gpt_neox", "qwen3_5_text"])
+@pytest.fixture(scope="module", params=["gpt2", pytest.param("gpt_neox", marks=pytest.mark.slow), "qwen3_5_text"])
 def model(request):
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     hybrid = request.param in HYBRID
@@ -84,8 +85,13 @@ def texts(groups):
     return [[(c.ids, c.finish_reason) for c in group] for group in groups]
 
 
-@pytest.mark.parametrize("max_batch", [5, 256])
-@pytest.mark.parametrize("filtered", [{}, {"top_k": 9}, {"temperature": 0.0}])
+@pytest.mark.parametrize(
+    ("max_batch", "filtered"),
+    [
+        *((5, {}), (256, {"top_k": 9})),
+        *slow((5, {"top_k": 9}), (256, {}), (5, {"temperature": 0.0}), (256, {"temperature": 0.0})),
+    ],
+)
 def test_recorded_steps_write_what_steps_write(model, requests_, monkeypatch, max_batch, filtered):
     params = replace(PARAMS, **filtered)
     plain = EmbeddedSampler(model, max_batch).sample(requests_, params)
@@ -239,7 +245,7 @@ def grouped(name):
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "qwen3", "gemma2", "gemma3", "qwen3_5_text"])
-@pytest.mark.parametrize(("max_batch", "prompts"), [(5, 256), (256, 2), (256, 256)])
+@pytest.mark.parametrize(("max_batch", "prompts"), [(256, 2), *(pytest.param(n, 256, marks=pytest.mark.slow) for n in (5, 256))])
 def test_a_prompt_that_is_stored_once_for_its_group_gives_the_same_tokens(name, max_batch, prompts, requests_, monkeypatch):
     """With keys and values, windows, capped scores and states; prompts wait for room, and move when others have ended."""
     model = grouped(name)

@@ -6,7 +6,8 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from pictures import Gallery, draw, encoded, look, tokenizer
+from painters import Gallery, draw, encoded, look
+from pictures import tokenizer
 
 from psigrad.errors import UserError
 from psigrad.language import images

@@ -59,7 +59,7 @@ def models(tmp_path_factory):
 
 
 SLOW = pytest.mark.slow
-QUICK = ("dapo bfloat16", "ppo", "lora", "sft", "reward")
+QUICK = ("dapo bfloat16", "lora", "sft", "reward")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else SLOW) for n in CASES])

@@ -163,7 +163,7 @@ def test_a_lag_takes_truncated_weights_and_refuses_to_go_without(job, tmp_path):
         online.run(replace(config, algorithm=bare, run=replace(config.run, output_dir=str(tmp_path / "other"))))
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_method_learns_at_lag_four(tokenizer, seed):
     made = make(tokenizer, function=begins_with_a_letter, seed=seed, steps=60, prompts_per_step=8, num_generations=8, lag=4)
     # half of the vocabulary ends a completion

@@ -29,7 +29,7 @@ def metrics(folder) -> str:
     return (folder / "metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [pytest.param(r, marks=pytest.mark.slow if r in ("dpo", "reward") else ()) for r in RECIPES])
 def test_a_checked_run_is_the_same_run(recipe, job, tmp_path, monkeypatch):
     make, run = RECIPES[recipe]
     calls = []

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import slow
 from in_memory import advance, log_of
 from tiny_jobs import preference_config, reward_config
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -166,7 +167,7 @@ def test_mismatching_a_thousand_rows_of_one_prompt_asks_for_each_a_few_times():
     assert len(asked) <= 10 * len(rows)
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo", "orpo", "kto"])
+@pytest.mark.parametrize("loss", ["dpo", "kto", *slow("ipo", "simpo", "orpo")])
 def test_every_command_of_the_family_prefers_what_it_was_shown(loss, job, tmp_path):
     config = preference_config(job, tmp_path / "run", loss=loss, max_steps=40, save_steps=0)
     config = replace(config, batch_size=16, optim=Optim(learning_rate=3e-3), evaluation=Evaluation(eval_prompts=8))

@@ -93,7 +93,9 @@ def test_the_samplers_log_probs_are_the_old_ones_only_where_they_are_the_policys
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.5])
-@pytest.mark.parametrize(("dtype", "iterations"), [("bfloat16", 1), ("bfloat16", 2), ("float32", 2)])
+@pytest.mark.parametrize(
+    ("dtype", "iterations"), [pytest.param("bfloat16", 1, marks=pytest.mark.slow), ("bfloat16", 2), ("float32", 2)]
+)
 def test_a_sampler_that_is_off_stops_the_run_also_where_log_probs_are_computed_again(
     tmp_path, monkeypatch, shift, dtype, iterations
 ):

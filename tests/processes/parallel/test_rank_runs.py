@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+from cases import slow
 from rank_gradients import make_models
 from safetensors.torch import load_file
 from warm import warm
@@ -65,7 +66,7 @@ def test_two_processes_train_as_one_does(whole, recipe, strategy):
 
 KILLS = [
     ("fsdp", "backward 1 5"),
-    *(pytest.param(*x, marks=pytest.mark.slow) for x in (("fsdp", "save 1 2"), ("ddp", "backward 1 5"))),
+    *slow(("fsdp", "save 1 2"), ("ddp", "backward 1 5")),
     *(
         pytest.param(*x, marks=pytest.mark.long)
         for x in (("ddp", "save-alone 0 2"), ("ddp", "gather 0 40"), ("ddp", "forward 1 9"))
@@ -179,7 +180,7 @@ def test_a_damaged_shard_is_named(saved, tmp_path):
         checkpoint.verify(copy)
 
 
-@pytest.mark.parametrize("damaged", [0, 1, 2, None])
+@pytest.mark.parametrize("damaged", [1, None, *slow(0, 2)])
 def test_each_process_sums_its_share_of_a_checkpoint_and_all_hear_of_a_fault(tmp_path, damaged):
     """Three processes, of whom one finds the damage; the checkpoint before is then verified likewise."""
     root = tmp_path / "checkpoints"
@@ -205,17 +206,8 @@ def test_each_process_sums_its_share_of_a_checkpoint_and_all_hear_of_a_fault(tmp
 
 
 def command(job: Path, out: Path, *more: str) -> list[str]:
-    settings = [
-        "--model",
-        str(job / "base"),
-        "--dataset",
-        str(job / "train.jsonl"),
-        "--output-dir",
-        str(out),
-        "--batch-size",
-        "4",
-    ]
-    quiet = ["--no-progress", "--no-report", "--eval-prompts", "0", "--threads", "1"]
+    settings = ["--model", str(job / "base"), "--dataset", str(job / "train.jsonl"), "--output-dir", str(out)]
+    quiet = ["--batch-size", "4", "--no-progress", "--no-report", "--eval-prompts", "0", "--threads", "1"]
     return [sys.executable, "-m", "psigrad", "sft", *settings, *quiet, *more]
 
 

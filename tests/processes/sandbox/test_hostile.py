@@ -87,13 +87,20 @@ def test_the_corpus_is_as_large_as_it_is_said_to_be():
     assert len(NAMES) >= 80
 
 
-# They run until a limit ends them, which is seconds: those of their kind that always run are "spin", "sleep", "fork bomb" and
-# "memory in many".
-LONGER = ("C spin", "regular expression", "recursion", "a line without end", "deaf to signals", "thread bomb", "many inodes")
+# Of each group those that differ in kind run always, and the others with `make test-slow`.
+ALWAYS = {
+    *("read it through /proc/1/root", "read every descriptor", "the parent's environment", "every command line", "kernel memory"),
+    *("write the marker", "overwrite the checker", "core pattern", "setuid copy"),
+    *("become root", "mount", "new user namespace", "a call that no list knows", "ptrace the parent", "32-bit calls"),
+    *("a socket", "a Unix socket of the host", "write to a FIFO of the host", "netlink"),
+    *("fork bomb", "memory in many", "disk", "output", "descriptors", "spin", "sleep"),
+    *("a daemon", "kill everybody", "stop the parent"),
+    *("leave at once", "equal to all", "write to the answers", "patch json", "look up the stack", "answer deep"),
+}
 
 
 @pytest.mark.needs("bubblewrap")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LONGER else ()) for n in NAMES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.slow) for n in NAMES])
 def test_it_gets_nowhere(name, host, sandbox, monkeypatch):
     monkeypatch.setenv("PSIGRAD_SECRET", SECRET)
     marker = host / "marker"
@@ -169,16 +176,15 @@ def test_a_worker_of_environments_gets_nowhere_either(host):
     assert Path("/proc/sys/kernel/core_pattern").read_text() == before
 
 
+@pytest.mark.slow
 @pytest.mark.needs("bubblewrap")
 @pytest.mark.parametrize(
     "chosen",
-    [
-        ("fork bomb", "a daemon", "write to the answers"),
-        pytest.param(("memory", "output", "read the host's file", "kill everybody", "spin"), marks=pytest.mark.slow),
-    ],
+    [("fork bomb", "a daemon", "write to the answers"), ("memory", "output", "read the host's file", "kill everybody", "spin")],
     ids=("three", "more"),
 )
 def test_under_load_nothing_gets_out_either(chosen, host, sandbox):
+    """Without the load: test_it_gets_nowhere."""
     burner = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(2)]
     try:
         sources = [programs(host / "secret", host / "marker", os.getpid())[name] for name in chosen]

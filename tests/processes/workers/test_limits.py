@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 
 import psutil
 import pytest
+from cases import slow
 
 from psigrad.language.rewards import RewardPool, RewardSpec, Samples, Unscored
 from psigrad.language.rewards.resolve import resolve
@@ -55,10 +57,13 @@ def gone(mark, seconds=60.0):
 WAYS = ["child", "session", "double fork", "nobody's"]
 
 
-@pytest.mark.parametrize("end", ["hang", "exit", "crash"])
-@pytest.mark.parametrize("way", WAYS)
+ENDS = ["hang", "exit", "crash"]
+EACH = [*zip(WAYS, itertools.cycle(ENDS), strict=False)]
+
+
+@pytest.mark.parametrize(("way", "end"), [*EACH, *slow(*sorted({*itertools.product(WAYS, ENDS)} - {*EACH}))])
 def test_nothing_that_a_reward_started_outlives_it(way, end):
-    mark = f"{7000 + os.getpid() % 1000}.{WAYS.index(way)}{['hang', 'exit', 'crash'].index(end)}1234"
+    mark = f"{7000 + os.getpid() % 1000}.{WAYS.index(way)}{ENDS.index(end)}1234"
 
     def hangs(completions, **columns):
         import subprocess
@@ -79,7 +84,7 @@ def test_nothing_that_a_reward_started_outlives_it(way, end):
     assert gone(mark, 5.0)
 
 
-@pytest.mark.parametrize("way", ["orphans", pytest.param("programs", marks=pytest.mark.needs("bubblewrap"))])
+@pytest.mark.parametrize("way", ["orphans", pytest.param("programs", marks=[pytest.mark.needs("bubblewrap"), pytest.mark.slow])])
 def test_no_dead_process_stays_while_the_workers_live(way):
     """Each orphan and each judged program leaves a process whose parent ended first: 20 of them are no pid in the end."""
 

@@ -30,13 +30,15 @@ _numbers = itertools.count()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test with many cases PostgreSQL sees the first, and the others with `make test-slow`, as it sees those of hundreds of
-    votes whose figures are computed from the rows that either gives (`one_database`); SQLite sees them all.
+    """SQLite sees all cases. PostgreSQL sees the first of each test of what is stored and read, and the first of each other file.
+    The rest it sees with `make test-slow`, and so those of hundreds of votes whose figures are computed from the rows that either
+    gives (`one_database`).
     """
     seen: set[str] = set()
     for item in items:
         if item.path.parent == Path(__file__).parent and "[postgresql" in item.name:
-            name = item.nodeid.partition("[")[0]
+            stored = item.path.stem in ("test_assignments", "test_database", "test_tables", "test_export")
+            name = item.nodeid.partition("[" if stored else "::")[0]
             if name in seen or item.get_closest_marker("one_database"):
                 item.add_marker(pytest.mark.slow)
             seen.add(name)
