@@ -318,8 +318,7 @@ class Gradients:
         widths = [heads.dim * (count if heads.wide else 1) for count in (heads.queries, heads.keys)]
         dw, half = torch.zeros(sum(widths)), _HALF[qkv.dtype]
         self._call.rotary_gradient(half, gradient.data_ptr(), dw.data_ptr(), *_rotary(qkv, norms, angles, heads))
-        gradients: tuple[Tensor, ...] = dw.split(widths)
-        return gradients
+        return tuple(dw.split(widths))
 
     def gated(self, both: Tensor, dy: Tensor, gelu: bool = False, *, in_place: bool = False) -> tuple[Tensor, Tensor]:
         """Return the gradient of `both` [S, gate | up], and `Kernels.gated(both, gelu)` again.

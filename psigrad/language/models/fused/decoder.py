@@ -131,16 +131,9 @@ class Decoder:
         ropes = [family.rope(config, i) for i in range(len(base.layers))]
         angles = self._angles = partial(_angles, base, config, family, ropes)
         first, turned = base.layers[0].self_attn, angles(torch.zeros(1, 1, dtype=torch.int64), torch.empty(0))[0].cosine.shape[1]
-        heads = Heads(
-            queries=size(config, "heads"),
-            keys=size(config, "key_heads"),
-            dim=int(first.head_dim),
-            eps=float(config.rms_norm_eps),
-            scale=float(first.scaling),
-            wide=family.wide,
-            offset=family.offset,
-            turned=turned,
-        )
+        sizes = (size(config, "heads"), size(config, "key_heads"), int(first.head_dim))
+        form = (float(config.rms_norm_eps), float(first.scaling), family.wide, family.offset, turned)
+        heads = Heads(*sizes, *form)
         self.native, self.base, self.recompute, self.stored = native, base, recompute, torch.float32 if exact else network.dtype
         self.layers = [Layer(i, module, heads, family, config, native, exact) for i, module in enumerate(base.layers)]
         self.heads, self.dtype = heads, self.layers[0].weights.dtype

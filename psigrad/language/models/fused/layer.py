@@ -393,8 +393,7 @@ class Layer:
 
     def _split(self, group: int, rows: Tensor) -> tuple[Tensor, ...]:
         """Return the parts of rows that belong to the matrices of a group."""
-        parts: tuple[Tensor, ...] = rows.split([self._linear[i].out_features for i in self.groups[group]], dim=1)
-        return parts
+        return tuple(rows.split([self._linear[i].out_features for i in self.groups[group]], dim=1))
 
 
 class _Gradients:
