@@ -132,8 +132,8 @@ class Decoder:
         angles = self._angles = partial(_angles, base, config, family, ropes)
         first, turned = base.layers[0].self_attn, angles(torch.zeros(1, 1, dtype=torch.int64), torch.empty(0))[0].cosine.shape[1]
         sizes = (size(config, "heads"), size(config, "key_heads"), int(first.head_dim))
-        form = (float(config.rms_norm_eps), float(first.scaling), family.wide, family.offset, turned)
-        heads = Heads(*sizes, *form)
+        form: Any = {"wide": family.wide, "offset": family.offset, "turned": turned}
+        heads = Heads(*sizes, float(config.rms_norm_eps), float(first.scaling), **form)
         self.native, self.base, self.recompute, self.stored = native, base, recompute, torch.float32 if exact else network.dtype
         self.layers = [Layer(i, module, heads, family, config, native, exact) for i, module in enumerate(base.layers)]
         self.heads, self.dtype = heads, self.layers[0].weights.dtype
