@@ -105,7 +105,7 @@ def claim_rows(records: Sequence[Record], done: Sequence[Pair]) -> Iterator[str]
     yield "| claim | verdict | psigrad | TRL 1.16 | meaning of the figure, and the rule |\n|---|---|---|---|---|"
     report = find(records, kind="referee")
     state = MISSING if not report else "**does not hold**" if report["parts"] else "**holds**"
-    rule = "two steps in float32 after SFT, by [`psigrad referee`](referee.md); holds if all tensors are equal"
+    rule = "two steps in float32 after training, by [`psigrad referee`](referee.md); holds if all tensors are equal"
     yield f"| Both compute the same steps. | {state} | {report['report'][-1].strip() if report else ''} | | {rule} |"
     for says, name, base, bound in CLAIMS:
         score, cost = SCORES[name], name not in ("pass@1", "pass@8", "everyday items")

@@ -61,26 +61,25 @@ def judge(model: str, task: str) -> Record:
     return {"counts": counts, "everyday": "".join(str(int(item.right)) for item in items)}
 
 
-def tune(model: str, task: str) -> str:
-    """Fine-tune a model on answers of a task, and return its folder."""
-    rows = tasks.rows(task)["sft"]
-    said = [[{"role": "assistant", "content": row["answer"]}] for row in rows]
-    answers = [{"prompt": row["prompt"], "completion": one} for row, one in zip(rows, said, strict=True)]
-    given = {"output_dir": str(WORK / "sft" / task), "eval_prompts": 0, "report": False, "progress": False, **HERE}
-    return str(psigrad.train("sft", model=model, dataset=answers, **given).model)
-
-
 def pilot(model: str, task: str, sft: bool) -> Record:
     """Return the solved completions of a candidate before training. With `sft`, fine-tune the model first."""
-    return {"counts": sample(tune(model, task) if sft else model, tasks.rows(task)["train"][: tasks.PILOT])}
+    rows = tasks.rows(task)
+    if sft:
+        said = [[{"role": "assistant", "content": row["answer"]}] for row in rows["sft"]]
+        answers = [{"prompt": row["prompt"], "completion": one} for row, one in zip(rows["sft"], said, strict=True)]
+        given = {"output_dir": str(WORK / "sft" / task), "eval_prompts": 0, "report": False, "progress": False, **HERE}
+        model = str(psigrad.train("sft", model=model, dataset=answers, **given).model)
+    return {"counts": sample(model, rows["train"][: tasks.PILOT])}
 
 
 def compare(model: str, task: str, folder: Path) -> Record:
     """Return the referee's report on two steps of both sides in float32, on the same rows and tokens.
 
-    They start from the model after SFT. Without it, all rewards of a step are often equal, and there is nothing to compare.
+    They start from a model that psigrad trained. Before training, all rewards of a step are 0, and there is nothing to compare.
     """
-    tasks.write_job(folder, tune(model, task), task, 0, "float32")
+    tasks.write_job(folder / "before", model, task, 0)
+    measure(["-m", "psigrad", "grpo", "--config", str(folder / "before" / "psigrad.json")], folder / "log.txt")
+    tasks.write_job(folder, str(folder / "before" / "psigrad" / "model"), task, 0, "float32")
     script = shlex.join([str(Path(__file__).with_name("trl_side.py")), str(folder)])
     parts, lines = referee.run([str(folder / "psigrad.json")], script, sys.executable, 2, 0.0)
     return {"parts": parts, "report": lines}
@@ -156,7 +155,7 @@ def main() -> None:
             run = partial(train, library, starts[task], task, seed, now)
             once(records, run, kind="run", task=task, seed=seed, library=library)
         shutil.rmtree(now, ignore_errors=True)
-        once(records, partial(compare, base, task, now), kind="referee")
+        once(records, partial(compare, starts[task], task, now), kind="referee")
     page.write(records)
 
 
