@@ -392,7 +392,7 @@ class Layer:
         return x if weight is None else self.native.rms_norm(x, weight, self.eps, self.heads.offset)
 
     def _split(self, group: int, rows: Tensor) -> tuple[Tensor, ...]:
-        """Return the parts of rows that belong to the matrices of a group."""
+        """Split `rows` [S, outputs of all matrices of a group] into one tensor per matrix. `group` is an index, such as _QKV."""
         parts: tuple[Tensor, ...] = rows.split([self._linear[i].out_features for i in self.groups[group]], dim=1)
         return parts
 
