@@ -441,7 +441,7 @@ class _Gradients:
         return layer.native.gradients.rms_norm(dx, x, weight, dy, layer.eps, layer.heads.offset)
 
     def in_order(self, heads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return all gradients in the order of `Layer.weights`. `heads` are those of the norms of queries and keys."""
+        """Return all gradients in the order of `Layer.weights`. `heads` has the gradients of the norms of queries and keys."""
         norms = [one for one, weight in zip(self.norms, self.weights.norms, strict=True) if weight is not None]
         biases = [self.biases[i] for i in self.layer.biased]
         pairs = itertools.chain(*(self.lora[i] for i in self.layer.adapters))
