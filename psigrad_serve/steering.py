@@ -152,7 +152,7 @@ def chosen_tool(choice: Any) -> str | None:
     if isinstance(named, dict) and isinstance(named.get("name"), str):
         return str(named["name"])
     raise ApiError(
-        f"tool_choice is {json.dumps(choice)[:80]}; expected auto, none, one that requires a call, or one that names a tool.",
+        f'tool_choice is {json.dumps(choice)[:80]}; expected "auto", "none", "required", or an object that names a tool.',
         param="tool_choice", code="invalid_value",
     )  # fmt: skip
 

@@ -370,7 +370,7 @@ def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float | Tensor) -> Tensor:
-    """Return y_t = x_t + discount · y_{t+1}, backwards over the chosen steps; `discount` is a number, or one per row [N].
+    """Return y_t = x_t + discount · y_{t+1}, backwards over the steps of `mask_NT`; `discount` is a number, or one per row [N].
 
     With x the rewards this is the reward-to-go; with x the TD errors and discount γλ it is GAE.
 
@@ -413,7 +413,7 @@ def _powers(n_steps: int, discount: float, dtype: torch.dtype, device: torch.dev
 
 
 def next_chosen(x_NT: Tensor, mask_NT: Tensor, last_N: Tensor) -> Tensor:
-    """Return [N, T]: at each step, x of the next chosen step of its row, or the row's `last_N` after the last chosen step."""
+    """Return [N, T]: at each step, x of the first later step where `mask_NT` is True; the row's `last_N` if there is none."""
     n_steps = x_NT.shape[1]
     if n_steps and not _holes(mask_NT):
         ahead_NT = torch.cat([x_NT[:, 1:], last_N[:, None]], dim=1)
@@ -429,7 +429,7 @@ def next_chosen(x_NT: Tensor, mask_NT: Tensor, last_N: Tensor) -> Tensor:
 
 
 def _holes(mask_NT: Tensor) -> bool:
-    """Return True if, in some row, a chosen step follows a masked one. Padding at the end of a row is not a hole."""
+    """Return True if, in some row, the mask is True after a False. Padding at the end of a row is not a hole."""
     return mask_NT.shape[1] > 1 and not bool(mask_NT.all()) and bool((mask_NT[:, 1:] & ~mask_NT[:, :-1]).any())
 
 

@@ -77,10 +77,10 @@ class ServerEpisode(ToolBox):
         assert self._opens is not None
         if unknown := sorted(set(arguments) - set(self._opens.parameters)):
             known = f"only {', '.join(self._opens.parameters)}" if self._opens.parameters else "none"
-            raise ValueError(f"the row gives the server's tool reset the arguments {', '.join(unknown)}; expected {known}")
+            raise ValueError(f"the row gives the server's tool `reset` the arguments {', '.join(unknown)}; expected {known}")
         text, beside = self._opens.ask(arguments)
         if text.startswith("error: "):
-            raise ValueError(f"the server's tool reset failed: {text.removeprefix('error: ')}")
+            raise ValueError(f"the server's tool `reset` failed: {text.removeprefix('error: ')}")
         self._episode = beside.get(EPISODE)
         return text
 

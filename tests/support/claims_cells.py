@@ -25,9 +25,9 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
     "A baseline lowers the variance of the gradient; the reward to go lowers it further": ("", {
         "baseline": "baseline",
         "to go": "reward to go",
-        "both": "reward to go, with the baseline",
+        "both": "reward to go, added to the baseline",
     }),
-    "Reinforcement learning passes the demonstrations that it started from": ("", {"imitation": ""}),
+    "Reinforcement learning surpasses the demonstrations that it started from": ("", {"imitation": ""}),
     "RLOO ≥ REINFORCE ≥ PPO at equal samples": ("methods", {
         "RLOO is at least as good as REINFORCE": "RLOO against REINFORCE",
         "REINFORCE is at least as good as PPO": "REINFORCE against PPO",
@@ -63,7 +63,7 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
         "SmolLM2: more than 90% of the probability is on 16 tokens after the first": "SmolLM2",
         "SmolLM2 after GRPO: more than 90% of the probability is on 16 tokens after the first": "SmolLM2 after GRPO",
     }),
-    "Later tokens are drawn from fewer than the first": ("action_space", {
+    "Later tokens are drawn from fewer candidates than the first": ("action_space", {
         "after SFT: the second token is drawn from fewer than the first": "after SFT",
         "after RLOO: the second token is drawn from fewer than the first": "after RLOO",
         "SmolLM2: the second token is drawn from fewer than the first": "SmolLM2",
@@ -116,12 +116,12 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
         "RLOO learns more than DPO from as many samples": "RLOO",
     }),
     "An exploited reward is noticed by the run's warnings": ("loopholes", {
-        "90 % of the exploiting runs are noticed (all rewards)": "all rewards",
-        "90 % of the exploiting runs are noticed (rewards not tuned on)": "rewards not tuned on",
+        "90 % of the exploiting runs are noticed (all rewards)": "all runs",
+        "90 % of the exploiting runs are noticed (rewards not tuned on)": "runs not used for tuning",
     }),
     "Honest runs raise few false alarms": ("loopholes", {
-        "at most 5 % of the honest runs raise an alarm (all rewards)": "all rewards",
-        "at most 5 % of the honest runs raise an alarm (rewards not tuned on)": "rewards not tuned on",
+        "at most 5 % of the honest runs raise an alarm (all rewards)": "all runs",
+        "at most 5 % of the honest runs raise an alarm (rewards not tuned on)": "runs not used for tuning",
     }),
     "Honest runs raise few false alarms, measured after the rules were set": ("false_alarms", {
         "at most 5% of honest runs raise an alarm": "",
@@ -131,11 +131,11 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
     }),
     "Checked rewards teach a pretrained model, and break nothing else": ("pretrained", {
         "RLVR teaches a pretrained model sums": "sums",
-        "RLVR breaks no everyday knowledge": "everyday items",
+        "RLVR breaks no everyday knowledge": "everyday knowledge",
     }),
     "RL stays nearer to its start than SFT, and forgets less": ("pretrained", {
         "SFT moves further from the start than RLVR": "KL",
-        "SFT forgets more than RLVR": "everyday items",
+        "SFT forgets more than RLVR": "everyday knowledge",
     }),
     "Online RL learns more than DPO from as many samples, on a pretrained model": ("pretrained", {
         "RLVR learns more than DPO from as many samples": "",

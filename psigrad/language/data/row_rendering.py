@@ -1,4 +1,4 @@
-"""Rows for display as the model reads them: their tokens as text, and which of them are trained."""
+"""Rows for display as the model reads them: their tokens as text, and which tokens are trained."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ SHOWN, _LONGEST = 3, 2000
 
 
 class Segment(NamedTuple):
-    """Tokens of one `kind` in a row, as text. The kind is prompt, trained, masked (after the trained tokens, without loss), or
-    sampled.
-    """
+    """The text of a row's tokens of one `kind`: prompt, trained, masked (without loss, after trained tokens) or sampled."""
 
     kind: str
     text: str
@@ -35,7 +33,10 @@ class RenderedRow(NamedTuple):
 
 
 def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -> list[RenderedRow]:
-    """Return a row as its model reads it, with special tokens; two texts for a pair. The middle of a long segment is cut."""
+    """Return the text that the model reads for a row, with special tokens; for a preference pair two texts, one per answer.
+
+    `separator` ends each step of a stepwise row. A `Segment` of more than 2,000 characters is cut in the middle.
+    """
     if row.steps:
         made = encode_steps(tokenizer, row, separator)
         first = len(prompt_ids(tokenizer, row))
@@ -54,7 +55,7 @@ def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") 
 
 
 def first_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], separator: str = "\n") -> list[RenderedRow]:
-    """Return the first three rows as their model reads them. A row that cannot be rendered is replaced by the reason."""
+    """Return the texts that the model reads for the first three rows. A row that cannot be rendered gives the reason instead."""
     found: list[RenderedRow] = []
     for row in rows[:SHOWN]:
         try:

@@ -276,8 +276,8 @@ class PackedLayout:
         return near & self._or_same_block((distance >= 0).to(near.device), self.prefix_rows)
 
     def _or_same_block(self, causal: Tensor, rows: Tensor) -> Tensor:
-        """Return the mask `causal` [L, L] if the row has no blocks. Otherwise return a mask [K, 1, L, L] for K pieces, in which
-        tokens of the same block also attend to each other. `rows` [K, L] are the packed positions of the pieces' tokens.
+        """Return the mask `causal` [L, L] if no token is in a block. Otherwise return a mask [K, 1, L, L] for K pieces, in which
+        tokens of one block also attend to each other. `rows` [K, L] has the position of each piece's tokens in the packed row.
         """
         if self.blocks is None:
             return causal
@@ -369,8 +369,8 @@ class PackedLayout:
         return self.scan_with_states(recurrence, inputs, every=False)[0]
 
     def scan_with_states(self, recurrence: Recurrence, inputs: Tensors, every: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Return (the outputs of `scan`, the states [segments, ...] after the segments of `segments`). If `every` is False, the
-        C++ kernels return only the states from which another segment continues.
+        """Return (the outputs of `scan`, the states [segments, ...] after each segment of the row). If `every` is False, the C++
+        kernels return only the states from which another segment continues.
         """
         if self.device.type == "cpu" and (ready := recurrence.scan_trees(inputs, self._trees(every))) is not None:
             return ready
@@ -390,7 +390,7 @@ class PackedLayout:
         return waves(self.pieces)
 
     def _trees(self, every: bool) -> Trees:
-        """Return the segments as the C++ kernels read them, cached. `every` is as in `scan_with_states`."""
+        """Return the row's segments as trees, cached. With `every` the C++ kernels return the states after all segments."""
         if every not in self._forests:
             self._forests[every] = trees(self._waves, every)
         return self._forests[every]
@@ -418,7 +418,7 @@ class PackedLayout:
         return on_device(order, self.device), on_device(inverse, self.device), shapes
 
     def mix(self, layer: AttentionLayer, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the attention of `attend` by the C++ kernel. Shapes are those of `FusedLayout.mix`."""
+        """Compute the attention of `attend` by the C++ kernel. `FusedLayout.mix` has the shapes."""
         return layer.native.attention(rotated, qkv, self.spans, layer.heads, layer.window)
 
     @cached_property

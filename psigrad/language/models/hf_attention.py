@@ -131,7 +131,7 @@ class VarlenLayout(_Unpadded):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Compute attention by the kernel. Shapes are those of `Layout.attend`."""
+        """Compute attention by the kernel. `Layout.attend` has the shapes."""
         if how is not SDPA:
             raise ValueError("its attention caps scores or has sinks")
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
@@ -197,7 +197,7 @@ class FlexLayout(_Unpadded):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Compute attention by PyTorch's flex_attention. Shapes are those of `Layout.attend`."""
+        """Compute attention by PyTorch's flex_attention. `Layout.attend` has the shapes."""
         given: dict[str, Any] = how.keywords if isinstance(how, functools.partial) else {}
         cap: Any = given.get("softcap")
         sinks: Tensor | None = given.get("sinks")

@@ -134,9 +134,9 @@ def _mamba2(own: Function, layer: int, switch: Switch) -> Function:
 
 
 def _never(own: Function, layer: int, switch: Switch) -> Function:
-    """Return a function that replaces `mamba2_split_conv1d_scan_combined`, and returns None if there is a layout.
+    """Return the replacement of `mamba2_split_conv1d_scan_combined`. The replacement returns None for packed sequences.
 
-    transformers' fused kernel cannot read a layout. If it returns None, the mixer calls the functions that are replaced above.
+    transformers' fused kernel cannot read their layout. After None the mixer calls the functions of `_convolution` and `_mamba2`.
     """
 
     def scan(*args: Any, layout: Layout | None = None, **given: Any) -> Any:

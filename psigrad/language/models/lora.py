@@ -335,7 +335,7 @@ class CountedDropout(nn.Module):
         self.threshold, self.layer, self.masks = min(round(p * _VALUES), _VALUES - 1), layer, masks
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop features of x: [B, S, …], [B·S, …], or [B, E] with one token per text. Raises `UserError` for other shapes."""
+        """Apply dropout to x: [B, S, …], flat [B·S, …], or [B, E], one token per text. Raises `UserError` for other shapes."""
         if not self.training or not self.threshold:
             return x
         tokens = self._tokens_of(x)

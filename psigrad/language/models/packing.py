@@ -126,7 +126,7 @@ class Groups:
     """The experts that routers chose in sampling for the tokens of each prompt and each completion (`experts.RouterRecorder`)."""
 
     def begin(self) -> list[int]:
-        """Return for each of the N completions after how many prompt tokens it starts."""
+        """Return the number of prompt tokens before each of the N completions."""
         if self.starts is not None:
             return [start for group in self.starts for start in group]
         return [len(prompt) for prompt, group in zip(self.prompts, self.completions, strict=True) for _ in group]

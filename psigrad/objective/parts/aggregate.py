@@ -91,7 +91,7 @@ Keep = Callable[..., Tensor]
 
 
 def has_signal(batch: Batch) -> Tensor:
-    """Drop groups whose rewards are all equal. The trainer then collects other groups in their place.
+    """Drop groups whose trajectories all have the same metric M. The trainer then collects other groups in their place.
 
     Formula: keep i  ⇔  min(M) < max(M) in the group of i; M_i is the metric of trajectory i, or its reward if it has no metric
 

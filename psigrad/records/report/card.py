@@ -253,7 +253,7 @@ def _version(run: RunData) -> str:
 
 
 def _pins(run: RunData) -> Mapping[str, Any]:
-    """Return the pins in the newest checkpoint's manifest."""
+    """Return the newest checkpoint's manifest. It pins the model and the data: a resumed run must have the same hashes."""
     newest = max(run.path.glob("checkpoints/step-*/manifest.json"), default=None)
     return (parse_row(newest.read_bytes()) if newest is not None else None) or {}
 

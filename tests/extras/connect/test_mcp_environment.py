@@ -74,7 +74,7 @@ def test_rows_open_as_the_server_does_and_a_group_begins_alike(asked):
     rows = made.rows(3, 7)
     assert len({row["seed"] for row in rows}) == 3 and rows == made.rows(3, 7) != made.rows(3, 8)
     assert all(row["prompt"] == [{"role": "user", "content": "4"}] for row in rows) and made().reset(rows[0]) is None
-    with pytest.raises(ValueError, match="the row gives the server's tool reset the arguments level; expected only seed"):
+    with pytest.raises(ValueError, match="the row gives the server's tool `reset` the arguments level; expected only seed"):
         made().reset({**rows[0], "reset": {"level": 2}})
     answers["reset"] = ("9", {})
     with pytest.raises(ValueError, match="with one seed the server started an episode first with '4' and later with '9'"):
@@ -92,7 +92,7 @@ def test_what_the_server_does_wrong_is_not_the_policys_fault(asked):
     answers["say"] = ServerLost("gone")
     assert isinstance(step(episode, call("say", number=1)), Fault)
     answers["reset"] = ("error: no such level", {})
-    with pytest.raises(ValueError, match="the server's tool reset failed: no such level"):
+    with pytest.raises(ValueError, match="the server's tool `reset` failed: no such level"):
         episode.reset({})
 
 

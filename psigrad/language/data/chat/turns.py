@@ -392,7 +392,7 @@ def _probe_turn_form(conversation: Conversation, before: Sequence[Message]) -> T
 def render_between(conversation: Conversation, observation: Sequence[Message]) -> tuple[str, str]:
     """Return (the special token that ends the policy's turn, the text from the end of that token to the policy's next turn).
 
-    The text contains the `observation`. It is rendered after a turn of one word, since a template may rewrite real turns.
+    The text contains the `observation`. It is rendered after a dummy turn, since a template may cut reasoning from real turns.
     """
     name = next((str(m["name"]) for m in observation if m["role"] == "tool" and m.get("name")), "")
     calls = [call_of(name or "call")] if observation[0]["role"] == "tool" else []

@@ -392,7 +392,7 @@ class Layer:
         return x if weight is None else self.native.rms_norm(x, weight, self.eps, self.heads.offset)
 
     def _split(self, group: int, rows: Tensor) -> tuple[Tensor, ...]:
-        """Return the parts of rows that belong to the matrices of a group."""
+        """Split `rows` [S, outputs of all matrices of a group] into one tensor per matrix. `group` is an index, such as _QKV."""
         return tuple(rows.split([self._linear[i].out_features for i in self.groups[group]], dim=1))
 
 
@@ -440,7 +440,7 @@ class _Gradients:
         return layer.native.gradients.rms_norm(dx, x, weight, dy, layer.eps, layer.heads.offset)
 
     def in_order(self, heads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return all gradients in the order of `Layer.weights`. `heads` are those of the norms of queries and keys."""
+        """Return all gradients in the order of `Layer.weights`. `heads` has the gradients of the norms of queries and keys."""
         norms = [one for one, weight in zip(self.norms, self.weights.norms, strict=True) if weight is not None]
         biases = [self.biases[i] for i in self.layer.biased]
         pairs = itertools.chain(*(self.lora[i] for i in self.layer.adapters))

@@ -114,9 +114,8 @@ class CudaGraphDecoding:
         return min(between if _NARROWEST < wanted <= between else wide, most)
 
     def _seated(self, size: int) -> tuple[int, ...]:
-        """Copy the arrays of `Seats` to the device. Return (the grid's size, its members per prompt, the prompts' columns).
-
-        Without a `GroupedCache`, return ().
+        """Copy the arrays of `Seats` for `size` slots to the device. Return (the number of places in their grid of prompts ×
+        completions, its completions per prompt, the cached tokens that a step reads of each prompt); () without `GroupedCache`.
         """
         if not isinstance(self.cache, GroupedCache):
             return ()

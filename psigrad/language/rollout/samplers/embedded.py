@@ -332,9 +332,8 @@ class _Batch:
         return self._write(drawn.ids.cpu().numpy()[None], logprobs.cpu().numpy()[None], sequences)
 
     def _write(self, ids: np.ndarray, logprobs: np.ndarray, sequences: np.ndarray) -> int:
-        """Record K new tokens `ids` [K, n] of n `sequences` with log-probs [K, 2, n]. Release the sequences that end in them.
-
-        Returns the number of recorded tokens.
+        """Record K new tokens for each of the n `sequences`, `ids` [K, n], and return the number recorded. `logprobs` [K, 2, n]
+        are under (the policy, the sampling distribution). A sequence that ends is released, and its later tokens are dropped.
         """
         stops = (ids[..., None] == self.stops).any(-1)
         before = self.counts[sequences]

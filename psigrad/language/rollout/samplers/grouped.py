@@ -80,7 +80,7 @@ class GroupedCache(KVCache):
 
 
 class Seats(NamedTuple):
-    """The slots in a grid of P prompts × M `members`.
+    """The slots in a grid of P prompts × M `members`, the completions per prompt.
 
     `grid` [P · M] is the slot at each place of the grid, and `seat` [size] the place of each slot. `behind` [size] is the number
     of tokens of each slot's prompt. Unused places have the index of slot 0.
