@@ -73,7 +73,7 @@ $(LIGHT): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "psigrad needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another with make PYTHON=...")'
 	$(PYTHON) -m venv $(if $(wildcard $(VENV)/.installing),--clear) $(VENV)
 	@touch $(VENV)/.installing
-	@echo "Installing PyTorch and psigrad in $(VENV): a download of several hundred MB, which takes minutes the first time"
+	@echo "Installing PyTorch and psigrad in $(VENV): a download of several hundred MB. pip prints nothing for one to seven minutes"
 ifdef LOCKED
 	$(PIP) --require-hashes --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --requirement supply/requirements.lock
 	$(PIP) --no-deps --no-build-isolation --editable .
@@ -86,7 +86,7 @@ endif
 $(INSTALLED): $(LIGHT)
 ifndef LOCKED
 	@touch $(VENV)/.installing
-	@echo "Installing what the tests need beside that: peers, a browser's driver, databases, the documentation"
+	@echo "Installing what the tests need beside that: peers, a browser's driver, databases, the documentation. pip prints nothing for one to seven minutes"
 	@$(PIP) --constraint constraints.txt pycosat >/dev/null 2>&1 || { \
 	  echo "pycosat, a part of reasoning-gym, cannot be compiled here; tools/pycosat does its work"; \
 	  $(PIP) ./tools/pycosat; }
