@@ -73,7 +73,7 @@ $(LIGHT): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "psigrad needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another with make PYTHON=...")'
 	$(PYTHON) -m venv $(if $(wildcard $(VENV)/.installing),--clear) $(VENV)
 	@touch $(VENV)/.installing
-	@echo "Installing PyTorch and psigrad in $(VENV): a download of several hundred MB, which takes minutes the first time"
+	@echo "Installing PyTorch and psigrad in $(VENV): a download of several hundred MB. pip prints nothing for one to seven minutes"
 ifdef LOCKED
 	$(PIP) --require-hashes --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --requirement supply/requirements.lock
 	$(PIP) --no-deps --no-build-isolation --editable .
@@ -86,7 +86,7 @@ endif
 $(INSTALLED): $(LIGHT)
 ifndef LOCKED
 	@touch $(VENV)/.installing
-	@echo "Installing what the tests need beside that: peers, a browser's driver, databases, the documentation"
+	@echo "Installing what the tests need beside that: peers, a browser's driver, databases, the documentation. pip prints nothing for one to seven minutes"
 	@$(PIP) --constraint constraints.txt pycosat >/dev/null 2>&1 || { \
 	  echo "pycosat, a part of reasoning-gym, cannot be compiled here; tools/pycosat does its work"; \
 	  $(PIP) ./tools/pycosat; }
@@ -123,8 +123,8 @@ test-machine: $(INSTALLED)
 # processor time of each file, so that two quiet cores need at most three minutes.
 QUICK := tests/objective tests/config tests/museum tests/surface/test_layers.py tests/surface/test_project_files.py \
 	$(addprefix tests/language/models/test_,packed_forward.py logprobs.py gradients.py) tests/language/rollout/test_samplers.py \
-	$(addprefix tests/language/rewards/test_,contract.py resolve.py) \
-	$(addprefix tests/language/training/test_,learn.py update.py evaluator.py offline_tasks.py one_file.py)
+	$(addprefix tests/language/rewards/test_,contract.py resolve.py) tests/optim/test_optimizer.py \
+	$(addprefix tests/language/training/test_,learn.py evaluator.py offline_tasks.py one_file.py)
 quick: lint
 	$(RUN) -m pytest $(QUICK) --quiet --workers auto
 

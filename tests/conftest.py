@@ -124,11 +124,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(found.sentence)
 
 
+def _missing_package(error: BaseException) -> str:
+    """`machine.missing_package` of an error. Several errors at once (`cases.repeat_for`) leave a test out only if each does."""
+    if not isinstance(error, BaseExceptionGroup):
+        return machine.missing_package(str(error))
+    found = [_missing_package(each) for each in error.exceptions]
+    return found[0] if all(found) else ""
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     """A missing package of `machine.PACKAGES` leaves a test out. A skip by any other door is a failure."""
     report = yield
-    if report.failed and call.excinfo is not None and (why := machine.missing_package(str(call.excinfo.value))):
+    if report.failed and call.excinfo is not None and (why := _missing_package(call.excinfo.value)):
         report.outcome, report.longrepr = "skipped", (item.nodeid, 0, why)
         report.user_properties = item.user_properties = [*item.user_properties, (NEEDED, why)]
     if report.skipped and not any(key == NEEDED for key, _ in item.user_properties):

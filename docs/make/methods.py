@@ -38,11 +38,11 @@ def page(name: str) -> str:
 
 def _template(name: str) -> str:
     """Return the page of a method that has none yet, with the words of its declaration."""
-    summary = (METHODS.get(name) or LOSSES[name]).summary.capitalize()
+    summary = (METHODS.get(name) or LOSSES[name]).summary
     rows = "prompts.jsonl --reward my_module:my_reward" if name in METHODS else "comparisons.jsonl"
     command = f"psigrad {name} --model PATH_OR_HUB_NAME --dataset {rows}"
-    use = "## Formula\n\n## When to use it\n\n## When it fails\n\n## Beside TRL"
-    return f"# {name}\n\n{summary}.\n\n```\n{command}\n```\n\n{use}\n\n## Curve\n\n{UNMEASURED}\n"
+    head = f"# {summary[0].upper()}{summary[1:]}\n\n```\n{command}\n```\n\n## Formula\n\n## When to use it\n\n## When it fails"
+    return f"{head}\n\n## Beside TRL\n\n## Curve\n\n{UNMEASURED}\n"
 
 
 def _formula(name: str) -> str:
@@ -98,20 +98,17 @@ SLOTS = ("psi", "ratio", "surrogate", "aggregate", "kl", "keep", "critic")
 
 def table() -> str:
     """Return docs/methods/table.md: every preset and every preference loss by its parts."""
-    rows = []
+    rows = [f"| method | {' | '.join(SLOTS)} | gradient |\n|---{'|---' * len(SLOTS)}|---|"]
     for name in METHODS:
         parts = algorithms.resolve(name)
         cells = [", ".join(_short(k) for k in parts.keep) if slot == "keep" else _short(getattr(parts, slot)) for slot in SLOTS]
         rows.append(f"| [{name}]({name}.md) | {' | '.join(cell or '–' for cell in cells)} | {_proof(name)} |")
-    losses = []
+    losses = ["| loss | score | link | β |\n|---|---|---|---|"]
     for name in LOSSES:
         loss = algorithms.resolve_loss(name)
         cells = [_short(getattr(loss, part, None)) for part in ("score", "link")]
         losses.append(f"| [{name}]({name}.md) | {' | '.join(cell or '–' for cell in cells)} | {loss.beta:g} |")
-    head = f"| method | {' | '.join(SLOTS)} | gradient |\n|---{'|---' * len(SLOTS)}|---|"
-    losses.insert(0, "| loss | score | link | β |\n|---|---|---|---|")
-    parts = {"methods": [head, *rows], "losses": losses}
-    return fill(TABLE.read_text(), **{name: "\n".join(lines) for name, lines in parts.items()})
+    return fill(TABLE.read_text(), methods="\n".join(rows), losses="\n".join(losses))
 
 
 CLOSED = ("reinforce_total_return", "reinforce_reward_to_go", "reinforce_moving_average", "pass_at_k", "distill")
@@ -166,19 +163,20 @@ def _title(name: str) -> str:
 
 
 def index(text: str) -> str:
-    """Return docs/index.md with the current lists of methods and of preference losses."""
+    """Return docs/index.md or README.md with the current lists of methods and preference losses, and the number of methods."""
     for heading, names in (("## Methods", METHODS), ("## Preference losses", LOSSES)):
         lines = "\n".join(f"- [{_title(name)}](methods/{name}.md)" for name in names)
         text = re.sub(rf"({heading}\n(?:\n[^-\n#].*\n)?\n)(?:- \[.*\n)+", lambda m, lines=lines: f"{m[1]}{lines}\n", text)
-    return text
+    return re.sub(r"\d+(?= more methods)", str(len(METHODS) - 4), text)
 
 
 def write_pages() -> None:
-    """Write docs/methods/*.md, and their list in docs/index.md."""
+    """Write docs/methods/*.md, their list in docs/index.md, and their number in README.md."""
     for name in (*METHODS, *LOSSES):
         (DOCS / "methods" / f"{name}.md").write_text(page(name))
     TABLE.write_text(table())
-    (DOCS / "index.md").write_text(index((DOCS / "index.md").read_text()))
+    for file in (DOCS / "index.md", DOCS.parent / "README.md"):
+        file.write_text(index(file.read_text()))
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def test_the_page_of_faults_shows_what_the_runs_gave():
 def test_the_page_of_a_method_is_up_to_date_and_names_each_of_its_parts(name, maker):
     page = (ROOT / "docs" / "methods" / f"{name}.md").read_text()
     assert page == maker.page(name), "run: python docs/make/methods.py"
-    assert not page.startswith(f"# {name}\n")  # a heading, an idea and a use of its own
+    assert not page.startswith(f"# {name}\n"), f"docs/methods/{name}.md: give it a heading of words in place of the name"
     if name in LOSSES:
         parts = [label(getattr(resolve_loss(name), "link", resolve_loss(name)))]
     else:
@@ -129,20 +129,23 @@ def test_a_page_shows_its_measured_curve_or_says_that_there_is_none(name, maker)
 
 
 def test_the_list_of_methods_is_up_to_date(maker):
-    text = (ROOT / "docs" / "index.md").read_text()
-    assert text == maker.index(text), "run: python docs/make/methods.py"
+    text, readme = ((ROOT / file).read_text() for file in ("docs/index.md", "README.md"))
+    assert text == maker.index(text) and readme == maker.index(readme), "run: python docs/make/methods.py"
+    more = {*PRESETS} - {"grpo", "ppo", "rloo", "dapo"}
+    assert f"(GRPO, PPO, RLOO, DAPO and {len(more)} more methods)" in readme
+    assert maker.index(readme.replace(f"{len(more)} more", "5 more")) == readme
     assert maker.index(text.replace("- [GRPO](methods/grpo.md)\n", "")) == text
     assert all(f"methods/{name}.md" in text for name in [*PRESETS, *LOSSES])
 
 
 def test_a_method_of_a_stranger_has_a_page_without_words_or_a_trained_model(maker, monkeypatch):
     mine = Catalog(PRESETS)
-    mine.declare("mine", "rewards as they come", GRPO)
+    mine.declare("mine", "rewards of GRPO as they come", GRPO)
     monkeypatch.setattr(maker, "METHODS", mine)
     monkeypatch.setattr(maker.algorithms, "resolve", lambda name: GRPO)
     monkeypatch.setattr(maker.algorithms, "explain", lambda name: "maximise J")
     page = maker.page("mine")
-    assert page.startswith("# mine\n\nRewards as they come.") and maker.UNMEASURED in page and ".png" not in page
+    assert page.startswith("# Rewards of GRPO as they come\n") and maker.UNMEASURED in page and ".png" not in page
     assert "- [mine](methods/mine.md)\n" in maker.index((ROOT / "docs" / "index.md").read_text())
     assert "| [mine](mine.md) |" in maker.table()
 

@@ -26,6 +26,20 @@ def commands(workflow):
     return [step["run"] for job in jobs for step in job["steps"] if "run" in step]
 
 
+def missing(makefile):
+    """The paths that a Makefile reads, its `addprefix` written out, and the checkout lacks. `--json` names a file to write."""
+    text = re.sub(r"\$\(addprefix (\S+?),([^)]*)\)", lambda m: " ".join(m[1] + name for name in m[2].split()), makefile)
+    named = re.findall(r"(?<![\w./-])(?<!--json )(?:tests|tools|benchmarks|examples|docs|supply)/[\w./-]+", text)
+    assert len(named) > 30
+    return sorted({path for path in named if not (ROOT / path).exists()})
+
+
+def test_every_path_that_the_makefile_names_exists():
+    assert missing(MAKEFILE) == []
+    wrong = MAKEFILE.replace("tests/optim/test_optimizer.py", "tests/optim/test_gone.py").replace(",learn.py", ",update.py")
+    assert missing(wrong) == ["tests/language/training/test_update.py", "tests/optim/test_gone.py"], "negative control"
+
+
 def test_there_is_one_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
