@@ -32,7 +32,7 @@ SIZES = {
     "num_key_value_heads": 4,
     "head_dim": 32,
     "vocab_size": 4096,
-    **{"mamba_d_head": 64, "mamba_d_ssm": 512},  # of 8 heads
+    "mamba_d_head": 64, "mamba_d_ssm": 512,  # of 8 heads
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),  # TRL drops out by default
 }
 WORK = Workload(
