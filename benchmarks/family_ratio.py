@@ -32,7 +32,6 @@ SIZES = {
     "num_key_value_heads": 4,
     "head_dim": 32,
     "vocab_size": 4096,
-    "mamba_d_head": 64, "mamba_d_ssm": 512,  # of 8 heads
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),  # TRL drops out by default
 }
 WORK = Workload(
@@ -49,7 +48,7 @@ def make(name: str, work: Workload, folder: Path) -> None:
     """The files of a workload on a model of this family."""
     source = folder / "source"
     source.mkdir()
-    families.config(name, **SIZES).save_pretrained(source)
+    families.config(name, **SIZES, mamba_d_head=64, mamba_d_ssm=512, vocab_size_per_layer_input=4096).save_pretrained(source)
     prepare(work, str(source), folder)
 
 
