@@ -15,13 +15,11 @@ from torch import Tensor
 
 from psigrad.compiled import AdamWWeight
 from psigrad.kernels.build import bind, library
-from psigrad.kernels.products import Products, TowerKernels, by_pytorch
-from psigrad.kernels.state_kernels import Spans, StateKernels
+from psigrad.kernels.products import LogProbs, Products, TowerKernels, by_pytorch
+from psigrad.kernels.state_kernels import StateKernels
 
 Norms = tuple[Tensor, Tensor]
 _HALF = {torch.float32: 0, torch.bfloat16: 1}
-# The number of neighbouring logits of a row whose exponentials are summed together.
-STRETCH = 1024
 _SIGNATURES = {
     "rms_norm": "tpppiifft",
     "rms_norm_gradient": "tpppppiifft",
@@ -98,6 +96,22 @@ class Angles(NamedTuple):
     cosine: Tensor
     sine: Tensor
     factors: Tensor | None = None
+
+
+class Spans:
+    """The positions of the sequences in a packed row, in the kernels' form.
+
+    `prefixes` are (start, length). `members` has for each prefix the sequences (start, length, base) that continue its first
+    `base` tokens. A prefix attends to itself causally. A member attends to the tokens that it continues, and causally to itself.
+    """
+
+    def __init__(self, prefixes: Sequence[tuple[int, int]], members: Sequence[Sequence[tuple[int, int, int]]]) -> None:
+        flat = [m for group in members for m in sorted(group, key=lambda member: -member[2])]
+        counts = torch.tensor([0, *(len(group) for group in members)])
+        self.prefixes = torch.tensor(prefixes, dtype=torch.int64).reshape(-1, 2)
+        self.members = torch.tensor(flat, dtype=torch.int64).reshape(-1, 3)
+        self.first = counts.cumsum(0)
+        self.arguments = (self.prefixes.data_ptr(), self.members.data_ptr(), self.first.data_ptr(), len(prefixes))
 
 
 @dataclass(frozen=True)
@@ -273,28 +287,6 @@ class Kernels:
         pointers = (ids.data_ptr(), logp.data_ptr(), logits.data_ptr(), u.data_ptr())
         self._call.draw(_HALF[logits.dtype], *pointers, *logits.shape, 1 / temperature, torch.get_num_threads())
         return ids, logp
-
-
-class LogProbs:
-    """The computation of log-probs of given tokens, with the same bits as `Kernels.draw`, from logits that arrive in pieces."""
-
-    def __init__(self, call: SimpleNamespace) -> None:
-        self._call = call
-
-    def sum_stretches(self, sums: Tensor, logits: Tensor, temperature: float) -> None:
-        """Write the sums over each `STRETCH` neighbouring logits of a row, which `of` needs, to `sums`.
-
-        `logits` is [B, n], and `sums` is [B, ⌈n / STRETCH⌉, 2], float64.
-        """
-        pointers = (sums.data_ptr(), logits.data_ptr())
-        sizes = (*logits.shape, logits.stride(0), sums.stride(0) // 2)
-        self._call.sums_of_stretches(_HALF[logits.dtype], *pointers, *sizes, 1 / temperature, torch.get_num_threads())
-
-    def of(self, logits: Tensor, sums: Tensor, temperature: float) -> Tensor:
-        """Return the log-probs [B] of tokens from their logits [B], and the `sums` [B, …, 2] over their rows of logits."""
-        logp = logits.float().clone()
-        self._call.log_probs(logp.data_ptr(), sums.data_ptr(), *sums.shape[:2], 1 / temperature, torch.get_num_threads())
-        return logp
 
 
 class Gradients:

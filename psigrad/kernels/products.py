@@ -1,4 +1,4 @@
-"""Matrix products by kernels: in decoding, where every step multiplies a few rows by the same matrix, and in training."""
+"""Matrix products by kernels, in decoding and in training, and the log-probs of their results."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ from psigrad.kernels.processor import multiplies_bfloat16, slow_mkl, slow_onednn
 # rows, or if the matrix is in the processor's nearest caches, the two are about equal.
 _FEW_ROWS = 15
 _WIDEST = 64  # the largest number of rows of a panel on any processor
+
+
+# The number of neighbouring logits of a row whose exponentials are summed together.
+STRETCH = 1024
 
 
 @dataclass(frozen=True)
@@ -196,6 +200,30 @@ def _product(x: Tensor, stored: Tensor, shape: Sequence[int], out: Tensor, base:
 def _distance(base: Tensor | None) -> int:
     """Return the row stride of `base`, which is added to a product; 0 for a bias or None."""
     return base.stride(0) if base is not None and base.dim() == 2 else 0
+
+
+class LogProbs:
+    """The computation of log-probs of given tokens, with the same bits as `Kernels.draw`, from logits that arrive in pieces."""
+
+    def __init__(self, call: SimpleNamespace) -> None:
+        self._call = call
+
+    def sum_stretches(self, sums: Tensor, logits: Tensor, temperature: float) -> None:
+        """Write the sums over each `STRETCH` neighbouring logits of a row, which `of` needs, to `sums`.
+
+        `logits` is [B, n], and `sums` is [B, ⌈n / STRETCH⌉, 2], float64.
+        """
+        pointers = (sums.data_ptr(), logits.data_ptr())
+        sizes = (*logits.shape, logits.stride(0), sums.stride(0) // 2)
+        self._call.sums_of_stretches(
+            int(logits.dtype == torch.bfloat16), *pointers, *sizes, 1 / temperature, torch.get_num_threads()
+        )
+
+    def of(self, logits: Tensor, sums: Tensor, temperature: float) -> Tensor:
+        """Return the log-probs [B] of tokens from their logits [B], and the `sums` [B, …, 2] over their rows of logits."""
+        logp = logits.float().clone()
+        self._call.log_probs(logp.data_ptr(), sums.data_ptr(), *sums.shape[:2], 1 / temperature, torch.get_num_threads())
+        return logp
 
 
 class TowerKernels:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -11,22 +10,6 @@ import torch
 from torch import Tensor
 
 Tensors = tuple[Tensor, ...]
-
-
-class Spans:
-    """The positions of the sequences in a packed row, in the kernels' form.
-
-    `prefixes` are (start, length). `members` has for each prefix the sequences (start, length, base) that continue its first
-    `base` tokens. A prefix attends to itself causally. A member attends to the tokens that it continues, and causally to itself.
-    """
-
-    def __init__(self, prefixes: Sequence[tuple[int, int]], members: Sequence[Sequence[tuple[int, int, int]]]) -> None:
-        flat = [m for group in members for m in sorted(group, key=lambda member: -member[2])]
-        counts = torch.tensor([0, *(len(group) for group in members)])
-        self.prefixes = torch.tensor(prefixes, dtype=torch.int64).reshape(-1, 2)
-        self.members = torch.tensor(flat, dtype=torch.int64).reshape(-1, 3)
-        self.first = counts.cumsum(0)
-        self.arguments = (self.prefixes.data_ptr(), self.members.data_ptr(), self.first.data_ptr(), len(prefixes))
 
 
 class Trees(NamedTuple):

@@ -398,7 +398,7 @@ def test_one_temperature_has_two_names_where_completions_are_drawn_by_evaluation
      (SFTConfig, "max_prompt_length", 7), (EvalConfig, "lora_rank", 2), (EvalConfig, "save_strategy", "no")],
 )  # fmt: skip
 def test_what_a_command_does_not_read_is_refused_unless_it_asks_for_nothing(cls, name, value, tmp_path):
-    with pytest.raises(UserError, match=f"{name} is {value!r} and (has no effect on this command|stands for .*not read)"):
+    with pytest.raises(UserError, match=f"{name} is {value!r} and (has no effect on this command|means .*not read)"):
         load(cls, flags=resolve_names(cls, {name: value}))
     if name != "save_strategy":
         usual = {"max_steps": 0, "metric": "", "cluster": "", "max_prompt_length": 0, "lora_rank": 0}[name.rpartition(".")[2]]
@@ -424,12 +424,12 @@ def test_eval_strategy_no_is_off_and_save_strategy_no_saves_the_end_alone(job, a
 
 def test_what_another_setting_leaves_without_effect_is_said(job, alone, capsys):
     assert cli.main(without_patience(command("sft", job, alone, "--max-steps", "1", "--lora-alpha", "3"))) == 0
-    assert "psigrad: model.lora_alpha is 3.0 and has no effect without model.lora_rank.\n" in capsys.readouterr().err
+    assert "psigrad: model.lora_alpha is 3.0 and has no effect without model.lora_rank; remove it.\n" in capsys.readouterr().err
     events = [json.loads(line) for line in (alone / "run" / "events.jsonl").open()]
     assert [event["settings"] for event in events if event["kind"] == "no_effect"] == [["model.lora_alpha"]]
     assert idle(OnlineConfig()) == {} and idle(OnlineConfig(ref_model_mixup_alpha=0.5, ref_model_sync_steps=1)) == {}
     vllm = idle(OnlineConfig(sampling=Sampling(vllm_memory=0.3)))["sampling.vllm_memory"]
-    assert vllm == "sampling.vllm_memory is 0.3 and has no effect without sampling.sampler=vllm."
+    assert vllm == "sampling.vllm_memory is 0.3 and has no effect without sampling.sampler=vllm; remove it."
     assert idle(SFTConfig(sampling=Sampling(top_p=0.3))).keys() == {"sampling.top_p"}
     assert idle(replace(SFTConfig(reward=("exact",)), sampling=Sampling(top_p=0.3))) == {}
 

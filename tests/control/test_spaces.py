@@ -96,7 +96,7 @@ def test_one_observation_of_parts_and_a_batch_are_predicted_alike():
     singles = [agent.predict(row, deterministic=True)[0] for row in rows]
     np.testing.assert_array_equal(batch, singles)
     assert agent.action_space.contains(singles[0])
-    for wrong, said in (({"dial": 0.0}, "the parts"), (np.zeros(4), "the parts"), ({"dial": [[[0.0]]], "colour": 1}, "shape")):
+    for wrong, said in (({"dial": 0.0}, "a value for"), (np.zeros(4), "a value"), ({"dial": [[[0.0]]], "colour": 1}, "shape")):
         with pytest.raises(UserError, match=said):
             agent.predict(wrong)
 

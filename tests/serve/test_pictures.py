@@ -129,7 +129,7 @@ FILE = {"type": "image_url", "image_url": {"url": "/etc/hostname"}}
     ("parts", "words", "code"),
     [
         ([HTTP], "this server downloads nothing; send a data URL", "invalid_image_url"),
-        ([FILE], "the URL /etc/hostname; this server downloads nothing", "invalid_image_url"),
+        ([FILE], "the URL /etc/hostname, and this server downloads nothing", "invalid_image_url"),
         ([{"type": "image", "path": "/etc/hostname"}], "downloads nothing", "invalid_image_url"),
         ([{"type": "image_url"}], "an image with no URL", "invalid_image_url"),
         (chat_parts(RED[:60]), "not a whole image", "invalid_image"),

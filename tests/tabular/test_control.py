@@ -229,7 +229,7 @@ def test_learning_goes_on_from_a_given_q():
         (lambda: last(tabular.q_learning(gymnasium.make("CliffWalking-v1"), 1)), "gamma was not given"),
         (lambda: last(tabular.q_learning(gymnasium.make("CartPole-v1"), 1, gamma=0.9)), "no discrete observation_space"),
         (lambda: last(tabular.sarsa(small_mdp(), 1, n=0)), "n is 0"),
-        (lambda: last(tabular.sarsa(small_mdp(), 1, epsilon=1.5)), "epsilon is 1.5 at 0"),
+        (lambda: last(tabular.sarsa(small_mdp(), 1, epsilon=1.5)), "epsilon is 1.5 at count 0"),
         (lambda: last(tabular.sarsa(small_mdp(), 1, alpha=-1)), "alpha is -1"),
         (lambda: last(tabular.sarsa(small_mdp(), 1, gamma=2)), "gamma is 2"),
         (lambda: last(tabular.sarsa(small_mdp(), 1, q=[1, 2])), r"expected \(3, 2\)"),

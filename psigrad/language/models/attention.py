@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from psigrad.kernels.kernels import Heads, Kernels, Slots
-from psigrad.kernels.state_kernels import Spans, Trees
+from psigrad.kernels.kernels import Heads, Kernels, Slots, Spans
+from psigrad.kernels.state_kernels import Trees
 from psigrad.language.models.fused.caches import PackedWeights
 from psigrad.language.models.segments import Wave, trees, waves
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from psigrad.kernels.kernels import STRETCH, Kernels, kernels, multiply
+from psigrad.kernels.kernels import Kernels, kernels, multiply
+from psigrad.kernels.products import STRETCH
 from psigrad.language.models.fused.caches import CachedLogProbs
 from psigrad.language.models.stats import TokenStats, TokenStatsRequest, Top, upcast
 from psigrad.optim import gradients

@@ -208,7 +208,7 @@ def test_what_cannot_be_exported_is_a_sentence(job, adapted, tmp_path, monkeypat
     for words, said in (
         (["export", str(job / "base"), "--to", "adapter"], "has no adapter"),
         (["export", str(job / "base"), "--to", "ggml"], "expected one of gguf, merged"),
-        (["export", str(job / "base"), "--to", "gguf", "--quantization", "q4_k"], "expected f32, f16"),
+        (["export", str(job / "base"), "--to", "gguf", "--quantization", "q4_k"], "expected one of f32, f16"),
         (["export", str(job / "base"), "--to", "gguf", "--output", "full"], "holds files that this command did not write"),
         (["export"], "takes one run folder or model"),
         (["export", "eyes", "--to", "gguf"], "is a vision-language model, which psigrad cannot write as GGUF"),

@@ -105,5 +105,5 @@ def test_the_command_says_what_is_wrong_and_its_status_is_1_for_a_hole(tmp_path,
 def test_rows_that_a_reward_cannot_read_are_named(tmp_path):
     found = attack(["numeric"], [ROWS[0], ROWS[2]])
     assert "1 row has answers without a reward. At rows:2: numeric: the answer" in report(found)
-    with pytest.raises(UserError, match=r"No answer was scored; rows:1: numeric: the answer"):
+    with pytest.raises(UserError, match=r"No answer was scored .rows:1: numeric: the answer"):
         attack(["numeric"], [ROWS[2]])

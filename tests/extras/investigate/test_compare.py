@@ -196,7 +196,7 @@ def test_methods_are_compared_seed_by_seed():
 @pytest.mark.parametrize(
     ("methods", "changes", "said"),
     [
-        ((), {}, "no method"),
+        ((), {}, "at least one method"),
         (("dpo",), {}, "--pairs"),
         (("grpoo",), {}, "grpo"),
         (("grpo",), {"num_generations": 1}, "at least 2"),

@@ -74,7 +74,7 @@ def test_tools_are_called_and_the_environment_is_played_once_on_a_real_row(job, 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tools": (price, deadly)}, r"tool deadly did not answer \(kind='\?'\): the environment: its process died"),
+        ({"tools": (price, deadly)}, r"tool deadly did not answer \(kind='\?'\): the environment's process died"),
         ({"environment": WrongDoors}, "the environment did not answer '\\?': the environment raised AttributeError"),
     ],
     ids=["tool", "environment"],

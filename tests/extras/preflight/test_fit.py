@@ -71,7 +71,7 @@ def test_what_sampling_computed_is_kept_whole_or_not_at_all(config: SFTConfig, c
 
 
 def test_too_little_is_refused_with_what_would_be_enough(config: SFTConfig, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"max_memory is 0.001GB but the run needs about \d+ MB with the smallest"):
+    with pytest.raises(UserError, match=r"max_memory is 0.001GB, but the run needs about \d+ MB with the smallest"):
         fit.fit(limited(config, 1e6))
 
 

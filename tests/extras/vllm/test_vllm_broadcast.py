@@ -389,7 +389,7 @@ def test_a_broadcast_is_chosen_where_it_can_be_and_refused_in_a_sentence(
     if not why:
         assert ray_placement.agreed_transfer(config, model, Alone()) == kind
         return
-    with pytest.raises(UserError, match=f"placement.weight_transfer={wish} is not possible: .*{why}"):
+    with pytest.raises(UserError, match=f"placement.weight_transfer={wish} is not possible, because .*{why}"):
         ray_placement.agreed_transfer(config, model, Alone())
 
 

@@ -373,7 +373,7 @@ def test_only_rows_that_are_read_are_counted_as_recognised() -> None:
 
 
 def test_two_columns_cannot_have_one_name() -> None:
-    with pytest.raises(UserError, match="The columns a, b are all renamed to prompt; rename one of them"):
+    with pytest.raises(UserError, match="The columns a, b are all renamed to prompt; rename only one of them"):
         from_rows([{"a": "1", "b": "2"}], "prompt-only", columns={"a": "prompt", "b": "prompt"})
     assert map_columns({"a": 1, "b": 2}, {"a": "b", "b": "a"}, "x:1") == {"a": 2, "b": 1}, "two may change places"
 

@@ -147,7 +147,7 @@ def test_a_folder_is_read_in_name_order_and_by_split(tmp_path: Path) -> None:
     assert prompts(load(str(tmp_path / "split"), form="prompt-only", split="test")) == ["data/test-00000-of-00001"]
     assert prompts(load(str(tmp_path / "split"), form="prompt-only", split="validation")) == ["dev"]
     (tmp_path / "split" / "dev.jsonl").unlink()
-    with pytest.raises(UserError, match="no files of the split 'validation'; it has test, train"):
+    with pytest.raises(UserError, match="no files of the split 'validation'; name one of its splits: test, train"):
         load(str(tmp_path / "split"), form="prompt-only", split="validation")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"has no \.jsonl"):
@@ -288,7 +288,7 @@ def test_a_dataset_saved_to_disk_is_read_and_a_damaged_one_named(tmp_path: Path)
     assert prompts(load(str(tmp_path / "one"), form="prompt-only")) == [f"p{i}" for i in range(5)]
     datasets.DatasetDict({"train": one, "test": one.select([4])}).save_to_disk(str(tmp_path / "two"))
     assert prompts(load(str(tmp_path / "two"), form="prompt-only", split="test")) == ["p4"]
-    with pytest.raises(UserError, match="no split 'dev'; it has train, test"):
+    with pytest.raises(UserError, match="no split 'dev'; name one of its splits: train, test"):
         load(str(tmp_path / "two"), form="prompt-only", split="dev")
     data = next((tmp_path / "one").glob("*.arrow"))
     data.write_bytes(data.read_bytes()[:100])

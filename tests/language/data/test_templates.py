@@ -229,7 +229,7 @@ def test_a_template_that_rewrites_the_prompt_is_refused(build: Build) -> None:
 
 def test_a_generation_prompt_that_the_conversation_does_not_repeat_is_refused(build: Build) -> None:
     template = "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}{% if add_generation_prompt %}{}{% endif %}"
-    with pytest.raises(RowError, match=r"the generation prompt before message 2 \(assistant\) differently"):
+    with pytest.raises(RowError, match=r"changes the generation prompt before message 2 \(assistant\)"):
         example(build(template.replace("{}", "Hm:")), sft(messages=TWO_TURNS))
     # an opened thought is one that the answer closes
     closed, _ = examples(build(template.replace("{}", "<think>")), sft(messages=TWO_TURNS))

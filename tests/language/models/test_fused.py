@@ -23,8 +23,7 @@ from fused_models import (
 from transformers import CohereConfig, GraniteMoeHybridConfig, LlamaConfig
 
 from psigrad.kernels.build import library
-from psigrad.kernels.kernels import Heads, Slots, kernels, table_sizes
-from psigrad.kernels.state_kernels import Spans
+from psigrad.kernels.kernels import Heads, Slots, Spans, kernels, table_sizes
 from psigrad.language.models import scalar_model
 from psigrad.language.models.fused import decoder
 from psigrad.language.models.fused.decoder import Decoder

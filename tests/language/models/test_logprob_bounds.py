@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from psigrad.kernels.kernels import STRETCH
+from psigrad.kernels.products import STRETCH
 from psigrad.language.models import logprobs
 from psigrad.language.models.fused.caches import CachedLogProbs, version_of
 from psigrad.language.models.logprobs import token_stats

@@ -115,7 +115,7 @@ def test_a_token_that_the_head_does_not_have_is_refused(monkeypatch):
     with pytest.raises((IndexError, RuntimeError)):
         logprobs.token_stats(hidden, ids, head, 30, TokenStatsRequest())
     monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 16)
-    with pytest.raises(IndexError, match="token 30; the head has 30"):
+    with pytest.raises(IndexError, match="token 30, but the head has 30"):
         logprobs.token_stats(hidden, ids, head, 30, TokenStatsRequest())
     logprobs.token_stats(hidden[:7], ids[:7], head, 30, TokenStatsRequest())
 

@@ -171,7 +171,7 @@ def test_rows_with_images_are_refused_before_the_first_sampling_and_rows_of_text
     text.write_text('{"prompt": "How many?", "answer": "1"}\n' * 8)
     online.run(replace(made, reward=("exact",), data=replace(made.data, dataset=str(text), eval_dataset=str(text))))
     monkeypatch.setattr(samplers, "make", None)
-    with pytest.raises(UserError, match=r"train.jsonl:1 has an image, but sampling.sampler=transformers reads text alone"):
+    with pytest.raises(UserError, match=r"train.jsonl:1 has an image, but sampling.sampler=transformers reads only text"):
         online.run(replace(made, run=replace(made.run, output_dir=str(tmp_path / "other"))))
     with pytest.raises(UserError, match=r"train.jsonl:1 has an image"):
         psigrad.evaluate(model=pictured / "base", dataset=pictured / "train.jsonl", split="train", reward=digits,

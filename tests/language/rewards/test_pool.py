@@ -57,9 +57,7 @@ def gone(pid: int, within: float = 60.0) -> bool:
     return False
 
 
-@pytest.mark.parametrize(
-    "hang", [pytest.param(h, marks=pytest.mark.slow if h in ("power", "sleep", "deaf") else ()) for h in HANGS]
-)
+@pytest.mark.parametrize("hang", HANGS)
 def test_a_hang_is_unscored_and_its_group_scored(pool_of, zoo, score, hang):
     for timeout in LIMITS:
         pool = pool_of(zoo("act"), timeout=timeout)

@@ -58,9 +58,9 @@ def late(*answers):
 
 
 DEATHS = {
-    "hang": "the environment: step() did not return within {:g} s",
-    "exit": "the environment: its process died (exit status 0)",
-    "segfault": "the environment: its process died (signal 11)",
+    "hang": "the environment's step() did not return within {:g} s",
+    "exit": "the environment's process died (exit status 0)",
+    "segfault": "the environment's process died (signal 11)",
     "sys.exit": "the environment raised SystemExit: 0 (hostile_environments.py, line",
     "raise": "the environment raised ValueError: the board fell over (hostile_environments.py, line",
     "memory": "the environment raised MemoryError",
@@ -189,7 +189,7 @@ def run_of(job, tmp_path, environment, rows=None, **settings):
 
 
 def test_an_environment_that_exits_is_an_error_and_never_a_success(job, tmp_path):
-    with pytest.raises(UserError, match=r"stayed unscored.*its process died \(exit status 0\)"):
+    with pytest.raises(UserError, match=r"stayed unscored.*process died \(exit status 0\)"):
         run_of(job, tmp_path, Exiting, prompts_per_step=2, num_generations=2)
     assert not (tmp_path / "run" / "model").exists()
 

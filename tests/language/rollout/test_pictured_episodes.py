@@ -138,7 +138,7 @@ def test_a_resumed_run_finds_its_images_and_refuses_changed_ones(tmp_path, forgo
     assert [one.startswith("data:image/png;base64,") for one in thumbnails(tmp_path / "run", prompt_text(shown))] == [True, True]
 
     forgotten()
-    with pytest.raises(UserError, match="not among the images of this run"):
+    with pytest.raises(UserError, match="of an image that this run has not read"):
         images.split_id(max(ids))
     images.store_in(tmp_path / "run" / "images")
     assert [images.split_id(token)[1] for token in ids if token >= FIRST] == [0, 1, 0, 1, 2]

@@ -64,7 +64,7 @@ def test_the_launcher_says_what_ended_a_process_and_rank_0_too(capsys, codes, to
     assert ("psigrad: process" in said) == (told is not None)
     if told is not None:
         how = f"was ended by {signal.Signals(-codes[told]).name}" if codes[told] < 0 else "ended with status 3"
-        assert f"process {told} of 0 to 1 {how}" in said and "last words" in said
+        assert f"process {told} (of 0 to 1) {how}" in said and "last words" in said
 
 
 def test_where_those_that_wait_are_ended_by_a_signal_who_is_still_at_work_is_named(capsys, monkeypatch):

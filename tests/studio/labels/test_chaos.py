@@ -173,7 +173,7 @@ BOTH = ["sqlite", pytest.param("postgresql", marks=[pytest.mark.slow, pytest.mar
 def test_no_acknowledged_answer_is_lost_or_doubled(where, tmp_path, record_property):
     """By SQLite, which keeps its file itself; by PostgreSQL with `make test-slow`."""
     record_property("count", 1)
-    storm(where, tmp_path, processes=2, threads=4, tasks=30, kills=1, step=400)
+    storm(where, tmp_path, processes=2, threads=4, tasks=60, kills=1, step=400)
 
 
 @pytest.mark.long

@@ -167,7 +167,7 @@ def test_one_completion_and_only_questions_of_ones_own(desks, db):
     rated = {"x": (5, 1), "y": (2, 3)}
     while (shown := made.next(made.owner)) is not None:
         (text,) = shown.completions
-        with pytest.raises(Refusal, match="only for answers to its own questions"):
+        with pytest.raises(Refusal, match="expected only answers to its own questions"):
             made.vote(made.owner, shown, rating=3)
         true, short = rated[text]
         made.vote(made.owner, shown, answers={"true": {"value": [true]}, "short": {"value": [short]}})
@@ -203,7 +203,7 @@ def test_questions_are_added_and_reworded_and_never_lost(labelled, db):
     assert len(export.preference(db, labelled.owner, labelled.project, aspect="helpful").rows) == 1
     with pytest.raises(Refusal, match="'helpful' cannot be removed"):
         change(TRUE, KIND, NOTE)
-    with pytest.raises(Refusal, match="Kind, scale and options of 'true' cannot be changed"):
+    with pytest.raises(Refusal, match="The kind, scale and options of 'true' cannot be changed"):
         change(*new[:3], Question("true", "scale", top=7), new[4])
 
 

@@ -21,11 +21,6 @@ def _by_layer(config: Any, layer: int) -> int | None:
     return config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
 
 
-def _everywhere(config: Any, layer: int) -> int | None:
-    window: int | None = config.sliding_window
-    return window
-
-
 def _query_factors(config: Any, positions: Tensor) -> Tensor:
     """Return 1 + β·log(1 + ⌊position / original length⌋), by which Llama 4 and Ministral 3 multiply queries."""
     rope = config.rope_parameters
@@ -65,12 +60,12 @@ _BY_TYPE: Any = {"window": _by_layer, "rope": lambda config, layer: config.layer
 # The architectures that the fused decoder supports. transformers' Llama ignores a sliding window in its configuration.
 FAMILIES = {
     "Llama": Family(loads=True),
-    "Mistral": Family(_everywhere, loads=True),
+    "Mistral": Family(lambda config, layer: config.sliding_window, loads=True),
     "Qwen2": Family(_by_layer, loads=True),
     "Qwen3": Family(_by_layer, loads=True),
     "SmolLM3": Family(_by_layer, lambda config, layer: "" if config.no_rope_layers[layer] else None),
-    "Ministral3": Family(_everywhere, factors=_query_factors),
-    "Phi3": Family(_everywhere),
+    "Ministral3": Family(lambda config, layer: config.sliding_window, factors=_query_factors),
+    "Phi3": Family(lambda config, layer: config.sliding_window),
     "SeedOss": Family(),
     "Granite": Family(),
     "GraniteMoeHybrid": Family(rope=lambda config, layer: "" if config.position_embedding_type == "rope" else None),
