@@ -27,7 +27,7 @@ from psigrad.kernels.kernels import Heads, Slots, Spans, kernels, table_sizes
 from psigrad.language.models import scalar_model
 from psigrad.language.models.fused import decoder
 from psigrad.language.models.fused.decoder import Decoder
-from psigrad.language.models.fused.families import FAMILIES
+from psigrad.language.models.fused.families import FAMILIES, Unsupported
 from psigrad.language.models.fused.layer import compute_dtype
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
@@ -45,6 +45,17 @@ def fused(request, tokenizer):
 @pytest.mark.parametrize("inputs", [some_groups(), some_rows()], ids=["groups", "rows"])
 def test_log_probs_and_every_gradient_equal_those_of_transformers(fused, inputs):
     assert_log_probs_and_gradients_are_transformers(fused, inputs)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "granite", "gemma3"])
+def test_embeddings_whose_gradient_is_summed_apart_are_scaled_too(name, tokenizer, monkeypatch):
+    model = made({**CONFIGS, **FORMS}[name], tokenizer)
+    right = model.evaluate(some_groups()).logp
+    called = []
+    look_up = lambda weight, ids, padding, sums: called.append(1) or torch.nn.functional.embedding(ids, weight)  # noqa: E731
+    monkeypatch.setattr(decoder.gradients, "sums_for", lambda weight: object())
+    monkeypatch.setattr(decoder.gradients, "embedding", look_up)
+    assert torch.equal(model.evaluate(some_groups()).logp, right) and called
 
 
 def test_the_sampler_draws_the_same_tokens(fused):
@@ -210,6 +221,10 @@ def test_other_models_and_precisions_say_why_they_are_not_fused(tokenizer):
         GraniteMoeHybridConfig(**COMMON, hidden_size=64, **{**experts, "layer_types": ["mamba", "attention"]}), tokenizer
     )
     assert state.decoder is None and "layers without attention" in state.why_unfused
+    hf = made_anew(CONFIGS["llama"], tokenizer).network
+    hf.model.__class__ = type("LlamaModel", (type(hf.model),), {"__module__": "code_of_a_checkpoint"})
+    with pytest.raises(Unsupported, match="LlamaModel is not fused"):
+        Decoder(hf)
     double = made(CONFIGS["qwen3"], tokenizer, torch.float64)
     assert double.decoder is None and "float64" in double.why_unfused
 

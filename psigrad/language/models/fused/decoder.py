@@ -117,7 +117,7 @@ class Decoder:
         base: Any = text_half(network)
         config = network.config.get_text_config()
         family = FAMILIES.get(type(base).__name__.removesuffix("Model"))
-        if family is None:
+        if family is None or not type(base).__module__.startswith("transformers."):  # a class of the same name may differ
             raise Unsupported(f"{type(base).__name__} is not fused (docs/families.md lists the families that are)")
         if network.device.type != "cpu" or network.dtype not in (torch.float32, torch.bfloat16):
             raise Unsupported(f"{network.dtype} on {network.device} is not supported")
@@ -210,11 +210,9 @@ class Decoder:
         if sums is None:
             rows: Tensor = table(input_ids)
         else:
-            rows, factor = (
-                gradients.embedding(table.weight, input_ids, table.padding_idx, sums),
-                getattr(table, "embed_scale", None),
-            )
-            rows = rows if factor is None else rows * factor.to(rows.dtype)  # Gemma's table does this itself
+            rows = gradients.embedding(table.weight, input_ids, table.padding_idx, sums)
+            if (factor := getattr(table, "embed_scale", None)) is not None:
+                rows = rows * factor.to(rows.dtype)  # Gemma's table does this itself
         multiplier = float(getattr(self.base, "embedding_multiplier", 1.0))  # Granite
         return rows if multiplier == 1.0 else rows * multiplier
 
