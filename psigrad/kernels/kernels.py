@@ -67,8 +67,8 @@ _SIGNATURES = {
 class Heads:
     """The sizes of attention: the numbers of query heads and of key heads, and the width `dim` of a head.
 
-    `eps` is the epsilon of the norms of queries and keys, and `scale` the factor of the scores. A norm is over one head, or with
-    `wide` over all query heads or all key heads. `offset` is added to the norms' weights. The first `turned` numbers of a head
+    `eps` is the epsilon of the norms of queries and keys, and `scale` the factor of the scores. A norm covers one head; with
+    `wide`, all query heads or all key heads. `offset` is added to the norms' weights. The first `turned` numbers of a head
     are rotated (0: all).
     """
 

@@ -37,7 +37,7 @@ class Family:
     - `window` returns a layer's sliding window, or None.
     - `rope` returns the name of a layer's rotary embedding ("": the only one), or None if the layer does not rotate.
     - `before` and `after` are the names of the norms of the inputs and of the outputs of attention and of the feed-forward layer.
-    - `wide` is True if a norm of queries or keys is over all heads.
+    - `wide` is True if one norm covers the queries of all heads, and one the keys.
     - `offset` is added to the weights of norms.
     - `gelu` is True if the activation is GELU, in the form with tanh, in place of SiLU.
     - `factors` returns the factor of the queries at each position; None: 1.
