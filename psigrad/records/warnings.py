@@ -185,10 +185,10 @@ def _entropy_left(figures: Figures, memory: Memory) -> float | None:
 def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
     """Return the z-score of the gradient norm's logarithm among the previous 50 rows; None before there are 20 rows.
 
-    A standard deviation below log √2 counts as log √2. The logarithm is used because norms are skewed. Without it, half of the
+    Steps without signal, whose norm is 0, are left out. A standard deviation below log √2 counts as log √2. The logarithm is used because norms are skewed. Without it, half of the
     successful runs have an outlier.
     """
-    if (norm := _finite(figures, "grad_norm")) is None:
+    if not (norm := _finite(figures, "grad_norm")):
         return None
     value, z = math.log(max(norm, 1e-12)), None
     if len(memory.values) >= 20:

@@ -22,7 +22,7 @@ LEAST = 16
 
 
 class LossSums:
-    """The loss and its terms, summed over the micro-batches of an optimiser step and averaged over the steps."""
+    """The loss and its terms, summed over the micro-batches of an optimiser step and averaged over the steps with signal."""
 
     def __init__(self, world: World = ALONE) -> None:
         self.world = world
@@ -32,6 +32,7 @@ class LossSums:
         self.last: dict[str, float] = {}
         """The sums of the last optimiser step."""
         self._total: dict[str, float] = {}
+        self._with_signal = 0
         self._now: dict[str, Tensor] = {}
 
     def add(self, loss: Loss) -> Tensor:
@@ -52,14 +53,15 @@ class LossSums:
         where = next((term.device for term in terms.values()), None)
         values = torch.stack([term.to(where) for term in terms.values()]).tolist() if terms else []
         self.last = sum_figures(self.world, dict(zip(terms, values, strict=True)))
+        self._with_signal += bool(self.last)
         for name, value in self.last.items():
             self._total[name] = self._total.get(name, 0.0) + value
         if norms is not None:
             self.norms.append(norms)
 
     def figures(self) -> dict[str, Any]:
-        """Return the terms under TRL's names, each as its mean over the optimiser steps."""
-        figures: dict[str, Any] = {name: value / self.steps for name, value in self._total.items()}
+        """Return the terms under TRL's names, each as its mean over the optimiser steps that had a signal."""
+        figures: dict[str, Any] = {name: value / self._with_signal for name, value in self._total.items()}
         figures["updates"] = len(self.norms)
         for name, norms in zip(("grad_norm", "critic/grad_norm"), zip(*self.norms, strict=True), strict=False):
             figures[name] = math.fsum(norms) / len(norms)

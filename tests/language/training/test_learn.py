@@ -180,6 +180,25 @@ def test_rows_without_gradient_skip_the_forward_pass_and_change_nothing(tokenize
     assert far(skipped, full) < 1e-6
 
 
+def test_a_step_without_signal_moves_the_weights_by_the_momentum_of_adamw(tokenizer, monkeypatch):
+    """One step of gradient g, then one of gradient 0, by Adam's formula."""
+    seen = []
+
+    def once(completions, **columns):
+        seen.append(completions)
+        return [0.0] * len(completions) if len(seen) > 4 else [float(i % 2) for i in range(len(completions))]
+
+    run = make(tokenizer, {"preset": "grpo", "kl": None}, function=once, optim=Optim(learning_rate=1e-2, lr_scheduler_type="constant"))
+    state = advance(run, State(algorithm=run.algorithm.initial_state()))
+    first, moments = weights(run.model), run.optimizer.weights.values()
+    m, v = (torch.cat([w.state[key].flatten() for w in moments]).double() for key in ("exp_avg", "exp_avg_sq"))
+    advance(run, state)
+    expected = first - 1e-2 * (0.9 * m / (1 - 0.9**2)) / ((0.999 * v / (1 - 0.999**2)).sqrt() + run.config.optim.adam_epsilon)
+    row = log_of(run).rows[-1]
+    assert row["grad_norm"] == 0.0 and row["updates"] == 1 and row["frac_reward_zero_std"] == 1.0
+    assert far(weights(run.model), expected) < 1e-7 < 1e-3 < far(weights(run.model), first)
+
+
 def test_on_fresh_samples_the_ratio_is_one_and_the_gap_is_rounding(tokenizer):
     run = make(tokenizer, "grpo")
     after(run)
@@ -249,12 +268,12 @@ def equal(completions, **columns):
 
 
 @pytest.mark.parametrize("algorithm", [{"preset": "grpo", "kl": None}, "dr_grpo", "dapo", "gspo", "cispo"])
-def test_groups_of_equal_rewards_move_no_weight(algorithm, tokenizer):
+def test_groups_of_equal_rewards_have_a_gradient_of_0(algorithm, tokenizer):
     run = make(tokenizer, algorithm, function=equal)
     before = weights(run.model)
     assert torch.equal(after(run, 2), before)
     row = log_of(run).rows[-1]
-    assert row["updates"] == 0 if "updates" in row else row["groups"] == 0
+    assert row["grad_norm"] == 0.0 if row["groups"] else "grad_norm" not in row, "DAPO drops such groups"
     assert row["frac_reward_zero_std"] == 1.0
     assert not any(isinstance(v, float) and math.isnan(v) for v in row.values())
 

@@ -158,7 +158,7 @@ def learn(
 ) -> UpdateResult:
     """Take all optimiser steps on one collection. Rows whose gradient is 0 skip the forward pass.
 
-    If the gradients of all rows are 0, no weight changes.
+    If the gradients of all rows are 0, the step has a gradient of 0: AdamW still moves the weights by its momentum.
     """
     config, algorithm = run.config, run.algorithm
     if not isinstance(algorithm, PolicyGradient):
@@ -183,10 +183,12 @@ def learn(
                     model.dropout_masks.draw(config.run.seed, state.step, iteration, number)
             part = torch.isin(batch.group.cpu(), ids[share])
             wanted = prepared.needs_gradient.cpu() & part
-            if bool(wanted.any()):
-                totals = algorithm.totals(prepared, part.nonzero()[:, 0].to(batch.mask.device))
-                micros = assign_micro_batches(run.world, batch, wanted, config.micro_batch_tokens)
-                passes.sums.end_step(step_together(optimizers, passes.losses(micros, totals)))
+            totals = algorithm.totals(prepared, part.nonzero()[:, 0].to(batch.mask.device))
+            if not (has_signal := bool(wanted.any())):
+                wanted = part & (part.cumsum(0) == 1)  # one row is enough for a gradient of 0
+            micros = assign_micro_batches(run.world, batch, wanted, config.micro_batch_tokens)
+            micros = [(micro, weight * has_signal) for micro, weight in micros]
+            passes.sums.end_step(step_together(optimizers, passes.losses(micros, totals)))
     figures = {name: value for name, value in prepared.metrics.items() if not name.startswith("sampling/")}
     for annotator in run.annotators:
         figures |= annotator.figures(run, state.step)
@@ -218,7 +220,8 @@ class Passes:
         """Yield, for each forward pass of one optimiser step, a function that computes its loss.
 
         The policy's passes come first. The policy's activations are freed before the passes of a separate critic. A pass of
-        weight 0 is made only because all processes must make equally many passes.
+        weight 0 is made only because all processes must make equally many passes, or because a step without signal needs a
+        gradient of 0.
         """
         balance, passes = self.run.model.load_balancing, 1.0
         if balance is not None:
@@ -261,6 +264,8 @@ class Passes:
 
 
 def zero_loss(outputs: PolicyOutputs) -> Tensor:
-    """Return a loss of 0 that depends on every output, so that processes without work run the same backward pass as others."""
+    """Return a loss of 0 that depends on every output, so that each weight has a gradient, and processes without work run the
+    same backward pass as others.
+    """
     parts = [x for x in vars(outputs).values() if isinstance(x, Tensor) and x.requires_grad]
     return torch.stack([0.0 * part.sum() for part in parts]).sum()
