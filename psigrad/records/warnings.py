@@ -185,8 +185,8 @@ def _entropy_left(figures: Figures, memory: Memory) -> float | None:
 def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
     """Return the z-score of the gradient norm's logarithm among the previous 50 rows; None before there are 20 rows.
 
-    Steps without signal, whose norm is 0, are left out. A standard deviation below log √2 counts as log √2. The logarithm is used because norms are skewed. Without it, half of the
-    successful runs have an outlier.
+    Steps without signal, whose norm is 0, are left out. A standard deviation below log √2 counts as log √2. The logarithm is used
+    because norms are skewed. Without it, half of the successful runs have an outlier.
     """
     if not (norm := _finite(figures, "grad_norm")):
         return None

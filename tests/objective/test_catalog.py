@@ -21,6 +21,7 @@ from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.objective.parts.advantage import gae, group_mean, leave_one_out, moving_average, reward_to_go, whitened
 from psigrad.objective.parts.aggregate import fixed_length, has_signal, not_truncated, sequence_mean, token_mean, top_k
 from psigrad.objective.parts.critic import bonus, value_loss
+from psigrad.objective.parts.off_policy import off_policy_mask
 from psigrad.objective.parts.ratio import KL, adaptive, none, sequence, token, truncated_importance
 from psigrad.objective.parts.surrogate import (
     clip,
@@ -28,7 +29,6 @@ from psigrad.objective.parts.surrogate import (
     divergence_mask,
     dual_clip,
     kl_penalty,
-    off_policy_mask,
     score,
     with_imitation,
 )

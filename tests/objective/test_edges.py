@@ -13,6 +13,7 @@ from psigrad.objective import Batch, PolicyOutputs, terminal
 from psigrad.objective.parts.advantage import gae, length_gae, reward_to_go, whitened
 from psigrad.objective.parts.critic import value_loss
 from psigrad.objective.parts.group_advantage import group_mean_batch_std, pass_at_k
+from psigrad.objective.parts.off_policy import off_policy_mask
 from psigrad.objective.parts.ratio import (
     KL,
     MAX_LOG_RATIO,
@@ -31,7 +32,6 @@ from psigrad.objective.parts.surrogate import (
     geometric_clip,
     kl_penalty,
     measure_kl,
-    off_policy_mask,
     soft_clip,
     truncated_weight,
     unclipped,

@@ -12,7 +12,7 @@ from psigrad.objective.catalog import METHODS
 from psigrad.objective.parts.advantage import k_step, length_gae, moving_average
 from psigrad.objective.parts.aggregate import clip_covariance, fixed_length, top_entropy, top_k
 from psigrad.objective.parts.group_advantage import pass_at_k
-from psigrad.objective.parts.off_policy import gamma_weight, symmetric_mask
+from psigrad.objective.parts.off_policy import gamma_weight, off_policy_mask, symmetric_mask
 from psigrad.objective.parts.ratio import KL, adaptive, divergence_rejection, masked_importance, truncated_importance
 from psigrad.objective.parts.surrogate import (
     clip,
@@ -21,7 +21,6 @@ from psigrad.objective.parts.surrogate import (
     dual_clip,
     geometric_clip,
     kl_penalty,
-    off_policy_mask,
     soft_clip,
     truncated_weight,
     with_imitation,

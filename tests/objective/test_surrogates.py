@@ -12,13 +12,13 @@ from psigrad.objective import Batch, PolicyOutputs, terminal
 from psigrad.objective.parts.advantage import best_of_group
 from psigrad.objective.parts.aggregate import not_truncated, top_k
 from psigrad.objective.parts.critic import value_loss
+from psigrad.objective.parts.off_policy import off_policy_mask
 from psigrad.objective.parts.ratio import masked_importance, sequence, token, trajectory, truncated_importance
 from psigrad.objective.parts.surrogate import (
     clip,
     covariance_penalty,
     dual_clip,
     kl_penalty,
-    off_policy_mask,
     score,
     truncated_weight,
     unclipped,

@@ -24,8 +24,9 @@ from psigrad.language.models.stats import TokenStatsRequest
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, terminal
 from psigrad.objective.parts.aggregate import fixed_length, token_mean, top_entropy
 from psigrad.objective.parts.critic import bonus
+from psigrad.objective.parts.off_policy import off_policy_mask
 from psigrad.objective.parts.ratio import KL, masked_importance, truncated_importance
-from psigrad.objective.parts.surrogate import clip, dual_clip, off_policy_mask, truncated_weight
+from psigrad.objective.parts.surrogate import clip, dual_clip, truncated_weight
 
 N, T, GROUP_SIZE, MAX_LENGTH = 8, 6, 4, 9
 

@@ -1,20 +1,22 @@
-"""Surrogates for samples of another policy. They weight steps by π / π_sampler, so a method with one may have no correction.
+"""Surrogates for samples of another policy.
 
-They fill the surrogate slot and ignore the ratio slot. If the sampler's log-probs are not known, log π_old takes their place.
+They fill the surrogate slot. If the sampler's log-probs are not known, log π_old takes their place. All but `off_policy_mask`
+weight steps by π / π_sampler and ignore the ratio slot, so a method with one of these may have no correction.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from psigrad.objective.batch import zero_outside
 from psigrad.objective.lazy_torch import Tensor, torch
 from psigrad.objective.parts.ratio import MAX_LOG_RATIO, exp_ratio
-from psigrad.objective.parts.surrogate import SEQUENCES, SamplerWeighted
+from psigrad.objective.parts.surrogate import SEQUENCES, SamplerWeighted, check_inner, clip
 
-__all__ = ["gamma_weight", "symmetric_mask"]
+__all__ = ["gamma_weight", "off_policy_mask", "symmetric_mask"]
 
 LEAST_LOG_WEIGHT = math.log(1e-8)
 
@@ -90,3 +92,38 @@ class gamma_weight(SamplerWeighted):
         k = torch.where(advantage < 0, log_ratio.new_tensor(self.k_negative), self.k_positive)
         decay = torch.where(advantage < 0, log_ratio.new_tensor(self.lambda_negative), self.lambda_positive)
         return -(k * log_weight_N + decay * (1 - log_weight_N.exp())).exp() * advantage * logp
+
+
+@dataclass(frozen=True)
+class off_policy_mask:
+    """The wrapped surrogate, with loss 0 for sequences of negative advantage that have become much less likely.
+
+    Formula: L_t = M·L'_t, M = 0 where A_t < 0 and (1/|y|)·Σ_u (log π_sampler(a_u|s_u) − log π(a_u|s_u)) > δ; else 1
+
+    The policy already avoids such a sequence, and further training on it teaches noise. If the sampler's log-probs are not
+    known, π_old replaces π_sampler. The method's ratio slot does not affect M.
+
+    Source: DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556; TRL off_policy_mask_threshold.
+    """
+
+    surrogate: Callable[..., Tensor] = field(default_factory=clip)
+    """L': the wrapped surrogate, which gives the loss of all other sequences."""
+    delta: float = 0.5
+    """δ: the greatest mean fall of a sequence's log-probabilities, in nats per step."""
+
+    def __post_init__(self) -> None:
+        if self.delta <= 0:
+            raise ValueError(f"off_policy_mask has delta={self.delta}; expected more than 0 nats per step.")
+        check_inner(self, SEQUENCES)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The extra inputs that `__call__` receives: the mask and the sampler's log-probs."""
+        return SEQUENCES | {"logp_sampler"}
+
+    def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor, logp_sampler: Tensor) -> Tensor:
+        """Return the loss [N, T] of each step."""
+        given: dict[str, Any] = {"mask": mask} if "mask" in getattr(self.surrogate, "needs", ()) else {}
+        fall_N = zero_outside(mask, logp_sampler - logp.detach()).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        left = (advantage < 0) & (fall_N > self.delta)
+        return zero_outside(~left, self.surrogate(logp, log_ratio, advantage, **given))

@@ -23,7 +23,6 @@ __all__ = [
     "dual_clip",
     "geometric_clip",
     "kl_penalty",
-    "off_policy_mask",
     "score",
     "soft_clip",
     "truncated_weight",
@@ -286,41 +285,6 @@ class geometric_clip(RatioSurrogate):
 
 
 @dataclass(frozen=True)
-class off_policy_mask:
-    """The wrapped surrogate, with loss 0 for sequences of negative advantage that have become much less likely.
-
-    Formula: L_t = M·L'_t, M = 0 where A_t < 0 and (1/|y|)·Σ_u (log π_sampler(a_u|s_u) − log π(a_u|s_u)) > δ; else 1
-
-    The policy already avoids such a sequence, and further training on it teaches noise. If the sampler's log-probs are not
-    known, π_old replaces π_sampler. The method's ratio slot does not affect M.
-
-    Source: DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556; TRL off_policy_mask_threshold.
-    """
-
-    surrogate: Callable[..., Tensor] = field(default_factory=clip)
-    """L': the wrapped surrogate, which gives the loss of all other sequences."""
-    delta: float = 0.5
-    """δ: the greatest mean fall of a sequence's log-probabilities, in nats per step."""
-
-    def __post_init__(self) -> None:
-        if self.delta <= 0:
-            raise ValueError(f"off_policy_mask has delta={self.delta}; expected more than 0 nats per step.")
-        _check_inner(self, SEQUENCES)
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The extra inputs that `__call__` receives: the mask and the sampler's log-probs."""
-        return SEQUENCES | {"logp_sampler"}
-
-    def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor, logp_sampler: Tensor) -> Tensor:
-        """Return the loss [N, T] of each step."""
-        given: dict[str, Any] = {"mask": mask} if "mask" in getattr(self.surrogate, "needs", ()) else {}
-        fall_N = zero_outside(mask, logp_sampler - logp.detach()).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-        left = (advantage < 0) & (fall_N > self.delta)
-        return zero_outside(~left, self.surrogate(logp, log_ratio, advantage, **given))
-
-
-@dataclass(frozen=True)
 class covariance_penalty(RatioSurrogate):
     """The importance-weighted surrogate, with a penalty on changes of the few steps that lower the entropy most.
 
@@ -383,7 +347,7 @@ class with_imitation:
             raise ValueError(
                 f"with_imitation has coefficient={self.coefficient}; expected more than 0; for 0 use the inner surrogate alone."
             )
-        _check_inner(self, SEQUENCES | {"logp_sampler"})
+        check_inner(self, SEQUENCES | {"logp_sampler"})
 
     @property
     def needs(self) -> frozenset[str]:
@@ -401,7 +365,7 @@ class with_imitation:
         return self.surrogate(logp, log_ratio, advantage, **given) - self.coefficient * marks * logp
 
 
-def _check_inner(outer: off_policy_mask | with_imitation, known: frozenset[str]) -> None:
+def check_inner(outer: Any, known: frozenset[str]) -> None:
     """Raise `ValueError` if the surrogate that `outer` wraps has a state, or needs an input that is not in `known`."""
     inner = outer.surrogate
     if set(getattr(inner, "needs", ())) - known or (isinstance(inner, kl_penalty) and inner.target is not None):

@@ -29,9 +29,9 @@ from psigrad.errors import UserError
 from psigrad.objective.parts import group_advantage
 from psigrad.objective.parts.advantage import group_mean, leave_one_out, whitened
 from psigrad.objective.parts.aggregate import fixed_length, sequence_mean, token_mean
-from psigrad.objective.parts.off_policy import gamma_weight
+from psigrad.objective.parts.off_policy import gamma_weight, off_policy_mask
 from psigrad.objective.parts.ratio import masked_importance, truncated_importance
-from psigrad.objective.parts.surrogate import clip, dual_clip, off_policy_mask, soft_clip, truncated_weight
+from psigrad.objective.parts.surrogate import clip, dual_clip, soft_clip, truncated_weight
 from psigrad_extras.connect.trl_scripts import convert_file
 
 EXPERIMENTAL = {"OnlineDPOConfig": "online_dpo", "ORPOConfig": "orpo", "CPOConfig": "cpo"}

@@ -27,7 +27,8 @@ from psigrad.language.training.online.collect import collect, group_scored, pick
 from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.objective.parts.advantage import group_mean
-from psigrad.objective.parts.surrogate import clip, off_policy_mask
+from psigrad.objective.parts.off_policy import off_policy_mask
+from psigrad.objective.parts.surrogate import clip
 from psigrad.optim.optimizer import check_gradients
 from psigrad.step import Clock
 
@@ -188,7 +189,9 @@ def test_a_step_without_signal_moves_the_weights_by_the_momentum_of_adamw(tokeni
         seen.append(completions)
         return [0.0] * len(completions) if len(seen) > 4 else [float(i % 2) for i in range(len(completions))]
 
-    run = make(tokenizer, {"preset": "grpo", "kl": None}, function=once, optim=Optim(learning_rate=1e-2, lr_scheduler_type="constant"))
+    run = make(
+        tokenizer, {"preset": "grpo", "kl": None}, function=once, optim=Optim(learning_rate=1e-2, lr_scheduler_type="constant")
+    )
     state = advance(run, State(algorithm=run.algorithm.initial_state()))
     first, moments = weights(run.model), run.optimizer.weights.values()
     m, v = (torch.cat([w.state[key].flatten() for w in moments]).double() for key in ("exp_avg", "exp_avg_sq"))
