@@ -182,6 +182,7 @@ OTHER_OF = {("grpo", "evaluation.metric_for_best_model"): "completions/mean_leng
             ("sample", "data.max_rows"): 3, ("eval", "data.max_rows"): 3}  # fmt: skip
 # What a run needs besides, so that the setting can have an effect.
 LORA = "--lora-rank 2"
+MANY = "--max-completion-length 48 --num-generations-eval 24"
 CRITIC = "algorithm.psi=gae algorithm.critic=value_loss"
 BEST = "--eval-steps 1 --load-best-model-at-end"
 # by which the best weights are not the last ones
@@ -209,8 +210,8 @@ BESIDES = {
     ("reward", "evaluation.early_stopping_threshold"): WORST.format("loss", "true") + " --early-stopping-patience 1",
     **dict.fromkeys(("max_turns", "max_turn_length", "max_observation_length"), TALK),
     "bradley_terry": "--keep pairs",
-    # so many draws that rounding decides one of them
-    **{(name, "model.dtype"): "--max-completion-length 48 --num-generations-eval 24" for name in ("eval", "sample")},
+    # so many draws that rounding decides one of them, and that one is a special token
+    **{(name, "model.dtype"): MANY for name in ("eval", "sample")}, ("eval", "skip_special_tokens"): MANY,
 }  # fmt: skip
 # What the tiny job cannot show, and the test that shows it.
 ELSEWHERE = {
