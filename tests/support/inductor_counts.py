@@ -28,11 +28,9 @@ class Launches:
 
 
 @contextlib.contextmanager
-def counting(monkeypatch: Any) -> Iterator[Launches]:
-    """Count what is compiled for the length of the block."""
+def counting(monkeypatch: Any, found: Launches) -> Iterator[None]:
+    """Add what is compiled in the length of the block to `found`."""
     from torch._inductor import async_compile, compile_fx, config, graph, scheduler
-
-    found = Launches()
 
     def generated(code: str) -> None:
         body = code[code.index("def call(") :]
@@ -53,5 +51,5 @@ def counting(monkeypatch: Any) -> Iterator[Launches]:
         patch.setattr(graph.GraphLowering, "save_output_code", staticmethod(generated))
         patch.setattr(scheduler.Scheduler, "codegen", counted)
         logging.getLogger(compile_fx.__name__).setLevel(logging.ERROR)
-        yield found
+        yield
     torch._dynamo.reset()

@@ -11,7 +11,7 @@ import torch
 from cached import sample
 from cases import slow
 from fused_models import made, some_groups
-from inductor_counts import counting
+from inductor_counts import Launches, counting
 from safetensors.torch import load_file
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,7 +79,8 @@ def test_a_gpu_decodes_a_weight_in_four_bytes(monkeypatch):
     """
     coded = code(matrix_of(128, 640), "nf4")
     tensors = (coded.codes, coded.scales, coded.offsets, coded.levels, torch.bfloat16)
-    with counting(monkeypatch) as found:
+    found = Launches()
+    with counting(monkeypatch, found):
         torch.compile(codes.decode, dynamic=True)(*tensors)
     assert (found.graphs, found.kernels, found.calls) == (1, 1, 0) and 2.5 * 128 * 640 < found.bytes <= 4 * 128 * 640
     with Bytes() as moved:
