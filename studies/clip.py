@@ -5,7 +5,7 @@ A grid of ρ is one batch of single steps. The push is d(−loss)/d log π by au
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
 from psigrad.objective.parts import ratio
@@ -177,7 +175,7 @@ def curves(chosen: Sequence[NamedSurrogate], most: float = 6.0) -> list[Surrogat
     return found
 
 
-def tables(result: ClipResult) -> Iterator[Table | Text]:
+def tables(result: ClipResult) -> drawing.Printed:
     """Yield one row for each surrogate and sign of the advantage."""
     head = ("surrogate", "A", *(f"ρ = {case:g}" for case in result.cases), "zero for", "logged")
     table = drawing.new_table("Gradient of the surrogate by log π, over the ratio ρ", *head)

@@ -8,15 +8,13 @@ figures of sampled batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from rich.table import Table
-from rich.text import Text
 from scipy import stats
 from torch import Tensor
 
@@ -311,7 +309,7 @@ def no_bias(found: FloatArray, truth: FloatArray) -> float | None:
     return float(stats.f.sf(t2 * (n - rank) / (rank * (n - 1)), rank, n - rank))
 
 
-def tables(result: PsiResult) -> Iterator[Table | Text]:
+def tables(result: PsiResult) -> drawing.Printed:
     """Yield one row for each form of Ψ, in sections by critic."""
     title = f"The policy gradient by Ψ; ‖∇J‖ = {result.gradient_length:.3f}, batches of {result.settings.batch} episodes"
     table = drawing.new_table(title, "Ψ", "bias", "along ∇J", "p", "variance", "sampled", "error")
