@@ -20,7 +20,7 @@ from psigrad.objective.parts.surrogate import Surrogate, clip, clip_fractions, d
 from psigrad.records.report.plots import GREY
 from psigrad.tabular.mdp import FloatArray
 from studies import drawing
-from studies.drawing import BLUE, INK, RUST
+from studies.drawing import BLUE, RUST
 from studies.settings import ClipSettings
 
 CASES = (0.5, 1.0, 2.0, 8.0)
@@ -202,10 +202,8 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
         axes.plot(
             curve["ratio"], curve["push"], color=RUST, linewidth=1.8, linestyle=(0, (4, 1.5)), label="its gradient by log π"
         )
-        drawing.tidy(axes, f"{curve['name']}, A {'<' if row else '>'} 0", grid="y")
+        drawing.tidy(axes, f"{curve['name']}, A {'<' if row else '>'} 0", "y", "ratio ρ" if row else "")
         axes.set_xticks([0, 1, 2, 3, 4, 5, 6])
-        if row:
-            axes.set_xlabel("ratio ρ", color=INK, fontsize=9)
     panels[0][0].plot([], [], color=GREY, alpha=0.3, linewidth=6, label="no gradient")
     panels[0][0].legend(fontsize=8, frameon=False)
     return drawing.save(figure, path)

@@ -375,7 +375,5 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
     right.set_yscale("log")
     right.set_xticks(_BATCHES[::2], [f"{n:,.0f}" for n in _BATCHES[::2]])
     right.yaxis.set_major_formatter("{x:g}")
-    right.set_xlabel("episodes in a batch", color=INK, fontsize=9)
-    right.legend(fontsize=8, frameon=False)
-    drawing.tidy(right, "Error of the estimate with the rough critic, over ‖∇J‖", grid="y")
+    drawing.tidy(right, "Error of the estimate with the rough critic, over ‖∇J‖", "y", "episodes in a batch", legend=True)
     return drawing.save(figure, path)

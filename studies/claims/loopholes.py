@@ -202,12 +202,9 @@ def tables(result: LoopholeResult) -> drawing.Printed:
 def picture(found: Mapping[str, Any], path: Path) -> Path:
     """Plot proxy and truth of every flawed reward."""
     figure, axes = drawing.new_figure(10.5, 4.6, 2, 3, sharey=True, sharex=True)
-    for ax, (name, (proxy, truth)) in zip(axes.flat, found["curves"].items(), strict=True):
+    for k, (ax, (name, (proxy, truth))) in enumerate(zip(axes.flat, found["curves"].items(), strict=True)):
         ax.plot(found["steps"], proxy, color=drawing.RUST, linewidth=1.7, label="proxy, scaled")
         ax.plot(found["steps"], truth, color=drawing.BLUE, linewidth=1.7, label="held-out accuracy")
-        drawing.tidy(ax, name, grid="y")
+        drawing.tidy(ax, name, "y", "steps" if k > 2 else "", legend=k == 0)
         ax.set_ylim(-0.1, 1.1)
-    axes[0, 0].legend(fontsize=8, frameon=False)
-    for ax in axes[1]:
-        ax.set_xlabel("steps", color=drawing.INK, fontsize=9)
     return drawing.save(figure, path)

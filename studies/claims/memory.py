@@ -143,6 +143,5 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
             places = [i + 0.38 * (k - 0.5) for i in range(len(names))]
             axes.bar(places, [row[key] for row in found["rows"]], width=0.36, color=colour, label=label)
         axes.set_xticks(range(len(names)), names)
-        drawing.tidy(axes, title, grid="y")
-    left.legend(fontsize=8, frameon=False)
+        drawing.tidy(axes, title, grid="y", legend=axes is left)
     return drawing.save(figure, path)
