@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import resumable
-from timed.workload import Workload
+from timed.workload import Workload, read_shape
 
 sys.path.append(str(Path(__file__).parents[1] / "docs" / "make"))
 from filled import fill
@@ -68,23 +68,17 @@ def work_of(tiny: bool, name: str, prompt: int, lora: int) -> Workload:
     return Workload(f"{name} {prompt}", f"{name}, prompts of {prompt} tokens", lora_rank=lora, **sizes, **({} if tiny else whole))
 
 
-# Qwen3's shapes of 0.6 and 4 billion weights.
-SHAPES: dict[str, Figures] = {
-    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
-}
+SHAPES = ("0.6B", "4B")  # of Qwen3
 TINY: Figures = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
+TINY |= {"num_key_value_heads": 2, "head_dim": 16}
 
 
 def config_of(options: Options, name: str, layers: int = 0) -> Any:
     """The configuration of a shape, or a tiny one of its kind."""
-    from transformers import Qwen3Config
+    from transformers import AutoConfig
 
-    sizes = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, **SHAPES[name]}
-    sizes |= TINY | {"num_key_value_heads": 2, "head_dim": 16} if options.tiny else {}
-    sizes |= {"num_hidden_layers": layers} if layers else {}
-    ends = {"eos_token_id": 0, "pad_token_id": 1, "bos_token_id": None}
-    return Qwen3Config(**sizes, **ends, tie_word_embeddings=True, max_position_embeddings=40960)
+    sizes = read_shape(f"Qwen3-{name}") | (TINY if options.tiny else {}) | ({"num_hidden_layers": layers} if layers else {})
+    return AutoConfig.for_model(**sizes | {"eos_token_id": 0, "pad_token_id": 1, "bos_token_id": None})
 
 
 def files(options: Options, shape: str, work: Workload, folder: Path) -> None:

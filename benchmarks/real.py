@@ -26,142 +26,43 @@ from huggingface_hub import try_to_load_from_cache
 from plan import planned
 from resumable import ask
 from timed.inputs import prepare
-from timed.workload import Workload
+from timed.workload import Workload, read_shape
 
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
 from psigrad_extras.preflight.plan.hardware import Machine
 
 FILE = Path(__file__).parent / "results" / "real.jsonl"
-SMOL_NAME = "HuggingFaceTB/SmolLM2-135M"
-SMOL = {
-    "model_type": "llama",
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-    "rope_theta": 100000,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.0417,
-}
-_QWEN = {
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": True,
-    "rope_theta": 1000000,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-}
-_GEMMA = {
-    "model_type": "gemma3_text",
-    "hidden_size": 640,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 18,
-    "head_dim": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "vocab_size": 262144,
-    "max_position_embeddings": 32768,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 512,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-_QWEN35 = {
-    "model_type": "qwen3_5_text",
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6,
-    "vocab_size": 248320,
-    "max_position_embeddings": 262144,
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "eos_token_id": 248044,
-}
-_LFM2 = {
-    "model_type": "lfm2",
-    "hidden_size": 1024,
-    "intermediate_size": 6656,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "conv_L_cache": 3,
-    "layer_types": ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
-    "vocab_size": 65536,
-    "max_position_embeddings": 128000,
-    "bos_token_id": 1,
-    "eos_token_id": 7,
-    "pad_token_id": 0,
-}
-_GRANITE = {
-    "model_type": "granitemoehybrid",
-    "hidden_size": 768,
-    "shared_intermediate_size": 2048,
-    "intermediate_size": 2048,
-    "num_local_experts": 0,
-    "num_experts_per_tok": 0,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "layer_types": ["full_attention" if i in (10, 13, 17, 27) else "linear_attention" for i in range(32)],
-    "mamba_n_heads": 48,
-    "mamba_d_head": 32,
-    "mamba_d_state": 128,
-    "mamba_expand": 2,
-    "router_aux_loss_coef": 0.0,  # or TRL asks for its routers
-    "vocab_size": 100352,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": True,
-    "bos_token_id": 100257,
-    "eos_token_id": 100257,
-    "pad_token_id": 100256,
-}
-
-
-def _ending(config: dict[str, Any], often: int) -> dict[str, Any]:
-    """The configuration with an end of the text among every `often` tokens: random weights end completions as late as that, so
-    that their lengths are as unequal as those of a model that has learnt to end.
-    """
-    return config | {"eos_token_id": [config["eos_token_id"], *range(96, config["vocab_size"], often)]}
+SMOL = "HuggingFaceTB/SmolLM2-135M"
 
 
 @dataclass(frozen=True)
 class Real:
     """A workload on a model of the hub, or one of its shape. `faster`: TRL's seconds over ours; `smaller`: our memory over TRL's;
     `first_step`: seconds from the start of our process to the end of its first step; `trl`: the settings of TRL that are tried,
-    (rows of a forward pass, whether its weights are bfloat16). `apart`: 24 GiB do not hold both at once.
+    (rows of a forward pass, whether its weights are bfloat16). `apart`: 24 GiB do not hold both at once. `random`: its weights
+    are random, also where the hub's are in the cache.
+
+    One token of `ends` ends the text (0: only the model's own): random weights end completions as late as that, so that their
+    lengths are as unequal as those of a model that has learnt to end.
     """
 
     work: Workload
     hub: str
-    config: dict[str, Any]
+    ends: int = 96
     faster: float | None = None
     smaller: float | None = None
     first_step: float | None = None
     trl: tuple[tuple[int, bool], ...] = ((16, False), (32, False), (16, True))
     apart: bool = False
+    random: bool = False
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's configuration, with its ends of the text."""
+        found = read_shape(self.hub.rpartition("/")[2])
+        own = found["eos_token_id"]
+        return found | {"eos_token_id": [own, *range(96, found["vocab_size"], self.ends)] if self.ends else own}
 
 
 # How often a phase may take its floor.
@@ -170,11 +71,10 @@ PHASES = {"sample": 1.8, "forward-backward": 1.4}
 SPREAD = 0.4
 _R1 = Real(
     Workload("R1", "SmolLM2-135M, 16 × 8, prompts of about 64 tokens, at most 64 more", prompt_tokens=64, spread=SPREAD),
-    SMOL_NAME,
-    _ending(SMOL, 96),
-    14.0,
-    0.6,
-    8.0,
+    SMOL,
+    faster=14.0,
+    smaller=0.6,
+    first_step=8.0,
 )
 _R2 = Real(
     Workload(
@@ -186,7 +86,6 @@ _R2 = Real(
         spread=SPREAD,
     ),
     "Qwen/Qwen3-0.6B",
-    _ending(_QWEN, 96),
     faster=9.0,
     smaller=0.9,
     trl=((4, False), (8, False), (8, True)),
@@ -194,10 +93,10 @@ _R2 = Real(
 )
 
 
-def _hybrid(name: str, model: str, hub: str, config: dict[str, Any], **other: Any) -> Real:
+def _hybrid(name: str, model: str, hub: str, **other: Any) -> Real:
     """R2 with a model that has layers with state."""
     work = replace(_R2.work, name=name, says=f"{model}'s shape, 2 × 4, prompts of about 128 tokens, at most 64 more", **other)
-    return replace(_R2, work=work, hub=hub, config=_ending(config, 96), faster=4.0, smaller=None)
+    return replace(_R2, work=work, hub=hub, faster=4.0, smaller=None)
 
 
 def _like_r2(name: str, says: str, *, faster: float | None = None, smaller: float | None = None, **other: Any) -> Real:
@@ -227,9 +126,10 @@ WORKS = {
                 spread=SPREAD,
                 turns=4,
             ),
-            "",  # random weights alone, whose turns end
-            _ending(SMOL, 24),
+            SMOL,
+            ends=24,
             trl=((8, False), (16, False), (16, True)),
+            random=True,  # whose turns end
         ),
         Real(
             Workload(
@@ -240,20 +140,19 @@ WORKS = {
                 spread=SPREAD,
             ),
             "google/gemma-3-270m",
-            _ending(_GEMMA, 96),
             trl=((8, False), (8, True)),
         ),
         Real(
             Workload("R7", "SFT of SmolLM2-135M, 16 rows of about 104 tokens", "sft", prompt_tokens=64, spread=SPREAD),
-            SMOL_NAME,
             SMOL,
-            5.0,
-            0.5,
+            ends=0,
+            faster=5.0,
+            smaller=0.5,
         ),
-        _hybrid("R8", "Qwen3.5-0.8B", "Qwen/Qwen3.5-0.8B", _QWEN35),
-        _hybrid("R8L", "By LoRA of rank 16, Qwen3.5-0.8B", "Qwen/Qwen3.5-0.8B", _QWEN35, lora_rank=16),
-        _hybrid("R9", "LFM2-350M", "LiquidAI/LFM2-350M", _LFM2),
-        _hybrid("R10", "Granite-4-hybrid-350M", "ibm-granite/granite-4.0-h-350m", _GRANITE),
+        _hybrid("R8", "Qwen3.5-0.8B", "Qwen/Qwen3.5-0.8B"),
+        _hybrid("R8L", "By LoRA of rank 16, Qwen3.5-0.8B", "Qwen/Qwen3.5-0.8B", lora_rank=16),
+        _hybrid("R9", "LFM2-350M", "LiquidAI/LFM2-350M"),
+        _hybrid("R10", "Granite-4-hybrid-350M", "ibm-granite/granite-4.0-h-350m"),
     )
 }
 # What TRL's side alone needs, where `make bench-real` puts it.
@@ -270,7 +169,7 @@ def measure(real: Real, dtype: str, threads: int, work: Workload, pairs: int, ke
         source = folder / "source"
         source.mkdir()
         (source / "config.json").write_text(json.dumps(real.config))
-        cached = bool(real.hub) and isinstance(try_to_load_from_cache(real.hub, "model.safetensors"), str)
+        cached = not real.random and isinstance(try_to_load_from_cache(real.hub, "model.safetensors"), str)
         prepare(work, real.hub if cached else str(source), folder)
 
     def foretell(folder: Path, rate: Machine) -> dict[str, Any]:

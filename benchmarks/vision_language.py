@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from beside_trl import beside
-from real import SMOL, interval
+from real import interval
 from resumable import ask
 from timed import inputs
-from timed.workload import Workload
+from timed.workload import Workload, read_shape
 from transformers import AutoModelForImageTextToText, Idefics3Config, Idefics3Processor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
@@ -31,7 +31,8 @@ SMALL = {
     "text": {"hidden_size": 96, "intermediate_size": 288, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512},
     "tower": {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4, "patch_size": 4},
 }
-_TEXT = {name: SMOL[name] for name in SMOL if name.startswith(("hidden_", "intermediate_", "num_"))} | {"vocab_size": 49280}
+_SMOL = read_shape("SmolLM2-135M")
+_TEXT = {name: _SMOL[name] for name in _SMOL if name.startswith(("hidden_", "intermediate_", "num_"))} | {"vocab_size": 49280}
 _TOWER = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "patch_size": 16}
 LARGE = {"side": 512, "scale": 4, "text": _TEXT, "tower": _TOWER}
 """SmolVLM-256M's shape, whose text half is SmolLM2-135M's: 64 tokens for a picture."""

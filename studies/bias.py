@@ -8,14 +8,12 @@ exactly.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
-from rich.text import Text
 
 from psigrad.errors import UserError, nearest
 from psigrad.intervals import Interval, over_seeds
@@ -310,7 +308,7 @@ def curve(world: SolvedWorld, kind: str, error: float, points: int = 201) -> MSE
     return MSECurve(kind, error, tuple(lams), tuple(mse))
 
 
-def tables(result: BiasResult) -> Iterator[Table | Text]:
+def tables(result: BiasResult) -> drawing.Printed:
     """Yield one row for each target, in sections by V̂; then the best λ."""
     table = drawing.new_table(
         f"Targets of a critic on the {result.settings.world}, error of V̂ {result.settings.error:g}",

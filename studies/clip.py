@@ -5,7 +5,7 @@ A grid of ρ is one batch of single steps. The push is d(−loss)/d log π by au
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
 from psigrad.objective.parts import ratio
@@ -22,7 +20,7 @@ from psigrad.objective.parts.surrogate import Surrogate, clip, clip_fractions, d
 from psigrad.records.report.plots import GREY
 from psigrad.tabular.mdp import FloatArray
 from studies import drawing
-from studies.drawing import BLUE, INK, RUST
+from studies.drawing import BLUE, RUST
 from studies.settings import ClipSettings
 
 CASES = (0.5, 1.0, 2.0, 8.0)
@@ -177,7 +175,7 @@ def curves(chosen: Sequence[NamedSurrogate], most: float = 6.0) -> list[Surrogat
     return found
 
 
-def tables(result: ClipResult) -> Iterator[Table | Text]:
+def tables(result: ClipResult) -> drawing.Printed:
     """Yield one row for each surrogate and sign of the advantage."""
     head = ("surrogate", "A", *(f"ρ = {case:g}" for case in result.cases), "zero for", "logged")
     table = drawing.new_table("Gradient of the surrogate by log π, over the ratio ρ", *head)
@@ -204,10 +202,8 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
         axes.plot(
             curve["ratio"], curve["push"], color=RUST, linewidth=1.8, linestyle=(0, (4, 1.5)), label="its gradient by log π"
         )
-        drawing.tidy(axes, f"{curve['name']}, A {'<' if row else '>'} 0", grid="y")
+        drawing.tidy(axes, f"{curve['name']}, A {'<' if row else '>'} 0", "y", "ratio ρ" if row else "")
         axes.set_xticks([0, 1, 2, 3, 4, 5, 6])
-        if row:
-            axes.set_xlabel("ratio ρ", color=INK, fontsize=9)
     panels[0][0].plot([], [], color=GREY, alpha=0.3, linewidth=6, label="no gradient")
     panels[0][0].legend(fontsize=8, frameon=False)
     return drawing.save(figure, path)

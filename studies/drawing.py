@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from psigrad.records.report.plots import COLOURS, GREY
 
 INK = "#333333"
 BLUE, RUST, GREEN, PINK = COLOURS[:4]
+Printed = Iterator[Table | Text]
+"""What a study prints: its tables, and notes on them."""
 
 
 def new_table(title: str, *head: str) -> Table:
@@ -51,8 +54,24 @@ def new_figure(width: float, height: float, rows: int, columns: int, **layout: A
     return figure, figure.subplots(rows, columns, **layout)
 
 
-def tidy(axes: Any, title: str, grid: str) -> None:
-    """Give every picture the same title, frame and grid lines."""
+def band(axes: Any, places: Sequence[float], curve: Sequence[Sequence[float]], colour: str, **style: Any) -> None:
+    """Plot (mean, low, high) at each place: the means as a line, and their intervals as a band."""
+    mean, low, high = zip(*curve, strict=True)
+    axes.fill_between(places, low, high, color=colour, alpha=0.13, linewidth=0)
+    axes.plot(places, mean, color=colour, linewidth=1.7, **style)
+
+
+def intervals(axes: Any, found: Sequence[Sequence[float]], names: Sequence[str], colours: Sequence[str]) -> None:
+    """Plot (mean, low, high) of each name, one below the other, as a point with its interval."""
+    for y, ((mean, low, high), colour) in enumerate(zip(found, colours, strict=True)):
+        axes.plot([low, high], [y, y], color=colour, linewidth=2.4, alpha=0.45, solid_capstyle="round")
+        axes.plot([mean], [y], "o", color=colour, markersize=6)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+
+
+def tidy(axes: Any, title: str, grid: str, xlabel: str = "", *, legend: bool = False) -> None:
+    """Give every picture the same title, frame, grid lines, label and legend."""
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
@@ -60,6 +79,10 @@ def tidy(axes: Any, title: str, grid: str) -> None:
     axes.grid(axis=grid, color=GREY, alpha=0.25, linewidth=0.6)
     axes.tick_params(colors=INK, labelsize=8, length=0, which="both")
     axes.set_title(title, loc="left", fontsize=10, color="#222222")
+    if xlabel:
+        axes.set_xlabel(xlabel, color=INK, fontsize=9)
+    if legend:
+        axes.legend(fontsize=8, frameon=False)
 
 
 def save(figure: Any, path: Path) -> Path:

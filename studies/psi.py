@@ -8,15 +8,13 @@ figures of sampled batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from rich.table import Table
-from rich.text import Text
 from scipy import stats
 from torch import Tensor
 
@@ -311,7 +309,7 @@ def no_bias(found: FloatArray, truth: FloatArray) -> float | None:
     return float(stats.f.sf(t2 * (n - rank) / (rank * (n - 1)), rank, n - rank))
 
 
-def tables(result: PsiResult) -> Iterator[Table | Text]:
+def tables(result: PsiResult) -> drawing.Printed:
     """Yield one row for each form of Ψ, in sections by critic."""
     title = f"The policy gradient by Ψ; ‖∇J‖ = {result.gradient_length:.3f}, batches of {result.settings.batch} episodes"
     table = drawing.new_table(title, "Ψ", "bias", "along ∇J", "p", "variance", "sampled", "error")
@@ -377,7 +375,5 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
     right.set_yscale("log")
     right.set_xticks(_BATCHES[::2], [f"{n:,.0f}" for n in _BATCHES[::2]])
     right.yaxis.set_major_formatter("{x:g}")
-    right.set_xlabel("episodes in a batch", color=INK, fontsize=9)
-    right.legend(fontsize=8, frameon=False)
-    drawing.tidy(right, "Error of the estimate with the rough critic, over ‖∇J‖", grid="y")
+    drawing.tidy(right, "Error of the estimate with the rough critic, over ‖∇J‖", "y", "episodes in a batch", legend=True)
     return drawing.save(figure, path)

@@ -26,7 +26,7 @@ from psigrad.config.methods import declaration
 from psigrad.control import run as control
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
-from psigrad.intervals import Interval, over_seeds
+from psigrad.intervals import Interval, over_seeds, wilson
 from psigrad.language.recipes import dispatch, sft
 from psigrad.processes.proc import die_with_parent
 from psigrad.records.report.plots import COLOURS
@@ -41,7 +41,11 @@ from studies.settings import PretrainedSettings, TrialSettings
 
 TUNING_SEED = 1000
 """The seed on which learning rates are chosen. No reported figure uses it."""
+ACCURACY = "eval/exact/mean"
+"""The key of the held-out accuracy in a run's metrics."""
 Verdict = Literal["holds", "does not hold", "undecided"]
+Arms = Mapping[str, tuple[str, Any]]
+"""The method and the settings of each arm."""
 
 
 @dataclass(frozen=True)
@@ -273,25 +277,49 @@ def first_warning(rows: Sequence[Mapping[str, Any]], rules: Collection[str]) -> 
     return None
 
 
-def tune(
-    s: TrialSettings, name: str, arms: Mapping[str, tuple[str, Any]], rates: Sequence[float], score: Callable[[Any], float]
-) -> dict[str, float]:
-    """Return for each arm (method, settings) the rate with the highest score on `TUNING_SEED`. All arms have the same budget."""
+def tune(s: TrialSettings, name: str, arms: Arms, rates: Sequence[float]) -> dict[str, float]:
+    """Return the rate with the largest area of each arm on `TUNING_SEED`. All arms have the same budget."""
     trials = [
         Trial(f"{arm} at {rate:g}", TUNING_SEED, method, at_rate(config, rate))
         for arm, (method, config) in arms.items()
         for rate in rates
     ]
     rows = run_all(s, f"{name}-tuning", trials)
-    return {arm: max(rates, key=lambda rate: score(rows[f"{arm} at {rate:g}", TUNING_SEED])) for arm in arms}
+    return {arm: max(rates, key=lambda rate: area(rows[f"{arm} at {rate:g}", TUNING_SEED])) for arm in arms}
 
 
-def curve(rows: Sequence[Mapping[str, Any]], key: str = "eval/exact/mean") -> dict[int, float]:
+def run_arms(
+    s: TrialSettings,
+    name: str,
+    arms: Arms,
+    of: Mapping[str, Callable[[Any], float]],
+    *,
+    key: str = ACCURACY,
+    rates: Mapping[str, float] | None = None,
+    more: Callable[[str, int], Sequence[Mapping[str, Any]]] = lambda arm, seed: (),
+) -> dict[str, Arm]:
+    """Run every arm with every seed, and return its curve of `key` and its figures `of` a run.
+
+    With `rates`, each arm has a learning rate of its own, which is one of its figures. `more` returns further rows of a run.
+    """
+    named = {arm: f"{arm} at {rates[arm]:g}" if rates else arm for arm in arms}
+    trials = [
+        Trial(named[arm], seed, method, at_rate(config, rates[arm]) if rates else config)
+        for arm, (method, config) in arms.items()
+        for seed in range(s.seeds)
+    ]
+    found = run_all(s, name, trials)
+    rows = {(arm, seed): [*found[named[arm], seed], *more(arm, seed)] for arm in arms for seed in range(s.seeds)}
+    made = {arm: summarize(arm, range(s.seeds), rows, of, key) for arm in arms}
+    return {arm: with_figure(one, "rate", rates[arm]) for arm, one in made.items()} if rates else made
+
+
+def curve(rows: Sequence[Mapping[str, Any]], key: str = ACCURACY) -> dict[int, float]:
     """Return the held-out figures by step."""
     return {row["step"]: row[key] for row in rows if key in row}
 
 
-def area(rows: Sequence[Mapping[str, Any]], key: str = "eval/exact/mean") -> float:
+def area(rows: Sequence[Mapping[str, Any]], key: str = ACCURACY) -> float:
     """Return the mean held-out accuracy after the start: the area under the learning curve.
 
     A run that is correct at once has 1.
@@ -300,7 +328,7 @@ def area(rows: Sequence[Mapping[str, Any]], key: str = "eval/exact/mean") -> flo
     return math.fsum(found) / len(found)
 
 
-def last(rows: Sequence[Mapping[str, Any]], key: str = "eval/exact/mean") -> float:
+def last(rows: Sequence[Mapping[str, Any]], key: str = ACCURACY) -> float:
     """Return the last figure of that name; NaN if there is none."""
     return next((float(row[key]) for row in reversed(rows) if key in row), math.nan)
 
@@ -316,7 +344,7 @@ def summarize(
     seeds: Sequence[int],
     rows: Mapping[tuple[str, int], Any],
     of: Mapping[str, Callable[[Any], float]],
-    key: str = "eval/exact/mean",
+    key: str = ACCURACY,
 ) -> Arm:
     """Return one arm: its curve of `key`, and each figure, over seeds."""
     runs = [rows[name, seed] for seed in seeds]
@@ -352,6 +380,22 @@ def compare_pairs(claim: str, test: str, first: Sequence[float], second: Sequenc
     if len(first) > 1:
         verdict = "holds" if difference.low > least else "does not hold" if difference.high <= least else "undecided"
     return ClaimVerdict(claim, test, verdict, difference)
+
+
+def exactly(claim: str, test: str, value: float, holds: bool) -> ClaimVerdict:
+    """Return the verdict on a number without an interval."""
+    return ClaimVerdict(claim, test, "holds" if holds else "does not hold", Interval(value, value, value))
+
+
+def share_of(part: int, whole: int, level: float = 0.05) -> Interval:
+    """Return a share with Wilson's interval of confidence 1 − `level`. The share of nothing is NaN in [0, 1]."""
+    return Interval(part / whole, *wilson(part, whole, level)) if whole else Interval(math.nan, 0.0, 1.0)
+
+
+def bound_share(claim: str, part: int, whole: int, bound: float, *, above: bool = False, level: float = 0.05) -> ClaimVerdict:
+    """Return the verdict that the share of runs is at least (`above`) or at most a bound, by Wilson's interval."""
+    share = share_of(part, whole, level)
+    return ClaimVerdict(claim, f"{part} of {whole} runs; share", against(share, bound, above=above), share)
 
 
 def against(found: Interval, bound: float, *, above: bool) -> Verdict:
@@ -390,19 +434,23 @@ def findings_text(findings: Sequence[ClaimVerdict]) -> Text:
     return text
 
 
-def show(title: str, result: TrialResult, *notes: str, form: str = ".3f") -> Iterator[Table | Text]:
+def show(result: TrialResult, title: str, *notes: str, form: str = ".3f") -> drawing.Printed:
     """Yield the tables of an experiment."""
     yield arms_table(title, result.arms, form)
     yield drawing.note("95 % intervals over seeds (Student's t).", *notes)
     yield findings_text(result.findings)
 
 
+def shown(title: str, *notes: str, form: str = ".3f") -> Callable[[TrialResult], drawing.Printed]:
+    """Return the `tables` of an experiment whose notes do not depend on its settings."""
+    return lambda result: show(result, title, *notes, form=form)
+
+
+Panel = tuple[str, Sequence[str]]
+
+
 def learning_curves(
-    found: Mapping[str, Any],
-    path: Path,
-    *panels: tuple[str, Sequence[str]],
-    sharey: bool = True,
-    beside: Sequence[tuple[str, Sequence[str]]] = (),
+    found: Mapping[str, Any], path: Path, *panels: Panel, sharey: bool = True, beside: Sequence[Panel] = ()
 ) -> Path:
     """Plot held-out accuracy over steps, an axis for each panel (title, names of its arms), with 95 % intervals over seeds.
 
@@ -413,26 +461,22 @@ def learning_curves(
     for ax, (title, names) in zip(axes[0], panels, strict=False):
         arms = [arm for arm in found["arms"] if arm["name"] in names]
         for arm, colour in zip(arms, COLOURS * 3, strict=False):
-            mean, low, high = zip(*arm["curve"], strict=True)
-            ax.fill_between(arm["steps"], low, high, color=colour, alpha=0.13, linewidth=0)
-            ax.plot(arm["steps"], mean, color=colour, linewidth=1.7, label=arm["name"])
-        drawing.tidy(ax, title, grid="y")
-        ax.set_xlabel("steps", color=drawing.INK, fontsize=9)
-        ax.legend(fontsize=8, frameon=False)
+            drawing.band(ax, arm["steps"], arm["curve"], colour, label=arm["name"])
+        drawing.tidy(ax, title, "y", "steps", legend=True)
     for ax, (title, names) in zip(axes[0][len(panels) :], beside, strict=True):
-        _intervals(ax, found["arms"], names)
-        drawing.tidy(ax, title, grid="x")
+        _figures(ax, found["arms"], names)
+        drawing.tidy(ax, title, "x")
     return drawing.save(figure, path)
 
 
-def _intervals(axes: Any, arms: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
-    """Plot the figures of every arm that has them, one below the other, as points with their intervals."""
+def curves(*panels: Panel, sharey: bool = True, beside: Sequence[Panel] = ()) -> Callable[[Mapping[str, Any], Path], Path]:
+    """Return the `picture` of an experiment: its `learning_curves`."""
+    return lambda found, path: learning_curves(found, path, *panels, sharey=sharey, beside=beside)
+
+
+def _figures(axes: Any, arms: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """Plot the figures of every arm that has them, one below the other."""
     places = [(arm, name, colour) for name in names for arm, colour in zip(arms, COLOURS * 3, strict=False)]
     places = [(arm, name, colour) for arm, name, colour in places if not math.isnan(arm["figures"][name][0])]
-    for y, (arm, name, colour) in enumerate(places):
-        mean, low, high = arm["figures"][name]
-        axes.plot([low, high], [y, y], color=colour, linewidth=2.4, alpha=0.45, solid_capstyle="round")
-        axes.plot([mean], [y], "o", color=colour, markersize=6)
     labels = [arm["name"] if len(names) == 1 else f"{name}, {arm['name']}" for arm, name, _ in places]
-    axes.set_yticks(range(len(places)), labels)
-    axes.set_ylim(len(places) - 0.4, -0.6)
+    drawing.intervals(axes, [arm["figures"][name] for arm, name, _ in places], labels, [colour for _, _, colour in places])

@@ -64,6 +64,12 @@ class Workload:
         return self.kind in ("grpo", "rloo", "ppo")
 
 
+def read_shape(name: str) -> dict[str, Any]:
+    """The configuration of a model of the hub, from benchmarks/shapes/. Granite asks for no routers, or TRL would."""
+    found: dict[str, Any] = json.loads((Path(__file__).parents[1] / "shapes" / f"{name}.json").read_text())
+    return found
+
+
 def read(folder: Path) -> tuple[Workload, list[dict[str, Any]]]:
     """The workload and its rows."""
     lines = (folder / "rows.jsonl").read_text().splitlines()

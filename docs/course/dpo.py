@@ -20,10 +20,10 @@ import torch
 
 import psigrad
 from psigrad.language.data import tasks
-from psigrad.language.models import tiny
 from psigrad.objective.catalog import RLOO
 from psigrad.objective.preferences.preference_catalog import DPO, IPO
 from psigrad.objective.preferences.preference_loss import Pairs
+from psigrad_extras import words
 
 # %% tags=["parameters"]
 sft_steps = 300
@@ -105,24 +105,8 @@ print(f"largest difference {(by_dpo - closed).abs().max():.1e}")
 
 # %%
 folder = Path(tempfile.mkdtemp())
-words = ["".join(word) for word in itertools.product("abcdefgh", repeat=4)]
-random.Random(0).shuffle(words)
-rows = [{"prompt": f"{word}>", "answer": word[::-1]} for word in words]
-held_out, prompts = rows[:200], rows[200:]
-shown = tasks.demonstrations(prompts, 0.6, tasks.swap_ending, seed=0)
-tiny.model("qwen3", 260, hidden=64, layers=2).save_pretrained(folder / "base")
-tiny.tokenizer([shown[0]["prompt"]], 260).save_pretrained(folder / "base")
-settings = {"progress": False, "report": False, "threads": 1, "adam_beta2": 0.99}
-sft = psigrad.train(
-    "sft",
-    model=folder / "base",
-    dataset=shown,
-    max_steps=sft_steps,
-    batch_size=64,
-    learning_rate=5e-3,
-    output_dir=str(folder / "sft"),
-    **settings,
-)
+held_out, prompts = words.rows()
+sft = words.imitate(prompts, folder, sft_steps)
 
 
 # %%
@@ -158,7 +142,7 @@ def prefer(method):
         learning_rate=5e-4,
         warmup_steps=5,
         output_dir=str(folder / method),
-        **settings,
+        **words.SETTINGS,
     )
 
 
@@ -203,7 +187,7 @@ rloo = psigrad.train(
     warmup_steps=5,
     max_completion_length=7,
     output_dir=str(folder / "rloo"),
-    **settings,
+    **words.SETTINGS,
 )
 accuracy = {}
 for name, run in {"SFT": sft, **runs, "RLOO": rloo}.items():

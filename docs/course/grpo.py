@@ -6,8 +6,6 @@
 # each change does to the gradient, and then Dr. GRPO and DAPO, which undo or replace the changes.
 
 # %%
-import itertools
-import random
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +16,6 @@ import torch
 from scipy.stats import binom
 
 import psigrad
-from psigrad.language.data import tasks
-from psigrad.language.models import tiny
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, terminal
 from psigrad.objective.parts import ratio
 from psigrad.objective.parts.advantage import group_mean, leave_one_out
@@ -47,6 +43,7 @@ rl_steps = 40
 
 # %%
 from psigrad.objective.catalog import DAPO, DR_GRPO, GRPO
+from psigrad_extras import words
 
 for method in (GRPO, DR_GRPO, DAPO):
     print(method.name)
@@ -211,24 +208,8 @@ plt.show()
 
 # %%
 folder = Path(tempfile.mkdtemp())
-words = ["".join(word) for word in itertools.product("abcdefgh", repeat=4)]
-random.Random(0).shuffle(words)
-rows = [{"prompt": f"{word}>", "answer": word[::-1]} for word in words]
-held_out, prompts = rows[:200], rows[200:]
-shown = tasks.demonstrations(prompts, 0.6, tasks.swap_ending, seed=0)
-tiny.model("qwen3", 260, hidden=64, layers=2).save_pretrained(folder / "base")
-tiny.tokenizer([shown[0]["prompt"]], 260).save_pretrained(folder / "base")
-settings = {"progress": False, "report": False, "threads": 1, "adam_beta2": 0.99}
-sft = psigrad.train(
-    "sft",
-    model=folder / "base",
-    dataset=shown,
-    max_steps=sft_steps,
-    batch_size=64,
-    learning_rate=5e-3,
-    output_dir=str(folder / "sft"),
-    **settings,
-)
+held_out, prompts = words.rows()
+sft = words.imitate(prompts, folder, sft_steps)
 
 
 # %%
@@ -248,7 +229,7 @@ def learn(method):
         warmup_steps=5,
         max_completion_length=7,
         output_dir=str(folder / method.name),
-        **settings,
+        **words.SETTINGS,
     )
 
 

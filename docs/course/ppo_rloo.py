@@ -7,9 +7,7 @@
 # same model.
 
 # %%
-import itertools
 import json
-import random
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +17,11 @@ import numpy as np
 import torch
 
 import psigrad
-from psigrad.language.data import tasks
-from psigrad.language.models import tiny
 from psigrad.objective import Batch, terminal
 from psigrad.objective.catalog import GRPO, PPO, RLOO
 from psigrad.objective.parts.advantage import gae, leave_one_out, whitened
 from psigrad.objective.parts.ratio import KL
+from psigrad_extras import words
 from psigrad_extras.preflight.plan.memory import by_weights
 
 # %% tags=["parameters"]
@@ -119,24 +116,8 @@ print(f"{'together':12} {total[0] / 1e9:6.0f} GB   {total[1] / 1e9:6.0f} GB")
 
 # %%
 folder = Path(tempfile.mkdtemp())
-words = ["".join(word) for word in itertools.product("abcdefgh", repeat=4)]
-random.Random(0).shuffle(words)
-rows = [{"prompt": f"{word}>", "answer": word[::-1]} for word in words]
-held_out, prompts = rows[:200], rows[200:]
-shown = tasks.demonstrations(prompts, 0.6, tasks.swap_ending, seed=0)
-tiny.model("qwen3", 260, hidden=64, layers=2).save_pretrained(folder / "base")
-tiny.tokenizer([shown[0]["prompt"]], 260).save_pretrained(folder / "base")
-settings = {"progress": False, "report": False, "threads": 1, "adam_beta2": 0.99}
-sft = psigrad.train(
-    "sft",
-    model=folder / "base",
-    dataset=shown,
-    max_steps=sft_steps,
-    batch_size=64,
-    learning_rate=5e-3,
-    output_dir=str(folder / "sft"),
-    **settings,
-)
+held_out, prompts = words.rows()
+sft = words.imitate(prompts, folder, sft_steps)
 
 
 # %%
@@ -157,7 +138,7 @@ def learn(name, method, seed, **others):
         max_completion_length=7,
         seed=seed,
         output_dir=str(folder / f"{name}-{seed}"),
-        **settings,
+        **words.SETTINGS,
         **others,
     )
 

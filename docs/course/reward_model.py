@@ -8,7 +8,6 @@
 # compared.
 
 # %%
-import itertools
 import json
 import random
 import tempfile
@@ -20,9 +19,9 @@ import torch
 
 import psigrad
 from psigrad.language.data import tasks
-from psigrad.language.models import tiny
 from psigrad.language.rewards.builtin import similarity
 from psigrad.objective.preferences.reward_model import BradleyTerry
+from psigrad_extras import words
 
 # %% tags=["parameters"]
 comparisons = 4000
@@ -120,24 +119,8 @@ print(f"with some large errors the truth peaks at n = {sizes[peak]} and then fal
 
 # %%
 folder = Path(tempfile.mkdtemp())
-words = ["".join(word) for word in itertools.product("abcdefgh", repeat=4)]
-random.Random(0).shuffle(words)
-rows = [{"prompt": f"{word}>", "answer": word[::-1]} for word in words]
-held_out, prompts = rows[:200], rows[200:]
-shown = tasks.demonstrations(prompts, 0.6, tasks.swap_ending, seed=0)
-tiny.model("qwen3", 260, hidden=64, layers=2).save_pretrained(folder / "base")
-tiny.tokenizer([shown[0]["prompt"]], 260).save_pretrained(folder / "base")
-settings = {"progress": False, "report": False, "threads": 1, "adam_beta2": 0.99}
-sft = psigrad.train(
-    "sft",
-    model=folder / "base",
-    dataset=shown,
-    max_steps=sft_steps,
-    batch_size=64,
-    learning_rate=5e-3,
-    output_dir=str(folder / "sft"),
-    **settings,
-)
+held_out, prompts = words.rows()
+sft = words.imitate(prompts, folder, sft_steps)
 
 # %% [markdown]
 # Judges see two answers, and prefer the better one with probability σ(8·difference). Both answers
@@ -184,7 +167,7 @@ reward_model = psigrad.train(
     batch_size=64,
     learning_rate=1e-3,
     output_dir=str(folder / "reward"),
-    **settings,
+    **words.SETTINGS,
 )
 accuracy = reward_model.after["eval/accuracy"]
 print(f"agrees with the judges on {accuracy:.0%} of new pairs")
@@ -219,7 +202,7 @@ def against_the_model(beta):
         warmup_steps=5,
         max_completion_length=10,
         output_dir=str(folder / f"rloo-{beta}"),
-        **settings,
+        **words.SETTINGS,
     )
 
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
-from rich.text import Text
 from transformers import AutoModelForCausalLM
 
 from psigrad.config import Data, EvalConfig, Evaluation, Model, Run
@@ -141,7 +139,7 @@ def summary(name: str, places: Mapping[int, list[tuple[tuple[float, ...], float]
         yield PlaceRow(name, place, len(found), mass, entropy, math.exp(entropy.mean))
 
 
-def tables(result: SpaceResult) -> Iterator[Table | Text]:
+def tables(result: SpaceResult) -> drawing.Printed:
     """Yield one row for each model and place, then the claims."""
     table = drawing.new_table(
         "The effective action space", "", "token", "count", *(f"top {k}" for k in TOP), "entropy", "effective"
@@ -172,9 +170,7 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
         left.plot([row["place"] for row in rows], [row["mass"][0][0] for row in rows], **style)
         right.plot([row["place"] for row in rows], [row["effective"] for row in rows], **style)
     for axes, title in ((left, "Probability of the likeliest token"), (right, "Effective number of tokens")):
-        drawing.tidy(axes, title, grid="y")
-        axes.set_xlabel("place in the completion", color=drawing.INK, fontsize=9)
+        drawing.tidy(axes, title, "y", "place in the completion", legend=axes is left)
     left.set_ylim(0, 1.05)
     right.set_yscale("log")
-    left.legend(fontsize=8, frameon=False)
     return drawing.save(figure, path)

@@ -6,17 +6,11 @@ the diversity of the samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
-from rich.table import Table
-from rich.text import Text
 
 from studies import trials
 from studies.settings import TrialSettings
-from studies.trials import Trial, TrialResult
+from studies.trials import TrialResult
 
 ARMS = {"high 0.2": 0.2, "high 0.28": 0.28, "high 0.5": 0.5}
 K = 8
@@ -26,14 +20,11 @@ check = trials.check
 
 def run(s: TrialSettings) -> TrialResult:
     """Run both clips, and a much higher one to show the direction."""
-    where = trials.files(s)
-    jobs = []
+    where, configs = trials.files(s), {}
     for name, high in ARMS.items():
         algorithm = {"preset": "grpo", "kl": None, "surrogate": {"part": "clip", "low": 0.2, "high": high}}
         config = trials.online(s, where, algorithm, num_iterations=4)
-        config = replace(config, evaluation=replace(config.evaluation, num_generations_eval=K))
-        jobs += [Trial(name, seed, "grpo", config) for seed in range(s.seeds)]
-    rows = trials.run_all(s, "clip_higher", jobs)
+        configs[name] = ("grpo", replace(config, evaluation=replace(config.evaluation, num_generations_eval=K)))
     figures = {
         "at the end": trials.last,
         f"pass@{K}": lambda run: trials.last(run, f"eval/pass@{K}"),
@@ -41,7 +32,7 @@ def run(s: TrialSettings) -> TrialResult:
         "last fifth": lambda run: trials.mean_of([r for r in run if r["step"] > 0.8 * s.steps], "entropy"),
         "clipped": lambda run: trials.mean_of(run, "clip_ratio/high_mean"),
     }
-    arms = {name: trials.summarize(name, range(s.seeds), rows, figures) for name in ARMS}
+    arms = trials.run_arms(s, "clip_higher", configs, figures)
     first, second, third = arms.values()
     findings = (
         trials.compare("0.28 keeps more entropy than 0.2", second, first, "entropy"),
@@ -52,17 +43,12 @@ def run(s: TrialSettings) -> TrialResult:
     return TrialResult(s, tuple(arms.values()), findings)
 
 
-def tables(result: TrialResult) -> Iterator[Table | Text]:
-    """Yield one row for each clip, then the claims."""
-    yield from trials.show(
-        "Clip-higher",
-        result,
-        "entropy: nats per token over the run; last fifth: over its end",
-        "clipped: share of the steps whose ratio is above the clip",
-    )
-
-
-def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """Plot the learning curves, entropy and pass@k."""
-    beside = [("Entropy, nats per token", ("entropy", "last fifth")), (f"pass@{K} at the end", (f"pass@{K}",))]
-    return trials.learning_curves(found, path, ("Held-out accuracy", tuple(ARMS)), beside=beside)
+tables = trials.shown(
+    "Clip-higher",
+    "entropy: nats per token over the run; last fifth: over its end",
+    "clipped: share of the steps whose ratio is above the clip",
+)
+picture = trials.curves(
+    ("Held-out accuracy", tuple(ARMS)),
+    beside=[("Entropy, nats per token", ("entropy", "last fifth")), (f"pass@{K} at the end", (f"pass@{K}",))],
+)

@@ -8,18 +8,15 @@ gradient of the expected reward. Dr. GRPO does not divide.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from psigrad.intervals import Interval, over_seeds
 from studies import drawing, groups, trials
 from studies.settings import DifficultySettings
-from studies.trials import Arm, ClaimVerdict, Trial
+from studies.trials import Arm, ClaimVerdict
 
 CHANCES = (0.02, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98)
 EXTREME = 0.1
@@ -54,33 +51,29 @@ class DifficultyResult:
     core_minutes: float = 0.0
 
 
-def check(s: DifficultySettings) -> None:
-    """Raise an error for invalid settings."""
-    trials.check(s)
+check = trials.check
 
 
 def run(s: DifficultySettings) -> DifficultyResult:
     """Enumerate one prompt, then run every arm over seeds."""
     exact = tuple(weigh(name, s.generations) for name in groups.METHODS)
     where = trials.files(s)
-    jobs = [
-        Trial(name, seed, algorithm["preset"], trials.online(s, where, algorithm, reward=("exact",)))
-        for name, algorithm in ARMS.items()
-        for seed in range(s.seeds)
-    ]
-    rows = trials.run_all(s, "difficulty", jobs)
-    each = {key: shares(trials.rollouts(s, "difficulty", *key), s.generations) for key in rows}
-    rows = {
-        key: [*own, {"step": s.steps, "extreme": each[key][0] + each[key][-1], "hard": _hard(s, *key)}]
-        for key, own in rows.items()
+    configs = {
+        name: (algorithm["preset"], trials.online(s, where, algorithm, reward=("exact",))) for name, algorithm in ARMS.items()
     }
+    each: dict[tuple[str, int], list[float]] = {}
+
+    def more(arm: str, seed: int) -> list[dict[str, Any]]:
+        each[arm, seed] = own = shares(trials.rollouts(s, "difficulty", arm, seed), s.generations)
+        return [{"step": s.steps, "extreme": own[0] + own[-1], "hard": _hard(s, arm, seed)}]
+
     figures = {
         "area": trials.area,
         "at the end": trials.last,
         "hard words": lambda run: trials.last(run, "hard"),
         "extreme": lambda run: trials.last(run, "extreme"),
     }
-    arms = {name: trials.summarize(name, range(s.seeds), rows, figures) for name in ARMS}
+    arms = trials.run_arms(s, "difficulty", configs, figures, more=more)
     counts = range(s.generations - 1)
     by_count = {name: tuple(over_seeds(each[name, seed][k] for seed in range(s.seeds)) for k in counts) for name in ARMS}
     return DifficultyResult(s, exact, tuple(arms.values()), by_count, verdicts(exact, arms), trials.core_minutes(s, "difficulty"))
@@ -130,19 +123,15 @@ def verdicts(exact: Sequence[WeightRow], arms: Mapping[str, Arm]) -> tuple[Claim
     chance = f"{EXTREME:.0%} right against 50 %".replace("%", " %", 1)
     test = "weight, that at 50 % is 1, exact"
     return (
-        _exactly(f"GRPO weighs a prompt more, {chance}", test, at["GRPO"], at["GRPO"] > 1 + ZERO),
-        _exactly(f"Dr. GRPO weighs them alike, {chance}", test, at["Dr. GRPO"], abs(at["Dr. GRPO"] - 1) < ZERO),
+        trials.exactly(f"GRPO weighs a prompt more, {chance}", test, at["GRPO"], at["GRPO"] > 1 + ZERO),
+        trials.exactly(f"Dr. GRPO weighs them alike, {chance}", test, at["Dr. GRPO"], abs(at["Dr. GRPO"] - 1) < ZERO),
         trials.compare("GRPO puts more of its weight on groups with one right or one wrong answer", grpo, dr, "extreme"),
         trials.compare("Dr. GRPO is at least as accurate as GRPO", dr, grpo, "area", least=-SLACK),
         trials.compare("Dr. GRPO is at least as accurate on the hard words", dr, grpo, "hard words", least=-SLACK),
     )
 
 
-def _exactly(claim: str, test: str, value: float, holds: bool) -> ClaimVerdict:
-    return ClaimVerdict(claim, test, "holds" if holds else "does not hold", Interval(value, value, value))
-
-
-def tables(result: DifficultyResult) -> Iterator[Table | Text]:
+def tables(result: DifficultyResult) -> drawing.Printed:
     """Yield the tables of one prompt, the runs, then the claims."""
     shown = [i for i, p in enumerate(CHANCES) if p <= 0.5]
     table = drawing.new_table("The weight of a prompt, exact", "", *(f"p = {CHANCES[i]:g}" for i in shown))
@@ -171,25 +160,13 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
     for row in found["exact"]:
         left.plot(CHANCES, row["weight"], marker="o", markersize=4, label=row["name"], **styles[row["name"]])
     for arm in found["arms"]:
-        name, of_count = arm["name"], found["shares"][arm["name"]]
-        mean, low, high = zip(*of_count, strict=True)
-        places = range(1, len(mean) + 1)
-        middle.fill_between(places, low, high, color=colours[name], alpha=0.13, linewidth=0)
-        middle.plot(places, mean, marker="o", markersize=4, **styles[name])
-        mean, low, high = zip(*arm["curve"], strict=True)
-        right.fill_between(arm["steps"], low, high, color=colours[name], alpha=0.13, linewidth=0)
-        right.plot(arm["steps"], mean, label=name, **styles[name])
-    drawing.tidy(left, "Exact: weight of a prompt, at ½ it is 1", grid="y")
-    drawing.tidy(middle, "Training: share of the weight", grid="y")
-    drawing.tidy(right, "Training: held-out accuracy", grid="y")
+        own, colour = found["shares"][arm["name"]], colours[arm["name"]]
+        drawing.band(middle, range(1, len(own) + 1), own, colour, marker="o", markersize=4)
+        drawing.band(right, arm["steps"], arm["curve"], colour, label=arm["name"])
+    drawing.tidy(left, "Exact: weight of a prompt, at ½ it is 1", "y", "chance of a right answer", legend=True)
     size = len(found["shares"]["GRPO"]) + 1
-    for axes, label in (
-        (left, "chance of a right answer"),
-        (middle, f"right answers of the {size} in a group"),
-        (right, "steps"),
-    ):
-        axes.set_xlabel(label, color=drawing.INK, fontsize=9)
+    drawing.tidy(middle, "Training: share of the weight", "y", f"right answers of the {size} in a group")
+    drawing.tidy(right, "Training: held-out accuracy", "y", "steps")
     left.set_ylim(0)
     middle.set_ylim(0)
-    left.legend(fontsize=8, frameon=False)
     return drawing.save(figure, path)

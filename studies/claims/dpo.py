@@ -8,13 +8,10 @@ the same number of samples (Ahmadian et al. 2024, arXiv:2402.14740; Tang et al. 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from rich.table import Table
-from rich.text import Text
 
 from psigrad.config import Data, Evaluation, Model, PreferenceConfig, Run, SampleConfig
 from psigrad.language.data import tasks
@@ -22,7 +19,7 @@ from psigrad_extras import demo
 from psigrad_extras.datasets import sample
 from studies import trials
 from studies.settings import TrialSettings
-from studies.trials import Trial, TrialResult
+from studies.trials import TrialResult
 
 OFFLINE = {"DPO": "dpo", "IPO": "ipo", "SimPO": "simpo"}
 ONLINE = {"online DPO": "online_dpo", "RLOO": "rloo"}
@@ -48,15 +45,7 @@ def run(s: TrialSettings) -> TrialResult:
     )
     recorded: dict[str, tuple[str, Any]] = {name: (loss, replace(offline, loss=loss)) for name, loss in OFFLINE.items()}
     sampled = {name: (method, trials.online(s, where, method, reward=("exact",))) for name, method in ONLINE.items()}
-    rates = trials.tune(s, "dpo", recorded, RATES["offline"], trials.area)
-    rates |= trials.tune(s, "dpo", sampled, RATES["online"], trials.area)
-    jobs = [
-        Trial(f"{name} at {rates[name]:g}", seed, method, trials.at_rate(config, rates[name]))
-        for name, (method, config) in (recorded | sampled).items()
-        for seed in range(s.seeds)
-    ]
-    found = trials.run_all(s, "dpo", jobs)
-    rows = {(name, seed): found[f"{name} at {rates[name]:g}", seed] for name in rates for seed in range(s.seeds)}
+    rates = trials.tune(s, "dpo", recorded, RATES["offline"]) | trials.tune(s, "dpo", sampled, RATES["online"])
     figures = {
         "area": trials.area,
         "at the end": trials.last,
@@ -64,8 +53,7 @@ def run(s: TrialSettings) -> TrialResult:
         "chosen": lambda r: change(r, "eval/logps/chosen"),
         "rejected": lambda r: change(r, "eval/logps/rejected"),
     }
-    arms = {name: trials.summarize(name, range(s.seeds), rows, figures) for name in (*OFFLINE, *ONLINE)}
-    arms = {name: trials.with_figure(arm, "rate", rates[name]) for name, arm in arms.items()}
+    arms = trials.run_arms(s, "dpo", recorded | sampled, figures, rates=rates)
     still = (0.0,) * s.seeds
     findings = []
     for name in OFFLINE:
@@ -118,18 +106,13 @@ def change(rows: Any, key: str) -> float:
     return found[-1] - found[0] if found else float("nan")
 
 
-def tables(result: TrialResult) -> Iterator[Table | Text]:
-    """Yield one row for each method, then the claims."""
-    yield from trials.show(
-        "Preferences, offline and online",
-        result,
-        "margin: change of the implicit reward of held-out right answers less that of the mistake, in units of β·nats",
-        "chosen, rejected: change of their log-probabilities, in nats per completion",
-        form=".2f",
-    )
-
-
-def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """Plot the learning curves, and the changes of the log-probabilities."""
-    beside = [("Change of log-probabilities, nats per completion", ("chosen", "rejected"))]
-    return trials.learning_curves(found, path, ("Held-out accuracy", (*OFFLINE, *ONLINE)), beside=beside)
+tables = trials.shown(
+    "Preferences, offline and online",
+    "margin: change of the implicit reward of held-out right answers less that of the mistake, in units of β·nats",
+    "chosen, rejected: change of their log-probabilities, in nats per completion",
+    form=".2f",
+)
+picture = trials.curves(
+    ("Held-out accuracy", (*OFFLINE, *ONLINE)),
+    beside=[("Change of log-probabilities, nats per completion", ("chosen", "rejected"))],
+)

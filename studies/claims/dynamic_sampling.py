@@ -6,16 +6,11 @@ This study also counts the cost in samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
-
-from rich.table import Table
-from rich.text import Text
 
 from studies import trials
 from studies.settings import TrialSettings
-from studies.trials import Trial, TrialResult
+from studies.trials import TrialResult
 
 ARMS = {"all groups": ["not_truncated"], "with signal": ["has_signal", "not_truncated"]}
 
@@ -25,12 +20,10 @@ check = trials.check
 def run(s: TrialSettings) -> TrialResult:
     """Run with and without the filter."""
     where = trials.files(s)
-    jobs = [
-        Trial(name, seed, "dapo", trials.online(s, where, {"preset": "dapo", "keep": keep}, reward=("exact",)))
+    configs = {
+        name: ("dapo", trials.online(s, where, {"preset": "dapo", "keep": keep}, reward=("exact",)))
         for name, keep in ARMS.items()
-        for seed in range(s.seeds)
-    ]
-    rows = trials.run_all(s, "dynamic_sampling", jobs)
+    }
     figures = {
         "area": trials.area,
         "at the end": trials.last,
@@ -38,7 +31,7 @@ def run(s: TrialSettings) -> TrialResult:
         "no signal": lambda run: trials.mean_of(run, "frac_reward_zero_std"),
         "by samples": by_samples,
     }
-    arms = {name: trials.summarize(name, range(s.seeds), rows, figures) for name in ARMS}
+    arms = trials.run_arms(s, "dynamic_sampling", configs, figures)
     every, signal = arms.values()
     findings = (
         trials.compare("as many updates learn more", signal, every, "area"),
@@ -64,18 +57,13 @@ def by_samples(rows: Any) -> float:
     return area / budget if budget else 0.0
 
 
-def tables(result: TrialResult) -> Iterator[Table | Text]:
-    """Yield one row for each arm, then the claims."""
-    yield from trials.show(
-        "Dynamic sampling",
-        result,
-        "area: mean held-out accuracy over the updates",
-        "by samples: the same, over the samples that the arm with all groups draws",
-        "no signal: share of the groups whose rewards are all equal",
-    )
-
-
-def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """Plot the learning curves, and the area by updates and by samples."""
-    beside = [("Mean accuracy, by updates and by samples", ("area", "by samples"))]
-    return trials.learning_curves(found, path, ("Held-out accuracy over updates", tuple(ARMS)), beside=beside)
+tables = trials.shown(
+    "Dynamic sampling",
+    "area: mean held-out accuracy over the updates",
+    "by samples: the same, over the samples that the arm with all groups draws",
+    "no signal: share of the groups whose rewards are all equal",
+)
+picture = trials.curves(
+    ("Held-out accuracy over updates", tuple(ARMS)),
+    beside=[("Mean accuracy, by updates and by samples", ("area", "by samples"))],
+)

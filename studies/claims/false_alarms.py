@@ -8,16 +8,13 @@ ends of Wilson's 95 % intervals.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from psigrad.config import Evaluation
-from psigrad.intervals import Interval, over_seeds, wilson
+from psigrad.intervals import Interval, over_seeds
 from studies import drawing, trials
 from studies.claims.loopholes import FLAWS, HONEST, LOST, RULES
 from studies.settings import AlarmSettings
@@ -69,9 +66,7 @@ class AlarmResult:
     core_minutes: float = 0.0
 
 
-def check(s: AlarmSettings) -> None:
-    """Raise an error for invalid settings."""
-    trials.check(s)
+check = trials.check
 
 
 def run(s: AlarmSettings) -> AlarmResult:
@@ -107,12 +102,11 @@ def row(name: str, rate: float, runs: Sequence[Sequence[Mapping[str, Any]]]) -> 
     alarms = sum(step is not None for step in told)
     curves = [sorted(trials.curve(rows).items()) for rows in runs]
     start, end = (over_seeds(curve[i][1] for curve in curves) for i in (0, -1))
-    made = AlarmRow(name, rate, len(runs), start, end, by_rule, alarms, share_of(alarms, len(runs)))
+    made = AlarmRow(name, rate, len(runs), start, end, by_rule, alarms, trials.share_of(alarms, len(runs)))
     if name in HONEST:
         return made
     hacked = [step is not None for rows, step in zip(runs, told, strict=True) if exploits_at_once(rows)]
-    share = share_of(sum(hacked), len(hacked)) if hacked else Interval(float("nan"), 0.0, 1.0)
-    return replace(made, exploited=len(hacked), noticed=sum(hacked), share=share)
+    return replace(made, exploited=len(hacked), noticed=sum(hacked), share=trials.share_of(sum(hacked), len(hacked)))
 
 
 def exploits_at_once(rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -131,28 +125,18 @@ def label(name: str, rate: float) -> str:
     return f"{name.removeprefix('honest ')} {rate:.1g}"
 
 
-def share_of(part: int, whole: int) -> Interval:
-    """Return a share with Wilson's 95 % interval."""
-    return Interval(part / whole, *wilson(part, whole))
-
-
 def verdicts(rows: Sequence[AlarmRow]) -> tuple[ClaimVerdict, ...]:
     """Test all honest runs, and all exploiting runs, against their bounds."""
     honest = [r for r in rows if r.name in HONEST]
-    counts = [(r.alarms, r.runs) for r in honest]
-    found = [_verdict(f"at most {BOUND:.0%} of honest runs raise an alarm", counts, BOUND, above=False, looks=LOOKS)]
-    if hacked := [(r.noticed, r.exploited) for r in rows if r.exploited]:
-        found.append(_verdict(f"{DETECTED:.0%} of the rewards exploited at once are noticed", hacked, DETECTED, above=True))
+    alarms, runs = sum(r.alarms for r in honest), sum(r.runs for r in honest)
+    found = [trials.bound_share(f"at most {BOUND:.0%} of honest runs raise an alarm", alarms, runs, BOUND, level=0.05 / LOOKS)]
+    if hacked := sum(r.exploited for r in rows):
+        claim = f"{DETECTED:.0%} of the rewards exploited at once are noticed"
+        found.append(trials.bound_share(claim, sum(r.noticed for r in rows), hacked, DETECTED, above=True))
     return tuple(found)
 
 
-def _verdict(claim: str, counts: Sequence[tuple[int, int]], bound: float, *, above: bool, looks: int = 1) -> ClaimVerdict:
-    part, whole = (sum(column) for column in zip(*counts, strict=True))
-    share = Interval(part / whole, *wilson(part, whole, 0.05 / looks))
-    return ClaimVerdict(claim, f"{part} of {whole} runs; share", trials.against(share, bound, above=above), share)
-
-
-def tables(result: AlarmResult) -> Iterator[Table | Text]:
+def tables(result: AlarmResult) -> drawing.Printed:
     """Yield one row for each method and learning rate, then the bound."""
     table = drawing.new_table("Alarms of honest runs and of hacks", "", "runs", "truth", "by rule", "hacks", "alarms", "share")
     for r in result.rows:
@@ -178,13 +162,9 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
     rows = [row for row in found["rows"] if row["name"] in HONEST]
     names = [*(label(row["name"], row["rate"]) for row in rows), "all"]
     shares = [*(row["share"] for row in rows), found["findings"][0]["difference"]]
-    for k, (mean, low, high) in enumerate(shares):
-        colour = drawing.RUST if k == len(shares) - 1 else drawing.BLUE
-        axes.plot([low, high], [k, k], color=colour, linewidth=2.4, alpha=0.45, solid_capstyle="round")
-        axes.plot([mean], [k], "o", color=colour, markersize=6)
+    drawing.intervals(axes, shares, names, [drawing.BLUE] * len(rows) + [drawing.RUST])
     axes.axvline(BOUND, color=drawing.INK, linewidth=0.9, linestyle="--")
     axes.annotate("5 %", (BOUND, -0.75), xytext=(4, 0), textcoords="offset points", fontsize=8, color=drawing.INK)
-    axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -1)
     axes.set_xlim(left=-0.005)
     drawing.tidy(axes, f"Share of honest runs with an alarm, and its 95 % interval (all: {1 - 0.05 / LOOKS:.1%})", grid="x")

@@ -10,23 +10,19 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from psigrad import seeds
 from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, Run, SFTConfig
 from psigrad.errors import UserError
-from psigrad.intervals import Interval
 from psigrad.language.recipes import sft
 from psigrad_extras import demo
 from studies import drawing, groups, trials
 from studies.settings import LengthSettings
-from studies.trials import Arm, ClaimVerdict, Trial, Verdict
+from studies.trials import Arm, ClaimVerdict, Verdict
 
 SUCCESS, GROUP = 0.3, 4
 """The probability of a correct answer at the start of the tree, and the number of completions of a group."""
@@ -91,13 +87,7 @@ def run(s: LengthSettings) -> LengthResult:
     exact = tuple(climb(name, s.longest) for name in groups.METHODS)
     where = trials.files(s)
     start = tune_talkative(s, where)
-    jobs = [
-        Trial(name, seed, algorithm["preset"], settings(s, where, start, algorithm))
-        for name, algorithm in ARMS.items()
-        for seed in range(s.seeds)
-    ]
-    rows = trials.run_all(s, "length", jobs)
-    rows = {(name, seed): [*own, *lengths(trials.rollouts(s, "length", name, seed))] for (name, seed), own in rows.items()}
+    configs = {name: (algorithm["preset"], settings(s, where, start, algorithm)) for name, algorithm in ARMS.items()}
     figures = {
         "wrong, start": lambda run: trials.mean_of(_early(run), "wrong"),
         "wrong, end": lambda run: trials.mean_of(_late(run, s.steps), "wrong"),
@@ -105,13 +95,15 @@ def run(s: LengthSettings) -> LengthResult:
         "right grown": lambda run: trials.mean_of(_late(run, s.steps), "right") - trials.mean_of(_early(run), "right"),
         "accuracy": lambda run: trials.last(run, ACCURACY),
     }
-    arms = {name: trials.summarize(name, range(s.seeds), rows, figures, "wrong") for name in ARMS}
+    more = lambda arm, seed: lengths(trials.rollouts(s, "length", arm, seed))  # noqa: E731
+    arms = trials.run_arms(s, "length", configs, figures, key="wrong", more=more)
     return LengthResult(s, exact, tuple(arms.values()), verdicts(exact, arms), trials.core_minutes(s, "length"))
 
 
 def verdicts(exact: Sequence[ForkRow], arms: Mapping[str, Arm]) -> tuple[ClaimVerdict, ...]:
     """Return the claims, each by the test stated beforehand."""
-    tree = {row.name: row for row in exact}
+    tree, test = {row.name: row for row in exact}, "tokens per unit of accuracy gained, exact"
+    wrong, right, as_long = tree["GRPO"].wrong, tree["GRPO"].right, tree["Dr. GRPO"].wrong
     grpo, dr = arms["GRPO"], arms["Dr. GRPO"]
     nothing = [0.0] * len(dr.each["grown"])
     unchanged = trials.compare_pairs("", "", dr.each["grown"], nothing).difference
@@ -121,20 +113,14 @@ def verdicts(exact: Sequence[ForkRow], arms: Mapping[str, Arm]) -> tuple[ClaimVe
         outside = unchanged.low >= TOKEN or unchanged.high <= -TOKEN
         within = "holds" if inside else "does not hold" if outside else "undecided"
     return (
-        exactly("GRPO's expected step lengthens wrong answers (tree)", tree["GRPO"].wrong, tree["GRPO"].wrong > ZERO),
-        exactly("GRPO's expected step shortens right answers (tree)", tree["GRPO"].right, tree["GRPO"].right < -ZERO),
-        exactly("Dr. GRPO's leaves wrong answers as long (tree)", tree["Dr. GRPO"].wrong, abs(tree["Dr. GRPO"].wrong) < ZERO),
+        trials.exactly("GRPO's expected step lengthens wrong answers (tree)", test, wrong, wrong > ZERO),
+        trials.exactly("GRPO's expected step shortens right answers (tree)", test, right, right < -ZERO),
+        trials.exactly("Dr. GRPO's leaves wrong answers as long (tree)", test, as_long, abs(as_long) < ZERO),
         trials.compare("wrong answers grow more under GRPO than under Dr. GRPO", grpo, dr, "grown"),
         ClaimVerdict("under Dr. GRPO wrong answers do not grow", f"grown: within {TOKEN:g} token of 0", within, unchanged),
         trials.compare("right answers shrink more under GRPO than under Dr. GRPO", dr, grpo, "right grown"),
         trials.compare("Dr. GRPO is at least as accurate as GRPO", dr, grpo, "accuracy", least=-SLACK),
     )
-
-
-def exactly(claim: str, value: float, holds: bool) -> ClaimVerdict:
-    """Return a verdict on a number without an interval."""
-    test = "tokens per unit of accuracy gained, exact"
-    return ClaimVerdict(claim, test, "holds" if holds else "does not hold", Interval(value, value, value))
 
 
 def climb(name: str, longest: int) -> ForkRow:
@@ -233,7 +219,7 @@ def _late(run: Sequence[Mapping[str, Any]], steps: int) -> list[Mapping[str, Any
     return [row for row in run if row["step"] > 0.8 * steps]
 
 
-def tables(result: LengthResult) -> Iterator[Table | Text]:
+def tables(result: LengthResult) -> drawing.Printed:
     """Yield the tables of the tree, the runs, then the claims."""
     lengths = sorted(result.exact[0].weight)
     table = drawing.new_table(
@@ -271,16 +257,10 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
         left.plot([int(n) for n in row["weight"]], list(row["weight"].values()), marker="o", markersize=4, **style)
         middle.plot(*zip(*row["path"], strict=True), **style)
     for arm in found["arms"]:
-        mean, low, high = zip(*arm["curve"], strict=True)
-        right.fill_between(arm["steps"], low, high, color=styles[arm["name"]]["color"], alpha=0.13, linewidth=0)
-        right.plot(arm["steps"], mean, **styles[arm["name"]], linewidth=1.7, label=arm["name"])
-    drawing.tidy(left, "Exact: weight of a token of a wrong answer", grid="y")
-    drawing.tidy(middle, "Exact: tokens of a wrong answer", grid="y")
-    drawing.tidy(right, "Training: tokens of a wrong answer", grid="y")
-    for axes, label in ((left, "tokens of the wrong answer"), (middle, "accuracy, as it rises"), (right, "steps")):
-        axes.set_xlabel(label, color=drawing.INK, fontsize=9)
+        drawing.band(right, arm["steps"], arm["curve"], styles[arm["name"]]["color"], label=arm["name"])
+    drawing.tidy(left, "Exact: weight of a token of a wrong answer", "y", "tokens of the wrong answer", legend=True)
+    drawing.tidy(middle, "Exact: tokens of a wrong answer", "y", "accuracy, as it rises")
+    drawing.tidy(right, "Training: tokens of a wrong answer", "y", "steps", legend=True)
     left.set_ylim(0, 1.1)
     left.set_xticks([int(n) for n in found["exact"][0]["weight"]])
-    for axes in (left, right):
-        axes.legend(fontsize=8, frameon=False)
     return drawing.save(figure, path)

@@ -7,19 +7,17 @@ and is 2 to 3 times as fast. The reason is PPO's critic, which is as large as th
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from psigrad.errors import UserError
-from psigrad.intervals import Interval
-from studies import drawing
+from studies import drawing, trials
 from studies.settings import MemorySettings
-from studies.trials import ClaimVerdict, findings_text
+from studies.trials import ClaimVerdict
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from plan import make_plan
@@ -87,13 +85,8 @@ def run(s: MemorySettings) -> MemoryResult:
 
 def inside(claim: str, what: str, found: float, bounds: tuple[float, float]) -> ClaimVerdict:
     """Return the verdict that one measurement lies within the claimed bounds."""
-    holds = bounds[0] <= found <= bounds[1]
-    return ClaimVerdict(
-        claim,
-        f"{what}: between {bounds[0]:g} and {bounds[1]:g}",
-        "holds" if holds else "does not hold",
-        Interval(found, found, found),
-    )
+    low, high = bounds
+    return trials.exactly(claim, f"{what}: between {low:g} and {high:g}", found, low <= found <= high)
 
 
 def workload(s: MemorySettings, name: str, kind: str, passes: int) -> Workload:
@@ -118,16 +111,10 @@ def measure(s: MemorySettings, name: str, kind: str, passes: int) -> MemoryRow:
     """Measure one method."""
     work = workload(s, name, kind, passes)
     plan, found = make_plan(work, "float32", s.threads), alone(work, "float32", s.threads)["ours"]
-    return MemoryRow(
-        name,
-        found["peak_mb"],
-        plan.memory.peak / 2**20,
-        found["seconds"],
-        plan.seconds,
-    )
+    return MemoryRow(name, found["peak_mb"], plan.memory.peak / 2**20, found["seconds"], plan.seconds)
 
 
-def tables(result: MemoryResult) -> Iterator[Table | Text]:
+def tables(result: MemoryResult) -> drawing.Printed:
     """Yield one row for each method, then the shares."""
     s = result.settings
     table = drawing.new_table("Memory and time", "", "peak, MiB", "planned", "s/step", "planned")
@@ -141,7 +128,7 @@ def tables(result: MemoryResult) -> Iterator[Table | Text]:
         f"float32, {s.threads} threads; every method with a reference; the reward is a function",
     )
     yield Text("RLOO takes less memory: " + ", ".join(f"{share:.0%} {name}" for name, share in result.less.items()))
-    yield findings_text(result.findings)
+    yield trials.findings_text(result.findings)
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
@@ -156,6 +143,5 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
             places = [i + 0.38 * (k - 0.5) for i in range(len(names))]
             axes.bar(places, [row[key] for row in found["rows"]], width=0.36, color=colour, label=label)
         axes.set_xticks(range(len(names)), names)
-        drawing.tidy(axes, title, grid="y")
-    left.legend(fontsize=8, frameon=False)
+        drawing.tidy(axes, title, grid="y", legend=axes is left)
     return drawing.save(figure, path)

@@ -8,18 +8,14 @@ is at least as good as PPO, and RLOO is more sample-efficient than RAFT.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from psigrad.errors import UserError
-from studies import trials
+from studies import drawing, trials
 from studies.settings import MethodsSettings
-from studies.trials import Trial, TrialResult
+from studies.trials import TrialResult
 
 ARMS = {
     "REINFORCE": ("reinforce", {"preset": "reinforce", "kl": None}),
@@ -49,22 +45,13 @@ def run(s: MethodsSettings) -> TrialResult:
         name: (method, trials.online(s, where, algorithm, num_iterations=4 if name == "PPO" else 1))
         for name, (method, algorithm) in ARMS.items()
     }
-    rates = trials.tune(s, "methods", configs, s.rates, trials.area)
-    jobs = [
-        Trial(f"{name} at {rates[name]:g}", seed, method, trials.at_rate(config, rates[name]))
-        for name, (method, config) in configs.items()
-        for seed in range(s.seeds)
-    ]
-    rows = trials.run_all(s, "methods", jobs)
     figures = {
         "area": trials.area,
         "at the end": trials.last,
         "samples": lambda run: samples_to(run, s.level, s.prompts * s.generations),
         "length": lambda run: trials.last(run, "completions/mean_length"),
     }
-    rows = {(name, seed): rows[f"{name} at {rates[name]:g}", seed] for name in ARMS for seed in range(s.seeds)}
-    arms = {name: trials.summarize(name, range(s.seeds), rows, figures) for name in ARMS}
-    arms = {name: trials.with_figure(arm, "rate", rates[name]) for name, arm in arms.items()}
+    arms = trials.run_arms(s, "methods", configs, figures, rates=trials.tune(s, "methods", configs, s.rates))
     findings = (
         trials.compare("RLOO is at least as good as REINFORCE", arms["RLOO"], arms["REINFORCE"], "area", least=-SLACK),
         trials.compare("REINFORCE is at least as good as PPO", arms["REINFORCE"], arms["PPO"], "area", least=-SLACK),
@@ -88,17 +75,15 @@ def samples_to(rows: Sequence[Mapping[str, Any]], level: float, per_step: int) -
     return 0.0 if points[0][1] >= level else float(per_step * points[-1][0])
 
 
-def tables(result: TrialResult) -> Iterator[Table | Text]:
+def tables(result: TrialResult) -> drawing.Printed:
     """Yield one row for each method, then the claims."""
     s = result.settings
     yield from trials.show(
-        "Methods at equal samples",
         result,
+        "Methods at equal samples",
         f"area: mean held-out accuracy over the run; samples: until it is {s.level:g}",
         f"rate: the best of {', '.join(f'{r:g}' for r in s.rates)} on another seed",
     )
 
 
-def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """Plot the learning curves."""
-    return trials.learning_curves(found, path, ("Held-out accuracy", tuple(ARMS)))
+picture = trials.curves(("Held-out accuracy", tuple(ARMS)))

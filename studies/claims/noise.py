@@ -9,17 +9,14 @@ budget. This is one run for each rate, on a separate seed, scored by the accurac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from psigrad.errors import UserError
-from studies import trials
+from studies import drawing, trials
 from studies.settings import NoiseSettings
-from studies.trials import Arm, ClaimVerdict, Trial, TrialResult
+from studies.trials import Arm, ClaimVerdict, TrialResult
 
 METHODS = ("RAFT", "RLOO", "PPO")
 NOISES = {0.0: "exact", 0.5: "studies.rewards:half", 1.0: "studies.rewards:whole"}
@@ -55,30 +52,16 @@ def run(s: NoiseSettings) -> TrialResult:
         for beta in s.betas:
             config = trials.online(s, where, algorithm(method, beta), reward=("exact",))
             configs[f"{method}, β {beta:g}"] = (method.lower(), config)
-    rates = trials.tune(s, "noise", configs, s.rates, trials.area)
-    jobs = [
-        Trial(f"{arm} at {rates[arm]:g}", seed, method, trials.at_rate(config, rates[arm]))
-        for seed in range(s.seeds)
-        for arm, (method, config) in configs.items()
-    ]
-    found = trials.run_all(s, "noise", jobs)
-    rows = {(arm, seed): found[f"{arm} at {rates[arm]:g}", seed] for arm in configs for seed in range(s.seeds)}
     figures = {"area": trials.area, "at the end": trials.last}
-    made = {arm: trials.with_figure(trials.summarize(arm, range(s.seeds), rows, figures), "rate", rates[arm]) for arm in configs}
-    others = [m for m in s.methods if m != "RAFT"]
-    findings = [
-        worse(f"RAFT loses more than {other} by noise {noise:g}", made, other, f"noise {noise:g}")
-        for noise in s.noises
-        for other in others
-    ]
-    findings += [
-        worse(f"RAFT loses more than {other} by β {beta:g}", made, other, f"β {beta:g}") for beta in s.betas for other in others
-    ]
+    made = trials.run_arms(s, "noise", configs, figures, rates=trials.tune(s, "noise", configs, s.rates))
+    worsened = [*(f"noise {noise:g}" for noise in s.noises), *(f"β {beta:g}" for beta in s.betas)]
+    findings = [worse(made, other, what) for what in worsened for other in s.methods if other != "RAFT"]
     return TrialResult(s, tuple(made.values()), tuple(findings), trials.core_minutes(s, "noise"))
 
 
-def worse(claim: str, arms: Mapping[str, Arm], other: str, what: str) -> ClaimVerdict:
+def worse(arms: Mapping[str, Arm], other: str, what: str) -> ClaimVerdict:
     """Return the verdict that RAFT loses more of its area than the other method."""
+    claim = f"RAFT loses more than {other} by {what}"
     lost = {
         m: [a - b for a, b in zip(arms[f"{m}, noise 0"].each["area"], arms[f"{m}, {what}"].each["area"], strict=True)]
         for m in ("RAFT", other)
@@ -86,11 +69,11 @@ def worse(claim: str, arms: Mapping[str, Arm], other: str, what: str) -> ClaimVe
     return trials.compare_pairs(claim, f"area lost: RAFT > {other}, paired by seed", lost["RAFT"], lost[other])
 
 
-def tables(result: TrialResult) -> Iterator[Table | Text]:
+def tables(result: TrialResult) -> drawing.Printed:
     """Yield one row for each method at each noise and β, then the claims."""
     yield from trials.show(
-        "Noise in the reward, and β",
         result,
+        "Noise in the reward, and β",
         "noise: standard deviation of what is added to a reward of 0 or 1",
         "area: mean held-out accuracy over the run, by the reward without noise",
         f"rate: the best of {', '.join(f'{r:g}' for r in result.settings.rates)} on another seed, for each row",

@@ -7,21 +7,15 @@ bias of a smaller λ costs more than the variance that it saves. In control, the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
-
-from rich.table import Table
-from rich.text import Text
-
 from psigrad.config import Run
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from studies import trials
 from studies.settings import LambdaSettings
-from studies.trials import Trial, TrialResult
+from studies.trials import TrialResult
 
 LAMBDAS = (0.0, 0.5, 0.9, 0.95, 1.0)
+RETURN = "eval/return/mean"
 
 
 def check(s: LambdaSettings) -> None:
@@ -34,10 +28,11 @@ def check(s: LambdaSettings) -> None:
 def run(s: LambdaSettings) -> TrialResult:
     """Run every λ on both tasks."""
     where = trials.files(s)
-    jobs = []
+    on_words, on_poles = {}, {}
     for lam in LAMBDAS:
         psi = {"part": "whitened", "psi": {"part": "gae", "lam": lam}}
         config = trials.online(s, where, {"preset": "ppo", "kl": None, "psi": psi}, num_iterations=4)
+        on_words[f"words, λ {lam:g}"] = ("ppo", config)
         control = ControlConfig(
             algorithm="ppo",
             env="CartPole-v1",
@@ -54,44 +49,29 @@ def run(s: LambdaSettings) -> TrialResult:
             eval_steps=max(1, s.timesteps // 256 // 10),
             run=Run(progress=False, report=False, threads=1),
         )
-        jobs += [Trial(f"words, λ {lam:g}", seed, "ppo", config) for seed in range(s.seeds)]
-        jobs += [Trial(f"CartPole, λ {lam:g}", seed, "control", control) for seed in range(s.seeds)]
-    rows = trials.run_all(s, "lambda", jobs)
+        on_poles[f"CartPole, λ {lam:g}"] = ("control", control)
     words = {"area": trials.area, "at the end": trials.last, "explained variance": lambda r: trials.last(r, "explained_variance")}
     poles = {
-        "area": lambda r: trials.area(r, "eval/return/mean"),
-        "at the end": lambda r: trials.last(r, "eval/return/mean"),
+        "area": lambda r: trials.area(r, RETURN),
+        "at the end": lambda r: trials.last(r, RETURN),
         "explained variance": lambda r: trials.last(r, "train/explained_variance"),
     }
-    arms = {f"words, λ {lam:g}": trials.summarize(f"words, λ {lam:g}", range(s.seeds), rows, words) for lam in LAMBDAS}
-    arms |= {
-        name: trials.summarize(name, range(s.seeds), rows, poles, "eval/return/mean")
-        for name in (f"CartPole, λ {lam:g}" for lam in LAMBDAS)
-    }
-    findings = (
-        trials.compare("λ 1 beats λ 0.95 on words", arms["words, λ 1"], arms["words, λ 0.95"], "area"),
-        trials.compare("λ 1 beats λ 0.5 on words", arms["words, λ 1"], arms["words, λ 0.5"], "area"),
-        trials.compare("λ 1 beats λ 0 on words", arms["words, λ 1"], arms["words, λ 0"], "area"),
-        trials.compare("λ 0.95 beats λ 1 on CartPole", arms["CartPole, λ 0.95"], arms["CartPole, λ 1"], "area"),
-        trials.compare("λ 0.95 beats λ 0 on CartPole", arms["CartPole, λ 0.95"], arms["CartPole, λ 0"], "area"),
+    arms = trials.run_arms(s, "lambda", on_words, words) | trials.run_arms(s, "lambda", on_poles, poles, key=RETURN)
+    findings = tuple(
+        trials.compare(f"λ {best:g} beats λ {lam:g} on {task}", arms[f"{task}, λ {best:g}"], arms[f"{task}, λ {lam:g}"], "area")
+        for task, best, others in (("words", 1.0, (0.95, 0.5, 0.0)), ("CartPole", 0.95, (1.0, 0.0)))
+        for lam in others
     )
     return TrialResult(s, tuple(arms.values()), findings)
 
 
-def tables(result: TrialResult) -> Iterator[Table | Text]:
-    """Yield one row for each task and λ, then the claims."""
-    yield from trials.show(
-        "PPO's λ",
-        result,
-        "area: mean held-out accuracy, or mean return, over the run",
-        "explained variance: of the returns by the critic, at the end",
-    )
-
-
-def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """Plot the learning curves on both tasks."""
-    panels = [
-        (f"{title} on {task}", [f"{task}, λ {lam:g}" for lam in LAMBDAS])
-        for title, task in (("Held-out accuracy", "words"), ("Return", "CartPole"))
-    ]
-    return trials.learning_curves(found, path, *panels, sharey=False)
+tables = trials.shown(
+    "PPO's λ",
+    "area: mean held-out accuracy, or mean return, over the run",
+    "explained variance: of the returns by the critic, at the end",
+)
+picture = trials.curves(
+    ("Held-out accuracy on words", [f"words, λ {lam:g}" for lam in LAMBDAS]),
+    ("Return on CartPole", [f"CartPole, λ {lam:g}" for lam in LAMBDAS]),
+    sharey=False,
+)

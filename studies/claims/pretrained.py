@@ -9,12 +9,12 @@ arXiv:2405.08448). A teacher passes on its knowledge for a fraction of the sampl
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from psigrad.config import (
@@ -204,13 +204,12 @@ def _measure(s: PretrainedSettings, model: str, base: str, held_out: Path, place
     kls = evaluate.kls_to(model, base, report, asked)
     rewards = [t.reward or 0.0 for t in report.trajectories]
     groups = range(0, len(rewards), s.completions)
-    mean = lambda values: sum(values) / len(values)  # noqa: E731
     items = likelihood.everyday(load_model(asked.model, asked.run, None))
     shown = [json.loads(line)["prompt"][0]["content"] for line in held_out.read_text().splitlines()[:SHOWN]]
     answers = [(question, t.text) for question, t in zip(shown, report.trajectories[:: s.completions], strict=False)]
     found = _Measured(
-        tuple(mean(rewards[i : i + s.completions]) for i in groups),
-        tuple(mean(kls[i : i + s.completions]) for i in groups),
+        tuple(statistics.fmean(rewards[i : i + s.completions]) for i in groups),
+        tuple(statistics.fmean(kls[i : i + s.completions]) for i in groups),
         tuple(float(item.right) for item in items),
         tuple(item.logp for item in items),
         tuple(answers),
@@ -257,7 +256,7 @@ def _findings(found: Mapping[str, _Measured]) -> Iterator[ClaimVerdict]:
     )
 
 
-def tables(result: PretrainedResult) -> Iterator[Table | Text]:
+def tables(result: PretrainedResult) -> drawing.Printed:
     """Yield one row for each model, answers of each, then the claims."""
     table = drawing.new_table("A pretrained model on sums", "", "samples", "right", "KL", "everyday", "log p")
     for one in result.outcomes:
@@ -298,9 +297,8 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
         side: dict[str, Any] = {"xytext": (-6, 5), "ha": "right"} if crowded else {"xytext": (6, 5)}
         right.annotate(one["name"], (x, y), textcoords="offset points", fontsize=8, color=colour, **side)
     drawing.tidy(left, "Share of right answers to held-out sums", grid="y")
-    drawing.tidy(right, "Everyday sentences: change of log p (nats)", grid="y")
+    drawing.tidy(right, "Everyday sentences: change of log p (nats)", "y", "KL to the start, nats per answer")
     left.set_xticks(range(len(found["outcomes"])), [one["name"] for one in found["outcomes"]])
     left.set_ylim(0, 1)
-    right.set_xlabel("KL to the start, nats per answer", color=drawing.INK, fontsize=9)
     right.margins(x=0.2)
     return drawing.save(figure, path)

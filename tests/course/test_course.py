@@ -20,6 +20,8 @@ import pytest
 import scripts
 import torch
 
+from psigrad_extras import words as task
+
 ROOT = Path(__file__).parents[2]
 course = scripts.load("docs/make/course.py")
 
@@ -49,6 +51,7 @@ def run(name: str, folder: Path, words: str = WORDS, **sizes: Any) -> tuple[dict
     left: dict[str, Any] = {"__name__": "__main__"}
     before, start = Path.cwd(), sum(os.times()[:4])
     os.chdir(folder)
+    task.LENGTH = 3 if words == SHORT_WORDS else 4
     try:
         for place, cell in enumerate(course.cells((course.COURSE / f"{name}.py").read_text())):
             if cell.kind == "code":
@@ -59,6 +62,7 @@ def run(name: str, folder: Path, words: str = WORDS, **sizes: Any) -> tuple[dict
                     assert sizes.keys() <= left.keys()
                     left.update(sizes)
     finally:
+        task.LENGTH = 4
         os.chdir(before)
         matplotlib.pyplot.close("all")
     return left, sum(os.times()[:4]) - start
@@ -127,12 +131,22 @@ def test_a_kernel_without_psigrad_installs_it_from_the_checkout_and_one_with_it_
         assert kinds[0][0] == "markdown" and kinds[1] == ("code", course.INSTALL)
 
 
-def test_chapters_begin_with_the_same_model():
-    found = []
-    for name in course.chapters():
-        cells = course.cells((course.COURSE / f"{name}.py").read_text())
-        found += [cell.text for cell in cells if cell.text.startswith("folder = Path(") and "psigrad.train" in cell.text]
-    assert len(found) >= 2 and len(set(found)) == 1
+def test_later_chapters_have_the_task_of_chapter_4(monkeypatch):
+    """The words, their order and the teachers' mistakes, by the code of chapter 4."""
+    (cell,) = (c.text for c in course.cells((course.COURSE / "sft.py").read_text()) if c.text.startswith("folder = Path("))
+    left: dict[str, Any] = {"held_out_words": task.HELD_OUT}
+    exec("import itertools, random, tempfile\nfrom pathlib import Path\nfrom psigrad.language.data import tasks\n" + cell, left)
+    assert task.rows() == (left["held_out"], left["prompts"])
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(task.tiny, "model", lambda *given, **more: Saved())
+    monkeypatch.setattr(task.psigrad, "train", lambda *given, **more: seen.update(more))
+    task.imitate(left["prompts"], left["folder"], 5)
+    assert seen["dataset"] == left["shown"] and seen["max_steps"] == 5
+
+
+class Saved:
+    def save_pretrained(self, folder: Path) -> None:
+        """Nothing: no run reads it."""
 
 
 @pytest.mark.parametrize(
