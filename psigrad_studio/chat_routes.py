@@ -185,14 +185,9 @@ def _question(form: AnswerForm) -> ChatQuestion:
         raise UserError("The message is empty; write something.")
     if sum(len(said.content) for said in form.messages) + len(form.system) > LONGEST_TALK:
         raise UserError(f"The conversation has more than {LONGEST_TALK} characters; start a new conversation.")
-    return ChatQuestion(
-        messages=tuple({"role": said.role, "content": said.content} for said in form.messages),
-        system=form.system,
-        max_tokens=form.max_tokens,
-        temperature=form.temperature,
-        top_p=form.top_p,
-        seed=secrets.randbelow(2**31) if form.seed is None else form.seed,
-    )
+    messages = tuple(said.model_dump() for said in form.messages)
+    seed = secrets.randbelow(2**31) if form.seed is None else form.seed
+    return ChatQuestion(messages, seed=seed, **form.model_dump(exclude={"models", "messages", "seed"}))
 
 
 def _known(settings: StudioSettings, ids: Sequence[str]) -> list[Checkpoint]:

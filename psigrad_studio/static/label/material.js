@@ -1,5 +1,5 @@
 // Bring completions into a project: a JSONL file, or the rollouts of a run.
-import { get, post } from "../api.js";
+import { get, pause, post } from "../api.js";
 import { button, el, notice, select } from "../dom.js";
 import { field, form, number, text, tick } from "./forms.js";
 
@@ -133,7 +133,7 @@ async function fromModel(project, said) {
     stop.hidden = false;
     while (job?.state === "sampling") {
       said.textContent = `Sampling ${job.model} on ${job.prompts} prompts …`;
-      await new Promise((resolve) => setTimeout(resolve, QUIET));
+      await pause(QUIET);
       job = await get("/api/label/sampling");
     }
     stop.hidden = true;

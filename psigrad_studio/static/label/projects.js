@@ -39,7 +39,7 @@ export function projectForm(project, done) {
   const count = (name, min, max) => number(name, { value: old[name], min, max, required: true });
   const pairs = el(
     "div",
-    { class: "lines inner" },
+    { class: "lines" },
     bad,
     field("How much better", strengths(old.strengths)),
     field("Attention checks per 100 tasks", count("checks", 0, 50), "Checks are imported pairs with a known answer. Everybody gets them at random places."),

@@ -21,7 +21,7 @@ export function questions(old, kind) {
     const move = (by) => { const other = by < 0 ? item.previousElementSibling : item.nextElementSibling; if (other) (by < 0 ? other.before(item) : other.after(item)); };
     const remove = () => { const next = item.nextElementSibling ?? item.previousElementSibling; item.remove(); (next?.querySelector("input") ?? add).focus(); };
     const tool = (sign, label, onclick) => button({ class: "icon quiet", "aria-label": label, title: label, onclick }, sign);
-    const item = el("li", { class: "lines inner" },
+    const item = el("li", { class: "lines" },
       el("div", { class: "row between" }, el("span", { class: "soft" }, there ? "Already asked. Only its text and weight can change" : "A new question"),
         el("span", { class: "row tight" }, tool("↑", "Move up", () => move(-1)), tool("↓", "Move down", () => move(1)), !there && tool("×", "Remove", remove))),
       el("div", { class: "pairs" }, field("Name", text("questions.name", { value: was.name, required: true, maxlength: 60, readonly: there }), "Used in exports."), field("Kind", type)),

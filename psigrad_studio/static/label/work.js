@@ -27,7 +27,7 @@ export class Work {
     this.readings = readings(project, (reading) => this.read(reading));
     this.dialog = keys(project);
     root.replaceChildren(
-      el("div", { class: "row head between" }, el("div", { class: "row how" }, this.bar, this.count), this.readings, this.lease),
+      el("div", { class: "row between" }, el("div", { class: "row how" }, this.bar, this.count), this.readings, this.lease),
       this.stage,
       el("div", { class: "row foot" }, this.reason, ...Object.values(this.buttons)),
       this.status,

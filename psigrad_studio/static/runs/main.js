@@ -1,5 +1,5 @@
 // The runs page: what is selected, what is seen of it, and the address that says so.
-import { el, notice } from "../dom.js";
+import { $, el, notice } from "../dom.js";
 import { DASHES } from "../plot.js";
 import { About } from "./about.js";
 import { Alerts } from "./alerts.js";
@@ -10,7 +10,6 @@ import { grouped, List, matches } from "./list.js";
 import { Rollouts } from "./rollouts.js";
 import { Table } from "./table.js";
 
-const $ = (id) => document.getElementById(id);
 const TABS = ["curves", "table", "rollouts", "about"];
 /** The tabs about one of the chosen runs. */
 const OF_ONE = ["rollouts", "about"];
