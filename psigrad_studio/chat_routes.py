@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import Field
 
 from psigrad.errors import UserError
-from psigrad_studio.chat_answers import ChatAnswer, converse
+from psigrad_studio.chat_answers import ChatAnswer, Say, converse
 from psigrad_studio.chat_question import ChatQuestion, abilities
 from psigrad_studio.checkpoint_list import Checkpoint, find
 from psigrad_studio.comparisons import ChatComparisons
@@ -102,16 +102,14 @@ def router(settings: StudioSettings, labels: LabelStore, models: ModelCache | No
         sides = comparison.sides if comparison else (0,)
         first = {"event": "begun", "writing": writing, "duel": comparison.id if comparison else None}
         stops[writing] = stop
-        events = _Events(first, lambda say: converse(models, turn, question, answers, sides, stop, say), stop)
 
-        async def lines() -> AsyncIterator[str]:
+        def work(say: Say) -> None:
             try:
-                async for line in events.lines():
-                    yield line
+                converse(models, turn, question, answers, sides, stop, say)
             finally:
                 stops.pop(writing, None)
 
-        return StreamingResponse(lines(), media_type="text/event-stream")
+        return StreamingResponse(_Events(first, work, stop).lines(), media_type="text/event-stream")
 
     @routes.post("/stop")
     async def halt(form: StopForm) -> dict[str, Any]:

@@ -11,11 +11,13 @@ from fastapi import Request
 
 from psigrad_studio.json_api import taking_turns
 from psigrad_studio.labels import database, intake, people
-from psigrad_studio.labels.database import Database
+from psigrad_studio.labels.database import Database, reads
 from psigrad_studio.labels.intake import Added
 from psigrad_studio.labels.people import Person
 from psigrad_studio.labels.refusals import Unknown
 from psigrad_studio.studio_settings import StudioSettings
+
+_require_admin = reads(people.require_admin)
 
 
 class LabelStore:
@@ -46,6 +48,15 @@ class LabelStore:
             if self._local is None:
                 self._local = people.local(db)
             return self._local
+
+    def administrator(self, request: Request) -> Person:
+        """Return the person who sent a request. Raises `Forbidden` unless they are an administrator of the studio.
+
+        Runs and models belong to the studio's owner, so admins of single projects have no access to them.
+        """
+        person = self.asking(request)
+        _require_admin(self.db, person)
+        return person
 
     def recognise(self, token: str) -> Person | None:
         """Return the person to whom a session token or an API token belongs; None if it is invalid."""

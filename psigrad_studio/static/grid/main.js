@@ -361,7 +361,7 @@ window.addEventListener("hashchange", () => {
 });
 
 function turn(which) {
-  const there = history_[which](moment());
+  const there = history_.turn(which, moment());
   if (there === undefined) return;
   stop();
   carried = null;

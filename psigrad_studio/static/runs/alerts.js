@@ -14,8 +14,7 @@ export class Alerts {
   draw(runs) {
     this.runs = runs;
     const failed = runs.filter((run) => run.state === "failed").map((run) => this.failure(run));
-    const kinds = new Map();
-    for (const run of runs) for (const alert of run.alerts) kinds.set(alert.rule, [...(kinds.get(alert.rule) ?? []), { run, alert }]);
+    const kinds = Map.groupBy(runs.flatMap((run) => run.alerts.map((alert) => ({ run, alert }))), ({ alert }) => alert.rule);
     const said = [...kinds.values()].map((of) => ({ calm: of.every(({ alert }) => alert.calm), grave: of.some(({ alert }) => alert.grave && !alert.calm), of }));
     const loud = said.filter(({ calm }) => !calm).sort((one, other) => other.grave - one.grave).map((kind) => this.kind(kind));
     const calm = said.filter((kind) => kind.calm).map((kind) => this.kind(kind));

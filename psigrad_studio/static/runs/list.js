@@ -4,13 +4,8 @@ import { ago, figure, whole } from "./format.js";
 
 /** Runs in order of their last word, those of the same settings together: [{title, runs}]. */
 export function grouped(runs) {
-  const found = new Map();
-  for (const run of [...runs].sort((a, b) => (b.state === "running") - (a.state === "running") || b.written - a.written || a.name.localeCompare(b.name))) {
-    const key = run.group || run.id;
-    if (!found.has(key)) found.set(key, []);
-    found.get(key).push(run);
-  }
-  return [...found.entries()].map(([key, members]) => ({ key, runs: members.sort((a, b) => (a.seed ?? 0) - (b.seed ?? 0)), title: common(members) }));
+  const latest = (a, b) => (b.state === "running") - (a.state === "running") || b.written - a.written || a.name.localeCompare(b.name);
+  return [...Map.groupBy(runs.toSorted(latest), (run) => run.group || run.id)].map(([key, members]) => ({ key, runs: members.sort((a, b) => (a.seed ?? 0) - (b.seed ?? 0)), title: common(members) }));
 }
 
 /** What the names of several runs have in common. */
