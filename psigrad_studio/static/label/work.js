@@ -1,6 +1,6 @@
 // The desk itself: one task after the other, by keyboard or by hand.
 import { post } from "../api.js";
-import { button, cap, el, notice } from "../dom.js";
+import { $, button, cap, el, notice } from "../dom.js";
 import { choose, chosen } from "../reading.js";
 import { controls } from "./answers.js";
 import { text } from "./forms.js";
@@ -81,7 +81,7 @@ export class Work {
     this.stage.replaceChildren(this.asked, this.ask.node);
     this.read(this.reading);
     this.status.textContent = "The next task.";
-    document.getElementById("main").focus({ preventScroll: true });
+    $("main").focus({ preventScroll: true });
     scrollTo(0, 0);
   }
 
@@ -193,7 +193,7 @@ export class Work {
 
   key(event) {
     const typing = event.target.matches?.("input[type=text], textarea, [contenteditable]");
-    if (typing && event.key === "Escape") document.getElementById("main").focus({ preventScroll: true });
+    if (typing && event.key === "Escape") $("main").focus({ preventScroll: true });
     if (event.altKey || event.metaKey || event.isComposing || event.repeat || typing || this.busy) return;
     if (event.ctrlKey) {
       if (event.key.toLowerCase() === "z" && !event.shiftKey) {
