@@ -103,7 +103,8 @@ const SPANS = {
   codespan: ({ text }) => el("code", {}, text),
   br: () => el("br"),
   // where it leads is said and not followed
-  link: ({ autolink, href, text }, inside) => el("span", { class: "link" }, ...inside(), !autolink && href !== text && el("span", { class: "soft" }, ` (${href})`)),
+  link: ({ autolink, href, text }, inside) =>
+    el("span", { class: "link" }, ...inside(), !autolink && href !== text && el("span", { class: "soft" }, ` (${href})`)),
   formula: (token, _, waiting) => waitingFor(token, waiting),
 };
 

@@ -68,7 +68,8 @@ function open(project, part) {
 }
 
 function home() {
-  const about = (project) => [asks(project), project.overlap > 1 && `${project.overlap} people for each`, project.closed && "closed"].filter(Boolean).join(" · ");
+  const about = (project) =>
+    [asks(project), project.overlap > 1 && `${project.overlap} people for each`, project.closed && "closed"].filter(Boolean).join(" · ");
   const list = el("ul", { class: "projects" }, ...projects.map((project) =>
     el("li", { class: "card" }, el("a", { href: address(project.id) }, el("h2", {}, project.name)), el("p", { class: "soft" }, about(project)))));
   const none = me.admin

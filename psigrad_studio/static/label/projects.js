@@ -33,7 +33,8 @@ function strengths(chosen) {
 export function projectForm(project, done) {
   const old = project ?? NEW, minutes = Math.max(1, Math.round(old.lease_s / 60));
   const said = el("small", { class: "soft" });
-  const kind = select({ name: "kind", disabled: project !== null, onchange: adapt }, Object.entries(KINDS).map(([value, [label]]) => [value, label]), kindOf(old));
+  const kinds = Object.entries(KINDS).map(([value, [label]]) => [value, label]);
+  const kind = select({ name: "kind", disabled: project !== null, onchange: adapt }, kinds, kindOf(old));
   const own = questions(old.questions, () => kind.value);
   const tied = tick("ties", "Ties may be chosen", old.ties), bad = tick("both_bad", "“Both bad” may be chosen", old.both_bad);
   const count = (name, min, max) => number(name, { value: old[name], min, max, required: true });

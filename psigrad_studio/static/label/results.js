@@ -58,8 +58,9 @@ const tile = (value, label, say) => el("div", { class: "tile" }, el("strong", {}
 
 function done({ tasks, wanted, answered, leased, skipped }) {
   const bar = el("progress", { max: Math.max(1, wanted), value: answered, "aria-label": "Received answers" });
-  const says = [`${tasks} ${tasks === 1 ? "task" : "tasks"}`, leased && `${leased} being answered`, skipped && `${skipped} skipped`].filter(Boolean).join(" · ");
-  return card("Progress", el("p", {}, el("strong", {}, `${answered} of ${wanted}`), " answers received. ", el("span", { class: "soft" }, says)), bar);
+  const says = [`${tasks} ${tasks === 1 ? "task" : "tasks"}`, leased && `${leased} being answered`, skipped && `${skipped} skipped`];
+  const more = el("span", { class: "soft" }, says.filter(Boolean).join(" · "));
+  return card("Progress", el("p", {}, el("strong", {}, `${answered} of ${wanted}`), " answers received. ", more), bar);
 }
 
 /** Every question side by side; one of them is looked at below. */

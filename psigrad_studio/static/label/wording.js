@@ -17,14 +17,16 @@ export function questions(old, kind) {
     const type = select({ name: "questions.kind", disabled: there, onchange: adapt }, Object.entries(KINDS), was.kind);
     const options = field("Options, one per line", el("textarea", { name: "questions.options", rows: 3, maxlength: 6000 }, was.options.join("\n")));
     const top = field("Highest value", number("questions.top", { min: 2, max: 10, value: was.top, readonly: there, required: true }));
-    const weight = field("Weight", number("questions.weight", { min: 0, max: 1000, step: "any", value: was.weight, required: true }), "Used in the weighted export.");
+    const share = number("questions.weight", { min: 0, max: 1000, step: "any", value: was.weight, required: true });
+    const weight = field("Weight", share, "Used in the weighted export.");
+    const name = text("questions.name", { value: was.name, required: true, maxlength: 60, readonly: there });
     const move = (by) => { const other = by < 0 ? item.previousElementSibling : item.nextElementSibling; if (other) (by < 0 ? other.before(item) : other.after(item)); };
     const remove = () => { const next = item.nextElementSibling ?? item.previousElementSibling; item.remove(); (next?.querySelector("input") ?? add).focus(); };
     const tool = (sign, label, onclick) => button({ class: "icon quiet", "aria-label": label, title: label, onclick }, sign);
     const item = el("li", { class: "lines" },
       el("div", { class: "row between" }, el("span", { class: "soft" }, there ? "Already asked. Only its text and weight can change" : "A new question"),
         el("span", { class: "row tight" }, tool("↑", "Move up", () => move(-1)), tool("↓", "Move down", () => move(1)), !there && tool("×", "Remove", remove))),
-      el("div", { class: "pairs" }, field("Name", text("questions.name", { value: was.name, required: true, maxlength: 60, readonly: there }), "Used in exports."), field("Kind", type)),
+      el("div", { class: "pairs" }, field("Name", name, "Used in exports."), field("Kind", type)),
       field("Text for labellers", text("questions.ask", { value: was.ask, maxlength: 2000 }), "Empty: the name is shown."),
       options,
       el("div", { class: "pairs" }, top, weight),

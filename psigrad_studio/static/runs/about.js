@@ -83,6 +83,7 @@ export class About {
 
   alerts(run) {
     const said = run.alerts.map((alert) => {
+      const ways = [el("span", { class: "soft small" }, "Look at"), ...alert.rollouts.map((row) => this.way(run, row))];
       const until = alert.ended === null ? "since" : `until step ${whole(alert.ended)}, from`;
       return el(
         "li",
@@ -90,7 +91,7 @@ export class About {
         el("strong", {}, alert.title),
         ` ${until} step ${whole(alert.step)}; worst at step ${whole(alert.worst_step)}. `,
         el("span", { class: "soft" }, `${alert.says}${alert.said ? ` ${alert.said}` : ""}`),
-        alert.rollouts.length > 0 && el("div", { class: "row worst" }, el("span", { class: "soft small" }, "Look at"), ...alert.rollouts.map((r) => this.way(run, r))),
+        alert.rollouts.length > 0 && el("div", { class: "row worst" }, ...ways),
       );
     });
     const list = said.length ? el("ul", { class: "plain" }, ...said) : el("p", { class: "soft" }, "No warnings.");

@@ -5,7 +5,8 @@ import { ago, figure, whole } from "./format.js";
 /** Runs in order of their last word, those of the same settings together: [{title, runs}]. */
 export function grouped(runs) {
   const latest = (a, b) => (b.state === "running") - (a.state === "running") || b.written - a.written || a.name.localeCompare(b.name);
-  return [...Map.groupBy(runs.toSorted(latest), (run) => run.group || run.id)].map(([key, members]) => ({ key, runs: members.sort((a, b) => (a.seed ?? 0) - (b.seed ?? 0)), title: common(members) }));
+  const groups = Map.groupBy(runs.toSorted(latest), (run) => run.group || run.id);
+  return [...groups].map(([key, members]) => ({ key, runs: members.sort((a, b) => (a.seed ?? 0) - (b.seed ?? 0)), title: common(members) }));
 }
 
 /** What the names of several runs have in common. */
@@ -37,7 +38,8 @@ export class List {
   draw(groups, look) {
     const wanted = [], live = new Set();
     for (const group of groups) {
-      const runs = group.runs.map((run) => this.row(`run ${run.id}`, live, () => this.made({ class: "run", "data-id": run.id }, [run.id], "state", "meta", "figure", "alert", "tags")));
+      const one = ({ id }) => this.made({ class: "run", "data-id": id }, [id], "state", "meta", "figure", "alert", "tags");
+      const runs = group.runs.map((run) => this.row(`run ${run.id}`, live, () => one(run)));
       group.runs.forEach((run, i) => this.fill(runs[i], run, look(run)));
       if (group.runs.length === 1) wanted.push(...runs);
       else wanted.push(this.head(group, look, live), ...runs);

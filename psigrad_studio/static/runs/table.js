@@ -47,8 +47,9 @@ export class Table {
     });
     const body = rows.map((row) => el("tr", { "data-id": row.id }, ...this.columns.map((one, i) => this.cell(one, row, i))));
     const differ = this.settings ? "" : this.rows.length > 1 ? "Their settings are the same." : "";
+    const table = el("table", { class: "compare" }, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...body));
     this.node.replaceChildren(
-      el("div", { class: "card" }, wide("Runs side by side", el("table", { class: "compare" }, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...body)))),
+      el("div", { class: "card" }, wide("Runs side by side", table)),
       el("p", { class: "soft small" }, `${this.rows.length === 1 ? "One run" : `${whole(this.rows.length)} runs`}; figures are the latest. ${differ}`),
     );
   }
