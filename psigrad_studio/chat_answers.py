@@ -61,8 +61,7 @@ def converse(
             say({"event": "loading"})
         loaded = [] if stop.is_set() else [models.get(answer.checkpoint) for answer in answers]
         # With one seed, an answer is the same alone and next to another model's. If a model is compared with itself, the second
-        # answer
-        # gets another seed.
+        # answer gets another seed.
         again = [answer.checkpoint == answers[0].checkpoint and i > 0 for i, answer in enumerate(answers)]
         writers = [_Writer(*each) for each in zip(loaded, [question] * len(loaded), answers, again, strict=False)]
         say({"event": "writing"})

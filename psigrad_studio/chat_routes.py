@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import Field
 
 from psigrad.errors import UserError
-from psigrad_studio.chat_answers import ChatAnswer, converse
+from psigrad_studio.chat_answers import ChatAnswer, Say, converse
 from psigrad_studio.chat_question import ChatQuestion, abilities
 from psigrad_studio.checkpoint_list import Checkpoint, find
 from psigrad_studio.comparisons import ChatComparisons
@@ -102,16 +102,14 @@ def router(settings: StudioSettings, labels: LabelStore, models: ModelCache | No
         sides = comparison.sides if comparison else (0,)
         first = {"event": "begun", "writing": writing, "duel": comparison.id if comparison else None}
         stops[writing] = stop
-        events = _Events(first, lambda say: converse(models, turn, question, answers, sides, stop, say), stop)
 
-        async def lines() -> AsyncIterator[str]:
+        def work(say: Say) -> None:
             try:
-                async for line in events.lines():
-                    yield line
+                converse(models, turn, question, answers, sides, stop, say)
             finally:
                 stops.pop(writing, None)
 
-        return StreamingResponse(lines(), media_type="text/event-stream")
+        return StreamingResponse(_Events(first, work, stop).lines(), media_type="text/event-stream")
 
     @routes.post("/stop")
     async def halt(form: StopForm) -> dict[str, Any]:
@@ -185,14 +183,9 @@ def _question(form: AnswerForm) -> ChatQuestion:
         raise UserError("The message is empty; write something.")
     if sum(len(said.content) for said in form.messages) + len(form.system) > LONGEST_TALK:
         raise UserError(f"The conversation has more than {LONGEST_TALK} characters; start a new conversation.")
-    return ChatQuestion(
-        messages=tuple({"role": said.role, "content": said.content} for said in form.messages),
-        system=form.system,
-        max_tokens=form.max_tokens,
-        temperature=form.temperature,
-        top_p=form.top_p,
-        seed=secrets.randbelow(2**31) if form.seed is None else form.seed,
-    )
+    messages = tuple(said.model_dump() for said in form.messages)
+    seed = secrets.randbelow(2**31) if form.seed is None else form.seed
+    return ChatQuestion(messages, seed=seed, **form.model_dump(exclude={"models", "messages", "seed"}))
 
 
 def _known(settings: StudioSettings, ids: Sequence[str]) -> list[Checkpoint]:

@@ -95,15 +95,11 @@ def find(runs: Path, named: Sequence[Path] = ()) -> dict[str, Checkpoint]:
 
 
 def _folders(root: Path, depth: int) -> Iterator[Path]:
-    """Yield `root` and the folders below it, sorted by name."""
-    yield root
-    try:
-        entries = sorted(os.scandir(root), key=lambda entry: entry.name) if depth else []
-    except OSError:
-        return
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
-            yield from _folders(Path(entry.path), depth - 1)
+    """Yield `root` and the folders down to `depth` below it, sorted by name. Links are not followed."""
+    for folder, folders, _ in os.walk(root):
+        yield Path(folder)
+        deepest = len(Path(folder).relative_to(root).parts) == depth
+        folders[:] = [] if deepest else sorted(name for name in folders if not name.startswith("."))
 
 
 def _read(folder: Path, runs: Path | None) -> Checkpoint | None:

@@ -22,7 +22,6 @@ from psigrad_studio.labels import assignments, intake, people, projects
 from psigrad_studio.labels.assignments import LabelAnswer
 from psigrad_studio.labels.completion_groups import digest, gather
 from psigrad_studio.labels.database import Database, reads
-from psigrad_studio.labels.people import Person
 from psigrad_studio.labels.refusals import Conflict
 from psigrad_studio.labels.schema import LabelTask, StoredPrompt
 
@@ -107,16 +106,15 @@ def _store(database: Database, comparison: ChatComparison, choice: str) -> dict[
         return {"project": None, "note": "The two models were given different prompts, so the choice was not stored."}
     if not isinstance(left.prompt, str) and not all(message["content"] for message in left.prompt):
         return {"project": None, "note": "An earlier message is empty, so the choice was not stored."}
-    person = people.local(database)
-    project = _project(database, person)
-    rows = [_row(answer) for answer in comparison.answers]
-    intake.add_rows(database, person, project, rows, intake.TaskOptions(shuffle=False), source="chat")
-    task, places = _task(database, project, rows)
-    display = [places[comparison.sides.index(side)] for side in (0, 1)]
+    person, rows = people.local(database), [_row(answer) for answer in comparison.answers]
     try:
+        project = projects.pairs_project(database, person, PROJECT, INSTRUCTIONS)
+        intake.add_rows(database, person, project, rows, intake.TaskOptions(shuffle=False), source="chat")
+        task, places = _task(database, project, rows)
+        display = [places[comparison.sides.index(side)] for side in (0, 1)]
         receipt = assignments.record(database, person, task, display, LabelAnswer(choice=choice), f"chat-{comparison.id}")
     except Conflict as error:
-        return {"project": project, "note": str(error)}
+        return {"project": None, "note": str(error)}
     return {"project": project, "note": "", "vote": receipt.vote}
 
 
@@ -137,30 +135,13 @@ def _row(answer: ChatAnswer) -> dict[str, Any]:
     return row
 
 
-def _project(database: Database, person: Person) -> int:
-    """Return the project for choices of the chat page, and create it if it does not exist."""
-    for _ in range(2):
-        found = [info.id for info in projects.mine(database, person) if info.settings.name == PROJECT]
-        if found:
-            return found[0]
-        try:
-            return projects.create(database, person, projects.ProjectSettings(PROJECT, instructions=INSTRUCTIONS))
-        except Conflict:  # another studio on the same labels was faster
-            continue
-    raise UserError(f"You have no access to the project {PROJECT!r}; ask its admin.")
-
-
 @reads
 def _task(session: Session, project_id: int, rows: Sequence[Mapping[str, Any]]) -> tuple[int, list[int]]:
     """Return (the labelling task made from `rows`, the place of each row's completion in the task)."""
-    group = next(iter(gather(_placed(rows)).groups.values()))
+    placed_rows = ((f"chat:{i}", row) for i, row in enumerate(rows, 1))
+    group = next(iter(gather(placed_rows).groups.values()))
     hashes, placed = list(group.completions), sorted(group.completions)
     prompts = select(StoredPrompt.id).where(StoredPrompt.project_id == project_id, StoredPrompt.hash == digest(group.prompt))
     prompt = session.scalars(prompts).one()
     tasks = select(LabelTask.id).where(LabelTask.project_id == project_id, LabelTask.hash == digest([prompt, placed]))
     return session.scalars(tasks).one(), [placed.index(h) for h in hashes]
-
-
-def _placed(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
-    """Return (name, row) for each row, as `completion_groups.gather` expects them."""
-    return [(f"chat:{i}", row) for i, row in enumerate(rows, 1)]

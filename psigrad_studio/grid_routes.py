@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
@@ -16,16 +14,14 @@ from pydantic import Field
 from psigrad.errors import UserError
 from psigrad.tabular import GridWorld
 from psigrad_studio.backups import evaluated_probabilities, model_backup, updates
-from psigrad_studio.json_api import RequestForm, json_response
+from psigrad_studio.json_api import RequestForm, json_response, taking_turns
 from psigrad_studio.playback import ALGORITHMS, Frame, Playback, PlaybackCache, PlaybackOptions, PlaybackSpec
-from psigrad_studio.security import Refused
 from psigrad_studio.studio_settings import StudioSettings
 
 SIDE = 20
 MOST_NUMBERS = 60_000
 """The most numbers in one response. For larger grids, it contains fewer frames."""
 UPDATES_SHOWN = 3
-WAIT_SECONDS = 5.0
 Number = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
 Index = Annotated[int, Field(ge=0, lt=SIDE, strict=True)]
 # JSON has no tuples, so these two types accept lists. Their elements are still checked strictly.
@@ -86,16 +82,11 @@ def router(settings: StudioSettings) -> APIRouter:
     routes, playbacks = APIRouter(prefix="/api/grid"), PlaybackCache(settings.cache_bytes)
     at_work = threading.BoundedSemaphore(settings.work_at_once)
 
-    @contextmanager
-    def work() -> Iterator[None]:
-        if not at_work.acquire(timeout=WAIT_SECONDS):
-            raise Refused(429, "busy", "The studio is busy with other computations; try again in a moment.")
+    def played(form: PlaybackForm, count: int) -> Playback:
         try:
-            yield
+            return playbacks.playback(_spec(form), count, settings.work_seconds)
         except ValueError as error:
             raise UserError(str(error)) from error
-        finally:
-            at_work.release()
 
     @routes.get("/algorithms")
     async def algorithms() -> Response:
@@ -103,16 +94,14 @@ def router(settings: StudioSettings) -> APIRouter:
 
     @routes.post("/frames")
     def frames(form: FramesForm) -> Response:
-        with work():
+        with taking_turns(at_work):
             count = min(form.count, max(1, MOST_NUMBERS // (form.world.rows * form.world.columns * 5)))
-            playback = playbacks.playback(_spec(form), form.first + count, settings.work_seconds)
-            return json_response(_stretch(playback, form.first, count))
+            return json_response(_stretch(played(form, form.first + count), form.first, count))
 
     @routes.post("/backup")
     def backup(form: BackupForm) -> Response:
-        with work():
-            playback = playbacks.playback(_spec(form), form.frame + 1, settings.work_seconds)
-            return json_response(_backup(playback, form.frame, form.cell))
+        with taking_turns(at_work):
+            return json_response(_backup(played(form, form.frame + 1), form.frame, form.cell))
 
     return routes
 

@@ -1,15 +1,21 @@
-"""Helpers of all routes: the base class of request bodies, and JSON responses."""
+"""Helpers of all routes: the base class of request bodies, JSON responses, and the limit on concurrent work."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
+
+from psigrad_studio.security import Refused
+
+WAIT_SECONDS = 10.0
 
 
 class RequestForm(BaseModel):
@@ -38,3 +44,17 @@ def json_response(content: Any) -> Response:
     except (TypeError, ValueError):  # conversion is slow, so it runs only if JSON rejects the value
         text = json.dumps(plain(content), allow_nan=False, separators=(",", ":"))
     return Response(text, media_type="application/json")
+
+
+@contextmanager
+def taking_turns(turns: threading.BoundedSemaphore) -> Iterator[None]:
+    """Wait for one of the `turns`, which limit the work that is done at once, and hold it during the block.
+
+    Raises `Refused` with status 429 after a time-out.
+    """
+    if not turns.acquire(timeout=WAIT_SECONDS):
+        raise Refused(429, "busy", "The studio is busy; try again in a moment.")
+    try:
+        yield
+    finally:
+        turns.release()

@@ -127,15 +127,10 @@ class PlaybackSpec:
     @property
     def digest(self) -> str:
         """Return the SHA-256 of all inputs, by which playbacks are cached."""
-        hashed = hashlib.sha256(repr((self.algorithm, self.options, _described(self.world))).encode())
+        hashed = hashlib.sha256(repr((self.algorithm, self.options, self.world)).encode())
         for array in (self.value, self.q):
             hashed.update(b"none" if array is None else array.tobytes())
         return hashed.hexdigest()
-
-
-def _described(world: GridWorld) -> tuple[object, ...]:
-    rest = (world.rows, world.columns, world.slip, world.step_reward, world.ends, world.start, world.gamma)
-    return (*rest, sorted(world.prizes.items()), sorted(world.walls))
 
 
 class Playback:
@@ -223,13 +218,8 @@ def target(spec: PlaybackSpec, mdp: MDP) -> FloatArray:
 
 
 def _frames(spec: PlaybackSpec, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
-    match ALGORITHMS[spec.algorithm].family:
-        case "planning":
-            return _planned(spec, mdp, goal)
-        case "prediction":
-            return _predicted(spec, mdp, goal)
-        case "control":
-            return _learned(spec, mdp, goal)
+    frames = {"planning": _planned, "prediction": _predicted, "control": _learned}
+    return frames[ALGORITHMS[spec.algorithm].family](spec, mdp, goal)
 
 
 def best_actions(q: FloatArray) -> NDArray[np.int64]:
@@ -280,17 +270,8 @@ def _predicted(spec: PlaybackSpec, mdp: MDP, goal: FloatArray) -> Iterator[Frame
     last = before = value
     for count, estimate in enumerate(estimates, 1):
         if count % options.episodes == 0:
-            change = _gap(estimate, last)
-            yield Frame(
-                count // options.episodes,
-                "learn",
-                estimate,
-                shown,
-                change,
-                _gap(estimate, goal),
-                episode=played[0],
-                before=before,
-            )
+            index, change, error = count // options.episodes, _gap(estimate, last), _gap(estimate, goal)
+            yield Frame(index, "learn", estimate, shown, change, error, episode=played[0], before=before)
             last = estimate
         before = estimate
 
@@ -300,25 +281,15 @@ def _learned(spec: PlaybackSpec, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
     q = first_q(spec, mdp)
     last = q.max(axis=1)
     yield Frame(0, "start", last, best_actions(q), 0.0, _gap(last, goal), q=q)
-    named = {} if spec.algorithm == "monte_carlo" else {"alpha": options.step_size}
-    learning = _LEARNERS[spec.algorithm](
-        mdp,
-        MOST_STAGES * options.episodes,
-        epsilon=options.exploration,
-        seed=options.seed,
-        q=q,
-        max_steps=EPISODE_STEPS,
-        **named,
-    )
+    named: dict[str, Any] = {} if spec.algorithm == "monte_carlo" else {"alpha": options.step_size}
+    named |= {"epsilon": options.exploration, "seed": options.seed, "max_steps": EPISODE_STEPS}
+    learning = _LEARNERS[spec.algorithm](mdp, MOST_STAGES * options.episodes, q=q, **named)
     before = q
     for learned in learning:
         if (learned.index + 1) % options.episodes == 0:
-            value = learned.q.max(axis=1)
-            index = (learned.index + 1) // options.episodes
-            shown = best_actions(learned.q)
-            yield Frame(
-                index, "learn", value, shown, _gap(value, last), _gap(value, goal), None, None, learned.q, learned.episode, before
-            )
+            value, shown = learned.q.max(axis=1), best_actions(learned.q)
+            index, change, error = (learned.index + 1) // options.episodes, _gap(value, last), _gap(value, goal)
+            yield Frame(index, "learn", value, shown, change, error, q=learned.q, episode=learned.episode, before=before)
             last = value
         before = learned.q
 

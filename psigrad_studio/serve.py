@@ -60,8 +60,10 @@ def studio(
             raise UserError(
                 f"The host {name!r} is not a host name in lower case; expected one such as labels.example.org, without http://."
             )
-    if database:
-        _try(database)
+    if database:  # open it once, so that an error appears at the start and not only when somebody labels
+        from psigrad_studio.labels.database import connect
+
+        connect(database).close()
     listening = listen(port)
     settings = replace(
         StudioSettings(port=listening.getsockname()[1]),
@@ -88,13 +90,6 @@ def copied(runs: str, database: str, backup: str, restore: str) -> str:
         return f"{place} was copied to {backup} ({size / 1e6:.1f} MB)."
     kept = label_backup.restore(Path(restore), place)
     return f"{place} was restored from {restore}." + ("" if kept is None else f" The previous labels are in {kept}.")
-
-
-def _try(where: str) -> None:
-    """Open the database of labels once, so that an error appears at the start and not only when somebody labels."""
-    from psigrad_studio.labels import database
-
-    database.connect(where).close()
 
 
 def listen(port: int = 0) -> socket.socket:

@@ -104,17 +104,22 @@ def _document(page: Page, pages: Sequence[Page], body: str) -> str:
 
 def entered_page(token: str, home: str) -> str:
     """Return the page that stores the token of a new session in the browser and redirects to `home`."""
-    return _fill(_ENTERED, {"token": token, "home": home})
+    head = _fill(_ENTERED, {"token": token, "home": home})
+    return _bare_page("psigrad studio", '<p id="said">The studio opens. It needs JavaScript.</p>', head)
 
 
 def locked_page(message: str) -> str:
     """Return the page for visitors without access."""
-    return _fill(_LOCKED, {"message": message})
+    return _bare_page("Locked · psigrad", _fill(_LOCKED, {"message": message}))
 
 
 def missing_page() -> str:
     """Return the page for unknown addresses."""
-    return _MISSING
+    return _bare_page("Nothing here · psigrad", _MISSING)
+
+
+def _bare_page(title: str, body: str, head: str = "") -> str:
+    return _fill(_BARE, {"title": title}, head=head, body=body)
 
 
 def _fill(template: str, texts: Mapping[str, str], **markup: str) -> str:
@@ -157,48 +162,25 @@ _DOCUMENT = (
 </html>
 """
 )
-_ENTERED = (
+_BARE = (
     _HEAD
-    + """<title>psigrad studio</title>
-<meta name="csrf" content="[token]">
+    + """<title>[title]</title>
+[head]</head>
+<body class="locked">
+<main>
+<img src="/static/mark.svg" alt="" width="40" height="40">
+[body]
+</main>
+</body>
+</html>
+"""
+)
+_ENTERED = """<meta name="csrf" content="[token]">
 <meta name="home" content="[home]">
 <script type="module" src="/static/enter.js"></script>
-</head>
-<body class="locked">
-<main>
-<img src="/static/mark.svg" alt="" width="40" height="40">
-<p id="said">The studio opens. It needs JavaScript.</p>
-</main>
-</body>
-</html>
 """
-)
-_LOCKED = (
-    _HEAD
-    + """<title>Locked · psigrad</title>
-</head>
-<body class="locked">
-<main>
-<img src="/static/mark.svg" alt="" width="40" height="40">
-<h1>This page stays closed</h1>
+_LOCKED = """<h1>This page stays closed</h1>
 <p>[message]</p>
-<p class="soft">Were you invited to label? <a href="/join">Log in with your name and password</a>.</p>
-</main>
-</body>
-</html>
-"""
-)
-_MISSING = (
-    _HEAD
-    + """<title>Nothing here · psigrad</title>
-</head>
-<body class="locked">
-<main>
-<img src="/static/mark.svg" alt="" width="40" height="40">
-<h1>There is nothing here</h1>
-<p>No page of the studio has this address. <a href="/">Go to its first page</a>.</p>
-</main>
-</body>
-</html>
-"""
-)
+<p class="soft">Were you invited to label? <a href="/join">Log in with your name and password</a>.</p>"""
+_MISSING = """<h1>There is nothing here</h1>
+<p>No page of the studio has this address. <a href="/">Go to its first page</a>.</p>"""

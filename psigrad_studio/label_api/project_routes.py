@@ -15,9 +15,8 @@ from psigrad.errors import UserError
 from psigrad_studio.json_api import RequestForm, json_response
 from psigrad_studio.label_api.store import LabelStore
 from psigrad_studio.label_api.task_routes import ProjectForm
-from psigrad_studio.labels import doubt, intake, people, projects
+from psigrad_studio.labels import doubt, intake, projects
 from psigrad_studio.labels.completion_groups import ROLLOUTS
-from psigrad_studio.labels.database import reads
 from psigrad_studio.labels.intake import TaskOptions
 from psigrad_studio.labels.projects import ProjectSettings
 from psigrad_studio.labels.questions import MOST
@@ -150,13 +149,12 @@ def add_routes(routes: APIRouter, store: LabelStore) -> None:
 
     @routes.get("/runs")
     def runs(request: Request) -> Response:
-        must_administer(store.db, store.asking(request))
+        store.administrator(request)
         return json_response(list(_runs(store.settings.runs)))
 
     @routes.post("/import-run")
     def bring_in_a_run(form: ImportRunForm, request: Request) -> Response:
-        person = store.asking(request)
-        must_administer(store.db, person)
+        person = store.administrator(request)
         if (folder := _runs(store.settings.runs).get(form.run)) is None:
             raise UserError(f"There is no run {form.run!r} with rollouts in the runs folder; choose one from the list.")
         last = 10**9 if form.last is None else form.last
@@ -187,13 +185,6 @@ def _add_pairs(routes: APIRouter, store: LabelStore) -> None:
     @routes.post("/pair")
     def pair(form: PairForm, request: Request) -> Response:
         return json_response(store.send_pair(request, form.project, form.prompt, form.first, form.second))
-
-
-must_administer = reads(people.require_admin)
-"""A function that raises `Forbidden` unless a person is an administrator of the studio.
-
-Runs and models belong to the studio's owner, so admins of single projects have no access to them.
-"""
 
 
 def rows_of(text: str, name: str) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from pydantic import Field
 from psigrad.errors import UserError
 from psigrad_studio.checkpoint_list import Checkpoint, find
 from psigrad_studio.json_api import json_response
-from psigrad_studio.label_api.project_routes import TaskOptionsForm, must_administer, rows_of
+from psigrad_studio.label_api.project_routes import TaskOptionsForm, rows_of
 from psigrad_studio.label_api.store import LabelStore
 from psigrad_studio.label_api.task_routes import ProjectForm
 from psigrad_studio.labels import intake, projects
@@ -114,18 +114,17 @@ def add_routes(routes: APIRouter, store: LabelStore) -> None:
 
     @routes.get("/models")
     def models(request: Request) -> Response:
-        must_administer(store.db, store.asking(request))
+        store.administrator(request)
         return json_response([{"id": c.id, "name": c.name} for c in _models(store).values()])
 
     @routes.get("/sampling")
     def state(request: Request) -> Response:
-        must_administer(store.db, store.asking(request))
+        store.administrator(request)
         return json_response(sampling.job)
 
     @routes.post("/sample")
     def sample(form: SampleForm, request: Request) -> Response:
-        person = store.asking(request)
-        must_administer(store.db, person)
+        person = store.administrator(request)
         projects.info(store.db, person, form.project)
         chosen, rows, making = _models(store).get(form.model), _prompts(form), TaskOptions(**form.making.model_dump())
         if chosen is None:
@@ -139,7 +138,7 @@ def add_routes(routes: APIRouter, store: LabelStore) -> None:
 
     @routes.post("/unsample")
     def unsample(request: Request) -> Response:
-        must_administer(store.db, store.asking(request))
+        store.administrator(request)
         sampling.stop()
         return json_response(sampling.job)
 

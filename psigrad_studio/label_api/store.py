@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from fastapi import Request
 
+from psigrad_studio.json_api import taking_turns
 from psigrad_studio.labels import database, intake, people
-from psigrad_studio.labels.database import Database
+from psigrad_studio.labels.database import Database, reads
 from psigrad_studio.labels.intake import Added
 from psigrad_studio.labels.people import Person
 from psigrad_studio.labels.refusals import Unknown
-from psigrad_studio.security import Refused
 from psigrad_studio.studio_settings import StudioSettings
 
-WAIT_SECONDS = 10.0
+_require_admin = reads(people.require_admin)
 
 
 class LabelStore:
@@ -49,6 +49,15 @@ class LabelStore:
                 self._local = people.local(db)
             return self._local
 
+    def administrator(self, request: Request) -> Person:
+        """Return the person who sent a request. Raises `Forbidden` unless they are an administrator of the studio.
+
+        Runs and models belong to the studio's owner, so admins of single projects have no access to them.
+        """
+        person = self.asking(request)
+        _require_admin(self.db, person)
+        return person
+
     def recognise(self, token: str) -> Person | None:
         """Return the person to whom a session token or an API token belongs; None if it is invalid."""
         try:
@@ -65,17 +74,9 @@ class LabelStore:
         """
         return intake.add_pair(self.db, self.asking(request), project_id, prompt, first, second)
 
-    @contextmanager
-    def slowly(self, *, hashing: bool = False) -> Iterator[None]:
-        """Limit the number of blocks that run at once, for work that takes much time or memory.
+    def slowly(self, *, hashing: bool = False) -> AbstractContextManager[None]:
+        """Limit the number of blocks that run at once, for work that takes much time or memory. See `taking_turns`.
 
-        Others wait, and after a time-out they fail with status 429. Password hashing (`hashing`) has a separate limit, so that
-        slow results do not keep users from logging in.
+        Password hashing (`hashing`) has a separate limit, so that slow results do not keep users from logging in.
         """
-        line = self._hashing if hashing else self._slow
-        if not line.acquire(timeout=WAIT_SECONDS):
-            raise Refused(429, "busy", "The studio is busy; try again in a moment.")
-        try:
-            yield
-        finally:
-            line.release()
+        return taking_turns(self._hashing if hashing else self._slow)

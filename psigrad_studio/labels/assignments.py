@@ -97,10 +97,14 @@ def next_task(session: Session, person: Person, project_id: int) -> ShownTask | 
 
 
 def _open_project(session: Session, person: Person, project_id: int) -> Project:
+    project = _locked_project(session, person, project_id)
+    _must_be_open(project)
+    return project
+
+
+def _locked_project(session: Session, person: Person, project_id: int) -> Project:
     """Return the project, and lock the person's row, so that two calls of one person run one after the other."""
     project = people.require(session, person, project_id, "label")
-    if project.closed_at is not None:
-        raise Conflict(f"Project {project.name!r} is closed; ask its admin to open it again.")
     session.execute(select(User.id).where(User.id == person.id).with_for_update(key_share=True))
     return project
 
@@ -252,8 +256,7 @@ def undo(session: Session, person: Person, project_id: int, key: str, only: int 
     Another call with a new key undoes the previous one. If `only` is the number of a vote, only that vote is taken back. Raises
     `Conflict` if there is nothing to take back, or if the skipped task is now leased to somebody else.
     """
-    project = people.require(session, person, project_id, "label")
-    session.execute(select(User.id).where(User.id == person.id).with_for_update(key_share=True))
+    project = _locked_project(session, person, project_id)
     digest = _digest("undo", project_id, None)
     if (old := _repeated(session, person, key, digest)) is not None:
         return old
@@ -298,8 +301,7 @@ def _mine(session: Session, person: Person, assignment_id: int) -> tuple[Assignm
     assignment = session.get(Assignment, assignment_id)
     if assignment is None or assignment.user_id != person.id:
         raise Missing(f"There is no task {assignment_id} that was shown to {person.name!r}.")
-    project = people.require(session, person, assignment.project_id, "label")
-    session.execute(select(User.id).where(User.id == person.id).with_for_update(key_share=True))
+    project = _locked_project(session, person, assignment.project_id)
     session.refresh(assignment)
     return assignment, project
 

@@ -197,15 +197,3 @@ def rollouts(folder: Path, kind: str | None, steps: range | None, damaged: list[
         yield place, {**row, "completion": answer, "sampler": f"step {row['step']}"}
     if none and damaged:
         raise UserError(f"{damaged[0]} is not a rollout; expected step, prompt and completion.")
-
-
-def by_step(rows: Iterable[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
-    """Yield a list of (place, row) for each run of consecutive rows of one step. A run writes its rows in order of steps."""
-    batch: list[tuple[str, Any]] = []
-    for place, row in rows:
-        if batch and batch[-1][1]["step"] != row["step"]:
-            yield batch
-            batch = []
-        batch.append((place, row))
-    if batch:
-        yield batch

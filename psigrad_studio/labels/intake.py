@@ -143,8 +143,10 @@ def add_run(
     name = name or (path if path.is_dir() else path.parent).resolve().name
     damaged: list[str] = []
     rows = completion_groups.rollouts(path, kind, steps, damaged)
-    batches: Iterable[Iterable[tuple[str, Any]]] = [rows] if across_steps else completion_groups.by_step(rows)
-    _may_add(database, person, project_id)
+    # A run writes its rows in order of steps.
+    steps_of_run = (batch for _, batch in itertools.groupby(rows, key=lambda placed: placed[1]["step"]))
+    batches: Iterable[Iterable[tuple[str, Any]]] = [rows] if across_steps else steps_of_run
+    _kind(database, person, project_id)
     found = [completion_groups.gather(batch, run=name, skip_unusable=True) for batch in batches]
     groups = [group for each in found for group in each.groups.values()]
     return _store_all(database, person, project_id, groups, making) + Added(
@@ -197,11 +199,6 @@ def withdraw(session: Session, person: Person, project_id: int, since: int, unti
     return {"tasks": len(gone), "begun": len(begun)}
 
 
-@reads
-def _kind(session: Session, person: Person, project_id: int) -> str:
-    return people.require(session, person, project_id, "manage").kind
-
-
 def _add_placed(
     database: Database,
     person: Person,
@@ -211,15 +208,18 @@ def _add_placed(
     sampler: str | None,
     run: str | None,
 ) -> Added:
-    _may_add(database, person, project_id)
+    _kind(database, person, project_id)
     found = completion_groups.gather(rows, run=run, sampler=sampler, gold=making.gold)
     return _store_all(database, person, project_id, list(found.groups.values()), making)
 
 
 @reads
-def _may_add(session: Session, person: Person, project_id: int) -> None:
-    """Raise an error unless the person may import. It is called before any file is read, so that strangers learn nothing."""
-    people.require(session, person, project_id, "manage")
+def _kind(session: Session, person: Person, project_id: int) -> str:
+    """Return the kind of the project. Raise an error unless the person may import.
+
+    It is called before any file is read, so that strangers learn nothing.
+    """
+    return people.require(session, person, project_id, "manage").kind
 
 
 def _store_all(database: Database, person: Person, project_id: int, groups: list[PromptGroup], making: TaskOptions) -> Added:

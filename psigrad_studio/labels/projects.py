@@ -101,6 +101,10 @@ class ProjectProgress:
 @writes
 def create(session: Session, person: Person, settings: ProjectSettings) -> int:
     """Create a project with `person` as its admin, and return its number. Raises `Conflict` if the name is taken."""
+    return _create(session, person, settings)
+
+
+def _create(session: Session, person: Person, settings: ProjectSettings) -> int:
     people.require_admin(session, person)
     name = settings.name.strip()
     if session.scalar(select(Project.id).where(Project.name == name)) is not None:
@@ -126,6 +130,21 @@ def mine(session: Session, person: Person) -> list[ProjectInfo]:
     """Return every project that `person` may see, oldest first."""
     found = [_info(session, person, project) for project in session.scalars(select(Project).order_by(Project.id))]
     return [each for each in found if each.may]
+
+
+@writes
+def pairs_project(session: Session, person: Person, name: str, instructions: str) -> int:
+    """Return the number of the project of pairs with this name, and create it if there is none.
+
+    Raises `Conflict` if it is closed, and an error of `people.require` if `person` may not label in it.
+    """
+    project = session.scalar(select(Project).where(Project.name == name))
+    if project is None:
+        return _create(session, person, ProjectSettings(name, instructions=instructions))
+    people.require(session, person, project.id, "label")
+    if project.closed_at is not None:
+        raise Conflict(f"Project {name!r} is closed; ask its admin to open it again.")
+    return project.id
 
 
 @writes

@@ -77,17 +77,16 @@ def _zero(row: Row, group: Sequence[Row]) -> str:
             return "The advantages of its tokens have the mean 0; each is shown below."
         if rewards and math.isclose(own, math.fsum(rewards) / len(rewards), rel_tol=1e-6, abs_tol=1e-9):
             return f"The reward of {shown(own)} equals the mean of its group, so its probability is neither raised nor lowered."
-        if "best" in _neighbours(row, group):
+        if _is_pair(group):
             return "The completion is neither the best nor the worst of its group; only those two are trained on."
         return f"The advantage is 0 though its reward is {shown(own)} and its group's mean is {shown(_mean(rewards))}."
     return "The policy chose none of its tokens (all are masked)."
 
 
-def _neighbours(row: Row, group: Sequence[Row]) -> str:
-    """Return "best and worst" if the advantages look like those of a pair method (one 1, one −1, the others 0), otherwise ""."""
+def _is_pair(group: Sequence[Row]) -> bool:
+    """Return True if the advantages look like those of a pair method: one 1, one −1, the others 0."""
     found = sorted(number(member.get("advantage")) for member in group)
-    pairs = len(found) > 2 and found[0] == -1 and found[-1] == 1 and all(value == 0 for value in found[1:-1])
-    return "best and worst" if pairs else ""
+    return len(found) > 2 and found[0] == -1 and found[-1] == 1 and all(value == 0 for value in found[1:-1])
 
 
 def _by_its_length(row: Row) -> str:

@@ -16,7 +16,7 @@ from psigrad.errors import UserError
 from psigrad.records import run_folder
 from psigrad.records.read import kind_of
 from psigrad_studio.runs.alert_kinds import by_kind
-from psigrad_studio.runs.files import opened
+from psigrad_studio.runs.files import content, opened
 from psigrad_studio.runs.history import History
 from psigrad_studio.runs.rollout_index import RolloutIndex
 from psigrad_studio.runs.run_finder import RunFinder, RunPlace
@@ -127,12 +127,8 @@ class RunCache:
 
     def picture(self, run: str) -> bytes | None:
         """Return the recorded episode as a GIF, if the run has one."""
-        try:
-            with opened(self.place(run).path / PICTURE) as stream:
-                found = stream.read(PICTURE_BYTES + 1)
-        except OSError:
-            return None
-        return found if found[:6] in GIF and len(found) <= PICTURE_BYTES else None
+        found = content(self.place(run).path / PICTURE, PICTURE_BYTES)
+        return found if found[:6] in GIF else None
 
 
 def _begins_as_gif(run: Path) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, HTTPException, Request
@@ -18,10 +19,9 @@ from psigrad.config.nested import flatten
 from psigrad.errors import UserError
 from psigrad.records.signals import SIGNALS
 from psigrad.records.warnings import BY_NAME, RULES
-from psigrad_studio.json_api import RequestForm, json_response
+from psigrad_studio.json_api import RequestForm, json_response, taking_turns
 from psigrad_studio.label_api.store import LabelStore
 from psigrad_studio.labels import projects
-from psigrad_studio.labels.projects import ProjectSettings
 from psigrad_studio.runs import rollout_views
 from psigrad_studio.runs.alert_kinds import alert_of
 from psigrad_studio.runs.curves import curves
@@ -36,8 +36,9 @@ FIRST_ROWS = "first_rows"
 MOST_RUNS, MOST_TABLE, MOST_STREAMS = 40, 10_000, 32
 """The most runs in a request for curves, the most runs in a table, and the most pages that follow runs live."""
 LOOK_SECONDS, STREAM_SECONDS = 0.5, 600.0
-WAIT_SECONDS = 5.0
 OWN_PROJECT = "Sent from runs"
+INSTRUCTIONS = "Which of the two completions answers the prompt better?"
+Work = Callable[[], AbstractContextManager[None]]
 Id = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Row = Annotated[int, Field(ge=0, lt=10**9)]
@@ -110,16 +111,7 @@ class SendForm(GroupForm):
 def router(settings: StudioSettings, labels: LabelStore) -> APIRouter:
     """Return the routes of the runs page."""
     routes, cache = APIRouter(prefix="/api/runs"), RunCache(settings.runs)
-    at_work = threading.BoundedSemaphore(max(2, settings.work_at_once))
-
-    @contextmanager
-    def work() -> Iterator[None]:
-        if not at_work.acquire(timeout=WAIT_SECONDS):
-            raise Refused(429, "busy", "The studio is busy reading; try again in a moment.")
-        try:
-            yield
-        finally:
-            at_work.release()
+    work = partial(taking_turns, threading.BoundedSemaphore(max(2, settings.work_at_once)))
 
     @routes.get("")
     def listed() -> Response:
@@ -160,7 +152,7 @@ def router(settings: StudioSettings, labels: LabelStore) -> APIRouter:
     return routes
 
 
-def _side_by_side(routes: APIRouter, cache: RunCache, work: Any) -> None:
+def _side_by_side(routes: APIRouter, cache: RunCache, work: Work) -> None:
     @routes.post("/table")
     def tabled(form: TableForm) -> Response:
         with work():
@@ -171,14 +163,13 @@ def _side_by_side(routes: APIRouter, cache: RunCache, work: Any) -> None:
         return json_response(cache.notes.put(cache.place(form.run).name, form.tags, form.note))
 
 
-def _completions(routes: APIRouter, cache: RunCache, settings: StudioSettings, labels: LabelStore, work: Any) -> None:
+def _completions(routes: APIRouter, cache: RunCache, settings: StudioSettings, labels: LabelStore, work: Work) -> None:
     @routes.post("/rollouts")
     def rollouts(form: RolloutsForm) -> Response:
         wanted = RolloutQuery(**{name: getattr(form, name) for name in RolloutQuery.__dataclass_fields__})
         with work():
-            return json_response(
-                rollout_views.listed(cache.rollouts(form.run), wanted, form.first, form.count, settings.work_seconds)
-            )
+            index = cache.rollouts(form.run)
+            return json_response(rollout_views.listed(index, wanted, form.first, form.count, settings.work_seconds))
 
     @routes.post("/group")
     def group(form: GroupForm) -> Response:
@@ -191,33 +182,17 @@ def _completions(routes: APIRouter, cache: RunCache, settings: StudioSettings, l
     @routes.get("/projects")
     def offered(request: Request) -> Response:
         found = projects.mine(labels.db, labels.asking(request))
-        return json_response(
-            [
-                {"id": p.id, "name": p.settings.name}
-                for p in found
-                if p.settings.kind == "pair" and "manage" in p.may and p.closed_at is None
-            ]
-        )
+        ready = [p for p in found if p.settings.kind == "pair" and "manage" in p.may and p.closed_at is None]
+        return json_response([{"id": p.id, "name": p.settings.name} for p in ready])
 
     @routes.post("/send")
     def send(form: SendForm, request: Request) -> Response:
-        place, index = cache.place(form.run), cache.rollouts(form.run)
+        place, index, person = cache.place(form.run), cache.rollouts(form.run), labels.asking(request)
         prompt, first, second = rollout_views.pair(index, form.n, form.other, form.generation, place.name)
-        project = form.project or _own_project(labels, request)
+        project = form.project or projects.pairs_project(labels.db, person, OWN_PROJECT, INSTRUCTIONS)
         added = labels.send_pair(request, project, prompt, first, second)
-        return json_response(
-            {"project": project, "name": projects.info(labels.db, labels.asking(request), project).settings.name, **asdict(added)}
-        )
-
-
-def _own_project(labels: LabelStore, request: Request) -> int:
-    """Return the default project for pairs, and create it if it does not exist."""
-    person = labels.asking(request)
-    for one in projects.mine(labels.db, person):
-        if one.settings.name == OWN_PROJECT and one.settings.kind == "pair" and one.closed_at is None:
-            return one.id
-    said = "Which of the two completions answers the prompt better?"
-    return projects.create(labels.db, person, ProjectSettings(OWN_PROJECT, instructions=said))
+        name = projects.info(labels.db, person, project).settings.name
+        return json_response({"project": project, "name": name, **asdict(added)})
 
 
 def _about(cache: RunCache, run: str, seconds: float) -> dict[str, Any]:

@@ -3,16 +3,8 @@ import { el } from "./dom.js";
 
 const SESSION = "psigrad-session";
 
-/** Keep the token of a new session where only pages from this port can read it. */
+/** Keep the token of a new session where only pages from this port can read it. Nobody gets past this with storage blocked. */
 export const keepSession = (token) => localStorage.setItem(SESSION, token);
-
-function token() {
-  try {
-    return localStorage.getItem(SESSION) ?? "";
-  } catch {
-    return "";
-  }
-}
 
 async function answered(response) {
   const type = response.headers.get("content-type") ?? "";
@@ -26,7 +18,7 @@ async function answered(response) {
 
 async function fetched(path, options) {
   try {
-    const headers = { ...options.headers, "x-psigrad-csrf": token() };
+    const headers = { ...options.headers, "x-psigrad-csrf": localStorage.getItem(SESSION) ?? "" };
     return await fetch(path, { ...options, headers, credentials: "same-origin", redirect: "error" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
@@ -48,6 +40,21 @@ const posted = (content, signal) => ({
 
 /** POST of an object as JSON, answered by an object. */
 export const post = (path, content, signal) => asked(path, posted(content, signal));
+
+export const pause = (milliseconds) => new Promise((ready) => setTimeout(ready, milliseconds));
+
+/** What `ask` resolves to. After an error that `passing` accepts it asks again, after each of the `waits` in milliseconds. */
+export async function persistently(ask, waits, passing) {
+  for (const wait of waits) {
+    try {
+      return await ask();
+    } catch (error) {
+      if (!passing(error)) throw error;
+      await pause(wait);
+    }
+  }
+  return ask();
+}
 
 async function file(path) {
   const response = await fetched(path, {});

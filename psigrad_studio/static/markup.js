@@ -1,6 +1,6 @@
 // Markdown and formulas of other people's and models' texts, as elements. marked reads the text, temml makes MathML of formulas;
 // what becomes an element is listed here, and everything else is shown as it was written: tags, pictures, the addresses of links.
-import { el } from "./dom.js";
+import { el, wide } from "./dom.js";
 import { Marked } from "./vendor/marked/marked.esm.js";
 
 const FORMULAS = 200, LONGEST_FORMULA = 4000;
@@ -75,75 +75,48 @@ export async function formulas(waiting) {
   }
 }
 
-const blocks = (tokens, waiting) => tokens.map((token) => block(token, waiting)).filter(Boolean);
+/** What an element is made of each kind of block. */
+const BLOCKS = {
+  space: () => "",
+  // no heading of the page: it would stand in its outline
+  heading: ({ depth }, inside) => el("p", { class: `heading depth-${Math.min(4, depth)}` }, ...inside()),
+  paragraph: (_, inside) => el("p", {}, ...inside()),
+  text: (token, inside) => el("span", {}, ...(token.tokens ? inside() : [plain(token.text)])),
+  code: ({ lang, text }) => el("div", { class: "code" }, lang && el("span", { class: "language" }, lang),
+    el("pre", { tabindex: "0", role: "group", "aria-label": `Code${lang ? `, ${lang}` : ""}` }, el("code", {}, text))),
+  blockquote: ({ tokens }, _, waiting) => el("blockquote", {}, ...blocks(tokens, waiting)),
+  list: ({ ordered, start, items }, _, waiting) => el(ordered ? "ol" : "ul", { start: ordered && start !== 1 && String(Number(start)) },
+    ...items.map(({ tokens }) => el("li", {}, ...blocks(tokens, waiting)))),
+  checkbox: ({ checked }) => el("span", {}, checked ? "☑ " : "☐ "),
+  table: (token, _, waiting) => table(token, waiting),
+  hr: () => el("hr"),
+  formula: (token, _, waiting) => el("p", { class: "display" }, waitingFor(token, waiting)),
+};
 
-function block(token, waiting) {
-  const inside = () => inline(token.tokens ?? [], waiting);
-  switch (token.type) {
-    case "space":
-      return null;
-    case "heading":
-      // no heading of the page: it would stand in its outline
-      return el("p", { class: `heading depth-${Math.min(4, token.depth)}` }, ...inside());
-    case "paragraph":
-      return el("p", {}, ...inside());
-    case "text":
-      return el("span", {}, ...(token.tokens ? inside() : [plain(token.text)]));
-    case "code":
-      return el("div", { class: "code" }, token.lang ? el("span", { class: "language" }, token.lang) : null,
-        el("pre", { tabindex: "0", role: "group", "aria-label": `Code${token.lang ? `, ${token.lang}` : ""}` }, el("code", {}, token.text)));
-    case "blockquote":
-      return el("blockquote", {}, ...blocks(token.tokens, waiting));
-    case "list":
-      return el(token.ordered ? "ol" : "ul", { start: token.ordered && token.start !== 1 ? String(Number(token.start)) : null },
-        ...token.items.map((item) => el("li", {}, ...blocks(item.tokens, waiting))));
-    case "checkbox":
-      return el("span", {}, token.checked ? "☑ " : "☐ ");
-    case "table":
-      return table(token, waiting);
-    case "hr":
-      return el("hr");
-    case "formula":
-      return el("p", { class: "display" }, waitingFor(token, waiting));
-    default:
-      return el("p", { class: "as-written" }, token.raw);
-  }
-}
+/** What is made of each kind of text inside a block. */
+const SPANS = {
+  text: (token, inside) => (token.tokens ? el("span", {}, ...inside()) : plain(token.text)),
+  escape: ({ text }) => text,
+  strong: (_, inside) => el("strong", {}, ...inside()),
+  em: (_, inside) => el("em", {}, ...inside()),
+  del: (_, inside) => el("s", {}, ...inside()),
+  codespan: ({ text }) => el("code", {}, text),
+  br: () => el("br"),
+  // where it leads is said and not followed
+  link: ({ autolink, href, text }, inside) =>
+    el("span", { class: "link" }, ...inside(), !autolink && href !== text && el("span", { class: "soft" }, ` (${href})`)),
+  formula: (token, _, waiting) => waitingFor(token, waiting),
+};
+
+/** The node of a token; undefined for kinds that are not listed. */
+const made = (kinds, token, waiting) => kinds[token.type]?.(token, () => inline(token.tokens ?? [], waiting), waiting);
+const blocks = (tokens, waiting) => tokens.map((token) => made(BLOCKS, token, waiting) ?? el("p", { class: "as-written" }, token.raw)).filter(Boolean);
+const inline = (tokens, waiting) => tokens.map((token) => made(SPANS, token, waiting) ?? token.raw);
 
 function table({ header, rows }, waiting) {
   const cell = (tag, { tokens, align }) => el(tag, { class: align ? `to-${align}` : null, scope: tag === "th" ? "col" : null }, ...inline(tokens, waiting));
-  return el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Table" }, el("table", {},
-    el("thead", {}, el("tr", {}, ...header.map((each) => cell("th", each)))),
-    el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((each) => cell("td", each)))))));
-}
-
-const inline = (tokens, waiting) => tokens.map((token) => span(token, waiting));
-
-function span(token, waiting) {
-  const inside = () => inline(token.tokens ?? [], waiting);
-  switch (token.type) {
-    case "text":
-      return token.tokens ? el("span", {}, ...inside()) : plain(token.text);
-    case "escape":
-      return token.text;
-    case "strong":
-      return el("strong", {}, ...inside());
-    case "em":
-      return el("em", {}, ...inside());
-    case "del":
-      return el("s", {}, ...inside());
-    case "codespan":
-      return el("code", {}, token.text);
-    case "br":
-      return el("br");
-    case "link":
-      // where it leads is said and not followed
-      return el("span", { class: "link" }, ...inside(), token.autolink || token.href === token.text ? null : el("span", { class: "soft" }, ` (${token.href})`));
-    case "formula":
-      return waitingFor(token, waiting);
-    default:
-      return token.raw;
-  }
+  const line = (tag, cells) => el("tr", {}, ...cells.map((each) => cell(tag, each)));
+  return wide("Table", el("table", {}, el("thead", {}, line("th", header)), el("tbody", {}, ...rows.map((row) => line("td", row)))));
 }
 
 function waitingFor({ raw, text, display }, waiting) {

@@ -8,19 +8,8 @@ const MARKUP = /[*_`#>|~$\\]|\[[^\]]*\]|^\s*(?:[-+]|\d{1,9}[.)])\s|https?:/m;
 const LONGEST = 20_000;
 
 /** rendered or written. */
-export function chosen() {
-  try {
-    return localStorage.getItem(KEPT) === "written" ? "written" : "rendered";
-  } catch {
-    return "rendered";
-  }
-}
-
-export function choose(reading) {
-  try {
-    localStorage.setItem(KEPT, reading);
-  } catch { /* it holds for this page only */ }
-}
+export const chosen = () => (localStorage.getItem(KEPT) === "written" ? "written" : "rendered");
+export const choose = (reading) => localStorage.setItem(KEPT, reading);
 
 /** A text as it was written, with the blanks at its ends marked. */
 export function written(text) {

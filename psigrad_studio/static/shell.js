@@ -1,9 +1,9 @@
 // What every page has: the theme switch, and the way past the navigation.
-import { svg } from "./dom.js";
+import { $, svg } from "./dom.js";
 
 const SUN = "M10 6a4 4 0 1 1 0 8 4 4 0 0 1 0-8zM9.2 1h1.6v3H9.2zM9.2 16h1.6v3H9.2zM1 9.200h3v1.6H1zM16 9.200h3v1.6h-3zM3.100 4.200l1.100-1.100 2.100 2.100-1.100 1.100zM13.700 14.800l1.100-1.100 2.100 2.100-1.100 1.100zM3.100 15.800l2.100-2.100 1.100 1.100-2.100 2.100zM13.700 5.200l2.100-2.100 1.100 1.100-2.100 2.100z";
 const MOON = "M12.500 2.200a8 8 0 1 0 5.300 10.100A6.600 6.600 0 0 1 12.500 2.200z";
-const button = document.getElementById("theme");
+const button = $("theme");
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
 const current = () => document.documentElement.dataset.theme ?? (dark.matches ? "dark" : "light");
@@ -18,9 +18,7 @@ function label() {
 button.addEventListener("click", () => {
   const next = current() === "dark" ? "light" : "dark";
   document.documentElement.dataset.theme = next;
-  try {
-    localStorage.setItem("psigrad-theme", next);
-  } catch { /* it holds for this page only */ }
+  localStorage.setItem("psigrad-theme", next);
   label();
 });
 dark.addEventListener("change", label);
@@ -29,5 +27,5 @@ label();
 // the fragment of an address is the page's own, so the link must not write there
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
-  document.getElementById("main").focus();
+  $("main").focus();
 });

@@ -138,7 +138,7 @@ def test_two_answers_are_compared_by_keyboard_alone(opened):
     assert page.evaluate("document.activeElement.id") == "message"
     ended(page, "Stored.")
     page.get_by_role("button", name="Undo").click()
-    expect(page.locator(".verdict")).to_contain_text("Undone")
+    expect(page.locator(".verdict")).to_contain_text("Choice undone. It is not stored.")
     ended(page, "Undone.")
 
 

@@ -17,10 +17,8 @@ from typing import Any
 from scratch import MEMORY
 from timing import PATIENCE
 
-from psigrad_studio import grid_routes
+from psigrad_studio import json_api
 from psigrad_studio.app import create_app
-from psigrad_studio.label_api import store
-from psigrad_studio.runs import run_routes
 from psigrad_studio.serve import listen
 from psigrad_studio.sessions import Sessions
 from psigrad_studio.studio_settings import StudioSettings
@@ -28,8 +26,7 @@ from psigrad_studio.web_server import server
 
 # Where a limit is not what a test is about, nothing that stands still for a while runs into it.
 UNHURRIED = {"work_seconds": PATIENCE, "header_seconds": PATIENCE, "body_seconds": PATIENCE}
-for _routes in (grid_routes, run_routes, store):
-    _routes.WAIT_SECONDS = PATIENCE
+json_api.WAIT_SECONDS = PATIENCE
 
 
 @dataclass

@@ -1,5 +1,5 @@
 // One question with its answer, or with two. While an answer is written it is plain text; its Markdown is rendered at the end.
-import { el } from "../dom.js";
+import { button, cap, el } from "../dom.js";
 import { compared, read } from "../reading.js";
 
 const ENDINGS = { stop: "ended by itself", length: "cut by the limit", stopped: "stopped" };
@@ -69,20 +69,18 @@ export class Exchange {
 
   ask(choose, skip) {
     const buttons = OFFERED.map(([choice, title, key]) =>
-      el("button", { type: "button", "data-choice": choice, "aria-keyshortcuts": key, onclick: () => choose(choice) }, title, el("kbd", { "aria-hidden": "true" }, key)));
+      button({ "data-choice": choice, "aria-keyshortcuts": key, onclick: () => choose(choice) }, title, cap(key)));
+    const differ = button({ class: "quiet", "aria-pressed": "false", "aria-keyshortcuts": "D", onclick: () => this.differ() }, "Difference", cap("D"));
     this.choices.replaceChildren(
       el("div", { class: "row", role: "group", "aria-label": "Which answer is better?" }, ...buttons),
-      el("div", { class: "row" },
-        el("button", { type: "button", class: "quiet", "aria-pressed": "false", "aria-keyshortcuts": "D", onclick: (event) => this.differ(event.currentTarget) },
-          "Difference", el("kbd", { "aria-hidden": "true" }, "D")),
-        el("button", { type: "button", class: "quiet", onclick: skip }, "Skip")));
+      el("div", { class: "row" }, differ, button({ class: "quiet", onclick: skip }, "Skip")));
     this.choices.scrollIntoView({ block: "center" });
   }
 
   /** Show the difference of the two answers, or the answers again. */
-  differ(button = this.choices.querySelector("[aria-pressed]")) {
-    const differ = button.getAttribute("aria-pressed") === "false";
-    button.setAttribute("aria-pressed", String(differ));
+  differ() {
+    const pressed = this.choices.querySelector("[aria-pressed]"), differ = pressed.getAttribute("aria-pressed") === "false";
+    pressed.setAttribute("aria-pressed", String(differ));
     this.again(differ);
   }
 
@@ -100,6 +98,6 @@ export class Exchange {
 
   leave(verdict, undo = null) {
     this.node.classList.add("out");
-    this.choices.replaceChildren(el("p", { class: "verdict" }, verdict), ...(undo ? [el("button", { type: "button", class: "quiet", onclick: undo }, "Undo")] : []));
+    this.choices.replaceChildren(el("p", { class: "verdict" }, verdict), ...(undo ? [button({ class: "quiet", onclick: undo }, "Undo")] : []));
   }
 }

@@ -1,10 +1,9 @@
 // The chat page: a conversation with one model, or with two that stay unnamed until one is chosen.
 import { events, get, post } from "../api.js";
-import { el, notice } from "../dom.js";
+import { $, button, el, notice } from "../dom.js";
 import { choose as chooseReading, chosen as chosenReading } from "../reading.js";
 import { Exchange } from "./exchange.js";
 
-const $ = (id) => document.getElementById(id);
 const CHOICES = { 1: "left", 2: "right", 3: "tie", 4: "both_bad" };
 
 const exchanges = []; // all that are on the page
@@ -24,14 +23,10 @@ const { models } = await get("/api/chat/models");
 for (const select of [$("first"), $("second")]) {
   const groups = new Map();
   for (const { id, name, run } of models) {
-    if (run !== null && !groups.has(run)) {
-      const group = document.createElement("optgroup");
-      group.label = run;
-      groups.set(run, group);
-      select.append(group);
-    }
+    if (run !== null && !groups.has(run)) groups.set(run, el("optgroup", { label: run }));
     (groups.get(run) ?? select).append(new Option(name, id));
   }
+  select.append(...groups.values());
 }
 // what was trained last, and the run before it
 const finals = models.filter(({ run, step }) => run !== null && step === null);
@@ -189,7 +184,7 @@ function skip() {
 function fresh() {
   if (writing) stop();
   const was = { open, talk: [...talk], exchanges: [...exchanges], nodes: [...$("log").childNodes] };
-  const back = el("button", { type: "button", class: "quiet", onclick: () => {
+  function restore() {
     open = was.open;
     talk.push(...was.talk);
     exchanges.push(...was.exchanges);
@@ -198,11 +193,11 @@ function fresh() {
     say("The conversation is restored.");
     draw();
     $("message").focus();
-  } }, "Undo");
+  }
   open = null;
   talk.length = exchanges.length = 0;
   $("log").replaceChildren();
-  $("nothing").replaceChildren(...(was.nodes.length ? ["A new conversation. ", back] : ["No messages yet."]));
+  $("nothing").replaceChildren(...(was.nodes.length ? ["A new conversation. ", button({ class: "quiet", onclick: restore }, "Undo")] : ["No messages yet."]));
   $("nothing").hidden = false;
   say("");
   draw();

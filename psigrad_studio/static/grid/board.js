@@ -24,10 +24,7 @@ export const named = (piece) =>
  */
 export class Board {
   constructor(label, told) {
-    this.told = told;
-    this.focused = [0, 0];
-    this.cells = [];
-    this.size = "";
+    Object.assign(this, { told, focused: [0, 0], cells: [], size: "" });
     this.node = el("div", { role: "grid", class: "board", "aria-label": label, "aria-describedby": "board-help" });
     this.path = svg("polyline", { class: "path" });
     this.overlay = svg("svg", { class: "overlay", "aria-hidden": "true", preserveAspectRatio: "none" }, this.path);
@@ -99,7 +96,7 @@ export class Board {
     node.dataset.actions = String(actions);
   }
 
-  /** The way of the last episode, where there is one. */
+  /** The way of the last episode, if there is one. */
   drawPath(world, frame) {
     const states = frame?.episode?.states ?? [];
     const point = (state) => `${(state % world.columns) + 0.5},${Math.floor(state / world.columns) + 0.5}`;

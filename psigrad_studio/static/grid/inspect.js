@@ -1,5 +1,5 @@
 // One cell's backup in numbers, as the server computed it.
-import { el } from "../dom.js";
+import { el, wide } from "../dom.js";
 import { named, short, signed, spoken } from "./board.js";
 
 const ARROWS = ["↑", "→", "↓", "←"];
@@ -35,7 +35,7 @@ function modelled(answer, family) {
   const [name, backup] = answer.expected === null ? ["max Q", best] : ["Σ π · Q", answer.expected];
   const result = el("p", { class: "result" }, `${name} = `, el("b", {}, four(backup)), `; the grid shows ${four(answer.value)}`);
   const title = family === "planning" ? "From the values on the grid" : "With the model, for comparison";
-  return [el("h3", {}, title), el("div", { class: "wide" }, el("table", {}, el("thead", {}, head), el("tbody", {}, ...rows))), result];
+  return [el("h3", {}, title), wide(title, el("table", {}, el("thead", {}, head), el("tbody", {}, ...rows))), result];
 }
 
 const outcome = (o, gamma) => {

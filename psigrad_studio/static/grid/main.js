@@ -1,6 +1,6 @@
 // The grid page: one state, drawn again after every change.
 import { get, post } from "../api.js";
-import { el, notice } from "../dom.js";
+import { $, el, notice } from "../dom.js";
 import { named, spoken } from "./board.js";
 import { Chart } from "./chart.js";
 import { inspection } from "./inspect.js";
@@ -9,7 +9,6 @@ import { History, initial, MOST_PANELS, read, written } from "./state.js";
 import { bounded, copy, paced, say } from "./tools.js";
 import { LARGEST, LAYOUTS, World } from "./world.js";
 
-const $ = (id) => document.getElementById(id);
 const SLIDERS = ["discount", "slip", "cost", "exploration", "stepSize"];
 const COUNTS = ["sweeps", "episodes", "seed"];
 const END = 10_000;
@@ -362,7 +361,7 @@ window.addEventListener("hashchange", () => {
 });
 
 function turn(which) {
-  const there = history_[which](moment());
+  const there = history_.turn(which, moment());
   if (there === undefined) return;
   stop();
   carried = null;

@@ -1,5 +1,5 @@
 // One algorithm on the shared world: its name, its board, and what its playback shows at this step.
-import { el } from "../dom.js";
+import { button, el } from "../dom.js";
 import { Board, signed } from "./board.js";
 import { number } from "./chart.js";
 import { Playback } from "./playback.js";
@@ -10,26 +10,16 @@ export class Panel {
   /** `told` as of Board, and also: replace(name), remove(), loaded(). */
   constructor(index, algorithm, algorithms, told) {
     Object.assign(this, { index, algorithm, algorithms, told, playback: null, warm: null });
-    this.board = new Board(`${algorithms.get(algorithm).title} on the grid world`, told);
+    this.board = new Board(`${this.title} on the grid world`, told);
+    const option = ([name, { title }]) => el("option", { value: name, selected: name === algorithm }, title);
     const groups = FAMILIES.map(([family, label]) =>
-      el(
-        "optgroup",
-        { label },
-        ...[...algorithms].filter(([, a]) => a.family === family).map(([name, a]) => el("option", { value: name, selected: name === algorithm }, a.title)),
-      ),
-    );
+      el("optgroup", { label }, ...[...algorithms].filter(([, a]) => a.family === family).map(option)));
     this.select = el("select", { "aria-label": `Algorithm ${index + 1}`, onchange: () => told.replace(this.select.value) }, ...groups);
-    this.removal = el("button", { type: "button", class: "quiet", "aria-label": `Remove ${algorithms.get(algorithm).title}`, onclick: () => told.remove() }, "Remove");
+    this.removal = button({ class: "quiet", "aria-label": `Remove ${this.title}`, onclick: () => told.remove() }, "Remove");
     this.caption = el("p", { class: "caption" });
     this.failure = el("p", { class: "failure", hidden: true });
-    this.node = el(
-      "section",
-      { class: "panel", "aria-label": algorithms.get(algorithm).title },
-      el("div", { class: "row between" }, this.select, this.removal),
-      this.board.wrap,
-      this.caption,
-      this.failure,
-    );
+    const head = el("div", { class: "row between" }, this.select, this.removal);
+    this.node = el("section", { class: "panel", "aria-label": this.title }, head, this.board.wrap, this.caption, this.failure);
   }
 
   get family() {

@@ -1,27 +1,15 @@
 // A playback: the frames of an algorithm, fetched from the server in pieces as they are needed.
-import { post } from "../api.js";
+import { persistently, post } from "../api.js";
 
-const FIRST = 20, NEAR = 30, AHEAD = 60, ATTEMPTS = 6;
-
-/** Ask again when the studio says that it is asked too much. */
-async function patiently(ask) {
-  for (let attempt = 1; ; attempt += 1) {
-    try {
-      return await ask();
-    } catch (error) {
-      if (error.status !== 429 || attempt === ATTEMPTS) throw error;
-      await new Promise((later) => setTimeout(later, 500 * attempt));
-    }
-  }
-}
+const FIRST = 20, NEAR = 30, AHEAD = 60;
+/** How long to wait, again and again, when the studio says that it is asked too much. */
+const WAITS = [500, 1000, 1500, 2000, 2500];
 
 export class Playback {
   /** `request` is the server's form without first and count; `whole` asks for all at once; `changed` is called after every piece. */
   constructor(request, whole, changed) {
     Object.assign(this, { request, whole, changed, frames: [], length: 0, ended: false, note: "", target: [], map: "", failure: null });
-    this.stopped = new AbortController();
-    this.wanted = 0;
-    this.loading = null;
+    Object.assign(this, { stopped: new AbortController(), wanted: 0, loading: null });
   }
 
   /** Resolves when frame `index` is there, or the playback has ended before it, or cannot be made. */
@@ -59,7 +47,8 @@ export class Playback {
         const first = this.frames.length;
         const ahead = this.whole ? 400 : first === 0 ? FIRST : AHEAD;
         const count = Math.min(400, this.wanted - first + 1 + ahead);
-        const answer = await patiently(() => post("/api/grid/frames", { ...this.request, first, count }, this.stopped.signal));
+        const ask = () => post("/api/grid/frames", { ...this.request, first, count }, this.stopped.signal);
+        const answer = await persistently(ask, WAITS, (error) => error.status === 429);
         this.frames.push(...answer.frames);
         this.ended = answer.ended && this.frames.length >= answer.known;
         this.length = answer.length ?? this.frames.length;

@@ -14,6 +14,7 @@ const NUMBERS = {
   at: ["at", 0, 0, 10_000, true],
 };
 export const MOST_PANELS = 4;
+const MOST_MOMENTS = 200;
 
 export const initial = () => ({
   map: DEFAULT,
@@ -40,15 +41,7 @@ export function written(state) {
 /** The state of a fragment, and sentences about what could not be read. */
 export function read(fragment, algorithms) {
   const state = initial(), complaints = [];
-  for (const part of fragment.replace(/^#/, "").split("&").filter(Boolean)) {
-    const cut = part.indexOf("=");
-    const name = cut < 0 ? part : part.slice(0, cut);
-    let value;
-    try {
-      value = decodeURIComponent(part.slice(cut + 1));
-    } catch {
-      value = "";
-    }
+  for (const [name, value] of new URLSearchParams(fragment.replace(/^#/, ""))) {
     try {
       understand(state, name, value, algorithms);
     } catch (error) {
@@ -61,7 +54,7 @@ export function read(fragment, algorithms) {
 }
 
 function understand(state, name, value, algorithms) {
-  if (name in NUMBERS && Object.hasOwn(NUMBERS, name)) {
+  if (Object.hasOwn(NUMBERS, name)) {
     const [field, , least, most, whole] = NUMBERS[name];
     const number = value.trim() === "" ? NaN : Number(value);
     if (!Number.isFinite(number)) throw new Error(`The address has ${name}=${value.slice(0, 20)}; expected a number.`);
@@ -86,26 +79,18 @@ function understand(state, name, value, algorithms) {
 
 /** Undo and redo: what was there before each change, newest last. */
 export class History {
-  constructor(most = 200) {
-    Object.assign(this, { most, past: [], future: [] });
-  }
+  past = [];
+  future = [];
 
   /** Remember what is about to change. */
   push(moment) {
-    this.past.push(moment);
-    this.past.splice(0, this.past.length - this.most);
+    this.past = [...this.past, moment].slice(-MOST_MOMENTS);
     this.future = [];
   }
 
-  undo(present) {
-    return this.turn(this.past, this.future, present);
-  }
-
-  redo(present) {
-    return this.turn(this.future, this.past, present);
-  }
-
-  turn(from, to, present) {
+  /** What was there before ("undo") or after ("redo") the present, which is remembered on the other side. */
+  turn(which, present) {
+    const [from, to] = which === "undo" ? [this.past, this.future] : [this.future, this.past];
     const moment = from.pop();
     if (moment !== undefined) to.push(present);
     return moment;

@@ -1,11 +1,11 @@
 // Small helpers of the controls.
-import { notice } from "../dom.js";
+import { $, notice } from "../dom.js";
 
 let pending;
 
 /** To whoever listens instead of looking; `late` waits until things have settled. */
 export function say(text, late = false) {
-  const box = document.getElementById("status");
+  const box = $("status");
   clearTimeout(pending);
   const speak = () => { if (box.textContent !== text) box.textContent = text; };
   if (late) pending = setTimeout(speak, 600);

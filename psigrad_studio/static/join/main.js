@@ -1,7 +1,7 @@
 // Comes in by an invite, or logs in. The invite's token stands behind the # and leaves the address bar at once.
 import { keepSession, post } from "../api.js";
+import { $ } from "../dom.js";
 
-const $ = (id) => document.getElementById(id);
 const token = location.hash.slice(1);
 // shows that this browser was logged in before, so that guesses from elsewhere do not lock its user out
 const DEVICE = "psigrad-device";

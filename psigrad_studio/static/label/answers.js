@@ -1,12 +1,11 @@
 // The controls of each kind of question. Each is {node, key(event), read(reading)} and says `give(answer)` when the person has decided.
-import { el } from "../dom.js";
+import { button, cap, el } from "../dom.js";
 import { GRADES } from "./grades.js";
 import { sheet } from "./questions.js";
 import * as texts from "./texts.js";
 
 export const LETTERS = "ABCDEFGHIJKL";
-const hint = (key) => el("kbd", { "aria-hidden": "true" }, key);
-const press = (key, label, onclick, attributes) => el("button", { type: "button", onclick, ...attributes }, el("span", {}, label), hint(key));
+const press = (key, label, onclick, attributes) => button({ onclick, ...attributes }, el("span", {}, label), cap(key));
 
 /** Controls for a task of a project; `read(reading)` of them shows the completions rendered, written, or by their difference. */
 export function controls(project, task, give) {
@@ -23,13 +22,8 @@ export function controls(project, task, give) {
 
 function card(letter, at, extra = {}) {
   const label = letter === null ? "The completion" : `Completion ${letter}`;
-  const head = letter === null ? null : el("header", {}, el("span", { class: "letter", "aria-hidden": "true" }, letter), ...(extra.tools ?? []));
-  return el(
-    "article",
-    { class: "completion card", "aria-label": label, ...extra.attributes },
-    head,
-    el("div", { class: "words", "data-at": at, ...extra.words }),
-  );
+  const head = letter && el("header", {}, el("span", { class: "letter", "aria-hidden": "true" }, letter), ...(extra.tools ?? []));
+  return el("article", { class: "completion card", "aria-label": label }, head, el("div", { class: "words", "data-at": at, ...extra.words }));
 }
 
 /** What a project's own questions are about, and their sheet below it. */
@@ -78,31 +72,18 @@ function pair(project, task, give) {
     return true;
   }
 
-  const node = el(
-    "div",
-    { class: "pair" },
-    el("div", { class: "sides" }, ...cards),
-    el("div", { class: "dock" }, el("div", { class: "choices", role: "group", "aria-label": "Your answer" }, ...Object.values(buttons)), scale),
-  );
-  return { node, key };
+  const choices = el("div", { class: "choices", role: "group", "aria-label": "Your answer" }, ...Object.values(buttons));
+  return { node: el("div", { class: "pair" }, el("div", { class: "sides" }, ...cards), el("div", { class: "dock" }, choices, scale)), key };
 }
 
 // ---- one on a scale
 
 function rating(project, task, give) {
   const top = Number(project.kind.split("-")[1]);
-  const marks = Array.from({ length: top }, (_, i) =>
-    press((i + 1) % 10, i + 1, () => give({ rating: i + 1 }), { "aria-label": `${i + 1} of ${top}` }),
-  );
-  if (top === 5) marks.forEach((mark) => mark.querySelector("kbd").remove());
-  else marks.slice(0, 9).forEach((mark) => mark.querySelector("kbd").remove());
-  const scale = el(
-    "div",
-    { class: "scale", role: "group", "aria-label": `Rating from 1 to ${top}` },
-    el("span", { class: "soft" }, "bad"),
-    ...marks,
-    el("span", { class: "soft" }, "good"),
-  );
+  const marks = Array.from({ length: top }, (_, i) => button(
+    { onclick: () => give({ rating: i + 1 }), "aria-label": `${i + 1} of ${top}` }, el("span", {}, i + 1), i === 9 && cap(0)));
+  const [bad, good] = ["bad", "good"].map((word) => el("span", { class: "soft" }, word));
+  const scale = el("div", { class: "scale", role: "group", "aria-label": `Rating from 1 to ${top}` }, bad, ...marks, good);
   function key(event) {
     if (!/^[0-9]$/.test(event.key)) return false;
     const value = event.key === "0" ? 10 : Number(event.key);
@@ -124,27 +105,18 @@ function ranking(project, task, give) {
 
   function item(index) {
     const letter = LETTERS[index];
-    const tool = (sign, label, act) =>
-      el("button", { type: "button", class: "icon quiet", "aria-label": `${label} ${letter}`, title: label, onclick: () => act() }, sign);
+    const tool = (sign, label, onclick) => button({ class: "icon quiet", "aria-label": `${label} ${letter}`, title: label, onclick }, sign);
+    const rank = el("span", { class: "rank soft" });
     const equals = project.ties ? tool("=", "As good as the one above:", () => toggle(index)) : null;
-    const tools = [
-      el("span", { class: "rank soft" }),
-      el("span", { class: "grow" }),
-      equals,
-      tool("↑", "Move up", () => move(index, -1)),
-      tool("↓", "Move down", () => move(index, 1)),
-    ];
-    const node = el(
-      "li",
-      { tabindex: "-1", "data-index": index },
-      card(letter, index, { tools, words: { tabindex: "0", role: "group", "aria-label": `Text of ${letter}` } }),
-    );
-    return { node, equals, rank: node.querySelector(".rank") };
+    const tools = [rank, el("span", { class: "grow" }), equals, tool("↑", "Move up", () => move(index, -1)), tool("↓", "Move down", () => move(index, 1))];
+    const words = { tabindex: "0", role: "group", "aria-label": `Text of ${letter}` };
+    const node = el("li", { tabindex: "-1", "data-index": index }, card(letter, index, { tools, words }));
+    return { node, equals, rank };
   }
 
   const at = (index) => rows.findIndex((row) => row.index === index);
-  const ranks = () =>
-    rows.map((row, i) => (i > 0 && row.equal ? null : i + 1)).map((rank, i, all) => rank ?? all.slice(0, i).findLast((r) => r !== null));
+  /** The rank of each row: its place, or that of the row above that it equals. */
+  const ranks = () => rows.reduce((found, row, i) => [...found, i > 0 && row.equal ? found[i - 1] : i + 1], []);
 
   function draw(focus) {
     rows[0].equal = false;
@@ -164,8 +136,7 @@ function ranking(project, task, give) {
   }
 
   function move(index, by) {
-    const from = at(index),
-      to = from + by;
+    const from = at(index), to = from + by;
     if (to < 0 || to >= rows.length) return;
     const [row] = rows.splice(from, 1);
     // a row that says "as the one above" must not change what it means
@@ -184,19 +155,14 @@ function ranking(project, task, give) {
   }
 
   function submit() {
-    const places = ranks(),
-      answer = [];
-    rows.forEach((row, i) => {
-      answer[row.index] = places[i];
-    });
-    give({ ranks: answer });
+    const places = ranks();
+    give({ ranks: task.completions.map((_, index) => places[at(index)]) });
   }
 
   const focused = () => Number(document.activeElement?.closest?.("li[data-index]")?.dataset.index ?? NaN);
 
   function key(event) {
-    const index = focused(),
-      name = event.key;
+    const index = focused(), name = event.key;
     if (name === "Enter") submit();
     else if (name === "ArrowUp" || name === "ArrowDown") {
       const by = name === "ArrowUp" ? -1 : 1;
@@ -210,6 +176,6 @@ function ranking(project, task, give) {
   }
 
   draw();
-  const send = el("button", { type: "button", class: "primary", onclick: submit }, el("span", {}, "Submit this order"), hint("Enter"));
+  const send = press("Enter", "Submit this order", submit, { class: "primary" });
   return { node: el("div", { class: "ranking" }, list, said, el("div", { class: "dock choices" }, send)), key };
 }

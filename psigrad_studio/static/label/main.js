@@ -1,15 +1,14 @@
 // The labelling page: which project and which part of it is open stands in the address.
 import { get, post } from "../api.js";
-import { el, notice } from "../dom.js";
+import { $, el, notice } from "../dom.js";
 import { read } from "../reading.js";
 import { account } from "./account.js";
 import { material } from "./material.js";
 import { people } from "./people.js";
 import { asks, projectForm } from "./projects.js";
 import { results } from "./results.js";
-import { Work } from "./work.js";
+import { done, loggedOut, Work } from "./work.js";
 
-const $ = (id) => document.getElementById(id);
 const PARTS = {
   work: ["Label", "label"],
   results: ["Results", "results"],
@@ -18,15 +17,7 @@ const PARTS = {
   settings: ["Settings", "manage"],
 };
 
-let me = null;
-let projects = [];
-let working = null;
-let turn = 0;
-
-function where() {
-  const given = new URLSearchParams(location.hash.slice(1));
-  return { project: Number(given.get("project")) || null, part: given.get("part") };
-}
+let me = null, projects = [], working = null, turn = 0;
 
 const address = (project, part) => `#project=${project}${part ? `&part=${part}` : ""}`;
 
@@ -37,27 +28,20 @@ async function draw() {
   const mine = ++turn;
   working?.close();
   working = null;
-  const { project: number, part } = where();
+  const given = new URLSearchParams(location.hash.slice(1)), part = given.get("part");
   try {
     me ??= await get("/api/label/me");
     projects = await get("/api/label/projects");
   } catch (error) {
-    locked(error);
+    show("Labelling", null, error.status === 401 ? loggedOut() : el("p", { class: "failure", role: "alert" }, error.message));
     return;
   }
   if (mine !== turn) return;
   $("who").textContent = me.owner ? "You own this studio" : `You are ${me.name}`;
   $("leave").hidden = me.owner;
-  const project = projects.find((each) => each.id === number);
+  const project = projects.find((each) => each.id === Number(given.get("project")));
   if (part === "account") show("Your account", null, account(me, projects));
-  else if (part === "new")
-    show(
-      "New project",
-      null,
-      projectForm(null, (made) => {
-        location.hash = address(made, "material");
-      }),
-    );
+  else if (part === "new") show("New project", null, projectForm(null, (made) => { location.hash = address(made, "material"); }));
   else if (project) open(project, parts(project).includes(part) ? part : parts(project)[0]);
   else show("Labelling", null, home());
   document.documentElement.dataset.ready = "";
@@ -75,69 +59,27 @@ function open(project, part) {
   show(project.name, project, root);
   $("asked").replaceChildren(...(part === "work" && project.instructions ? [read(project.instructions)] : []));
   $("asked").hidden = $("asked").textContent === "";
-  const back = el("a", { href: "#" }, "All projects");
-  $("tabs").replaceChildren(
-    back,
-    ...parts(project).map((name) => el("a", { href: address(project.id, name), "aria-current": name === part && "page" }, PARTS[name][0])),
-  );
-  if (part === "work" && project.closed)
-    root.append(el("div", { class: "card done" }, el("h2", {}, "This project is closed"), el("p", { class: "soft" }, "It takes no more answers.")));
+  const tabs = parts(project).map((name) => el("a", { href: address(project.id, name), "aria-current": name === part && "page" }, PARTS[name][0]));
+  $("tabs").replaceChildren(el("a", { href: "#" }, "All projects"), ...tabs);
+  if (part === "work" && project.closed) root.append(done("This project is closed", "It takes no more answers."));
   else if (part === "work") working = new Work(root, project);
   else if (part === "settings") root.append(projectForm(project, draw));
   else ({ results, material, people })[part](root, project, me);
 }
 
 function home() {
-  const list = el(
-    "ul",
-    { class: "projects" },
-    ...projects.map((project) =>
-      el(
-        "li",
-        { class: "card" },
-        el("a", { href: address(project.id) }, el("h2", {}, project.name)),
-        el(
-          "p",
-          { class: "soft" },
-          [asks(project), project.overlap > 1 ? `${project.overlap} people for each` : null, project.closed ? "closed" : null]
-            .filter(Boolean)
-            .join(" · "),
-        ),
-      ),
-    ),
-  );
-  const none = el(
-    "p",
-    { class: "soft" },
-    me.admin
-      ? "No project yet. Create one, import completions, and label them, alone or with people you invite."
-      : "You are in no project. Ask the person who invited you.",
-  );
-  const make = me.admin ? el("a", { class: "button primary", href: "#part=new" }, "New project") : null;
-  return el("div", { class: "part home" }, projects.length ? list : none, make && el("div", { class: "row" }, make));
+  const about = (project) =>
+    [asks(project), project.overlap > 1 && `${project.overlap} people for each`, project.closed && "closed"].filter(Boolean).join(" · ");
+  const list = el("ul", { class: "projects" }, ...projects.map((project) =>
+    el("li", { class: "card" }, el("a", { href: address(project.id) }, el("h2", {}, project.name)), el("p", { class: "soft" }, about(project)))));
+  const none = me.admin
+    ? "No project yet. Create one, import completions, and label them, alone or with people you invite."
+    : "You are in no project. Ask the person who invited you.";
+  const make = me.admin && el("div", { class: "row" }, el("a", { class: "button primary", href: "#part=new" }, "New project"));
+  return el("div", { class: "part home" }, projects.length ? list : el("p", { class: "soft" }, none), make);
 }
 
-function locked(error) {
-  if (error.status !== 401) {
-    show("Labelling", null, el("p", { class: "failure", role: "alert" }, error.message));
-    return;
-  }
-  show(
-    "Labelling",
-    null,
-    el(
-      "p",
-      {},
-      "You are logged out. ",
-      el("a", { href: "/join" }, "Log in"),
-      ", or, at the studio's own machine, open the address that psigrad studio printed.",
-    ),
-  );
-}
-
-$("account").addEventListener("click", () => {
-  location.hash = "#part=account";
-});
+$("account").addEventListener("click", () => { location.hash = "#part=account"; });
 $("leave").addEventListener("click", async () => {
   try {
     await post("/api/join/logout", {});

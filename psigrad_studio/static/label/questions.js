@@ -1,5 +1,5 @@
 // The sheet of a project with questions of its own: one row for each, answered by keys or by hand, sent when it is complete.
-import { el, notice } from "../dom.js";
+import { button, cap, el, notice } from "../dom.js";
 import { GRADES } from "./grades.js";
 
 const SIDES = ["left", "right"];
@@ -39,7 +39,7 @@ export function sheet(project, task, give) {
   const all = rows(project, task.completions.length).map((row, i) => drawn(row, i));
   const missing = () => all.filter((row) => row.required && !row.answered());
   const left = el("span", { class: "soft", role: "status" });
-  const send = el("button", { type: "button", class: "primary", onclick: submit }, el("span", {}, "Submit"), el("kbd", { "aria-hidden": "true" }, "Enter"));
+  const send = button({ class: "primary", onclick: submit }, el("span", {}, "Submit"), cap("Enter"));
   let current = 0, last = 0;
 
   function drawn(row, i) {
@@ -51,8 +51,9 @@ export function sheet(project, task, give) {
       made.text = el("textarea", { rows: 2, maxlength: 10000, "aria-labelledby": id, onfocus: () => go(i, false), oninput: count });
       made.answered = () => made.text.value.trim() !== "";
     } else {
+      const hint = ({ key, label }) => key && key !== label && cap(key.toUpperCase());
       made.buttons = row.options.map((option) =>
-        el("button", { type: "button", "aria-pressed": "false", onclick: () => pick(i, option) }, el("span", {}, option.label), option.key && option.key !== option.label ? el("kbd", { "aria-hidden": "true" }, option.key.toUpperCase()) : null));
+        button({ "aria-pressed": "false", onclick: () => pick(i, option) }, el("span", {}, option.label), hint(option)));
       made.answered = () => made.picked !== null;
     }
     if (row.why) made.why = el("input", { type: "text", class: "reason", maxlength: 10000, autocomplete: "off", "aria-label": `Why: ${row.ask}`, placeholder: "Why? (optional)" });

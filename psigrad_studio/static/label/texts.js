@@ -4,27 +4,20 @@ import { compared, read } from "../reading.js";
 
 const NAMES = { system: "System", developer: "Developer", user: "User", assistant: "Assistant", tool: "Tool" };
 
-/** A prompt: plain text, or its messages one after the other. */
-export function prompt(content, reading) {
-  if (!Array.isArray(content)) return text(content, reading);
-  return content.length === 1 && content[0].role === "user" ? message(content[0], reading) : conversation(content, reading);
-}
-
-/** A completion. A single message of the assistant needs no name over it: all of them have that. */
-export function completion(content, reading) {
-  if (!Array.isArray(content)) return text(content, reading);
-  return content.length === 1 && content[0].role === "assistant" ? message(content[0], reading) : conversation(content, reading);
-}
+/** A prompt or a completion: plain text, or messages one after the other. One message of the `usual` role needs no name over it. */
+const content = (given, reading, usual) => {
+  if (!Array.isArray(given)) return text(given, reading);
+  return given.length === 1 && given[0].role === usual ? message(given[0], reading) : conversation(given, reading);
+};
+export const prompt = (given, reading) => content(given, reading, "user");
+export const completion = (given, reading) => content(given, reading, "assistant");
 
 /** A completion as it was written, with what `other` does not have marked word by word. */
-export const difference = (content, other) => compared(flat(content), flat(other));
+export const difference = (given, other) => compared(flat(given), flat(other));
 
 function conversation(messages, reading) {
-  return el(
-    "div",
-    { class: "talk" },
-    ...messages.map((each) => el("div", { class: "turn" }, el("span", { class: "role" }, NAMES[each.role] ?? String(each.role)), message(each, reading))),
-  );
+  const turn = (each) => el("div", { class: "turn" }, el("span", { class: "role" }, NAMES[each.role] ?? String(each.role)), message(each, reading));
+  return el("div", { class: "talk" }, ...messages.map(turn));
 }
 
 function message({ content, tool_calls: calls, reasoning_content: thoughts }, reading) {

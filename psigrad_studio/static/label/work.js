@@ -1,13 +1,15 @@
 // The desk itself: one task after the other, by keyboard or by hand.
 import { post } from "../api.js";
-import { el, notice } from "../dom.js";
+import { $, button, cap, el, notice } from "../dom.js";
 import { choose, chosen } from "../reading.js";
 import { controls } from "./answers.js";
+import { text } from "./forms.js";
 import { submit } from "./send.js";
 import * as texts from "./texts.js";
 
 const TICK = 5000;
 const RECOUNT = 20;
+const LATER = "All tasks are answered, skipped by you, or being answered by others. Tasks that others leave come back, so look again later.";
 
 export class Work {
   /** Labels `project` inside `root` until `close` is called. */
@@ -18,51 +20,31 @@ export class Work {
     this.lease = el("span", { class: "lease soft" });
     this.count = el("span", { class: "soft" });
     this.bar = el("progress", { max: "1", value: "0", "aria-label": "Your progress" });
-    this.reason = el("input", {
-      type: "text",
-      class: "reason",
-      maxlength: "10000",
-      "aria-label": "Reason, optional",
-      placeholder: "Why? (optional)",
-      autocomplete: "off",
-    });
-    this.buttons = {
-      undo: el("button", { type: "button", class: "quiet", onclick: () => this.undo() }, "Undo ", el("kbd", { "aria-hidden": "true" }, "U")),
-      skip: el("button", { type: "button", class: "quiet", onclick: () => this.skip() }, "Skip ", el("kbd", { "aria-hidden": "true" }, "S")),
-      help: el("button", { type: "button", class: "quiet", onclick: () => this.help() }, "Keys ", el("kbd", { "aria-hidden": "true" }, "?")),
-    };
+    this.reason = text(null, { class: "reason", maxlength: 10000, "aria-label": "Reason, optional", placeholder: "Why? (optional)" });
+    const tool = (label, key, onclick) => button({ class: "quiet", onclick }, `${label} `, cap(key));
+    this.buttons = { skip: tool("Skip", "S", () => this.skip()), undo: tool("Undo", "U", () => this.undo()), help: tool("Keys", "?", () => this.help()) };
     this.reading = chosen();
     this.readings = readings(project, (reading) => this.read(reading));
     this.dialog = keys(project);
-    const foot = el("div", { class: "row foot" }, this.reason, this.buttons.skip, this.buttons.undo, this.buttons.help);
     root.replaceChildren(
-      el("div", { class: "row head between" }, el("div", { class: "row how" }, this.bar, this.count), this.readings, this.lease),
+      el("div", { class: "row between" }, el("div", { class: "row how" }, this.bar, this.count), this.readings, this.lease),
       this.stage,
-      foot,
+      el("div", { class: "row foot" }, this.reason, ...Object.values(this.buttons)),
       this.status,
       this.dialog,
     );
-    this.listener = (event) => this.key(event);
-    document.addEventListener("keydown", this.listener);
     this.touched = Date.now();
     this.timer = setInterval(() => this.tick(), TICK);
     this.stop = new AbortController();
-    for (const name of ["pointerdown", "keydown", "wheel", "touchmove"]) {
-      document.addEventListener(
-        name,
-        () => {
-          this.touched = Date.now();
-        },
-        { passive: true, signal: this.stop.signal },
-      );
-    }
+    const listen = (name, listener) => document.addEventListener(name, listener, { passive: name !== "keydown", signal: this.stop.signal });
+    listen("keydown", (event) => this.key(event));
+    for (const name of ["pointerdown", "keydown", "wheel", "touchmove"]) listen(name, () => { this.touched = Date.now(); });
     this.next();
   }
 
   close() {
     clearInterval(this.timer);
     this.stop.abort();
-    document.removeEventListener("keydown", this.listener);
   }
 
   /** The next task, or the one that is this person's still. */
@@ -76,8 +58,7 @@ export class Work {
       this.show(found.task);
     } catch (error) {
       this.failed(error);
-      if (this.ask === null && error.status !== 401)
-        this.stage.replaceChildren(again("The next task could not be loaded", error.message, () => this.next()));
+      if (this.ask === null && error.status !== 401) this.wait("The next task could not be loaded", error.message);
     }
   }
 
@@ -90,8 +71,7 @@ export class Work {
     if (task === null) {
       this.ask = null;
       this.lease.textContent = "";
-      const why = "All tasks are answered, skipped by you, or being answered by others. Tasks that others leave come back, so look again later.";
-      this.stage.replaceChildren(again("Nothing is left for you here", why, () => this.next()));
+      this.wait("Nothing is left for you here", LATER);
       return;
     }
     this.shownAt = performance.now();
@@ -101,7 +81,7 @@ export class Work {
     this.stage.replaceChildren(this.asked, this.ask.node);
     this.read(this.reading);
     this.status.textContent = "The next task.";
-    document.getElementById("main").focus({ preventScroll: true });
+    $("main").focus({ preventScroll: true });
     scrollTo(0, 0);
   }
 
@@ -163,24 +143,16 @@ export class Work {
   }
 
   failed(error) {
-    if (error.status === 401) {
-      this.stage.replaceChildren(
-        el(
-          "div",
-          { class: "card done" },
-          el("h2", {}, "You are logged out"),
-          el(
-            "p",
-            {},
-            el("a", { href: "/join" }, "Log in again"),
-            " and continue. On the studio's own machine, open the address that psigrad studio printed.",
-          ),
-        ),
-      );
-      this.task = this.ask = null;
-      return;
-    }
-    notice(error.message, 8);
+    if (error.status !== 401) return notice(error.message, 8);
+    this.stage.replaceChildren(loggedOut());
+    this.task = this.ask = null;
+  }
+
+  /** Say why there is no task now, with a way to look again. */
+  wait(title, why) {
+    const card = done(title, why);
+    card.append(button({ onclick: () => this.next() }, "Look again"));
+    this.stage.replaceChildren(card);
   }
 
   held(milliseconds) {
@@ -221,7 +193,7 @@ export class Work {
 
   key(event) {
     const typing = event.target.matches?.("input[type=text], textarea, [contenteditable]");
-    if (typing && event.key === "Escape") document.getElementById("main").focus({ preventScroll: true });
+    if (typing && event.key === "Escape") $("main").focus({ preventScroll: true });
     if (event.altKey || event.metaKey || event.isComposing || event.repeat || typing || this.busy) return;
     if (event.ctrlKey) {
       if (event.key.toLowerCase() === "z" && !event.shiftKey) {
@@ -233,9 +205,7 @@ export class Work {
     if (event.target.closest?.("select, textarea, input, dialog")) return;
     if ((event.key === "Enter" || event.key === " ") && event.target.closest?.("a, button, summary")) return;
     if (event.key === "?") return void this.help();
-    if (!single()) {
-      if (event.key.length === 1) return;
-    }
+    if (!single() && event.key.length === 1) return;
     const own = this.ask?.key(event);
     if (own) return void event.preventDefault();
     const other = this.reading === "written" ? "rendered" : "written", apart = this.reading === "difference" ? chosen() : "difference";
@@ -248,65 +218,49 @@ export class Work {
   }
 }
 
-const again = (title, why, retry) =>
-  el(
-    "div",
-    { class: "card done" },
-    el("h2", {}, title),
-    el("p", { class: "soft" }, why),
-    el("button", { type: "button", onclick: retry }, "Look again"),
-  );
+/** A card in the place of a task. */
+export const done = (title, ...why) => el("div", { class: "card done" }, el("h2", {}, title), el("p", { class: "soft" }, ...why));
+
+export const loggedOut = () =>
+  done("You are logged out", el("a", { href: "/join" }, "Log in again"), " and continue. On the studio's own machine, open the address that psigrad studio printed.");
+
 const span = (ms) => (ms >= 90_000 ? `${Math.round(ms / 60_000)} min` : `${Math.ceil(ms / 1000)} s`);
 const SINGLE = "psigrad-label-keys";
-
-function single() {
-  try {
-    return localStorage.getItem(SINGLE) !== "off";
-  } catch {
-    return true;
-  }
-}
+const single = () => localStorage.getItem(SINGLE) !== "off";
 
 /** The ways to read the texts, as buttons. */
 function readings(project, read) {
   const offered = [["rendered", "Rendered", "M"], ["written", "As written", "M"], ...(project.kind === "pair" ? [["difference", "Difference", "D"]] : [])];
-  const button = ([reading, label, key]) =>
-    el("button", { type: "button", class: "quiet", "data-reading": reading, "aria-keyshortcuts": key, title: `${label} (${key})`, onclick: () => read(reading) }, label);
-  return el("div", { class: "row tight readings", role: "group", "aria-label": "How the texts are shown" }, ...offered.map(button));
+  const way = ([reading, label, key]) =>
+    button({ class: "quiet", "data-reading": reading, "aria-keyshortcuts": key, title: `${label} (${key})`, onclick: () => read(reading) }, label);
+  return el("div", { class: "row tight readings", role: "group", "aria-label": "How the texts are shown" }, ...offered.map(way));
 }
 
 function keys(project) {
   const rows = project.questions.length ? [
     [["1", "…"], "answer the marked question; press letters where they are shown"],
     [["↑", "↓"], "move between questions"],
-    ...(project.questions.some((each) => each.why) ? [[["W"], "give a reason for the last answer"]] : []),
+    project.questions.some((each) => each.why) && [["W"], "give a reason for the last answer"],
     [["Enter"], "submit all"],
   ] : {
     pair: [
       [["A", "←"], "A is better"],
       [["B", "→"], "B is better"],
-      ...(project.ties ? [[["T"], "tie"]] : []),
-      ...(project.both_bad ? [[["X"], "both bad"]] : []),
-      ...(project.strengths
-        ? [
-            [["1", "…", String(project.strengths)], "strength, after A or B"],
-            [["Enter"], "skip the strength"],
-          ]
-        : []),
+      project.ties && [["T"], "tie"],
+      project.both_bad && [["X"], "both bad"],
+      project.strengths && [["1", "…", String(project.strengths)], "strength, after A or B"],
+      project.strengths && [["Enter"], "skip the strength"],
     ],
     ranking: [
       [["↑", "↓"], "move between completions"],
       [["A", "B", "…"], "select that completion"],
       [["Shift", "↑"], "move it up"],
       [["Shift", "↓"], "move it down"],
-      ...(project.ties ? [[["="], "as good as the one above"]] : []),
+      project.ties && [["="], "as good as the one above"],
       [["Enter"], "submit the order"],
     ],
     "rating-5": [[["1", "…", "5"], "the rating"]],
-    "rating-10": [
-      [["1", "…", "9"], "the rating"],
-      [["0"], "ten"],
-    ],
+    "rating-10": [[["1", "…", "9"], "the rating"], [["0"], "ten"]],
   }[project.kind];
   const all = [
     ...rows,
@@ -314,27 +268,16 @@ function keys(project) {
     [["U"], "undo, also Ctrl+Z; press again for earlier answers"],
     [["R"], "give a reason; Esc leaves the field"],
     [["M"], "show texts rendered or as written"],
-    ...(project.kind === "pair" ? [[["D"], "show the difference of A and B, word by word"]] : []),
+    project.kind === "pair" && [["D"], "show the difference of A and B, word by word"],
     [["?"], "this list"],
-  ];
-  const box = el("input", {
-    type: "checkbox",
-    checked: single(),
-    onchange: () => {
-      try {
-        localStorage.setItem(SINGLE, box.checked ? "on" : "off");
-      } catch {
-        box.checked = true;
-      }
-    },
-  });
-  const dialog = el(
+  ].filter(Boolean);
+  const box = el("input", { type: "checkbox", checked: single(), onchange: () => localStorage.setItem(SINGLE, box.checked ? "on" : "off") });
+  return el(
     "dialog",
     { class: "keys card", "aria-labelledby": "keys-title" },
     el("h2", { id: "keys-title" }, "Keys"),
-    el("dl", {}, ...all.map(([caps, what]) => el("div", {}, el("dt", {}, ...caps.map((cap) => el("kbd", {}, cap))), el("dd", {}, what)))),
+    el("dl", {}, ...all.map(([caps, what]) => el("div", {}, el("dt", {}, ...caps.map((key) => el("kbd", {}, key))), el("dd", {}, what)))),
     el("label", { class: "row" }, box, "Letters and digits act immediately"),
-    el("button", { type: "button", onclick: () => dialog.close() }, "Close"),
+    el("form", { method: "dialog" }, el("button", {}, "Close")),
   );
-  return dialog;
 }

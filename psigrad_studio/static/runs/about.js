@@ -1,6 +1,6 @@
 // One run: what the rules say of it, an episode to watch, what happened, and its settings.
 import { picture as pictureOf, post } from "../api.js";
-import { el, notice } from "../dom.js";
+import { button, el, notice, wide } from "../dom.js";
 import { figure, whole } from "./format.js";
 
 /** An episode to watch; it moves only while it is open. */
@@ -30,17 +30,12 @@ function setting(text) {
   return /^\[[^[\]{}]*\]$/.test(text) ? text.slice(1, -1).replace(/'([^']*)'/g, "$1") : text;
 }
 
-/** Rows that may be wider than the page, and can be scrolled by keyboard then. */
-const table = (title, rows) =>
-  el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": title }, el("table", {}, el("tbody", {}, ...rows)));
+const table = (title, rows) => wide(title, el("table", {}, el("tbody", {}, ...rows)));
 
 export class About {
   /** `open(run, step, n)` shows completions, `noted(run, {tags, note})` hears of new notes. */
   constructor(node, open, noted) {
-    this.node = node;
-    this.open = open;
-    this.noted = noted;
-    this.turn = 0;
+    Object.assign(this, { node, open, noted, turn: 0 });
   }
 
   /** What there is to say of a run; with `watch` its recorded episode is open. */
@@ -66,7 +61,7 @@ export class About {
     const note = el("textarea", { rows: "2", maxlength: "10000", placeholder: "Notes about this run" }, run.note);
     const said = el("span", { class: "soft small", role: "status" });
     let was = { tags: run.tags, note: run.note };
-    const undo = el("button", { type: "button", class: "quiet", hidden: true, onclick: () => put(was, "Reverted.") }, "Undo");
+    const undo = button({ class: "quiet", hidden: true, onclick: () => put(was, "Reverted.") }, "Undo");
     const put = async (own, words) => {
       try {
         const kept = await post("/api/runs/notes", { run: run.id, ...own });
@@ -88,6 +83,7 @@ export class About {
 
   alerts(run) {
     const said = run.alerts.map((alert) => {
+      const ways = [el("span", { class: "soft small" }, "Look at"), ...alert.rollouts.map((row) => this.way(run, row))];
       const until = alert.ended === null ? "since" : `until step ${whole(alert.ended)}, from`;
       return el(
         "li",
@@ -95,9 +91,7 @@ export class About {
         el("strong", {}, alert.title),
         ` ${until} step ${whole(alert.step)}; worst at step ${whole(alert.worst_step)}. `,
         el("span", { class: "soft" }, `${alert.says}${alert.said ? ` ${alert.said}` : ""}`),
-        alert.rollouts.length
-          ? el("div", { class: "row worst" }, el("span", { class: "soft small" }, "Look at"), ...alert.rollouts.map((r) => this.way(run, r)))
-          : null,
+        alert.rollouts.length > 0 && el("div", { class: "row worst" }, ...ways),
       );
     });
     const list = said.length ? el("ul", { class: "plain" }, ...said) : el("p", { class: "soft" }, "No warnings.");
@@ -106,7 +100,7 @@ export class About {
 
   way(run, row) {
     const said = `#${row.k} of step ${whole(row.step)}, reward ${figure(row.reward)}`;
-    return el("button", { type: "button", onclick: () => this.open(run.id, row.step, row.n) }, said);
+    return button({ onclick: () => this.open(run.id, row.step, row.n) }, said);
   }
 
   /** The first rows as the model reads them: what is prompt, what is trained, what is read without loss. */
@@ -114,15 +108,11 @@ export class About {
     if (!run.first_rows.length) return "";
     const kinds = ["prompt", "trained", "masked", "sampled"];
     const legend = el("p", { class: "row small" }, ...kinds.map((kind) => el("span", { class: `piece ${kind}` }, kind)));
-    const shown = run.first_rows.map(({ title, pieces }) =>
-      el(
-        "div",
-        {},
-        el("p", { class: "soft small" }, title),
-        el("div", { class: "said", tabindex: "0", role: "group", "aria-label": title }, ...pieces.map(([kind, text]) =>
-          el("span", { class: `piece ${kinds.includes(kind) ? kind : ""}`, title: kind }, text))),
-      ),
-    );
+    const piece = ([kind, text]) => el("span", { class: `piece ${kinds.includes(kind) ? kind : ""}`, title: kind }, text);
+    const shown = run.first_rows.map(({ title, pieces }) => {
+      const said = el("div", { class: "said", tabindex: "0", role: "group", "aria-label": title }, ...pieces.map(piece));
+      return el("div", {}, el("p", { class: "soft small" }, title), said);
+    });
     return el("section", { class: "card" }, el("h2", {}, "First rows, as the model reads them"), legend, ...shown);
   }
 

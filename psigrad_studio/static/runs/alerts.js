@@ -1,6 +1,6 @@
 // Above the curves: what the rules warn of in the chosen runs, and why a run failed.
 import { post } from "../api.js";
-import { el } from "../dom.js";
+import { button, el } from "../dom.js";
 import { whole } from "./format.js";
 
 const SILENT = "The process ended without a message. It may have been killed, or the machine may have stopped.";
@@ -14,8 +14,7 @@ export class Alerts {
   draw(runs) {
     this.runs = runs;
     const failed = runs.filter((run) => run.state === "failed").map((run) => this.failure(run));
-    const kinds = new Map();
-    for (const run of runs) for (const alert of run.alerts) kinds.set(alert.rule, [...(kinds.get(alert.rule) ?? []), { run, alert }]);
+    const kinds = Map.groupBy(runs.flatMap((run) => run.alerts.map((alert) => ({ run, alert }))), ({ alert }) => alert.rule);
     const said = [...kinds.values()].map((of) => ({ calm: of.every(({ alert }) => alert.calm), grave: of.some(({ alert }) => alert.grave && !alert.calm), of }));
     const loud = said.filter(({ calm }) => !calm).sort((one, other) => other.grave - one.grave).map((kind) => this.kind(kind));
     const calm = said.filter((kind) => kind.calm).map((kind) => this.kind(kind));
@@ -43,7 +42,7 @@ export class Alerts {
       this.runs.length > 1 ? ` in ${of.length === 1 ? of[0].run.name : `${of.length} runs`} ` : " ",
       `${when}${times > 1 ? `, ${whole(times)} times` : ""}. `,
       el("span", { class: "soft" }, loudest.alert.says, " "),
-      ...of.slice(0, 6).map(({ run }) => el("button", { type: "button", class: "link", onclick: () => this.about(run) }, of.length > 1 ? run.name : "Show completions")),
+      ...of.slice(0, 6).map(({ run }) => this.way(run, of.length > 1 ? run.name : "Show completions")),
     );
   }
 
@@ -57,18 +56,18 @@ export class Alerts {
         .then((reason) => this.reasons.set(key, reason))
         .then(() => this.draw(this.runs));
     }
-    return this.row(run, true, "Failed", `at step ${whole(run.step)}. `, this.reasons.get(key), "What happened");
-  }
-
-  row(run, grave, title, when, says, way) {
+    const where = this.runs.length > 1 ? `in ${run.name} at step` : "at step";
     return el(
       "li",
-      { class: grave ? "alert grave" : "alert" },
-      el("strong", {}, title),
-      this.runs.length > 1 ? ` in ${run.name} ` : " ",
-      when,
-      el("span", { class: "soft" }, says, " "),
-      el("button", { type: "button", class: "link", onclick: () => this.about(run) }, way),
+      { class: "alert grave" },
+      el("strong", {}, "Failed"),
+      ` ${where} ${whole(run.step)}. `,
+      el("span", { class: "soft" }, this.reasons.get(key), " "),
+      this.way(run, "What happened"),
     );
+  }
+
+  way(run, label) {
+    return button({ class: "link", onclick: () => this.about(run) }, label);
   }
 }

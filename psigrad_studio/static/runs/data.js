@@ -1,5 +1,5 @@
 // What the page knows of runs: the list, and curves that grow. Asked again from where they end.
-import { events, get, post } from "../api.js";
+import { events, get, pause, post } from "../api.js";
 
 const RETRY_MS = 1000;
 /** Runs that one request asks for. */
@@ -9,21 +9,8 @@ const EMPTY = { generation: -1, curves: new Map(), keys: [], whole: true };
 export class Runs {
   /** `changed(kind)` is told "list" or "curves". */
   constructor(changed, live) {
-    this.changed = changed;
-    this.live = live;
-    this.list = [];
-    this.signals = [];
-    this.folder = "";
-    this.more = false;
-    this.curves = new Map();
-    this.axis = "step";
-    this.ids = [];
-    this.watched = [];
-    this.followed = "";
-    this.source = null;
-    this.asking = null;
-    this.again = false;
-    this.extra = false;
+    Object.assign(this, { changed, live, list: [], signals: [], folder: "", more: false, curves: new Map(), axis: "step", extra: false });
+    Object.assign(this, { ids: [], watched: [], followed: "", following: null, asking: null, again: false });
     document.addEventListener("visibilitychange", () => this.follow(this.watched));
   }
 
@@ -33,10 +20,7 @@ export class Runs {
 
   async refresh() {
     const answer = await get("/api/runs"), before = new Map(this.list.map((run) => [run.id, run.version]));
-    this.list = answer.runs;
-    this.signals = answer.signals;
-    this.folder = answer.folder;
-    this.more = answer.more;
+    Object.assign(this, { list: answer.runs, signals: answer.signals, folder: answer.folder, more: answer.more });
     this.changed("list");
     // more runs may be going than a stream of changes tells of
     if (this.ids.some((id) => before.has(id) && this.run(id)?.version !== before.get(id))) this.update(this.ids, this.axis, this.extra).catch(() => this.live(false));
@@ -46,9 +30,7 @@ export class Runs {
   /** Curves of these runs, brought up to date; of all keys with `extra`. One question at a time, and one more if asked meanwhile. */
   async update(ids, axis, extra) {
     if (axis !== this.axis) this.curves.clear();
-    this.axis = axis;
-    this.extra = extra;
-    this.ids = ids;
+    Object.assign(this, { axis, extra, ids });
     if (this.asking) {
       this.again = true;
       return this.asking;
@@ -124,7 +106,7 @@ export class Runs {
       } catch {
         if (!signal.aborted) this.live(false);
       }
-      await new Promise((ready) => setTimeout(ready, RETRY_MS));
+      await pause(RETRY_MS);
     }
   }
 

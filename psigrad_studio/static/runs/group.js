@@ -1,6 +1,6 @@
 // A group side by side: the prompt once, then each completion with its reward, its parts, its advantage and its tokens.
 import { get, post } from "../api.js";
-import { el, notice } from "../dom.js";
+import { button, el, notice, select } from "../dom.js";
 import { chosen, choose, compared, read } from "../reading.js";
 import { episodePicture } from "./about.js";
 import { figure, whole } from "./format.js";
@@ -16,11 +16,9 @@ const message = ({ role, content }, reading) =>
 
 export class Group {
   constructor() {
+    // `asked`: Markdown or not, once somebody has said so
+    Object.assign(this, { chosen: [], measure: "logprob", asked: null, projects: null });
     this.node = el("section", { class: "group", "aria-label": "Group" });
-    this.chosen = [];
-    this.measure = "logprob";
-    this.asked = null; // Markdown or not, once somebody has said so
-    this.projects = null;
     this.clear();
   }
 
@@ -30,11 +28,7 @@ export class Group {
   }
 
   show(run, group, n) {
-    this.run = run;
-    this.shown = group;
-    this.n = n;
-    this.chosen = [];
-    this.offered = measures(group.members);
+    Object.assign(this, { run, shown: group, n, chosen: [], offered: measures(group.members) });
     if (!this.offered.includes(this.measure)) this.measure = this.offered[0] ?? "";
     // only tokens as they were written have colours
     this.markdown = this.asked ?? (this.offered.length === 0 && chosen() === "rendered");
@@ -77,14 +71,14 @@ export class Group {
   }
 
   colours() {
-    const options = this.offered.map((name) => el("option", { value: name, selected: name === this.measure }, MEASURES[name].title));
-    const select = el("select", { id: "measure" }, ...options, el("option", { value: "" }, "nothing"));
-    select.addEventListener("change", () => {
-      this.measure = select.value;
+    const options = [...this.offered.map((name) => [name, MEASURES[name].title]), ["", "nothing"]];
+    const onchange = () => {
+      this.measure = measure.value;
       this.fill();
-    });
+    };
+    const measure = select({ id: "measure", onchange }, options, this.measure);
     this.key = el("span", { class: "soft small" });
-    return el("div", { class: "card colours" }, el("label", { class: "row" }, "Colour by ", select), this.key, this.readout);
+    return el("div", { class: "card colours" }, el("label", { class: "row" }, "Colour by ", measure), this.key, this.readout);
   }
 
   fill() {
@@ -151,20 +145,22 @@ export class Group {
     // while the projects came, other completions may have been chosen
     if (this.chosen.length !== 2) return;
     const [a, b] = this.chosen.map((n) => this.shown.members.find((m) => m.n === n));
-    const options = this.projects.map((p) => el("option", { value: p.id }, p.name));
-    if (!this.projects.some((p) => p.name === OWN)) options.push(el("option", { value: "" }, `a new project, “${OWN}”`));
-    const select = el("select", { "aria-label": "Project" }, ...options);
-    const button = el("button", { type: "button", class: "primary", onclick: () => this.send(a, b, select.value, button) }, "Send");
-    const apart = el("div", { class: "apart", hidden: true }, ...[[a, b], [b, a]].map(([one, other]) => el("section", { "aria-label": `Completion ${one.k}` },
-      el("h3", {}, `#${one.k}`), el("div", { class: "said", tabindex: "0", role: "group", "aria-label": `Text of ${one.k}` }, compared(one.completion ?? "", other.completion ?? "")))));
-    const differ = el("button", { type: "button", "aria-pressed": "false", onclick: () => {
+    const options = this.projects.map(({ id, name }) => [id, name]);
+    if (!this.projects.some((p) => p.name === OWN)) options.push(["", `a new project, “${OWN}”`]);
+    const project = select({ "aria-label": "Project" }, options);
+    const send = button({ class: "primary", onclick: () => this.send(a, b, project.value, send) }, "Send");
+    const side = (one, other) => el("section", { "aria-label": `Completion ${one.k}` }, el("h3", {}, `#${one.k}`),
+      el("div", { class: "said", tabindex: "0", role: "group", "aria-label": `Text of ${one.k}` }, compared(one.completion, other.completion)));
+    const apart = el("div", { class: "apart", hidden: true }, side(a, b), side(b, a));
+    const onclick = () => {
       apart.hidden = !apart.hidden;
       differ.setAttribute("aria-pressed", String(!apart.hidden));
-    } }, "Difference");
+    };
+    const differ = button({ "aria-pressed": "false", onclick }, "Difference");
     this.sending.replaceChildren(
       apart,
       el("p", {}, `#${a.k} and #${b.k}: see where they differ, or send them, blind and in random order, to the labelling desk:`),
-      el("div", { class: "row" }, differ, select, button),
+      el("div", { class: "row" }, differ, project, send),
     );
     this.sending.hidden = false;
   }

@@ -1,16 +1,12 @@
 // The list of runs: seeds of the same settings under one head, a box to overlay a run on others, a name to look at it alone.
-import { el, parted } from "../dom.js";
+import { arrows, button, el, parted } from "../dom.js";
 import { ago, figure, whole } from "./format.js";
 
 /** Runs in order of their last word, those of the same settings together: [{title, runs}]. */
 export function grouped(runs) {
-  const found = new Map();
-  for (const run of [...runs].sort((a, b) => (b.state === "running") - (a.state === "running") || b.written - a.written || a.name.localeCompare(b.name))) {
-    const key = run.group || run.id;
-    if (!found.has(key)) found.set(key, []);
-    found.get(key).push(run);
-  }
-  return [...found.entries()].map(([key, members]) => ({ key, runs: members.sort((a, b) => (a.seed ?? 0) - (b.seed ?? 0)), title: common(members) }));
+  const latest = (a, b) => (b.state === "running") - (a.state === "running") || b.written - a.written || a.name.localeCompare(b.name);
+  const groups = Map.groupBy(runs.toSorted(latest), (run) => run.group || run.id);
+  return [...groups].map(([key, members]) => ({ key, runs: members.sort((a, b) => (a.seed ?? 0) - (b.seed ?? 0)), title: common(members) }));
 }
 
 /** What the names of several runs have in common. */
@@ -34,23 +30,16 @@ const loud = (run) => run.alerts.filter((alert) => !alert.calm);
 
 export class List {
   constructor(node, picked) {
-    this.node = node;
-    this.picked = picked;
-    this.rows = new Map();
-    node.addEventListener("keydown", (event) => {
-      if (event.key !== "ArrowDown" && event.key !== "ArrowUp") return;
-      const names = [...node.querySelectorAll("button.name")];
-      const here = names.indexOf(document.activeElement.closest(".run, .several")?.querySelector("button.name"));
-      names[Math.max(0, Math.min(names.length - 1, here + (event.key === "ArrowDown" ? 1 : -1)))]?.focus();
-      event.preventDefault();
-    });
+    Object.assign(this, { node, picked, rows: new Map() });
+    arrows(node, "button.name", () => document.activeElement.closest(".run, .several")?.querySelector("button.name"));
   }
 
   /** `look` says of a run {chosen, colour, dash}. Nodes are kept, so that the focus stays where it is. */
   draw(groups, look) {
     const wanted = [], live = new Set();
     for (const group of groups) {
-      const runs = group.runs.map((run) => this.row(`run ${run.id}`, live, () => this.one(run)));
+      const one = ({ id }) => this.made({ class: "run", "data-id": id }, [id], "state", "meta", "figure", "alert", "tags");
+      const runs = group.runs.map((run) => this.row(`run ${run.id}`, live, () => one(run)));
       group.runs.forEach((run, i) => this.fill(runs[i], run, look(run)));
       if (group.runs.length === 1) wanted.push(...runs);
       else wanted.push(this.head(group, look, live), ...runs);
@@ -72,23 +61,18 @@ export class List {
     return this.rows.get(key);
   }
 
-  one(run) {
-    const id = run.id;
-    const box = el("input", { type: "checkbox", onchange: () => this.picked([id], box.checked, false) });
-    const name = el("button", { type: "button", class: "name", onclick: () => this.picked([id], true, true) });
-    const parts = Object.fromEntries(["key", "meta", "state", "figure", "alert", "tags"].map((k) => [k, el("span", { class: k })]));
-    const node = el("div", { class: "run", "data-id": id }, box, parts.key, name, parts.state, parts.meta, parts.figure, parts.alert, parts.tags);
-    return { node, box, name, ...parts };
+  /** A new row, with a box and a name that pick the runs `row.ids`, and spans of these names. */
+  made(attributes, ids, ...names) {
+    const row = { ids };
+    row.box = el("input", { type: "checkbox", onchange: () => this.picked(row.ids, row.box.checked, false) });
+    row.name = button({ class: "name", onclick: () => this.picked(row.ids, true, true) });
+    const [key, ...spans] = ["key", ...names].map((name) => { row[name] = el("span", { class: name }); return row[name]; });
+    row.node = el("div", attributes, row.box, key, row.name, ...spans);
+    return row;
   }
 
   head(group, look, live) {
-    const row = this.row(`group ${group.key}`, live, () => {
-      const box = el("input", { type: "checkbox", onchange: () => this.picked(row_.ids, box.checked, false) });
-      const name = el("button", { type: "button", class: "name", onclick: () => this.picked(row_.ids, true, true) });
-      const key = el("span", { class: "key" }), meta = el("span", { class: "meta" });
-      const row_ = { node: el("div", { class: "several" }, box, key, name, meta), box, name, key, meta, ids: [] };
-      return row_;
-    });
+    const row = this.row(`group ${group.key}`, live, () => this.made({ class: "several" }, [], "meta"));
     const looks = group.runs.map(look);
     row.ids = group.runs.map((run) => run.id);
     row.box.checked = looks.every((l) => l.chosen);

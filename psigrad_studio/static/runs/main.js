@@ -1,5 +1,5 @@
 // The runs page: what is selected, what is seen of it, and the address that says so.
-import { el, notice } from "../dom.js";
+import { $, el, notice } from "../dom.js";
 import { DASHES } from "../plot.js";
 import { About } from "./about.js";
 import { Alerts } from "./alerts.js";
@@ -10,7 +10,6 @@ import { grouped, List, matches } from "./list.js";
 import { Rollouts } from "./rollouts.js";
 import { Table } from "./table.js";
 
-const $ = (id) => document.getElementById(id);
 const TABS = ["curves", "table", "rollouts", "about"];
 /** The tabs about one of the chosen runs. */
 const OF_ONE = ["rollouts", "about"];
@@ -75,13 +74,8 @@ function looks() {
 /** What is drawn as one line: a run, or the selected seeds of one group. */
 function shownLines() {
   const chosen = data.list.filter((run) => state.runs.includes(run.id)).sort((a, b) => state.runs.indexOf(a.id) - state.runs.indexOf(b.id));
-  const found = new Map();
-  for (const run of chosen) {
-    const key = state.bands && run.group ? run.group : run.id;
-    if (!found.has(key)) found.set(key, []);
-    found.get(key).push(run);
-  }
-  return [...found.values()].map((members) => ({ members, label: members.length > 1 ? `${grouped(members)[0].title}, ${members.length} seeds` : members[0].name }));
+  const bands = Map.groupBy(chosen, (run) => (state.bands && run.group) || run.id);
+  return [...bands.values()].map((members) => ({ members, label: members.length > 1 ? `${grouped(members)[0].title}, ${members.length} seeds` : members[0].name }));
 }
 
 /** What the filters leave of the runs. */
@@ -215,17 +209,11 @@ export function drawCurves() {
     const marks = bands.flatMap(({ members }) => members.flatMap((run) => run.alerts.filter((a) => a.signal === signal.name && !a.calm).map((a) => placeOf(run, a.step))));
     chartOf(signal).show(linesOf(signal.name, bands), { smooth: state.smooth, log: state.log, zoom: state.zoom }, marks);
   }
-  place($("charts"), [...byGroup(wanted).values()].flat().map(chartOf));
+  place($("charts"), [...Map.groupBy(wanted, (signal) => signal.group).values()].flat().map(chartOf));
   const drawn = document.querySelectorAll("#charts .chart").length;
   $("charts").dataset.milliseconds = (performance.now() - begun).toFixed(1);
   $("charts").dataset.drawn = String(drawn);
   $("charts").dataset.axis = state.runs.some((id) => data.curves.has(id)) ? data.axis : "";
-}
-
-function byGroup(signals) {
-  const found = new Map();
-  for (const s of signals) found.set(s.group, [...(found.get(s.group) ?? []), s]);
-  return found;
 }
 
 /** The x of a step. */

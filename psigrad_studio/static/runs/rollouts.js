@@ -1,6 +1,6 @@
 // Completions of one run: what to look for, a list of what was found, and the group of the one that was chosen.
 import { post } from "../api.js";
-import { el, notice } from "../dom.js";
+import { arrows, button, el, notice, select } from "../dom.js";
 import { figure, whole } from "./format.js";
 import { Group } from "./group.js";
 
@@ -11,47 +11,34 @@ const EVERY = { step: "", kind: "", status: "", low: "", high: "", zero: false, 
 export class Rollouts {
   /** `moved` is called when what is looked for or looked at changed. */
   constructor(node, moved) {
-    this.node = node;
-    this.moved = moved;
-    this.run = null;
-    this.wanted = { ...EVERY };
-    this.n = null;
-    this.asked = 0;
-    this.group = new Group();
+    Object.assign(this, { node, moved, run: null, wanted: { ...EVERY }, n: null, asked: 0, group: new Group() });
     this.list = el("ul", { class: "found", "aria-label": "Completions" });
     this.said = el("p", { class: "soft small", role: "status" });
-    this.further = el("button", { type: "button", onclick: () => this.page(this.rows.length) }, "Show more");
+    this.further = button({ onclick: () => this.page(this.rows.length) }, "Show more");
     this.form = this.controls();
     node.replaceChildren(
       this.form,
       el("div", { class: "hall" }, el("div", { class: "card results" }, this.said, this.list, this.further), this.group.node),
     );
-    this.list.addEventListener("keydown", (event) => {
-      const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-      if (!step) return;
-      const all = [...this.list.querySelectorAll("button")];
-      all[Math.max(0, Math.min(all.length - 1, all.indexOf(document.activeElement) + step))]?.focus();
-      event.preventDefault();
-    });
+    arrows(this.list, "button");
   }
 
   controls() {
-    const options = (all) => all.map(([value, title]) => el("option", { value }, title));
-    const select = (name, title, all) => el("label", {}, title, el("select", { name }, ...options(all)));
+    const choice = (name, title, options) => el("label", {}, title, select({ name }, options));
     const number = (name, title) => el("label", {}, title, el("input", { type: "number", name, step: "any" }));
     const form = el(
       "form",
       { class: "card search" },
       el("label", { class: "grow" }, "Text", el("input", { type: "text", name: "text", maxlength: "200", spellcheck: "false" })),
       number("step", "Step"),
-      select("kind", "Kind", [["", "all"], ["train", "training"], ["eval", "held out"], ["episode", "episodes"]]),
+      choice("kind", "Kind", [["", "all"], ["train", "training"], ["eval", "held out"], ["episode", "episodes"]]),
       number("low", "Reward from"),
       number("high", "to"),
-      select("status", "Score", [["", "any"], ["scored", "scored"], ["failed", "failed"], ["unscored", "unscored"]]),
-      select("order", "Order", [["newest", "newest step first"], ["oldest", "as written"], ["worst", "lowest reward first"], ["best", "highest reward first"]]),
+      choice("status", "Score", [["", "any"], ["scored", "scored"], ["failed", "failed"], ["unscored", "unscored"]]),
+      choice("order", "Order", [["newest", "newest step first"], ["oldest", "as written"], ["worst", "lowest reward first"], ["best", "highest reward first"]]),
       el("label", { class: "tick" }, el("input", { type: "checkbox", name: "zero" }), "advantage 0"),
       el("button", { type: "submit", class: "primary" }, "Search"),
-      el("button", { type: "button", class: "quiet", onclick: () => this.look({ ...EVERY }) }, "Clear"),
+      button({ class: "quiet", onclick: () => this.look({ ...EVERY }) }, "Clear"),
     );
     form.addEventListener("submit", (event) => {
       event.preventDefault();
@@ -133,14 +120,11 @@ export class Rollouts {
       el("span", { class: "soft" }, `step ${whole(row.step)} · ${WHICH[row.kind] ?? "#"}${row.k ?? "–"}${row.cut ? " · cut" : ""}`),
       row.advantage === null ? null : el("span", { class: "soft" }, `A ${figure(row.advantage)}`),
     );
-    const button = el(
-      "button",
-      { type: "button", "aria-current": row.n === this.n ? "true" : null, "data-n": row.n, onclick: () => this.choose(row.n).then(() => this.moved()) },
-      head,
-      episode ? el("span", { class: "begin" }, `${whole(row.tokens ?? 0)} steps`) : el("span", { class: "begin soft" }, row.prompt),
-      episode ? null : el("span", { class: "begin" }, row.completion),
-    );
-    return el("li", {}, button);
+    const said = episode
+      ? [el("span", { class: "begin" }, `${whole(row.tokens ?? 0)} steps`)]
+      : [el("span", { class: "begin soft" }, row.prompt), el("span", { class: "begin" }, row.completion)];
+    const onclick = () => this.choose(row.n).then(() => this.moved());
+    return el("li", {}, button({ "aria-current": row.n === this.n && "true", "data-n": row.n, onclick }, head, ...said));
   }
 
   async choose(n) {

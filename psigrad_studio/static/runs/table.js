@@ -1,6 +1,6 @@
 // The chosen runs as a table to be sorted: the last value of each figure, and the settings that differ.
 import { post } from "../api.js";
-import { el, notice, parted } from "../dom.js";
+import { button, el, notice, parted, wide } from "../dom.js";
 import { figure, whole } from "./format.js";
 
 const UP = "ascending", DOWN = "descending";
@@ -8,7 +8,7 @@ const UP = "ascending", DOWN = "descending";
 export class Table {
   /** `open(id)` shows one run alone. */
   constructor(node, open) {
-    Object.assign(this, { node, open, sorted: { column: null, way: UP }, turn: 0, asked: "" });
+    Object.assign(this, { node, open, sorted: { column: null, way: UP }, turn: 0 });
   }
 
   /** Rows for these runs. */
@@ -43,19 +43,20 @@ export class Table {
     const head = this.columns.map(({ name, title }) => {
       const sort = name === column ? way : "none";
       const turn = () => this.sort(name);
-      return el("th", { scope: "col", "aria-sort": sort }, el("button", { type: "button", "data-column": name, onclick: turn }, ...parted(title), { [UP]: " ↑", [DOWN]: " ↓" }[sort] ?? ""));
+      return el("th", { scope: "col", "aria-sort": sort }, button({ "data-column": name, onclick: turn }, ...parted(title), { [UP]: " ↑", [DOWN]: " ↓" }[sort] ?? ""));
     });
     const body = rows.map((row) => el("tr", { "data-id": row.id }, ...this.columns.map((one, i) => this.cell(one, row, i))));
     const differ = this.settings ? "" : this.rows.length > 1 ? "Their settings are the same." : "";
+    const table = el("table", { class: "compare" }, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...body));
     this.node.replaceChildren(
-      el("div", { class: "card wide", tabindex: "0", role: "group", "aria-label": "Runs side by side" }, el("table", { class: "compare" }, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...body))),
+      el("div", { class: "card" }, wide("Runs side by side", table)),
       el("p", { class: "soft small" }, `${this.rows.length === 1 ? "One run" : `${whole(this.rows.length)} runs`}; figures are the latest. ${differ}`),
     );
   }
 
   cell({ value, said }, row, place) {
     const found = value(row);
-    if (place === 0) return el("th", { scope: "row" }, el("button", { type: "button", class: "link", onclick: () => this.open(row.id) }, ...parted(found)));
+    if (place === 0) return el("th", { scope: "row" }, button({ class: "link", onclick: () => this.open(row.id) }, ...parted(found)));
     const isNumber = typeof found === "number";
     return el("td", { class: isNumber ? "number" : null }, isNumber && said ? said(found) : found === null ? "–" : String(found));
   }
