@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 import shlex
@@ -107,18 +108,31 @@ def find_extra(package: str) -> str:
     return ""
 
 
+def check_versions() -> None:
+    """Raise `UserError` if the installed torch, transformers or peft is older than psigrad requires."""
+    for name in ("torch", "transformers", "peft"):
+        with contextlib.suppress(metadata.PackageNotFoundError):  # it, or psigrad itself, was not installed by pip
+            needed, found = next(one for one in requirements()[""] if one.startswith(f"{name}>=")), metadata.version(name)
+            if [*map(int, re.findall(r"\d+", found)[:2])] < [*map(int, re.findall(r"\d+", needed))]:
+                command = shlex.join(["pip", "install", "--upgrade", needed])
+                raise UserError(f"psigrad needs {needed}, but {name} {found} is installed. Run `{command}`.")
+
+
 @cache
 def requirements() -> dict[str, list[str]]:
-    """Return {extra: requirements}, from the checkout's pyproject.toml or from the installed package's metadata."""
+    """Return {extra: requirements}, from the checkout's pyproject.toml or from the installed package's metadata.
+
+    The requirements of psigrad itself have the key "".
+    """
     checkout = Path(__file__).parents[1] / "pyproject.toml"
     project = tomllib.loads(checkout.read_text())["project"] if checkout.is_file() else {}
     if project.get("name") == "psigrad":
-        return dict(project["optional-dependencies"])
+        return {"": project["dependencies"], **project["optional-dependencies"]}
     found: dict[str, list[str]] = {}
     for line in metadata.requires("psigrad") or ():
         requirement, _, marker = line.partition(";")
-        if match := re.search(r"""extra == ["']([\w-]+)""", marker):
-            found.setdefault(match[1], []).append(requirement.strip())
+        match = re.search(r"""extra == ["']([\w-]+)""", marker)
+        found.setdefault(match[1] if match else "", []).append(requirement.strip())
     return found
 
 

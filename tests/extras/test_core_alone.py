@@ -10,7 +10,7 @@ import pytest
 from cases import repeat_for
 from tiny_jobs import online_config, preference_config, run_settings, sft_config
 
-from psigrad import cli, control, extras, tabular
+from psigrad import cli, control, extras, language, tabular
 from psigrad.errors import UserError
 from psigrad.extras import BESIDE
 from psigrad.language.recipes import dispatch
@@ -102,7 +102,20 @@ def test_an_extra_lists_its_packages_in_a_checkout_and_where_only_the_wheel_is_i
     monkeypatch.setattr(extras.metadata, "requires", lambda name: asked)
     extras.requirements.cache_clear()
     try:
-        assert extras.requirements() == {"serve": ["uvicorn>=0.40"], "verifiers": ["verifiers<0.5,>=0.4"]}
+        assert extras.requirements() == {"serve": ["uvicorn>=0.40"], "verifiers": ["verifiers<0.5,>=0.4"], "": ["torch>=2.11"]}
         assert extras.install_command("verifiers") == "pip install 'verifiers<0.5,>=0.4'"
     finally:
         extras.requirements.cache_clear()
+
+
+@pytest.mark.parametrize(("package", "old", "kept"), [("torch", "2.9.1+cu130", "2.11.0a0"), ("transformers", "5.9.2", "5.100.0")])
+def test_a_package_below_its_minimum_is_named_with_the_command_before_anything_of_it_is_imported(package, old, kept, monkeypatch):
+    version = extras.metadata.version
+    monkeypatch.setattr(extras.metadata, "version", lambda name: kept if name == package else version(name))
+    importlib.reload(language)
+    monkeypatch.setattr(extras.metadata, "version", lambda name: old if name == package else version(name))
+    needed = next(one for one in extras.requirements()[""] if one.startswith(f"{package}>="))
+    with pytest.raises(UserError) as caught:
+        importlib.reload(language)
+    said = f"psigrad needs {needed}, but {package} {old} is installed. Run `pip install --upgrade '{needed}'`."
+    assert str(caught.value) == said

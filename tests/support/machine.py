@@ -4,13 +4,15 @@
 
 A test that starts one says so by `@pytest.mark.needs("bubblewrap")`, or takes a fixture of `FIXTURES`. `tests/conftest.py` leaves
 it out where the program is missing or does not work, and says at the end how many were, and why. A test that imports one of
-`PACKAGES` is left out in the same way where the package is missing. No test is left out otherwise. With CI=true or
+`PACKAGES` is left out in the same way where the package is missing, and a test of a family of models where the installed
+transformers is older than the family. No test is left out otherwise. With CI=true or
 PSIGRAD_TEST_EVERYTHING=1 what is missing fails the run.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -289,10 +291,13 @@ def lack(name: str) -> Lack | None:
 
 
 def missing_package(said: str) -> str:
-    """Return what is left out, and why, if an error says that a package of `PACKAGES` is missing; else an empty string.
+    """Return what is left out, and why, if an error says that a package of `PACKAGES` or a family of models is missing; else an
+    empty string.
 
     Where everything is to be tested nothing is left out.
     """
+    if (family := re.search(r"Unrecognized model identifier: (\w+)", said)) and not everything():
+        return f"the family {family[1]}: transformers {importlib.metadata.version('transformers')} does not have it"
     named = re.search(r"No module named '(\w+)'", said)
     kind = next((kind for kind, names in PACKAGES.items() if named and named[1] in names), "")
     return "" if named is None or not kind or everything() else f"{kind}: {named[1]} is not installed; make install"

@@ -87,11 +87,13 @@ def group(*names): raise ExceptionGroup("of 3 cases", [ModuleNotFoundError(f"No 
 def test_d(): group("optuna", "fastapi")
 
 def test_e(): group("optuna", "no_such_package")
+
+def test_f(): raise ValueError("Unrecognized model identifier: lfm9. Should contain one of llama, lfm2")
 """
 
 
 @pytest.mark.parametrize("asked", ["", pytest.param("1", marks=pytest.mark.slow)])
-def test_a_missing_package_of_the_peers_leaves_tests_out_and_any_other_fails_them(tmp_path, asked):
+def test_a_missing_package_of_the_peers_or_a_missing_family_leaves_tests_out_and_any_other_package_fails_them(tmp_path, asked):
     (tmp_path / "optuna.py").write_text("raise ModuleNotFoundError(\"No module named 'optuna'\", name='optuna')")
     (tmp_path / "test_imports.py").write_text(IMPORTS)
     status, said = run(tmp_path, WITHIN, processes=1, also="test_imports.py", PSIGRAD_TEST_EVERYTHING=asked)
@@ -100,7 +102,8 @@ def test_a_missing_package_of_the_peers_leaves_tests_out_and_any_other_fails_the
     else:
         assert status == 1
         assert "3 tests of the search over settings were left out: optuna is not installed; make install" in said
-        assert "2 failed, 3 skipped" in said.splitlines()[-1] and said.count("No module named 'no_such_package'") >= 2
+        assert "1 test of the family lfm9 was left out: transformers 5." in said
+        assert "2 failed, 4 skipped" in said.splitlines()[-1] and said.count("No module named 'no_such_package'") >= 2
 
 
 OTHER_DOORS = """
