@@ -3,7 +3,8 @@
     PYTHON trl_worker.py FOLDER STEPS SCRIPT [ARGUMENTS...]
 
 It runs in TRL's own environment and imports nothing of psigrad. The script gets a subclass of the installed GRPOTrainer, which
-records, and reads the local variables of the loss when it returns. One random choice is fixed: completions keep their order.
+records, and reads the local variables of the loss when it returns. One random choice is fixed: the shuffle of completions only
+reverses them, which keeps groups together.
 FOLDER gets model/ (the policy before training), about.json, and record.pt; or error.txt, a sentence for the user.
 """
 
@@ -184,6 +185,15 @@ class RecordedTrainer(Base):  # type: ignore[misc]
             raise DoneError
 
 
+def _reverse(shuffle: Any, columns: dict[str, Any], torch: Any) -> Any:
+    """Let TRL shuffle with a permutation that keeps groups together, and that is visible if a column does not follow it."""
+    draw, torch.randperm = torch.randperm, lambda n, **named: torch.arange(n).flip(0)
+    try:
+        return shuffle(columns)
+    finally:
+        torch.randperm = draw
+
+
 def _weights(model: Any) -> dict[str, Any]:
     return {name: p.detach().float().cpu().clone() for name, p in _learned(model)}
 
@@ -230,7 +240,8 @@ def main(folder: Path, wanted: int, arguments: list[str]) -> None:
         made = type("GRPOTrainer", bases, {**known, "passes": [], "draws": [], "now": {}})
         for module in (trl, trl.trainer, grpo_trainer):
             setattr(module, "GRPOTrainer", made)  # noqa: B010
-        setattr(grpo_trainer, "shuffle_sequence_dict", lambda columns: columns)  # noqa: B010
+        shuffle = grpo_trainer.shuffle_sequence_dict
+        setattr(grpo_trainer, "shuffle_sequence_dict", lambda columns: _reverse(shuffle, columns, torch))  # noqa: B010
     except (ImportError, AttributeError) as failed:
         error = (
             f"{sys.executable} has no supported TRL ({failed}); name the Python interpreter of TRL's environment with --python."

@@ -52,7 +52,8 @@ def make_jobs(folder: Path) -> Path:
         tokenizer.chat_template = TEMPLATE if name == "chat" else None
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-        prompts: list[Any] = [[{"role": "user", "content": one}] for one in asked] if name == "chat" else asked
+        chats = [[{"role": "user", "content": one + " " * (i % 4 == 3)}] for i, one in enumerate(asked)]
+        prompts: list[Any] = chats if name == "chat" else asked
         rows = [{"prompt": prompt, "answer": c} for prompt, c in zip(prompts, letters, strict=True)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "train.py").write_text(SCRIPT)

@@ -1,4 +1,4 @@
-"""The referee beside TRL itself: equal settings, every field of GRPOConfig changed alone, and ten differences planted in TRL."""
+"""The referee beside TRL itself: equal settings, every field of GRPOConfig changed alone, and differences planted in TRL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import referee_jobs
 import torch
 import trl
 import yaml
-from trl.trainer import grpo_trainer
 
 from psigrad_extras.referee import first_difference, recording, trl_side
 
@@ -32,6 +31,8 @@ BASES: dict[str, dict[str, Any]] = {
     "vespo": {"loss_type": "vespo"},
     "truncated": {"mask_truncated_completions": True},
     "filtered": {"top_p": 0.9, "top_k": 50},
+    "small rewards": {"reward_weights": [0.05, 0.025]},
+    "decay": {"weight_decay": 0.1},
     "chat": {},
 }
 # Settings that have no effect until the changed field is on, and that psigrad has no equal of.
@@ -176,9 +177,12 @@ PLANTED = yaml.safe_load((Path(__file__).parent / "planted.yaml").read_text())
 @pytest.mark.parametrize("planted", PLANTED, ids=[one["name"] for one in PLANTED])
 def test_a_planted_difference_parts_where_it_acts(folder, tmp_path, planted):
     shutil.copytree(Path(trl.__file__).parent, tmp_path / "trl", ignore=shutil.ignore_patterns("__pycache__"))
-    file = tmp_path / "trl/trainer/grpo_trainer.py"
+    file = tmp_path / "trl/trainer" / planted.get("file", "grpo_trainer.py")
     text = file.read_text()
-    assert text.count(planted["old"]) == planted.get("count", 1) and text == Path(grpo_trainer.__file__).read_text()
+    assert text.count(planted["old"]) == 1
     file.write_text(text.replace(planted["old"], planted["new"]))
     found = first_parted(folder, planted.get("base", "plain"), f"planted {planted['name']}", {}, tmp_path)
-    assert (bool(found.parts), found.name) == (True, planted["first"]), found
+    first = planted["first"] or "update"
+    at = (planted.get("step", 1), planted.get("update", 0)) if planted["first"] else (2, 2)
+    assert (bool(found.parts), found.name, found.step, found.update) == (bool(planted["first"]), first, *at), found
+    assert planted.get("says", "") in " ".join(found.parts), found
