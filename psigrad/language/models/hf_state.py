@@ -242,9 +242,9 @@ class DeltaRule:
 
     def step(self, inputs: Tensors, state: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Compute one token of each sequence, by the C++ kernel if possible; see `Recurrence.step`."""
-        native = _native(state)
-        if native is not None:
-            return native.states.delta_rule(state, *_plain(inputs), slots=slots).to(inputs[0].dtype), state
+        if (native := _native(state)) is not None:
+            q, k, v, g, beta = _plain(inputs)
+            return native.states.delta_rule(state, q, k, v, g, beta, slots).to(inputs[0].dtype), state
         return self.step_by_torch(inputs, state if slots is None else state[slots])
 
     def step_by_torch(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -285,9 +285,9 @@ class Mamba2:
 
     def step(self, inputs: Tensors, state: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Compute one token of each sequence, by the C++ kernel if possible; see `Recurrence.step`."""
-        native, (x, dt, *rest) = _native(state), _plain(inputs)
+        native, (x, dt, b, c) = _native(state), _plain(inputs)
         if native is not None:
-            return native.states.mamba2(state, x, dt, self.A.detach().float(), *rest, slots=slots), state
+            return native.states.mamba2(state, x, dt, self.A.detach().float(), b, c, slots), state
         return self.step_by_torch(inputs, state if slots is None else state[slots])
 
     def step_by_torch(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from psigrad.kernels.kernels import Kernels, kernels
 from psigrad.kernels.products import PackedMatrix, Products
 
 Ids = Sequence[int]
+T = TypeVar("T")
 Version = tuple[int, int]
 # The index in `Layer.kinds` of the first tensor that is computed after attention, and so only for output rows.
 FIRST_PART_AFTER_ATTENTION = 4
@@ -351,7 +353,7 @@ class PackedWeights:
         self.bytes, self.limit = 0, limit
         self._layers: dict[Hashable, tuple[list[Version], list[PackedProjection]]] = {}
         self._refused: set[Hashable] = set()
-        self._table: tuple[Hashable, list[Version], Tensor] | None = None
+        self._table: tuple[Hashable, list[Version], Any] | None = None
         self._head: tuple[Version, int, PackedMatrix | None] = ((0, 0), 0, None)
 
     def of(
@@ -392,8 +394,8 @@ class PackedWeights:
         self._head = (version_of(weight), asked, packed)
         return packed
 
-    def table(self, key: Hashable, now: list[Version], make: Callable[[], Tensor | None]) -> Tensor | None:
-        """Return the table of addresses that `make` computes, cached until `key` or the weights' versions `now` change.
+    def table(self, key: Hashable, now: list[Version], make: Callable[[], T | None]) -> T | None:
+        """Return the result of `make`, which all layers share, cached until `key` or the weights' versions `now` change.
 
         Return None if `make` returns None.
         """

@@ -124,8 +124,10 @@ class Decoder:
         activation = first_of(config, ("hidden_activation", "hidden_act")) or "silu"
         if activation != ("gelu_pytorch_tanh" if family.gelu else "silu"):
             raise Unsupported(f"its activation {activation} is not supported")
-        if getattr(config, "attn_logit_softcapping", None) or (vision is not None and (vision.two_way or vision.axes)):
-            raise Unsupported("its attention has capped scores, is not causal, or has images at positions of several axes")
+        if getattr(config, "attn_logit_softcapping", None) or (vision is not None and vision.two_way):
+            raise Unsupported("its attention has capped scores, or is not causal")
+        if vision is not None and vision.axes:
+            raise Unsupported("its images have positions of several axes")
         attending = [i for i, layer in enumerate(base.layers) if getattr(layer, "self_attn", None) is not None]
         if not attending:
             raise Unsupported("it has no layer with attention")
@@ -235,7 +237,11 @@ class Decoder:
         y = self._step(x, how, keep, now) if self.at_once and not self.in_shards else None
         if y is not None:
             return y
-        layers = []
+        packed, layers = how.layout.packed_weights, []
+        if packed is not None and not self.at_once and not self.in_shards:
+            how = how._replace(
+                ready=packed.table(how.adapted, now, lambda: [x.current_weights(how.adapted, packed) for x in self.layers])
+            )
         for layer, at in zip(self.layers, selection, strict=True):
 
             def run(x: Tensor, layer: Layer = layer, at: RowSelection = at) -> Tensor:

@@ -65,12 +65,13 @@ class Weights:
 
 class PassArguments(NamedTuple):
     """The arguments of a forward pass: `angles` is the rotary embedding of each layer with attention, and `adapted` is True if
-    the LoRA adapters are active.
+    the LoRA adapters are active. `ready` are the current weights of all layers; None if each layer has to collect its own.
     """
 
     angles: Sequence[Angles]
     layout: FusedLayout
     adapted: bool
+    ready: Sequence[LayerWeights] | None = None
 
 
 @dataclass(frozen=True)
@@ -197,8 +198,8 @@ class Layer:
         self.index, self.heads, self.native = index, heads, native
         self.window, self.gelu = family.window(config, index) or 0, family.gelu
         self.residual = float(getattr(module, "residual_multiplier", 1.0))
-        norms = [name and getattr(module, name) for name in (*family.before, *family.after)]
-        self._norms = [None if name is None or isinstance(name, nn.Identity) else name for name in norms]
+        norms: list[Any] = [name and getattr(module, name) for name in (*family.before, *family.after)]
+        self._norms = [None if isinstance(norm, nn.Identity) else norm for norm in norms]
         self.eps = next(eps_of(norm) for norm in self._norms if norm is not None)
         self.coded = {i: child.matrix for i, child in enumerate(linear) if isinstance(child, CodedLinear)}
         self.biased = [i for i, child in enumerate(linear) if child.bias is not None]
@@ -301,7 +302,8 @@ class Layer:
         For every token [S, …] these are the mixer's projections and its two results (`mix`). For the output rows [W, …] they are
         the residual stream after the mixer, [gate|up], and the inputs of the norms of outputs, if there are any.
         """
-        weights, plain = self.current_weights(how.adapted, how.layout.packed_weights), []
+        weights = self.current_weights(how.adapted, how.layout.packed_weights) if how.ready is None else how.ready[self.index]
+        plain: list[Tensor] = []
 
         def join(which: int, x: Tensor, base: Tensor) -> Tensor:
             norm, out = weights.norms[2 + which], torch.empty_like(base)
@@ -312,8 +314,7 @@ class Layer:
                 plain.append(out)
             return self.native.products.add(base, self._norm(out, norm), self.residual)
 
-        normed = self._norm(x, weights.norms[0])
-        row = selection.gather_inputs(weights.apply(_QKV, normed, x.new_empty(len(x), self.row)))
+        row = selection.gather_inputs(weights.apply(_QKV, self._norm(x, weights.norms[0]), x.new_empty(len(x), self.row)))
         mixed, normaliser = self.mix(row, weights.mixer, how)
         out = selection.gather_outputs(self.gate(row, mixed))
         middle = join(0, out, selection.gather_outputs(selection.gather_inputs(x)))

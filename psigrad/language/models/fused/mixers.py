@@ -23,6 +23,8 @@ from psigrad.language.models.fused.layer import Layer, PassArguments
 from psigrad.language.models.hf_state import Convolution, DeltaRule, Mamba2, Switch
 from psigrad.language.models.segments import ShortConvolution
 
+_UNUSED: Any = None  # transformers' function for whole sequences, which the kernels compute
+
 
 class GatedAttention(Layer):
     """Attention whose output is multiplied by the sigmoid of a gate: [q|gate] of each head, then k and v (Qwen 3.5)."""
@@ -129,7 +131,7 @@ class ConvolutionLayer(StateLayer):
     def core(self, row: Tensor, others: Sequence[Tensor], layout: FusedLayout) -> Tensor:
         """Compute the gated convolution; see `StateLayer.core`."""
         b, c, x = row.chunk(3, 1)
-        return c * self.convolve(b * x, others[0], *(others[1:] or [None]), layout, silu=False)
+        return c * self.convolve(b * x, others[0], others[1] if len(others) > 1 else None, layout, silu=False)
 
 
 class DeltaRuleLayer(StateLayer):
@@ -151,7 +153,7 @@ class DeltaRuleLayer(StateLayer):
         q, k, v = self.convolve(qkv, weight, None, layout).split([keys, keys, values], 1)
         g = -a_log.float().exp() * F.softplus(a.float() + dt_bias)
         q, k, v = q.unflatten(1, (-1, mixer.head_k_dim)), k.unflatten(1, (-1, mixer.head_k_dim)), v.unflatten(1, (heads, -1))
-        out = layout.scan(self.index, DeltaRule(None, self.switch), (q, k, v, g, b.sigmoid()))
+        out = layout.scan(self.index, DeltaRule(_UNUSED, self.switch), (q, k, v, g, b.sigmoid()))
         return self.norm(out, norm) * F.silu(z)
 
 
@@ -170,10 +172,10 @@ class Mamba2Layer(StateLayer):
         weight, *bias, dt_bias, a_log, d, norm = others
         mixer, width, groups = self._mixer, self._mixer.intermediate_size, self._mixer.n_groups * self._mixer.ssm_state_size
         z, xbc, dt = row.split([width, width + 2 * groups, mixer.num_heads], 1)
-        x, b, c = self.convolve(xbc, weight, *(bias or [None]), layout).split([width, groups, groups], 1)
+        x, b, c = self.convolve(xbc, weight, bias[0] if bias else None, layout).split([width, groups, groups], 1)
         x, b, c = (y.unflatten(1, (n, -1)) for y, n in ((x, mixer.num_heads), (b, mixer.n_groups), (c, mixer.n_groups)))
         dt = F.softplus(dt.float() + dt_bias).clamp(*mixer.time_step_limit)
-        rule = Mamba2(None, -a_log.float().exp(), 0, self.switch)
+        rule = Mamba2(_UNUSED, -a_log.float().exp(), 0, self.switch)
         out = layout.scan(self.index, rule, (x, dt, b, c)) + d[:, None] * x
         return self.norm((out.flatten(1) * F.silu(z)).to(row.dtype), norm)
 
