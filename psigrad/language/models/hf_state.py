@@ -78,7 +78,7 @@ def _convolution(own: Function, layer: int, switch: Switch) -> Function:
             native = switch.native
             if native is None or activation not in (None, "silu", "swish") or x.dtype not in native.dtypes:
                 return None
-            made: Tensor = Convolution.apply(native, x.contiguous(), weight, bias, windows, activation is not None)
+            made: Tensor = ConvolutionFunction.apply(native, x.contiguous(), weight, bias, windows, activation is not None)
             return made
 
         out = layout.convolve(layer, rows.flatten(0, 1).to(weight.dtype), ShortConvolution(weight, bias, act, kernel))
@@ -166,7 +166,7 @@ def _plain(inputs: Tensors) -> list[Tensor]:
     return [x.float().contiguous() for x in inputs]
 
 
-class Convolution(torch.autograd.Function):
+class ConvolutionFunction(torch.autograd.Function):
     """The autograd function of `StateKernels.convolve`, for a weight [C, K]."""
 
     @staticmethod

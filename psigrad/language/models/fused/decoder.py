@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from psigrad.kernels.kernels import Angles, Heads, Kernels, kernels
+from psigrad.kernels.kernels import Angles, Heads, kernels
 from psigrad.language.images import FIRST
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.fused.caches import ActivationCache, Block, CacheHit, PackedWeights, RowLayout, Version, versions
 from psigrad.language.models.fused.families import FAMILIES, Family, Unsupported, eps_of, first_of
-from psigrad.language.models.fused.layer import RANKS, Layer, PassArguments, RowSelection
+from psigrad.language.models.fused.layer import RANKS, Layer, NormFunction, PassArguments
+from psigrad.language.models.packing import RowSelection
 from psigrad.language.models.sizes import size
 from psigrad.language.models.towers import text_half, tower_parameters
 from psigrad.optim import gradients
@@ -78,26 +79,6 @@ class _LayerFunction(torch.autograd.Function):
         overwrite = ctx.cached is not None or ctx.recompute
         dx, dweights = ctx.layer.backward(dy.contiguous(), x, parts, ctx.how, learns, ctx.selection, overwrite)
         return None, dx, None, None, None, None, *dweights
-
-
-class NormFunction(torch.autograd.Function):
-    """The autograd function of an RMS norm: x / sqrt(mean(x²) + eps) · (weight + offset)."""
-
-    @staticmethod
-    def forward(ctx: Any, native: Kernels, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        """Normalise each row of x by `Kernels.rms_norm`."""
-        ctx.native, ctx.how = native, (eps, offset)
-        ctx.save_for_backward(x, weight)
-        return native.rms_norm(x, weight, eps, offset)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        """Return a gradient for each input of `forward`: those of x and of the weight, and None for all others."""
-        x, weight = ctx.saved_tensors
-        dx = torch.zeros_like(x)
-        dw = ctx.native.gradients.rms_norm(dx, x, weight, dy.contiguous(), *ctx.how)
-        return None, dx, dw, None, None
 
 
 class Decoder:

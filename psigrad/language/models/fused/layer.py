@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from psigrad.kernels.codes import CodedMatrix
 from psigrad.kernels.kernels import Angles, Heads, Kernels
@@ -23,6 +24,7 @@ from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.coded_linear import CodedLinear, unpack
 from psigrad.language.models.fused.caches import PackedProjection, PackedWeights, Projection, Version, version_of
 from psigrad.language.models.fused.families import Family, LoraDelta, Unsupported, at, eps_of, find, first_of, split_adapter
+from psigrad.language.models.packing import RowSelection
 
 # The matrices are in four groups by their input, under either of these names. The outputs of a group are stored side by side.
 _ATTENTION = ((("q_proj", "k_proj", "v_proj"), ("qkv_proj",)), (("o_proj",), ("out_proj",)))
@@ -74,33 +76,24 @@ class PassArguments(NamedTuple):
     ready: Sequence[LayerWeights] | None = None
 
 
-@dataclass(frozen=True)
-class RowSelection:
-    """The rows that a layer reads and writes. None means one row for each of the S tokens.
+class NormFunction(torch.autograd.Function):
+    """The autograd function of an RMS norm: x / sqrt(mean(x²) + eps) · (weight + offset)."""
 
-    `input_rows` [S] is the row of the input x for each token. In the first layer, equal tokens share a row. `output_rows` [W]
-    lists each token whose output is needed. In the last layer these are the tokens that predict a target; for the others the
-    layer computes only keys and values.
-    """
+    @staticmethod
+    def forward(ctx: Any, native: Kernels, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        """Normalise each row of x by `Kernels.rms_norm`."""
+        ctx.native, ctx.how = native, (eps, offset)
+        ctx.save_for_backward(x, weight)
+        return native.rms_norm(x, weight, eps, offset)
 
-    input_rows: Tensor | None = None
-    output_rows: Tensor | None = None
-
-    def gather_inputs(self, x: Tensor) -> Tensor:
-        """Return the input row of every token: x [rows, …] -> [S, …]."""
-        return x if self.input_rows is None else x.index_select(0, self.input_rows)
-
-    def sum_input_grads(self, dx: Tensor, count: int) -> Tensor:
-        """Return the gradient of the `count` input rows. It sums the gradients dx [S, …] of the tokens that share a row."""
-        return dx if self.input_rows is None else dx.new_zeros(count, dx.shape[1]).index_add_(0, self.input_rows, dx)
-
-    def gather_outputs(self, x: Tensor) -> Tensor:
-        """Return the rows of the tokens whose output is needed: x [S, …] -> [W, …]."""
-        return x if self.output_rows is None else x.index_select(0, self.output_rows)
-
-    def scatter_output_grads(self, dx: Tensor, tokens: int) -> Tensor:
-        """Scatter the gradient dx [W, …] of the output rows to all S tokens, zeros elsewhere. The result may be dx itself."""
-        return dx if self.output_rows is None else dx.new_zeros(tokens, dx.shape[1]).index_copy_(0, self.output_rows, dx)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        """Return a gradient for each input of `forward`: those of x and of the weight, and None for all others."""
+        x, weight = ctx.saved_tensors
+        dx = torch.zeros_like(x)
+        dw = ctx.native.gradients.rms_norm(dx, x, weight, dy.contiguous(), *ctx.how)
+        return None, dx, dw, None, None
 
 
 @dataclass(frozen=True)

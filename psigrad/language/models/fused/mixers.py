@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from psigrad.language.models.attention import FusedLayout
-from psigrad.language.models.fused.decoder import NormFunction
 from psigrad.language.models.fused.families import eps_of, first_of
-from psigrad.language.models.fused.layer import Layer, PassArguments
-from psigrad.language.models.hf_state import Convolution, DeltaRule, Mamba2, Switch
+from psigrad.language.models.fused.layer import Layer, NormFunction, PassArguments
+from psigrad.language.models.hf_state import ConvolutionFunction, DeltaRule, Mamba2, Switch
 from psigrad.language.models.segments import ShortConvolution
 
 _UNUSED: Any = None  # transformers' function for whole sequences, which the kernels compute
@@ -101,7 +100,7 @@ class StateLayer(Layer):
         weight = weight.squeeze(1)
 
         def kernel(x: Tensor, windows: Tensor) -> Tensor:
-            made: Tensor = Convolution.apply(self.native, x, weight, bias, windows, silu)
+            made: Tensor = ConvolutionFunction.apply(self.native, x, weight, bias, windows, silu)
             return made
 
         return layout.convolve(self.index, x, ShortConvolution(weight, bias, F.silu, kernel))
