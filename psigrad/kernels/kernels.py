@@ -18,7 +18,7 @@ from psigrad.kernels.build import bind, library
 from psigrad.kernels.products import LogProbs, Products, TowerKernels, by_pytorch
 from psigrad.kernels.state_kernels import StateKernels
 
-Norms = tuple[Tensor, Tensor]
+Norms = Sequence[Tensor]
 _HALF = {torch.float32: 0, torch.bfloat16: 1}
 _SIGNATURES = {
     "rms_norm": "tpppiifft",
@@ -32,8 +32,8 @@ _SIGNATURES = {
     "attention_gradient": "tpippppppiiipppiiiiift",
     "decode": "tpppppiiippppippppiiiiift",
     "decode_layers": "tppippppp" + "ii" + "p" * 5 + "iipt",
-    "delta_step": "p" * 7 + "i" * 6 + "t",
-    "mamba2_step": "p" * 7 + "i" * 5 + "t",
+    "delta_step": "p" * 8 + "i" * 6 + "t",
+    "mamba2_step": "p" * 8 + "i" * 5 + "t",
     "scan_chunks": "t" + "p" * 5 + "iii" + "p" * 4 + "i" * 6 + "t",
     "scan_chunks_gradient": "t" + "p" * 8 + "ii" + "ppp" + "iii" + "p" * 4 + "i" * 6 + "t",
     "convolve": "tppipppiiiit",

@@ -34,24 +34,28 @@ class StateKernels:
     def __init__(self, call: SimpleNamespace) -> None:
         self._call = call
 
-    def delta_rule(self, state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    def delta_rule(
+        self, state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, slots: Tensor | None = None
+    ) -> Tensor:
         """Compute one token of N sequences by the gated delta rule (`hf_state.DeltaRule`), and return the outputs [N, H, V].
 
-        All tensors are contiguous float32. The states of the N sequences, the first N of `state` [slots, H, D, V], are updated in
-        place.
+        All tensors are contiguous float32. The states of the N sequences, the first N of `state` [slots, H, D, V] or those at
+        `slots` [N], are updated in place.
         """
         out, sizes = torch.empty_like(v), (*v.shape[:2], *k.shape[1:], v.shape[2], int(g.dim() == 3))
-        self._call.delta_step(*(x.data_ptr() for x in (out, state, q, k, v, g, beta)), *sizes, torch.get_num_threads())
+        self._call.delta_step(*_pointers(out, state, q, k, v, g, beta, slots), *sizes, torch.get_num_threads())
         return out
 
-    def mamba2(self, state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    def mamba2(
+        self, state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, slots: Tensor | None = None
+    ) -> Tensor:
         """Compute one token of N sequences by Mamba-2 (`hf_state.Mamba2`), and return the outputs [N, H, P].
 
-        All tensors are contiguous float32. The states of the N sequences, the first N of `state` [slots, H, P, states], are
-        updated in place.
+        All tensors are contiguous float32. The states of the N sequences, the first N of `state` [slots, H, P, states] or those
+        at `slots` [N], are updated in place.
         """
         out, sizes = torch.empty_like(x), (*x.shape[:2], B.shape[1], x.shape[2], B.shape[2])
-        self._call.mamba2_step(*(t.data_ptr() for t in (out, state, x, dt, A, B, C)), *sizes, torch.get_num_threads())
+        self._call.mamba2_step(*_pointers(out, state, x, dt, A, B, C, slots), *sizes, torch.get_num_threads())
         return out
 
     def chunks(self, inputs: Tensors, states: Tensor, trees: Trees, delta: bool) -> Tensor:
@@ -103,6 +107,10 @@ class StateKernels:
         pointers = (dx.data_ptr(), dweight.data_ptr(), None if dbias is None else dbias.data_ptr(), dout.data_ptr(), len(x))
         self._call.convolve_gradient(_half(x), *pointers, *_convolution(x, weight, bias, windows, silu))
         return dx, dweight, dbias
+
+
+def _pointers(*tensors: Tensor | None) -> list[int | None]:
+    return [None if x is None else x.data_ptr() for x in tensors]
 
 
 def _half(x: Tensor) -> int:

@@ -10,16 +10,20 @@ import torch
 from prepared import prepared
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     Exaone4Config,
     Gemma3TextConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
+    Lfm2Config,
+    Lfm3Config,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
     Olmo3Config,
     Phi3Config,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     SmolLM3Config,
 )
@@ -47,13 +51,26 @@ _ROPE = {
 }
 _HALF = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
 _LOCAL = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 16}
+_DENSE = {"shared_intermediate_size": 96, "num_local_experts": 0, "num_experts_per_tok": 0}
+_MIXED = {"layer_types": ["linear_attention", "full_attention"], "hidden_size": 64}
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
+# Layers with a state, and attention whose output has a gate. The norm of a delta net has tiny inputs where queries and keys are
+# nearly orthogonal. A large epsilon bounds its gain, by which it multiplies rounding.
+HYBRIDS = {
+    "lfm2": Lfm2Config(**COMMON, hidden_size=64, layer_types=["conv", "full_attention"], conv_bias=True),
+    "lfm3": Lfm3Config(**COMMON, hidden_size=64, layer_types=["conv", "sliding_attention"], sliding_window=5, head_dim=16),
+    "qwen3.5": Qwen3_5TextConfig(**COMMON, **_MIXED, **_DELTA, head_dim=16, rms_norm_eps=1e-2),
+    "granite 4 hybrid": GraniteMoeHybridConfig(**COMMON, **_MIXED, **_DENSE, **_MAMBA, **_FACTORS),
+    "bamba": BambaConfig(**COMMON, **_MAMBA, hidden_size=64, attn_layer_indices=[1]),
+}
 FORMS = {
     "smollm3": SmolLM3Config(**COMMON, hidden_size=64, no_rope_layers=[1, 0]),
     "ministral3": Ministral3Config(**COMMON, hidden_size=64, head_dim=16, rope_parameters=_ROPE, max_position_embeddings=512),
     "phi3": Phi3Config(**COMMON, hidden_size=64, rope_parameters=_HALF),
     "granite": GraniteConfig(**COMMON, hidden_size=48, **_FACTORS),
     "granite 4": GraniteMoeHybridConfig(
-        **COMMON, hidden_size=64, shared_intermediate_size=96, num_local_experts=0, num_experts_per_tok=0, **_FACTORS,
+        **COMMON, hidden_size=64, **_DENSE, **_FACTORS,
         layer_types=["attention"] * 2, mamba_n_heads=8, mamba_d_head="auto", position_embedding_type="rope",
     ),
     "olmo3": Olmo3Config(**COMMON, hidden_size=64, **_LOCAL),
@@ -73,9 +90,9 @@ def made_anew(config, tokenizer, dtype=torch.float32):
     config.vocab_size, config.eos_token_id, config.pad_token_id = len(tokenizer), 0, 1
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(config)
-    for name, p in hf.named_parameters():  # biases of 0 and norms of 1 would hide mistakes
-        if "bias" in name or "norm" in name:
-            torch.nn.init.normal_(p, mean=0.0 if "bias" in name else 1.0, std=0.3)
+    for name, p in hf.named_parameters():  # biases of 0, norms of 1 and convolutions near 0 would hide mistakes
+        if "bias" in name or "norm" in name or p.dim() == 3:
+            torch.nn.init.normal_(p, mean=1.0 if "norm" in name else 0.0, std=0.3)
     return prepare(hf.to(dtype), tokenizer)
 
 

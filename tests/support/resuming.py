@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from hybrid_models import network
 from tiny_jobs import (
     agent_config,
     episodes_config,
@@ -20,6 +21,7 @@ from tiny_jobs import (
     reward_config,
     sft_config,
 )
+from transformers import AutoTokenizer
 
 from psigrad.config import Data
 from psigrad.language.models.language_model import LanguageModel
@@ -81,6 +83,16 @@ def lagging_config(job: Path, output: Path, **run):
     return replace(online_config(job, output, **run), lag=2)
 
 
+def hybrid_config(job: Path, output: Path, **run):
+    """A model with layers that have a state, fused."""
+    made = online_config(job, output, **run)
+    if not (folder := job / "hybrid").exists():
+        tokenizer = AutoTokenizer.from_pretrained(job / "base")
+        network("qwen3_5_text", len(tokenizer)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return replace(made, model=replace(made.model, path=str(folder)))
+
+
 def past_config(job: Path, output: Path, **run):
     """A game of two seats against three past selves, a new one after every second step."""
     made = replace(online_config(job, output, **run), environment="kuhn", data=Data(), prompts_per_step=2, num_generations=3)
@@ -98,6 +110,7 @@ RECIPES = {"sft": (sft.run, sft_config), "grpo": (online.run, online_config)}
 MORE_RECIPES = {
     "ppo": (online.run, ppo_config),
     "ppo shared": (online.run, partial(ppo_config, critic_shared=True)),
+    "grpo hybrid": (online.run, hybrid_config),
     "following reference": (online.run, following_config),
     "episodes": (online.run, episodes_config),
     "past selves": (online.run, past_config),

@@ -13,18 +13,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from psigrad.kernels.kernels import Heads, Kernels, Slots, Spans
-from psigrad.kernels.state_kernels import Trees
+from psigrad.kernels.state_kernels import Tensors, Trees
 from psigrad.language.models.fused.caches import PackedWeights
-from psigrad.language.models.segments import Wave, trees, waves
+from psigrad.language.models.segments import Recurrence, ShortConvolution, Wave, trees, waves
 
 SDPA: Any = F.scaled_dot_product_attention
-Tensors = tuple[Tensor, ...]
 
 
 class AttentionLayer(Protocol):
-    """The properties of a fused layer that `FusedLayout.mix` reads. `window` is the sliding window in tokens; 0: no window."""
+    """The properties of a fused layer that `FusedLayout.mix` reads. `window` is the sliding window in tokens; 0: no window.
 
-    index: int
+    `order` is the layer's number among those with attention.
+    """
+
+    order: int
     heads: Heads
     window: int
     native: Kernels
@@ -61,43 +63,17 @@ def modified_attention(
     return shares[..., : k.shape[-2]] @ v
 
 
-class Recurrence(Protocol):
-    """The state update of a recurrent layer, such as the gated delta rule or Mamba-2.
+class StateLayout(Protocol):
+    """The division of a forward pass's S tokens into sequences, for the layers that mix tokens by a state."""
 
-    A token whose inputs are zeros leaves the state unchanged, so shorter sequences are padded with zeros.
-    """
+    def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
+        """Convolve x [S, C] along each sequence."""
 
-    def scan(self, inputs: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (outputs [N, L, ...], states [N, ...] after the last token) for inputs [N, L, ...]. `state` [N, ...] is the
-        state before the first token; None means zeros.
-        """
-
-    def step(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (outputs, states) [N, ...] after one more token per sequence. Without gradient `state` may change in place."""
-
-    def scan_trees(self, inputs: Tensors, trees: Trees) -> tuple[Tensor, Tensor] | None:
-        """Return (outputs [S, ...], states) for a packed row's inputs [S, ...] by C++ kernels; None if none supports them."""
+    def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
+        """Run a recurrence along each sequence, from a zero state. Inputs and outputs are [S, ...]."""
 
 
-@dataclass(frozen=True)
-class ShortConvolution:
-    """A causal depthwise convolution along sequences, with its activation. Each output reads a token and the K - 1 before it.
-
-    `weight` is [C, K]. `kernel(x, windows)` computes the convolution in C++ for x [S, C] and the rows of x that each token reads,
-    `windows` [S, K] (-1: none). It returns None if it does not support these tensors.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    activation: Callable[[Tensor], Tensor]
-    kernel: Callable[[Tensor, Tensor], Tensor | None] = lambda x, windows: None
-
-    def finish(self, made: Tensor) -> Tensor:
-        """Add the bias to the weighted sums `made` [S, C] over each token's window, and apply the activation."""
-        return self.activation(made if self.bias is None else made + self.bias)
-
-
-class Layout(Protocol):
+class Layout(StateLayout, Protocol):
     """The division of a forward pass's S tokens into sequences. Layers in transformers' modules call it to mix tokens."""
 
     def attend(
@@ -108,15 +84,9 @@ class Layout(Protocol):
         `how` computes it for padded tensors: `scaled_dot_product_attention` or `modified_attention`.
         """
 
-    def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
-        """Convolve x [S, C] along each sequence."""
 
-    def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
-        """Run a recurrence along each sequence, from a zero state. Inputs and outputs are [S, ...]."""
-
-
-class FusedLayout(Protocol):
-    """The division of a forward pass's S tokens into sequences. Fused layers call it for attention."""
+class FusedLayout(StateLayout, Protocol):
+    """The division of a forward pass's S tokens into sequences. Fused layers call it to mix tokens."""
 
     @property
     def packed_weights(self) -> PackedWeights | None:

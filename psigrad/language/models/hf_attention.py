@@ -24,17 +24,9 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from psigrad.language.models.attention import (
-    SDPA,
-    Layout,
-    PackedLayout,
-    Recurrence,
-    ShortConvolution,
-    Tensors,
-    modified_attention,
-    on_device,
-    repeat_heads,
-)
+from psigrad.kernels.state_kernels import Tensors
+from psigrad.language.models.attention import SDPA, Layout, PackedLayout, modified_attention, on_device, repeat_heads
+from psigrad.language.models.segments import Recurrence, ShortConvolution
 
 IMPLEMENTATION = "psigrad"
 

@@ -22,8 +22,9 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from psigrad.kernels.kernels import Kernels, kernels
-from psigrad.kernels.state_kernels import Trees
-from psigrad.language.models.attention import Layout, ShortConvolution, Tensors
+from psigrad.kernels.state_kernels import Tensors, Trees
+from psigrad.language.models.attention import Layout
+from psigrad.language.models.segments import ShortConvolution
 
 Function = Callable[..., Any]
 
@@ -77,7 +78,7 @@ def _convolution(own: Function, layer: int, switch: Switch) -> Function:
             native = switch.native
             if native is None or activation not in (None, "silu", "swish") or x.dtype not in native.dtypes:
                 return None
-            made: Tensor = _Convolution.apply(native, x.contiguous(), weight, bias, windows, activation is not None)
+            made: Tensor = ConvolutionFunction.apply(native, x.contiguous(), weight, bias, windows, activation is not None)
             return made
 
         out = layout.convolve(layer, rows.flatten(0, 1).to(weight.dtype), ShortConvolution(weight, bias, act, kernel))
@@ -165,11 +166,12 @@ def _plain(inputs: Tensors) -> list[Tensor]:
     return [x.float().contiguous() for x in inputs]
 
 
-class _Convolution(torch.autograd.Function):
+class ConvolutionFunction(torch.autograd.Function):
     """The autograd function of `StateKernels.convolve`, for a weight [C, K]."""
 
     @staticmethod
     def forward(ctx: Any, native: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor, silu: bool) -> Tensor:
+        """Compute the convolution; see `StateKernels.convolve`."""
         plain = weight.t().float().contiguous(), None if bias is None else bias.float()
         ctx.native, ctx.how, ctx.dtype = native, (windows, silu), weight.dtype
         ctx.save_for_backward(x, *plain)
@@ -178,6 +180,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        """Return a gradient for each input of `forward`."""
         dx, dweight, dbias = ctx.native.states.convolve_gradient(dout.contiguous(), *ctx.saved_tensors, *ctx.how)
         return None, dx, dweight.t().to(ctx.dtype), None if dbias is None else dbias.to(ctx.dtype), None, None
 
@@ -237,12 +240,12 @@ class DeltaRule:
         made: tuple[Tensor, Tensor] = self.chunks(q, k, v, g=g, beta=beta, **given)
         return made
 
-    def step(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, inputs: Tensors, state: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Compute one token of each sequence, by the C++ kernel if possible; see `Recurrence.step`."""
-        native = _native(state)
-        if native is not None:
-            return native.states.delta_rule(state, *_plain(inputs)).to(inputs[0].dtype), state
-        return self.step_by_torch(inputs, state)
+        if (native := _native(state)) is not None:
+            q, k, v, g, beta = _plain(inputs)
+            return native.states.delta_rule(state, q, k, v, g, beta, slots).to(inputs[0].dtype), state
+        return self.step_by_torch(inputs, state if slots is None else state[slots])
 
     def step_by_torch(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
         """Compute `step` in PyTorch, without changing `state`."""
@@ -280,12 +283,12 @@ class Mamba2:
         out, after = self.chunks(x, dt, self.A, b, c, **given)
         return out, after
 
-    def step(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, inputs: Tensors, state: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Compute one token of each sequence, by the C++ kernel if possible; see `Recurrence.step`."""
-        native, (x, dt, *rest) = _native(state), _plain(inputs)
+        native, (x, dt, b, c) = _native(state), _plain(inputs)
         if native is not None:
-            return native.states.mamba2(state, x, dt, self.A.detach().float(), *rest), state
-        return self.step_by_torch(inputs, state)
+            return native.states.mamba2(state, x, dt, self.A.detach().float(), b, c, slots), state
+        return self.step_by_torch(inputs, state if slots is None else state[slots])
 
     def step_by_torch(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
         """Compute `step` in PyTorch, without changing `state`."""

@@ -208,6 +208,35 @@ class ForwardInputs:
     """The indices of this process's targets in the whole row, if several processes divide the row (`Pretrained.context`)."""
 
 
+@dataclass(frozen=True)
+class RowSelection:
+    """The rows that a layer reads and writes. None means one row for each of the S tokens.
+
+    `input_rows` [S] is the row of the input x for each token. In the first layer, equal tokens share a row. `output_rows` [W]
+    lists each token whose output is needed. In the last layer these are the tokens that predict a target; for the others the
+    layer computes only keys and values.
+    """
+
+    input_rows: Tensor | None = None
+    output_rows: Tensor | None = None
+
+    def gather_inputs(self, x: Tensor) -> Tensor:
+        """Return the input row of every token: x [rows, …] -> [S, …]."""
+        return x if self.input_rows is None else x.index_select(0, self.input_rows)
+
+    def sum_input_grads(self, dx: Tensor, count: int) -> Tensor:
+        """Return the gradient of the `count` input rows. It sums the gradients dx [S, …] of the tokens that share a row."""
+        return dx if self.input_rows is None else dx.new_zeros(count, dx.shape[1]).index_add_(0, self.input_rows, dx)
+
+    def gather_outputs(self, x: Tensor) -> Tensor:
+        """Return the rows of the tokens whose output is needed: x [S, …] -> [W, …]."""
+        return x if self.output_rows is None else x.index_select(0, self.output_rows)
+
+    def scatter_output_grads(self, dx: Tensor, tokens: int) -> Tensor:
+        """Scatter the gradient dx [W, …] of the output rows to all S tokens, zeros elsewhere. The result may be dx itself."""
+        return dx if self.output_rows is None else dx.new_zeros(tokens, dx.shape[1]).index_copy_(0, self.output_rows, dx)
+
+
 @dataclass
 class _TargetLists:
     rows: list[int] = field(default_factory=list)

@@ -129,7 +129,9 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
         decoder = Decoder(hf, recompute, vision=model.vision)
     except Unsupported as error:
         return None, str(error)
-    inputs = lay_out(texts, model.device, packed=True)
+    inputs = (
+        _lay_out_chunks(model, texts) if decoder.attentions < len(decoder.layers) else lay_out(texts, model.device, packed=True)
+    )
 
     def own() -> Tensor:
         hidden: Tensor = model.target_hidden(inputs)
@@ -166,9 +168,7 @@ def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
     module_kernels = ModuleKernels(hf, native)
     _enable(module_kernels, model, inputs)
     switches = [module.has_state for module in hf.modules() if getattr(module, "has_state", None)]
-    repeats = max(1, min(8, model.max_length // LENGTH))  # so that there are several chunks
-    longer = [tuple(ids) * repeats for ids in texts.prompts], [[tuple(ids) * repeats for ids in g] for g in texts.completions]
-    inputs_of_chunks = lay_out(Groups(*longer), model.device, packed=True)
+    inputs_of_chunks = _lay_out_chunks(model, texts)
 
     def scanned(on: bool) -> Tensor:
         for switch in switches:
@@ -180,6 +180,13 @@ def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
     for switch in switches:
         switch.native = None if reason else native
     return module_kernels if module_kernels.on else None, reason
+
+
+def _lay_out_chunks(model: Any, texts: Groups) -> ForwardInputs:
+    """Return the packed row of repeated texts, so long that the kernels of recurrences divide them into several chunks."""
+    repeats = max(1, min(8, model.max_length // LENGTH))
+    longer = [tuple(ids) * repeats for ids in texts.prompts], [[tuple(ids) * repeats for ids in g] for g in texts.completions]
+    return lay_out(Groups(*longer), model.device, packed=True)
 
 
 @torch.no_grad()

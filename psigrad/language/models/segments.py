@@ -1,16 +1,61 @@
-"""The division of a packed row into segments for a recurrence. Each segment continues at most one other segment."""
+"""Recurrences and convolutions along sequences, and the division of a packed row into segments for a recurrence.
+
+Each segment continues at most one other segment.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from psigrad.kernels.state_kernels import Trees
+from psigrad.kernels.state_kernels import Tensors, Trees
 
 Wave = list[tuple[int, int, int]]
 """Segments that can run in parallel: (first token, length, number of the segment that it continues, or -1)."""
+
+
+class Recurrence(Protocol):
+    """The state update of a recurrent layer, such as the gated delta rule or Mamba-2.
+
+    A token whose inputs are zeros leaves the state unchanged, so shorter sequences are padded with zeros.
+    """
+
+    def scan(self, inputs: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (outputs [N, L, ...], states [N, ...] after the last token) for inputs [N, L, ...]. `state` [N, ...] is the
+        state before the first token; None means zeros.
+        """
+
+    def step(self, inputs: Tensors, state: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (outputs, states) [N, ...] after one more token per sequence. Without gradient `state` may change in place.
+
+        With `slots` [N] the state of sequence n is `state[slots[n]]`. Then `state` itself is returned if it has changed.
+        """
+
+    def scan_trees(self, inputs: Tensors, trees: Trees) -> tuple[Tensor, Tensor] | None:
+        """Return (outputs [S, ...], states) for a packed row's inputs [S, ...] by C++ kernels; None if none supports them."""
+
+
+@dataclass(frozen=True)
+class ShortConvolution:
+    """A causal depthwise convolution along sequences, with its activation. Each output reads a token and the K - 1 before it.
+
+    `weight` is [C, K]. `kernel(x, windows)` computes the convolution in C++ for x [S, C] and the rows of x that each token reads,
+    `windows` [S, K] (-1: none). It returns None if it does not support these tensors.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    activation: Callable[[Tensor], Tensor]
+    kernel: Callable[[Tensor, Tensor], Tensor | None] = lambda x, windows: None
+
+    def finish(self, made: Tensor) -> Tensor:
+        """Add the bias to the weighted sums `made` [S, C] over each token's window, and apply the activation."""
+        return self.activation(made if self.bias is None else made + self.bias)
 
 
 def waves(pieces: Any) -> list[Wave]:

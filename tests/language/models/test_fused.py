@@ -13,6 +13,7 @@ from fused_models import (
     COMMON,
     CONFIGS,
     FORMS,
+    HYBRIDS,
     assert_log_probs_and_gradients_are_transformers,
     both,
     made,
@@ -20,7 +21,7 @@ from fused_models import (
     some_groups,
     some_rows,
 )
-from transformers import CohereConfig, GraniteMoeHybridConfig, LlamaConfig
+from transformers import CohereConfig, GraniteMoeHybridConfig, Lfm2Config, LlamaConfig
 
 from psigrad.kernels.build import library
 from psigrad.kernels.kernels import Heads, Slots, Spans, kernels, table_sizes
@@ -35,9 +36,9 @@ from psigrad.language.rollout.types import Request, SamplingParams
 pytestmark = pytest.mark.needs("compiler")
 
 
-@pytest.fixture(params=[*CONFIGS, *FORMS])
+@pytest.fixture(params=[*CONFIGS, *FORMS, *HYBRIDS])
 def fused(request, tokenizer):
-    model = made({**CONFIGS, **FORMS}[request.param], tokenizer)
+    model = made({**CONFIGS, **FORMS, **HYBRIDS}[request.param], tokenizer)
     assert model.decoder is not None, model.why_unfused
     return model
 
@@ -81,10 +82,11 @@ def test_a_scalar_model_is_fused_too(tokenizer):
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["multiplied in float32", "multiplied in bfloat16"])
-def test_bfloat16_differs_from_transformers_by_its_own_rounding(tokenizer, native, monkeypatch):
+@pytest.mark.parametrize("name", ["qwen3 of equal heads", *HYBRIDS])
+def test_bfloat16_differs_from_transformers_by_its_own_rounding(name, tokenizer, native, monkeypatch):
     monkeypatch.setattr("psigrad.language.models.fused.layer.fast_bfloat16", lambda: native)
-    exact = made(CONFIGS["qwen3 of equal heads"], tokenizer)
-    model = made(CONFIGS["qwen3 of equal heads"], tokenizer, torch.bfloat16)
+    config = {**CONFIGS, **HYBRIDS}[name]
+    exact, model = made(config, tokenizer), made(config, tokenizer, torch.bfloat16)
     assert model.decoder is not None and model.decoder.dtype == (torch.bfloat16 if native else torch.float32)
     parameters = list(model.trainable().values())
 
@@ -111,10 +113,11 @@ def test_half_precision_weights_are_cast_again_after_they_change(tokenizer, monk
     assert float((ours - theirs).abs().max()) < 0.25
 
 
-def test_activation_checkpointing_gives_the_same_gradient_bit_for_bit(tokenizer):
+@pytest.mark.parametrize("name", ["qwen3", *HYBRIDS])
+def test_activation_checkpointing_gives_the_same_gradient_bit_for_bit(name, tokenizer):
     gradients, held = [], []
     for recompute in (False, True):
-        model = made(CONFIGS["qwen3"], tokenizer)
+        model = made({**CONFIGS, **HYBRIDS}[name], tokenizer)
         model.decoder.recompute = recompute
         loss = model.evaluate(some_groups()).logp.sum()
         held.append(sum(x.numel() for x in saved_by(loss.grad_fn) if not isinstance(x, torch.nn.Parameter)))
@@ -195,11 +198,13 @@ def test_negative_control_a_decoder_that_computes_something_else_is_not_used(tok
         ("ministral3", "Ministral3", {"factors": None}),
         ("gemma3", "Gemma3Text", {"offset": 0.0}),
         ("olmo3", "Olmo3", {"window": lambda config, layer: None}),
+        ("qwen3.5", "Qwen3_5Text", {"offset": 0.0}),
+        ("lfm3", "Lfm3", {"mixer": lambda config, layer: "" if layer else "convolution"}),
     ],
 )
 def test_negative_control_layers_of_another_form_are_not_used(name, family, wrong, tokenizer, monkeypatch):
     monkeypatch.setitem(decoder.FAMILIES, family, replace(FAMILIES[family], **wrong))
-    model = made_anew(FORMS[name], tokenizer)
+    model = made_anew({**FORMS, **HYBRIDS}[name], tokenizer)
     assert model.decoder is None and "outputs differ by" in model.why_unfused
 
 
@@ -217,10 +222,8 @@ def test_other_models_and_precisions_say_why_they_are_not_fused(tokenizer):
     }
     sparse = made(GraniteMoeHybridConfig(**COMMON, hidden_size=64, shared_intermediate_size=96, **experts), tokenizer)
     assert sparse.decoder is None and "has experts" in sparse.why_unfused
-    state = made(
-        GraniteMoeHybridConfig(**COMMON, hidden_size=64, **{**experts, "layer_types": ["mamba", "attention"]}), tokenizer
-    )
-    assert state.decoder is None and "layers without attention" in state.why_unfused
+    convolutions = made(Lfm2Config(**COMMON, hidden_size=64, layer_types=["conv", "conv"]), tokenizer)
+    assert convolutions.decoder is None and "no layer with attention" in convolutions.why_unfused
     hf = made_anew(CONFIGS["llama"], tokenizer).network
     hf.model.__class__ = type("LlamaModel", (type(hf.model),), {"__module__": "code_of_a_checkpoint"})
     with pytest.raises(Unsupported, match="LlamaModel is not fused"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import peft
 import pytest
 import torch
-from fused_models import CONFIGS, FORMS, adapted, assert_log_probs_and_gradients_are_transformers, made, some_groups
+from fused_models import CONFIGS, FORMS, HYBRIDS, adapted, assert_log_probs_and_gradients_are_transformers, made, some_groups
 
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.fused.families import Unsupported
@@ -19,10 +19,13 @@ PLACES = ("q_proj", "o_proj", "down_proj")
 
 @pytest.mark.parametrize(
     ("name", "targets"),
-    [*((name, ("all-linear",)) for name in [*CONFIGS, *FORMS]), *((name, PLACES) for name in [*CONFIGS, "granite 4", "olmo3"])],
+    [
+        *((name, ("all-linear",)) for name in [*CONFIGS, *FORMS, *HYBRIDS]),
+        *((name, PLACES) for name in [*CONFIGS, "granite 4", "olmo3"]),
+    ],
 )
 def test_lora_gives_the_log_probs_and_gradients_of_peft(name, targets, tokenizer):
-    model = adapted({**CONFIGS, **FORMS}[name], tokenizer, target_modules=targets)
+    model = adapted({**CONFIGS, **FORMS, **HYBRIDS}[name], tokenizer, target_modules=targets)
     assert model.decoder is not None, model.why_unfused
     assert all("lora_" in name for name in model.trainable())
     assert_log_probs_and_gradients_are_transformers(model, some_groups())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hybrid_models import network
+from hybrid_models import network, packed
 from torch.nn import functional as F
 
 from psigrad.kernels.kernels import Kernels, kernels
@@ -33,7 +33,7 @@ def kinds(model):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_log_probs_and_gradients_are_those_of_the_modules(name, tokenizer, groups):
-    model = prepare(network(name), tokenizer)
+    model = packed(network(name), tokenizer)
     parameters = list(model.network.parameters())
     found = []
     switches = [module.has_state for module in model.network.modules() if hasattr(module, "has_state")]

@@ -14,8 +14,7 @@ from transformers import AutoModelForSequenceClassification
 
 from psigrad.kernels.kernels import Kernels
 from psigrad.language.models import scalar_model
-from psigrad.language.models.fused.layer import RowSelection
-from psigrad.language.models.packing import Groups, Rows, pack
+from psigrad.language.models.packing import Groups, Rows, RowSelection, pack
 
 pytestmark = pytest.mark.needs("compiler")
 

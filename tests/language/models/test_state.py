@@ -11,18 +11,20 @@ import numpy as np
 import pytest
 import torch
 from cached import sample
-from hybrid_models import HYBRID, MORE, network
+from hybrid_models import FUSED, HYBRID, MORE, network, packed
 
 from psigrad.kernels.kernels import kernels
 from psigrad.kernels.state_kernels import Trees
-from psigrad.language.models.attention import PackedLayout, Pieces, ShortConvolution
+from psigrad.language.models.attention import PackedLayout, Pieces
 from psigrad.language.models.hf_state import DeltaRule, Mamba2
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups, Rows
+from psigrad.language.models.segments import ShortConvolution
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
 
-EVERY = [*HYBRID, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
+EVERY = [*HYBRID, *(pytest.param(name, marks=pytest.mark.slow) for name in [*MORE, *(f"{name}, packed" for name in FUSED[1:])])]
+EVERY += ["qwen3_5_text, packed"]
 STARTS = [[2, 5], [9, 1, 4], [1]]
 
 
@@ -33,10 +35,11 @@ def models(tokenizer):
 
     def made(name):
         if name not in kept:
-            hf = network(name)
+            hf = network(name.removesuffix(", packed"))
             own = copy.deepcopy(hf).eval()
             own.set_attn_implementation("eager")
-            kept[name] = prepare(hf, tokenizer), own
+            kept[name] = (packed if name.endswith(", packed") else prepare)(hf, tokenizer), own
+            assert (kept[name][0].decoder is not None) == (name in FUSED), kept[name][0].why_unfused
         return kept[name]
 
     return made
@@ -130,7 +133,7 @@ def test_completions_of_a_prompt_have_probabilities_that_sum_to_one(tokenizer):
 
 
 def test_a_prompt_runs_once_for_its_completions(models, groups, monkeypatch):
-    model, seen = models("qwen3_5_text")[0], Counter()
+    model, seen = models("qwen3_5_text, packed")[0], Counter()
     scan, scan_trees = DeltaRule.scan, DeltaRule.scan_trees
     monkeypatch.setattr(
         DeltaRule, "scan", lambda self, given, state: seen.update([tuple(given[0].shape[:2])]) or scan(self, given, state)
@@ -229,7 +232,9 @@ def test_negative_control_a_leak_is_noticed_before_training(name, part, wrong, t
     ],
 )
 def test_negative_control_kernels_that_leak_are_left_off(part, wrong, tokenizer, monkeypatch):
-    assert "run in PyTorch" not in prepare(network("qwen3_5_text"), tokenizer).slow_reason
+    assert prepare(network("qwen3_5_text"), tokenizer).decoder is not None
+    assert "run in PyTorch" not in packed(network("qwen3_5_text"), tokenizer).slow_reason
     monkeypatch.setattr(PackedLayout, part, wrong)
     model = prepare(network("qwen3_5_text"), tokenizer)
-    assert not model.why_padded and "its recurrent layers run in PyTorch (in float32 its outputs differ" in model.slow_reason
+    assert not model.why_padded and "fused forward pass differs from the model's own: in float32" in model.slow_reason
+    assert "its recurrent layers run in PyTorch (in float32 its outputs differ" in model.slow_reason

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from cases import slow
-from hybrid_models import network
+from hybrid_models import network, packed
 
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
@@ -22,7 +22,7 @@ PARAMS = SamplingParams(max_tokens=6, stop_token_ids=tuple(range(200, 264)))
 PROMPTS = [(5, 6, 7), (5, 6, 7), (5, 6, 7), (9, 8), (9, 8), tuple(range(20, 44))]
 
 
-@pytest.fixture(scope="module", params=["fused", "with states"])
+@pytest.fixture(scope="module", params=["fused", "fused with states", "packed with states"])
 def model(request):
     tokenizer = tiny.tokenizer(["say a: b"], 270)
     plain = request.param == "fused"
@@ -31,12 +31,12 @@ def model(request):
         if plain
         else network("qwen3_5_text", 270)
     )
-    made = prepare(hf, tokenizer)
+    made = (packed if request.param == "packed with states" else prepare)(hf, tokenizer)
     with torch.no_grad():
         for p in made.network.parameters() if plain else ():
             if p.dim() == 2:
                 p.mul_(3)
-    assert (made.decoder is not None) == plain and not made.why_padded
+    assert (made.decoder is not None) == request.param.startswith("fused") and not made.why_padded
     return made
 
 

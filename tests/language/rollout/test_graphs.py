@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cases import slow
-from hybrid_models import HYBRID, network
+from hybrid_models import HYBRID, network, packed
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM
@@ -44,7 +44,7 @@ def frozen(run):
 def model(request):
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     hybrid = request.param in HYBRID
-    made = prepare(network(request.param) if hybrid else tiny.model(request.param, len(tokenizer)), tokenizer)
+    made = packed(network(request.param) if hybrid else tiny.model(request.param, len(tokenizer)), tokenizer)
     with torch.no_grad():
         for p in made.network.parameters():
             p.mul_(2)

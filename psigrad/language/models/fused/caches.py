@@ -10,10 +10,10 @@ Packed matrices have the memory layout that decoding kernels read. They are pack
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from psigrad.kernels.kernels import Kernels, kernels
 from psigrad.kernels.products import PackedMatrix, Products
 
 Ids = Sequence[int]
+T = TypeVar("T")
 Version = tuple[int, int]
 # The index in `Layer.kinds` of the first tensor that is computed after attention, and so only for output rows.
 FIRST_PART_AFTER_ATTENTION = 4
@@ -44,20 +45,19 @@ _PAYS = 4
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The sizes of the tensors that are cached. Each of `layers` layers has one tensor per (width, dtype) in `kinds`."""
+    """The sizes of the tensors that are cached: (width, dtype) of each layer's tensors, as many for each layer."""
 
-    layers: int
-    kinds: tuple[tuple[int, torch.dtype], ...]
+    kinds: tuple[tuple[tuple[int, torch.dtype], ...], ...]
 
     @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """The number of bytes in one row of each tensor of a layer."""
-        return tuple(width * kind.itemsize for width, kind in self.kinds)
+    def sizes(self) -> np.ndarray:
+        """[layers, tensors] the number of bytes in one row of each tensor."""
+        return np.array([[width * kind.itemsize for width, kind in layer] for layer in self.kinds])
 
     @property
     def row_bytes(self) -> int:
         """The number of bytes in one row of all tensors of all layers."""
-        return self.layers * sum(self.sizes)
+        return int(self.sizes.sum())
 
 
 class Block:
@@ -65,27 +65,26 @@ class Block:
 
     def __init__(self, layout: RowLayout, rows: int) -> None:
         self.layout, self.rows = layout, rows
-        whole = [math.ceil(rows * size / _ALIGNED) * _ALIGNED for size in layout.sizes]
+        whole = -(-rows * layout.sizes // _ALIGNED) * _ALIGNED
         # One allocation per layer. A single large one would not fit into any free part of the heap.
-        self._memory = [torch.empty(sum(whole), dtype=torch.uint8) for _ in range(layout.layers)]
-        self._starts = np.cumsum([0, *whole[:-1]])
+        self._memory = [torch.empty(int(size), dtype=torch.uint8) for size in whole.sum(1)]
+        self._starts = whole.cumsum(1) - whole
         self._places = self._starts + np.array([[x.data_ptr()] for x in self._memory])
-        self._sizes = np.array(layout.sizes)
 
     def addresses(self, start: int = 0) -> Tensor:
         """Return the addresses [layers, tensors] of row `start`, int64."""
-        return torch.from_numpy(self._places + self._sizes * start)
+        return torch.from_numpy(self._places + self.layout.sizes * start)
 
     def part(self, layer: int, index: int, start: int = 0, count: int | None = None) -> Tensor:
         """Return `count` rows of one tensor from row `start` on, [count, width]; all rows from `start` if `count` is None."""
-        width, kind = self.layout.kinds[index]
-        count, size = self.rows - start if count is None else count, self.layout.sizes[index]
-        first = int(self._starts[index]) + start * size
+        width, kind = self.layout.kinds[layer][index]
+        count, size = self.rows - start if count is None else count, int(self.layout.sizes[layer, index])
+        first = int(self._starts[layer, index]) + start * size
         return self._memory[layer][first : first + count * size].view(kind).view(count, width)
 
     def layers(self) -> Layers:
         """Return all tensors of all layers."""
-        return [tuple(self.part(i, j) for j in range(len(self.layout.kinds))) for i in range(self.layout.layers)]
+        return [tuple(self.part(i, j) for j in range(len(layer))) for i, layer in enumerate(self.layout.kinds)]
 
     def write(self, start: int, layers: Layers, first: int, count: int) -> None:
         """Copy `count` rows of the tensors in `layers`, from the row `first`, to this block's rows from `start`.
@@ -93,14 +92,14 @@ class Block:
         Raises `ValueError` if widths or dtypes differ from this block's.
         """
         given = [x for layer in layers for x in layer]
-        kinds = [kind for _ in range(self.layout.layers) for kind in self.layout.kinds]
+        kinds = [kind for layer in self.layout.kinds for kind in layer]
         whole = all(x.is_contiguous() and len(x) >= first + count for x in given)
         if not whole or [(x.shape[1], x.dtype) for x in given] != kinds:
             raise ValueError(
                 f"Rows {first} to {first + count} of tensors {[(tuple(x.shape), x.dtype, x.stride()) for x in given]} can't be "
                 f"written to {kinds}: widths and types must be equal, and the tensors contiguous."
             )
-        sizes = self.layout.sizes * self.layout.layers
+        sizes = self.layout.sizes.ravel().tolist()
         there = [x.data_ptr() + first * size for x, size in zip(given, sizes, strict=True)]
         native().copy(self.addresses(start).flatten().tolist(), there, [count * size for size in sizes])
 
@@ -244,7 +243,7 @@ class CacheHit:
 
     def __init__(self, slabs: list[Block], rows: Tensor, logps: CachedLogProbs) -> None:
         self.logps = logps
-        self.last = slabs[0].layout.layers - 1
+        self.last = len(slabs[0].layout.kinds) - 1
         self._rows, self._parts = rows, slabs[0].layout
         self._slabs, self._where = slabs, torch.stack([slab.addresses() for slab in slabs], dim=2)
 
@@ -258,7 +257,7 @@ class CacheHit:
         The input is None for the first layer. Tensors that `Layer.forward` computes only for output rows have the rows
         `target_rows`.
         """
-        some, parts = self._of(target_rows), range(1, len(self._parts.kinds))
+        some, parts = self._of(target_rows), range(1, len(self._parts.kinds[index]))
         asked = [(index, part, some if part >= FIRST_PART_AFTER_ATTENTION else self._rows) for part in parts]
         if index == 0:
             return None, self._gather(asked)
@@ -267,7 +266,7 @@ class CacheHit:
 
     def _gather(self, target_rows: list[tuple[int, int, Tensor]]) -> list[Tensor]:
         """Return a tensor from the cache for each (layer, index of the tensor in `Layer.kinds`, cache rows to gather)."""
-        kinds = [self._parts.kinds[part] for _, part, _ in target_rows]
+        kinds = [self._parts.kinds[layer][part] for layer, part, _ in target_rows]
         out = [torch.empty(len(rows), width, dtype=kind) for (*_, rows), (width, kind) in zip(target_rows, kinds, strict=True)]
         layers, parts = zip(*((layer, part) for layer, part, _ in target_rows), strict=True)
         native().gather(out, self._where[layers, parts], [rows for *_, rows in target_rows], SLAB)
@@ -354,7 +353,7 @@ class PackedWeights:
         self.bytes, self.limit = 0, limit
         self._layers: dict[Hashable, tuple[list[Version], list[PackedProjection]]] = {}
         self._refused: set[Hashable] = set()
-        self._table: tuple[Hashable, list[Version], Tensor] | None = None
+        self._table: tuple[Hashable, list[Version], Any] | None = None
         self._head: tuple[Version, int, PackedMatrix | None] = ((0, 0), 0, None)
 
     def of(
@@ -395,8 +394,8 @@ class PackedWeights:
         self._head = (version_of(weight), asked, packed)
         return packed
 
-    def table(self, key: Hashable, now: list[Version], make: Callable[[], Tensor | None]) -> Tensor | None:
-        """Return the table of addresses that `make` computes, cached until `key` or the weights' versions `now` change.
+    def table(self, key: Hashable, now: list[Version], make: Callable[[], T | None]) -> T | None:
+        """Return the result of `make`, which all layers share, cached until `key` or the weights' versions `now` change.
 
         Return None if `make` returns None.
         """

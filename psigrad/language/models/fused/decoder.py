@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from psigrad.kernels.kernels import Angles, Heads, Kernels, kernels
+from psigrad.kernels.kernels import Angles, Heads, kernels
 from psigrad.language.images import FIRST
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.fused.caches import ActivationCache, Block, CacheHit, PackedWeights, RowLayout, Version, versions
-from psigrad.language.models.fused.families import FAMILIES, Family, Unsupported, eps_of
-from psigrad.language.models.fused.layer import RANKS, Layer, PassArguments, RowSelection
+from psigrad.language.models.fused.families import FAMILIES, Family, Unsupported, eps_of, first_of
+from psigrad.language.models.fused.layer import RANKS, Layer, NormFunction, PassArguments
+from psigrad.language.models.packing import RowSelection
 from psigrad.language.models.sizes import size
 from psigrad.language.models.towers import text_half, tower_parameters
 from psigrad.optim import gradients
@@ -80,26 +81,6 @@ class _LayerFunction(torch.autograd.Function):
         return None, dx, None, None, None, None, *dweights
 
 
-class NormFunction(torch.autograd.Function):
-    """The autograd function of an RMS norm: x / sqrt(mean(x²) + eps) · (weight + offset)."""
-
-    @staticmethod
-    def forward(ctx: Any, native: Kernels, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        """Normalise each row of x by `Kernels.rms_norm`."""
-        ctx.native, ctx.how = native, (eps, offset)
-        ctx.save_for_backward(x, weight)
-        return native.rms_norm(x, weight, eps, offset)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        """Return a gradient for each input of `forward`: those of x and of the weight, and None for all others."""
-        x, weight = ctx.saved_tensors
-        dx = torch.zeros_like(x)
-        dw = ctx.native.gradients.rms_norm(dx, x, weight, dy.contiguous(), *ctx.how)
-        return None, dx, dw, None, None
-
-
 class Decoder:
     """The fused form of a model's decoder, from token ids to hidden states.
 
@@ -121,24 +102,34 @@ class Decoder:
             raise Unsupported(f"{type(base).__name__} is not fused (docs/families.md lists the families that are)")
         if network.device.type != "cpu" or network.dtype not in (torch.float32, torch.bfloat16):
             raise Unsupported(f"{network.dtype} on {network.device} is not supported")
-        activation = getattr(config, "hidden_activation", None) or config.hidden_act
+        activation = first_of(config, ("hidden_activation", "hidden_act")) or "silu"
         if activation != ("gelu_pytorch_tanh" if family.gelu else "silu"):
             raise Unsupported(f"its activation {activation} is not supported")
         if getattr(config, "attn_logit_softcapping", None) or (vision is not None and vision.two_way):
             raise Unsupported("its attention has capped scores, or is not causal")
-        if any(getattr(layer, "self_attn", None) is None for layer in base.layers):
-            raise Unsupported("it has layers without attention")
-        ropes = [family.rope(config, i) for i in range(len(base.layers))]
-        angles = self._angles = partial(_angles, base, config, family, ropes)
-        first, turned = base.layers[0].self_attn, angles(torch.zeros(1, 1, dtype=torch.int64), torch.empty(0))[0].cosine.shape[1]
+        if vision is not None and vision.axes:
+            raise Unsupported("its images have positions of several axes")
+        attending = [i for i, layer in enumerate(base.layers) if getattr(layer, "self_attn", None) is not None]
+        if not attending:
+            raise Unsupported("it has no layer with attention")
+        self.attentions, first = len(attending), base.layers[attending[0]].self_attn
+        """The number of layers with attention."""
+        ropes = [family.rope(config, i) for i in attending]
+        angles = self._angles = partial(_angles, base, config, family, ropes, int(first.head_dim))
+        turned = angles(torch.zeros(1, 1, dtype=torch.int64), torch.empty(0))[0].cosine.shape[1]
         sizes = (size(config, "heads"), size(config, "key_heads"), int(first.head_dim))
         form: Any = {"wide": family.wide, "offset": family.offset, "turned": turned}
-        heads = Heads(*sizes, float(config.rms_norm_eps), float(first.scaling), **form)
+        self.norm = first_of(base, ("norm", "embedding_norm", "final_layernorm"))
+        self.eps = float(eps_of(self.norm))
+        heads = Heads(*sizes, self.eps, float(first.scaling), **form)
         self.native, self.base, self.recompute, self.stored = native, base, recompute, torch.float32 if exact else network.dtype
-        self.layers = [Layer(i, module, heads, family, config, native, exact) for i, module in enumerate(base.layers)]
-        self.heads, self.dtype = heads, self.layers[0].weights.dtype
-        self.row_layout = RowLayout(len(self.layers), self.layers[0].kinds)
-        self.eps = eps_of(base.norm)
+        kinds = [_mixer(family.mixer(config, i)) for i in range(len(base.layers))]
+        layers = enumerate(zip(kinds, base.layers, strict=True))
+        self.layers = [kind(i, module, heads, family, config, native, exact) for i, (kind, module) in layers]
+        for order, i in enumerate(attending):
+            self.layers[i].order = order
+        self.heads, self.dtype, self.at_once = heads, self.layers[0].weights.dtype, {*kinds} == {Layer}
+        self.row_layout = RowLayout(tuple(layer.kinds for layer in self.layers))
         self.fill = None if vision is None else partial(vision.fill, network)
         self.parameters: list[nn.Parameter] = [*base.parameters(), *(tower_parameters(network) if vision is not None else ())]
         self.in_shards = False
@@ -179,10 +170,10 @@ class Decoder:
                     return y
 
                 x = self._with_weights(layer, run, x)
-            x = NormFunction.apply(self.native, x, self.base.norm.weight.to(self.dtype), self.eps, self.heads.offset)
+            x = NormFunction.apply(self.native, x, self.norm.weight.to(self.dtype), self.eps, self.heads.offset)
         else:
             x = self._run(x, how, selection, keep) if cached is None else cached.output(cached.last, outputs)
-            x = self.native.rms_norm(x, self.base.norm.weight.to(self.dtype), self.eps, self.heads.offset)
+            x = self.native.rms_norm(x, self.norm.weight.to(self.dtype), self.eps, self.heads.offset)
         x = x.to(self.stored)
         if back is not None:
             return x.index_select(0, back)
@@ -224,10 +215,14 @@ class Decoder:
     def _run(self, x: Tensor, how: PassArguments, selection: Sequence[RowSelection], keep: ActivationCache | None) -> Tensor:
         """Run all layers without gradient, add their activations to `keep`, and return the last layer's output."""
         now = versions(self.parameters) if keep is not None or how.layout.packed_weights is not None else []
-        y = None if self.in_shards else self._step(x, how, keep, now)
+        y = self._step(x, how, keep, now) if self.at_once and not self.in_shards else None
         if y is not None:
             return y
-        layers = []
+        packed, layers = how.layout.packed_weights, []
+        if packed is not None and not self.at_once and not self.in_shards:
+            how = how._replace(
+                ready=packed.table(how.adapted, now, lambda: [x.current_weights(how.adapted, packed) for x in self.layers])
+            )
         for layer, at in zip(self.layers, selection, strict=True):
 
             def run(x: Tensor, layer: Layer = layer, at: RowSelection = at) -> Tensor:
@@ -255,14 +250,14 @@ class Decoder:
             return None
         room = None if keep is None else keep.reserve(rows, self.row_layout)
         # Without a cache all layers share one layer's memory.
-        block, start = room or (Block(self.row_layout if keep is not None else replace(self.row_layout, layers=1), rows), 0)
+        block, start = room or (Block(self.row_layout if keep is not None else RowLayout(self.row_layout.kinds[:1]), rows), 0)
         made = block.addresses(start).expand(len(self.layers), -1).contiguous()
         first, rank = self.layers[0], int(weights[:, RANKS].max())
         factors: Any = {"eps": first.eps, "gelu": first.gelu, "residual": first.residual}
         self.native.decode_layers(x, weights, made, slots, how.angles, self.heads, inner=first.inner, rank=rank, **factors)
         if keep is not None:
             keep.add(rows, self.row_layout, now, None if room is not None else block.layers())
-        return block.part(block.layout.layers - 1, 0, start, rows)
+        return block.part(len(block.layout.kinds) - 1, 0, start, rows)
 
     def _addresses(self, packed_weights: PackedWeights, adapted: bool) -> Tensor | None:
         """Return the addresses of all layers' weights for `Kernels.decode_layers`; None if a matrix can't be packed."""
@@ -271,15 +266,24 @@ class Decoder:
         return torch.tensor(packed) if len(packed) == len(found) else None
 
 
+def _mixer(name: str) -> type[Layer]:
+    """Return the class of layers with this mixer (`Family.mixer`)."""
+    if not name:
+        return Layer
+    from psigrad.language.models.fused.mixers import MIXERS  # imported here, since most families have no such layers
+
+    return MIXERS[name]
+
+
 def _angles(
-    base: Any, config: Any, family: Family, ropes: Sequence[str | None], position_ids: Tensor, like: Tensor
+    base: Any, config: Any, family: Family, ropes: Sequence[str | None], dim: int, position_ids: Tensor, like: Tensor
 ) -> list[Angles]:
-    """Return the rotary embedding of each layer at the positions [1, S]. `like` has the dtype in which it is computed."""
+    """Return the rotary embedding of each layer with attention at the positions [1, S]. `like` has the computation's dtype."""
     factors = None if family.factors is None else family.factors(config, position_ids[0].float())
     tables: dict[str | None, Angles] = {}
     for name in dict.fromkeys(ropes):
         if name is None:  # a rotation by 0 changes nothing
-            zeros = torch.zeros(position_ids.shape[1], int(base.layers[0].self_attn.head_dim))
+            zeros = torch.zeros(position_ids.shape[1], dim)
             tables[name] = Angles(torch.ones_like(zeros), zeros, factors)
         else:
             cosine, sine = base.rotary_emb(like, position_ids, *([name] if name else []))

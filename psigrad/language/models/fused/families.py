@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from psigrad.errors import kind_of
+from psigrad.kernels.products import Products
 from psigrad.language.models.coded_linear import CodedLinear
 
 
@@ -19,6 +20,12 @@ class Unsupported(Exception):
 
 def _by_layer(config: Any, layer: int) -> int | None:
     return config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
+
+
+def _mixer(state: str, attention: str = "") -> Callable[[Any, int], str]:
+    """Return the function `Family.mixer` of a family with these mixers in layers with a state and in layers with attention."""
+    kinds = {"conv": state, "linear_attention": state, "mamba": state}
+    return lambda config, layer: kinds.get(config.layer_types[layer], attention)
 
 
 def _query_factors(config: Any, positions: Tensor) -> Tensor:
@@ -36,6 +43,7 @@ class Family:
 
     - `window` returns a layer's sliding window, or None.
     - `rope` returns the name of a layer's rotary embedding ("": the only one), or None if the layer does not rotate.
+    - `mixer` returns the name in `mixers.MIXERS` of a layer's mixer; "": attention without a gate.
     - `before` and `after` are the names of the norms of the inputs and of the outputs of attention and of the feed-forward layer.
     - `wide` is True if one norm covers the queries of all heads, and one the keys.
     - `offset` is added to the weights of norms.
@@ -46,6 +54,7 @@ class Family:
 
     window: Callable[[Any, int], int | None] = lambda config, layer: None
     rope: Callable[[Any, int], str | None] = lambda config, layer: ""
+    mixer: Callable[[Any, int], str] = lambda config, layer: ""
     before: tuple[str | None, str | None] = ("input_layernorm", "post_attention_layernorm")
     after: tuple[str | None, str | None] = (None, None)
     wide: bool = False
@@ -68,7 +77,18 @@ FAMILIES = {
     "Phi3": Family(lambda config, layer: config.sliding_window),
     "SeedOss": Family(),
     "Granite": Family(),
-    "GraniteMoeHybrid": Family(rope=lambda config, layer: "" if config.position_embedding_type == "rope" else None),
+    "GraniteMoeHybrid": Family(
+        rope=lambda config, layer: "" if config.position_embedding_type == "rope" else None, mixer=_mixer("mamba2")
+    ),
+    "Bamba": Family(mixer=_mixer("mamba2"), before=("input_layernorm", "pre_ff_layernorm")),
+    "Qwen3_5Text": Family(mixer=_mixer("delta rule", "gate per channel"), offset=1.0),
+    "Lfm2": Family(mixer=_mixer("convolution"), before=("operator_norm", "ffn_norm")),
+    "Lfm3": Family(
+        **_BY_TYPE,
+        mixer=lambda config, layer: _mixer("convolution", "gate per head" if config.use_attention_gate else "")(config, layer),
+        before=("operator_norm", "ffn_norm"),
+        after=("post_operator_norm", "post_ffn_norm"),
+    ),
     "Olmo2": Family(**_ONLY_AFTER, wide=True),
     "Olmo3": Family(**_BY_TYPE, **_ONLY_AFTER, wide=True),
     "Exaone4": Family(
@@ -86,6 +106,18 @@ def eps_of(module: Any) -> Any:
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
+def first_of(module: Any, names: Sequence[str]) -> Any:
+    """Return the first of these attributes that the module has and that is not None; None if there is none."""
+    return next((child for name in names if (child := getattr(module, name, None)) is not None), None)
+
+
+def at(module: Any, path: str) -> Any:
+    """Return the attribute at a path such as "q_norm.weight"; None if there is none."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
+
+
 def find(parent: Any, choices: Sequence[Sequence[str]]) -> list[Any]:
     """Return the modules of the first list of names that `parent` has. Raises `Unsupported` if it has none."""
     for names in choices:
@@ -101,6 +133,32 @@ class Adapter:
     module: Any
     name: str
     weights: tuple[nn.Parameter, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class LoraDelta:
+    """The term that LoRA adds to a linear layer: s·x·Aᵀ·Bᵀ with A [r, in] and B [out, r] (Hu et al. 2021, arXiv:2106.09685)."""
+
+    a: Tensor
+    b: Tensor
+    """s·B [out, r], already multiplied by the scale s = `scale`."""
+    scale: float
+    products: Products
+
+    def add(self, y: Tensor, x: Tensor) -> None:
+        """Compute y ← y + s·x·Aᵀ·Bᵀ."""
+        multiply = self.products.of
+        multiply(multiply(x, self.a.t()), self.b.t(), y, base=y)
+
+    def add_input_grad(self, dx: Tensor, dy: Tensor) -> None:
+        """Compute dx ← dx + s·dy·B·A."""
+        multiply = self.products.of
+        multiply(multiply(dy, self.b), self.a, dx, base=dx)
+
+    def gradients(self, dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (the gradient of A, the gradient of B), from the gradient dy of the output and the input x."""
+        multiply = self.products.of
+        return multiply(multiply(dy, self.b).t(), x), multiply(dy.t(), multiply(x, self.a.t())).mul_(self.scale)
 
 
 def split_adapter(child: Any) -> tuple[nn.Linear, Adapter | None]:

@@ -15,19 +15,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from psigrad.kernels.codes import CodedMatrix
 from psigrad.kernels.kernels import Angles, Heads, Kernels
 from psigrad.kernels.processor import fast_bfloat16
-from psigrad.kernels.products import Products
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.coded_linear import CodedLinear, unpack
 from psigrad.language.models.fused.caches import PackedProjection, PackedWeights, Projection, Version, version_of
-from psigrad.language.models.fused.families import Family, Unsupported, eps_of, find, split_adapter
+from psigrad.language.models.fused.families import Family, LoraDelta, Unsupported, at, eps_of, find, first_of, split_adapter
+from psigrad.language.models.packing import RowSelection
 
 # The matrices are in four groups by their input, under either of these names. The outputs of a group are stored side by side.
-_ATTENTION = ((("q_proj", "k_proj", "v_proj"), ("qkv_proj",)), (("o_proj",),))
-_FEED_FORWARD = ((("gate_proj", "up_proj"), ("gate_up_proj",), ("input_linear",)), (("down_proj",), ("output_linear",)))
+_ATTENTION = ((("q_proj", "k_proj", "v_proj"), ("qkv_proj",)), (("o_proj",), ("out_proj",)))
+_GATES = (("gate_proj", "up_proj"), ("gate_up_proj",), ("input_linear",), ("w1", "w3"))
+_FEED_FORWARD = (_GATES, (("down_proj",), ("output_linear",), ("w2",)))
 _QKV, _OUT, _GATE_UP, _DOWN = range(4)
 # The slice of `Layer.addresses` that has the ranks of the adapters.
 RANKS = slice(-5, -1)
@@ -63,83 +65,49 @@ class Weights:
         return self._cast
 
 
-@dataclass(frozen=True)
-class LoraDelta:
-    """The term that LoRA adds to a linear layer: s·x·Aᵀ·Bᵀ with A [r, in] and B [out, r] (Hu et al. 2021, arXiv:2106.09685)."""
-
-    a: Tensor
-    b: Tensor
-    """s·B [out, r], already multiplied by the scale s = `scale`."""
-    scale: float
-    products: Products
-
-    def add(self, y: Tensor, x: Tensor) -> None:
-        """Compute y ← y + s·x·Aᵀ·Bᵀ."""
-        multiply = self.products.of
-        multiply(multiply(x, self.a.t()), self.b.t(), y, base=y)
-
-    def add_input_grad(self, dx: Tensor, dy: Tensor) -> None:
-        """Compute dx ← dx + s·dy·B·A."""
-        multiply = self.products.of
-        multiply(multiply(dy, self.b), self.a, dx, base=dx)
-
-    def gradients(self, dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (the gradient of A, the gradient of B), from the gradient dy of the output and the input x."""
-        multiply = self.products.of
-        return multiply(multiply(dy, self.b).t(), x), multiply(dy.t(), multiply(x, self.a.t())).mul_(self.scale)
-
-
 class PassArguments(NamedTuple):
-    """The arguments of a forward pass: `angles` is the rotary embedding of each layer, and `adapted` is True if the LoRA
-    adapters are active.
+    """The arguments of a forward pass: `angles` is the rotary embedding of each layer with attention, and `adapted` is True if
+    the LoRA adapters are active. `ready` are the current weights of all layers; None if each layer has to collect its own.
     """
 
     angles: Sequence[Angles]
     layout: FusedLayout
     adapted: bool
+    ready: Sequence[LayerWeights] | None = None
 
 
-@dataclass(frozen=True)
-class RowSelection:
-    """The rows that a layer reads and writes. None means one row for each of the S tokens.
+class NormFunction(torch.autograd.Function):
+    """The autograd function of an RMS norm: x / sqrt(mean(x²) + eps) · (weight + offset)."""
 
-    `input_rows` [S] is the row of the input x for each token. In the first layer, equal tokens share a row. `output_rows` [W]
-    lists each token whose output is needed. In the last layer these are the tokens that predict a target; for the others the
-    layer computes only keys and values.
-    """
+    @staticmethod
+    def forward(ctx: Any, native: Kernels, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        """Normalise each row of x by `Kernels.rms_norm`."""
+        ctx.native, ctx.how = native, (eps, offset)
+        ctx.save_for_backward(x, weight)
+        return native.rms_norm(x, weight, eps, offset)
 
-    input_rows: Tensor | None = None
-    output_rows: Tensor | None = None
-
-    def gather_inputs(self, x: Tensor) -> Tensor:
-        """Return the input row of every token: x [rows, …] -> [S, …]."""
-        return x if self.input_rows is None else x.index_select(0, self.input_rows)
-
-    def sum_input_grads(self, dx: Tensor, count: int) -> Tensor:
-        """Return the gradient of the `count` input rows. It sums the gradients dx [S, …] of the tokens that share a row."""
-        return dx if self.input_rows is None else dx.new_zeros(count, dx.shape[1]).index_add_(0, self.input_rows, dx)
-
-    def gather_outputs(self, x: Tensor) -> Tensor:
-        """Return the rows of the tokens whose output is needed: x [S, …] -> [W, …]."""
-        return x if self.output_rows is None else x.index_select(0, self.output_rows)
-
-    def scatter_output_grads(self, dx: Tensor, tokens: int) -> Tensor:
-        """Scatter the gradient dx [W, …] of the output rows to all S tokens, zeros elsewhere. The result may be dx itself."""
-        return dx if self.output_rows is None else dx.new_zeros(tokens, dx.shape[1]).index_copy_(0, self.output_rows, dx)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        """Return a gradient for each input of `forward`: those of x and of the weight, and None for all others."""
+        x, weight = ctx.saved_tensors
+        dx = torch.zeros_like(x)
+        dw = ctx.native.gradients.rms_norm(dx, x, weight, dy.contiguous(), *ctx.how)
+        return None, dx, dw, None, None
 
 
 @dataclass(frozen=True)
 class LayerWeights:
     """A layer's weights in its compute dtype. `lora` has the LoRA term for each of the `matrices`, or None.
 
-    `norms` are those of the inputs and of the outputs of attention and of the feed-forward layer; None for an absent one.
-    `groups` has the indices of the matrices in each of the four groups.
+    `norms` are those of the inputs and of the outputs of attention and of the feed-forward layer; None for an absent one. `mixer`
+    are other weights of the mixer, such as the norms of queries and keys. `groups` has the indices of each group's matrices.
     """
 
     groups: Sequence[Sequence[int]]
     matrices: list[Tensor]
     norms: list[Tensor | None]
-    head_norms: tuple[Tensor, Tensor] | None
+    mixer: list[Tensor]
     biases: list[Tensor | None]
     lora: list[LoraDelta | None]
     native: Kernels
@@ -197,17 +165,24 @@ class LayerWeights:
 class Layer:
     """One fused decoder layer over rows [S, E]. `window` is its sliding window in tokens; 0: no window.
 
-    With the norms n and m of inputs and outputs and the factor r of residuals, it computes h = x + r·m₁(attention(n₁(x))) and
-    y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))). A family may lack the norms n or m.
+    With the norms n and m of inputs and outputs and the factor r of residuals, it computes h = x + r·m₁(mixer(n₁(x))) and
+    y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))). A family may lack the norms n or m. The mixer is attention here; subclasses
+    (`mixers`) have others. `order` is the layer's number among those with attention.
     """
+
+    order = -1
+    # The names of the mixer's module, of the matrices before and after it, and of its other weights; alternatives in turn.
+    mixer: tuple[str, ...] = ("self_attn",)
+    projections: Sequence[Sequence[Sequence[str]]] = _ATTENTION
+    others: Sequence[str] = ("q_norm.weight", "q_layernorm.weight", "k_norm.weight", "k_layernorm.weight")
 
     def __init__(
         self, index: int, module: Any, heads: Heads, family: Family, config: Any, native: Kernels, exact: bool = False
     ) -> None:
-        attention, mlp = module.self_attn, getattr(module, "mlp", None) or getattr(module, "shared_mlp", None)
+        mixer, mlp = (first_of(module, names) for names in (self.mixer, ("mlp", "shared_mlp", "feed_forward")))
         if getattr(module, "block_sparse_moe", None) is not None:
             raise Unsupported("it has experts")
-        groups = [find(attention, names) for names in _ATTENTION] + [find(mlp, names) for names in _FEED_FORWARD]
+        groups = [find(mixer, names) for names in self.projections] + [find(mlp, names) for names in _FEED_FORWARD]
         ends = [0, *itertools.accumulate(map(len, groups))]
         self.groups = [tuple(range(a, b)) for a, b in itertools.pairwise(ends)]
         linear, adapters = zip(*map(split_adapter, itertools.chain(*groups)), strict=True)
@@ -216,21 +191,19 @@ class Layer:
         self.index, self.heads, self.native = index, heads, native
         self.window, self.gelu = family.window(config, index) or 0, family.gelu
         self.residual = float(getattr(module, "residual_multiplier", 1.0))
-        self._has_norm = [name is not None for name in (*family.before, *family.after)]
-        norms = [getattr(module, name) for name in (*family.before, *family.after) if name is not None]
-        self.eps = eps_of(norms[0])
-        self.has_head_norms = hasattr(attention, "q_norm")
-        if self.has_head_norms:
-            norms += [attention.q_norm, attention.k_norm]
+        norms: list[Any] = [name and getattr(module, name) for name in (*family.before, *family.after)]
+        self._norms = [None if isinstance(norm, nn.Identity) else norm for norm in norms]
+        self.eps = next(eps_of(norm) for norm in self._norms if norm is not None)
         self.coded = {i: child.matrix for i, child in enumerate(linear) if isinstance(child, CodedLinear)}
         self.biased = [i for i, child in enumerate(linear) if child.bias is not None]
         self.adapters = {i: adapter for i, adapter in enumerate(adapters) if adapter is not None}
-        self._linear, self._norms = linear, norms
+        self._linear, self._mixer, self.others = linear, mixer, [path for path in self.others if at(mixer, path) is not None]
+        self.row = sum(linear[i].out_features for i in self.groups[_QKV])
         self.weights = Weights(self._read_weights(), exact)
 
     def _read_weights(self) -> list[Tensor]:
-        given = [child.weight for child in self._linear] + [norm.weight for norm in self._norms]
-        given += [self._linear[i].bias for i in self.biased]
+        given = [child.weight for child in self._linear] + [norm.weight for norm in self._norms if norm is not None]
+        given += [at(self._mixer, path) for path in self.others] + [self._linear[i].bias for i in self.biased]
         return given + [weight for adapter in self.adapters.values() for weight in adapter.weights]
 
     def reread(self) -> None:
@@ -261,8 +234,8 @@ class Layer:
         now = iter(self.weights.now())
         count = len(self._linear)
         matrices: list[Any] = [self.coded.get(i, next(now)) for i in range(count)]
-        norms = [next(now) if there else None for there in self._has_norm]
-        head_norms = (next(now), next(now)) if self.has_head_norms else None
+        norms = [None if norm is None else next(now) for norm in self._norms]
+        mixer = [next(now) for _ in self.others]
         biases: list[Tensor | None] = [None] * count
         for i in self.biased:
             biases[i] = next(now)
@@ -271,7 +244,7 @@ class Layer:
             for i, adapter in self.adapters.items():
                 scale = float(adapter.module.scaling[adapter.name])
                 lora[i] = LoraDelta(next(now), next(now).detach() * scale, scale, self.native.products)
-        plain = LayerWeights(self.groups, matrices, norms, head_norms, biases, lora, self.native)
+        plain = LayerWeights(self.groups, matrices, norms, mixer, biases, lora, self.native)
         made = None
         if packed_weights is not None:
             key, groups, products = (self.index, adapted), range(len(self.groups)), self.native.products
@@ -288,7 +261,7 @@ class Layer:
         weights = self.current_weights(adapted, packed_weights)
         if weights.packed is None or weights.packed[_OUT].bias is not None:
             return None
-        heads = [0, 0] if weights.head_norms is None else [x.data_ptr() for x in weights.head_norms]
+        heads = [x.data_ptr() for x in weights.mixer] or [0, 0]
         norms, bias = [0 if x is None else x.data_ptr() for x in weights.norms], weights.packed[_QKV].bias
         low = [[0, 0] if p.low is None else [x.panels.data_ptr() for x in p.low] for p in weights.packed]
         return [
@@ -311,18 +284,19 @@ class Layer:
     @property
     def kinds(self) -> tuple[tuple[int, torch.dtype], ...]:
         """(width, dtype) of each tensor that `forward` returns: first of the output, then of the tensors for `backward`."""
-        heads, width = self.heads, self._linear[self.groups[_DOWN][0]].out_features
-        after = [width] * sum(self._has_norm[2:])
-        own = [(n, self.dtype) for n in (width, heads.row, heads.queries * heads.dim, width, 2 * self.inner, *after)]
-        return (*own[:3], (heads.queries, torch.float32), *own[3:])
+        (out, *_), (down, *_) = ([self._linear[i] for i in self.groups[group]] for group in (_OUT, _DOWN))
+        width, after = down.out_features, [down.out_features for norm in self._norms[2:] if norm is not None]
+        own = [(n, self.dtype) for n in (width, self.row, out.in_features, width, 2 * self.inner, *after)]
+        return (*own[:3], (self.scores, torch.float32), *own[3:])
 
     def forward(self, x: Tensor, how: PassArguments, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return (the layer's output [W, E], the tensors that `backward` needs besides x).
 
-        For every token [S, …] these are [q|k|v], attention's output and the log-sum-exps of its scores. For the output rows
-        [W, …] they are the residual stream after attention, [gate|up], and the inputs of the norms of outputs, if there are any.
+        For every token [S, …] these are the mixer's projections and its two results (`mix`). For the output rows [W, …] they are
+        the residual stream after the mixer, [gate|up], and the inputs of the norms of outputs, if there are any.
         """
-        weights, plain = self.current_weights(how.adapted, how.layout.packed_weights), []
+        weights = self.current_weights(how.adapted, how.layout.packed_weights) if how.ready is None else how.ready[self.index]
+        plain: list[Tensor] = []
 
         def join(which: int, x: Tensor, base: Tensor) -> Tensor:
             norm, out = weights.norms[2 + which], torch.empty_like(base)
@@ -333,15 +307,41 @@ class Layer:
                 plain.append(out)
             return self.native.products.add(base, self._norm(out, norm), self.residual)
 
-        normed = self._norm(x, weights.norms[0])
-        qkv = selection.gather_inputs(weights.apply(_QKV, normed, x.new_empty(len(x), self.heads.row)))
-        rotated = self.native.rotary(qkv, weights.head_norms, how.angles[self.index], self.heads)
-        mixed, normaliser = how.layout.mix(self, rotated, qkv)
-        middle = join(0, selection.gather_outputs(mixed), selection.gather_outputs(selection.gather_inputs(x)))
+        row = selection.gather_inputs(weights.apply(_QKV, self._norm(x, weights.norms[0]), x.new_empty(len(x), self.row)))
+        mixed, normaliser = self.mix(row, weights.mixer, how)
+        out = selection.gather_outputs(self.gate(row, mixed))
+        middle = join(0, out, selection.gather_outputs(selection.gather_inputs(x)))
         normed = self._norm(middle, weights.norms[1])
         both = weights.apply(_GATE_UP, normed, x.new_empty(len(normed), 2 * self.inner))
         y = join(1, self.native.gated(both, self.gelu), middle)
-        return y, (qkv, mixed, normaliser, middle, both, *plain)
+        return y, (row, mixed, normaliser, middle, both, *plain)
+
+    @property
+    def scores(self) -> int:
+        """The number of heads whose scores `mix` sums up."""
+        return self.heads.queries
+
+    def mix(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
+        """Return the mixer's output [S, …] and the log-sum-exps of its scores [S, `scores`], from its projections `row` [S, …].
+
+        `others` are the mixer's other weights. Here `row` is [q|k|v], and the weights are the norms of queries and keys.
+        """
+        rotated = self.native.rotary(row, others, how.angles[self.order], self.heads)
+        return how.layout.mix(self, rotated, row)
+
+    def gate(self, row: Tensor, mixed: Tensor) -> Tensor:
+        """Return the input of the output's projection: `mixed`, which subclasses multiply by a gate in `row`."""
+        return mixed
+
+    def mix_gradient(
+        self, dout: Tensor, row: Tensor, mixed: Tensor, normaliser: Tensor, others: Sequence[Tensor], how: PassArguments
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Return (the gradient of `row`, those of `others`) from that of the result of `gate`, `dout`."""
+        angles, layout = how.angles[self.order], how.layout
+        assert isinstance(layout, PackedLayout)
+        rotated = self.native.rotary(row, others, angles, self.heads)
+        drow = self.native.gradients.attention(dout, mixed, normaliser, rotated, row, layout.spans, self.heads, self.window)
+        return drow, self.native.gradients.rotary(drow, row, others, angles, self.heads)[: len(others)]
 
     def backward(
         self,
@@ -358,10 +358,8 @@ class Layer:
         `learns` is True for the weights that need a gradient. `kept` has the tensors from `forward`. The list is emptied, so that
         each tensor is freed after its last use. With `overwrite` the gradients may be written into these tensors.
         """
-        angles, layout = how.angles[self.index], how.layout
-        assert isinstance(layout, PackedLayout)
         weights = self.current_weights(how.adapted)
-        qkv, mixed, normaliser, middle, both, *plain = kept
+        row, mixed, normaliser, middle, both, *plain = kept
         kept.clear()
         made = _Gradients(self, weights, learns)
         dout = made.before_residual(1, dy, plain)
@@ -376,16 +374,14 @@ class Layer:
         dx = dy.clone()
         made.add_through_norm(1, dx, middle, dnormed)
         dout = made.before_residual(0, dx, plain)
-        made.learn(_OUT, [dout], selection.gather_outputs(mixed))
-        rotated = self.native.rotary(qkv, weights.head_norms, angles, self.heads)
-        dmixed = selection.scatter_output_grads(weights.input_grad(_OUT, [dout]), len(qkv))
-        dqkv = self.native.gradients.attention(dmixed, mixed, normaliser, rotated, qkv, layout.spans, self.heads, self.window)
-        dheads = self.native.gradients.rotary(dqkv, qkv, weights.head_norms, angles, self.heads)
-        parts = self._split(_QKV, selection.sum_input_grads(dqkv, len(x)))
-        dx = selection.sum_input_grads(selection.scatter_output_grads(dx, len(qkv)), len(x))
+        made.learn(_OUT, [dout], selection.gather_outputs(self.gate(row, mixed)))
+        dmixed = selection.scatter_output_grads(weights.input_grad(_OUT, [dout]), len(row))
+        drow, dothers = self.mix_gradient(dmixed, row, mixed, normaliser, weights.mixer, how)
+        parts = self._split(_QKV, selection.sum_input_grads(drow, len(x)))
+        dx = selection.sum_input_grads(selection.scatter_output_grads(dx, len(row)), len(x))
         made.learn(_QKV, parts, self._norm(x, weights.norms[0]))
         made.add_through_norm(0, dx, x, weights.input_grad(_QKV, parts))
-        return dx, made.in_order(dheads)
+        return dx, made.in_order(dothers)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Return the RMS norm of x; x itself without a weight."""
@@ -439,9 +435,9 @@ class _Gradients:
         assert weight is not None
         return layer.native.gradients.rms_norm(dx, x, weight, dy, layer.eps, layer.heads.offset)
 
-    def in_order(self, heads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return all gradients in the order of `Layer.weights`. `heads` has the gradients of the norms of queries and keys."""
+    def in_order(self, others: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return all gradients in the order of `Layer.weights`. `others` has the gradients of the mixer's other weights."""
         norms = [one for one, weight in zip(self.norms, self.weights.norms, strict=True) if weight is not None]
         biases = [self.biases[i] for i in self.layer.biased]
         pairs = itertools.chain(*(self.lora[i] for i in self.layer.adapters))
-        return [*self.matrices, *norms, *(heads if self.layer.has_head_norms else ()), *biases, *pairs]
+        return [*self.matrices, *norms, *others, *biases, *pairs]

@@ -15,28 +15,36 @@ import torch
 from torch import Tensor
 
 from psigrad.kernels.kernels import Heads, Slots, table_sizes
-from psigrad.language.models.attention import (
-    SDPA,
-    AttentionLayer,
-    PackedLayout,
-    Recurrence,
-    ShortConvolution,
-    Tensors,
-    on_device,
-    rows_at,
-)
+from psigrad.kernels.state_kernels import Tensors
+from psigrad.language.models.attention import SDPA, AttentionLayer, PackedLayout, on_device, rows_at
 from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids, pack
+from psigrad.language.models.segments import Recurrence, ShortConvolution
 
 GROWTH = 64  # tokens by which the slots grow, at least
 BLOCK = 16  # tokens whose keys the fused decoder reads at once
 
 
 Key = tuple[str, int, int]  # the kind of a layer, its index, and the number of earlier calls in the same pass
+Where = slice | Tensor  # some slots
 
 
-class KVCache:
+class StateCache:
+    """The states of recurrent layers and the windows of convolutions, [slots, ...] for each `Key`."""
+
+    def __init__(self, slots: int) -> None:
+        self.states: dict[Key, Tensor] = {}
+        self._count = slots
+
+    def store_states(self, layer: Key, slots: Where, states: Tensor) -> None:
+        """Store the states [n, ...] of a layer in n slots."""
+        if layer not in self.states:
+            self.states[layer] = states.new_zeros(self._count, *states.shape[1:])
+        self.states[layer][slots] = states
+
+
+class KVCache(StateCache):
     """Keys and values [slots, H_kv, capacity, D] of each attention. Slots 0 … active - 1 hold sequences of `lengths` tokens.
 
     The `Key` of an attention is its layer and the number of earlier attentions of that layer in the same pass. DiffLlama attends
@@ -48,9 +56,9 @@ class KVCache:
 
     def __init__(self, slots: int, longest: int, packed_weights: PackedWeights | None = None) -> None:
         """Create empty slots. `longest` is the capacity of a slot, in tokens."""
+        super().__init__(slots)
         self.slots, self.longest, self.packed_weights = slots, longest, packed_weights
         self.layers: dict[Key, tuple[Tensor, Tensor]] = {}
-        self.states: dict[Key, Tensor] = {}
         self.lengths = torch.zeros(0, dtype=torch.long)
         # [active] the position of the next token minus its index in the slot, which images in a prompt change (M-RoPE)
         self.shifts = torch.zeros(0, dtype=torch.long)
@@ -59,12 +67,6 @@ class KVCache:
     def active(self) -> int:
         """The number of sequences still being sampled, which fill the first slots."""
         return self.lengths.numel()
-
-    def store_states(self, layer: Key, first: int, states: Tensor) -> None:
-        """Store the states [n, ...] of a layer for the n slots from `first` on."""
-        if layer not in self.states:
-            self.states[layer] = states.new_zeros(self.slots, *states.shape[1:])
-        self.states[layer][first : first + len(states)] = states
 
     def reserve(self, layer: Key, k: Tensor, v: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """Return (keys, values) of an attention for all slots, enlarged if a slot has room for fewer than `tokens` tokens.
@@ -133,14 +135,40 @@ class _CallCounter:
         return kind, layer, self._calls[kind, layer] - 1
 
 
-class Prefill(_CallCounter):
+class StatePrefill(_CallCounter):
+    """The base class of layouts of a prefill. It stores the states of packed prompts in the slots `new` that continue them.
+
+    Slot i of these continues prompt `copies[i]`.
+    """
+
+    def __init__(self, states: StateCache, prompts: PackedLayout, copies: Tensor, new: Where) -> None:
+        super().__init__()
+        self.states, self.prompts, self.copies, self.new = states, prompts, copies, new
+
+    def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
+        """Store the last tokens of each prompt as the window of its slots. Return the convolution of the prompts."""
+        pieces, before = self.prompts.pieces, np.arange(1 - how.weight.shape[1], 0)
+        last = pieces.lengths[:, None] + before
+        rows = np.where(last >= 0, pieces.starts[:, None] + last, -1)
+        windows = rows_at(x, on_device(rows.ravel(), x.device)).unflatten(0, rows.shape)
+        self.states.store_states(self.next_call("convolution", layer), self.new, windows[self.copies])
+        return self.prompts.convolve(layer, x, how)
+
+    def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
+        """Run the recurrence over the packed prompts, and store the state after each prompt in its slots."""
+        out, states = self.prompts.scan_with_states(recurrence, inputs)
+        assert states is not None
+        self.states.store_states(self.next_call("recurrence", layer), self.new, states[self.copies])
+        return out
+
+
+class Prefill(StatePrefill):
     """The layout of a prefill: packed prompts whose keys and values are also stored in the slots that continue them."""
 
     def __init__(self, cache: KVCache, prompts: PackedLayout, copies: Tensor) -> None:
         """Add n slots to the cache, of which slot i continues prompt `copies[i]`."""
-        super().__init__()
-        self.cache, self.prompts, self.copies = cache, prompts, copies
-        self.first = cache.active
+        self.cache, self.first = cache, cache.active
+        super().__init__(cache, prompts, copies, slice(self.first, self.first + len(copies)))
         lengths = (prompts.prefix_rows >= 0).sum(1)[copies]
         cache.lengths = torch.cat([cache.lengths.to(lengths.device), lengths])
 
@@ -151,22 +179,6 @@ class Prefill(_CallCounter):
         self._keep(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
         return self.prompts.attend(layer, q, k, v, scale, window, how)
 
-    def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
-        """Store the last tokens of each prompt as the window of its slots. Return the convolution of the prompts."""
-        pieces, before = self.prompts.pieces, np.arange(1 - how.weight.shape[1], 0)
-        last = pieces.lengths[:, None] + before
-        rows = np.where(last >= 0, pieces.starts[:, None] + last, -1)
-        windows = rows_at(x, on_device(rows.ravel(), x.device)).unflatten(0, rows.shape)
-        self.cache.store_states(self.next_call("convolution", layer), self.first, windows[self.copies])
-        return self.prompts.convolve(layer, x, how)
-
-    def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
-        """Run the recurrence over the packed prompts, and store the state after each prompt in its slots."""
-        out, states = self.prompts.scan_with_states(recurrence, inputs)
-        assert states is not None
-        self.cache.store_states(self.next_call("recurrence", layer), self.first, states[self.copies])
-        return out
-
     def _keep(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Copy keys and values [S, H_kv, D] of the prompts into the slots."""
         width = self.prompts.prefix_rows.shape[1]
@@ -176,7 +188,34 @@ class Prefill(_CallCounter):
             old[self.first : self.first + len(self.copies), :, :width] = new[rows].transpose(1, 2)
 
 
-class Decode(_CallCounter):
+class StateDecode(_CallCounter):
+    """The base class of layouts of a decoding step. Row i of the step continues the state in slot i, or in slot `rows[i]`."""
+
+    def __init__(self, states: StateCache, count: int, rows: Tensor | None = None) -> None:
+        super().__init__()
+        self.states, self.rows = states, rows
+        self.where: Where = slice(count) if rows is None else rows
+
+    def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
+        """Convolve each new token [active, C] with the stored window, and move the window by one token."""
+        windows = self.states.states[self.next_call("convolution", layer)]
+        wide = torch.cat([windows[self.where], x[:, None]], 1)
+        windows[self.where] = wide[:, 1:]
+        rows = torch.arange(wide.shape[0] * wide.shape[1], device=x.device).view(wide.shape[:2])
+        ready = how.kernel(wide.flatten(0, 1), rows)
+        return how.finish((wide * how.weight.t()).sum(1)) if ready is None else ready
+
+    def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
+        """Run the recurrence by one token from the stored states, and store the new states."""
+        states = self.states.states[self.next_call("recurrence", layer)]
+        states = states if self.rows is not None else states[self.where]
+        out, after = recurrence.step(inputs, states, self.rows)
+        if after is not states:
+            states[slice(None) if self.rows is None else self.rows] = after
+        return out
+
+
+class Decode(StateDecode):
     """The layout of one decoding step: one new token per active slot, which attends only to its own slot."""
 
     def __init__(self, cache: KVCache, places: Tensor, columns: int, room: int, shifts: Tensor | None = None) -> None:
@@ -185,7 +224,7 @@ class Decode(_CallCounter):
         The token's position is `places[i] + shifts[i]`. The step reads `columns` tokens of each slot, and makes room for
         `room` tokens.
         """
-        super().__init__()
+        super().__init__(cache, len(places))
         self.cache, self.places, self.width, self.room = cache, places, columns, room
         self.positions = places if shifts is None else places + shifts
         self.packed_weights = cache.packed_weights
@@ -215,23 +254,6 @@ class Decode(_CallCounter):
         keys, values = (x[:batch, :, : self.width] for x in (keys, values))
         out = how(queries, keys, values, attn_mask=self.mask(window), scale=scale)
         return out.reshape(batch, 1, heads, v.shape[3])
-
-    def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
-        """Convolve each new token [active, C] with the stored window, and move the window by one token."""
-        window = self.cache.states[self.next_call("convolution", layer)][: len(x)]
-        wide = torch.cat([window, x[:, None]], 1)
-        window.copy_(wide[:, 1:])
-        rows = torch.arange(wide.shape[0] * wide.shape[1], device=x.device).view(wide.shape[:2])
-        ready = how.kernel(wide.flatten(0, 1), rows)
-        return how.finish((wide * how.weight.t()).sum(1)) if ready is None else ready
-
-    def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
-        """Run the recurrence by one token from the stored states, and store the new states."""
-        states = self.cache.states[self.next_call("recurrence", layer)][: len(inputs[0])]
-        out, after = recurrence.step(inputs, states)
-        if after is not states:
-            states.copy_(after)
-        return out
 
 
 class CachedPrompt:
@@ -269,7 +291,7 @@ class Arrangement:
     """[active] prompt length of each row."""
 
 
-class SharedCache:
+class SharedCache(StateCache):
     """A cache with the methods of `KVCache` for the fused decoder. It stores each prompt once; slots hold the tokens after it.
 
     Row i of a step continues slot `slots[i]`, which holds `lengths[i]` tokens after prompt `prompt[i]`. Sequences never move
@@ -277,7 +299,11 @@ class SharedCache:
     """
 
     def __init__(self, slots: int, longest: int, layers: int, heads: Heads, dtype: torch.dtype) -> None:
-        """Create empty slots. `longest` is the capacity of a slot in tokens, without the tokens of its prompt."""
+        """Create empty slots. `longest` is the capacity of a slot in tokens, without the tokens of its prompt.
+
+        `layers` is the number of layers with attention.
+        """
+        super().__init__(slots)
         self.longest, self.layers, self.heads = longest, layers, heads
         self.packed_weights = PackedWeights()
         self.slot_tables = [torch.empty(2, slots, heads.keys, 0, heads.dim, dtype=dtype) for _ in range(layers)]
@@ -308,8 +334,7 @@ class SharedCache:
 
         `shifts` is not read: it is 0 for all models with fused layers, since none of them has M-RoPE.
         """
-        starts, lengths = prompts.spans.prefixes.t().contiguous()
-        new = [CachedPrompt(length, self.layers, self.heads) for length in lengths.tolist()]
+        new = [CachedPrompt(length, self.layers, self.heads) for length in prompts.pieces.prefixes.tolist()]
         self.prompts |= {self._num_prompts + i: prompt for i, prompt in enumerate(new)}
         self.prompt = np.concatenate([self.prompt, self._num_prompts + copies.numpy()])
         self.lengths = np.concatenate([self.lengths, np.zeros(len(copies), dtype=np.int64)])
@@ -317,7 +342,7 @@ class SharedCache:
         self.slots = np.concatenate([self.slots, taken])
         self._num_prompts += len(new)
         self._arrangement = None
-        return SharedPrefill(prompts, prompt_addresses(new, self.layers), starts, lengths, self.packed_weights)
+        return SharedPrefill(self, prompts, copies, torch.from_numpy(taken), prompt_addresses(new, self.layers))
 
     def decode(self) -> SharedDecode:
         """Return the layout of one decoding step: a new token for every active slot."""
@@ -381,33 +406,32 @@ class SharedCache:
         return self._arrangement
 
 
-@dataclass(frozen=True)
-class SharedPrefill:
+class SharedPrefill(StatePrefill):
     """The layout of a prefill for fused layers: packed prompts whose keys and values are also stored for decoding.
 
-    `tables` [layers, 2, G] are the addresses of the prompts' keys and values. Prompt g has `lengths[g]` tokens in the packed row,
-    the first one at `starts[g]`.
+    `tables` [layers, 2, G] are the addresses of the prompts' keys and values.
     """
 
-    prompts: PackedLayout
-    tables: Tensor
-    starts: Tensor
-    lengths: Tensor
-    packed_weights: PackedWeights | None
     slots = None
+
+    def __init__(self, cache: SharedCache, prompts: PackedLayout, copies: Tensor, new: Tensor, tables: Tensor) -> None:
+        super().__init__(cache, prompts, copies, new)
+        self.tables, self.packed_weights = tables, cache.packed_weights
+        self.starts, self.lengths = prompts.spans.prefixes.t().contiguous()
 
     def mix(self, layer: AttentionLayer, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Store this layer's keys and values of the prompts. Return the attention within the prompts (`PackedLayout.mix`)."""
-        layer.native.prompt_tables(rotated, qkv, self.starts, self.lengths, layer.heads, self.tables[layer.index])
+        layer.native.prompt_tables(rotated, qkv, self.starts, self.lengths, layer.heads, self.tables[layer.order])
         return self.prompts.mix(layer, rotated, qkv)
 
 
-class SharedDecode:
+class SharedDecode(StateDecode):
     """The layout of a decoding step for fused layers: one new token per row, which attends to its prompt and its slot."""
 
     def __init__(self, cache: SharedCache) -> None:
         (own, addresses), arrangement = cache.reserve(int(cache.lengths.max()) + 1), cache.arrangement()
         slots, places = torch.from_numpy(cache.slots), torch.from_numpy(cache.lengths)
+        super().__init__(cache, len(slots), slots)
         self.slots = Slots(own, addresses, slots, places, arrangement.prompts, arrangement.lengths, arrangement.first)
         self.packed_weights = cache.packed_weights
         self.positions = arrangement.prompt_lengths + places
@@ -416,14 +440,14 @@ class SharedDecode:
 
     def mix(self, layer: AttentionLayer, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Return the attention of each row's new token to its prompt and slot, by the native kernel; see `FusedLayout.mix`."""
-        return layer.native.decode(rotated, qkv, self.slots, layer.index, layer.heads, layer.window)
+        return layer.native.decode(rotated, qkv, self.slots, layer.order, layer.heads, layer.window)
 
 
 def new_cache(model: LanguageModel, slots: int, longest: int, behind: int = 0) -> KVCache | SharedCache:
     """Return an empty cache for sequences of up to `longest` tokens, of which at most `behind` (0: all) follow the prompt."""
     if model.decoder is None:
         return KVCache(slots, longest, None if model.module_kernels is None else PackedWeights())
-    return SharedCache(slots, behind or longest, len(model.decoder.layers), model.decoder.heads, model.decoder.dtype)
+    return SharedCache(slots, behind or longest, model.decoder.attentions, model.decoder.heads, model.decoder.dtype)
 
 
 def prefill(
