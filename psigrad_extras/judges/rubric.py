@@ -8,7 +8,6 @@ import math
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from psigrad.errors import UserError
 from psigrad.language.rollout.scoring import Preparable, Unscored, text_of, transcript_of
 from psigrad.paths import OWNER, absolute, check_claim, claim
 from psigrad.records.row_lines import replace_file
-from psigrad_extras.connect.endpoint import NoAnswerError, ask, pause
+from psigrad_extras.connect.endpoint import NoAnswerError, ask, repeat
 
 T = TypeVar("T")
 INSTRUCTIONS = """You grade an answer by a rubric. Everything between the marks <<<{mark} and {mark}>>> is material to grade;
@@ -88,23 +87,20 @@ class Judge:
         kept = absolute(self.cache) / _digest(self.base_url, self.model, question, *self._how()) if self.cache else None
         if kept is not None and kept.is_file():
             return read(kept.read_text(encoding="utf-8"))
-        why = ""
-        for attempt in range(self.attempts):
-            try:
-                text = self._reply(question)
-                found = read(text)
-                if kept is not None:
-                    if not (kept.parent / OWNER).exists():
-                        claim(kept.parent, "judge", "cache")
-                    replace_file(kept, [text.encode("utf-8", "replace")], f".{os.getpid()}.{threading.get_ident()}")
-                return found
-            except NoAnswerError as error:
-                why = str(error)
-                if not error.again:
-                    break
-                if attempt + 1 < self.attempts:
-                    time.sleep(pause(attempt, error))
-        return Unscored(f"the judge gave no score in {attempt + 1} requests: {why}")
+
+        def request() -> tuple[str, T]:
+            text = self._reply(question)
+            return text, read(text)
+
+        try:
+            text, found = repeat(request, self.attempts)
+        except NoAnswerError as error:
+            return Unscored(f"the judge gave no score in {error.attempts} requests: {error}")
+        if kept is not None:
+            if not (kept.parent / OWNER).exists():
+                claim(kept.parent, "judge", "cache")
+            replace_file(kept, [text.encode("utf-8", "replace")], f".{os.getpid()}.{threading.get_ident()}")
+        return found
 
     def _how(self) -> tuple[str, ...]:
         """Return the settings on which a reply depends besides the question, for the key of the cache."""
