@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from psigrad.language.episodes.tool_calls import ToolCall
-from psigrad_serve.api import Api, event
+from psigrad_serve.api_base import Api, event
 from psigrad_serve.api_errors import ApiError
 from psigrad_serve.chat_completions import tool_calls
 from psigrad_serve.forms import Count, SamplingForm, offers, read_form, read_stop

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from psigrad import seeds
 from psigrad.language.episodes.tool_calls import ToolCall
 from psigrad.language.rollout.types import DrawnToken
-from psigrad_serve.api import CompletionForm, Completions
+from psigrad_serve.api_base import CompletionApi, CompletionForm
 from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, Count, Whole, offers, read_stop
 from psigrad_serve.served import Call, Served, ServedPiece
 from psigrad_serve.steering import chosen_tool, json_grammar
@@ -50,7 +50,7 @@ class ChatForm(CompletionForm):
     response_format: Any = None
 
 
-class ChatCompletions(Completions[ChatForm]):
+class ChatCompletions(CompletionApi[ChatForm]):
     """One request and its answer in this API's format."""
 
     prefix, kind = "chatcmpl-", "chat.completion.chunk"

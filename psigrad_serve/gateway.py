@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from psigrad.errors import UserError
 from psigrad_serve.anthropic_messages import AnthropicMessages, count_tokens
-from psigrad_serve.api import Api
+from psigrad_serve.api_base import Api
 from psigrad_serve.api_errors import ApiError, as_json
 from psigrad_serve.chat_completions import ChatCompletions
 from psigrad_serve.forms import read_json

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from psigrad.language.rollout.types import DrawnToken
-from psigrad_serve.api import Api, event
+from psigrad_serve.api_base import Api, event
 from psigrad_serve.api_errors import ApiError
 from psigrad_serve.chat_completions import token_logprobs, tool_calls
 from psigrad_serve.forms import MOST_TOP, Count, SamplingForm, Whole, offers

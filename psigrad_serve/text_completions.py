@@ -13,7 +13,7 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import decode
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.types import DrawnToken
-from psigrad_serve.api import CompletionForm, Completions
+from psigrad_serve.api_base import CompletionApi, CompletionForm
 from psigrad_serve.api_errors import ApiError
 from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, Whole, read_stop
 from psigrad_serve.pictures import refuse_marks
@@ -35,7 +35,7 @@ class TextForm(CompletionForm):
     return_tokens_as_token_ids: bool = False
 
 
-class TextCompletions(Completions[TextForm]):
+class TextCompletions(CompletionApi[TextForm]):
     """One request and its answer in this API's format."""
 
     prefix, kind = "cmpl-", "text_completion"

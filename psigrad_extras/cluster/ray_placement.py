@@ -44,7 +44,12 @@ def open_actors(
     if not placement.cluster:
         raise UserError(f"placement requests {name}s on a Ray cluster, but there is no --cluster; add it, or remove placement.")
     counted = placement.scorers * placement.scorer_cpus + placement.environment_actors * placement.environment_cpus
-    usual = {"address": placement.cluster, "minutes": placement.timeout_minutes, "spare_cpus": counted, "log": journal.log}
+    usual: dict[str, Any] = {
+        "address": placement.cluster,
+        "minutes": placement.timeout_minutes,
+        "spare_cpus": counted,
+        "log": journal.log,
+    }
     pool = ActorPool(kind, arguments, name=name, **usual, **wants)
     try:
         with keep_output(kind.__name__, journal.folder.path / "workers.log"):

@@ -6,7 +6,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Protocol, Unpack
 
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.image_rows import to_agent_row
@@ -18,8 +18,23 @@ from psigrad_serve.agents.agent_session import Session
 from psigrad_serve.agents.agent_worker import AgentCommand, Place, check_agent, decode
 from psigrad_serve.agents.token_tree import TokenTree
 
-if TYPE_CHECKING:
-    from psigrad_serve.agents.agent_gateway import AgentGateway
+
+class Gateway(Protocol):
+    """The server that agents query."""
+
+    sessions: dict[str, Session]
+    """The running sessions by name."""
+    address: str
+    tunnel: str
+    """The path of the server's Unix socket, for agents without a network; "" if there is none."""
+
+    def serve(self, sampler: Sampler, model: LanguageModel) -> None:
+        """Answer with this sampler from now on."""
+        ...
+
+    def close(self) -> None:
+        """Stop answering."""
+        ...
 
 
 class AgentPool:
@@ -60,7 +75,7 @@ class Agents:
     """The `Player` whose rollouts are sessions of agents: the pool that runs them, their server, and the limit on requests."""
 
     pool: AgentPool
-    gateway: AgentGateway
+    gateway: Gateway
     most: int = 64
 
     def play(

@@ -62,7 +62,7 @@ class CompletionForm(PenaltyForm):
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
 
 
-class Completions(Api[C]):
+class CompletionApi(Api[C]):
     """One request of OpenAI's two completion APIs, whose answer and whose chunks of a stream have the same layout."""
 
     kind: ClassVar[str]
