@@ -105,10 +105,9 @@ def _print_tasks(metrics: Sequence[Any]) -> None:
 def _span(figure: tuple[float, float, float] | None) -> str:
     if figure is None:
         return ""
-    from psigrad.records.read import show_number
+    from psigrad.records.read import show_interval
 
-    mean, low, high = figure
-    return show_number(mean) + (f" [{show_number(low)}, {show_number(high)}]" if low < high else "")
+    return show_interval(*figure)
 
 
 def _parse_plan(arguments: Sequence[str]) -> tuple[Any, PlanConfig]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from psigrad.records.row_lines import read_steps
 from psigrad.runs import machine
 from psigrad.runs.progress import bar
 from psigrad.runs.result import Result
+from psigrad_extras.datasets.sample import write_jsonl
 
 TASK = "spell_backward"
 MADE = "data/seed"  # of a demo's files, written last
@@ -44,9 +45,7 @@ def run(
     Each stage resumes from its newest checkpoint, so the same call resumes a stopped demo. Raises `UserError` if a stage has
     no steps.
     """
-    check_steps(sft_steps, rl_steps)
-    start, folder = time.perf_counter(), claim(Path(output_dir).expanduser(), "demo")
-    machine.prepare_torch(Run())
+    start, folder = time.perf_counter(), begin(output_dir, sft_steps, rl_steps)
     files, shown = prepare(folder, seed, progress), _run(seed, progress)
     say = print if progress else lambda text, flush: None
     say("1 of 2  SFT: the model copies the demonstrations, and their mistake", flush=True)
@@ -65,18 +64,27 @@ def run(
     trained = online.run(reinforcing(tuned.model, files, folder / "grpo", seed, max_steps=rl_steps, progress=progress))
     say(f"Both models answer {HELD_OUT} words that they have not seen", flush=True)
     greedy = [_greedy(model, files["held_out"], seed) for model in (tuned.model, trained.model)]
-    # A resumed demo also counts the time of earlier calls.
-    spent = recorded_seconds(tuned.folder) + recorded_seconds(trained.folder)
-    rows = headline(trained, greedy, max(time.perf_counter() - start, spent))
-    (trained.folder / "summary.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")  # the report's headline table
-    return replace(trained, report=write_report(trained.folder))
+    return finish(start, tuned, trained, headline(trained, greedy))
 
 
-def check_steps(sft_steps: int, rl_steps: int) -> None:
-    """Raise `UserError` if a stage has no steps."""
+def begin(output_dir: str, sft_steps: int, rl_steps: int) -> Path:
+    """Return the folder of a demo, ready to use. Raises `UserError` if a stage has no steps."""
     for name, steps in (("sft_steps", sft_steps), ("rl_steps", rl_steps)):
         if steps < 1:
             raise UserError(f"{name} is {steps}; expected at least 1.")
+    folder = claim(Path(output_dir).expanduser(), "demo")
+    machine.prepare_torch(Run())
+    return folder
+
+
+def finish(start: float, tuned: Result, trained: Result, rows: list[dict[str, Any]]) -> Result:
+    """Write the report. Its headline table has these rows, the speed of RL, and the time since `start`."""
+    # A resumed demo also counts the time of earlier calls.
+    spent = recorded_seconds(tuned.folder) + recorded_seconds(trained.folder)
+    speed = {"name": "speed of RL", "value": tokens_per_second(trained.folder), "unit": "completion tokens/s"}
+    wall = {"name": "wall time", "value": max(time.perf_counter() - start, spent), "unit": "s"}
+    (trained.folder / "summary.json").write_text(json.dumps({"rows": [*rows, speed, wall]}, indent=1) + "\n")
+    return replace(trained, report=write_report(trained.folder))
 
 
 def _run(seed: int, progress: bool) -> Run:
@@ -128,9 +136,9 @@ def prepare(
         advance()
         held_out, train = rows[:HELD_OUT], rows[HELD_OUT:]
         shown = tasks.demonstrations(train, WRONG_SHARE, tasks.swap_ending, seed)
-        _write(paths["demonstrations"], shown)
-        _write(paths["prompts"], train)
-        _write(paths["held_out"], [{**row, "completion": f" {row['answer']}"} for row in held_out])
+        write_jsonl(paths["demonstrations"], shown)
+        write_jsonl(paths["prompts"], train)
+        write_jsonl(paths["held_out"], [{**row, "completion": f" {row['answer']}"} for row in held_out])
         advance()
         tokenizer = tiny.tokenizer((row["prompt"] + row["completion"] for row in shown[:3000]), 300)
         advance()
@@ -150,11 +158,6 @@ def are_made(folder: Path, seed: int) -> bool:
     return True
 
 
-def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def _greedy(model: Path, held_out: Path, seed: int) -> dict[str, Any]:
     """Return the held-out metrics at temperature 0."""
     return evaluate.run(
@@ -169,8 +172,8 @@ def _greedy(model: Path, held_out: Path, seed: int) -> dict[str, Any]:
     ).figures
 
 
-def headline(trained: Result, greedy: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    """Return the rows of the demo's final table: accuracies with 95 % intervals, KL, length, speed, time."""
+def headline(trained: Result, greedy: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows of the demo's final table: accuracies with 95 % intervals, KL, length."""
     rows = []
     for when, figures in (("SFT", trained.before), ("RL", trained.after)):
         rows.append(figure(f"accuracy after {when}", figures, "eval/exact"))
@@ -179,8 +182,6 @@ def headline(trained: Result, greedy: list[dict[str, Any]], seconds: float) -> l
     rows.append({"name": "KL to the SFT model", "value": trained.after["eval/kl"], "unit": "nats per completion"})
     for when, figures in (("SFT", trained.before), ("RL", trained.after)):
         rows.append({"name": f"length after {when}", "value": figures["eval/completions/mean_length"], "unit": "tokens"})
-    rows.append({"name": "speed of RL", "value": tokens_per_second(trained.folder), "unit": "completion tokens/s"})
-    rows.append({"name": "wall time", "value": seconds, "unit": "s"})
     return rows
 
 

@@ -7,7 +7,6 @@ or downloaded.
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
@@ -15,13 +14,11 @@ from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, Run, Sa
 from psigrad.language.models import tiny
 from psigrad.language.models.towers import disable_progress_bars
 from psigrad.language.recipes import online, sft
-from psigrad.language.recipes.finish import write_report
-from psigrad.paths import claim
-from psigrad.runs import machine
 from psigrad.runs.progress import bar
 from psigrad.runs.result import Result
 from psigrad_extras import squares
-from psigrad_extras.demo import MADE, are_made, check_steps, figure, recorded_seconds, tokens_per_second
+from psigrad_extras.datasets.sample import write_jsonl
+from psigrad_extras.demo import MADE, are_made, begin, figure, finish
 
 WRONG_SHARE = 0.5
 HELD_OUT, GAMES = 200, 6000
@@ -37,9 +34,7 @@ def run(
     Each stage resumes from its newest checkpoint, so the same call resumes a stopped demo. Raises `UserError` if a stage has
     no steps.
     """
-    check_steps(sft_steps, rl_steps)
-    start, folder = time.perf_counter(), claim(Path(output_dir).expanduser(), "demo")
-    machine.prepare_torch(Run())
+    start, folder = time.perf_counter(), begin(output_dir, sft_steps, rl_steps)
     files = prepare(folder, seed, progress)
     say = print if progress else lambda text, flush: None
     say("1 of 2  SFT: the model copies the games, and their mistakes", flush=True)
@@ -68,14 +63,9 @@ def run(
             evaluation=Evaluation(eval_prompts=HELD_OUT, eval_steps=25),
         )
     )
-    seconds = max(time.perf_counter() - start, recorded_seconds(tuned.folder) + recorded_seconds(trained.folder))
     stages = (("SFT", trained.before), ("RL", trained.after))
     rows = [figure(f"right answers after {when}", figures, "eval/reward") for when, figures in stages]
-    rows.append({"name": "speed of RL", "value": tokens_per_second(trained.folder), "unit": "completion tokens/s"})
-    rows.append({"name": "wall time", "value": seconds, "unit": "s"})
-    (trained.folder / "summary.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-    write_report(trained.folder)
-    return trained
+    return finish(start, tuned, trained, rows)
 
 
 def _run(folder: Path, seed: int, steps: int, progress: bool) -> Run:
@@ -102,7 +92,7 @@ def prepare(folder: Path, seed: int, progress: bool, *, hidden: int = 96, layers
             squares.demonstrations(*of, seed) for of in ((held_out, pictures, 0.0), (shown, pictures, WRONG_SHARE))
         )
         for name, rows in zip(names, (careless, right, shown, held_out), strict=True):
-            paths[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_jsonl(paths[name], rows)
         advance()
         words = [f"How many {colour}? Where? {place} {n}" for colour in squares.COLOURS for n, place in enumerate(squares.PLACES)]
         side = squares.CELLS * squares.PIXELS

@@ -10,8 +10,9 @@ import ast
 import operator
 import random
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 Row = dict[str, Any]
@@ -22,8 +23,47 @@ def _turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
+class TextEnvironment(ABC):
+    """A text environment that also makes demonstrations of careless play, of at most `longest` turns."""
+
+    longest: ClassVar[int] = 100
+
+    @abstractmethod
+    def reset(self, row: Mapping[str, Any]) -> None:
+        """Start an episode with the row's columns."""
+
+    @abstractmethod
+    def step(self, completion: str) -> tuple[str, float, bool]:
+        """Return (answer, reward, done) for the policy's turn."""
+
+    @classmethod
+    @abstractmethod
+    def rows(cls, count: int, seed: int) -> list[Row]:
+        """Return rows for `count` episodes."""
+
+    @abstractmethod
+    def careless(self, rng: random.Random, talk: list[dict[str, str]]) -> str:
+        """Return the next turn of a careless player, given the conversation so far."""
+
+    @classmethod
+    def demonstrations(cls, count: int, seed: int) -> list[Row]:
+        """Return demonstrations of careless play (`careless`)."""
+        rng, made = random.Random(seed), []
+        for row in cls.rows(count, seed):
+            game, talk = cls(), list(row["prompt"])
+            game.reset(row)
+            for left in reversed(range(cls.longest)):
+                talk.append(_turn("assistant", game.careless(rng, talk)))
+                observation, _, done = game.step(talk[-1]["content"])
+                if done or not left:
+                    break
+                talk.append(_turn("user", observation))
+            made.append({"messages": talk})
+        return made
+
+
 @dataclass
-class GuessNumber:
+class GuessNumber(TextEnvironment):
     """A game of guessing a secret number from 1 to `high`. The answer to a wrong guess is "higher" or "lower".
 
     The reward for the right guess is 1 − 0.1 · (number of guesses before it). A guess that the previous answers rule out, or that
@@ -58,22 +98,9 @@ class GuessNumber:
         rng = random.Random(seed)
         return [{"prompt": [_turn("user", f"1 to {cls.high}?")], "secret": rng.randint(1, cls.high)} for _ in range(count)]
 
-    @classmethod
-    def demonstrations(cls, count: int, seed: int) -> list[Row]:
-        """Return demonstrations of careless play: half of the guesses are random numbers, and half are random possible ones."""
-        rng = random.Random(seed)
-        made = []
-        for row in cls.rows(count, seed):
-            low, high, talk = 1, cls.high, list(row["prompt"])
-            while True:
-                guess = rng.randint(low, high) if rng.random() < 0.5 else rng.randint(1, cls.high)
-                talk.append(_turn("assistant", str(guess)))
-                if guess == row["secret"]:
-                    break
-                low, high = (max(low, guess + 1), high) if guess < row["secret"] else (low, min(high, guess - 1))
-                talk.append(_turn("user", "higher" if guess < row["secret"] else "lower"))
-            made.append({"messages": talk})
-        return made
+    def careless(self, rng: random.Random, talk: list[dict[str, str]]) -> str:
+        """Return a guess: half of the guesses are random numbers, and half are random possible ones."""
+        return str(rng.randint(*self.open) if rng.random() < 0.5 else rng.randint(1, self.high))
 
 
 _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -105,7 +132,7 @@ def calculate(expression: str) -> int:
 
 
 @dataclass
-class Calculator:
+class Calculator(TextEnvironment):
     """A question for the product of two two-digit numbers, with a calculator.
 
     If the policy writes "= 12*34", the calculator answers with the value. Any other number is the policy's final answer. The
@@ -140,39 +167,29 @@ class Calculator:
         pairs = [(rng.randint(11, 99), rng.randint(11, 99)) for _ in range(count)]
         return [{"prompt": [_turn("user", f"{a}*{b}?")], "answer": a * b} for a, b in pairs]
 
-    @classmethod
-    def demonstrations(cls, count: int, seed: int) -> list[Row]:
-        """Return demonstrations of careless play.
-
-        Half of them guess without the calculator, and a third of the rest calculate something else.
-        """
-        rng, made = random.Random(seed), []
-        for row in cls.rows(count, seed):
-            question = row["prompt"][0]["content"].rstrip("?")
-            talk = list(row["prompt"])
-            if rng.random() < 0.5:
-                asked = question if rng.random() < 2 / 3 else question.replace("*", "+")
-                talk += [_turn("assistant", f"= {asked}"), _turn("user", str(calculate(asked)))]
-                talk.append(_turn("assistant", str(calculate(asked))))
-            else:
-                talk.append(_turn("assistant", str(row["answer"] + rng.choice((-10, -1, 1, 10, 100)))))
-            made.append({"messages": talk})
-        return made
+    def careless(self, rng: random.Random, talk: list[dict[str, str]]) -> str:
+        """Return the next turn: half of the answers are guesses, and a third of the calculator's uses compute a sum."""
+        if self.uses:
+            return talk[-1]["content"]
+        question = talk[0]["content"].rstrip("?")
+        if rng.random() < 0.5:
+            return f"= {question if rng.random() < 2 / 3 else question.replace('*', '+')}"
+        return str(self.answer + rng.choice((-10, -1, 1, 10, 100)))
 
 
 @dataclass
-class TextGrid:
+class TextGrid(TextEnvironment):
     """A walk on a 4×4 grid to a goal, by the letters n, s, e, w. The goal or a trap ends it.
 
     The reward is 1 at the goal, −1 in the trap, and −0.05 for every other step. A step against the edge stays in its cell.
     """
 
     size: ClassVar[int] = 4
+    longest = 12
     moves: ClassVar[dict[str, tuple[int, int]]] = {"n": (0, -1), "s": (0, 1), "e": (1, 0), "w": (-1, 0)}
     at: tuple[int, int] = (0, 0)
     goal: tuple[int, int] = (0, 0)
     trap: tuple[int, int] = (0, 0)
-    steps: int = field(default=0)
 
     def reset(self, row: Mapping[str, Any]) -> None:
         """Start an episode with the row's start, goal and trap."""
@@ -206,25 +223,11 @@ class TextGrid:
             made.append({name: list(value) if isinstance(value, tuple) else value for name, value in row.items()})
         return made
 
-    @classmethod
-    def demonstrations(cls, count: int, seed: int) -> list[Row]:
-        """Return demonstrations of at most 12 steps. Two thirds of the moves are right, and the others are random."""
-        rng, made = random.Random(seed), []
-        for row in cls.rows(count, seed):
-            game = cls()
-            game.reset(row)
-            talk = list(row["prompt"])
-            for _ in range(12):
-                (x, y), (gx, gy) = game.at, game.goal
-                right = ("e" if gx > x else "w") if gx != x else ("s" if gy > y else "n")
-                move = right if rng.random() < 2 / 3 else rng.choice("nsew")
-                talk.append(_turn("assistant", move))
-                observation, _, done = game.step(move)
-                if done:
-                    break
-                talk.append(_turn("user", observation))
-            made.append({"messages": talk if talk[-1]["role"] == "assistant" else talk[:-1]})
-        return made
+    def careless(self, rng: random.Random, talk: list[dict[str, str]]) -> str:
+        """Return a move. Two thirds of the moves are right, and the others are random."""
+        (x, y), (gx, gy) = self.at, self.goal
+        right = ("e" if gx > x else "w") if gx != x else ("s" if gy > y else "n")
+        return right if rng.random() < 2 / 3 else rng.choice("nsew")
 
 
 GAMES: dict[str, Any] = {"guess": GuessNumber, "calculator": Calculator, "grid": TextGrid}

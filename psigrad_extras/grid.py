@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Iterator
@@ -56,7 +57,7 @@ def run(settings: GridSettings, console: Console | None = None) -> Sweep:
     try:
         sweeps = SOLVERS[settings.method](grid.mdp(outcomes=False))
         few = itertools.islice(sweeps, MOST_SWEEPS)
-        last = _play(grid, few, settings.play, console) if settings.play else _print(grid, few, settings.every, console)
+        last = _show(grid, few, settings, console)
         if next(sweeps, None) is not None:
             console.print(f"Not finished after {MOST_SWEEPS:,} sweeps{_why(settings)}.")
     except ValueError as error:
@@ -83,28 +84,21 @@ def grid_of(settings: GridSettings) -> GridWorld:
         raise UserError(str(error)) from error
 
 
-def _print(grid: GridWorld, sweeps: Iterator[Sweep], every: int, console: Console) -> Sweep:
-    """Print the first sweep, every `every`-th, and the last one. Return the last."""
-    last, last_shown = None, None
-    for sweep in sweeps:
-        if last is None or (every and sweep.iteration % every == 0):
-            console.print(*([] if last_shown is None else [""]), picture(grid, sweep))
-            last_shown = sweep
-        last = sweep
-    assert last is not None
-    if last_shown is not last:
-        console.print("", picture(grid, last))
-    return last
-
-
-def _play(grid: GridWorld, sweeps: Iterator[Sweep], seconds: float, console: Console) -> Sweep:
-    last: Sweep | None = None
-    with Live(console=console, auto_refresh=False) as live:
+def _show(grid: GridWorld, sweeps: Iterator[Sweep], settings: GridSettings, console: Console) -> Sweep:
+    """Show all sweeps as a film, or else print the first one, every `every`-th, and the last one. Return the last."""
+    last = shown = None
+    with Live(console=console, auto_refresh=False) if settings.play else contextlib.nullcontext() as live:
         for sweep in sweeps:
-            live.update(picture(grid, sweep), refresh=True)
+            if live is not None:
+                live.update(picture(grid, sweep), refresh=True)
+                time.sleep(settings.play)
+            elif last is None or (settings.every and sweep.iteration % settings.every == 0):
+                console.print(*([] if shown is None else [""]), picture(grid, sweep))
+                shown = sweep
             last = sweep
-            time.sleep(seconds)
     assert last is not None
+    if shown is not last and not settings.play:
+        console.print("", picture(grid, last))
     return last
 
 

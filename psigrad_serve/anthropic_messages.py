@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from psigrad.language.episodes.tool_calls import ToolCall
+from psigrad_serve.api_base import Api, event
 from psigrad_serve.api_errors import ApiError
-from psigrad_serve.chat_completions import event, tool_calls, unique
+from psigrad_serve.chat_completions import tool_calls
 from psigrad_serve.forms import Count, SamplingForm, offers, read_form, read_stop
-from psigrad_serve.served import Served, ServedAnswer, ServedChoice, ServedPiece
+from psigrad_serve.served import Served, ServedPiece
 from psigrad_serve.steering import chosen_tool, json_grammar
 
 _BLOCKS = {
@@ -58,13 +59,14 @@ class MessagesForm(SamplingForm):
     output_config: OutputConfig = Field(default_factory=OutputConfig)
 
 
-class AnthropicMessages:
+class AnthropicMessages(Api[MessagesForm]):
     """One request and its answer in this API's format."""
 
+    prefix = "msg_"
+
     def __init__(self, served: Served, body: dict[str, Any]) -> None:
-        self.served, self.form = served, read_form(MessagesForm, body)
+        super().__init__(served, MessagesForm, body)
         form = self.form
-        served.check_model(form.model)
         if form.thread:  # the client's tool runner then sends whole conversations
             why = "This server stores no conversations; send the whole conversation."
             raise ApiError(why, param="thread", code="thread_unsupported_request")
@@ -74,11 +76,9 @@ class AnthropicMessages:
         stop, place = read_stop(form.stop_sequences), "output_config.format"
         wish = served.wish({}, chosen_tool(form.tool_choice), offered, json_grammar(form.output_config.format, place), place)
         self.calls = [served.call(body, row, None, form.asked(form.max_tokens), stop=stop, offered=offered, wish=wish)]
-        self.stream, self.id = form.stream, unique("msg_")
 
-    def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
+    def begin(self) -> Iterator[str]:
         """Yield the first events of a stream."""
-        self.calls = [answer.call for answer in answers]
         self.count, self.block, self.open = 0, 0, False
         yield self._event("message_start", message=self._message([], None, "", 0))
 
@@ -108,9 +108,8 @@ class AnthropicMessages:
         """Yield the last events."""
         yield self._event("message_stop")
 
-    def whole(self, answers: Sequence[ServedAnswer], choices: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Sequence[ServedPiece]]) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
-        self.calls = [answer.call for answer in answers]
         ((choice,),) = choices
         content: list[dict[str, Any]] = [{"type": "text", "text": choice.text}] if choice.text or not choice.calls else []
         content += self._uses(choice.calls)
@@ -141,7 +140,7 @@ def count_tokens(served: Served, body: dict[str, Any]) -> dict[str, Any]:
     return {"input_tokens": len(served.tokens_of(row))}
 
 
-def _reason(ended: ServedPiece | ServedChoice) -> str:
+def _reason(ended: ServedPiece) -> str:
     return "stop_sequence" if ended.stopped and not ended.calls else _ENDS[ended.finish]
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
-import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -13,16 +11,11 @@ from pydantic import BaseModel, Field
 from psigrad import seeds
 from psigrad.language.episodes.tool_calls import ToolCall
 from psigrad.language.rollout.types import DrawnToken
-from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, Count, PenaltyForm, Whole, offers, read_form, read_stop
-from psigrad_serve.served import Call, Served, ServedAnswer, ServedChoice, ServedPiece
+from psigrad_serve.api_base import CompletionApi, CompletionForm
+from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, Count, Whole, offers, read_stop
+from psigrad_serve.served import Call, Served, ServedPiece
 from psigrad_serve.steering import chosen_tool, json_grammar
 from psigrad_serve.writer import token_bytes
-
-
-class StreamOptions(BaseModel):
-    """The field `stream_options`: whether a stream ends with the numbers of tokens (`include_usage`)."""
-
-    include_usage: bool = False
 
 
 class FunctionForm(BaseModel):
@@ -41,7 +34,7 @@ class ToolForm(BaseModel):
     function: FunctionForm
 
 
-class ChatForm(PenaltyForm):
+class ChatForm(CompletionForm):
     """The body of a request to /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
@@ -55,16 +48,16 @@ class ChatForm(PenaltyForm):
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     response_format: Any = None
-    stream_options: StreamOptions = Field(default_factory=StreamOptions)
 
 
-class ChatCompletions:
+class ChatCompletions(CompletionApi[ChatForm]):
     """One request and its answer in this API's format."""
 
+    prefix, kind = "chatcmpl-", "chat.completion.chunk"
+
     def __init__(self, served: Served, body: dict[str, Any]) -> None:
-        self.served, self.form = served, read_form(ChatForm, body)
+        super().__init__(served, ChatForm, body)
         form = self.form
-        served.check_model(form.model)
         tools = [tool.model_dump(exclude_none=True) for tool in form.tools] if offers(form.tool_choice) else []
         row, offered = served.conversation(form.messages, tools, form.chat_template_kwargs, single=not form.parallel_tool_calls)
         asked = form.asked(form.max_completion_tokens or form.max_tokens)
@@ -75,69 +68,52 @@ class ChatCompletions:
         grammar = json_grammar(form.response_format, place)
         wish = served.wish(form.penalties, chosen_tool(form.tool_choice), offered, grammar, place)
         self.calls = [served.call(body, row, None, asked, n=form.n, stop=stop, top=top, offered=offered, wish=wish)]
-        self.stream, self.id = form.stream, unique("chatcmpl-")
 
     @property
     def call(self) -> Call:
         """The only `Call` of this request, which has one prompt."""
         return self.calls[0]
 
-    def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
+    def begin(self) -> Iterator[str]:
         """Yield the first events of a stream."""
-        self.calls = [answer.call for answer in answers]
-        self.created = int(time.time())
-        self.counts = [0] * self.call.n
         for k in range(self.call.n):
-            more = (
-                {"prompt_token_ids": self.served.pictures.shown_ids(self.call.prompt_ids)}
-                if self.form.return_token_ids and not k
-                else {}
-            )
-            yield self._chunk([self._choice(k, {"role": "assistant", "content": ""})], **more)
+            more = self._prompt_ids() if not k else {}
+            yield self.chunk([self._choice(k, {"role": "assistant", "content": ""})], **more)
 
     def piece(self, place: int, piece: ServedPiece) -> Iterator[str]:
         """Yield the events of a piece of new text or tool calls."""
-        self.counts[piece.choice] += len(piece.tokens)
+        self.count += len(piece.tokens)
         if piece.text or (piece.tokens and (self.form.logprobs or self.form.return_token_ids)):
             choice = self._choice(piece.choice, {"content": piece.text})
             if self.form.logprobs:
                 choice["logprobs"] = self._logprobs(piece.tokens)
             if self.form.return_token_ids:
                 choice["token_ids"] = [token.id for token in piece.tokens]
-            yield self._chunk([choice])
+            yield self.chunk([choice])
         for i, call in enumerate(tool_calls(self.call, piece.calls, piece.choice)):
-            yield self._chunk([self._choice(piece.choice, {"tool_calls": [{"index": i, **call}]})])
+            yield self.chunk([self._choice(piece.choice, {"tool_calls": [{"index": i, **call}]})])
         if piece.finish:
-            yield self._chunk([self._choice(piece.choice, {}, piece.finish)])
+            yield self.chunk([self._choice(piece.choice, {}, piece.finish)])
 
-    def end(self) -> Iterator[str]:
-        """Yield the last events."""
-        if self.form.stream_options.include_usage:
-            yield self._chunk([], usage=usage(len(self.call.prompt_ids), sum(self.counts)))
-        yield "data: [DONE]\n\n"
-
-    def whole(self, answers: Sequence[ServedAnswer], replies: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Sequence[ServedPiece]]) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
-        self.calls, form, own = [answer.call for answer in answers], self.form, replies[0]
-        choices = []
-        for k, reply in enumerate(own):
+        form, made = self.form, []
+        for k, reply in enumerate(choices[0]):
             message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
             if reply.calls:
                 message |= {"content": reply.text or None, "tool_calls": tool_calls(self.call, reply.calls, k)}
             logprobs = self._logprobs(reply.tokens) if form.logprobs else None
             choice = {"index": k, "message": message, "logprobs": logprobs, "finish_reason": reply.finish}
-            choices.append(choice | ({"token_ids": [t.id for t in reply.tokens]} if form.return_token_ids else {}))
-        counted = usage(len(self.call.prompt_ids), sum(len(reply.tokens) for reply in own))
-        made = {"id": self.id, "object": "chat.completion", "created": int(time.time())}
-        more = {"prompt_token_ids": self.served.pictures.shown_ids(self.call.prompt_ids)} if form.return_token_ids else {}
-        return {**made, "model": form.model, "choices": choices, "usage": counted, **more}
+            made.append(choice | ({"token_ids": [t.id for t in reply.tokens]} if form.return_token_ids else {}))
+        counted = self.usage(sum(len(reply.tokens) for reply in choices[0]))
+        return self.body(made, "chat.completion", usage=counted, **self._prompt_ids())
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        shown = self.served.pictures.shown_ids
+        return {"prompt_token_ids": shown(self.call.prompt_ids)} if self.form.return_token_ids else {}
 
     def _choice(self, k: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
         return {"index": k, "delta": delta, "logprobs": None, "finish_reason": finish}
-
-    def _chunk(self, choices: Sequence[Any], **more: Any) -> str:
-        head = {"id": self.id, "object": "chat.completion.chunk", "created": self.created, "model": self.form.model}
-        return event({**head, "choices": choices, **more})
 
     def _logprobs(self, tokens: Sequence[DrawnToken]) -> dict[str, Any]:
         return {"content": token_logprobs(self.served, tokens), "refusal": None}
@@ -150,22 +126,6 @@ def token_logprobs(served: Served, tokens: Sequence[DrawnToken]) -> list[dict[st
         return {"token": served.text_of(token), "logprob": logprob, "bytes": token_bytes(served.tokenizer, token)}
 
     return [one(t.id, t.logprob) | {"top_logprobs": [one(*each) for each in t.top]} for t in tokens]
-
-
-def event(content: Any, name: str = "") -> str:
-    """Format a server-sent event."""
-    head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(content, separators=(',', ':'))}\n\n"
-
-
-def usage(prompt: int, completion: int) -> dict[str, Any]:
-    """Return OpenAI's `usage`: the numbers of tokens of the prompt, of the completion, and of both."""
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def unique(prefix: str) -> str:
-    """Return a random id with this prefix. It is not derived from the seed, since clients merge answers with equal ids."""
-    return f"{prefix}{secrets.token_hex(12)}"
 
 
 def tool_calls(call: Call, calls: Sequence[ToolCall], choice: int) -> list[dict[str, Any]]:

@@ -10,8 +10,8 @@ import contextlib
 import hmac
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
@@ -21,11 +21,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from psigrad.errors import UserError
 from psigrad_serve.anthropic_messages import AnthropicMessages, count_tokens
+from psigrad_serve.api_base import Api
 from psigrad_serve.api_errors import ApiError, as_json
 from psigrad_serve.chat_completions import ChatCompletions
 from psigrad_serve.forms import read_json
 from psigrad_serve.responses_api import Responses
-from psigrad_serve.served import Call, Served, ServedAnswer, ServedChoice, ServedPiece, gathered, merged
+from psigrad_serve.served import Served, ServedAnswer, ServedPiece, gathered, merged
 from psigrad_serve.text_completions import TextCompletions
 
 T = TypeVar("T")
@@ -34,32 +35,7 @@ LARGEST = 32 << 20
 GONE = "The client has gone."
 
 
-class Api(Protocol):
-    """An interface for one request in the format of some API: its calls, and the format of its answer."""
-
-    calls: list[Call]
-    stream: bool
-
-    def __init__(self, served: Served, body: dict[str, Any]) -> None: ...
-
-    def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
-        """Yield the first events of a stream."""
-        ...
-
-    def piece(self, place: int, piece: ServedPiece) -> Iterator[str]:
-        """Yield the events of a piece of new text or tool calls. `place` is its choice's index among those of all calls."""
-        ...
-
-    def end(self) -> Iterator[str]:
-        """Yield the last events."""
-        ...
-
-    def whole(self, answers: Sequence[ServedAnswer], choices: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
-        """Return the body of an answer that is not streamed."""
-        ...
-
-
-APIS: dict[str, type[Api]] = {
+APIS: dict[str, Callable[[Served, dict[str, Any]], Api[Any]]] = {
     "/v1/chat/completions": ChatCompletions,
     "/v1/completions": TextCompletions,
     "/v1/responses": Responses,
@@ -79,10 +55,8 @@ def gateway(served: Served, token: str = "") -> FastAPI:
 def guarded(token: str = "") -> FastAPI:
     """Return a web application that has authentication and error responses, but no routes."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    app.add_exception_handler(ApiError, _refused)
-    app.add_exception_handler(HTTPException, _no_route)
-    app.add_exception_handler(UserError, _refused)
-    app.add_exception_handler(Exception, _failed)
+    for kind in (ApiError, HTTPException, UserError, Exception):
+        app.add_exception_handler(kind, _refused)
     app.add_middleware(KeyGuard, token=token)
     return app
 
@@ -118,30 +92,30 @@ def _routes(served: Served) -> APIRouter:
     return routes
 
 
-def _asked(served: Served, api: type[Api]) -> Callable[[Request], Awaitable[Response]]:
+def _asked(served: Served, api: Callable[[Served, dict[str, Any]], Api[Any]]) -> Callable[[Request], Awaitable[Response]]:
     async def asked(request: Request) -> Response:
         body = await _body(request)
         # Other requests are answered while a long prompt is rendered and encoded.
         made = await unless_gone(request, asyncio.to_thread(lambda: api(served, read_json(body))))
         session = request.state.session
-        calls = [served.settled(session, call) for call in made.calls]  # all of them before sampling starts
-        answers = [ServedAnswer(served, session, call) for call in calls]
-        if not made.stream:
+        made.calls = [served.settled(session, call) for call in made.calls]  # all of them before sampling starts
+        answers = [ServedAnswer(served, session, call) for call in made.calls]
+        if not made.form.stream:
             choices = await unless_gone(request, gathered(answers))
-            return as_json(await asyncio.to_thread(made.whole, answers, choices))  # many tokens may take long to format
+            return as_json(await asyncio.to_thread(made.whole, choices))  # many tokens may take long to format
         pieces = merged(answers)
         first = await unless_gone(request, anext(pieces))
-        return StreamingResponse(_events(made, answers, first, pieces), media_type="text/event-stream")
+        return StreamingResponse(_events(made, first, pieces), media_type="text/event-stream")
 
     return asked
 
 
 async def _events(
-    api: Api, answers: Sequence[ServedAnswer], first: tuple[int, ServedPiece], pieces: AsyncGenerator[tuple[int, ServedPiece]]
+    api: Api[Any], first: tuple[int, ServedPiece], pieces: AsyncGenerator[tuple[int, ServedPiece]]
 ) -> AsyncIterator[str]:
     """Yield the server-sent events of a streamed answer, as text. All events of a piece are sent together."""
     async with contextlib.aclosing(pieces):
-        yield "".join([*api.begin(answers), *api.piece(*first)])
+        yield "".join([*api.begin(), *api.piece(*first)])
         async for place, piece in pieces:
             if text := "".join(api.piece(place, piece)):
                 yield text
@@ -181,21 +155,17 @@ async def _gone(request: Request) -> None:
 
 
 def _refused(request: Request, error: Exception) -> Response:
-    refused = error if isinstance(error, ApiError) else ApiError(str(error))
-    return refused.response(request.url.path, request.state.id)
-
-
-def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    said = f"This server has no {request.method} {request.url.path}." if error.status_code in (404, 405) else str(error.detail)
-    return ApiError(said, status=error.status_code).response(request.url.path, request.state.id)
-
-
-def _failed(request: Request, error: Exception) -> Response:
-    """Return the response to an unexpected error. uvicorn prints its traceback."""
-    return ApiError("The server failed to answer this request; its terminal shows the error.", status=500).response(
-        request.url.path, request.state.id
-    )
+    """Return the response to an error. uvicorn prints the traceback of an unexpected one."""
+    path = request.url.path
+    if isinstance(error, HTTPException):
+        absent = error.status_code in (404, 405)
+        text = f"This server has no {request.method} {path}." if absent else str(error.detail)
+        error = ApiError(text, status=error.status_code)
+    elif isinstance(error, UserError):
+        error = ApiError(str(error))
+    elif not isinstance(error, ApiError):
+        error = ApiError("The server failed to answer this request; its terminal shows the error.", status=500)
+    return error.response(path, request.state.id)
 
 
 class KeyGuard:

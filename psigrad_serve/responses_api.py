@@ -6,17 +6,17 @@ The latest conversations are stored for `previous_response_id`.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
 from psigrad.language.rollout.types import DrawnToken
+from psigrad_serve.api_base import Api, event
 from psigrad_serve.api_errors import ApiError
-from psigrad_serve.chat_completions import event, token_logprobs, tool_calls, unique
-from psigrad_serve.forms import MOST_TOP, Count, SamplingForm, Whole, offers, read_form
-from psigrad_serve.served import Served, ServedAnswer, ServedChoice, ServedPiece
+from psigrad_serve.chat_completions import token_logprobs, tool_calls
+from psigrad_serve.forms import MOST_TOP, Count, SamplingForm, Whole, offers
+from psigrad_serve.served import Served, ServedPiece, joined
 from psigrad_serve.steering import chosen_tool, json_grammar
 
 
@@ -47,13 +47,12 @@ class ResponsesForm(SamplingForm):
     metadata: dict[str, Any] = Field(default={})
 
 
-class Responses:
+class Responses(Api[ResponsesForm]):
     """One request and its answer in this API's format."""
 
     def __init__(self, served: Served, body: dict[str, Any]) -> None:
-        self.served, self.form = served, read_form(ResponsesForm, body)
+        super().__init__(served, ResponsesForm, body)
         form = self.form
-        served.check_model(form.model)
         served.check_top(form.top_logprobs, "top_logprobs")
         shown = form.tools if offers(form.tool_choice) else []
         tools = [{"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})} for tool in shown]
@@ -66,44 +65,39 @@ class Responses:
         place = "text.format"
         wish = served.wish({}, chosen_tool(form.tool_choice), offered, json_grammar(form.text.get("format"), place), place)
         self.calls = [served.call(body, row, None, asked, offered=offered, top=form.top_logprobs, wish=wish)]
-        self.stream, self.created = form.stream, int(time.time())
-        self.own_name = unique("")
 
-    def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
+    def begin(self) -> Iterator[str]:
         """Yield the first events of a stream."""
-        self.calls, self.number = [answer.call for answer in answers], itertools.count()
-        self.text, self.tokens = "", list[DrawnToken]()
+        self.number, self.pieces, self.has_text = itertools.count(), list[ServedPiece](), False
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._response("in_progress", [], 0))
 
     def piece(self, place: int, piece: ServedPiece) -> Iterator[str]:
         """Yield the events of a piece of new text or tool calls."""
         at = {"item_id": self._name("msg"), "output_index": 0, "content_index": 0}
-        before, self.tokens = self.text, [*self.tokens, *piece.tokens]
+        self.pieces.append(piece)
         if piece.text:
-            if not before:
+            if not self.has_text:
                 yield self._event("response.output_item.added", output_index=0, item=self._said("", (), "in_progress"))
                 yield self._event("response.content_part.added", **at, part=self._part("", ()))
-            self.text += piece.text
+            self.has_text = True
             logprobs = token_logprobs(self.served, piece.tokens) if self.logprobs else []
             yield self._event("response.output_text.delta", **at, delta=piece.text, logprobs=logprobs)
         if piece.finish:
-            whole = ServedChoice(self.text, self.tokens, piece.finish, piece.calls, piece.stopped)
-            yield from self._ended(whole, at)
+            yield from self._ended(joined(self.pieces), at)
 
     def end(self) -> Iterator[str]:
         """Yield nothing: the last piece's events end the stream."""
         return iter(())
 
-    def whole(self, answers: Sequence[ServedAnswer], choices: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Sequence[ServedPiece]]) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
-        self.calls = [answer.call for answer in answers]
         ((choice,),) = choices
         self._remember(choice)
         cut = choice.finish == "length"
         return self._response("incomplete" if cut else "completed", self._output(choice), len(choice.tokens))
 
-    def _ended(self, choice: ServedChoice, at: Mapping[str, Any]) -> Iterator[str]:
+    def _ended(self, choice: ServedPiece, at: Mapping[str, Any]) -> Iterator[str]:
         output = self._output(choice)
         self._remember(choice)
         for place, item in enumerate(output):
@@ -124,7 +118,7 @@ class Responses:
         status = "incomplete" if choice.finish == "length" else "completed"
         yield self._event(f"response.{status}", response=self._response(status, output, len(choice.tokens)))
 
-    def _output(self, choice: ServedChoice) -> list[dict[str, Any]]:
+    def _output(self, choice: ServedPiece) -> list[dict[str, Any]]:
         said = [self._said(choice.text, choice.tokens, "completed")] if choice.text or not choice.calls else []
         return said + [
             {"type": "function_call", "id": f"fc_{made['id']}", "call_id": made["id"], "status": "completed", **made["function"]}
@@ -139,7 +133,7 @@ class Responses:
         logprobs = token_logprobs(self.served, tokens) if self.logprobs else []
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
-    def _remember(self, choice: ServedChoice) -> None:
+    def _remember(self, choice: ServedPiece) -> None:
         if not self.form.store:
             return
         said: dict[str, Any] = {"role": "assistant", "content": choice.text}
@@ -148,7 +142,7 @@ class Responses:
         self.served.kept.add(self._name("resp"), [*self.messages, said])
 
     def _name(self, prefix: str) -> str:
-        return f"{prefix}_{self.own_name}"
+        return f"{prefix}_{self.id}"
 
     def _response(self, status: str, output: list[Any], count: int) -> dict[str, Any]:
         form, prompt = self.form, len(self.calls[0].prompt_ids)

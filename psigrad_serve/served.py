@@ -10,8 +10,10 @@ import asyncio
 import contextlib
 import json
 import secrets
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from psigrad import seeds
@@ -21,7 +23,7 @@ from psigrad.language.data.dataset_rows import Row, RowError, validate
 from psigrad.language.data.templates import prompt_ids, stop_token_ids
 from psigrad.language.episodes.tool_calls import ToolCall
 from psigrad.language.episodes.tools import CallForm, call_form_of
-from psigrad.language.rollout.types import DrawnToken, SamplingParams
+from psigrad.language.rollout.types import Completion, DrawnToken, SamplingParams
 from psigrad_serve.api_errors import ApiError
 from psigrad_serve.engine.engine import SamplingEngine
 from psigrad_serve.engine.streams import Steer
@@ -56,7 +58,10 @@ class Call:
 
 @dataclass(frozen=True)
 class ServedPiece:
-    """New text of a choice (one completion of a call), and its tokens. The last piece has the finish reason and tool calls."""
+    """New text of a choice (one completion of a call), and its tokens. The last piece has the finish reason and tool calls.
+
+    A complete choice is a piece with all text and tokens (`joined`).
+    """
 
     choice: int
     text: str
@@ -68,15 +73,10 @@ class ServedPiece:
     """The stop string that ended the choice."""
 
 
-@dataclass
-class ServedChoice:
-    """A complete choice: all text, tokens and tool calls of one completion of a call."""
-
-    text: str = ""
-    tokens: list[DrawnToken] = field(default_factory=list)
-    finish: str = ""
-    calls: Sequence[ToolCall] = ()
-    stopped: str = ""
+def joined(pieces: Sequence[ServedPiece]) -> ServedPiece:
+    """Return all pieces of a choice as one."""
+    text, tokens = "".join(piece.text for piece in pieces), [token for piece in pieces for token in piece.tokens]
+    return replace(pieces[-1], text=text, tokens=tokens)
 
 
 class Recorder:
@@ -89,21 +89,11 @@ class Recorder:
         """Return the call to sample: this one, or one with another prompt, seed or settings. Raise `ApiError` to reject it."""
         return call
 
-    def on_completion(
-        self,
-        session_id: str,
-        request: Call,
-        prompt_ids: tuple[int, ...],
-        completion_ids: tuple[int, ...],
-        logprobs: tuple[float, ...],
-        finish_reason: str,
-        sampling_logprobs: tuple[float, ...],
-        choice: int,
-    ) -> None:
-        """Record a completion, before the client receives it.
+    def on_completion(self, session_id: str, call: Call, completion: Completion, reason: str, choice: int) -> None:
+        """Record the completion of a choice, before the client receives it.
 
-        `finish_reason` is stop, length or cancelled (the client disconnected). If a stop string ended the completion, its last
-        token is the one that completes that string. The log-probs are defined in `Completion`.
+        `reason` is stop, length or cancelled (the client disconnected). If a stop string ended the completion, its last token is
+        the one that completes that string.
         """
 
 
@@ -329,26 +319,18 @@ class ServedAnswer:
 
     def _record(self, k: int, count: int, reason: str) -> None:
         self._recorded[k].set()
-        made, call = self.streams[k].completion(count), self.call
-        told = (made.ids, made.logprobs, reason, made.sampling_logprobs, k)
-        self.served.recorder.on_completion(self.session, call, call.prompt_ids, *told)
+        self.served.recorder.on_completion(self.session, self.call, self.streams[k].completion(count), reason, k)
 
 
 async def merged(answers: Sequence[ServedAnswer]) -> AsyncGenerator[tuple[int, ServedPiece]]:
     """Yield (index of the choice among those of all answers, piece) as they are sampled. Leaving the loop cancels all."""
     sources = [(answer, k) for answer in answers for k in range(answer.call.n)]
-    if len(sources) == 1:
-        async with contextlib.aclosing(answers[0].choice(0)) as only:
-            async for piece in only:
-                yield 0, piece
-        return
-    queue: asyncio.Queue[tuple[int, ServedPiece] | BaseException | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, ServedPiece] | BaseException] = asyncio.Queue()
 
     async def pump(place: int, answer: ServedAnswer, k: int) -> None:
         try:
             async for piece in answer.choice(k):
                 queue.put_nowait((place, piece))
-            queue.put_nowait(None)
         except Exception as error:
             queue.put_nowait(error)
 
@@ -359,9 +341,8 @@ async def merged(answers: Sequence[ServedAnswer]) -> AsyncGenerator[tuple[int, S
             found = await queue.get()
             if isinstance(found, BaseException):
                 raise found
-            left -= found is None
-            if found is not None:
-                yield found
+            left -= bool(found[1].finish)
+            yield found
     finally:
         for task in tasks:
             task.cancel()
@@ -370,14 +351,11 @@ async def merged(answers: Sequence[ServedAnswer]) -> AsyncGenerator[tuple[int, S
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def gathered(answers: Sequence[ServedAnswer]) -> list[list[ServedChoice]]:
+async def gathered(answers: Sequence[ServedAnswer]) -> list[list[ServedPiece]]:
     """Wait for all choices and return those of each answer."""
-    made = [[ServedChoice() for _ in range(answer.call.n)] for answer in answers]
-    flat = [choice for own in made for choice in own]
+    parts: dict[int, list[ServedPiece]] = defaultdict(list)
     async with contextlib.aclosing(merged(answers)) as pieces:
         async for place, piece in pieces:
-            choice = flat[place]
-            choice.text += piece.text
-            choice.tokens += piece.tokens
-            choice.finish, choice.calls, choice.stopped = piece.finish, piece.calls, piece.stopped
-    return made
+            parts[place].append(piece)
+    whole = (joined(parts[place]) for place in sorted(parts))
+    return [list(islice(whole, answer.call.n)) for answer in answers]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -13,17 +13,17 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import decode
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.types import DrawnToken
+from psigrad_serve.api_base import CompletionApi, CompletionForm
 from psigrad_serve.api_errors import ApiError
-from psigrad_serve.chat_completions import StreamOptions, event, unique, usage
-from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, PenaltyForm, Whole, read_form, read_stop
+from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, Whole, read_stop
 from psigrad_serve.pictures import refuse_marks
-from psigrad_serve.served import Call, Served, ServedAnswer, ServedChoice, ServedPiece, check_size
+from psigrad_serve.served import Call, Served, ServedPiece, check_size
 from psigrad_serve.writer import Writer
 
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
-class TextForm(PenaltyForm):
+class TextForm(CompletionForm):
     """The body of a request to /v1/completions."""
 
     prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
@@ -33,16 +33,16 @@ class TextForm(PenaltyForm):
     logprobs: Annotated[Whole, Field(ge=0, le=MOST_TOP)] | None = None
     echo: bool = False
     return_tokens_as_token_ids: bool = False
-    stream_options: StreamOptions = Field(default_factory=StreamOptions)
 
 
-class TextCompletions:
+class TextCompletions(CompletionApi[TextForm]):
     """One request and its answer in this API's format."""
 
+    prefix, kind = "cmpl-", "text_completion"
+
     def __init__(self, served: Served, body: dict[str, Any]) -> None:
-        self.served, self.form = served, read_form(TextForm, body)
+        super().__init__(served, TextForm, body)
         form = self.form
-        served.check_model(form.model)
         self.scores = form.max_tokens == 0  # the prompt is scored, and nothing is answered
         if self.scores and not form.echo:
             raise ApiError(
@@ -55,58 +55,39 @@ class TextCompletions:
             served.check_top(top, "logprobs")
         more: dict[str, Any] = {"n": form.n, "stop": stop, "top": top, "wish": served.wish(form.penalties, None, None, "", "")}
         self.calls = [served.call(body, *each, asked, **more) for each in self._prompts(form.prompt)]
-        self.stream, self.id = form.stream, unique("cmpl-")
 
-    def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
+    def begin(self) -> Iterator[str]:
         """Yield the first events of a stream."""
-        self.calls = [answer.call for answer in answers]
-        self.created, choices = int(time.time()), sum(call.n for call in self.calls)
-        self.count, self.places, self.writers = 0, [0] * choices, [self._writer() for _ in range(choices)]
-        if self.form.echo:
-            for place, call in enumerate(each for each in self.calls for _ in range(each.n)):
-                self.places[place] = len(self._echoed(call))
-                yield self._chunk([self._choice(place, self._echoed(call), (), 0, self._writer())])
+        of_choices = [call for call in self.calls for _ in range(call.n)]
+        self.places = [len(self._echoed(call)) for call in of_choices]
+        self.writers = [self._writer() for _ in of_choices]
+        for place, call in enumerate(of_choices if self.form.echo else ()):
+            yield self.chunk([self._choice(place, self._echoed(call), (), 0, self._writer())])
 
     def piece(self, place: int, piece: ServedPiece) -> Iterator[str]:
         """Yield the events of a piece of new text. `place` is its choice's index among those of all prompts."""
-        if self.scores:
-            piece = ServedPiece(piece.choice, "", (), piece.finish and "length")
+        piece = self._scored(piece)
         self.count += len(piece.tokens)
         if piece.text or piece.finish or (piece.tokens and (self.form.logprobs is not None or self.form.return_token_ids)):
             choice = self._choice(place, piece.text, piece.tokens, self.places[place], self.writers[place])
-            yield self._chunk([choice | {"finish_reason": piece.finish or None}])
+            yield self.chunk([choice | {"finish_reason": piece.finish or None}])
 
-    def end(self) -> Iterator[str]:
-        """Yield the last events."""
-        if self.form.stream_options.include_usage:
-            yield self._chunk([], usage=usage(sum(len(call.prompt_ids) for call in self.calls), self.count))
-        yield "data: [DONE]\n\n"
-
-    def whole(self, answers: Sequence[ServedAnswer], choices: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Sequence[ServedPiece]]) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
-        self.calls = [answer.call for answer in answers]
-        if self.scores:
-            choices = [[ServedChoice(finish="length") for _ in own] for own in choices]
-        made = [
-            self._choice(
-                0,
-                self._echoed(call) + choice.text,
-                (*read, *choice.tokens),
-                0 if read else len(self._echoed(call)),
-                self._writer(),
-            )
-            | {"finish_reason": choice.finish}
-            | ({"prompt_token_ids": call.prompt_ids} if self.form.return_token_ids else {})
-            for call, own in zip(self.calls, choices, strict=True)
-            for read in [self._read(call)]
-            for choice in own
-        ]
-        head = {"id": self.id, "object": "text_completion", "created": int(time.time())}
-        counts = usage(
-            sum(len(call.prompt_ids) for call in self.calls), sum(len(choice.tokens) for own in choices for choice in own)
-        )
-        listed = [choice | {"index": place} for place, choice in enumerate(made)]
-        return {**head, "model": self.form.model, "choices": listed, "usage": counts}
+        made: list[dict[str, Any]] = []
+        for call, own in zip(self.calls, choices, strict=True):
+            read, echoed = self._read(call), self._echoed(call)
+            more = {"prompt_token_ids": call.prompt_ids} if self.form.return_token_ids else {}
+            for reply in map(self._scored, own):
+                self.count += len(reply.tokens)
+                offset, tokens = 0 if read else len(echoed), (*read, *reply.tokens)
+                choice = self._choice(len(made), echoed + reply.text, tokens, offset, self._writer())
+                made.append(choice | {"finish_reason": reply.finish} | more)
+        return self.body(made, self.kind, usage=self.usage(self.count))
+
+    def _scored(self, piece: ServedPiece) -> ServedPiece:
+        """Return a piece of an answer; if the prompt is only scored, without its text and tokens."""
+        return replace(piece, text="", tokens=(), finish=piece.finish and "length") if self.scores else piece
 
     def _prompts(self, given: Any) -> Iterator[tuple[Row, tuple[int, ...] | None]]:
         many = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
@@ -159,7 +140,3 @@ class TextCompletions:
                 "text_offset": offsets,
             }
         return made
-
-    def _chunk(self, choices: Sequence[Any], **more: Any) -> str:
-        head = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.form.model}
-        return event({**head, "choices": choices, **more})

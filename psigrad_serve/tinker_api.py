@@ -8,7 +8,6 @@ model's name and the client's number of the request, so that a repeated request 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -32,13 +31,14 @@ from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.types import Completion, SamplingParams
 from psigrad.paths import absolute, claim
+from psigrad.records.checkpoint import restore_folder
 from psigrad.runs import machine
 from psigrad_serve.api_errors import ApiError, as_json
 from psigrad_serve.engine.engine import SamplingEngine
 from psigrad_serve.engine.streams import TokenStream
 from psigrad_serve.forms import read_json
 from psigrad_serve.served import seed_of
-from psigrad_serve.tinker_models import ALPHA, TinkerDatum, TinkerModel, whole_state
+from psigrad_serve.tinker_models import ALPHA, TinkerDatum, TinkerModel
 from psigrad_serve.writer import Writer
 
 PATIENCE = 20.0
@@ -364,19 +364,14 @@ class TinkerServer:
     def _place(self, path: str) -> Path:
         parts = path.removeprefix("tinker://").split("/")
         place = self.folder.joinpath(*parts)
-        if not path.startswith("tinker://") or len(parts) != 3 or ".." in parts or not whole_state(place):
+        if not path.startswith("tinker://") or len(parts) != 3 or ".." in parts or not restore_folder(place):
             raise ApiError(f"This server has no state {path!r}.", status=404)
         return place
 
 
 async def _written(stream: TokenStream, writer: Writer) -> tuple[Completion, str]:
     """Return (completion, finish reason). Stop sampling when the completion has a stop string, and end it there."""
-    count = 0
-    async with contextlib.aclosing(stream.chunks()) as chunks:
-        async for tokens in chunks:
-            count += writer.take([token.id for token in tokens]) if writer.stops else len(tokens)
-            if writer.stopped:
-                break
+    count = await stream.write(writer)
     return stream.completion(count), "STOP" if writer.stopped or stream.finish_reason == "stop" else "LENGTH"
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +16,7 @@ from psigrad.language.models import language_model
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
-from psigrad.records.checkpoint import sync_tree
+from psigrad.records.checkpoint import replace_folder
 from psigrad_serve.api_errors import ApiError
 
 ALPHA = 32.0
@@ -31,8 +29,6 @@ _OTHER_TARGETS = (
     "A datum has a target that is not the next token, where its {0} are not 0; send the next token as target, or set these "
     "{0} to 0."
 )
-_MOVING = threading.Lock()
-"""A lock for replacing a state's folder, so that readers see either the old or the new one."""
 
 
 @dataclass(frozen=True)
@@ -207,23 +203,18 @@ class TinkerModel:
 
         The save is atomic.
         """
-        beside = folder.with_name(f".{folder.name}.new")
-        shutil.rmtree(beside, ignore_errors=True)
-        self.model.save(beside)
         named = self.model.trainable()
         state = {f"weight.{name}": p.detach().contiguous() for name, p in named.items()}
         if optimizer:
             for name, p in named.items():
                 held = self.optimizer.state.get(p, {})
                 state |= {f"optimizer.{key}.{name}": value.contiguous() for key, value in held.items()}
-        save_file(state, beside / _STATE)
-        sync_tree(beside)
-        shutil.rmtree(before := _before(folder), ignore_errors=True)
-        with _MOVING:
-            if folder.is_dir():
-                folder.rename(before)
-            beside.rename(folder)
-        shutil.rmtree(before, ignore_errors=True)
+
+        def write(made: Path) -> None:
+            self.model.save(made)
+            save_file(state, made / _STATE)
+
+        replace_folder(folder, write)
 
     def load(self, folder: Path, optimizer: bool) -> None:
         """Load a saved state, and with `optimizer` its optimiser's state; otherwise reset the optimiser. Clear the gradient."""
@@ -238,18 +229,6 @@ class TinkerModel:
                 if optimizer and f"optimizer.step.{name}" in state:
                     moments = {key: state[f"optimizer.{key}.{name}"].to(p.device) for key in ("exp_avg", "exp_avg_sq")}
                     self.optimizer.state[p] = {"step": state[f"optimizer.step.{name}"], **moments}
-
-
-def whole_state(folder: Path) -> bool:
-    """Return True if the folder has a saved state. If a kill interrupted its replacement, first restore the previous state."""
-    with _MOVING:
-        if not folder.is_dir() and _before(folder).is_dir():
-            _before(folder).rename(folder)
-        return folder.is_dir()
-
-
-def _before(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.before")
 
 
 def _without(datum: TinkerDatum, values: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,7 @@ from psigrad.records.rows import FORMAT
 MANIFEST = "manifest.json"
 # A checkpoint that is being replaced has the second form of name until the new one is in place.
 _STEP = re.compile(r"step-(\d{8,})(\.replaced-[0-9a-f]{8})?")
+_moving = threading.Lock()  # between the renames of `replace_folder`, a folder is missing
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp-[0-9a-f]{8}")
 
 
@@ -80,6 +82,32 @@ def save(root: Path, step: int, write: Callable[[Path], Mapping[str, Any] | None
     for path in root.glob(f"{final.name}.replaced-*"):
         _discard(path)
     return final
+
+
+def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
+    """Write a folder with `write(folder)` under a temporary name, flush it to the disk, and rename it to `final`.
+
+    A crash leaves either the old folder, which `restore_folder` finds, or the complete new one.
+    """
+    beside, aside = (final.with_name(f".{final.name}.{state}") for state in ("new", "old"))
+    shutil.rmtree(beside, ignore_errors=True)
+    write(beside)
+    sync_tree(beside)
+    shutil.rmtree(aside, ignore_errors=True)
+    with _moving:
+        if final.is_dir():
+            os.rename(final, aside)
+        os.rename(beside, final)
+    sync(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def restore_folder(final: Path) -> bool:
+    """Undo a `replace_folder` that a kill interrupted between its renames. Return True if the folder exists."""
+    with _moving:
+        if not final.is_dir() and (aside := final.with_name(f".{final.name}.old")).is_dir():
+            os.rename(aside, final)
+        return final.is_dir()
 
 
 def _needed(root: Path) -> str:

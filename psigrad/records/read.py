@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -77,11 +77,19 @@ class RunData:
         """The configuration with dotted names: {"optim.learning_rate": 1e-6, …}."""
         return rename_preset(flatten(self.config))
 
+    def last_event(self, *kinds: str) -> Mapping[str, Any]:
+        """Return the last event of these kinds; an empty mapping if there is none."""
+        return next((event for event in reversed(self.events) if event.get("kind") in kinds), {})
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        """The events at which the run started or was resumed."""
+        return [event for event in self.events if event.get("kind") in ("started", "resumed")]
+
     @property
     def code(self) -> dict[str, str]:
         """Hashes of the user's code that the run was last started with, by the names of `pins.CODE`."""
-        starts = [event for event in self.events if event.get("kind") in ("started", "resumed")]
-        found = starts[-1].get("code") if starts else None
+        found = self.last_event("started", "resumed").get("code")
         return {str(name): str(value) for name, value in found.items()} if isinstance(found, Mapping) else {}
 
     @property
@@ -134,6 +142,16 @@ def show_number(value: Any) -> str:
     if not math.isfinite(value):
         return "–" if math.isnan(value) else ("∞" if value > 0 else "−∞")
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.4g}"
+
+
+def brief(value: float) -> str:
+    """Format a number with three significant digits, since an interval is no more precise."""
+    return show_number(value if abs(value) >= 1000 or not math.isfinite(value) else float(f"{value:.3g}"))
+
+
+def show_interval(mean: Any, low: float, high: float, show: Callable[[Any], str] = show_number) -> str:
+    """Return a mean and its interval as text, such as `1.5 [1.2, 1.8]`."""
+    return show(mean) + (f" [{show(low)}, {show(high)}]" if low < high < math.inf else "")
 
 
 def interval(row: Mapping[str, Any], stem: str = "") -> str:

@@ -149,7 +149,9 @@ class RunFolder:
         if damaged or not changes:
             self._write_settings(before if before is not None and changes else now)
         self.checkpoints.mkdir(exist_ok=True)
-        self._settle_model()
+        checkpoint.restore_folder(self.path / "model")
+        for leftover in (".model.new", ".model.old"):
+            shutil.rmtree(self.path / leftover, ignore_errors=True)
         row_lines.end_last_line(self.path / "events.jsonl")
         for name in ROWS:
             self._open(name)
@@ -322,32 +324,11 @@ class RunFolder:
     def save_model(self, write: Callable[[Path], None]) -> Path:
         """Write the final `model/` with `write(folder)` and return its path. A crash leaves either the old model or the complete
         new one.
-
-        The files are written to a temporary folder, flushed to the disk, and the folder is renamed.
         """
-        final, beside, aside = self._models()
         with _errors_of(self.path):
             self._check_unmoved()
-            shutil.rmtree(beside, ignore_errors=True)
-            write(beside)
-            checkpoint.sync_tree(beside)
-            if final.exists():
-                os.rename(final, aside)
-            os.rename(beside, final)
-            checkpoint.sync(self.path)
-        shutil.rmtree(aside, ignore_errors=True)
-        return final
-
-    def _models(self) -> tuple[Path, Path, Path]:
-        return self.path / "model", self.path / ".model.new", self.path / ".model.old"
-
-    def _settle_model(self) -> None:
-        """Undo or complete a `save_model` that a kill interrupted."""
-        final, beside, aside = self._models()
-        if aside.exists() and not final.exists():
-            os.rename(aside, final)
-        for leftover in (beside, aside):
-            shutil.rmtree(leftover, ignore_errors=True)
+            checkpoint.replace_folder(self.path / "model", write)
+        return self.path / "model"
 
 
 class NullRunFolder(RunFolder):

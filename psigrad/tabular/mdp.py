@@ -132,10 +132,14 @@ def gamma_is_one(gamma: float) -> bool:
 
 def discounted_return(rewards_T: ArrayLike, gamma: float) -> float:
     """Return the return of an episode, G = Σ_t γ^t·r_t, from its rewards [T]."""
-    total = 0.0
-    for reward in np.asarray(rewards_T, dtype=np.float64)[::-1].tolist():
-        total = reward + gamma * total
-    return total
+    return discounted(np.asarray(rewards_T, dtype=np.float64).tolist(), gamma)
+
+
+def discounted(rewards: Sequence[float], gamma: float, last: float = 0.0) -> float:
+    """Return Σ_{t<T} γ^t·r_t + γ^T·last for T rewards."""
+    for reward in reversed(rewards):
+        last = reward + gamma * last
+    return last
 
 
 def _stack(given: Any, name: str) -> tuple[Matrix, int]:

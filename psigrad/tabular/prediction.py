@@ -19,27 +19,19 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from psigrad.tabular.mdp import FloatArray
+from psigrad.tabular.mdp import FloatArray, discounted
 from psigrad.tabular.simulation import Episode, Schedule, at
 
 
 def n_step_returns(episode: Episode, value: FloatArray, gamma: float, n: int | None = None) -> FloatArray:
     """Return [T]: the n-step returns G_t^(n) of an episode, given V [S]. n = None sums all remaining rewards (Monte Carlo)."""
-    rewards = episode.rewards
-    steps = rewards.size
-    reach = steps if n is None else n
-    ahead = np.zeros(steps + 1)
-    ahead[:] = value[episode.states]
+    rewards, ahead = episode.rewards.tolist(), value[episode.states].tolist()
     if episode.terminated:
         ahead[-1] = 0.0
-    out = np.empty(steps)
-    for t in range(steps):
-        stop = min(t + reach, steps)
-        target = ahead[stop]
-        for k in range(stop - 1, t - 1, -1):
-            target = rewards[k] + gamma * target
-        out[t] = target
-    return out
+    steps = len(rewards)
+    reach = steps if n is None else n
+    stops = [min(t + reach, steps) for t in range(steps)]
+    return np.array([discounted(rewards[t:stop], gamma, ahead[stop]) for t, stop in enumerate(stops)])
 
 
 def lambda_returns(episode: Episode, value: FloatArray, gamma: float, lam: float) -> FloatArray:
@@ -107,9 +99,8 @@ def td(
         steps = len(rewards)
         for t in range(steps):
             stop = min(t + n, steps)
-            target = 0.0 if stop == steps and episode.terminated else current[states[stop]]
-            for k in range(stop - 1, t - 1, -1):
-                target = rewards[k] + gamma * target
+            ahead = 0.0 if stop == steps and episode.terminated else current[states[stop]]
+            target = discounted(rewards[t:stop], gamma, ahead)
             state = states[t]
             visits[state] += 1
             current[state] += at(alpha, visits[state], "alpha") * (target - current[state])

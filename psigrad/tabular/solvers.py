@@ -22,16 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import sparse
 
-from psigrad.tabular.bellman import (
-    Policy,
-    check_policy,
-    check_value,
-    evaluate,
-    expected_steps,
-    greedy,
-    policy_model,
-    q_values,
-)
+from psigrad.tabular import bellman
 from psigrad.tabular.mdp import MDP, FloatArray, IntArray, Matrix, gamma_is_one
 from psigrad.tabular.sweeps import Step, Sweep, change_bounds, is_finished, residual_bounds, rounding, wanted_error
 from psigrad.tabular.termination import safe_policy
@@ -65,10 +56,10 @@ def policy_evaluation(
     At γ = 1, the error bound uses the policy's expected number of steps. If that is infinite, the residual decides instead.
     """
     _check_epsilon(epsilon)
-    policy = check_policy(mdp.n_states, mdp.n_actions, policy)
-    old = check_value(mdp, value)
-    model, rewards = policy_model(mdp, policy)
-    steps = float(expected_steps(mdp, policy).max()) if gamma_is_one(mdp.gamma) else None
+    policy = bellman.check_policy(mdp.n_states, mdp.n_actions, policy)
+    old = bellman.check_value(mdp, value)
+    model, rewards = bellman.policy_model(mdp, policy)
+    steps = float(bellman.expected_steps(mdp, policy).max()) if gamma_is_one(mdp.gamma) else None
     backup = _in_place(model, rewards[:, None], mdp.gamma, range(mdp.n_states)) if in_place else _of_chain(mdp, model, rewards)
     yield from _repeat(mdp, "evaluate", backup, old, not in_place, epsilon, steps, policy)
 
@@ -81,7 +72,7 @@ def _repeat(
     synchronous: bool,
     epsilon: float | None,
     steps: float | None = None,
-    policy: Policy | None = None,
+    policy: bellman.Policy | None = None,
 ) -> Iterator[Sweep]:
     """Repeat V ← backup(V), and yield each sweep, until the error bound is at most `epsilon`."""
     for iteration in itertools.count(1):
@@ -109,7 +100,7 @@ def value_iteration(
     sums of rewards in k steps.
     """
     _check_epsilon(epsilon)
-    old = check_value(mdp, value)
+    old = bellman.check_value(mdp, value)
     if order is not None and (not in_place or sorted(np.asarray(order).tolist()) != list(range(mdp.n_states))):
         raise ValueError("order needs in_place=True and every state once; remove order, or give a permutation of the states.")
     states = range(mdp.n_states) if order is None else np.asarray(order).tolist()
@@ -127,10 +118,10 @@ def policy_iteration(
     each sweep is yielded.
     """
     current = _first_policy(mdp, policy, value)
-    old, iteration = check_value(mdp, value), 0
+    old, iteration = bellman.check_value(mdp, value), 0
     while True:
         if exact:
-            new = evaluate(mdp, current)
+            new = bellman.evaluate(mdp, current)
             iteration += 1
             yield _record_evaluation(mdp, iteration, old, new, current)
         else:
@@ -139,8 +130,8 @@ def policy_iteration(
                 iteration += 1
                 new = sweep.value
                 yield Sweep(mdp, iteration, "evaluate", new, sweep.residual, sweep.low, sweep.high, current)
-        q = q_values(mdp, new)
-        improved = greedy(q, current)
+        q = bellman.q_values(mdp, new)
+        improved = bellman.greedy(q, current)
         changed = int((improved != current).sum())
         gap = q.max(axis=1) - new
         gap[mdp.is_terminal] = 0.0
@@ -166,10 +157,10 @@ def modified_policy_iteration(
     _check_epsilon(epsilon)
     if sweeps < 0:
         raise ValueError(f"sweeps is {sweeps}; expected the number of evaluation sweeps between two backups, 0 or more.")
-    old = check_value(mdp, value)
+    old = bellman.check_value(mdp, value)
     iteration = 0
     while True:
-        q = q_values(mdp, old)
+        q = bellman.q_values(mdp, old)
         new = np.asarray(q.T.max(axis=0))
         change = new - old
         slack = rounding(mdp, new)
@@ -181,7 +172,7 @@ def modified_policy_iteration(
         old = new
         if sweeps:
             policy = q.T.argmax(axis=0)
-            model, rewards = policy_model(mdp, policy)
+            model, rewards = bellman.policy_model(mdp, policy)
             del q
             before = old
             for _ in range(sweeps):
@@ -199,7 +190,7 @@ def prioritised_sweeping(
     Yield a sweep after every `backups` (default S) backups of one state.
     """
     _check_epsilon(epsilon)
-    new = check_value(mdp, value)
+    new = bellman.check_value(mdp, value)
     best = _best_of(mdp)
     rows = _state_rows(mdp.transitions, mdp.rewards)
     pattern = sparse.csc_array(mdp.transitions)
@@ -268,8 +259,8 @@ def solve(mdp: MDP, *, method: Method | None = None, value: ArrayLike | None = N
     bound = last.error_bound if method == "policy_iteration" else (last.high - last.low) / 2
     if bound > (wanted := wanted_error(epsilon, best)) and not gamma_is_one(mdp.gamma):
         raise ValueError(f"epsilon is {wanted:g}, but float64 can only prove a bound of {bound:.1e} here; give a larger epsilon.")
-    q = q_values(mdp, best)
-    policy = greedy(q) if last.chosen is None else np.asarray(last.chosen, dtype=np.int64)
+    q = bellman.q_values(mdp, best)
+    policy = bellman.greedy(q) if last.chosen is None else np.asarray(last.chosen, dtype=np.int64)
     return Solution(best, policy, q, iterations, bound, method)
 
 
@@ -281,16 +272,16 @@ def _sweeps(mdp: MDP, method: Method, value: ArrayLike | None, epsilon: float | 
 
 def _first_policy(mdp: MDP, policy: ArrayLike | None, value: ArrayLike | None) -> IntArray:
     if policy is not None:
-        given = check_policy(mdp.n_states, mdp.n_actions, policy)
+        given = bellman.check_policy(mdp.n_states, mdp.n_actions, policy)
         return np.asarray(given if given.ndim == 1 else given.argmax(axis=1), dtype=np.int64)
     if gamma_is_one(mdp.gamma):
         return safe_policy(mdp.transitions, mdp.rewards, mdp.end_probability, mdp.is_terminal)[0]
-    return greedy(q_values(mdp, check_value(mdp, value)))
+    return bellman.greedy(bellman.q_values(mdp, bellman.check_value(mdp, value)))
 
 
 def _record_evaluation(mdp: MDP, iteration: int, old: FloatArray, new: FloatArray, policy: IntArray) -> Sweep:
     """Return the sweep of an exact evaluation, with the bound from its own residual."""
-    model, rewards = policy_model(mdp, policy)
+    model, rewards = bellman.policy_model(mdp, policy)
     steps = _finite_steps(mdp, policy) if gamma_is_one(mdp.gamma) else None
     bounds = residual_bounds(mdp, rewards + mdp.gamma * (model @ new) - new, rounding(mdp, new), steps)
     return Sweep(mdp, iteration, "evaluate", new, _largest(new - old), *bounds, policy)
@@ -301,7 +292,7 @@ def _finite_steps(mdp: MDP, policy: IntArray) -> float:
 
     It may be infinite elsewhere: there the policy stays without reward, and the value 0 is exact.
     """
-    steps = expected_steps(mdp, policy)
+    steps = bellman.expected_steps(mdp, policy)
     return float(steps[np.isfinite(steps)].max(initial=0.0))
 
 
@@ -312,7 +303,7 @@ def _of_chain(mdp: MDP, model: Matrix, rewards: FloatArray) -> Callable[[FloatAr
 
 def _best_of(mdp: MDP) -> Callable[[FloatArray], FloatArray]:
     """Return the Bellman optimality operator, V ↦ max_a Q(s, a), for all states at once."""
-    return lambda value: np.asarray(q_values(mdp, value).T.max(axis=0))
+    return lambda value: np.asarray(bellman.q_values(mdp, value).T.max(axis=0))
 
 
 def _largest(change: FloatArray) -> float:

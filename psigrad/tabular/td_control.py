@@ -21,21 +21,10 @@ from typing import TypedDict, Unpack
 import numpy as np
 from numpy.typing import ArrayLike
 
+from psigrad.tabular import simulation
 from psigrad.tabular.bellman import greedy
-from psigrad.tabular.mdp import MDP, FloatArray, IntArray
-from psigrad.tabular.simulation import (
-    Bootstrap,
-    DiscreteEnv,
-    Episode,
-    Learn,
-    Schedule,
-    Simulator,
-    at,
-    environment,
-    play,
-    sizes,
-    uniforms,
-)
+from psigrad.tabular.mdp import MDP, FloatArray, IntArray, discounted
+from psigrad.tabular.simulation import Bootstrap, DiscreteEnv, Episode, Learn, Schedule, Simulator, uniforms
 
 Row = list[float]
 Table = list[Row]
@@ -114,7 +103,7 @@ class _Experience:
         q: ArrayLike | None = None,
         max_steps: int | None = None,
     ) -> None:
-        shape = sizes(env)
+        shape = simulation.sizes(env)
         mdp = env if isinstance(env, MDP) else env.mdp if isinstance(env, Simulator) else None
         if gamma is None and mdp is None:
             raise ValueError("gamma was not given; an environment has none of its own, so give the discount, such as gamma=0.99.")
@@ -125,7 +114,7 @@ class _Experience:
         if table.shape != shape:
             raise ValueError(f"q has shape {table.shape}; expected {shape}.")
         self.q: Table = table.tolist()
-        self.env, self.episodes, self.epsilon = environment(env, max_steps), episodes, epsilon
+        self.env, self.episodes, self.epsilon = simulation.environment(env, max_steps), episodes, epsilon
         self.seed, self.max_steps, self.alpha = seed, max_steps, alpha
         self.actor = _Actor(shape[1], uniforms(np.random.default_rng((seed, 2))))
 
@@ -133,12 +122,12 @@ class _Experience:
         """Return a function of (s, a) that returns its step size α. It counts visits only if the schedule needs them."""
         alpha, visits = self.alpha, dict[tuple[int, int], int]()
         if not callable(alpha):
-            constant = at(alpha, 0, "alpha")
+            constant = simulation.at(alpha, 0, "alpha")
             return lambda state, action: constant
 
         def count_visit(state: int, action: int) -> float:
             visits[state, action] = count = visits.get((state, action), 0) + 1
-            return at(alpha, count, "alpha")
+            return simulation.at(alpha, count, "alpha")
 
         return count_visit
 
@@ -149,9 +138,9 @@ class _Experience:
         actor, limit = self.actor, self.max_steps
         choose = lambda state: actor(behaviour[state])  # noqa: E731
         for index in range(self.episodes):
-            actor.epsilon = at(self.epsilon, index, "epsilon")
+            actor.epsilon = simulation.at(self.epsilon, index, "epsilon")
             seed = self.seed if index == 0 else None
-            yield index, play(self.env, choose, seed=seed, max_steps=limit, learn=learn, bootstrap=bootstrap)
+            yield index, simulation.play(self.env, choose, seed=seed, max_steps=limit, learn=learn, bootstrap=bootstrap)
 
     def learned(self, behaviour: Table, learn: Learn) -> Iterator[Learned]:
         """Play episodes, call `learn` after each step, and yield a `Learned` with `behaviour` as Q after each episode."""
@@ -231,9 +220,7 @@ def sarsa(
     q, gamma, actor, step = experience.q, experience.gamma, experience.actor, experience.step_size()
 
     def learn(states: list[int], actions: list[int], rewards: list[float], t: int, ahead: float) -> None:
-        target = ahead
-        for reward in reversed(rewards[t : t + n]):
-            target = reward + gamma * target
+        target = discounted(rewards[t : t + n], gamma, ahead)
         row, action = q[states[t]], actions[t]
         row[action] += step(states[t], action) * (target - row[action])
 

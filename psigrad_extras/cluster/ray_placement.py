@@ -35,39 +35,22 @@ from psigrad_extras.vllm.broadcast import Kind
 
 @contextlib.contextmanager
 def open_actors(
-    placement: Placement,
-    journal: Journal,
-    kind: type,
-    arguments: Sequence[Any],
-    *,
-    name: str,
-    count: int,
-    cpus: int,
-    gpus: float = 0.0,
-    depth: int = 1,
-    greet: Callable[[Any], Any] | None = None,
+    placement: Placement, journal: Journal, kind: type, arguments: Sequence[Any], name: str, **wants: Any
 ) -> Iterator[ActorPool]:
-    """Yield an `ActorPool` of `count` workers of a kind (0: as many as fit), each with up to `depth` jobs at once.
+    """Yield an `ActorPool` of workers of a kind. `wants` are its arguments `count`, `cpus`, `gpus`, `depth` and `greet`.
 
     Their output goes to the terminal and to workers.log in the run folder. Raises `UserError` if no cluster is named.
     """
     if not placement.cluster:
         raise UserError(f"placement requests {name}s on a Ray cluster, but there is no --cluster; add it, or remove placement.")
     counted = placement.scorers * placement.scorer_cpus + placement.environment_actors * placement.environment_cpus
-    pool = ActorPool(
-        kind,
-        arguments,
-        name=name,
-        address=placement.cluster,
-        count=count,
-        cpus=cpus,
-        gpus=gpus,
-        spare_cpus=counted,
-        depth=depth,
-        minutes=placement.timeout_minutes,
-        log=journal.log,
-        greet=greet,
-    )
+    usual: dict[str, Any] = {
+        "address": placement.cluster,
+        "minutes": placement.timeout_minutes,
+        "spare_cpus": counted,
+        "log": journal.log,
+    }
+    pool = ActorPool(kind, arguments, name=name, **usual, **wants)
     try:
         with keep_output(kind.__name__, journal.folder.path / "workers.log"):
             yield pool
@@ -85,7 +68,7 @@ def open_sampler(
     """
     placement = config.placement
     arguments = (partial(_load_sampler, config, longest), placement.sampler_cpus)
-    wants: Any = {"count": placement.samplers, "cpus": placement.sampler_cpus, "gpus": placement.sampler_gpus}
+    wants: dict[str, Any] = {"count": placement.samplers, "cpus": placement.sampler_cpus, "gpus": placement.sampler_gpus}
     wants["depth"] = _tasks_at_once(config)
     kind = agreed_transfer(config, model, journal.world)
     with contextlib.ExitStack() as stack:
@@ -94,8 +77,7 @@ def open_sampler(
             if kind is not None:
                 broadcasts = _broadcasts(kind, config, model, journal)
                 wants["greet"] = broadcasts.meet
-            actors = open_actors(placement, journal, RolloutWorker, arguments, name="sampler", **wants)
-            workers = stack.enter_context(actors)
+            workers = stack.enter_context(open_actors(placement, journal, RolloutWorker, arguments, "sampler", **wants))
             if broadcasts is not None:  # closed before the samplers, whose end would otherwise count as a failure
                 stack.callback(broadcasts.close)
         yield RaySampler(
@@ -165,8 +147,8 @@ def open_environments(placement: Placement, make: Callable[[], Playing], journal
     with contextlib.ExitStack() as stack:
         pool = None
         if journal.world.rank == 0:
-            wants: Any = {"count": placement.environment_actors, "cpus": placement.environment_cpus}
-            actors = open_actors(placement, journal, EnvironmentWorker, (make,), name="environment actor", **wants)
+            wants = {"count": placement.environment_actors, "cpus": placement.environment_cpus}
+            actors = open_actors(placement, journal, EnvironmentWorker, (make,), "environment actor", **wants)
             pool = stack.enter_context(actors)
         yield RayEnvironments(pool, journal.world)
 
@@ -174,8 +156,8 @@ def open_environments(placement: Placement, make: Callable[[], Playing], journal
 @contextlib.contextmanager
 def open_scorer(placement: Placement, make: Callable[[], RewardPool], journal: Journal) -> Iterator[Scorer]:
     """Yield a scorer that runs the reward functions on the cluster."""
-    wants: Any = {"count": placement.scorers, "cpus": placement.scorer_cpus}
-    with open_actors(placement, journal, RewardWorker, (make,), name="scorer", **wants) as actors:
+    wants = {"count": placement.scorers, "cpus": placement.scorer_cpus}
+    with open_actors(placement, journal, RewardWorker, (make,), "scorer", **wants) as actors:
         yield RayScorer(actors)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from http.client import HTTPException
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 LARGEST = 64 << 20
 # The maximum characters of a server's message in an error.
 _WORDS = 300
@@ -17,12 +21,12 @@ class NoAnswerError(Exception):
     """An error for a server that gave no usable answer. The message is the reason.
 
     `again` is True if the same request may succeed later. `status` is the HTTP status (0: none), and `wait` is the number of
-    seconds after which the server asks to repeat the request.
+    seconds after which the server asks to repeat the request. `attempts` counts the requests of `repeat`.
     """
 
     def __init__(self, why: str, *, again: bool, status: int = 0, wait: float = 0.0) -> None:
         super().__init__(why)
-        self.again, self.status, self.wait = again, status, wait
+        self.again, self.status, self.wait, self.attempts = again, status, wait, 1
 
 
 def ask(url: str, body: Any = None, *, key: str = "", seconds: float, largest: int = LARGEST) -> Any:
@@ -47,9 +51,20 @@ def ask(url: str, body: Any = None, *, key: str = "", seconds: float, largest: i
         raise NoAnswerError(f"the request failed{slow}: {type(reason).__name__}: {reason}"[:_WORDS], again=True) from error
 
 
-def pause(attempt: int, error: NoAnswerError) -> float:
-    """Return the seconds to wait before the next attempt: 0.5, 1, 2, … up to 8, or what the server asked for, up to a minute."""
-    return max(min(2.0 ** (attempt - 1), 8.0), min(error.wait, 60.0))
+def repeat(request: Callable[[], T], most: int, given_up: Callable[[], bool] = lambda: False) -> T:
+    """Return the result of `request`, which is called again after a `NoAnswerError` that may pass, at most `most` times in all.
+
+    The wait before the next call is 0.5, 1, 2, … up to 8 seconds, or as long as the server asked for, up to a minute.
+    """
+    for attempt in itertools.count(1):
+        try:
+            return request()
+        except NoAnswerError as error:
+            error.attempts = attempt
+            if not error.again or attempt >= most or given_up():
+                raise
+            time.sleep(max(min(2.0 ** (attempt - 2), 8.0), min(error.wait, 60.0)))
+    raise AssertionError
 
 
 def _said(error: urllib.error.HTTPError) -> str:

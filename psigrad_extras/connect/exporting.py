@@ -16,14 +16,7 @@ from torch import Tensor
 from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.data.chat.rendering import render
-from psigrad.language.loading.model_source import (
-    convert_to_folder,
-    end_tokens,
-    locate,
-    quantisation_of,
-    resolve_path,
-    write_end_tokens,
-)
+from psigrad.language.loading import model_source
 from psigrad.language.models.backbone import LOADING_ERRORS
 from psigrad.language.models.lora import is_adapter
 from psigrad.language.models.sizes import size
@@ -79,7 +72,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
     for name, given, known in (("--to", to, KINDS), ("--quantization", quantization, QUANTISATIONS)):
         if given not in known:
             raise UserError(f"{name} is {given!r}; expected one of {', '.join(known)}{nearest(given, known) or '.'}")
-    model = resolve_path(source)
+    model = model_source.resolve_path(source)
     folder = Path(output or f"{Path(source).name}-{to}").expanduser()
     check_folder(folder, "--output")
     if to == "adapter":
@@ -88,9 +81,9 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
             raise UserError(f"{source} has no adapter; train one with --lora-rank, and keep it with --lora-save both or adapter.")
         shutil.copytree(places[0], folder, copy_function=shutil.copyfile)  # not the modes: safetensors writes for its owner only
         return LeftBehind(folder)
-    base = quantisation_of(Path(model)).get("quantize_base", "") if is_adapter(model) else ""
+    base = model_source.quantisation_of(Path(model)).get("quantize_base", "") if is_adapter(model) else ""
     over = f"\nThe adapter is merged into its base model, whose weights are rounded to {base} as in training.\n" if base else ""
-    place = Path(convert_to_folder(locate(Model(path=model, trust_remote_code=trust_remote_code))))
+    place = Path(model_source.convert_to_folder(model_source.locate(Model(path=model, trust_remote_code=trust_remote_code))))
     if to == "merged" and place.is_dir():
         keep = lambda at, names: [n for n in names if n == "adapter" or n == checkpoint.MANIFEST]  # noqa: E731
         shutil.copytree(place, folder, ignore=keep, copy_function=shutil.copyfile)
@@ -109,7 +102,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
     if to == "merged":
         open_towers(network, str(place))
         write(network, tokenizer, folder)
-        write_end_tokens(folder, tokenizer)
+        model_source.write_end_tokens(folder, tokenizer)
         return LeftBehind(folder)
     folder.mkdir(parents=True, exist_ok=True)
     name = (
@@ -243,7 +236,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
         add(tokenizer.eos_token_id if index is None else index)
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)
-        writer.add_eot_token_id(end_tokens(tokenizer)[-1])
+        writer.add_eot_token_id(model_source.end_tokens(tokenizer)[-1])
 
 
 def _adds_bos(tokenizer: Any) -> bool:
@@ -272,7 +265,7 @@ def modelfile(tokenizer: Any, file: str) -> str:
     lines = [f"FROM ./{file}"]
     if tokenizer.chat_template:
         lines += [f'TEMPLATE """{_go_template(tokenizer)}"""']
-    stops = [f'PARAMETER stop "{end}"' for end in tokenizer.convert_ids_to_tokens(end_tokens(tokenizer))]
+    stops = [f'PARAMETER stop "{end}"' for end in tokenizer.convert_ids_to_tokens(model_source.end_tokens(tokenizer))]
     return "\n".join([*lines, *stops]) + "\n"
 
 

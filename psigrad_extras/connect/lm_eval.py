@@ -181,14 +181,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             raise UserError(
                 f"The task writes {params.max_tokens} tokens, more than the model's {self.max_length} positions; remove the task."
             )
-        ids, writer = list[int](), Writer(self.tokenizer, [stop for stop in until if stop])
         stream = engine.submit(self.tok_encode(asked[0])[-room:], params, seeds.derive(self.seed, "lm-eval", place))
-        async with contextlib.aclosing(stream.chunks()) as chunks:  # closing the stream frees its place in the batch
-            async for tokens in chunks:
-                drawn = [token.id for token in tokens]
-                ids += drawn[: writer.take(drawn)]
-                if writer.stopped:
-                    break
+        count = await stream.write(Writer(self.tokenizer, [stop for stop in until if stop]))
+        ids = [token.id for token in stream.tokens[:count]]
         written = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         text = _cut(str(written), until)  # decoded as lm-eval does it
         self.cache_hook.add_partial("generate_until", asked, text)

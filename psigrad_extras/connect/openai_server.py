@@ -6,14 +6,14 @@ completions written to a file, but no policy can be trained on its samples.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from psigrad.errors import UserError, nearest
 from psigrad.language.data.chat.dialect import Dialect, rewrite
@@ -21,8 +21,9 @@ from psigrad.language.data.chat.rendering import tools_of
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.image_rows import to_data_urls
 from psigrad.language.rollout.types import Completion, FinishReason, SamplingParams
-from psigrad_extras.connect.endpoint import NoAnswerError, ask, pause
+from psigrad_extras.connect.endpoint import NoAnswerError, ask, repeat
 
+T = TypeVar("T")
 UNKNOWN = -1
 """The id of every token of a completion, since a server returns only their number."""
 # The fields that may be omitted if a server rejects them.
@@ -130,23 +131,33 @@ class ServedModel:
         return {**body, **{name: value for name, value in beyond.items() if value}}
 
     def _ask(self, path: str, body: dict[str, Any], stop: threading.Event) -> Any:
-        attempt = 0
-        while True:
-            sent = {name: value for name, value in body.items() if name not in self._refused}
-            if "max_tokens" in self._refused:
-                sent["max_completion_tokens"] = body["max_tokens"]
-            try:
-                return ask(f"{self.url}/{path}", sent, key=os.environ.get(self.key_variable, ""), seconds=self.seconds)
-            except NoAnswerError as error:
-                if error.status in (400, 422) and (names := _named(str(error), sent)):
+        def request() -> Any:
+            while True:
+                sent = {name: value for name, value in body.items() if name not in self._refused}
+                if "max_tokens" in self._refused:
+                    sent["max_completion_tokens"] = body["max_tokens"]
+                try:
+                    return self.request(path, sent)
+                except NoAnswerError as error:
+                    names = _named(str(error), sent) if error.status in (400, 422) else set()
+                    if not names:
+                        raise
                     self._refused |= names
-                    continue
-                attempt += 1
-                if stop.is_set() or not error.again or attempt >= self.attempts:
-                    raise self._failure(error, attempt) from error
-                time.sleep(pause(attempt - 1, error))
 
-    def _failure(self, error: NoAnswerError, attempts: int) -> UserError:
+        return self._repeat(request, stop.is_set)
+
+    def request(self, path: str, body: Any = None) -> Any:
+        """Return the server's answer to one request. Raises `NoAnswerError`."""
+        key, seconds = os.environ.get(self.key_variable, ""), self.seconds if body else min(30.0, self.seconds)
+        return ask(f"{self.url}/{path}", body, key=key, seconds=seconds)
+
+    def _repeat(self, request: Callable[[], T], given_up: Callable[[], bool] = lambda: False) -> T:
+        try:
+            return repeat(request, self.attempts, given_up)
+        except NoAnswerError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: NoAnswerError) -> UserError:
         if error.status in (401, 403):
             has = "is set" if os.environ.get(self.key_variable) else "is not set"
             return UserError(
@@ -154,23 +165,18 @@ class ServedModel:
                 "another variable with --server-key-variable."
             )
         if error.status == 404:
-            served = self._served()
+            served = list[str]()
+            with contextlib.suppress(NoAnswerError):
+                served = self._ask_names()
             if served and self.model not in served:
                 hint = nearest(self.model, served)
                 return UserError(f"{self.url} has no model {self.model!r}; it has {', '.join(sorted(served)[:10])}{hint or '.'}")
-        tried = f" in {attempts} attempts" if error.again else ""
+        tried = f" in {error.attempts} attempts" if error.again else ""
         return UserError(f"{self.url} gave no completion{tried} ({error}); see the server's log.")
 
-    def _served(self) -> list[str]:
-        """Return the names of the server's models, or [] if it does not list them."""
-        try:
-            return self._ask_names()
-        except NoAnswerError:
-            return []
-
     def _ask_names(self) -> list[str]:
-        """Return the names of the server's models. Raises `NoAnswerError`."""
-        found = ask(f"{self.url}/models", key=os.environ.get(self.key_variable, ""), seconds=min(30.0, self.seconds))
+        """Return the names of the server's models, or [] if it does not list them. Raises `NoAnswerError`."""
+        found = self.request("models")
         try:
             return [str(one["id"]) for one in found["data"]]
         except (KeyError, TypeError):
@@ -178,14 +184,7 @@ class ServedModel:
 
     def only_model(self) -> str:
         """Return the name of the server's only model. Raises `UserError` if there are several or none."""
-        for attempt in range(self.attempts):
-            try:
-                served = self._ask_names()
-                break
-            except NoAnswerError as error:
-                if not error.again or attempt + 1 == self.attempts:
-                    raise self._failure(error, attempt + 1) from error
-                time.sleep(pause(attempt, error))
+        served = self._repeat(self._ask_names)
         if len(served) != 1:
             names = f" ({', '.join(served[:10])})" if served else ""
             raise UserError(f"{self.url} serves {len(served)} models{names}; name one with --model.")

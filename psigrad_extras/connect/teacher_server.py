@@ -7,8 +7,6 @@ several may have the same text.
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,21 +21,17 @@ from psigrad.language.loading.teacher import Teacher, TeacherOutput
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.models.stats import Top
-from psigrad_extras.connect.endpoint import NoAnswerError, ask, pause
+from psigrad_extras.connect.endpoint import NoAnswerError, repeat
 from psigrad_extras.connect.openai_server import ServedModel
 
-KEY_VARIABLE = "OPENAI_API_KEY"
-_SECONDS, _ATTEMPTS, _AT_ONCE = 600.0, 5, 16
 _NAMED = "token_id:"
 
 
 @dataclass(frozen=True)
 class TeacherServer:
-    """A client for the teacher `model` on the server at `url`."""
+    """A client for the teacher on a server."""
 
-    url: str
-    model: str
-    key_variable: str = KEY_VARIABLE
+    server: ServedModel
 
     def __call__(self, groups: Groups, temperature: float, top: int) -> Sequence[TeacherOutput]:
         """Return the teacher's log-probs of each completion, and of the `top` most probable tokens at each position.
@@ -45,12 +39,12 @@ class TeacherServer:
         Raises `UserError` if there is no answer, or an unexpected one.
         """
         rows = [(tuple(p), tuple(c)) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
+        with ThreadPoolExecutor(self.server.concurrency) as pool:
             return list(pool.map(lambda row: self._say(row[0], row[1], top), rows))
 
     def _say(self, prompt: tuple[int, ...], ids: tuple[int, ...], top: int) -> TeacherOutput:
         # At least one, since some servers omit the log-probs otherwise.
-        body = {"model": self.model, "prompt": [*prompt, *ids], "max_tokens": 1, "temperature": 1.0, "echo": True}
+        body = {"model": self.server.model, "prompt": [*prompt, *ids], "max_tokens": 1, "temperature": 1.0, "echo": True}
         found = self._ask({**body, "logprobs": max(top, 1), "return_tokens_as_token_ids": True})
         place = slice(len(prompt), len(prompt) + len(ids))
         try:
@@ -61,7 +55,7 @@ class TeacherServer:
             best = [_best(one, top) for one in told["top_logprobs"][place]] if top else []
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise UserError(
-                f"{self.url} does not return the log-probs of a prompt's tokens, which a teacher must return ({error}); "
+                f"{self.server.url} does not return the log-probs of a prompt's tokens, which a teacher must return ({error}); "
                 "use a server that supports echo, logprobs and return_tokens_as_token_ids in /v1/completions, as vLLM and "
                 "psigrad serve do."
             ) from error
@@ -70,15 +64,11 @@ class TeacherServer:
         return TeacherOutput(logp, Top(torch.tensor([i for i, _ in best]), torch.tensor([p for _, p in best])))
 
     def _ask(self, body: dict[str, Any]) -> Any:
-        for attempt in range(_ATTEMPTS):
-            try:
-                return ask(f"{self.url}/completions", body, key=os.environ.get(self.key_variable, ""), seconds=_SECONDS)
-            except NoAnswerError as error:
-                if not error.again or attempt + 1 == _ATTEMPTS:
-                    tried = f" in {attempt + 1} attempts" if attempt else ""
-                    raise UserError(f"The teacher at {self.url} gave no log-probs{tried} ({error}); see its log.") from error
-                time.sleep(pause(attempt, error))
-        raise AssertionError
+        try:
+            return repeat(lambda: self.server.request("completions", body), self.server.attempts)
+        except NoAnswerError as error:
+            tried = f" in {error.attempts} attempts" if error.attempts > 1 else ""
+            raise UserError(f"The teacher at {self.server.url} gave no log-probs{tried} ({error}); see its log.") from error
 
 
 def _id(name: str) -> int:
@@ -95,13 +85,11 @@ def _best(told: dict[str, float], top: int) -> tuple[list[int], list[float]]:
 
 def connect(config: OnlineConfig, model: LanguageModel) -> Teacher:
     """Return the teacher that the settings name. Raises `UserError` if the server or its tokenizer is unavailable."""
-    served = ServedModel(config.reference)
-    name = config.reference_model or served.only_model()
+    served = ServedModel(config.reference, config.reference_model)
+    served.model = served.model or served.only_model()
     tokenizer: Any = model.tokenizer
     if config.reference_tokenizer:
         tokenizer = load_tokenizer(config.reference_tokenizer)
     spans = tokenizer.get_vocab() != model.tokenizer.get_vocab()
-    asker, top = TeacherServer(served.url, name), min(config.reference_top_k, model.vocabulary)
-    return Teacher(
-        asker, model, tokenizer, spans, max_length=1 << 30, top_k=top, name=served.url
-    )  # the server itself reports a text that is too long
+    top, longest = min(config.reference_top_k, model.vocabulary), 1 << 30  # the server itself reports a text that is too long
+    return Teacher(TeacherServer(served), model, tokenizer, spans, max_length=longest, top_k=top, name=served.url)

@@ -8,6 +8,15 @@ from typing import Any
 
 from psigrad.compat.conversion import Conversion, translated, without_usual
 
+_TOKENIZER = "pass this object to psigrad.train as tokenizer="
+# Arguments of a trainer -> what to do for them.
+_LOOK_AT = {
+    "environment_factory": "write a class with reset(row) and step(text) instead; see docs/multi_turn.md",
+    "callbacks": "pass the callbacks as callbacks=[…] or --callbacks file.py:Class",
+    "processing_class": _TOKENIZER,
+    "tokenizer": _TOKENIZER,
+}
+
 
 class Unevaluated(str):
     """The source text of an expression whose value is known only when the script runs."""
@@ -55,17 +64,10 @@ def _take_trainer(script: TrlScript, made: Conversion) -> None:
             _take_rewards(value if isinstance(value, list) else [value], made)
         elif name == "tools":
             s["tools"] = [str(tool) for tool in value]
-        elif name == "environment_factory":
-            made.look_at.append(
-                f"environment_factory={value}: write a class with reset(row) and step(text) instead; see docs/multi_turn.md."
-            )
-        elif name == "callbacks":
-            made.look_at.append(f"callbacks={value}: pass the callbacks as callbacks=[…] or --callbacks file.py:Class.")
-        elif name in ("processing_class", "tokenizer"):
-            if value != s.get("model.path") and value != trainer.get("model"):
-                made.look_at.append(f"{name}={value}: pass this object to psigrad.train as tokenizer=.")
-        elif value is not None:
-            made.look_at.append(f"{name}={value}: psigrad has no setting for it.")
+        elif name in ("processing_class", "tokenizer") and value in (s.get("model.path"), trainer.get("model")):
+            continue
+        elif value is not None or name in _LOOK_AT:
+            made.look_at.append(f"{name}={value}: {_LOOK_AT.get(name, 'psigrad has no setting for it')}.")
     if script.lora is not None:
         _take_adapter(script.lora, made)
 

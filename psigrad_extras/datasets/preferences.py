@@ -37,7 +37,7 @@ def from_rankings(rows: Iterable[Raw], source: str = "rows") -> Converted:
 
     Every two completions of different rank are a pair. Equal ranks are a tie. Raises `UserError` naming row and column.
     """
-    return _pairs(rows, source, "ranking", lambda a, b: b - a, margin=False, tie=0.0)
+    return _pairs(rows, source, "ranking", lambda a, b: b - a, margin=False)
 
 
 def from_ratings(
@@ -51,7 +51,7 @@ def from_ratings(
     """
     if not scale > 1 or not 0 <= tie < math.inf:
         raise UserError(f"The ratings have scale={scale} and tie={tie}; expected a scale above 1 and a tie of 0 or more.")
-    return _pairs(_check_ratings(rows, source, scale), source, "ratings", lambda a, b: a - b, margin=margin, tie=tie)
+    return _pairs(rows, source, "ratings", lambda a, b: a - b, margin=margin, tie=tie, scale=scale)
 
 
 def group_by_prompt(rows: Iterable[Raw], column: str, source: str = "rows") -> list[dict[str, Any]]:
@@ -89,17 +89,27 @@ def split_pairs(rows: Iterable[Raw], source: str = "rows") -> list[dict[str, Any
 
 
 def _pairs(
-    rows: Iterable[Raw], source: str, column: str, lead: Callable[[Any, Any], float], *, margin: bool, tie: float
+    rows: Iterable[Raw],
+    source: str,
+    column: str,
+    lead: Callable[[Any, Any], float],
+    *,
+    margin: bool,
+    tie: float = 0.0,
+    scale: int = 0,
 ) -> Converted:
     made: list[dict[str, Any]] = []
     ties = alone = 0
     for i, row in enumerate(rows, 1):
         completions, values = _check_completions(row, column, f"{source}:{i}")
+        if scale and (wrong := [value for value in values if not 1 <= value <= scale]):
+            _fail(f"{source}:{i}", column, f"has {wrong[0]!r}; expected numbers from 1 to {scale}")
         own = {key: value for key, value in row.items() if key not in ("completions", column)}
         alone += len(completions) < 2
         for a, b in itertools.combinations(range(len(completions)), 2):
             by = lead(values[a], values[b])
-            if _is_tie(by, tie) or completions[a] == completions[b]:
+            # 1.3 − 1.2 is a little more than 0.1.
+            if abs(by) <= tie + 1e-9 or completions[a] == completions[b]:
                 ties += 1
                 continue
             best, worst = (a, b) if by > 0 else (b, a)
@@ -107,19 +117,6 @@ def _pairs(
             pair |= {"margin": float(abs(by))} if margin else {}
             made.append(pair)
     return Converted(made, ties, alone)
-
-
-def _is_tie(lead: float, tie: float) -> bool:
-    return abs(lead) <= tie + 1e-9  # 1.3 − 1.2 is a little more than 0.1
-
-
-def _check_ratings(rows: Iterable[Raw], source: str, scale: int) -> Iterable[Raw]:
-    for i, row in enumerate(rows, 1):
-        _, ratings = _check_completions(row, "ratings", f"{source}:{i}")
-        for rating in ratings:
-            if not 1 <= rating <= scale:
-                _fail(f"{source}:{i}", "ratings", f"has {rating!r}; expected numbers from 1 to {scale}")
-        yield row
 
 
 def _check_completions(row: Raw, column: str, place: str) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -132,7 +129,8 @@ def _check_completions(row: Raw, column: str, place: str) -> tuple[Sequence[Any]
     if not completions:
         _fail(place, "completions", "is an empty list; it must hold the answers to compare")
     for value in values:
-        _number(value, column, place)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            _fail(place, column, f"has {show(value)}; expected numbers")
     own = {key: value for key, value in row.items() if key not in ("completions", column)}
     for k, completion in enumerate(completions):
         try:
@@ -143,17 +141,11 @@ def _check_completions(row: Raw, column: str, place: str) -> tuple[Sequence[Any]
     return completions, values
 
 
-def _column(row: Raw, name: str, place: str, expected: str) -> Any:
+def _column(row: Raw, name: str, place: str, expected: str) -> None:
     if not isinstance(row, Mapping):
         _fail(place, "", f"is {show(row)}; a row must be an object with named columns")
     if row.get(name) is None:
         _fail(place, name, f"is missing; the row must have the columns {expected}")
-    return row[name]
-
-
-def _number(value: object, column: str, place: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        _fail(place, column, f"has {show(value)}; expected numbers")
 
 
 def _key(prompt: Any) -> str:

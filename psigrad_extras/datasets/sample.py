@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ from psigrad.config import SampleConfig
 from psigrad.config.sections import parse_columns
 from psigrad.errors import UserError, kind_of
 from psigrad.language.data.dataset_layouts import map_columns
+from psigrad.language.data.dataset_rows import BadRow
 from psigrad.language.data.image_rows import to_json_row
+from psigrad.language.data.row_files import read_file
 from psigrad.language.data.templates import completion_for_reward
 from psigrad.language.recipes import evaluate
 from psigrad.language.rollout.types import Trajectory
@@ -66,16 +68,10 @@ def run(config: SampleConfig) -> Written:
 
 
 def _rows(keep: str, sampled: evaluate.Report, size: int, scored: bool) -> tuple[list[dict[str, Any]], int]:
+    if keep == "all":
+        return [_row(t, sampled) | _describe(t, scored) for t in sampled.trajectories], 0
     made, ties = [], 0
-    for start in range(0, len(sampled.trajectories), size):
-        group = [
-            t for t in sampled.trajectories[start : start + size] if keep == "all" or (t.reward is not None and _has_text(t))
-        ]
-        if keep == "all":
-            made += [_row(t, sampled) | _describe(t, scored) for t in group]
-            continue
-        if not group:
-            continue
+    for group in filter(None, _scored_groups(sampled, size)):
         best, worst = max(group, key=_reward), min(group, key=_reward)
         if keep == "best":
             made.append(_row(best, sampled) | {"reward": best.reward})
@@ -93,8 +89,7 @@ def _draw_pairs(sampled: evaluate.Report, size: int, steadiness: float, seed: in
     `steadiness` multiplies the difference of rewards. Such pairs simulate noisy human votes whose true preferences are known.
     """
     made = []
-    for start in range(0, len(sampled.trajectories), size):
-        group = [t for t in sampled.trajectories[start : start + size] if t.reward is not None and _has_text(t)]
+    for group in _scored_groups(sampled, size):
         for a, b in zip(group[0::2], group[1::2], strict=False):
             if a.text == b.text:
                 continue
@@ -103,6 +98,12 @@ def _draw_pairs(sampled: evaluate.Report, size: int, steadiness: float, seed: in
             best, worst = (_row(t, sampled) for t in ((a, b) if draw < chance else (b, a)))
             made.append(_pair(best, worst))
     return made
+
+
+def _scored_groups(sampled: evaluate.Report, size: int) -> Iterator[list[Trajectory]]:
+    """Yield the completions of each prompt that have a reward and a text."""
+    for start in range(0, len(sampled.trajectories), size):
+        yield [t for t in sampled.trajectories[start : start + size] if t.reward is not None and _has_text(t)]
 
 
 def _pair(best: dict[str, Any], worst: dict[str, Any]) -> dict[str, Any]:
@@ -147,7 +148,7 @@ def convert(
     if not dataset or not output:
         raise UserError("pairs takes --dataset FILE.jsonl and --output FILE.jsonl; one of them is missing.")
     check_output(output)
-    rows = read_jsonl(dataset)
+    rows = read_rows(dataset)
     if renamed := parse_columns(columns):
         rows = [map_columns(row, renamed, f"{dataset}:{i}") for i, row in enumerate(rows, 1)]
     first = rows[0] if rows else {}
@@ -166,23 +167,15 @@ def convert(
     return Written(Path(output), len(made.rows), made.ties), made
 
 
-def read_jsonl(path: str) -> list[dict[str, Any]]:
-    """Read the raw rows of a JSONL file. Raises `UserError` if it cannot be read."""
-    try:
-        lines = Path(path).read_bytes().split(b"\n")  # a text may contain other line separators, such as U+2028
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+def read_rows(path: str) -> list[dict[str, Any]]:
+    """Read the raw rows of a file. Raises `UserError` if it cannot be read."""
     rows = []
-    for i, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}:{i} is not JSON ({error}); expected one object per line.") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{path}:{i} is {kind_of(row)}; expected an object with named columns.")
-        rows.append(row)
+    for row in read_file(Path(path), path):
+        if isinstance(row, BadRow):
+            raise UserError(f"{row}.")
+        if not isinstance(row.value, dict):
+            raise UserError(f"{row.source} is {kind_of(row.value)}; expected an object with named columns.")
+        rows.append(row.value)
     return rows
 
 

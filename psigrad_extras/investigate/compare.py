@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError
-from psigrad.records.read import show_number
+from psigrad.records.read import brief
 from psigrad.records.report import plots
 from psigrad.records.report.html import Cell, Figure, Table, render, save
 
@@ -78,12 +78,7 @@ def page(found: Mapping[str, Any]) -> str:
 
 def _figure(values: Sequence[float]) -> Cell:
     mean, low, high = values
-    return Cell(_short(mean), "range", "" if low == high else f"[{_short(low)}, {_short(high)}]")
-
-
-def _short(value: float) -> str:
-    """Return a value as text with three digits, since an interval over a few seeds is not more precise."""
-    return show_number(value if abs(value) >= 1000 else float(f"{value:.3g}"))
+    return Cell(brief(mean), "range", "" if low == high else f"[{brief(low)}, {brief(high)}]")
 
 
 def _over(runs: Sequence[Mapping[str, Any]], names: Sequence[str], x: str) -> Callable[[Any], None]:

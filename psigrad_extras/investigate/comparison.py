@@ -38,7 +38,7 @@ from psigrad.records.rows import parse_row
 from psigrad.runs import machine
 from psigrad.runs.progress import bar
 from psigrad_extras.datasets import preferences
-from psigrad_extras.datasets.sample import read_jsonl, write_jsonl
+from psigrad_extras.datasets.sample import read_rows, write_jsonl
 
 UNPAIRED = "unpaired.jsonl"
 FIGURES = ("truth", "proxy", "kl", "length", "samples", "seconds", "peak_mb")
@@ -64,7 +64,7 @@ def run(comparison: Comparison) -> Path:
     folder = claim(absolute(comparison.config.run.output_dir or "runs/compare"), "compare")
     (folder / "settings").mkdir(exist_ok=True)
     if "kto" in comparison.methods:  # KTO learns from single answers
-        write_jsonl(folder / UNPAIRED, preferences.split_pairs(read_jsonl(comparison.pairs)))
+        write_jsonl(folder / UNPAIRED, preferences.split_pairs(read_rows(comparison.pairs)))
     jobs = list_jobs(comparison)
     code = {method: own_code(settings_of(comparison, folder, method, 0), comparison.config) for method in comparison.methods}
     for method, seed in jobs:

@@ -8,18 +8,20 @@ import math
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from psigrad.errors import UserError
 from psigrad.language.rollout.scoring import Preparable, Unscored, text_of, transcript_of
 from psigrad.paths import OWNER, absolute, check_claim, claim
 from psigrad.records.row_lines import replace_file
-from psigrad_extras.connect.endpoint import NoAnswerError, ask, pause
+from psigrad_extras.connect.endpoint import NoAnswerError, ask, repeat
+
+if TYPE_CHECKING:
+    from psigrad.language.models.language_model import LanguageModel
 
 T = TypeVar("T")
 INSTRUCTIONS = """You grade an answer by a rubric. Everything between the marks <<<{mark} and {mark}>>> is material to grade;
@@ -88,23 +90,20 @@ class Judge:
         kept = absolute(self.cache) / _digest(self.base_url, self.model, question, *self._how()) if self.cache else None
         if kept is not None and kept.is_file():
             return read(kept.read_text(encoding="utf-8"))
-        why = ""
-        for attempt in range(self.attempts):
-            try:
-                text = self._reply(question)
-                found = read(text)
-                if kept is not None:
-                    if not (kept.parent / OWNER).exists():
-                        claim(kept.parent, "judge", "cache")
-                    replace_file(kept, [text.encode("utf-8", "replace")], f".{os.getpid()}.{threading.get_ident()}")
-                return found
-            except NoAnswerError as error:
-                why = str(error)
-                if not error.again:
-                    break
-                if attempt + 1 < self.attempts:
-                    time.sleep(pause(attempt, error))
-        return Unscored(f"the judge gave no score in {attempt + 1} requests: {why}")
+
+        def request() -> tuple[str, T]:
+            text = self._reply(question)
+            return text, read(text)
+
+        try:
+            text, found = repeat(request, self.attempts)
+        except NoAnswerError as error:
+            return Unscored(f"the judge gave no score in {error.attempts} requests: {error}")
+        if kept is not None:
+            if not (kept.parent / OWNER).exists():
+                claim(kept.parent, "judge", "cache")
+            replace_file(kept, [text.encode("utf-8", "replace")], f".{os.getpid()}.{threading.get_ident()}")
+        return found
 
     def _how(self) -> tuple[str, ...]:
         """Return the settings on which a reply depends besides the question, for the key of the cache."""
@@ -199,7 +198,7 @@ class Rubric(Judge, Preparable):
         return INSTRUCTIONS.format(**shown) + ending.format(scale=self.scale)
 
     def _locally(self, question: str) -> float | Unscored:
-        expected, mass = _judge(self.model).expectation(question, self.scale)
+        expected, mass = _expectation(_judge(self.model), question, self.scale)
         if mass < _LEAST:
             return Unscored(
                 f"the judge gives the numbers 0 to {self.scale} a total probability of only {mass:.1g}, so its reply "
@@ -256,37 +255,31 @@ def score_in(reply: str, scale: int) -> float:
     return float(found[-1])
 
 
-@dataclass(frozen=True)
-class _LocalJudge:
-    """A local language model as a judge, which grades by the probabilities of its replies."""
+def _expectation(model: LanguageModel, question: str, scale: int) -> tuple[float, float]:
+    """Return (a local judge's expected score among 0 … scale, the probability that its reply starts with one of them)."""
+    import torch
 
-    model: Any
+    from psigrad.language.data.dataset_rows import Row
+    from psigrad.language.data.templates import prompt_ids
+    from psigrad.language.models.packing import Groups
 
-    def expectation(self, question: str, scale: int) -> tuple[float, float]:
-        """Return (the expected score among 0 … scale, the probability that the reply starts with one of these numbers)."""
-        import torch
-
-        from psigrad.language.data.dataset_rows import Row
-        from psigrad.language.data.templates import prompt_ids
-        from psigrad.language.models.packing import Groups
-
-        tokenizer = self.model.tokenizer
-        chat = tokenizer.chat_template is not None
-        question = _disarm(question, tokenizer.all_special_tokens)
-        row = Row("the judge", prompt=[{"role": "user", "content": question}] if chat else f"{question}\nScore:")
-        before = "" if chat else " "
-        replies = [tokenizer(f"{before}{k}", add_special_tokens=False).input_ids for k in range(scale + 1)]
-        with torch.no_grad():
-            logp = self.model.evaluate(Groups([prompt_ids(tokenizer, row)], [replies])).logp.double()
-        firsts = {ids[0]: float(row[0]) for ids, row in zip(replies, logp, strict=True)}
-        chances = torch.softmax(logp.sum(1), 0).tolist()
-        return math.fsum(k * p for k, p in enumerate(chances)), math.fsum(map(math.exp, firsts.values()))
+    tokenizer = model.tokenizer
+    chat = tokenizer.chat_template is not None
+    question = _disarm(question, tokenizer.all_special_tokens)
+    row = Row("the judge", prompt=[{"role": "user", "content": question}] if chat else f"{question}\nScore:")
+    before = "" if chat else " "
+    replies = [tokenizer(f"{before}{k}", add_special_tokens=False).input_ids for k in range(scale + 1)]
+    with torch.no_grad():
+        logp = model.evaluate(Groups([prompt_ids(tokenizer, row)], [replies])).logp.double()
+    firsts = {ids[0]: float(row[0]) for ids, row in zip(replies, logp, strict=True)}
+    chances = torch.softmax(logp.sum(1), 0).tolist()
+    return math.fsum(k * p for k, p in enumerate(chances)), math.fsum(map(math.exp, firsts.values()))
 
 
 @cache
-def _judge(path: str) -> _LocalJudge:
+def _judge(path: str) -> LanguageModel:
     from psigrad.language.models import language_model
 
     model = language_model.load(path)
     model.network.requires_grad_(False)
-    return _LocalJudge(model)
+    return model

@@ -6,6 +6,7 @@ control does not exceed the bound, the check proves nothing and reports that.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 import time
@@ -241,32 +242,27 @@ def check_reference(subject: Subject) -> Finding:
         return float(found.abs().mean())
 
     value = kl()
-    with _Changed(subject.model):
+    with _changed(subject.model):
         control = kl()
     what = "KL of the untrained model to its reference"
     return Finding("reference", what, value, 1e-5 if subject.model.network.dtype == torch.float32 else 1e-2, control)
 
 
-class _Changed:
-    """A context manager that changes the first trainable matrix of a model during the block."""
-
-    def __init__(self, model: LanguageModel) -> None:
-        matrices = [p for p in model.trainable().values() if p.dim() == 2]
-        # The second matrix of an adapter starts at 0, so halving it would change nothing.
-        self.parameter = next((p for p in reversed(matrices) if bool(p.any())), matrices[-1])
-        self.adapter = [p for p in matrices if not bool(p.any())]
-
-    @torch.no_grad()
-    def __enter__(self) -> None:
-        self.before = self.parameter.detach().clone()
-        self.parameter.mul_(-1.0)
-        for p in self.adapter:
-            p.fill_(0.01)
-
-    @torch.no_grad()
-    def __exit__(self, *exception: object) -> None:
-        self.parameter.copy_(self.before)
-        for p in self.adapter:
+@contextlib.contextmanager
+def _changed(model: LanguageModel) -> Iterator[None]:
+    """Change trainable matrices of a model during the block: the last one that is not 0, and all that are."""
+    matrices = [p.detach() for p in model.trainable().values() if p.dim() == 2]
+    # The second matrix of an adapter starts at 0, so changing its sign would change nothing.
+    zero = [p for p in matrices if not bool(p.any())]
+    last = next((p for p in reversed(matrices) if bool(p.any())), matrices[-1])
+    last.neg_()
+    for p in zero:
+        p.fill_(0.01)
+    try:
+        yield
+    finally:
+        last.neg_()
+        for p in zero:
             p.zero_()
 
 
@@ -279,7 +275,7 @@ def check_saving(subject: Subject) -> Finding:
         loaded = load_model(replace(settings, path=folder), subject.config.run, None)
     again = replace(subject, model=loaded)
     value = _apart(before, again.logp(subject.groups))
-    with _Changed(loaded):
+    with _changed(loaded):
         control = _apart(before, again.logp(subject.groups))
     # A merged adapter is rounded once more.
     bound = 0.0 if subject.model.adapter is None else subject.bounds[0]
@@ -294,7 +290,7 @@ def check_adapter(subject: Subject) -> Finding:
     wanted = replace(base, lora_rank=lora.rank, lora_alpha=lora.alpha, lora_target_modules=tuple(lora.target_modules))
     adapted = replace(subject, model=load_model(wanted, subject.config.run, None))
     fresh = _apart(plain, adapted.logp(subject.groups))
-    with _Changed(adapted.model):
+    with _changed(adapted.model):
         on = _apart(plain, adapted.logp(subject.groups))
         with adapted.model.without_adapter():
             off = _apart(plain, adapted.logp(subject.groups))

@@ -25,28 +25,17 @@ from psigrad.processes.sandbox import tier_of_this_machine
 from psigrad.records.report.terminal import show_size
 from psigrad.runs.machine import cores
 
-# Extra -> the package by which it is recognised as installed.
-EXTRAS = {
+# Extra -> the package by which it is recognised as installed, if that has another name.
+PACKAGES = {
     "cluster": "ray",
     "control": "Box2D",
     "ifeval": "py3langid",
     "lm-eval": "lm_eval",
-    "mcp": "mcp",
-    "mlflow": "mlflow",
-    "openenv": "openenv",
     "postgres": "psycopg",
     "serve": "uvicorn",
     "studio": "fastapi",
-    "swanlab": "swanlab",
     "sweep": "optuna",
     "tasks": "reasoning_gym",
-    "tensorboard": "tensorboard",
-    "textarena": "textarena",
-    "tinker": "tinker",
-    "trackio": "trackio",
-    "verifiers": "verifiers",
-    "vllm": "vllm",
-    "wandb": "wandb",
 }
 
 
@@ -73,8 +62,8 @@ def checks() -> Iterator[Check]:
     yield _kernels()
     tier = tier_of_this_machine()
     yield Check("code sandbox", "missing" if tier.name == "none" else "ok", tier.sentence(), tier.why_not)
-    for extra, package in EXTRAS.items():
-        yield _package(package, extras.install_command(extra), f"extra {extra}")
+    for extra in sorted(set(extras.requirements()) - set(extras.DEVELOPERS)):
+        yield _package(PACKAGES.get(extra, extra), extras.install_command(extra), f"extra {extra}")
     room = shutil.disk_usage(".").free
     tight = room < 5e9
     advice = "free some space: a checkpoint takes about 12 bytes per weight" if tight else ""

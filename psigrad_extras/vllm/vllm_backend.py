@@ -31,19 +31,12 @@ from psigrad.language.rollout.samplers.embedded import check_room
 from psigrad.language.rollout.types import Completion, Dialogue, Request, Sampler, SamplingParams
 from psigrad.processes.parallel.world import RankLost
 from psigrad.processes.workers.worker_pool import SharedWait, Worker, WorkerGone
-from psigrad_extras.vllm import vllm_weights
+from psigrad_extras.vllm import vllm_setup, vllm_weights
 from psigrad_extras.vllm.broadcast import LOST
 from psigrad_extras.vllm.flight import Flight, Snapshot, Ticket, numbers, settings_of
 from psigrad_extras.vllm.vllm_engine import SLICE
 from psigrad_extras.vllm.vllm_probe import SPREAD, TOLERANCE, Truth, distance, drawn_tokens, truth_of, truth_of_shards
-from psigrad_extras.vllm.vllm_setup import (
-    AdapterRefusedError,
-    EngineLostError,
-    check_setup,
-    devices_of,
-    engine_name,
-    engine_variables,
-)
+from psigrad_extras.vllm.vllm_setup import AdapterRefusedError, EngineLostError
 from psigrad_extras.vllm.vllm_sources import Delivery, Known, ModelWeights, Source
 
 SERVICE = "psigrad_extras.vllm.vllm_engine:service"
@@ -92,8 +85,8 @@ class VLLMSampler(Sampler):
         service: str = SERVICE,
     ) -> None:
         where = torch.device(device) if device else model.device
-        check_setup(where, tensor_parallel_size, sleep)
-        self.model, self.version, self.losses, self.engine = model, 0, 0, engine_name()
+        vllm_setup.check_setup(where, tensor_parallel_size, sleep)
+        self.model, self.version, self.losses, self.engine = model, 0, 0, vllm_setup.engine_name()
         self._log, self._service, self._sleep, self._readback = log or redaction.log, service, sleep, readback
         self._alone = not vllm_weights.why_merged(model)
         first, shares = where.index or 0, model.device.type == where.type == "cuda"
@@ -110,7 +103,7 @@ class VLLMSampler(Sampler):
             "gpu_memory_utilization": memory,
             "tensor_parallel_size": tensor_parallel_size,
         }
-        self._devices = devices_of(where, tensor_parallel_size, os.environ)
+        self._devices = vllm_setup.devices_of(where, tensor_parallel_size, os.environ)
         self._worker: Worker | None = None
         self._sent: object = None
         self._known: Known = {}
@@ -336,7 +329,7 @@ class VLLMSampler(Sampler):
                 "devices": self._devices,
                 "handles": self._handles,
             }
-            passed = engine_variables()
+            passed = vllm_setup.engine_variables()
             self._worker = Worker(self._service, payload, {}, name="vLLM's engine", variables=passed, start_limit=START)
             self._finalizer = weakref.finalize(self, self._worker.kill)
             kind, content = self._heard()
@@ -403,19 +396,14 @@ class VLLMSampler(Sampler):
         self._worker.ask((name, arguments), PATIENCE)
 
     def _hear(self, name: str) -> Iterator[list[Any]]:
-        last = {"settle": "updated", "prompt_logprobs": "logprobs"}.get(name, "done")
-        while True:
-            _, answer = self._heard()
+        while (answer := self._heard()[1])[0] != "done":
             if answer[0] == "failed":
                 if name == "adapt":
                     raise AdapterRefusedError(answer[1])
                 if LOST in answer[1]:
                     raise EngineLostError(answer[1])
                 raise self._fail(_unfit(answer[1]))
-            if answer[0] != "done":
-                yield answer
-            if answer[0] == last:
-                return
+            yield answer
 
     def _heard(self) -> tuple[str, Any]:
         """Return the next answer. Raises `EngineLostError`."""

@@ -40,14 +40,15 @@ def service(payload: dict[str, Any]) -> Callable[[Any], Iterator[Answer]]:
 
 
 def answer(engine: Engine, message: tuple[str, tuple[Any, ...]]) -> Iterator[Answer]:
-    """Call the engine's method that the message ("name", arguments) names, and yield its answers.
+    """Call the engine's method that the message ("name", arguments) names. Yield its answers and ["done"].
 
-    If it raises, yield ["failed", reason].
+    If it raises, yield ["failed", reason] as the last answer.
     """
     name, arguments = message
     try:
-        alone: dict[str, Callable[..., Iterator[Answer]]] = {"join": join, "rest": rest}
-        yield from alone[name](engine, *arguments) if name in alone else getattr(engine, name)(*arguments)
+        alone: dict[str, Callable[..., Any]] = {"join": join, "rest": rest}
+        yield from (alone[name](engine, *arguments) if name in alone else getattr(engine, name)(*arguments)) or ()
+        yield ["done"]
     except Exception as error:
         yield ["failed", reason(error)]
 
@@ -59,14 +60,13 @@ def join(engine: Engine, meeting: tuple[Any, ...]) -> Iterator[Answer]:
         engine.llm.collective_rpc("psigrad_join", args=(tuple(meeting),))
     except Exception as error:
         why = reason(error)
-    yield from (["joined", why], ["done"])
+    yield ["joined", why]
 
 
-def rest(engine: Engine, level: int) -> Iterator[Answer]:
+def rest(engine: Engine, level: int) -> None:
     """Free the GPU until the next use. Level 1 copies the weights to the host. Level 2 drops them, so an update must follow."""
     engine.llm.sleep(level=level)
     engine.asleep = True
-    yield ["done"]
 
 
 def reason(error: Exception) -> str:
@@ -78,7 +78,7 @@ def reason(error: Exception) -> str:
 class Engine:
     """A vLLM engine for the model in `folder`. `settings` are passed to `vllm.LLM`. With `sleep`, it frees the GPU between uses.
 
-    All methods that answer requests yield lists, of which the last is ["done"].
+    The methods answer requests: they yield lists, or return nothing.
     """
 
     folder: str
@@ -120,41 +120,35 @@ class Engine:
         self.asleep, self.lora, self.slept = False, None, False
         self.llm.init_weight_transfer_engine({"init_info": {"packed": True} if self.handles else {}})
 
-    def begin(self, probe: list[int]) -> Iterator[Answer]:
+    def begin(self, probe: list[int]) -> None:
         """Prepare an update: wake the weights, and fill the cache with a probe that the update must evict."""
         self.slept = self.asleep
         if self.slept:  # the KV cache is empty, and wakes only after the weights
             self.llm.wake_up(tags=["weights"])
         else:
             self._cached(probe)
-        yield ["done"]
 
-    def choose(self, bucket: dict[str, Any], changed: list[str], transposed: list[str]) -> Iterator[Answer]:
+    def choose(self, bucket: dict[str, Any], changed: list[str], transposed: list[str]) -> None:
         """Choose what is compared after the update, given a bucket of the new weights. See `vllm_readback.Readback.choose`."""
         self.llm.collective_rpc("psigrad_choose", args=(bucket, changed, transposed))
-        yield ["done"]
 
-    def start(self) -> Iterator[Answer]:
+    def start(self) -> None:
         """Start an update of the weights."""
         self.llm.start_weight_update()
-        yield ["done"]
 
-    def load(self, bucket: dict[str, Any]) -> Iterator[Answer]:
+    def load(self, bucket: dict[str, Any]) -> None:
         """Load the weights of a bucket."""
         self.llm.update_weights({"update_info": bucket})
-        yield ["done"]
 
-    def finish(self, version: int) -> Iterator[Answer]:
+    def finish(self, version: int) -> None:
         """Finish the update to a version."""
         self.llm.finish_weight_update(str(version))
-        yield ["done"]
 
-    def compare(self, bucket: dict[str, Any], transposed: list[str]) -> Iterator[Answer]:
+    def compare(self, bucket: dict[str, Any], transposed: list[str]) -> None:
         """Compare the engine's weights with a bucket of those sent. See `vllm_readback.Readback.compare`."""
         self.llm.collective_rpc("psigrad_compare", args=(bucket, transposed))
-        yield ["done"]
 
-    def adapt(self, folder: str, version: int, readback: bool) -> Iterator[Answer]:
+    def adapt(self, folder: str, version: int, readback: bool) -> None:
         """Replace the previous adapter with the one in `folder`, which the trainer deletes afterwards."""
         from vllm.lora.request import LoRARequest
 
@@ -164,7 +158,6 @@ class Engine:
         self.llm.llm_engine.add_lora(self.lora)
         if readback:
             self.llm.collective_rpc("psigrad_compare_adapter", args=(folder, version))
-        yield ["done"]
 
     def settle(self, probe: list[int]) -> Iterator[Answer]:
         """Finish an update and report what did not arrive.
@@ -205,7 +198,6 @@ class Engine:
             for out in engine.step():
                 if out.finished:
                     yield ["completion", int(out.request_id), *_written(out.outputs[0])]
-        yield ["done"]
 
     def prompt_logprobs(self, probe: list[list[int]]) -> Iterator[Answer]:
         """Yield ["logprobs", base64 of float32]: the log-probs at temperature 1 of each text's tokens after its first."""

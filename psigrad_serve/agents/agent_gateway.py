@@ -12,7 +12,7 @@ from psigrad.language.data.chat.messages import Message
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Completion, FinishReason, Sampler
 from psigrad.processes.sandbox import enclosure_of_workers
-from psigrad_serve.agents.agent_rollouts import AgentPool, Agents, Gateway
+from psigrad_serve.agents.agent_rollouts import AgentPool, Agents
 from psigrad_serve.agents.agent_session import Session, SessionOver
 from psigrad_serve.agents.agent_worker import AgentCommand
 from psigrad_serve.agents.token_tree import Asked
@@ -26,21 +26,21 @@ from psigrad_serve.writer import Writer
 Ids = tuple[int, ...]
 
 
-def open_gateway(tunnel: bool = False) -> Gateway:
-    """Return a server, which starts when `serve` gives it a sampler. With `tunnel`, it also listens on a Unix socket."""
-    return _Served(tunnel)
+class AgentGateway(Recorder):
+    """The server that the agents of a run query. It passes each request to its session, and records the completions there.
 
+    It starts when `serve` gives it a sampler. With `tunnel`, it also listens on a Unix socket, for agents without a network.
+    """
 
-class _Served(Recorder):
-    """The `Gateway` of a run. It passes each request to its session, and records the completions there."""
-
-    def __init__(self, tunnel: bool) -> None:
+    def __init__(self, tunnel: bool = False) -> None:
         self.sessions: dict[str, Session] = {}
+        """The running sessions by name."""
         self.address = ""
         self._under_way: dict[tuple[str, int], tuple[Session, list[Asked], set[int], int]] = {}
         self._stack, self._whole = contextlib.ExitStack(), contextlib.ExitStack()
         self._sampler: Sampler | None = None
         self.tunnel = self._whole.enter_context(opened(self._reach)) if tunnel else ""
+        """The path of the Unix socket; "" if there is none."""
 
     def serve(self, sampler: Sampler, model: LanguageModel) -> None:
         """Restart the server with this sampler, unless it has it already."""
@@ -87,28 +87,18 @@ class _Served(Recorder):
         self._under_way[session_id, asked[0].seed] = session, asked, set(range(call.n)), call.params.max_tokens
         return replace(call, row=row, prompt_ids=asked[0].prompt_ids, params=params, seed=asked[0].seed, wish=type(call.wish)())
 
-    def on_completion(
-        self,
-        session_id: str,
-        request: Call,
-        prompt_ids: Ids,
-        completion_ids: Ids,
-        logprobs: tuple[float, ...],
-        finish_reason: str,
-        sampling_logprobs: tuple[float, ...],
-        choice: int,
-    ) -> None:
+    def on_completion(self, session_id: str, call: Call, completion: Completion, reason: str, choice: int) -> None:
         """Add the completion to its session's tree. A cancelled one counts too, since the client may have seen a part of it."""
-        session, asked, left, wished = self._under_way[session_id, request.seed]
+        session, asked, left, wished = self._under_way[session_id, call.seed]
         left.discard(choice)
         if not left:
-            del self._under_way[session_id, request.seed]
+            del self._under_way[session_id, call.seed]
         # An answer with the length that the agent itself asked for is complete; one at the run's limit is cut.
-        whole_length = wished < session.params.max_tokens and len(completion_ids) == wished
-        reason: FinishReason = "length" if finish_reason == "length" and not whole_length else "stop"
-        made = Completion(completion_ids, logprobs, sampling_logprobs, reason, asked[choice].seed)
-        reply, whole = _reply(session, request, completion_ids)
-        session.answer(asked[choice], request.row, made, reply, whole and finish_reason != "cancelled")
+        whole_length = wished < session.params.max_tokens and len(completion.ids) == wished
+        finish: FinishReason = "length" if reason == "length" and not whole_length else "stop"
+        made = replace(completion, finish_reason=finish, seed=asked[choice].seed)
+        reply, whole = _reply(session, call, completion.ids)
+        session.answer(asked[choice], call.row, made, reply, whole and reason != "cancelled")
 
 
 def _reply(session: Session, call: Call, ids: Ids) -> tuple[Message, bool]:
@@ -128,7 +118,7 @@ def _reply(session: Session, call: Call, ids: Ids) -> tuple[Message, bool]:
 def open_agents(config: Played) -> Agents:
     """Return the `Agents` of a run: workers that run its agent and can be killed, and their server, one per training process."""
     agent = imported_callable(config.agent, "agent") if isinstance(config.agent, str) and config.agent else config.agent
-    gateway = open_gateway(tunnel=config.environment_sandbox)
+    gateway = AgentGateway(tunnel=config.environment_sandbox)
     try:
         pool = AgentPool(
             agent or AgentCommand(config.agent_command),

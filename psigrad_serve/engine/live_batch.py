@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,37 +25,42 @@ _PREFILL = 8192
 _KEPT = 1024
 
 
-class Decoding(Protocol):
-    """An interface for decoders, which sample the tokens of running streams in steps."""
+class Decoding(ABC):
+    """A decoder, which samples the tokens of at most `max_batch` running streams, the `rows`, in steps."""
 
-    rows: list[TokenStream]
+    def __init__(self, max_batch: int) -> None:
+        self.max_batch = max_batch
+        self.rows: list[TokenStream] = []
 
     def admit(self, waiting: deque[TokenStream]) -> list[TokenStream]:
         """Move streams from the left of the queue into the batch while there is room. Return those that already got a token."""
-        ...
+        while waiting and len(self.rows) < self.max_batch:
+            self.rows.append(waiting.popleft())
+        return []
 
+    @abstractmethod
     def step(self) -> list[TokenStream]:
         """Decode all streams. Return those that got tokens."""
-        ...
 
     def leave(self, gone: Iterable[TokenStream]) -> None:
         """Remove streams that have ended."""
-        ...
+        left = set(map(id, gone))
+        self.rows = [stream for stream in self.rows if id(stream) not in left]
 
     def clear(self) -> None:
         """Remove all streams, after a step that failed halfway."""
-        ...
+        self.leave(self.rows)
 
 
-class LiveBatch:
+class LiveBatch(Decoding):
     """A `Decoding` by the embedded sampler with continuous batching: each step samples one token of each stream.
 
     If adjacent streams in the queue have the same prompt, its forward pass is computed once.
     """
 
     def __init__(self, model: LanguageModel, max_batch: int) -> None:
-        self.model, self.max_batch = model, max_batch
-        self.rows: list[TokenStream] = []
+        super().__init__(max_batch)
+        self.model = model
         self.cache: KVCache | SharedCache | None = None
 
     @torch.inference_mode()
@@ -171,18 +176,12 @@ def _steered(logits: torch.Tensor, rows: Sequence[TokenStream]) -> torch.Tensor:
     return made
 
 
-class SamplerBatch:
+class SamplerBatch(Decoding):
     """A `Decoding` by any sampler. A step is one call of the sampler, which returns complete completions."""
 
     def __init__(self, sampler: Sampler, max_batch: int) -> None:
-        self.sampler, self.max_batch = sampler, max_batch
-        self.rows: list[TokenStream] = []
-
-    def admit(self, waiting: deque[TokenStream]) -> list[TokenStream]:
-        """Admit waiting streams; none gets a token yet. See `Decoding`."""
-        while waiting and len(self.rows) < self.max_batch:
-            self.rows.append(waiting.popleft())
-        return []
+        super().__init__(max_batch)
+        self.sampler = sampler
 
     def step(self) -> list[TokenStream]:
         """Sample to their end all streams that have the first stream's sampling settings. `top` is ignored."""
@@ -194,50 +193,29 @@ class SamplerBatch:
         self.leave(own)
         return own
 
-    def leave(self, gone: Iterable[TokenStream]) -> None:
-        """Remove these streams from the batch. See `Decoding`."""
-        left = set(map(id, gone))
-        self.rows = [stream for stream in self.rows if id(stream) not in left]
 
-    def clear(self) -> None:
-        """Remove all streams. See `Decoding`."""
-        self.rows = []
-
-
-class StepwiseBatch:
+class StepwiseBatch(Decoding):
     """A `Decoding` by transformers, for models that psigrad cannot run in one batch. `top` is ignored.
 
     Each step samples one token of each completion, one completion after the other.
     """
 
     def __init__(self, sampler: TransformersSampler, max_batch: int) -> None:
-        self.sampler, self.max_batch = sampler, max_batch
-        self.rows: list[TokenStream] = []
-        self._drawn: dict[int, Iterator[DrawnToken]] = {}
-
-    def admit(self, waiting: deque[TokenStream]) -> list[TokenStream]:
-        """Admit waiting streams; none gets a token yet. See `Decoding`."""
-        while waiting and len(self.rows) < self.max_batch:
-            stream = waiting.popleft()
-            self.rows.append(stream)
-            self._drawn[id(stream)] = self.sampler.stream(Request(stream.prompt_ids, (stream.seed,)), stream.params)
-        return []
+        super().__init__(max_batch)
+        self.sampler = sampler
+        self._drawn: dict[TokenStream, Iterator[DrawnToken]] = {}
 
     def step(self) -> list[TokenStream]:
         """Sample the next token of each stream. See `Decoding`."""
         rows = list(self.rows)
         for stream in rows:
-            token = next(self._drawn[id(stream)])
-            stream.add(token, self.sampler.model.eos_token_ids)
+            if stream not in self._drawn:
+                self._drawn[stream] = self.sampler.stream(Request(stream.prompt_ids, (stream.seed,)), stream.params)
+            stream.add(next(self._drawn[stream]), self.sampler.model.eos_token_ids)
         self.leave([stream for stream in rows if stream.ended])
         return rows
 
     def leave(self, gone: Iterable[TokenStream]) -> None:
         """Remove these streams and end their sampling. See `Decoding`."""
-        for stream in gone:
-            del self._drawn[id(stream)]
-        self.rows = [stream for stream in self.rows if id(stream) in self._drawn]
-
-    def clear(self) -> None:
-        """Remove all streams. See `Decoding`."""
-        self.rows, self._drawn = [], {}
+        super().leave(gone)
+        self._drawn = {stream: drawn for stream, drawn in self._drawn.items() if stream in self.rows}

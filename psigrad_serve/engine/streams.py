@@ -7,10 +7,14 @@ import contextlib
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from psigrad.language.rollout.types import Completion, DrawnToken, FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from psigrad_serve.writer import Writer
 
 Steer = Callable[[Tensor, Sequence[DrawnToken]], Tensor]
 """(logits [V] of the next token, the tokens so far) -> the logits to sample from. Called once for each token, in order."""
@@ -55,6 +59,16 @@ class TokenStream:
         finally:
             self.cancel()
         self._raise()
+
+    async def write(self, writer: Writer) -> int:
+        """Sample until the end or a stop string of the writer. Return the number of tokens up to there."""
+        count = 0
+        async with contextlib.aclosing(self.chunks()) as chunks:  # closing it frees the place in the batch
+            async for tokens in chunks:
+                count += writer.take([token.id for token in tokens]) if writer.stops else len(tokens)
+                if writer.stopped:
+                    break
+        return count
 
     async def __aiter__(self) -> AsyncIterator[DrawnToken]:
         async with contextlib.aclosing(self.chunks()) as chunks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,11 +19,21 @@ from psigrad_serve.served import Call, Recorder, Served
 from psigrad_serve.serving import Running, running
 
 
+class Told(NamedTuple):
+    """What a recorder is given."""
+
+    session: str
+    call: Call
+    completion: Completion
+    reason: str
+    choice: int
+
+
 @dataclass
 class Heard(Recorder):
     """Keeps what it is told."""
 
-    completions: list[tuple[Any, ...]] = field(default_factory=list)
+    completions: list[Told] = field(default_factory=list)
     prepared: Callable[[str, Call], Call] = lambda session, call: call
 
     def prepare(self, session_id: str, call: Call) -> Call:
@@ -32,7 +42,7 @@ class Heard(Recorder):
 
     def on_completion(self, *told: Any) -> None:
         """Keep it."""
-        self.completions.append(told)
+        self.completions.append(Told(*told))
 
 
 @dataclass

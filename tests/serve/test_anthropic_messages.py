@@ -28,7 +28,8 @@ def test_the_tokens_are_the_samplers_and_a_stream_says_the_same(client, served):
     ask = {"model": "tiny", "messages": HI, "max_tokens": 20, "system": "Be brief."}
     more = {"extra_body": {"seed": 9, "temperature": 0.5}}
     answer = client.messages.create(**ask, **more)
-    _, _, prompt, ids, logprobs, reason, *_ = served.heard.completions[0]
+    _, call, made, reason, _ = served.heard.completions[0]
+    prompt, ids, logprobs = call.prompt_ids, made.ids, made.logprobs
     want = served.sampled(prompt, 9, max_tokens=20, temperature=0.5)
     assert (ids, logprobs) == (want.ids, want.logprobs)
     assert answer.stop_reason == {"length": "max_tokens", "stop": "end_turn"}[reason]
@@ -56,7 +57,7 @@ def test_a_call_is_a_block_and_its_result_comes_back(acting, actor):
     talk = [*HI, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
     again = acting.messages.create(**{**ask, "messages": talk})
     assert again.content[0].text == "Three." and again.stop_reason == "end_turn"
-    prompt = actor.scripted.tokenizer.decode(actor.heard.completions[-1][2])
+    prompt = actor.scripted.tokenizer.decode(actor.heard.completions[-1].call.prompt_ids)
     assert "The sum is 3" in prompt and '"a": 3' in prompt and prompt.index('"a": 3') < prompt.index("The sum is 3")
 
 
@@ -104,7 +105,7 @@ def test_what_claude_code_sends_by_itself_is_taken(client, served):
     ask = {"model": "tiny", "messages": talk, "max_tokens": 5}
     one, other = (client.messages.create(**ask, extra_body=body) for body in (sent, {"seed": 5}))
     assert one.content[0].text == other.content[0].text and one.id != other.id
-    assert "Be brief." in served.model.tokenizer.decode(served.heard.completions[-1][2])
+    assert "Be brief." in served.model.tokenizer.decode(served.heard.completions[-1].call.prompt_ids)
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
     form = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
     assert type(json.loads(client.messages.create(**{**ask, "max_tokens": 60}, extra_body=form).content[0].text)["a"]) is bool
@@ -120,4 +121,4 @@ def test_the_tool_runner_goes_on_without_the_thread_that_it_asks_for_first(actin
     actor.says('<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>')
     runner = acting.beta.messages.tool_runner(model="tiny", max_tokens=200, messages=HI, tools=[add])
     assert [message.content[-1].type for message in runner] == ["tool_use", "text"]
-    assert "The sum is 3" in actor.scripted.tokenizer.decode(actor.heard.completions[-1][2])
+    assert "The sum is 3" in actor.scripted.tokenizer.decode(actor.heard.completions[-1].call.prompt_ids)

@@ -69,9 +69,12 @@ def test_a_stop_string_ends_the_text_before_it_and_the_tokens_with_it(client, se
     assert answer.message.content == whole[: whole.index(stop)] and answer.finish_reason == "stop"
     streamed = [c.choices[0].delta.content or "" for c in client.chat.completions.create(**ask, stream=True)]
     assert "".join(streamed) == answer.message.content
-    (_, call, prompt, ids, logprobs, reason, *_), again = served.heard.completions
+    (_, call, made, reason, _), again = served.heard.completions
+    prompt, ids, logprobs = call.prompt_ids, made.ids, made.logprobs
     full = served.sampled(prompt, 5, max_tokens=60)
-    assert ids == full.ids[: len(ids)] and logprobs == full.logprobs[: len(ids)] and reason == "stop" and again[3] == ids
+    assert (
+        ids == full.ids[: len(ids)] and logprobs == full.logprobs[: len(ids)] and reason == "stop" and again.completion.ids == ids
+    )
     text = served.model.tokenizer.decode(ids)
     assert stop in text and stop not in served.model.tokenizer.decode(ids[:-1]) and call.stop == ("never", stop)
 
@@ -163,7 +166,7 @@ def test_a_name_and_marks_that_the_template_has_no_place_for_are_taken(acting, a
     plain = [*HI, {"role": "assistant", "content": "so"}, *HI]
     for messages in (marked, plain):
         acting.chat.completions.create(**ask, messages=messages)
-    assert actor.heard.completions[-1][2] == actor.heard.completions[-2][2]
+    assert actor.heard.completions[-1].call.prompt_ids == actor.heard.completions[-2].call.prompt_ids
 
 
 def answers(path, order):
@@ -196,7 +199,7 @@ def test_answers_to_calls_may_come_in_any_order(path, actor):
     prompts = []
     for order in ("ab", "ba"):
         asked(actor, path, answers(path, order))
-        prompts.append(actor.heard.completions[-1][2])
+        prompts.append(actor.heard.completions[-1].call.prompt_ids)
     text = actor.scripted.tokenizer.decode(prompts[0])
     assert prompts[0] == prompts[1] and text.index("result a") < text.index("result b")
 
@@ -283,10 +286,10 @@ def test_the_recorder_hears_before_the_client_whose_session_it_was_and_may_settl
     with openai.OpenAI(base_url=f"{served.at.url}/v1", api_key=f"{served.at.token}.two", max_retries=0) as by_key:
         by_key.chat.completions.create(**asked)
         by_key.chat.completions.create(**{**asked, "n": 2})
-    sessions = [told[0] for told in served.heard.completions]
+    sessions = [told.session for told in served.heard.completions]
     assert sessions == ["one", "two", "two", "two"]
     told = served.heard.completions[0]
-    assert told[3] == served.sampled(told[2], 11, max_tokens=5).ids and told[5] in ("stop", "length")
+    assert told.completion.ids == served.sampled(told.call.prompt_ids, 11, max_tokens=5).ids and told.reason in ("stop", "length")
 
 
 def test_forms_of_calls_are_known_for_the_last_arguments_alone(small_model, monkeypatch):

@@ -37,7 +37,7 @@ class Heard(Recorder):
         self.reasons: list[str] = []
 
     def on_completion(self, *told) -> None:
-        self.reasons.append(told[5])
+        self.reasons.append(told[3])
 
 
 @pytest.fixture(autouse=True)

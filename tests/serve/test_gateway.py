@@ -67,8 +67,8 @@ def test_a_client_that_vanishes_frees_its_place_and_is_recorded_as_gone(served, 
                 until(lambda: len(calls) > begun)  # noqa: B023
     until(lambda: not served.engine.active and not served.engine.waiting)
     until(lambda: len(served.heard.completions) == 12)
-    ids, reason = served.heard.completions[0][3], served.heard.completions[0][5]
-    assert reason == "cancelled" and len(ids) < 900
+    _, _, made, reason, _ = served.heard.completions[0]
+    assert reason == "cancelled" and len(made.ids) < 900
     assert posted(served, json.dumps({**ASK, "max_tokens": 2}).encode())[0] == 200
 
 
@@ -92,7 +92,7 @@ def test_a_token_of_ones_own_may_have_a_point(served):
     served.heard.completions.clear()
     with running(Served(served.engine, ("tiny",), served.heard), "my.own") as at:
         assert [posted(replace(served, at=at), body, key=key)[0] for key in keys] == [200, 200, 401, 401, 401, 401]
-    assert [told[0] for told in served.heard.completions] == ["", "two"]
+    assert [told.session for told in served.heard.completions] == ["", "two"]
 
 
 def test_what_is_not_there_is_said_in_json(served):

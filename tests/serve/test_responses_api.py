@@ -12,7 +12,8 @@ def test_the_tokens_are_the_samplers_and_a_stream_says_the_same(client, served):
     served.heard.completions.clear()
     ask = {"model": "tiny", "input": "Hi there", "instructions": "Be brief.", "max_output_tokens": 15, "extra_body": {"seed": 6}}
     answer = client.responses.create(**ask, include=["message.output_text.logprobs"])
-    _, _, prompt, ids, logprobs, reason, *_ = served.heard.completions[0]
+    _, call, made, reason, _ = served.heard.completions[0]
+    prompt, ids, logprobs = call.prompt_ids, made.ids, made.logprobs
     want = served.sampled(prompt, 6, max_tokens=15)
     assert (ids, logprobs) == (want.ids, want.logprobs)
     assert [one.logprob for one in answer.output[0].content[0].logprobs] == list(logprobs)
@@ -40,12 +41,12 @@ def test_a_call_its_output_and_the_response_before_are_one_conversation(acting, 
     actor.says("Three.")
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "The sum is 3"}
     by_name = acting.responses.create(model="tiny", tools=[ADD], previous_response_id=answer.id, input=[output])
-    named = actor.heard.completions[-1][2]
+    named = actor.heard.completions[-1].call.prompt_ids
     by_hand = acting.responses.create(
         model="tiny", tools=[ADD], input=[*ask["input"], *(item.model_dump() for item in answer.output), output]
     )
     assert by_name.output_text == by_hand.output_text == "Three."
-    assert actor.heard.completions[-1][2] == named, "the same tokens"
+    assert actor.heard.completions[-1].call.prompt_ids == named, "the same tokens"
     text = actor.scripted.tokenizer.decode(named)
     assert text.index("Add it") < text.index("So.") < text.index('"a": 3') < text.index("The sum is 3")
 
@@ -58,7 +59,7 @@ def test_two_answers_to_one_question_by_one_seed_are_two_conversations(acting, a
     assert answers[0].id != answers[1].id
     for answer, word in zip(answers, ("One.", "Two."), strict=True):
         acting.responses.create(model="tiny", input="And?", previous_response_id=answer.id)
-        asked = actor.scripted.tokenizer.decode(actor.heard.completions[-1][2])
+        asked = actor.scripted.tokenizer.decode(actor.heard.completions[-1].call.prompt_ids)
         assert [one for one in ("One.", "Two.") if one in asked] == [word]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +14,9 @@ from packed_inputs import oracle
 
 from psigrad.language.models import hf_attention
 from psigrad.language.models.packing import Rows
+from psigrad.records.checkpoint import restore_folder
 from psigrad_serve.api_errors import ApiError
-from psigrad_serve.tinker_models import LOSSES, TinkerDatum, TinkerModel, whole_state
+from psigrad_serve.tinker_models import LOSSES, TinkerDatum, TinkerModel
 
 TOKENS = (5, 9, 30, 12, 7, 44, 101)
 MORE = (8, 200, 17, 33)
@@ -127,21 +129,21 @@ def test_a_state_that_was_to_be_replaced_when_the_server_was_killed_is_there(bas
     model, place = TinkerModel.fresh(base, 4, seed=3), tmp_path / "state"
     model.save(place, optimizer=True)
     before = (place / "training_state.safetensors").read_bytes()
-    rename = Path.rename
+    rename = os.rename
 
     def killed(path, target):
-        if path.name == ".state.new":
+        if Path(path).name == ".state.new":
             raise KeyboardInterrupt
         return rename(path, target)
 
-    monkeypatch.setattr(Path, "rename", killed)
+    monkeypatch.setattr(os, "rename", killed)
     with pytest.raises(KeyboardInterrupt):
         model.save(place, optimizer=True)
     monkeypatch.undo()
-    assert not place.exists() and whole_state(place) and (place / "training_state.safetensors").read_bytes() == before
+    assert not place.exists() and restore_folder(place) and (place / "training_state.safetensors").read_bytes() == before
     model.save(place, optimizer=True)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "base") == ["state"]
-    assert not whole_state(tmp_path / "none")
+    assert not restore_folder(tmp_path / "none")
 
 
 class Two:

@@ -79,6 +79,7 @@ def answered(state: dict[str, Any], fault: str, message: Any) -> Iterator[list[A
         yield ["done"]
     elif name == "prompt_logprobs":
         yield ["logprobs", text(np.zeros(sum(map(len, arguments[0])) - len(arguments[0]), np.float32))]
+        yield ["done"]
     else:
         assert state["at"] in AFTER[name] and not state.get("flight"), f"{name} after {state['at']}"
         state["at"] = name
@@ -112,8 +113,7 @@ def updated(state: dict[str, Any], fault: str, name: str, arguments: Any) -> Ite
         assert not state["compared"] or state["compared"].keys() == state["new"].keys()
         wrong = sorted(state["changed"]) if fault == "misses" else []
         yield ["updated", state["version"], wrong, [], 130 if fault == "keeps" and state["version"] > 1 else 0]
-    else:
-        yield ["done"]
+    yield ["done"]
 
 
 GROUP: list[Any] = []

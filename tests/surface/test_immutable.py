@@ -46,7 +46,7 @@ CHANGING = {
         "Readback",
         "ServedModel",
         "TokenStream",  # tokens come to it
-        *("ServedChoice", "TinkerModel", "TinkerServer", "Writer"),  # what is under way for who asks
+        *("TinkerModel", "TinkerServer", "Writer"),  # what is under way for who asks
         *("TokenTree", "Flat", "Session"),  # as do requests of an agent
         *("MethodWatch", "_Recorded"),  # a replay fills them as it goes
         "_TowerCache",  # features of images are kept in it

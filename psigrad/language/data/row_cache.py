@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar, overload
 
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
@@ -198,15 +198,14 @@ def write(path: Path, prepared: PreparedRows[Any], messages: Any, max_bytes: int
     with contextlib.suppress(OSError, UncacheableError, pa.ArrowException):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with temporary.open("wb") as file:
-                stream = _Hashing(file)
-                counts = []
-                with pa.ipc.new_file(pa.PythonFile(stream, "w"), _schema()) as out:
-                    for part in (*rows, *made):
-                        counts.append(sum(1 for batch in part if out.write_batch(batch) is None))
-                    note = {"parts": counts, "told": messages, "sums": dict(prepared.sums)}
-                    out.write_batch(batch_of([(json.dumps(note), [])]))
-                file.write(stream.digest.hexdigest().encode())
+            counts = []
+            with pa.ipc.new_file(str(temporary), _schema()) as out:
+                for part in (*rows, *made):
+                    counts.append(sum(1 for batch in part if out.write_batch(batch) is None))
+                note = {"parts": counts, "told": messages, "sums": dict(prepared.sums)}
+                out.write_batch(batch_of([(json.dumps(note), [])]))
+            with temporary.open("r+b") as file:
+                file.write(_digest(file, temporary.stat().st_size))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
@@ -222,13 +221,9 @@ def read(path: Path) -> tuple[PreparedRows[Any], Any] | None:
     import pyarrow as pa
 
     try:
+        size = path.stat().st_size - _ENDING
         with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END) - _ENDING
-            file.seek(0)
-            digest = hashlib.sha256()
-            while size > 0 and (piece := file.read(min(1 << 20, size - file.tell()))):
-                digest.update(piece)
-            if size <= 0 or file.read() != digest.hexdigest().encode():
+            if size <= 0 or _digest(file, size) != file.read():
                 return None
         mapped = pa.memory_map(str(path)).read_buffer(size)
         found = pa.ipc.open_file(pa.BufferReader(mapped))
@@ -273,26 +268,9 @@ def _evict(newest: Path, max_bytes: int) -> None:
             file.unlink(missing_ok=True)
 
 
-class _Hashing:
-    """A file wrapper that hashes the bytes while they are written."""
-
-    closed = False
-
-    def __init__(self, file: Any) -> None:
-        self._file, self.digest = file, hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        """Write the data and add it to the hash."""
-        self.digest.update(data)
-        return int(self._file.write(data))
-
-    def flush(self) -> None:
-        """Flush the file."""
-        self._file.flush()
-
-    def tell(self) -> int:
-        """Return the position in the file."""
-        return int(self._file.tell())
-
-    def close(self) -> None:
-        """Do nothing: the file's owner closes it."""
+def _digest(file: BinaryIO, size: int) -> bytes:
+    """Read the first `size` bytes of a file, and return their SHA-256 in hexadecimal."""
+    digest = hashlib.sha256()
+    while piece := file.read(min(1 << 20, size - file.tell())):
+        digest.update(piece)
+    return digest.hexdigest().encode()

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import yaml
 from huggingface_hub import metadata_load, try_to_load_from_cache
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from psigrad import __version__
 from psigrad.config.fields import FREE, MACHINE, find_marked
 from psigrad.config.nested import put
-from psigrad.records.read import RunData, kind_of, load, show_number
+from psigrad.records.read import RunData, kind_of, load, show_interval, show_number
 from psigrad.records.report.facts import describe_method, facts, format_time, overrides, settings_class
+from psigrad.records.report.html import environment
 from psigrad.records.report.verdict import verdict
 from psigrad.records.rows import number, parse_row
 
@@ -45,14 +45,8 @@ def text(folder: str | Path, repository: str = "") -> str:
     pins, base, name = _pins(run), _base(run), repository.rpartition("/")[2] or run.path.resolve().name
     command = str(_start(run).get("command") or "")
     last = (run.evaluations or [{}])[-1]
-    environment = Environment(
-        loader=PackageLoader("psigrad.records.report"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    card = environment.get_template("card.md").render(
+    template = environment(autoescape=False).get_template("card.md")
+    card = template.render(
         front=_yaml(_front(run, base, name)),
         name=name,
         trained=_trained(run, base),
@@ -68,7 +62,7 @@ def text(folder: str | Path, repository: str = "") -> str:
         method=method_of(run),
         settings=_yaml(_settings(run), width=110),
     )
-    card = card.encode("utf-8", "backslashreplace").decode()  # a file's name may not be valid text
+    card = f"{card}\n".encode("utf-8", "backslashreplace").decode()  # a file's name may not be valid text
     return _publish(card, run) if repository else card
 
 
@@ -148,8 +142,7 @@ def _held_out_table(run: RunData) -> list[list[str]]:
 def _with_interval(row: Mapping[str, Any], key: str) -> str:
     stem = key.removesuffix("/mean")
     low, high = number(row.get(f"{stem}/low")), number(row.get(f"{stem}/high"))
-    bounds = f" [{show_number(low)}, {show_number(high)}]" if low < high < math.inf else ""
-    return show_number(row.get(key)) + bounds
+    return show_interval(row.get(key), low, high)
 
 
 def _trained(run: RunData, base: ModelOrigin) -> str:
@@ -170,7 +163,6 @@ def _facts(run: RunData, base: ModelOrigin, pins: Mapping[str, Any]) -> list[tup
     )
     digest = f"SHA-256 of the rows {pins['dataset']}" if pins.get("dataset") else ""
     config = run.config
-    end: Mapping[str, Any] = next((event for event in reversed(run.events) if event.get("kind") == "finished"), {})
     rewards = [_name_reward(one) for key in ("reward", "reward_model") for one in config.get(key) or ()]
     metric = run.settings.get("evaluation.metric")
     known = "" if not base.pin else f" (commit {base.pin})" if len(base.pin) == _COMMIT else f" (SHA-256 of its files {base.pin})"
@@ -183,7 +175,7 @@ def _facts(run: RunData, base: ModelOrigin, pins: Mapping[str, Any]) -> list[tup
         ("data", "; ".join(filter(None, [data, count if math.isfinite(rows) else "", digest]))),
         ("reward" if kind_of(config) == "online" else "evaluated by", ", ".join(f"`{name}`" for name in rewards)),
         ("held-out metric", f"`{_name_reward(metric)}`" if metric else ""),
-        ("finished", format_time(number(end.get("time")))),
+        ("finished", format_time(number(run.last_event("finished").get("time")))),
         ("took", around.get("Took", "")),
         ("on", around.get("On", "")),
         ("with", around.get("With", "")),
@@ -243,7 +235,7 @@ def _datasets(run: RunData, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _start(run: RunData) -> Mapping[str, Any]:
-    return next((event for event in run.events if event.get("kind") in ("started", "resumed")), {})
+    return run.starts[0] if run.starts else {}
 
 
 def _version(run: RunData) -> str:

@@ -22,13 +22,15 @@ def facts(run: RunData) -> list[tuple[str, str]]:
 
     Facts that were not recorded are omitted.
     """
-    starts = [event for event in run.events if event.get("kind") in ("started", "resumed")]
+    starts = run.starts
     began = format_time(number(run.events[0].get("time"))) if run.events else ""
     commands = list(dict.fromkeys(str(event["command"]) for event in starts if event.get("command")))
     machine = next((m for event in reversed(starts) if isinstance(m := event.get("machine"), dict)), {})
-    by = next((event.get("instructions") for event in reversed(starts)), "")
-    on = (machine.get("processor"), *_describe_limits(machine), by, machine.get("gpu"))
-    slower = (next((str(event.get("slower") or "") for event in reversed(starts)), ""), _describe_recomputation(run))
+    last = run.last_event("started", "resumed")
+    limits = [f"{machine[name]} {name}" for name in ("cores", "threads") if machine.get(name)]
+    on = (machine.get("processor"), *limits, last.get("instructions"), machine.get("gpu"))
+    again = run.last_event("forward_again")  # training did not reuse the activations of sampling
+    slower = (str(last.get("slower") or ""), str(again.get("why")) if again else "")
     versions = machine.get("versions")
     facts = [
         ("Started", f"{began}, resumed {_times(len(starts) - 1)}" if began and len(starts) > 1 else began),
@@ -40,11 +42,6 @@ def facts(run: RunData) -> list[tuple[str, str]]:
         ("With", ", ".join(f"{name} {number}" for name, number in versions.items()) if isinstance(versions, dict) else ""),
     ]
     return [(name, said) for name, said in facts if said]
-
-
-def _describe_recomputation(run: RunData) -> str:
-    """Return the reason why training did not reuse the activations of sampling; "" if it did."""
-    return next((str(event.get("why")) for event in reversed(run.events) if event.get("kind") == "forward_again"), "")
 
 
 def _describe_sampler_gap(run: RunData) -> str:
@@ -62,10 +59,6 @@ def _describe_sampler_gap(run: RunData) -> str:
 
 def _times(n: int) -> str:
     return "once" if n == 1 else f"{n:,} times"
-
-
-def _describe_limits(machine: dict[str, Any]) -> list[str]:
-    return [f"{machine[name]} {name}" for name in ("cores", "threads") if machine.get(name)]
 
 
 def _describe_duration(run: RunData) -> str:

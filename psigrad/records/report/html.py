@@ -137,15 +137,21 @@ def page(runs: Sequence[RunData]) -> str:
 
 def render(template: str, title: str, **parts: Any) -> str:
     """Render a template of templates/. Its filters truncate texts and escape control characters; HTML is always escaped."""
-    environment = Environment(
+    page = environment(autoescape=True).get_template(template)
+    return page.render(title=title, colours=plots.COLOURS, dark=plots.DARK, **parts) + "\n"
+
+
+def environment(*, autoescape: bool) -> Environment:
+    """Return the environment of the templates of templates/, in which an undefined name is an error."""
+    made = Environment(
         loader=PackageLoader("psigrad.records.report"),
-        autoescape=True,
+        autoescape=autoescape,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"shown": _text, "visible": escape}
-    return environment.get_template(template).render(title=title, colours=plots.COLOURS, dark=plots.DARK, **parts) + "\n"
+    made.filters |= {"shown": _text, "visible": escape}
+    return made
 
 
 def _text(value: Any, limit: int | None = None) -> str:

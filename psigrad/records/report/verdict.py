@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from psigrad.errors import several
 from psigrad.intervals import LEAST_ROWS, Interval, difference, paired_difference
-from psigrad.records.read import RunData, kind_of, show_number
+from psigrad.records.read import RunData, brief, kind_of, show_interval, show_number
 from psigrad.records.rows import PARTS, figures, number
 from psigrad.records.warnings import BY_NAME, SignalNames, Watch
 
@@ -52,7 +52,7 @@ def verdict(run: RunData) -> Verdict:
     rows, or if neither evaluation has an interval.
     """
     word, mood, figures_said = _judge(run)
-    end: Mapping[str, Any] = next((event for event in reversed(run.events) if event.get("kind") in _ENDS), {})
+    end = run.last_event(*_ENDS)
     parts = [*figures_said, *_divergence(run), *_warnings(apply_rules(run))]
     if end.get("kind") == "failed":
         word, mood = "Failed", "bad"
@@ -82,9 +82,9 @@ def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
             moved = [] if mood in ("good", "bad") else _describe_small_change(run)
             return word, mood, [*said, *paired, *moved, *_parts(judged[0], judged[-1])]
     if len(losses := [number(row["eval/loss"]) for row in run.evaluations if "eval/loss" in row]) > 1:
-        return "Trained", "plain", [f"held-out loss {_short(losses[0])} → {_short(losses[-1])}", *_describe_small_change(run)]
+        return "Trained", "plain", [f"held-out loss {brief(losses[0])} → {brief(losses[-1])}", *_describe_small_change(run)]
     once = [
-        f"held-out {metric.removeprefix('eval/')} {_with_interval(number(row[f'{metric}/mean']), *_interval(row, metric))}"
+        f"held-out {metric.removeprefix('eval/')} {show_interval(number(row[f'{metric}/mean']), *_interval(row, metric), brief)}"
         for row in rows
         if metric and f"{metric}/mean" in row
     ]
@@ -93,7 +93,7 @@ def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
         if len(values) > 1:
             tenth = max(1, len(values) // 10)
             ends = [sum(part) / tenth for part in (values[:tenth], values[-tenth:])]
-            said = [f"{name} of training {_short(ends[0])} → {_short(ends[1])}"]
+            said = [f"{name} of training {brief(ends[0])} → {brief(ends[1])}"]
             word = "Evaluated once" if once else "Not evaluated"
             return word, "plain", [*once, *said] if once else [*said, "no held-out rows"]
     return ("Evaluated once", "plain", once) if once else ("Nothing to judge yet", "plain", [])
@@ -132,7 +132,7 @@ def _unpaired(first: Interval, last: Interval) -> Interval:
 
 def _change(name: str, first: Interval, last: Interval, change: Interval, rows: float) -> tuple[str, Mood, list[str]]:
     """Return (the judgement, its mood, texts with the figures) for two evaluations of `rows` rows each."""
-    said = [f"held-out {name} {_with_interval(*first)} → {_with_interval(*last)}"]
+    said = [f"held-out {name} {show_interval(*first, brief)} → {show_interval(*last, brief)}"]
     if not math.isfinite(change.mean):
         return "Unknown", "bad", said
     if rows < LEAST_ROWS:
@@ -155,9 +155,9 @@ def _describe_small_change(run: RunData) -> list[str]:
         return [f"the policy hardly moved: {same:,} of {len(ends):,} held-out completions are unchanged; {advice}"]
     kl = number((run.evaluations or [{}])[-1].get("eval/kl"))
     if kl < _LEAST_KL:
-        most = _short(math.sqrt(max(0.0, kl) / 2))
+        most = brief(math.sqrt(max(0.0, kl) / 2))
         return [f"the policy hardly moved: at this KL no accuracy can change by more than {most}; {advice}"]
-    losses = [_short(number(row["eval/loss"])) for row in run.evaluations if "eval/loss" in row]
+    losses = [brief(number(row["eval/loss"])) for row in run.evaluations if "eval/loss" in row]
     return [f"the model hardly moved: the held-out loss is the same; {advice}"] if losses and losses[0] == losses[-1] else []
 
 
@@ -166,7 +166,7 @@ def _rows_judged(run: RunData, row: Mapping[str, Any]) -> float:
     if "eval/prompts" in row:
         size = max(1.0, number(run.settings.get("evaluation.num_generations_eval", 1)))
         return number(row["eval/prompts"]) - number(row.get("eval/unscored", 0)) // size
-    noted = [event["eval_rows"] for event in run.events if event.get("kind") in ("started", "resumed") and "eval_rows" in event]
+    noted = [event["eval_rows"] for event in run.starts if "eval_rows" in event]
     known = number(noted[-1] if noted else run.settings.get("eval_episodes"))
     return math.inf if math.isnan(known) else known
 
@@ -174,7 +174,7 @@ def _rows_judged(run: RunData, row: Mapping[str, Any]) -> float:
 def _parts(first: Mapping[str, Any], last: Mapping[str, Any]) -> list[str]:
     """Return [a text with the mean of each reward function before and after training], or [] if there is only one function."""
     keys = [key for key in last if key.startswith(PARTS) and key.endswith("/mean")]
-    said = [f"{key[len(PARTS) : -5]} {_short(number(first.get(key)))} → {_short(number(last[key]))}" for key in keys]
+    said = [f"{key[len(PARTS) : -5]} {brief(number(first.get(key)))} → {brief(number(last[key]))}" for key in keys]
     return [", ".join(said)] if said else []
 
 
@@ -182,25 +182,15 @@ def _interval(row: Mapping[str, Any], metric: str) -> tuple[float, float]:
     return number(row.get(f"{metric}/low")), number(row.get(f"{metric}/high"))
 
 
-def _with_interval(mean: float, low: float, high: float) -> str:
-    """Return a mean and its interval as text."""
-    return _short(mean) + (f" [{_short(low)}, {_short(high)}]" if low < high < math.inf else "")
-
-
 def _signed(change: Interval) -> str:
     """Return a change and its interval as text, with plus and minus signs."""
-    mean, low, high = (f"{'+' * (end > 0)}{_short(end)}" for end in change)
+    mean, low, high = (f"{'+' * (end > 0)}{brief(end)}" for end in change)
     return f"{mean} [{low}, {high}]"
-
-
-def _short(value: float) -> str:
-    """Return a number with three significant digits, since intervals are no more precise."""
-    return show_number(value if abs(value) >= 1000 or not math.isfinite(value) else float(f"{value:.3g}"))
 
 
 def _divergence(run: RunData) -> list[str]:
     kl = number((run.evaluations or [{}])[-1].get("eval/kl"))
-    return [f"KL to the start {_short(kl)} nats per completion"] if kind_of(run.config) == "online" and math.isfinite(kl) else []
+    return [f"KL to the start {brief(kl)} nats per completion"] if kind_of(run.config) == "online" and math.isfinite(kl) else []
 
 
 def apply_rules(run: RunData) -> Watch:

@@ -25,40 +25,11 @@ from psigrad.language.models.fused.caches import HEAD_LIMIT
 from psigrad.language.recipes.row_limits import dataset_form
 from psigrad.language.rollout.samplers.cuda_graph import SHARE
 from psigrad.optim.rules import adamw_kernels
+from psigrad_extras.preflight.plan import arithmetic, memory
 from psigrad_extras.preflight.plan.activations import Terms, terms
-from psigrad_extras.preflight.plan.arithmetic import (
-    GUESSED,
-    UNPACKED,
-    Config,
-    Lengths,
-    StepCost,
-    Work,
-    cost_of,
-    samples_itself,
-    share_of,
-    work_of,
-)
+from psigrad_extras.preflight.plan.arithmetic import Config, Lengths, StepCost, Work
 from psigrad_extras.preflight.plan.hardware import Machine
-from psigrad_extras.preflight.plan.memory import (
-    AMONG_OTHERS,
-    CACHE,
-    COPY,
-    KEPT,
-    MemoryItem,
-    ModelRole,
-    PeakMemory,
-    cache_bytes,
-    engine_item,
-    forward_and_back,
-    head_slack,
-    kept_size,
-    load_items,
-    passing,
-    recomputed_gradients,
-    roles_of,
-    sharded_items,
-    share_asleep,
-)
+from psigrad_extras.preflight.plan.memory import MemoryItem, ModelRole, PeakMemory
 from psigrad_extras.preflight.plan.shape import Shape, config_of, shape_of
 
 # The error of predictions, as a share of the measured peak. A run with a smaller margin does not count as fitting.
@@ -128,8 +99,8 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
     """
     config = replace(config, model=resolve_for_plan(config.model, local=quick))
     shaped = partial(shape_of, local=quick)
-    policy, whole = shaped(config.model.path), work_of(_keeping(config, machine), lengths, dataset)
-    work = share_of(config, whole)
+    policy, whole = shaped(config.model.path), arithmetic.work_of(_keeping(config, machine), lengths, dataset)
+    work = arithmetic.share_of(config, whole)
     rank = config.model.lora_rank
     adapter = policy.lora_parameters(rank, config.model.lora_target_modules) if rank else 0
     width = DTYPES[config.model.dtype].itemsize
@@ -147,27 +118,27 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
 
     def count_recomputed(shape: Shape, kept: Terms, head: bool) -> tuple[int, int]:
         wanted = recompute and width == 4 and not adapter
-        return recomputed_gradients(work, shape, bool(kept.fused), head=head) if wanted else (0, 0)
+        return memory.recomputed_gradients(work, shape, bool(kept.fused), head=head) if wanted else (0, 0)
 
     again = count_recomputed(policy, kept, head=not isinstance(config, RewardConfig))
     role = ModelRole("policy", policy.parameters, learns, width, adapter, 0, sum(again), *_summing(config, machine, work))
-    parts = roles_of(
+    parts = memory.roles_of(
         replace(role, **_frugal(config, policy, machine, adapter or learns, coded)),
         _reference(config, work, shaped),
         learning and (learning[0], sum(count_recomputed(*learning, head=False))),
         [(Path(path).name, shaped(path)) for path in getattr(config, "reward_model", ())],
     )
     items = _models(config, parts, policy, work)
-    items += passing(work, policy, kept, machine.kind, width=width, recompute=recompute, learns_head=head, critic=learning)
+    items += memory.passing(work, policy, kept, machine.kind, width=width, recompute=recompute, learns_head=head, critic=learning)
     engine, starved = _engine(config, work, policy, machine)
     cpu = machine.kind == "cpu"
-    items += [*(load_items(parts) if cpu else ()), *engine]  # on a GPU, the mapped file is not in the device's memory
+    items += [*(memory.load_items(parts) if cpu else ()), *engine]  # on a GPU, the mapped file is not in the device's memory
     items = _with_codes(items, policy, width, coded) if coded else items
-    done = _as_kept(config, work, items, kept_size(work, policy, kept) / PLAIN if quick and cpu else 0.0)
-    cost = _cost(config, done, policy, cache_bytes(work, policy, kept, width, machine.kind), coded if cpu else 0)
+    done = _as_kept(config, work, items, memory.kept_size(work, policy, kept) / PLAIN if quick and cpu else 0.0)
+    cost = _cost(config, done, policy, memory.cache_bytes(work, policy, kept, width, machine.kind), coded if cpu else 0)
     cost = cost if cpu else cost.on_gpu(done, policy, frozen=bool(rank), recompute=recompute, learns=adapter or learns)
     gives_back = recompute and cpu
-    beside_head = head_slack(work, policy, width, machine.kind) if head and not gives_back else 0.0
+    beside_head = memory.head_slack(work, policy, width, machine.kind) if head and not gives_back else 0.0
     return Plan(
         config,
         policy,
@@ -175,7 +146,7 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
         work,
         PeakMemory(tuple(items), "returned" if gives_back else machine.kind, machine.kind, beside_head),
         cost.with_head_again(work, policy) if again[0] else cost,
-        sum(forward_and_back(work, policy, kept, recompute)) / work.micro_tokens,
+        sum(memory.forward_and_back(work, policy, kept, recompute)) / work.micro_tokens,
         machine,
         quick,
         starved,
@@ -194,7 +165,7 @@ def _as_kept(config: Config, work: Work, items: list[MemoryItem], estimated: flo
 
     Their size is in the items, or is `estimated` if the fused decoder was not evaluated.
     """
-    kept = any(item.name == KEPT and item.phase == "held" for item in items)
+    kept = any(item.name == memory.KEPT and item.phase == "held" for item in items)
     if estimated and loader.suits(config_of(config.model.path, local=True), DTYPES[config.model.dtype]):
         kept = estimated <= work.keeps
     return work if kept else replace(work, keeps=0.0)
@@ -205,7 +176,7 @@ def _engine(config: Config, work: Work, policy: Shape, machine: Machine) -> tupl
     if not (isinstance(config, OnlineConfig) and work.samples and work.engine):
         return [], 0.0
     width, taken = DTYPES[config.model.dtype].itemsize, work.engine * machine.memory
-    item, starved = engine_item(work, policy, width, taken, config.sampling.vllm_sleep)
+    item, starved = memory.engine_item(work, policy, width, taken, config.sampling.vllm_sleep)
     return [item], starved
 
 
@@ -219,10 +190,10 @@ def _models(config: Config, parts: list[ModelRole], policy: Shape, work: Work) -
         filtered = isinstance(config, OnlineConfig) and config.sampling.filtered
         copied = work.samples and (filtered or not work.engine)
         ranks = placement.processes // placement.dp_replicate_size
-        items = list(sharded_items(parts, policy, ranks, copied, placement.reduce_once))
+        items = list(memory.sharded_items(parts, policy, ranks, copied, placement.reduce_once))
     else:
         items = [item for part in parts for item in part.items()]
-    others = AMONG_OTHERS[placement.strategy]
+    others = memory.AMONG_OTHERS[placement.strategy]
     return [*items, MemoryItem("other processes", others, "weights", "torch.distributed's code and buffers")]
 
 
@@ -239,8 +210,8 @@ def _cost(config: Config, done: Work, policy: Shape, caching: float, coded: int)
     model = config.model
     weights, frozen = DTYPES[model.dtype].itemsize * policy.parameters, bool(model.lora_rank)
     recompute = model.gradient_checkpointing
-    cost = cost_of(done, policy, frozen=frozen, recompute=recompute, weight_bytes=weights, cache_bytes=caching)
-    return cost.with_codes(done, coded * UNPACKED[model.quantize_base]) if coded else cost
+    cost = arithmetic.cost_of(done, policy, frozen=frozen, recompute=recompute, weight_bytes=weights, cache_bytes=caching)
+    return cost.with_codes(done, coded * arithmetic.UNPACKED[model.quantize_base]) if coded else cost
 
 
 # The bytes of a quantised weight, including scales. A GGUF file has about half Q4_K and half Q6_K.
@@ -295,14 +266,16 @@ def lengths_of(config: Config, prompt: int = 0, completion: int = 0, *, read: bo
     prompts = [p for p, _ in sizes]
     answers = [a for _, answers in sizes for a in answers]
     mean_prompt = prompt or (
-        round(statistics.fmean(prompts)) if prompts else min(GUESSED, config.data.max_prompt_length or GUESSED)
+        round(statistics.fmean(prompts))
+        if prompts
+        else min(arithmetic.GUESSED, config.data.max_prompt_length or arithmetic.GUESSED)
     )
     longest_prompt = max([prompt, *prompts]) if prompt or prompts else config.data.max_prompt_length or mean_prompt
     if isinstance(config, OnlineConfig):
         mean, longest = min(completion or limit, limit), limit
     else:
-        room = max(1, limit - mean_prompt) if limit else GUESSED
-        mean = completion or (round(statistics.fmean(answers)) if answers else min(GUESSED, room))
+        room = max(1, limit - mean_prompt) if limit else arithmetic.GUESSED
+        mean = completion or (round(statistics.fmean(answers)) if answers else min(arithmetic.GUESSED, room))
         longest = max([mean, *answers]) if answers or completion else room
     source = f"the first {len(sizes)} rows" if sizes else "given" if prompt else f"a guess of {mean_prompt} tokens per prompt"
     return Lengths(max(1, mean_prompt), max(1, mean), max(1, longest_prompt), max(1, longest)), rows, source
@@ -379,10 +352,10 @@ def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         for name, value in (("tensor_parallel_size", 2 * work.tensor), ("vllm_memory", more)):
             yield f"sampling.{name}={value}", partial(_with_sampling, **{name: value})
     width = DTYPES[config.model.dtype].itemsize
-    if share := share_asleep(plan.memory, work, plan.policy, width, plan.machine.memory, MARGIN):
+    if share := memory.share_asleep(plan.memory, work, plan.policy, width, plan.machine.memory, MARGIN):
         settings: dict[str, Any] = {"vllm_sleep": True, "vllm_memory": share}
         yield f"sampling.vllm_sleep=true sampling.vllm_memory={share}", partial(_with_sampling, **settings)
-    if any(item.name == COPY for item in plan.memory.items):
+    if any(item.name == memory.COPY for item in plan.memory.items):
         yield "sampling.sampler=vllm", partial(_with_sampling, sampler="vllm")
     if work.slots > 32 and not work.engine:
         yield "sampling.max_decode_batch=32", partial(_with_sampling, max_decode_batch=32)
@@ -433,9 +406,9 @@ def filling(config: Any, here: Machine) -> Any:
     """
     lengths, rows, _ = lengths_of(config)
     anew = config.model.gradient_checkpointing
-    while here.kind == "cuda" and samples_itself(config) and (slots := config.sampling.max_decode_batch) > FEWEST:
+    while here.kind == "cuda" and arithmetic.samples_itself(config) and (slots := config.sampling.max_decode_batch) > FEWEST:
         least = predict(replace(config, micro_batch_tokens=LEAST), lengths, here, dataset=rows)
-        cache = sum(item.bytes for item in least.memory.items if item.name == CACHE)
+        cache = sum(item.bytes for item in least.memory.items if item.name == memory.CACHE)
         taken = sum(item.bytes for item in least.memory.items if item.phase in ("weights", "held"))
         if cache <= SHARE * (here.memory - taken + cache) and least.fits:
             break

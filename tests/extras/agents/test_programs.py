@@ -52,11 +52,11 @@ def test_a_program_completes_a_task_of_two_rounds_of_tools(program, taught):
 def heard_by(monkeypatch) -> tuple[set, list, set]:
     """(what was sampled behind what, the batches that are trained on, the texts that forward passes with a gradient read)."""
     sampled, batches, read = set(), [], set()
-    record, batch_of, evaluate = agent_gateway._Served.on_completion, online_rl.to_batch, LanguageModel.evaluate
+    record, batch_of, evaluate = agent_gateway.AgentGateway.on_completion, online_rl.to_batch, LanguageModel.evaluate
 
-    def on_completion(self, session_id, request, prompt_ids, completion_ids, *more):
-        sampled.add((tuple(prompt_ids), tuple(completion_ids)))
-        return record(self, session_id, request, prompt_ids, completion_ids, *more)
+    def on_completion(self, session_id, call, completion, *more):
+        sampled.add((call.prompt_ids, completion.ids))
+        return record(self, session_id, call, completion, *more)
 
     def to_batch(*given):
         batches.append(batch_of(*given))
@@ -67,7 +67,7 @@ def heard_by(monkeypatch) -> tuple[set, list, set]:
             read.update((*p, *c) for p, own in zip(inputs.prompts, inputs.completions, strict=True) for c in own)
         return evaluate(self, inputs, **how)
 
-    monkeypatch.setattr(agent_gateway._Served, "on_completion", on_completion)
+    monkeypatch.setattr(agent_gateway.AgentGateway, "on_completion", on_completion)
     monkeypatch.setattr(online_rl, "to_batch", to_batch)
     monkeypatch.setattr(LanguageModel, "evaluate", watched)
     return sampled, batches, read

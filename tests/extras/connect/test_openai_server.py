@@ -89,7 +89,7 @@ def test_what_a_server_does_not_take_is_left_out(refusal, left_out, has):
 
 def test_a_busy_server_is_asked_again_after_the_time_that_it_names(monkeypatch):
     waits = []
-    monkeypatch.setattr(module.time, "sleep", waits.append)
+    monkeypatch.setattr("time.sleep", waits.append)
     with standing_in(lambda n, body: (429, "slow down", {"Retry-After": "3"}) if n < 3 else chat("x")) as (url, seen):
         assert asked(url, model="small")[0, 0].text == "x"
     assert waits == [3.0, 3.0] and len(seen) == 3
@@ -112,7 +112,7 @@ def test_a_busy_server_is_asked_again_after_the_time_that_it_names(monkeypatch):
     ],
 )
 def test_what_goes_wrong_is_said_in_a_sentence(answer, settings, sentence, requests, monkeypatch):
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with standing_in(lambda n, body: answer) as (url, seen), pytest.raises(UserError, match=sentence):
         asked(url, **{"model": "small", **settings})
@@ -121,7 +121,7 @@ def test_what_goes_wrong_is_said_in_a_sentence(answer, settings, sentence, reque
 
 def test_a_server_that_is_not_there_or_hangs_or_serves_several_models_is_said_too(monkeypatch):
     over = threading.Event()
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
     with pytest.raises(
         UserError, match=r"http://127\.0\.0\.1:9/v1 gave no completion in 3 attempts \(the request failed: Connection.*refused"
     ):
@@ -143,7 +143,7 @@ def test_a_server_that_is_not_there_or_hangs_or_serves_several_models_is_said_to
 
 @pytest.mark.parametrize("told", [[], "ok", None, {"data": None}, {"data": ["small"]}])
 def test_a_server_that_tells_of_its_models_in_another_form_is_said_too(told, monkeypatch):
-    monkeypatch.setattr(module, "ask", lambda url, **how: told)
+    monkeypatch.setattr(module, "ask", lambda url, body=None, **how: told)
     with pytest.raises(UserError, match="serves 0 models; name one with --model"):
         asked("http://127.0.0.1:9")
 
@@ -193,7 +193,7 @@ def test_evaluation_best_of_n_and_samples_come_from_a_server(tmp_path):
     groups = [right[i : i + 6] for i in range(0, 24, 6)]
     assert best.figures["eval/exact/mean"] == sum(map(any, groups)) / 4
     assert len({request["seed"] for request in seen[:24]}) == 24 and len(seen) == 96
-    written = sample.read_jsonl(out)
+    written = sample.read_rows(out)
     assert len(written) == 24 and {row["logprob"] for row in written} == {-0.5}
     assert written[0]["completion"][0]["role"] == "assistant" and pairs.rows + pairs.ties == 4
 

@@ -38,7 +38,7 @@ def test_sampled_rows_are_all_the_best_or_pairs_of_the_same_completions(job, tmp
     found = {}
     for keep in ("all", "best", "pairs"):
         sample.run(sample_config(job, tmp_path, keep))
-        found[keep] = sample.read_jsonl(str(tmp_path / f"{keep}.jsonl"))
+        found[keep] = sample.read_rows(str(tmp_path / f"{keep}.jsonl"))
     assert len(found["all"]) == 48 and len(found["best"]) == 8
     for i, best in enumerate(found["best"]):
         group = found["all"][6 * i : 6 * i + 6]
@@ -59,7 +59,7 @@ def test_sessions_that_fail_are_said_and_named_in_their_rows(job, tmp_path, monk
     config = sample_config(job, tmp_path, "all", reward=(), agent=gone, evaluation=Evaluation(eval_prompts=2))
     monkeypatch.setattr(flags, "parse", lambda *given: config)
     assert commands.sample([]) == 0
-    rows = sample.read_jsonl(config.output)
+    rows = sample.read_rows(config.output)
     assert rows[0]["reason"].startswith("the agent raised RuntimeError: browser gone") and rows[0]["reward"] is None
     assert "2 of 2 completions stayed unscored; most often" in capsys.readouterr().err
 
@@ -71,7 +71,7 @@ def test_written_rows_keep_every_column_the_offered_tools_too(job, tmp_path):
     data = Data(dataset=[{"prompt": f"say {c}:", **own} for c in "abcd"])
     for keep in ("all", "pairs"):
         written = sample.run(sample_config(job, tmp_path, keep, data=data))
-        rows = sample.read_jsonl(str(written.path))
+        rows = sample.read_rows(str(written.path))
         assert rows and all(row["tools"] == tools for row in rows)
         assert {(row["day"], row["price"], row["raw"]) for row in rows} == {("2024-02-29", "1.50", "b'x'")}
 
@@ -87,7 +87,7 @@ def test_empty_completions_are_in_no_row_that_is_trained_on(job, tmp_path, monke
 
     monkeypatch.setattr(evaluate, "sample_and_score", every_third_is_empty)
     written = sample.run(sample_config(job, tmp_path, keep, **more))
-    rows = sample.read_jsonl(str(written.path))
+    rows = sample.read_rows(str(written.path))
     assert rows and written.empty == 16
     assert all(row[column] for row in rows for column in ("completion", "chosen", "rejected") if column in row)
 
@@ -126,10 +126,10 @@ def test_malformed_ratings_are_refused_by_row(row, said):
 def test_a_row_may_hold_any_end_of_line_and_what_is_no_text_is_named(tmp_path):
     file, rows = tmp_path / "rows.jsonl", [{"prompt": "a\u2028b\x85c"}, {"prompt": "d"}]
     file.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8")
-    assert sample.read_jsonl(str(file)) == rows
+    assert sample.read_rows(str(file)) == rows
     file.write_bytes(b"{}\n\xff\n")
-    with pytest.raises(UserError, match=r"rows.jsonl:2 is not JSON"):
-        sample.read_jsonl(str(file))
+    with pytest.raises(UserError, match=r"rows.jsonl:2:1: is not UTF-8"):
+        sample.read_rows(str(file))
 
 
 def test_pairs_on_the_command_line(tmp_path, capsys):

@@ -124,7 +124,7 @@ def test_the_last_score_of_a_reply_counts(reply, score):
 
 
 def test_trouble_that_passes_is_waited_out_and_every_other_completion_has_its_score(monkeypatch):
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
     trouble = {1: (503, "busy"), 2: (429, "slow down"), 4: "no idea"}
     with endpoint(lambda n, body: trouble.get(n, "Score: 5")) as (url, seen):
         assert judged(url, ["a", "b"]) == [1.0, 1.0]
@@ -133,7 +133,7 @@ def test_trouble_that_passes_is_waited_out_and_every_other_completion_has_its_sc
 
 def test_what_has_no_score_is_unscored_and_says_why(monkeypatch):
     waits = []
-    monkeypatch.setattr(module.time, "sleep", waits.append)
+    monkeypatch.setattr("time.sleep", waits.append)
 
     def replies(n, body):
         text = body["messages"][0]["content"]

@@ -17,7 +17,7 @@ from psigrad.language.models.packing import Rows
 from psigrad.language.recipes.online import longest_of
 from psigrad_extras.vllm import vllm_probe
 from psigrad_extras.vllm.vllm_backend import VLLMSampler
-from psigrad_extras.vllm.vllm_engine import Engine
+from psigrad_extras.vllm.vllm_engine import Engine, answer
 from psigrad_extras.vllm.vllm_probe import exactly, log_probs, written
 from psigrad_extras.vllm.vllm_setup import check_setup, devices_of
 
@@ -79,8 +79,8 @@ def test_an_engine_that_slept_wakes_weights_first_and_its_cache_last(asleep, mon
     engine.llm, engine.asleep, engine.sleep, engine.lora = Recorder(), asleep, True, None
     monkeypatch.setattr(Engine, "_cached", lambda self, probe: self.llm.calls.append("probe") or 0)
     steps = [("begin", [1, 2]), ("start",), ("load", {}), ("finish", 7), ("compare", {}, []), ("settle", [1, 2])]
-    answer = [list(getattr(engine, name)(*arguments)) for name, *arguments in steps][-1]
-    assert answer == [["updated", 7, [], [], 0]] and not engine.asleep
+    answers = [list(answer(engine, (name, tuple(arguments)))) for name, *arguments in steps]
+    assert answers == [*[[["done"]]] * 5, [["updated", 7, [], [], 0], ["done"]]] and not engine.asleep
     calls = [call for call in engine.llm.calls if call.partition(" ")[0] in ("wake_up", "update_weights", "probe")]
     woken = ["wake_up weights", "update_weights", "wake_up kv_cache", "probe"]
     assert calls == (woken if asleep else ["probe", "update_weights", "probe"])

@@ -76,7 +76,7 @@ def test_greedy_texts_and_their_log_probs_are_those_of_the_model_here(served, tm
     }
     greedy = Evaluation(eval_prompts=0, eval_temperature=0.0)
     sample.run(SampleConfig(server=url, evaluation=greedy, output=str(tmp_path / "out.jsonl"), **shared))
-    rows = sample.read_jsonl(str(tmp_path / "out.jsonl"))
+    rows = sample.read_rows(str(tmp_path / "out.jsonl"))
     assert [row["prompt"] for row in rows] == list(TEXTS)
     for row in rows:
         prompt = tuple(model.tokenizer(row["prompt"])["input_ids"])

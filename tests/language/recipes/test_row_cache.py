@@ -203,7 +203,7 @@ def test_a_disk_that_is_full_only_means_that_nothing_is_kept(home: Path, tokeniz
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(row_cache._Hashing, "write", full)
+    monkeypatch.setattr(row_cache, "_digest", full)
     start = Start(home, tokenizer)
     assert [*start().items] == [*start().items] and start.times == 2 and not files(home)
 

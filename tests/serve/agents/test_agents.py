@@ -26,7 +26,7 @@ from psigrad.language.rollout.types import Prompt, State
 from psigrad.language.training.online.collect import completion_seed
 from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.processes.sandbox import enclosure_of_workers
-from psigrad_serve.agents.agent_gateway import open_gateway
+from psigrad_serve.agents.agent_gateway import AgentGateway
 from psigrad_serve.agents.agent_rollouts import AgentPool, Agents
 from psigrad_serve.agents.agent_worker import AgentCommand, check_agent
 
@@ -59,7 +59,7 @@ def talking(tokenizer, agent="once", what=("",) * 8, algorithm="grpo") -> Online
 @pytest.fixture(scope="module")
 def agents():
     """Those of `sample_agents`: the row says which."""
-    with closing(Agents(AgentPool(sample_agents.of_row, workers=2), open_gateway(), 6)) as made:
+    with closing(Agents(AgentPool(sample_agents.of_row, workers=2), AgentGateway(), 6)) as made:
         yield made
 
 
@@ -166,14 +166,14 @@ def check_trouble(what, made) -> None:
 @pytest.mark.slow
 def test_a_session_that_hangs_or_exits_takes_no_other_along(tokenizer):
     what = ("", "exit", "hang", "crash", "exit", "", "hang", "")
-    with closing(Agents(AgentPool(sample_agents.of_row, timeout=4.0, workers=2), open_gateway(), 6)) as agents:
+    with closing(Agents(AgentPool(sample_agents.of_row, timeout=4.0, workers=2), AgentGateway(), 6)) as agents:
         check_trouble(what, sessions(talking(tokenizer, "troubled", what), agents, count=1, prompts=8))
 
 
 @pytest.mark.slow
 def test_a_program_is_asked_as_a_function_is(tokenizer, agents):
     program = AgentCommand(f"{sys.executable} {Path(sample_agents.__file__)}")
-    with closing(Agents(AgentPool(program, workers=2), open_gateway())) as asked:
+    with closing(Agents(AgentPool(program, workers=2), AgentGateway())) as asked:
         assert sessions(talking(tokenizer, "three_turns"), asked) == sessions(talking(tokenizer, "three_turns"), agents)
 
 
@@ -231,7 +231,7 @@ def no_way_out(row, client):
 @pytest.mark.slow
 @pytest.mark.needs("bubblewrap")
 def test_an_agent_in_an_enclosure_reaches_the_policy_and_nothing_else(tokenizer):
-    gateway = open_gateway(tunnel=True)
+    gateway = AgentGateway(tunnel=True)
     enclosure = enclosure_of_workers((gateway.tunnel, str(Path(__file__).parents[2])), sockets=True)
     with closing(Agents(AgentPool(no_way_out, workers=1, enclosure=enclosure), gateway)) as asked:
         for t in sessions(talking(tokenizer), asked):

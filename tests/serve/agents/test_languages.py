@@ -19,7 +19,7 @@ from psigrad.language.data.templates import CHATML, prompt_ids
 from psigrad.language.models import tiny
 from psigrad.language.rollout.types import Prompt
 from psigrad.language.training.online.collect import completion_seed
-from psigrad_serve.agents.agent_gateway import open_gateway
+from psigrad_serve.agents.agent_gateway import AgentGateway
 from psigrad_serve.agents.agent_rollouts import AgentPool, Agents
 from psigrad_serve.agents.agent_worker import AgentCommand
 
@@ -39,7 +39,7 @@ def sessions(agent):
     run = make(tokenizer, "grpo", max_length=256)
     row = Row("x", prompt=[{"role": "user", "content": "count from 3"}], columns={"start": "3"})
     prompts = [Prompt(0, tuple(prompt_ids(tokenizer, row)), row)]
-    with closing(Agents(AgentPool(agent, workers=1), open_gateway())) as agents:
+    with closing(Agents(AgentPool(agent, workers=1), AgentGateway())) as agents:
         params = replace(run.params, max_tokens=4, stop_token_ids=(tokenizer.eos_token_id,))
         return rollout_of(run.sampler, run.model, None, agents)(prompts, params, 2, partial(completion_seed, 0, 0), version=0)
 
