@@ -127,7 +127,7 @@ COUNTED = [("dr_grpo", 1, 1, 0), ("dr_grpo", 2, 2, 0), ("grpo", 1, 2, 0), ("ppo"
 def test_the_host_waits_once_per_optimiser_step_and_column(gpu, algorithm, iterations, wanted, planted, monkeypatch):
     """A column is what other passes than those of training compute: the reference's log-probs (grpo, ppo), values (ppo).
 
-    Four micro-batches wait as often as one, so that the host runs ahead of the device.
+    Several micro-batches wait as often as one, so that the host runs ahead of the device.
     """
 
     def waits(budget: int) -> tuple[Counter, int]:

@@ -91,7 +91,7 @@ def test_the_share_of_tokens_whose_bits_differ_is_of_those_that_were_compared():
         mask=torch.tensor([[True, True], [True, False]]), reward=zeros, logp_old=zeros - 1, group=torch.zeros(2, dtype=torch.long)
     )
     gap = LogProbGap()
-    gap.add(torch.tensor([[-1.0, -1.25], [-0.5, 7.0]]), batch)
+    gap.add(torch.tensor([[-1.0, -1.25], [-0.5, 7.0]]), batch.logp_old, batch.mask)
     name = "sampling/sampling_logp_difference/"
     found = {key.removeprefix(name): value for key, value in gap.figures().items() if key.startswith(name)}
     assert found == {"mean": pytest.approx(0.75 / 3), "max": 0.5, "share": pytest.approx(2 / 3)}

@@ -164,6 +164,7 @@ def learn(
     if not isinstance(algorithm, PolicyGradient):
         return learn_preferences(run, algorithm.loss, groups, state, lr, cache)
     run.check_reference()
+    # On the host: what is computed from rewards and lengths is small, and reading it from a GPU would stall the GPU.
     batch = to_batch(groups, config.filter_metric, run.reward_weights)
     cache = run.model.usable(cache)
     for annotator in run.annotators:

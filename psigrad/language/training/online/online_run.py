@@ -64,8 +64,8 @@ class Annotator:
     ) -> tuple[Prepared, PolicyOutputs]:
         """Return (`part`, `outputs`), to which the annotator may have added terms.
 
-        `part` has the `rows` of a prepared batch, and `outputs` are the policy's outputs for them. `sums` are the figures
-        of the step.
+        `part` has the `rows` of a prepared batch, and `outputs` are the policy's outputs for them. `sums.steps`
+        counts the optimiser steps so far.
         """
         return part, outputs
 

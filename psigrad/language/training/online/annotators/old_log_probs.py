@@ -37,9 +37,9 @@ class LogProbGap:
         """The mean absolute difference over all compared tokens."""
         return self._sum / max(1, self._count)
 
-    def add(self, logp: Tensor, batch: Batch) -> None:
-        """Compare the trainer's log-probs [n, T] with the sampler's."""
-        difference = (logp - batch.logp_old).abs()[batch.mask]
+    def add(self, logp: Tensor, sampled: Tensor, mask: Tensor) -> None:
+        """Compare the trainer's log-probs [n, T] with the sampler's where the mask is True. All are in the host's memory."""
+        difference = (logp - sampled).abs()[mask]
         self._sum += float(difference.sum())
         self._max = max(self._max, float(difference.max()))
         self._count += difference.numel()
@@ -94,20 +94,20 @@ class OldLogProbs(Annotator):
             some = torch.zeros(len(batch.mask), dtype=torch.bool)
             some[present[(torch.arange(size) + count * size) % len(present)]] = True
             again = compute_log_probs(model, batch, budget, temperature, row_mask=some, world=world)
-            self.gap.add(again[some], batch.select(some))
+            self.gap.add(again[some], batch.logp_old[some], batch.mask[some])
         if enough:
             return batch
         again = compute_log_probs(model, batch, budget, temperature, cache=cache, world=world)
         if not reused and not stale:  # earlier weights had other log-probs
-            self.gap.add(again, batch)
+            self.gap.add(again, batch.logp_old, batch.mask)
         return replace(batch, logp_old=again)
 
     def add_terms(
         self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, sums: LossSums
     ) -> tuple[Prepared, PolicyOutputs]:
         """Measure the gap in the first optimiser step. If it is the batch's only step, set `logp_old` from it: the ratio is 1."""
-        if sums.steps == 0 and self._compared is not None:
-            sums.later(outputs.logp, partial(self.gap.add, batch=self._compared.select(rows)))
+        if sums.steps == 0 and (own := self._compared) is not None:
+            sums.later(outputs.logp, partial(self.gap.add, sampled=own.logp_old[rows], mask=own.mask[rows]))
         if run.single_pass:
             part = replace(part, batch=replace(part.batch, logp_old=outputs.logp.detach()))
         return part, outputs
