@@ -120,7 +120,7 @@ def test_an_adapter_on_a_gpu_is_in_bfloat16_with_masters_and_casts_nothing(gpu, 
         assert made("cuda", dora=True)[0] == full
 
 
-COUNTED = [("dr_grpo", 1, 1, 0), ("dr_grpo", 2, 2, 0), ("grpo", 1, 2, 0), ("ppo", 1, 3, 0), ("online_dpo", 1, 2, 0), ("dr_grpo", 1, 1, 1)]
+COUNTED = [("opo", 1, 1, 0), ("opo", 2, 2, 0), ("grpo", 1, 2, 0), ("ppo", 1, 3, 0), ("online_dpo", 1, 2, 0), ("opo", 1, 1, 1)]
 
 
 @pytest.mark.parametrize(("algorithm", "iterations", "wanted", "planted"), COUNTED)
