@@ -155,17 +155,12 @@ class Batch:
                     f"The {name} of rows {rows[:5]} is NaN or infinite; expected numbers; compute those rows again or drop them."
                 )
 
-    def to(self, device: torch.device | str) -> Batch:
-        """Return the batch with its tensors on `device`; `inputs` are not moved."""
-        return replace(self, **self._of_tensors(lambda x: copy_to(x, device)))
-
     def select(self, rows: Tensor | slice) -> Batch:
         """Return the batch with only `rows` (indices or a boolean mask), `inputs` included."""
         return replace(self, inputs=_select_inputs(self.inputs, rows), **self._of_tensors(lambda x: x[rows]))
 
     def _of_tensors(self, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        names = (*PER_STEP, *PER_ROW, "parts")
-        return {name: change(x) for name in names if (x := getattr(self, name)) is not None}
+        return {name: change(x) for name in (*PER_STEP, *PER_ROW, "parts") if (x := getattr(self, name)) is not None}
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
@@ -250,7 +245,7 @@ class Prepared:
     def to(self, device: torch.device) -> Prepared:
         """Return the prepared data with its tensors on `device`."""
         copy = partial(copy_to, device=device)
-        return self if self.keep.device == device else self._of(self.batch.to(device), copy, copy)
+        return self if self.keep.device == device else self._of(replace(self.batch, **self.batch._of_tensors(copy)), copy, copy)
 
     def _of(self, batch: Batch, of_rows: Callable[[Tensor], Tensor], of_steps: Callable[[Tensor], Tensor]) -> Prepared:
         names = ("advantage", "returns", "counts", "marks")

@@ -11,7 +11,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,9 +30,8 @@ if TYPE_CHECKING:
 STATE_FILE = "optimizer.safetensors"
 """The file in a checkpoint with the tensors of `Optimizer.state_dict()`."""
 
-
-Read = Callable[[Tensor], Any]
-"""A function like `Tensor.tolist`. Another function may read further tensors by the same transfer from a GPU."""
+Losses = Iterable[Callable[[], Tensor]]
+Read = Callable[[Tensor], Any]  # such as Tensor.tolist; another function may read further tensors by the same transfer
 _HALF = (torch.bfloat16, torch.float16)
 MAX_NONFINITE = 3
 """The number of consecutive steps without a finite gradient after which a run ends with an error."""
@@ -149,7 +147,7 @@ class Optimizer:
         """The tensors that the rules update, by parameter name: the parameters or their float32 masters (`Weight.master`)."""
         return {name: w.master for name, w in self.weights.items()}
 
-    def step(self, losses: Iterable[Callable[[], Tensor]], lr: float, read: Read = Tensor.tolist) -> float | None:
+    def step(self, losses: Losses, lr: float, read: Read = Tensor.tolist) -> float | None:
         """Sum the gradients of the losses (one function per micro-batch), and update the weights with the learning rate `lr`.
 
         Return the gradient norm before clipping. If it is not finite, change no weight and return None.
@@ -177,7 +175,7 @@ class Optimizer:
         handles = []
         for w in self._half:
             w.move_gradient()
-            handles.append(w.parameter.register_post_accumulate_grad_hook(partial(_move_gradient, w)))
+            handles.append(w.parameter.register_post_accumulate_grad_hook(lambda _, w=w: w.move_gradient()))
         try:
             yield
         finally:
@@ -363,19 +361,16 @@ def _rule(name: str, p: Tensor, optim: Optim, stochastic: bool, remainder: bool,
     return AdamW(betas, optim.adam_epsilon)
 
 
-def _move_gradient(w: Weight, _: Tensor) -> None:
-    w.move_gradient()
-
-
 def _total_norm(gradients: list[Tensor]) -> Tensor:
     if any(g.dtype in _HALF for g in gradients):
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)))
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)))  # type: ignore[no-any-return]
     if len(gradients) == 1:
-        return torch.linalg.vector_norm(gradients[0])  # the same result, ten times as fast
+        # The same result, ten times as fast.
+        return torch.linalg.vector_norm(gradients[0])  # type: ignore[no-any-return]
     return nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
 
 
-def _reduce_last(losses: Iterable[Callable[[], Tensor]], reduces: Callable[[bool], None]) -> Iterator[Callable[[], Tensor]]:
+def _reduce_last(losses: Losses, reduces: Callable[[bool], None]) -> Iterator[Callable[[], Tensor]]:
     """Yield the losses. Call `reduces(False)` before all but the last, `reduces(True)` before the last.
 
     Gradients are then summed over the processes only once.
@@ -391,7 +386,7 @@ def _reduce_last(losses: Iterable[Callable[[], Tensor]], reduces: Callable[[bool
         yield held
 
 
-def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor]]) -> None:
+def add_up(optimizers: Sequence[Optimizer], losses: Losses) -> None:
     """Compute the gradient of the sum of the losses (one function per micro-batch) for all parameters of the optimisers.
 
     Previous gradients are dropped. If a process runs out of memory, raise `PassOutOfMemoryError` on all processes. With sharded
@@ -443,9 +438,7 @@ def apply_together(rates: Sequence[tuple[Optimizer, float]], read: Read = Tensor
     return norms
 
 
-def step_together(
-    rates: Sequence[tuple[Optimizer, float]], losses: Iterable[Callable[[], Tensor]], read: Read = Tensor.tolist
-) -> list[float] | None:
+def step_together(rates: Sequence[tuple[Optimizer, float]], losses: Losses, read: Read = Tensor.tolist) -> list[float] | None:
     """Compute the gradients of the sum of `losses`, and update the weights of several optimisers at their learning rates.
 
     Return the norms before clipping, which `read` reads. If one is not finite, change no weight and return None.
