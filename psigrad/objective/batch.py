@@ -31,6 +31,11 @@ def zero_outside(mask: Tensor, x: Tensor) -> Tensor:
     return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
+def copy_to(x: Tensor, device: torch.device | str) -> Tensor:
+    """Return x on `device`. It is copied to a GPU from pinned memory, so that the copy does not block."""
+    return x.pin_memory().to(device, non_blocking=True) if x.is_cpu and torch.device(device).type == "cuda" else x.to(device)
+
+
 def is_full(mask: Tensor) -> bool:
     """Return True if the mask is on the CPU and True everywhere. Return False on a GPU, as reading it would stall the CPU."""
     return mask.device.type == "cpu" and bool(mask.all())
@@ -150,17 +155,12 @@ class Batch:
                     f"The {name} of rows {rows[:5]} is NaN or infinite; expected numbers; compute those rows again or drop them."
                 )
 
-    def to(self, device: torch.device | str) -> Batch:
-        """Return the batch with its tensors on `device`; `inputs` are not moved."""
-        return replace(self, **self._of_tensors(lambda x: x.to(device)))
-
     def select(self, rows: Tensor | slice) -> Batch:
         """Return the batch with only `rows` (indices or a boolean mask), `inputs` included."""
         return replace(self, inputs=_select_inputs(self.inputs, rows), **self._of_tensors(lambda x: x[rows]))
 
     def _of_tensors(self, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        names = (*PER_STEP, *PER_ROW, "parts")
-        return {name: change(x) for name in names if (x := getattr(self, name)) is not None}
+        return {name: change(x) for name in (*PER_STEP, *PER_ROW, "parts") if (x := getattr(self, name)) is not None}
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
@@ -240,12 +240,17 @@ class Prepared:
 
     def select(self, rows: Tensor | slice) -> Prepared:
         """Return the prepared data with only `rows` (indices or a boolean mask)."""
-        return self._of(self.batch.select(rows), rows, lambda x: x[rows])
+        return self._of(self.batch.select(rows), lambda x: x[rows], lambda x: x[rows])
 
-    def _of(self, batch: Batch, rows: Tensor | slice, change: Callable[[Tensor], Tensor]) -> Prepared:
+    def to(self, device: torch.device) -> Prepared:
+        """Return the prepared data with its tensors on `device`."""
+        copy = partial(copy_to, device=device)
+        return self if self.keep.device == device else self._of(replace(self.batch, **self.batch._of_tensors(copy)), copy, copy)
+
+    def _of(self, batch: Batch, of_rows: Callable[[Tensor], Tensor], of_steps: Callable[[Tensor], Tensor]) -> Prepared:
         names = ("advantage", "returns", "counts", "marks")
-        per_step: dict[str, Any] = {name: change(x) for name in names if (x := getattr(self, name)) is not None}
-        return replace(self, batch=batch, keep=self.keep[rows], needs_gradient=self.needs_gradient[rows], **per_step)
+        per_step: dict[str, Any] = {name: of_steps(x) for name in names if (x := getattr(self, name)) is not None}
+        return replace(self, batch=batch, keep=of_rows(self.keep), needs_gradient=of_rows(self.needs_gradient), **per_step)
 
     def steps(self) -> Prepared:
         """Return every chosen step of the kept rows as a separate row, in order, for minibatches of steps. Inputs are dropped.
@@ -258,7 +263,7 @@ class Prepared:
         own = {name: getattr(self.batch, name) for name in (*PER_STEP, *PER_ROW)}
         per_step: dict[str, Any] = {name: _pick(own[name], at) for name in PER_STEP if own[name] is not None}
         per_row: dict[str, Any] = {name: own[name][rows] for name in PER_ROW if own[name] is not None}
-        return self._of(Batch(**per_step, **per_row), rows, lambda x: _pick(x, at))
+        return self._of(Batch(**per_step, **per_row), lambda x: x[rows], lambda x: _pick(x, at))
 
 
 @dataclass(frozen=True, eq=False)

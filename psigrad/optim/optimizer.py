@@ -11,8 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,8 @@ if TYPE_CHECKING:
 STATE_FILE = "optimizer.safetensors"
 """The file in a checkpoint with the tensors of `Optimizer.state_dict()`."""
 
-
+Losses = Iterable[Callable[[], Tensor]]
+Read = Callable[[Tensor], Any]  # such as Tensor.tolist; another function may read further tensors by the same transfer
 _HALF = (torch.bfloat16, torch.float16)
 MAX_NONFINITE = 3
 """The number of consecutive steps without a finite gradient after which a run ends with an error."""
@@ -147,12 +147,12 @@ class Optimizer:
         """The tensors that the rules update, by parameter name: the parameters or their float32 masters (`Weight.master`)."""
         return {name: w.master for name, w in self.weights.items()}
 
-    def step(self, losses: Iterable[Callable[[], Tensor]], lr: float) -> float | None:
+    def step(self, losses: Losses, lr: float, read: Read = Tensor.tolist) -> float | None:
         """Sum the gradients of the losses (one function per micro-batch), and update the weights with the learning rate `lr`.
 
         Return the gradient norm before clipping. If it is not finite, change no weight and return None.
         """
-        norms = step_together([(self, lr)], losses)
+        norms = step_together([(self, lr)], losses, read)
         return None if norms is None else norms[0]
 
     def clear(self) -> None:
@@ -175,7 +175,7 @@ class Optimizer:
         handles = []
         for w in self._half:
             w.move_gradient()
-            handles.append(w.parameter.register_post_accumulate_grad_hook(partial(_move_gradient, w)))
+            handles.append(w.parameter.register_post_accumulate_grad_hook(lambda _, w=w: w.move_gradient()))
         try:
             yield
         finally:
@@ -204,7 +204,7 @@ class Optimizer:
         """The masters of the weights that are not sharded, whose gradients must be summed over processes."""
         return [w.master for w in self.weights.values() if w.local is w.parameter]
 
-    def norm(self) -> float:
+    def norm(self, read: Read = Tensor.tolist) -> float:
         """Return the norm of the gradient over all shards, and move each gradient to the tensor where the update reads it.
 
         An update rule reads the master's gradient. Kernels that update a half-precision weight read the weight's own gradient.
@@ -215,20 +215,22 @@ class Optimizer:
             if w.kernels is None and not w.no_master and w.local.grad is not None:
                 w.master.grad = w.local.grad.float()
         if self._sharded:
-            return self._norm_over_ranks()
+            return self._norm_over_ranks(read)
         by_torch = [w for w in self.weights.values() if w.kernels is None or w.master.grad is not None]
-        stored = _total_norm([w.gradient for w in by_torch if w.gradient is not None])
-        squares = [float(block.norm()) ** 2 for weight in self.sums.uses for _, block in self.sums.blocks(weight)]
+        norms = [_total_norm([w.gradient for w in by_torch if w.gradient is not None])]
+        norms += [block.norm() for weight in self.sums.uses for _, block in self.sums.blocks(weight)]
+        stored, *rest = [read(norms[0])] if len(norms) == 1 else read(torch.stack([norm.double() for norm in norms]))
+        squares = [norm**2 for norm in rest]
         if found := next((w.kernels for w in self._half if w.kernels is not None), None):
             half = [w.local.grad for w in self._half if w.kernels is not None and w.local.grad is not None]
             squares.append(found.squared_norm(half) if half else 0.0)
         return math.sqrt(stored**2 + math.fsum(squares)) if squares else stored
 
-    def _norm_over_ranks(self) -> float:
+    def _norm_over_ranks(self, read: Read) -> float:
         """Return the norm of the gradient over the shards of all processes. A weight that is not sharded counts once."""
         parts, learns = [0.0, 0.0], [w for w in self.weights.values() if w.gradient is not None]
         squares = [w.gradient.double().pow(2).sum() for w in learns if w.gradient is not None]
-        for w, square in zip(learns, torch.stack(squares).tolist() if squares else [], strict=True):
+        for w, square in zip(learns, read(torch.stack(squares)) if squares else [], strict=True):
             parts[w.local is w.parameter] += square / num_replicas(w.parameter, self.world.size)
         return math.sqrt(float(self.world.all_reduce(torch.tensor(parts[0], dtype=torch.float64))) + parts[1])
 
@@ -359,19 +361,16 @@ def _rule(name: str, p: Tensor, optim: Optim, stochastic: bool, remainder: bool,
     return AdamW(betas, optim.adam_epsilon)
 
 
-def _move_gradient(w: Weight, _: Tensor) -> None:
-    w.move_gradient()
-
-
-def _total_norm(gradients: list[Tensor]) -> float:
+def _total_norm(gradients: list[Tensor]) -> Tensor:
     if any(g.dtype in _HALF for g in gradients):
-        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32))))
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)))  # type: ignore[no-any-return]
     if len(gradients) == 1:
-        return float(torch.linalg.vector_norm(gradients[0]))  # the same result, ten times as fast
-    return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        # The same result, ten times as fast.
+        return torch.linalg.vector_norm(gradients[0])  # type: ignore[no-any-return]
+    return nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
 
 
-def _reduce_last(losses: Iterable[Callable[[], Tensor]], reduces: Callable[[bool], None]) -> Iterator[Callable[[], Tensor]]:
+def _reduce_last(losses: Losses, reduces: Callable[[bool], None]) -> Iterator[Callable[[], Tensor]]:
     """Yield the losses. Call `reduces(False)` before all but the last, `reduces(True)` before the last.
 
     Gradients are then summed over the processes only once.
@@ -387,7 +386,7 @@ def _reduce_last(losses: Iterable[Callable[[], Tensor]], reduces: Callable[[bool
         yield held
 
 
-def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor]]) -> None:
+def add_up(optimizers: Sequence[Optimizer], losses: Losses) -> None:
     """Compute the gradient of the sum of the losses (one function per micro-batch) for all parameters of the optimisers.
 
     Previous gradients are dropped. If a process runs out of memory, raise `PassOutOfMemoryError` on all processes. With sharded
@@ -424,12 +423,12 @@ def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor
             raise PassOutOfMemoryError("A pass of a process ran out of memory.") from failed
 
 
-def apply_together(rates: Sequence[tuple[Optimizer, float]]) -> list[float]:
+def apply_together(rates: Sequence[tuple[Optimizer, float]], read: Read = Tensor.tolist) -> list[float]:
     """Update the weights of several optimisers, given as (optimiser, learning rate). Each clips its own gradient norm.
 
     Return the norms before clipping. If one is not finite, change no weight; the first optimiser counts this in `nonfinite`.
     """
-    norms = [optimizer.norm() for optimizer, _ in rates]
+    norms = [optimizer.norm(read) for optimizer, _ in rates]
     if not all(map(math.isfinite, norms)):
         rates[0][0].nonfinite += 1
         return norms
@@ -439,11 +438,11 @@ def apply_together(rates: Sequence[tuple[Optimizer, float]]) -> list[float]:
     return norms
 
 
-def step_together(rates: Sequence[tuple[Optimizer, float]], losses: Iterable[Callable[[], Tensor]]) -> list[float] | None:
+def step_together(rates: Sequence[tuple[Optimizer, float]], losses: Losses, read: Read = Tensor.tolist) -> list[float] | None:
     """Compute the gradients of the sum of `losses`, and update the weights of several optimisers at their learning rates.
 
-    Return the norms before clipping. If one is not finite, change no weight and return None.
+    Return the norms before clipping, which `read` reads. If one is not finite, change no weight and return None.
     """
     add_up([optimizer for optimizer, _ in rates], losses)
-    norms = apply_together(rates)
+    norms = apply_together(rates, read)
     return norms if all(map(math.isfinite, norms)) else None

@@ -117,7 +117,7 @@ class AdamW:
             [],
             [u.state["step"] for u in updates],
             fused=True,
-            grad_scale=torch.tensor(divisor, device=updates[0].weight.device) if divisor != 1.0 else None,
+            grad_scale=torch.full((), divisor, device=updates[0].weight.device) if divisor != 1.0 else None,
             amsgrad=False,
             beta1=self.betas[0],
             beta2=self.betas[1],

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from psigrad.language.rollout.types import Trajectory
+from psigrad.language.training.loss_sums import LossSums
 from psigrad.language.training.online.figures import TokenFigures
 from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.objective import PolicyGradient, PolicyOutputs, Prepared
@@ -35,9 +36,9 @@ class WatchedOptimizer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def norm(self) -> float:
+    def norm(self, read: Callable[[Tensor], Any] = Tensor.tolist) -> float:
         """Return the gradient's norm, and add the gradient to the sum."""
-        norm = self.inner.norm()
+        norm = self.inner.norm(read)
         for name, own in self.inner.weights.items():
             parts, weight = [] if own.gradient is None else [(slice(None), own.gradient)], own.parameter
             for rows, part in (*parts, *(self.inner.sums.blocks(weight) if weight in self.inner.sums.uses else ())):
@@ -62,11 +63,11 @@ class WatchedTokens(TokenFigures):
         super().__init__(len(prepared.batch.mask), prepared)
         self.weight = torch.zeros_like(self.logp)
 
-    def store(self, rows: Tensor, evaluation: PolicyOutputs) -> None:
+    def store(self, rows: Tensor, evaluation: PolicyOutputs, sums: LossSums) -> None:
         """Record log-probs and entropies (see `TokenFigures`), and register a hook that adds the weights in the backward pass."""
-        super().store(rows, evaluation)
+        super().store(rows, evaluation, sums)
         if evaluation.logp.requires_grad:
-            evaluation.logp.register_hook(partial(self._weigh, rows.cpu()))
+            evaluation.logp.register_hook(partial(self._weigh, rows))
 
     def _weigh(self, rows: Tensor, slope: Tensor) -> None:
         self.weight[rows] -= slope.detach().float().cpu()
@@ -91,9 +92,9 @@ class MethodWatch:
         """Return name -> [N, T], from each token's last pass: advantage, ratio, clipped (1 or 0), weight. NaN means no pass."""
         if self.tokens is None or not isinstance(self.algorithm, PolicyGradient):
             return {}
-        batch, advantage = self.tokens.prepared.batch, self.tokens.prepared.advantage.cpu()
-        mask, logp = batch.mask.cpu(), self.tokens.logp
-        moved = self.algorithm.ratio(logp, logp if self.single_pass else batch.logp_old.cpu(), mask)
+        batch, advantage = self.tokens.prepared.batch, self.tokens.prepared.advantage
+        mask, logp = batch.mask, self.tokens.logp
+        moved = self.algorithm.ratio(logp, logp if self.single_pass else batch.logp_old, mask)
         hits = list(clip_fractions(self.algorithm.surrogate, moved, advantage).values())
         clipped = torch.stack(hits).any(0) if hits else torch.zeros_like(mask)
         seen = mask & ~logp.isnan()

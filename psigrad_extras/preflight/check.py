@@ -322,14 +322,14 @@ class _Step:
             [replace(t, reward=float(1 + (7 * k + len(t.completion.ids)) % 5), status="scored") for k, t in enumerate(group)]
             for group in subject.trajectories
         ]
-        self.batch = to_batch(scored).to(subject.model.device)
+        self.batch = to_batch(scored)
         self.prepared = self.algorithm.prepare(self.batch, self.algorithm.initial_state())
         self.optimizer = Optimizer(subject.model.trainable(), subject.config.optim)
         self.whole = self.algorithm.totals(self.prepared)
 
     def parts(self, budget: int, ranks: int = 1) -> list[MicroBatch]:
         """Return micro-batches of at most `budget` tokens, with equal numbers for each of `ranks` processes if possible."""
-        return micro_batches(self.batch, self.prepared.needs_gradient.cpu(), budget, ranks)
+        return micro_batches(self.batch, self.prepared.needs_gradient, budget, ranks)
 
     def totals(self, parts: Sequence[MicroBatch]) -> Totals:
         """Return the totals (numbers of tokens and rows) by which the loss is divided if these are all parts."""
@@ -346,7 +346,7 @@ class _Step:
     def _loss(self, part: MicroBatch, totals: Totals, scale: float) -> Tensor:
         temperature, entropy = self.subject.params.temperature, self.algorithm.needs_entropy
         evaluation = self.subject.model.evaluate(inputs_of(self.batch, part), temperature=temperature, entropy=entropy)
-        rows = self.prepared.select(rows_of(part).to(self.batch.mask.device))
+        rows = self.prepared.select(rows_of(part)).to(self.subject.model.device)
         share = self.algorithm.loss(rows, outputs_by_row(evaluation, self.batch, part), totals, self.prepared.state)
         return share.value * scale
 

@@ -107,7 +107,7 @@ class LiveBatch(Decoding):
         left = set(map(id, gone))
         away = [id(stream) in left for stream in self.rows]
         if self.cache is not None and any(away):
-            order = self.cache.remove(torch.tensor(away, device=self.model.device))
+            order = self.cache.remove(torch.tensor(away))
             self.rows = [self.rows[i] for i in order.tolist()]
             if not self.rows:
                 self._shrink()

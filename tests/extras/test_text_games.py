@@ -200,7 +200,7 @@ def test_the_expected_gradient_at_a_fixed_opponent_is_the_exact_one(seat, monkey
     rollout = rollout_of(EmbeddedSampler(learner), learner, None)
     parts |= {"config": config, "algorithm": method, "model": learner, "rollout": rollout}
     run = OnlineRun(optimizer=Optimizer(learner.trainable(), config.optim), **parts)
-    monkeypatch.setattr(online_rl, "step_together", lambda optimizers, losses: [one().backward() for one in losses] and {})
+    monkeypatch.setattr(online_rl, "step_together", lambda optimizers, losses, read: [one().backward() for one in losses] and {})
     monkeypatch.setattr(online_rl.LossSums, "end_step", lambda self, norms: None)
     online_rl.learn(run, groups, State(algorithm={}), 0.1)
     found = [p.grad.clone() * -len(groups) / 1e3 for p in learner.trainable().values()]

@@ -7,6 +7,9 @@ the device meet in an operation. It has no kernels, streams or memory of its own
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +24,16 @@ DEVICE = torch.device("cuda:0")
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "repeat_interleave"}
 
 
-def on_read() -> None:
-    """Called where the host waits for the device."""
+WAITED: Counter[str] = Counter()
+"""How often the host waited for the device, by `file:line`: reads, and copies to it that are not from pinned memory."""
+
+
+def on_wait() -> None:
+    """Count where the host waits: the innermost line that is neither torch's nor this file's."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith((os.path.dirname(torch.__file__), __file__)):
+        frame = frame.f_back
+    WAITED[f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"] += 1
 
 
 # What may read a tensor of the host beside one of the device: copies, and places.
@@ -52,7 +63,9 @@ class OnDevice(Tensor):
         if strangers and name not in MEETING:
             raise RuntimeError(f"{func}: a tensor of the host, {tuple(strangers[0].shape)}, beside one of the GPU")
         if name in WAITS or (name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])):
-            on_read()
+            on_wait()
+        if strangers:
+            on_wait()
         known = {id(x.held): x for x in tensors if isinstance(x, OnDevice)}
         arguments, named = pytree.tree_map_only(OnDevice, lambda x: x.held, (args, kwargs or {}))
         if name == "histc":  # the host has it for floats alone
@@ -85,7 +98,7 @@ class OnDevice(Tensor):
         return self
 
     def tolist(self) -> Any:
-        on_read()
+        on_wait()
         return self.held.tolist()
 
     def numpy(self, *_: Any, **__: Any) -> Any:
@@ -115,7 +128,7 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         if isinstance(x, OnDevice):
-            on_read()
+            on_wait()
             return x.held.clone()
         return OnDevice(x.detach().clone())
 
@@ -146,6 +159,8 @@ class _Mode(TorchFunctionMode):
         if func is Tensor.to or func is Tensor.cuda:
             place, rest, named = where(args[1:], kwargs)
             if not isinstance(args[0], OnDevice) and (func is Tensor.cuda or (place is not None and place.type == "cuda")):
+                if not kwargs.get("non_blocking"):
+                    on_wait()
                 moved = _Move.apply(args[0])
                 return Tensor.to(moved, *rest, **named) if rest or named else moved
         elif func is Tensor.backward:  # what is computed anew there makes tensors too

@@ -100,7 +100,7 @@ def online(case: Case, world: World, model, critic, groups, control: str) -> lis
     algorithm = resolve(case.algorithm)
     if case.algorithm == "ppo" and case.value_head:
         algorithm = replace(algorithm, kl=None)
-    batch = to_batch(groups).to(case.device)
+    batch = to_batch(groups)
     if batch.logp_old.dtype != torch.float64 and case.dtype == "float64":
         batch = replace(batch, **{n: x.double() for n, x in vars(batch).items() if torch.is_tensor(x) and x.is_floating_point()})
     again = compute_log_probs(model, batch, BUDGET, 1.0, world=world)
@@ -240,7 +240,7 @@ def gradient(case: Case, folder: Path, world: World, control: str = "") -> dict[
         found[f"norm of {prefix}"] = torch.tensor(norm, dtype=torch.float64)
         optimizer.apply(norm, 1e-2)
     with torch.no_grad():
-        batch = to_batch(groups_of(seed=1)).to(case.device)
+        batch = to_batch(groups_of(seed=1))
         after = (
             compute_values(model, batch, BUDGET, world=world)
             if case.scalar

@@ -15,10 +15,12 @@ from psigrad.language.data.templates import decode_after, encode_after
 from psigrad.language.models.language_model import Divergence, LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.models.stats import Top
+from psigrad.language.training.loss_sums import LossSums
 from psigrad.language.training.online.annotators.reference import inputs_for_reference
 from psigrad.language.training.online.batching import MicroBatch, compute_by_row, reference_inputs_of
 from psigrad.language.training.online.online_run import Annotator
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared
+from psigrad.objective.batch import copy_to
 from psigrad.objective.parts.ratio import span_kl
 from psigrad.processes.parallel.world import World
 
@@ -112,7 +114,7 @@ class Teacher:
         """
         if not self._pieces:
             return evaluation
-        ends, theirs, baseline = (x[rows] for x in self._pieces)
+        ends, theirs, baseline = (copy_to(x[rows], evaluation.logp.device) for x in self._pieces)
         return replace(evaluation, kl=span_kl(evaluation.logp, ends, theirs, baseline))
 
     def _evaluate(self, groups: Groups, temperature: float, top: int) -> list[TeacherOutput]:
@@ -204,7 +206,7 @@ class TeacherReference(Annotator):
         return Divergence(self.teacher.top(inputs, run.params.temperature), algorithm.kl.estimator, algorithm.kl.mixture)
 
     def add_terms(
-        self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
+        self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, sums: LossSums
     ) -> tuple[Prepared, PolicyOutputs]:
         """Return (`part`, `outputs` with the KL by pieces of text). `outputs` are the results of a forward pass."""
         return part, self.teacher.add_kl(outputs, rows)

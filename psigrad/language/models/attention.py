@@ -16,6 +16,7 @@ from psigrad.kernels.kernels import Heads, Kernels, Slots, Spans
 from psigrad.kernels.state_kernels import Tensors, Trees
 from psigrad.language.models.fused.caches import PackedWeights
 from psigrad.language.models.segments import Recurrence, ShortConvolution, Wave, trees, waves
+from psigrad.objective.batch import copy_to
 
 SDPA: Any = F.scaled_dot_product_attention
 
@@ -175,9 +176,8 @@ class Pieces(NamedTuple):
 
 
 def on_device(numbers: Any, device: torch.device | str, dtype: torch.dtype = torch.long) -> Tensor:
-    """Return integers on `device`. They are copied to a GPU from pinned memory, so that the copy does not block."""
-    made = torch.as_tensor(numbers, dtype=dtype)
-    return made.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else made.to(device)
+    """Return integers on `device`; see `copy_to`."""
+    return copy_to(torch.as_tensor(numbers, dtype=dtype), device)
 
 
 def _table(lengths: np.ndarray, start: int, device: torch.device) -> Tensor:

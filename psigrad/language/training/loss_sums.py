@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,8 +21,19 @@ SETTING = "micro_batch_tokens"
 LEAST = 16
 
 
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors in the host's memory. All that are on a GPU are copied by a single transfer, as float64."""
+    there = [x for x in tensors if not x.is_cpu]
+    flat = torch.cat([x.flatten().double() for x in there]).cpu() if there else torch.zeros(0)
+    parts = iter(flat.split([x.numel() for x in there]))
+    return [x if x.is_cpu else next(parts).view(x.shape).to(x.dtype) for x in tensors]
+
+
 class LossSums:
-    """The loss and its terms, summed over the micro-batches of an optimiser step and averaged over the steps with signal."""
+    """The loss and its terms, summed over the micro-batches of an optimiser step and averaged over the steps with signal.
+
+    The host reads them with the gradient's norm (`read`), by one transfer per step, because a GPU stands still after each.
+    """
 
     def __init__(self, world: World = ALONE) -> None:
         self.world = world
@@ -34,6 +45,8 @@ class LossSums:
         self._total: dict[str, float] = {}
         self._with_signal = 0
         self._now: dict[str, Tensor] = {}
+        self._later: list[tuple[Tensor, Callable[[Tensor], None]]] = []
+        self._read: dict[str, float] = {}
 
     def add(self, loss: Loss) -> Tensor:
         """Add the loss of one micro-batch to the step's sums. Return its value, on which the caller runs the backward pass."""
@@ -46,13 +59,30 @@ class LossSums:
         loss = share()
         return self.add(loss) if weight else 0.0 * loss.value
 
+    def later(self, x: Tensor, use: Callable[[Tensor], None]) -> None:
+        """Call `use` with x in the host's memory, at the latest when the step ends."""
+        self._later.append((x.detach(), use))
+
+    def read(self, x: Tensor) -> Any:
+        """Return `x.tolist()`. The sums of the step and the tensors of `later` are read with it."""
+        found: list[Tensor] = []
+        self.later(x, found.append)
+        self._transfer()
+        return found[0].tolist()
+
+    def _transfer(self) -> None:
+        terms, later, self._now, self._later = self._now, self._later, {}, []
+        values = to_host([*terms.values(), *(x for x, _ in later)])
+        if terms:
+            self._read.update(zip(terms, torch.stack(values[: len(terms)]).tolist(), strict=True))
+        for (_, use), x in zip(later, values[len(terms) :], strict=True):
+            use(x)
+
     def end_step(self, norms: list[float] | None) -> None:
         """End an optimiser step. `norms` are its gradient norms, or None if one was not finite."""
         self.steps += 1
-        terms, self._now = self._now, {}
-        where = next((term.device for term in terms.values()), None)
-        values = torch.stack([term.to(where) for term in terms.values()]).tolist() if terms else []
-        self.last = sum_figures(self.world, dict(zip(terms, values, strict=True)))
+        self._transfer()  # nothing is left if a norm was read
+        self.last, self._read = sum_figures(self.world, self._read), {}
         self._with_signal += bool(self.last)
         for name, value in self.last.items():
             self._total[name] = self._total.get(name, 0.0) + value

@@ -49,7 +49,8 @@ class Pairs:
 
     def __post_init__(self) -> None:
         _check_rows(self)
-        if bool((self.tokens_chosen < 1).any() | (self.tokens_rejected < 1).any()):
+        fewest = torch.minimum(self.tokens_chosen, self.tokens_rejected)
+        if fewest.is_cpu and bool((fewest < 1).any()):  # reading it from a GPU would stall the CPU
             raise ValueError("A completion of the pairs has no tokens; expected at least 1 in each; leave empty completions out.")
 
 

@@ -188,7 +188,7 @@ def test_the_critic_falls_from_a_peak_of_its_own(tokenizer, tmp_path, monkeypatc
     """Half of a linear schedule: 0.02 → 0.01 for the policy, and 0.01 → 0.005 for the critic."""
     run = with_critic(tokenizer, tmp_path, optim=Optim(learning_rate=0.02))
     rates = []
-    monkeypatch.setattr(training, "step_together", lambda pairs, losses: rates.append([rate for _, rate in pairs]))
+    monkeypatch.setattr(training, "step_together", lambda pairs, losses, read: rates.append([rate for _, rate in pairs]))
     advance(run, State(step=2, algorithm=run.algorithm.initial_state()))
     assert rates[0] == pytest.approx([0.01, 0.005])
 
@@ -210,7 +210,7 @@ def test_the_penalty_waits_for_the_first_step_that_moves_the_policy(tokenizer, t
     assert state.algorithm[PENALTY_KEY] == 1.0
     state = advance(run, state)
     assert state.algorithm[PENALTY_KEY] == 0.5
-    monkeypatch.setattr(training, "step_together", lambda pairs, losses: None)
+    monkeypatch.setattr(training, "step_together", lambda *given: None)
     assert advance(run, state).algorithm[PENALTY_KEY] == 0.5
 
 

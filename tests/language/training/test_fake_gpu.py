@@ -5,19 +5,18 @@
 
 from __future__ import annotations
 
-import os
-import traceback
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 
-import fake_gpu as fakes
 import pytest
 import torch
-from fake_gpu import OnDevice, fake_gpu
+from fake_gpu import WAITED, OnDevice, fake_gpu
 from in_memory import make
 from packed_inputs import oracle
 from rank_gradients import CASES, distance, gradient, make_models
 
+from psigrad.config import Optim
 from psigrad.language.models import hf_attention, logprobs, tiny
 from psigrad.language.models.lora import Lora
 from psigrad.language.rollout.samplers import cuda_graph
@@ -121,38 +120,37 @@ def test_an_adapter_on_a_gpu_is_in_bfloat16_with_masters_and_casts_nothing(gpu, 
         assert made("cuda", dora=True)[0] == full
 
 
-# Attention waits for an index of each layout; the stand-in of its kernel is in this folder.
-KNOWN = {"packed_inputs.py"}
+COUNTED = [("opo", 1, 1, 0), ("opo", 2, 2, 0), ("grpo", 1, 2, 0), ("ppo", 1, 3, 0), ("online_dpo", 1, 2, 0), ("opo", 1, 1, 1)]
 
 
-@pytest.mark.parametrize(("algorithm", "planted"), [("grpo", 0), ("ppo", 0), ("grpo", 1)])
-def test_no_pass_waits_for_the_device(gpu, algorithm, planted, monkeypatch):
-    """Reads of a step are as many with four micro-batches as with one, so that the host runs ahead of the device."""
+@pytest.mark.parametrize(("algorithm", "iterations", "wanted", "planted"), COUNTED)
+def test_the_host_waits_once_per_optimiser_step_and_column(gpu, algorithm, iterations, wanted, planted, monkeypatch):
+    """A column is what other passes than those of training compute: the reference's log-probs (grpo, ppo), values (ppo).
 
-    def reads(budget: int) -> tuple[int, int]:
-        found, passes, run = [], [], make(tokenizer, algorithm, steps=1, device="cuda", micro_batch_tokens=budget)
-        collected, backward = collect(run, 0, 0, Clock()), torch.Tensor.backward
+    Several micro-batches wait as often as one, so that the host runs ahead of the device.
+    """
 
-        def read(*_):
-            frames = (f for f in traceback.extract_stack() if not f.filename.startswith(os.path.dirname(torch.__file__)))
-            last = [os.path.basename(f.filename) for f in frames if "fake_gpu" not in f.filename][-1]
-            found.append(last)
+    def waits(budget: int) -> tuple[Counter, int]:
+        settings = {"num_iterations": iterations, "optim": Optim(learning_rate=1e-2, max_grad_norm=0.0)}
+        run = make(tokenizer, algorithm, steps=1, device="cuda", micro_batch_tokens=budget, **settings)
+        passes, collected, backward = [], collect(run, 0, 0, Clock()), torch.Tensor.backward
 
         def counted(loss, *given):
             passes.append(float(loss) if planted else 0.0)
             return backward(loss, *given)
 
         with monkeypatch.context() as patch:
-            patch.setattr(fakes, "on_read", read)
             patch.setattr(torch.Tensor, "backward", counted)
+            WAITED.clear()
             learn(run, collected.groups, State(algorithm=run.algorithm.initial_state()), 1e-3)
-        return len([name for name in found if name not in KNOWN]), len(passes)
+        # Attention waits for an index of each layout; the stand-in of its kernel is in this folder.
+        return Counter({place: n for place, n in WAITED.items() if not place.startswith("packed_inputs")}), len(passes)
 
     tokenizer = tiny.tokenizer(["say a: b"], 270)
     with gpu():
-        (few, one), (many, several) = reads(1 << 20), reads(40)
+        (few, one), (many, several) = waits(1 << 20), waits(16)
     print(few, many)
-    assert one < several and (many - few == 0) is not bool(planted)
+    assert one < several and (few.total() == many.total() == wanted) is not bool(planted)
 
 
 def test_negative_control_a_tensor_of_the_host_is_noticed(gpu):

@@ -20,6 +20,7 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.recipes import online
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Completion, Trajectory
+from psigrad.language.training.loss_sums import LossSums
 from psigrad.language.training.online.annotators.old_log_probs import OldLogProbs, compute_log_probs
 from psigrad.language.training.online.annotators.reference import reference_log_probs
 from psigrad.language.training.online.batching import to_batch
@@ -77,7 +78,8 @@ def test_the_samplers_log_probs_are_the_old_ones_only_where_they_are_the_policys
             prepared = Prepared(
                 found, torch.zeros(2, 2), torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.bool), {}, {}
             )
-            annotator.add_terms(run, prepared, PolicyOutputs(own), torch.arange(2), first=True)
+            annotator.add_terms(run, prepared, PolicyOutputs(own), torch.arange(2), sums := LossSums())
+            sums.end_step(None)
         return annotator.gap.mean, found
 
     before, found = gap_of(first_pass=False)

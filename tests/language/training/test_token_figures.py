@@ -12,6 +12,7 @@ from psigrad.language.models import tiny
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.collectors import round_all
 from psigrad.language.rollout.types import State
+from psigrad.language.training.loss_sums import LossSums
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.annotators.old_log_probs import LogProbGap
 from psigrad.language.training.online.figures import TokenFigures
@@ -90,7 +91,7 @@ def test_the_share_of_tokens_whose_bits_differ_is_of_those_that_were_compared():
         mask=torch.tensor([[True, True], [True, False]]), reward=zeros, logp_old=zeros - 1, group=torch.zeros(2, dtype=torch.long)
     )
     gap = LogProbGap()
-    gap.add(torch.tensor([[-1.0, -1.25], [-0.5, 7.0]]), batch)
+    gap.add(torch.tensor([[-1.0, -1.25], [-0.5, 7.0]]), batch.logp_old, batch.mask)
     name = "sampling/sampling_logp_difference/"
     found = {key.removeprefix(name): value for key, value in gap.figures().items() if key.startswith(name)}
     assert found == {"mean": pytest.approx(0.75 / 3), "max": 0.5, "share": pytest.approx(2 / 3)}
@@ -114,5 +115,7 @@ def test_a_row_without_chosen_tokens_has_no_figures_of_tokens():
     batch = Batch(mask, torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2).long())
     prepared = Prepared(batch, torch.zeros(2, 3), torch.tensor([True, False]), torch.ones(2).bool(), {}, {})
     seen = TokenFigures(2, prepared)
-    seen.store(torch.tensor([0, 1]), PolicyOutputs(torch.full((2, 3), -0.5)))
+    sums = LossSums()
+    seen.store(torch.tensor([0, 1]), PolicyOutputs(torch.full((2, 3), -0.5)), sums)
+    sums.end_step(None)
     assert seen.rows() == [{"trained_logprobs": [0.0, -0.5]}, {"kept": False}]

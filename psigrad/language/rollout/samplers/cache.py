@@ -106,12 +106,13 @@ class KVCache(StateCache):
     def remove(self, finished: Tensor) -> Tensor:
         """Release the slots where `finished` [active] is True, and move the last sequences into the gaps.
 
-        Returns the old slots [active after] of the remaining sequences, in their new order.
+        Returns the old slots [active after] of the remaining sequences, in their new order. Both tensors are on the CPU.
         """
         left = int((~finished).sum())
-        order = torch.arange(left, device=finished.device)
+        order = torch.arange(left)
         holes = finished[:left].nonzero()[:, 0]
         movers = order[holes] = left + (~finished[left:]).nonzero()[:, 0]
+        there, holes, movers = (on_device(x, self.lengths.device) for x in (order, holes, movers))
         if holes.numel():
             longest = int(self.lengths[movers].max())
             for pair in self.layers.values():
@@ -119,7 +120,7 @@ class KVCache(StateCache):
                     x[holes, :, :longest] = x[movers, :, :longest]
             for state in self.states.values():
                 state[holes] = state[movers]
-        self.lengths, self.shifts = self.lengths[order], self.shifts[order]
+        self.lengths, self.shifts = self.lengths[there], self.shifts[there]
         return order
 
 

@@ -350,8 +350,8 @@ class _Batch:
             owners = self.owner[self.sequences[ended]]
             np.subtract.at(self.lacking, owners, 1)
             self.complete += sorted({r for r in owners.tolist() if not self.lacking[r]})
-            order = self.cache.remove(torch.from_numpy(ended).to(self.model.device))
-            self.sequences = self.sequences[order.cpu().numpy()]
+            order = self.cache.remove(torch.from_numpy(ended))
+            self.sequences = self.sequences[order.numpy()]
         return int(taken.sum())
 
     def pop_complete(self) -> list[tuple[int, list[Completion]]]:

@@ -50,14 +50,14 @@ class GroupedCache(KVCache):
     def remove(self, finished: Tensor) -> Tensor:
         """Release slots as in `KVCache.remove`. Also move the last prompts into the rows of prompts that no slot continues."""
         order = super().remove(finished)
-        kept = order.cpu().numpy()
+        kept = order.numpy()
         self.owners, self.behind = self.owners[kept], self.behind[kept]
         alive = np.zeros(self.count, dtype=bool)
         alive[self.owners] = True
         left = int(alive.sum())
         holes, movers = np.flatnonzero(~alive[:left]), left + np.flatnonzero(alive[left:])
         if holes.size:
-            to, from_ = on_device(holes, finished.device), on_device(movers, finished.device)
+            to, from_ = (on_device(x, self.lengths.device) for x in (holes, movers))
             for x in (x for pair in self.tables.values() for x in pair):
                 x[to] = x[from_]
             places = np.arange(self.count)

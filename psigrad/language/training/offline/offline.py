@@ -124,7 +124,7 @@ def learn(run: OfflineRun, rows: Sequence[int], lr: float) -> tuple[float | None
     world, sums = run.world, LossSums(run.world)
     passes = run.task.shares(rows, run.config.micro_batch_tokens, num_teams(world))
     shares = shard(world, [partial(add_balance_loss, run.task.model, share, len(passes)) for share in passes])
-    norm = run.optimizer.step([partial(sums.of, share, weight) for share, weight in shares], lr)
+    norm = run.optimizer.step([partial(sums.of, share, weight) for share, weight in shares], lr, sums.read)
     sums.end_step(None if norm is None else [norm])
     return norm, sums
 

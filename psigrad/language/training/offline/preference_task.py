@@ -14,8 +14,10 @@ from psigrad.language.examples import Answer, LabelledAnswer, Pair
 from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids, pack_by_tokens
+from psigrad.language.training.loss_sums import to_host
 from psigrad.language.training.offline.offline import Share, marks_of, sum_terms, terms_of
 from psigrad.objective import Loss
+from psigrad.objective.batch import copy_to
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs, Preference, kl_of_mismatched
 from psigrad.processes.parallel.world import ALONE, World, map_shared, num_teams, shard
 
@@ -29,12 +31,12 @@ def answer_logps(
     mask = torch.zeros(logp.shape, dtype=torch.bool)
     for n, text in enumerate(text for group in texts for text in group):
         mask[n, : len(text.mask)] = torch.tensor(text.mask)
-    mask = mask.to(logp.device)
+    mask = copy_to(mask, logp.device)
     summed, count = torch.where(mask, logp, 0.0).sum(1), mask.sum(1)
     if len(counts := [len(answer.texts) for group in answers for answer in group]) == len(summed):
         return summed, count
     # Sum over the turns of an answer, each of which has its own context.
-    of = torch.arange(len(counts), device=logp.device).repeat_interleave(torch.tensor(counts, device=logp.device))
+    of = copy_to(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), logp.device)
     return tuple(x.new_zeros(len(counts)).index_add(0, of, x) for x in (summed, count))  # type: ignore[return-value]
 
 
@@ -45,9 +47,10 @@ def reference_logps(
     """Return log π_ref of every answer, as one list per prompt. A LoRA model without its adapter is its own reference."""
     found: list[list[float]] = [[] for _ in prompts]
     sizes = [len(p) + sum(a.tokens for a in group) for p, group in zip(prompts, answers, strict=True)]
-    for part, _ in shard(world, pack_by_tokens(sizes, budget, num_teams(world))):
-        with model.without_adapter() if model.is_own_reference else torch.no_grad():
-            logp, _ = answer_logps(model, [prompts[i] for i in part], [answers[i] for i in part])
+    parts = [part for part, _ in shard(world, pack_by_tokens(sizes, budget, num_teams(world)))]
+    with model.without_adapter() if model.is_own_reference else torch.no_grad():
+        logps = [answer_logps(model, [prompts[i] for i in part], [answers[i] for i in part])[0] for part in parts]
+    for part, logp in zip(parts, to_host(logps), strict=True):
         values = iter(logp.tolist())
         for i in part:
             found[i] = [next(values) for _ in answers[i]]
@@ -92,7 +95,11 @@ class PreferenceTask:
         answers = [[p.chosen, p.rejected] for p in picked]
         logp, tokens = answer_logps(self.model, [p.prompt for p in picked], answers, self.cache)
         margins = [p.margin for p in picked]
-        ref = None if self.reference is None else torch.tensor([self.reference[i] for i in rows]).to(logp)
+
+        def there(values: Sequence[object]) -> Tensor:
+            return copy_to(torch.tensor(values).to(logp.dtype), logp.device)
+
+        ref = None if self.reference is None else there([self.reference[i] for i in rows])
         return Pairs(
             logp_chosen=logp[0::2],
             logp_rejected=logp[1::2],
@@ -100,7 +107,7 @@ class PreferenceTask:
             tokens_rejected=tokens[1::2],
             ref_chosen=None if ref is None else ref[:, 0],
             ref_rejected=None if ref is None else ref[:, 1],
-            margin=None if all(m is None for m in margins) else torch.tensor([m or 0.0 for m in margins]).to(logp),
+            margin=None if all(m is None for m in margins) else there([m or 0.0 for m in margins]),
         )
 
     def _loss(self, rows: Sequence[int], total: int, targets: int) -> Loss:

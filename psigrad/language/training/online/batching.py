@@ -15,9 +15,11 @@ from torch import Tensor
 
 from psigrad import seeds
 from psigrad.errors import UserError
+from psigrad.language.models.attention import on_device
 from psigrad.language.models.packing import Groups, pack_groups
 from psigrad.language.rollout.exchange import fetch_tokens
 from psigrad.language.rollout.types import CompletionSpan, Trajectory
+from psigrad.language.training.loss_sums import to_host
 from psigrad.objective import Batch, PolicyOutputs, terminal
 from psigrad.processes.parallel.world import ALONE, World, num_teams, shard
 
@@ -128,14 +130,6 @@ def rows_of(micro: MicroBatch) -> Tensor:
     return torch.tensor([i for members in micro for i in members])
 
 
-def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of tensors of one dtype in host memory, made by a single transfer."""
-    if all(x.device.type == "cpu" for x in tensors):
-        return list(tensors)
-    flat = torch.cat([x.flatten() for x in tensors]).cpu().split([x.numel() for x in tensors])
-    return [part.view(x.shape) for part, x in zip(flat, tensors, strict=True)]
-
-
 def inputs_of(batch: Batch, micro: MicroBatch) -> Groups:
     """Return the model's inputs for a micro-batch: each prompt with the parts of completions that were sampled after it."""
     read = _contexts_of(batch, micro)
@@ -178,7 +172,7 @@ def to_rows(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
     for n, (i, context) in enumerate(pieces):
         end = context.start + len(context.ids)
         source[place[i], context.start : end] = torch.arange(len(context.ids)) + n * x.shape[1]
-    return torch.cat([x.flatten(), x.new_zeros(1)])[source.to(x.device)]
+    return torch.cat([x.flatten(), x.new_zeros(1)])[on_device(source, x.device)]
 
 
 def minibatches(count: int, shares: int, seed: int, step: int, iteration: int) -> list[Tensor]:
@@ -204,12 +198,14 @@ def compute_by_row(
     """Apply `of` to the rows where `row_mask` is True (None: all) in micro-batches of `budget` tokens.
 
     Return the outputs [N, T], which are 0 on other rows. Each process of the world computes its share, and all get the result.
+    The batch and the result are in the host's memory, and all outputs are read at once.
     """
     out = torch.zeros_like(batch.logp_old)
-    for micro, weight in assign_micro_batches(world, batch, batch.present.cpu() if row_mask is None else row_mask, budget):
-        part = of(inputs(batch, micro))
+    micros = assign_micro_batches(world, batch, batch.present if row_mask is None else row_mask, budget)
+    parts = to_host([of(inputs(batch, micro)) for micro, _ in micros])
+    for (micro, weight), part in zip(micros, parts, strict=True):
         if weight and world.rank % world.division.team == 0:  # a team that computes one share together counts once
-            out[rows_of(micro).to(out.device)] = to_rows(part.to(out.dtype), batch, micro)
+            out[rows_of(micro)] = to_rows(part.to(out.dtype), batch, micro)
     return world.all_reduce(out)
 
 

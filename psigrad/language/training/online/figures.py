@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 from psigrad.language.rollout.collectors import log_probs_of, rollout_row, round_all
 from psigrad.language.rollout.exchange import gather_rows
 from psigrad.language.rollout.types import Collected, Prompt, Trajectory
-from psigrad.language.training.online.batching import to_host
+from psigrad.language.training.loss_sums import LossSums
 from psigrad.objective import PolicyOutputs, Prepared
 from psigrad.processes.parallel.world import World
 
@@ -126,25 +127,20 @@ class TokenFigures:
         self.prepared, self.count = prepared, min(rows, prepared.batch.mask.shape[0])
         shape = (self.count, prepared.batch.mask.shape[1])
         self.logp, self.entropy = torch.full(shape, math.nan), torch.full(shape, math.nan)
-        self._unread: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
-    def store(self, rows: Tensor, evaluation: PolicyOutputs) -> None:
-        """Store the outputs of a pass over these rows. They are copied to the CPU later, so that a GPU need not wait."""
-        if bool((rows < self.count).any()):
-            entropy = evaluation.entropy
-            self._unread.append((rows, evaluation.logp.detach(), None if entropy is None else entropy.detach()))
+    def store(self, rows: Tensor, evaluation: PolicyOutputs, sums: LossSums) -> None:
+        """Store the outputs of a pass over these rows, after `sums` has read them."""
+        wanted = rows < self.count
 
-    def _read(self) -> None:
-        passes, *found = zip(*self._unread, strict=True) if self._unread else ((), (), ())
-        for table, values in zip((self.logp, self.entropy), found, strict=True):
-            for rows, value in zip(passes, to_host([x.float() for x in values if x is not None]), strict=False):
-                wanted = rows < self.count
-                table[rows[wanted]] = value[wanted]
-        self._unread = []
+        def fill(table: Tensor, values: Tensor) -> None:
+            table[rows[wanted]] = values[wanted]
+
+        for table, values in ((self.logp, evaluation.logp), (self.entropy, evaluation.entropy)):
+            if values is not None and bool(wanted.any()):
+                sums.later(values.float(), partial(fill, table))
 
     def gather(self, world: World) -> TokenFigures:
         """Add the log-probs and entropies that other processes have, and return self."""
-        self._read()
         for logp, entropy in world.all_gather((self.logp, self.entropy)):
             self.logp = torch.where(logp.isnan(), self.logp, logp)
             self.entropy = torch.where(entropy.isnan(), self.entropy, entropy)
@@ -158,13 +154,12 @@ class TokenFigures:
         pass over the row, before the optimiser step. `ref_logprobs` are under the reference. `entropy` is exact, in nats.
         `advantages` are present if they differ between tokens.
         """
-        self._read()
         rows: list[dict[str, Any]] = [{} if keep else {"kept": False} for keep in self.prepared.keep.tolist()]
         batch = self.prepared.batch
-        chosen = batch.mask[: self.count].cpu().numpy()
+        chosen = batch.mask[: self.count].numpy()
         columns = {"trained_logprobs": self.logp, "ref_logprobs": batch.logp_ref, "entropy": self.entropy}
         columns["advantages"] = self.prepared.advantage
-        tables = {name: x[: self.count].detach().double().cpu().numpy() for name, x in columns.items() if x is not None}
+        tables = {name: x[: self.count].detach().double().numpy() for name, x in columns.items() if x is not None}
         for n, mask in enumerate(chosen):
             length = int(mask.nonzero()[0].max(initial=-1)) + 1
             for name, table in tables.items():

@@ -54,7 +54,8 @@ def learn_preferences(
             run.model.dropout_masks.draw(config.run.seed, state.step, iteration, number)
             passes = task.shares(rows.tolist(), config.micro_batch_tokens, num_teams(world))
             shares = shard(world, [partial(add_balance_loss, run.model, share, len(passes)) for share in passes])
-            sums.end_step(step_together([(run.optimizer, lr)], [partial(sums.of, share, weight) for share, weight in shares]))
+            losses = [partial(sums.of, share, weight) for share, weight in shares]
+            sums.end_step(step_together([(run.optimizer, lr)], losses, sums.read))
     signs = torch.zeros(picked.rows)
     signs[picked.chosen], signs[picked.rejected] = 1.0, -1.0
     metrics = {**(sums.figures() if sums.steps else {"updates": 0}), "pairs": len(picked.pairs)}

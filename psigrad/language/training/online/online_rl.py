@@ -164,7 +164,8 @@ def learn(
     if not isinstance(algorithm, PolicyGradient):
         return learn_preferences(run, algorithm.loss, groups, state, lr, cache)
     run.check_reference()
-    batch = to_batch(groups, config.filter_metric, run.reward_weights).to(run.model.device)
+    # On the host: what is computed from rewards and lengths is small, and reading it from a GPU would stall the GPU.
+    batch = to_batch(groups, config.filter_metric, run.reward_weights)
     cache = run.model.usable(cache)
     for annotator in run.annotators:
         batch = annotator.columns(run, batch, state.step, cache)
@@ -175,20 +176,20 @@ def learn(
         optimizers.append((run.critic.optimizer, learning_rate(schedule, state.step, run.total_steps)))
     token_figures = run.token_figures(sum(map(len, groups[: config.record_tokens])), prepared)
     passes = Passes(run, algorithm, prepared, LossSums(run.world), token_figures, cache, is_critic_warmup(run, state))
-    ids = torch.unique(batch.group).cpu()
+    ids = torch.unique(batch.group)
     for iteration in range(config.num_iterations):
         for number, share in enumerate(minibatches(len(ids), config.num_minibatches, config.run.seed, state.step, iteration)):
             for model in (run.model, *(() if run.critic is None else (run.critic.model,))):
                 if model.dropout_masks.used:
                     model.dropout_masks.draw(config.run.seed, state.step, iteration, number)
-            part = torch.isin(batch.group.cpu(), ids[share])
-            wanted = prepared.needs_gradient.cpu() & part
-            totals = algorithm.totals(prepared, part.nonzero()[:, 0].to(batch.mask.device))
+            part = torch.isin(batch.group, ids[share])
+            wanted = prepared.needs_gradient & part
+            totals = algorithm.totals(prepared, part.nonzero()[:, 0])
             if not (has_signal := bool(wanted.any())):
                 wanted = part & (part.cumsum(0) == 1)  # one row is enough for a gradient of 0
             micros = assign_micro_batches(run.world, batch, wanted, config.micro_batch_tokens)
             micros = [(micro, weight * has_signal) for micro, weight in micros]
-            passes.sums.end_step(step_together(optimizers, passes.losses(micros, totals)))
+            passes.sums.end_step(step_together(optimizers, passes.losses(micros, totals), passes.sums.read))
     figures = {name: value for name, value in prepared.metrics.items() if not name.startswith("sampling/")}
     for annotator in run.annotators:
         figures |= annotator.figures(run, state.step)
@@ -205,7 +206,7 @@ def learn(
 
 @dataclass(frozen=True)
 class Passes:
-    """The forward passes over one prepared batch, and the sums of their losses."""
+    """The forward passes over one prepared batch, and the sums of their losses. The batch is in the host's memory."""
 
     run: OnlineRun
     algorithm: PolicyGradient
@@ -236,7 +237,7 @@ class Passes:
 
     def _policy(self, micro: MicroBatch, weight: float, totals: Totals, passes: float) -> Tensor:
         run, batch = self.run, self.prepared.batch
-        rows = rows_of(micro)  # a tensor on the CPU, where rows are also selected
+        rows = rows_of(micro)
         divergences = (one.divergence(run, batch, micro) for one in run.annotators)
         outputs = run.model.evaluate(
             inputs_of(batch, micro),
@@ -246,19 +247,19 @@ class Passes:
             value=self.algorithm.needs_critic and run.critic is None,
             cache=self.cache,
         )
-        part, outputs = self.prepared.select(rows), outputs_by_row(outputs, batch, micro)
+        part, outputs = self.prepared.select(rows).to(run.model.device), outputs_by_row(outputs, batch, micro)
         if not weight:
             return zero_loss(outputs)
-        self.token_figures.store(rows, outputs)
+        self.token_figures.store(rows, outputs, self.sums)
         for annotator in run.annotators:
-            part, outputs = annotator.add_terms(run, part, outputs, rows, first=self.sums.steps == 0)
+            part, outputs = annotator.add_terms(run, part, outputs, rows, self.sums)
         share = self.algorithm.loss if run.critic is None else self.algorithm.policy_loss
         loss = share(part, outputs, totals, self.prepared.state)
         return self.sums.add(loss if run.model.load_balancing is None else run.model.load_balancing.add_to(loss, passes))
 
     def _value(self, micro: MicroBatch, weight: float, totals: Totals, critic: ValueModel) -> Tensor:
         batch = self.prepared.batch
-        part = self.prepared.select(rows_of(micro))
+        part = self.prepared.select(rows_of(micro)).to(critic.model.device)
         values = to_rows(critic.model.values(inputs_of(batch, micro)), batch, micro)
         return self.sums.add(self.algorithm.critic_loss(part, values, totals)) if weight else 0.0 * values.sum()
 

@@ -15,6 +15,7 @@ from psigrad.language.models.language_model import Divergence, LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.rollout.collectors import ScoredRollout
 from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams
+from psigrad.language.training.loss_sums import LossSums
 from psigrad.language.training.online.batching import MicroBatch
 from psigrad.language.training.online.figures import TokenFigures
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared
@@ -59,12 +60,12 @@ class Annotator:
         return None
 
     def add_terms(
-        self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
+        self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, sums: LossSums
     ) -> tuple[Prepared, PolicyOutputs]:
         """Return (`part`, `outputs`), to which the annotator may have added terms.
 
-        `part` has the `rows` of a prepared batch, and `outputs` are the policy's outputs for them. `first` is True before the
-        first change of the weights.
+        `part` has the `rows` of a prepared batch, and `outputs` are the policy's outputs for them. `sums.steps`
+        counts the optimiser steps so far.
         """
         return part, outputs
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from psigrad.errors import UserError
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.training.online.batching import compute_by_row, to_host
+from psigrad.language.training.loss_sums import LossSums
+from psigrad.language.training.online.batching import compute_by_row
 from psigrad.language.training.online.online_run import Annotator, OnlineRun
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared
 from psigrad.processes.parallel.world import ALONE, World
@@ -29,31 +31,22 @@ class LogProbGap:
 
     def __init__(self) -> None:
         self._sum, self._max, self._count, self._unequal = 0.0, 0.0, 0, 0
-        self._unread: list[tuple[Tensor, Tensor]] = []
 
     @property
     def mean(self) -> float:
         """The mean absolute difference over all compared tokens."""
-        self._read()
         return self._sum / max(1, self._count)
 
-    def add(self, logp: Tensor, batch: Batch) -> None:
-        """Compare the trainer's log-probs [n, T] with the sampler's. The result is read later, so that a GPU need not wait."""
-        self._unread.append(((logp - batch.logp_old).abs(), batch.mask))
-
-    def _read(self) -> None:
-        wholes, masks = (to_host(part) for part in zip(*self._unread, strict=True)) if self._unread else ([], [])
-        for whole, mask in zip(wholes, masks, strict=True):
-            difference = whole[mask]
-            self._sum += float(difference.sum())
-            self._max = max(self._max, float(difference.max()))
-            self._count += difference.numel()
-            self._unequal += int((difference != 0).sum())
-        self._unread = []
+    def add(self, logp: Tensor, sampled: Tensor, mask: Tensor) -> None:
+        """Compare the trainer's log-probs [n, T] with the sampler's where the mask is True. All are in the host's memory."""
+        difference = (logp - sampled).abs()[mask]
+        self._sum += float(difference.sum())
+        self._max = max(self._max, float(difference.max()))
+        self._count += difference.numel()
+        self._unequal += int((difference != 0).sum())
 
     def gather(self, world: World) -> None:
         """Combine the differences that all processes measured."""
-        self._read()
         each = world.all_gather((self._sum, self._max, self._count, self._unequal))
         sums, largest, counts, unequal = zip(*each, strict=True)
         self._sum, self._max, self._count, self._unequal = math.fsum(sums), max(largest), sum(counts), sum(unequal)
@@ -69,7 +62,6 @@ class LogProbGap:
 
     def figures(self) -> dict[str, float]:
         """Return the metrics of the gap; none if no token was compared."""
-        self._read()
         if not self._count:
             return {}
         name = "sampling/sampling_logp_difference"
@@ -84,7 +76,8 @@ class OldLogProbs(Annotator):
     """
 
     def __init__(self) -> None:
-        self.gap, self._compares = LogProbGap(), False
+        self.gap = LogProbGap()
+        self._compared: Batch | None = None
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
         """Replace `logp_old` if needed. Measure the gap to the sampler here if the training passes cannot measure it."""
@@ -94,28 +87,27 @@ class OldLogProbs(Annotator):
         stale = any(t.version != step for t in batch.inputs)
         enough = (run.exact_sampling or run.single_pass) and not stale
         drops = run.config.model.lora_dropout > 0  # then the trained policy differs from the sampling one
-        self._compares = enough and not reused and not drops
-        if (reused or drops) and not stale and step % COMPARE_EVERY == 0 and len(present := batch.present.cpu().nonzero()[:, 0]):
+        self._compared = batch if enough and not reused and not drops else None
+        if (reused or drops) and not stale and step % COMPARE_EVERY == 0 and len(present := batch.present.nonzero()[:, 0]):
             # Take other completions each time, and run them forward without the cache.
             size, count = math.ceil(len(present) / COMPARED), step // COMPARE_EVERY
             some = torch.zeros(len(batch.mask), dtype=torch.bool)
             some[present[(torch.arange(size) + count * size) % len(present)]] = True
-            rows = some.to(batch.mask.device)
             again = compute_log_probs(model, batch, budget, temperature, row_mask=some, world=world)
-            self.gap.add(again[rows], batch.select(rows))
+            self.gap.add(again[some], batch.logp_old[some], batch.mask[some])
         if enough:
             return batch
         again = compute_log_probs(model, batch, budget, temperature, cache=cache, world=world)
         if not reused and not stale:  # earlier weights had other log-probs
-            self.gap.add(again, batch)
+            self.gap.add(again, batch.logp_old, batch.mask)
         return replace(batch, logp_old=again)
 
     def add_terms(
-        self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
+        self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, sums: LossSums
     ) -> tuple[Prepared, PolicyOutputs]:
         """Measure the gap in the first optimiser step. If it is the batch's only step, set `logp_old` from it: the ratio is 1."""
-        if first and self._compares:
-            self.gap.add(outputs.logp.detach(), part.batch)
+        if sums.steps == 0 and (own := self._compared) is not None:
+            sums.later(outputs.logp, partial(self.gap.add, sampled=own.logp_old[rows], mask=own.mask[rows]))
         if run.single_pass:
             part = replace(part, batch=replace(part.batch, logp_old=outputs.logp.detach()))
         return part, outputs
