@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from psigrad.kernels.codes import CodedMatrix
-from psigrad.kernels.kernels import Kernels, kernels
+from psigrad.kernels.kernels import Heads, Kernels, kernels, table_sizes
 from psigrad.kernels.products import PackedMatrix, Products
 
 Ids = Sequence[int]
@@ -403,3 +403,24 @@ class PackedWeights:
             made = make()
             self._table = None if made is None else (key, now, made)
         return None if self._table is None else self._table[2]
+
+
+class CachedPrompt:
+    """The keys and values of a prompt: one row per layer, first all keys, then all values, in float32.
+
+    Within a row the order is that in which the decoding kernel reads (`Kernels.prompt_tables`).
+    """
+
+    def __init__(self, length: int, layers: int, heads: Heads) -> None:
+        keys, values = table_sizes(length, heads)
+        self.length = length
+        self.tables = torch.empty(layers, keys + values)
+        first, size = self.tables.data_ptr(), self.tables.element_size()
+        self.addresses = (first, first + size * keys, size * (keys + values))
+        """The addresses of the first layer's keys and values, and the distance between layers, in bytes."""
+
+
+def prompt_addresses(prompts: list[CachedPrompt], layers: int) -> Tensor:
+    """Return the memory addresses [layers, 2, G] of the prompts' keys and values."""
+    *first, stride = np.array([p.addresses for p in prompts], dtype=np.int64).reshape(-1, 3).T
+    return torch.from_numpy(np.stack(first) + np.arange(layers)[:, None, None] * stride)

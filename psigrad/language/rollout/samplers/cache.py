@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from psigrad.kernels.kernels import Heads, Slots, table_sizes
+from psigrad.kernels.kernels import Heads, Slots
 from psigrad.kernels.state_kernels import Tensors
 from psigrad.language.models.attention import SDPA, AttentionLayer, PackedLayout, on_device, rows_at
-from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
+from psigrad.language.models.fused.caches import ActivationCache, CachedPrompt, PackedWeights, prompt_addresses
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids, pack
 from psigrad.language.models.segments import Recurrence, ShortConvolution
@@ -255,27 +255,6 @@ class Decode(StateDecode):
         keys, values = (x[:batch, :, : self.width] for x in (keys, values))
         out = how(queries, keys, values, attn_mask=self.mask(window), scale=scale)
         return out.reshape(batch, 1, heads, v.shape[3])
-
-
-class CachedPrompt:
-    """The keys and values of a prompt: one row per layer, first all keys, then all values, in float32.
-
-    Within a row the order is that in which the decoding kernel reads (`Kernels.prompt_tables`).
-    """
-
-    def __init__(self, length: int, layers: int, heads: Heads) -> None:
-        keys, values = table_sizes(length, heads)
-        self.length = length
-        self.tables = torch.empty(layers, keys + values)
-        first, size = self.tables.data_ptr(), self.tables.element_size()
-        self.addresses = (first, first + size * keys, size * (keys + values))
-        """The addresses of the first layer's keys and values, and the distance between layers, in bytes."""
-
-
-def prompt_addresses(prompts: list[CachedPrompt], layers: int) -> Tensor:
-    """Return the memory addresses [layers, 2, G] of the prompts' keys and values."""
-    *first, stride = np.array([p.addresses for p in prompts], dtype=np.int64).reshape(-1, 3).T
-    return torch.from_numpy(np.stack(first) + np.arange(layers)[:, None, None] * stride)
 
 
 @dataclass(frozen=True)
