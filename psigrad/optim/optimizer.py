@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,8 @@ STATE_FILE = "optimizer.safetensors"
 """The file in a checkpoint with the tensors of `Optimizer.state_dict()`."""
 
 Losses = Iterable[Callable[[], Tensor]]
-Read = Callable[[Tensor], Any]  # such as Tensor.tolist; another function may read further tensors by the same transfer
+Read = Callable[[Tensor], Any]  # `to_list`, or a function that reads further tensors by the same transfer
+to_list: Read = methodcaller("tolist")
 _HALF = (torch.bfloat16, torch.float16)
 MAX_NONFINITE = 3
 """The number of consecutive steps without a finite gradient after which a run ends with an error."""
@@ -147,7 +149,7 @@ class Optimizer:
         """The tensors that the rules update, by parameter name: the parameters or their float32 masters (`Weight.master`)."""
         return {name: w.master for name, w in self.weights.items()}
 
-    def step(self, losses: Losses, lr: float, read: Read = Tensor.tolist) -> float | None:
+    def step(self, losses: Losses, lr: float, read: Read = to_list) -> float | None:
         """Sum the gradients of the losses (one function per micro-batch), and update the weights with the learning rate `lr`.
 
         Return the gradient norm before clipping. If it is not finite, change no weight and return None.
@@ -204,7 +206,7 @@ class Optimizer:
         """The masters of the weights that are not sharded, whose gradients must be summed over processes."""
         return [w.master for w in self.weights.values() if w.local is w.parameter]
 
-    def norm(self, read: Read = Tensor.tolist) -> float:
+    def norm(self, read: Read = to_list) -> float:
         """Return the norm of the gradient over all shards, and move each gradient to the tensor where the update reads it.
 
         An update rule reads the master's gradient. Kernels that update a half-precision weight read the weight's own gradient.
@@ -423,7 +425,7 @@ def add_up(optimizers: Sequence[Optimizer], losses: Losses) -> None:
             raise PassOutOfMemoryError("A pass of a process ran out of memory.") from failed
 
 
-def apply_together(rates: Sequence[tuple[Optimizer, float]], read: Read = Tensor.tolist) -> list[float]:
+def apply_together(rates: Sequence[tuple[Optimizer, float]], read: Read = to_list) -> list[float]:
     """Update the weights of several optimisers, given as (optimiser, learning rate). Each clips its own gradient norm.
 
     Return the norms before clipping. If one is not finite, change no weight; the first optimiser counts this in `nonfinite`.
@@ -438,7 +440,7 @@ def apply_together(rates: Sequence[tuple[Optimizer, float]], read: Read = Tensor
     return norms
 
 
-def step_together(rates: Sequence[tuple[Optimizer, float]], losses: Losses, read: Read = Tensor.tolist) -> list[float] | None:
+def step_together(rates: Sequence[tuple[Optimizer, float]], losses: Losses, read: Read = to_list) -> list[float] | None:
     """Compute the gradients of the sum of `losses`, and update the weights of several optimisers at their learning rates.
 
     Return the norms before clipping, which `read` reads. If one is not finite, change no weight and return None.

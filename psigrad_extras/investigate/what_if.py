@@ -22,6 +22,7 @@ from psigrad.objective import PolicyGradient, PolicyOutputs, Prepared
 from psigrad.objective.parts.ratio import exp_ratio
 from psigrad.objective.parts.surrogate import clip_fractions
 from psigrad.optim import Optimizer
+from psigrad.optim.optimizer import Read
 
 Gradient = dict[str, Tensor]
 
@@ -36,9 +37,9 @@ class WatchedOptimizer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def norm(self, read: Callable[[Tensor], Any] = Tensor.tolist) -> float:
+    def norm(self, *read: Read) -> float:
         """Return the gradient's norm, and add the gradient to the sum."""
-        norm = self.inner.norm(read)
+        norm = self.inner.norm(*read)
         for name, own in self.inner.weights.items():
             parts, weight = [] if own.gradient is None else [(slice(None), own.gradient)], own.parameter
             for rows, part in (*parts, *(self.inner.sums.blocks(weight) if weight in self.inner.sums.uses else ())):
