@@ -62,7 +62,7 @@ def checks() -> Iterator[Check]:
     yield _kernels()
     tier = tier_of_this_machine()
     yield Check("code sandbox", "missing" if tier.name == "none" else "ok", tier.sentence(), tier.why_not)
-    for extra in sorted(set(extras.requirements()) - set(extras.DEVELOPERS)):
+    for extra in sorted(set(extras.requirements()) - {"", *extras.DEVELOPERS}):
         yield _package(PACKAGES.get(extra, extra), extras.install_command(extra), f"extra {extra}")
     room = shutil.disk_usage(".").free
     tight = room < 5e9

@@ -87,7 +87,7 @@ def test_an_engine_on_the_cluster_has_room_for_the_runs_longest_text(monkeypatch
     monkeypatch.setattr(ray_placement, "RaySampler", lambda *given, **settings: None)
 
     @contextlib.contextmanager
-    def actors(placement, journal, kind, arguments, **wants):
+    def actors(placement, journal, kind, arguments, name, **wants):
         pickle.loads(pickle.dumps(arguments[0]))()
         yield None
 

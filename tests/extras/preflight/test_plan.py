@@ -17,6 +17,7 @@ from psigrad import cli
 from psigrad.config import Data, Model, OnlineConfig, Optim, PreferenceConfig, RewardConfig, Run, Sampling, SFTConfig
 from psigrad.errors import UserError
 from psigrad.language.models import language_model, logprobs, tiny
+from psigrad.language.models.fused.caches import CachedPrompt
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers import embedded
@@ -206,7 +207,8 @@ def held(thing, seen=None) -> int:
         return sum(held(part, seen) for part in thing.values())
     if isinstance(thing, list | tuple):
         return sum(held(part, seen) for part in thing)
-    return held(vars(thing), seen) if type(thing).__module__.startswith("psigrad.language.rollout") else 0
+    cache = isinstance(thing, CachedPrompt) or type(thing).__module__.startswith("psigrad.language.rollout")
+    return held(vars(thing), seen) if cache else 0
 
 
 @pytest.mark.parametrize(("prompt", "length", "budget"), [(12, 40, 4096), (12, 40, 300), (300, 20, 500), (12, 40, 100)])

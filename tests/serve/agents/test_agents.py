@@ -7,6 +7,7 @@ import re
 import shlex
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -76,9 +77,9 @@ def grad(run: OnlineRun, agents: Agents | None) -> torch.Tensor:
     run = with_player(run, agents)
     norm = run.optimizer.norm
 
-    def look() -> float:
+    def look(*read: Callable[[torch.Tensor], object]) -> float:
         seen.append(torch.cat([p.grad.flatten() for p in run.model.trainable().values()]).clone())
-        return norm()
+        return norm(*read)
 
     run.optimizer.norm = look
     advance(run, State(algorithm=run.algorithm.initial_state()))
