@@ -168,7 +168,7 @@ def text(records: Sequence[Record], page: str) -> str:
 
 
 def write(records: Sequence[Record]) -> None:
-    """Write the figures, and draw the mean reward of each step, smoothed over five, one panel a task."""
+    """Write the figures, and draw the mean reward of each step, smoothed over five: bold the seeds' mean, thin each seed."""
     from matplotlib.figure import Figure
 
     PAGE.write_text(text(records, PAGE.read_text()))
@@ -177,14 +177,18 @@ def write(records: Sequence[Record]) -> None:
     for axes, name in zip(figure.subplots(1, tasks.TASKS, sharey=True), names, strict=True):
         axes.set_title(name, fontsize=10, loc="left")
         axes.set_xlabel("step", fontsize=8)
-        for run in (one for one in records if one["kind"] == "run" and one["task"] == name):
-            curve = [fmean(run["rewards"][max(0, n - 4) : n + 1]) for n in range(len(run["rewards"]))]
-            colour = "#0072b2" if run["library"] == "psigrad" else "#d55e00"
-            axes.plot(range(1, 1 + len(curve)), curve, color=colour, linewidth=1, label=f"{run['library']}, seed {run['seed']}")
-        if axes.lines:
-            axes.legend(frameon=False, fontsize=6)
-        else:
-            axes.text(0.5, 0.5, MISSING, ha="center", transform=axes.transAxes)
+        for library, shown, colour in (("psigrad", "psigrad", "#0072b2"), ("trl", "TRL 1.16", "#d55e00")):
+            runs = [
+                one["rewards"] for one in records if one["kind"] == "run" and (one["task"], one["library"]) == (name, library)
+            ]
+            curves = [[fmean(rewards[max(0, n - 4) : n + 1]) for n in range(len(rewards))] for rewards in runs]
+            for curve in curves:
+                axes.plot(range(1, 1 + len(curve)), curve, color=colour, linewidth=0.8, alpha=0.35)
+            mean = [fmean(values) for values in zip(*curves, strict=True)]
+            axes.plot(range(1, 1 + len(mean)), mean, color=colour, linewidth=2, label=shown)
+    first = figure.axes[0]
+    first.set_ylabel("mean reward", fontsize=8)
+    first.legend(frameon=False, fontsize=8)
     figure.savefig(ROOT / "docs" / "images" / "evidence.png", dpi=110)
 
 
