@@ -129,9 +129,8 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
         decoder = Decoder(hf, recompute, vision=model.vision)
     except Unsupported as error:
         return None, str(error)
-    inputs = (
-        _lay_out_chunks(model, texts) if decoder.attentions < len(decoder.layers) else lay_out(texts, model.device, packed=True)
-    )
+    has_states = decoder.attentions < len(decoder.layers)
+    inputs = _lay_out_chunks(model, texts) if has_states else lay_out(texts, model.device, packed=True)
 
     def own() -> Tensor:
         hidden: Tensor = model.target_hidden(inputs)
