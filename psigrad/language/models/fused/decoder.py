@@ -286,6 +286,8 @@ def _angles(
             zeros = torch.zeros(position_ids.shape[1], dim)
             tables[name] = Angles(torch.ones_like(zeros), zeros, factors)
         else:
-            cosine, sine = base.rotary_emb(like, position_ids, *([name] if name else []))
+            # M-RoPE has a position on each of three axes; those of text are equal.
+            places = position_ids.expand(3, -1, -1) if hasattr(base.rotary_emb, "mrope_section") else position_ids
+            cosine, sine = base.rotary_emb(like, places, *([name] if name else []))
             tables[name] = Angles(cosine[0].float().contiguous(), sine[0].float().contiguous(), factors)
     return [tables[name] for name in ropes]
