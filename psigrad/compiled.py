@@ -36,6 +36,8 @@ class AdamWWeight:
     """The scales of the blocks of both moments, if the moments are 8-bit codes."""
     seed: int = 0
     """The seed of the random numbers that round a weight without a master."""
+    first: int = 0
+    """The index of the first element in the whole parameter, by which a weight with a master is rounded."""
 
     @property
     def weight(self) -> Tensor:
@@ -50,6 +52,10 @@ class OptimizerKernels(Protocol):
 
     def squared_norm(self, gradients: Sequence[Tensor]) -> float:
         """Return Σ g² over all tensors."""
+        ...
+
+    def dither(self, stored: Tensor, master: Tensor, first: int) -> None:
+        """Write the float32 numbers `master` to the bfloat16 tensor `stored`, rounded by `psigrad.optim.low_memory.dither`."""
         ...
 
     def adamw(self, weights: Sequence[AdamWWeight], lr: float, betas: tuple[float, float], eps: float, scale: float) -> None:

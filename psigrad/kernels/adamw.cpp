@@ -62,12 +62,22 @@ inline words mixed(words x) {
     return x ^ x >> 16;
 }
 
-// Rounds each number at random to one of the two nearest bfloat16 numbers, so that the expected value is x.
-inline void rounded_by_chance(bfloat16* to, int64_t count, vec x, uint32_t index, uint32_t seed) {
+inline words counted(uint32_t first) {
     words lane = {};
-    for (int i = 0; i < WIDTH; i++) lane[i] = index + i;
-    halves out = __builtin_convertvector(((words)x + (mixed(lane ^ seed) & 0xffff)) >> 16, halves);
+    for (int i = 0; i < WIDTH; i++) lane[i] = first + i;
+    return lane;
+}
+
+// Rounds the magnitude of x up to a bfloat16 number if its lower 16 bits plus `draw` reach 2^16, and else down.
+inline void round_up_from(bfloat16* to, int64_t count, vec x, words draw) {
+    halves out = __builtin_convertvector(((words)x + draw) >> 16, halves);
     memcpy(to, &out, count * sizeof(bfloat16));
+}
+
+// The rounding of `dither` in low_memory.py: the draw of a number depends on its index alone.
+inline void dithered(bfloat16* to, int64_t count, vec x, uint32_t index) {
+    constexpr uint32_t RATIO = 0x9e3779b9;
+    round_up_from(to, count, x, counted(0) * RATIO + index * RATIO >> 16);
 }
 
 }  // namespace
@@ -92,7 +102,7 @@ struct Weight {
     bfloat16* stored;
     const bfloat16* gradient;
     float *first, *second;
-    int64_t count;
+    int64_t count, index;
 };
 // The factors of a weight: 1 - learning rate · weight decay, learning rate / (1 - beta1^step), 1 / sqrt(1 - beta2^step).
 struct Factors {
@@ -116,9 +126,20 @@ void adamw_bf16(const Weight* weights, const Factors* factors, int64_t number, f
                 m += (g - m) * new1;
                 v = v * beta2 + g * g * new2;
                 vec x = take(w.master + i, lanes) * f.keep - m * f.rate / (root(v) * f.correction + eps);
-                give(w.first + i, lanes, m), give(w.second + i, lanes, v), give(w.master + i, lanes, x), give(w.stored + i, lanes, x);
+                give(w.first + i, lanes, m), give(w.second + i, lanes, v), give(w.master + i, lanes, x);
+                dithered(w.stored + i, lanes, x, uint32_t(w.index + i));
             });
     }
+}
+
+// stored = master, rounded by `dithered`, where `index` is that of the first number
+void round_bf16(bfloat16* stored, const float* master, int64_t count, int64_t index, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (count > WORTH_SHARING)
+    for (int64_t start = 0; start < count; start += PIECE)
+        over(std::min(PIECE, count - start), [=](int64_t i, auto lanes) {
+            i += start;
+            dithered(stored + i, lanes, take(master + i, lanes), uint32_t(index + i));
+        });
 }
 
 // A weight with less memory: float32 in `master`, bfloat16 in `stored`, or both. Without a master, `stored` is rounded at random. The
@@ -129,7 +150,7 @@ struct Frugal {
     const void* gradient;
     void *first, *second;
     float *first_scales, *second_scales;
-    int64_t count, half, seed;
+    int64_t count, half, seed, index;
 };
 
 void adamw_frugal(const Frugal* weights, const Factors* factors, int64_t number, const Code* codes, float new1, float beta2, float new2, float eps, float scale, int threads) {
@@ -158,8 +179,8 @@ void adamw_frugal(const Frugal* weights, const Factors* factors, int64_t number,
                 x = x * f.keep - m * f.rate / (root(v) * f.correction + eps);
                 give(first + i, lanes, m), give(second + i, lanes, v);
                 if (w.master) give(w.master + at, lanes, x);
-                if (w.master && w.stored) give(w.stored + at, lanes, x);
-                if (!w.master) rounded_by_chance(w.stored + at, lanes, x, uint32_t(at), uint32_t(w.seed));
+                if (w.master && w.stored) dithered(w.stored + at, lanes, x, uint32_t(w.index + at));
+                if (!w.master) round_up_from(w.stored + at, lanes, x, mixed(counted(uint32_t(at)) ^ uint32_t(w.seed)) & 0xffff);
             });
             if (w.first_scales) {
                 w.first_scales[block] = encoded((uint8_t*)w.first + start, first, codes[0], count);

@@ -55,6 +55,7 @@ _SIGNATURES = {
     "gather": "piit",
     "copies": "pppit",
     "squared_norm": "pppit",
+    "round_bf16": "ppiit",
     "adamw_bf16": "ppi" + "f" * 5 + "t",
     "adamw_frugal": "ppip" + "f" * 5 + "t",
     "relu_towers": "ppppiiit",
@@ -388,6 +389,10 @@ class HalfPrecision:
         self._call.squared_norm(ctypes.byref(out), pointers, sizes, len(counts), torch.get_num_threads())
         return out.value
 
+    def dither(self, stored: Tensor, master: Tensor, first: int) -> None:
+        """Write the float32 numbers `master` to `stored`, rounded by `low_memory.dither`. Both tensors must be contiguous."""
+        self._call.round_bf16(stored.data_ptr(), master.data_ptr(), master.numel(), first, torch.get_num_threads())
+
     def adamw(self, weights: Sequence[AdamWWeight], lr: float, betas: tuple[float, float], eps: float, scale: float) -> None:
         """Take a step of AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), with each gradient multiplied by `scale`.
 
@@ -397,7 +402,10 @@ class HalfPrecision:
         table = []
         for w in weights:
             assert w.master is not None and w.stored is not None
-            table += [x.data_ptr() for x in (w.master, w.stored, w.gradient, w.exp_avg, w.exp_avg_sq)] + [w.master.numel()]
+            table += [x.data_ptr() for x in (w.master, w.stored, w.gradient, w.exp_avg, w.exp_avg_sq)] + [
+                w.master.numel(),
+                w.first,
+            ]
         rates = (1 - betas[0], betas[1], 1 - betas[1], eps, scale)
         tables = ((ctypes.c_int64 * len(table))(*table), _factors(weights, lr, betas))
         self._call.adamw_bf16(*tables, len(weights), *rates, torch.get_num_threads())
@@ -420,7 +428,7 @@ class HalfPrecision:
         for w in weights:
             tensors = (w.master, w.stored, w.gradient, w.exp_avg, w.exp_avg_sq, *(w.scales or (None, None)))
             table += [0 if x is None else x.data_ptr() for x in tensors]
-            table += [w.weight.numel(), w.gradient.dtype == torch.bfloat16, w.seed]
+            table += [w.weight.numel(), w.gradient.dtype == torch.bfloat16, w.seed, w.first]
         tables = ((ctypes.c_int64 * len(table))(*table), _factors(weights, lr, betas))
         known = (ctypes.c_int64 * len(codes))(*(x.data_ptr() for x in codes))
         rates = (1 - betas[0], betas[1], 1 - betas[1], eps, scale)

@@ -1,4 +1,4 @@
-"""AdamW with less memory: 8-bit moments, and bfloat16 weights whose float32 master is absent or stored as a 16-bit remainder."""
+"""Rounding to bfloat16, and AdamW with less memory: 8-bit moments, and weights whose float32 master is absent or a remainder."""
 
 from __future__ import annotations
 
@@ -76,10 +76,37 @@ def round_stochastically(x: Tensor, seed: int, first: int = 0) -> Tensor:
 
     The random number for element i depends only on `seed` and `first` + i. The arithmetic is modulo 2³², in place.
     """
-    i = torch.arange(x.numel(), dtype=torch.int32, device=x.device).add_(_signed(first)).bitwise_xor_(_signed(seed))
+    i = _counted(first, x).bitwise_xor_(_signed(seed))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         i.bitwise_xor_((i >> shift).bitwise_and_((1 << 32 - shift) - 1)).mul_(_signed(factor))
-    draw = ((i >> 16) ^ i).bitwise_and_(0xFFFF)
+    return _round_up_from(((i >> 16) ^ i).bitwise_and_(0xFFFF), x)
+
+
+def dither(x: Tensor, first: int = 0) -> Tensor:
+    """Round x [n] to bfloat16, each number to one of its two neighbours by a threshold that depends only on its index.
+
+    Formula: |x_i| = a + f·(b − a), with neighbours a ≤ |x_i| < b, becomes b if f + u_i ≥ 1, else a. The threshold u_i is the
+             fractional part, to 16 bits, of φ·(`first` + i), with φ = 0.618….
+
+    Any run of thresholds is spread evenly over [0, 1). If many weights move by 1 % of b − a, 1 % of them change, so that together
+    they move as far as their masters. Rounded to nearest, none would change before it has moved by half of b − a, which
+    takes many steps at the learning rates of fine-tuning. Unlike random numbers, thresholds add no noise from step
+    to step.
+    """
+    return _round_up_from(_thresholds(first, x), x)
+
+
+def _counted(first: int, x: Tensor) -> Tensor:
+    return torch.arange(x.numel(), dtype=torch.int32, device=x.device).add_(_signed(first))
+
+
+def _thresholds(first: int, x: Tensor) -> Tensor:
+    """Return 2¹⁶·u_i of `dither` as int32 [n]."""
+    return _counted(first, x).mul_(_signed(0x9E3779B9)).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+
+
+def _round_up_from(draw: Tensor, x: Tensor) -> Tensor:
+    """Round |x| up to a bfloat16 number if its lower 16 bits plus `draw` reach 2¹⁶, else down. Overwrites `draw`."""
     return draw.add_(x.view(torch.int32)).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
 
 
@@ -88,19 +115,46 @@ def _signed(number: int) -> int:
     return ((number + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
 
 
-def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Split float32 numbers into (the nearest bfloat16 numbers, 16-bit remainders). `join` restores the float32 numbers.
+def split(master: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+    """Split float32 numbers [n] into (`dither`ed bfloat16 numbers, their lower 16 bits as int16). `join` is the inverse."""
+    return dither(master, first), master.view(torch.int32).to(torch.int16)
 
-    A number midway between two bfloat16 numbers is restored with another last bit, since its remainder 2¹⁵ exceeds int16 by 1.
+
+def join(stored: Tensor, remainder: Tensor, first: int = 0) -> Tensor:
+    """Return the float32 numbers [n] that `split` divided into bfloat16 numbers `stored` and a 16-bit `remainder`."""
+    low = remainder.int().bitwise_and_(0xFFFF)
+    carried = _thresholds(first, stored).add_(low).bitwise_right_shift_(16)
+    return (stored.view(torch.int16).int() - carried).bitwise_left_shift_(16).bitwise_or_(low).view(torch.float32)
+
+
+@functools.cache
+def _first_thresholds(device: torch.device) -> Tensor:
+    return _thresholds(0, torch.empty(SPLIT, dtype=torch.bool, device=device))
+
+
+def copy_masters(weights: Sequence[tuple[Tensor, Tensor, int]]) -> None:
+    """Copy masters to their weights, given as (weight, master, index of the first element in the whole weight).
+
+    A bfloat16 weight is rounded by `dither`: by the kernels where there are any, or else small weights together and large ones in
+    chunks. A float16 weight is rounded to the nearest number.
     """
-    stored = master.to(torch.bfloat16)
-    remainder = master.view(torch.int32) - (stored.view(torch.int16).int() << 16)
-    return stored, remainder.clamp_(max=(1 << 15) - 1).to(torch.int16)
-
-
-def join(stored: Tensor, remainder: Tensor) -> Tensor:
-    """Return the float32 numbers that `split` divided into bfloat16 numbers `stored` and a 16-bit `remainder`."""
-    return (stored.view(torch.int16).int() << 16).add_(remainder).view(torch.float32)
+    small = []
+    for weight, master, first in weights:
+        native = adamw_kernels(weight.dtype, weight.device.type) if weight.is_contiguous() and master.is_contiguous() else None
+        if native is not None:
+            native.dither(weight, master, first)
+        elif weight.dtype != torch.bfloat16 or not weight.is_contiguous():
+            weight.copy_(master if weight.dtype != torch.bfloat16 else dither(master.reshape(-1), first).view(weight.shape))
+        elif weight.numel() < SPLIT and not first:
+            small.append((weight.view(-1), master.reshape(-1).view(torch.int32)))
+        else:
+            flat, whole = weight.view(-1), master.reshape(-1)
+            for start in range(0, len(flat), CHUNK):
+                flat[start : start + CHUNK] = dither(whole[start : start + CHUNK], first + start)
+    if small:
+        draws = _first_thresholds(small[0][0].device)
+        sums = torch._foreach_add([bits for _, bits in small], [draws[: len(bits)] for _, bits in small])
+        torch._foreach_copy_([x.view(torch.int16) for x, _ in small], [total.view(torch.int16)[1::2] for total in sums])
 
 
 def has_remainder(p: Tensor) -> bool:
@@ -173,6 +227,7 @@ class LowMemoryAdamW:
             u.weight_decay,
             (u.state["exp_avg_scale"], u.state["exp_avg_sq_scale"]) if "exp_avg_scale" in u.state else None,
             derive(self.seed, "round", u.name, count) & 0xFFFFFFFF,
+            u.first,
         )
 
     def _step_by_torch(self, w: AdamWWeight, remainder: Tensor | None, step: StepSize) -> None:
@@ -185,20 +240,20 @@ class LowMemoryAdamW:
         for first in range(0, whole.numel(), CHUNK):
             part = slice(first, first + CHUNK)
             g, *moments = (x[part] for x in flat)
-            x = whole[part].float() if remainder is None else join(whole[part], remainder.view(-1)[part])
+            x = whole[part].float() if remainder is None else join(whole[part], remainder.view(-1)[part], w.first + first)
             if remainder is not None and w.scales is None:
                 self._step_fused(x, g.float(), moments, w, step)
             else:
                 scales = [None, None] if w.scales is None else [s[first // BLOCK : (first + CHUNK) // BLOCK] for s in w.scales]
                 x = self._step_chunk(x, g.float() / step.divisor, moments, scales, w, step)
             if remainder is not None:
-                whole[part], remainder.view(-1)[part] = split(x)
+                whole[part], remainder.view(-1)[part] = split(x, w.first + first)
             else:
                 whole[part] = x if w.master is not None else round_stochastically(x, w.seed, first)
         if not weight.is_contiguous():
             weight.copy_(whole.view_as(weight))
         if w.master is not None and w.stored is not None:
-            w.stored.copy_(w.master)
+            copy_masters([(w.stored, w.master, w.first)])
 
     def _step_chunk(
         self, x: Tensor, g: Tensor, stored: list[Tensor], scales: Sequence[Tensor | None], w: AdamWWeight, step: StepSize

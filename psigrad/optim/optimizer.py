@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from psigrad.compiled import OptimizerKernels
 from psigrad.errors import UserError
 from psigrad.optim.gradients import Sums, in_place
-from psigrad.optim.low_memory import LowMemoryAdamW, has_codes, has_remainder, join, split
+from psigrad.optim.low_memory import LowMemoryAdamW, copy_masters, has_codes, has_remainder, join, split
 from psigrad.optim.rules import Adafactor, AdamW, Muon, StepSize, Update, UpdateRule, adamw_kernels, is_hidden_matrix
-from psigrad.processes.parallel.shards import local_of, local_parameter, num_replicas, shard_like
+from psigrad.processes.parallel.shards import first_element, local_of, local_parameter, num_replicas, shard_like
 from psigrad.processes.parallel.world import ALONE, World, sum_gradients
 
 if TYPE_CHECKING:
@@ -67,13 +67,13 @@ class Weight:
     If `no_master`, it is a placeholder of the same shape, which takes no memory and only has a gradient.
     """
     no_master: bool
-    """True if a half-precision weight has no master, and the rule updates `local`: with stochastic rounding, or with the
-    remainder of its master in the rule's state.
-    """
+    """True if the rule updates a half-precision `local` without a master: by stochastic rounding or a remainder in `state`."""
     kernels: OptimizerKernels | None
     """The kernels that update `local` and its master from a bfloat16 gradient; None if there are none."""
     rule: UpdateRule
     state: dict[str, Tensor]
+    first: int = 0
+    """The index of the first element of `local` in the whole parameter."""
     buffer: Tensor | None = None
     """The tensor for the float32 sum of gradients in a step with several passes. It is reused in the next step, because a new
     allocation between activations would fragment the heap.
@@ -98,7 +98,7 @@ class Weight:
         weight = self.local if self.no_master else self.master
         decay = weight_decay if weight.dim() > 1 else 0.0
         stored = None if self.no_master or self.kernels is None else self.local
-        return Update(self.name, weight, gradient, self.state, decay, stored)
+        return Update(self.name, weight, gradient, self.state, decay, stored, self.first)
 
     def move_gradient(self) -> None:
         """Add the parameter's gradient to the master's in float32, and remove it from the parameter."""
@@ -253,9 +253,7 @@ class Optimizer:
         # Caches notice a changed weight by its version counter, which kernels and fused steps do not increment.
         torch.autograd.graph.increment_version(changed)
         self.sums.clear()
-        for w in self._half:
-            if w.master.grad is not None and not w.no_master:
-                w.local.copy_(w.master)
+        copy_masters([(w.local, w.master, w.first) for w in self._half if w.master.grad is not None and not w.no_master])
 
     def _step_by_rows(self, w: Weight, step: StepSize) -> None:
         """Update a weight whose gradient is not stored. Compute the gradient of one block of rows at a time."""
@@ -284,9 +282,10 @@ class Optimizer:
         for name, w in self.weights.items():
             master, rest = f"master.{name}", f"remainder.{name}"
             if "remainder" in w.state and rest not in tensors and master in tensors:
-                tensors[rest] = split(tensors.pop(master))[1]
+                tensors[rest] = split(tensors.pop(master).reshape(-1))[1].view(w.local.shape)
             elif "remainder" not in w.state and rest in tensors:
-                tensors[master] = join(w.local, tensors.pop(rest).to(w.local.device))
+                low = tensors.pop(rest).to(w.local.device).reshape(-1)
+                tensors[master] = join(w.local.reshape(-1), low, w.first).view(w.local.shape)
         own = {f"{kind}.{w.name}": x for w in self.weights.values() for kind, x in w.tensors().items()}
         for key in tensors:
             kind, _, name = key.partition(".")
@@ -348,7 +347,8 @@ def _weight(name: str, parameter: nn.Parameter, optim: Optim, rule: UpdateRule |
         master = nn.Parameter(local.detach().float())
     kernels = adamw_kernels(local.dtype, local.device.type) if adamw and half and local.is_contiguous() else None
     rule = rule or _rule(name, master, optim, stochastic, remainder, seed)
-    return Weight(name, parameter, local, master, stochastic or remainder, kernels, rule, rule.init(name, master))
+    state = rule.init(name, master)
+    return Weight(name, parameter, local, master, stochastic or remainder, kernels, rule, state, first_element(parameter))
 
 
 def _rule(name: str, p: Tensor, optim: Optim, stochastic: bool, remainder: bool, seed: int) -> UpdateRule:

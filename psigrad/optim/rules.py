@@ -49,6 +49,8 @@ class Update(NamedTuple):
     weight_decay: float
     stored: Tensor | None = None
     """The bfloat16 weight whose float32 master is `weight`, if kernels update both from a bfloat16 gradient; else None."""
+    first: int = 0
+    """The index of the first element of `weight` in the whole parameter; 0 without shards."""
 
 
 class UpdateRule(Protocol):
@@ -133,7 +135,8 @@ class AdamW:
         weights = []
         for u, count in zip(updates, torch.stack(counts).tolist(), strict=True):
             moments = (u.state["exp_avg"], u.state["exp_avg_sq"])
-            weights.append(AdamWWeight(u.weight, u.stored, u.gradient.contiguous(), *moments, int(count), u.weight_decay))
+            gradient = u.gradient.contiguous()
+            weights.append(AdamWWeight(u.weight, u.stored, gradient, *moments, int(count), u.weight_decay, first=u.first))
         native = adamw_kernels(torch.bfloat16, "cpu")
         assert native is not None, "only kernels step weights along half-precision gradients"
         native.adamw(weights, step.lr, self.betas, self.eps, 1 / step.divisor)

@@ -272,15 +272,61 @@ def test_chunks_and_masters_in_two_parts_step_to_the_same_bits(optim, as_on_a_gp
         assert torch.equal(x, back.state_dict()[key]), key
 
 
-def test_a_master_in_two_parts_is_joined_again_but_for_the_last_bit_of_a_tie():
+def dithered_by_hand(x: float, index: int) -> float:
+    """The formula of `dither` with floor and frexp: in [2^(e-1), 2^e) bfloat16's 8 digits are 2^(e-8) apart."""
+    unit = 2.0 ** (math.frexp(x)[1] - 8)
+    below, threshold = math.floor(abs(x) / unit), math.floor(index * 0x9E3779B9 / 2**16) % 2**16 / 2**16
+    return math.copysign((below + (abs(x) / unit - below + threshold >= 1)) * unit, x)
+
+
+@pytest.mark.parametrize("first", [0, 12_345, (1 << 32) - 3])
+def test_dithering_follows_its_formula_and_keeps_what_bfloat16_has(first):
+    x = torch.randn(2000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 2000)
+    wanted = torch.tensor([dithered_by_hand(value, (first + i) % (1 << 32)) for i, value in enumerate(x.tolist())])
+    assert torch.equal(low_memory.dither(x, first).float(), wanted)
+    assert not torch.equal(low_memory.dither(x, first + 1).float(), wanted)
+    exact = torch.tensor([0.0, -0.0, 1.5, -2.0, math.inf, -math.inf, math.nan]).repeat(100)
+    torch.testing.assert_close(low_memory.dither(exact, first).float(), exact, rtol=0, atol=0, equal_nan=True)
+
+
+def test_dithered_weights_move_together_as_their_masters_do():
+    """Of 1 to 1 + 1/128, 1/1024 is an eighth: of each 4,096 weights 512 move, and to the nearest none (the control)."""
+    x = torch.full((16, 4096), 1 + 1 / 1024)
+    assert ((low_memory.dither(x.view(-1)).view(16, 4096) > 1).sum(1) - 512).abs().max() <= 2
+    assert x.bfloat16().max() == 1.0
+
+
+@pytest.mark.parametrize(
+    "native", [pytest.param(True, marks=pytest.mark.needs("compiler")), False], ids=["by the kernel", "by torch"]
+)
+def test_masters_of_every_layout_are_copied_by_the_same_rounding(native, monkeypatch):
+    if not native:
+        monkeypatch.setattr(low_memory, "adamw_kernels", lambda dtype, device: None)
+        monkeypatch.setattr(low_memory, "SPLIT", 1000), monkeypatch.setattr(low_memory, "CHUNK", 700)
+        low_memory._first_thresholds.cache_clear()
+    draw = torch.Generator().manual_seed(0)
+    layouts = [
+        (torch.empty(10, 31), 0),
+        (torch.empty(7), 0),
+        (torch.empty(50, 33), 0),
+        (torch.empty(9, 30), 77),
+        (torch.empty(6, 40).t(), 0),
+    ]
+    pairs = [(x.bfloat16(), torch.randn(x.shape, generator=draw), first) for x, first in layouts]
+    low_memory.copy_masters(pairs)
+    for weight, master, first in pairs:
+        assert torch.equal(weight.reshape(-1), low_memory.dither(master.reshape(-1), first)), weight.shape
+    half, master = torch.empty(5, dtype=torch.float16), torch.tensor([1 / 3, 1e-4, -2.0, 0.0, 7.7])
+    low_memory.copy_masters([(half, master, 0)])
+    assert torch.equal(half, master.half())
+    low_memory._first_thresholds.cache_clear()
+
+
+def test_a_master_in_two_parts_is_joined_again_to_the_last_bit():
     x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)) * torch.logspace(-40, 38, 1 << 16)
-    x = torch.cat(
-        [
-            x[x.view(torch.int32) & 0xFFFF != 1 << 15],
-            torch.tensor([0.0, -0.0, math.inf, -math.inf, 3.4e38, 1 + 1 / 256, -1 - 3 / 256]),
-        ]
-    )
-    stored, remainder = split(x)
-    apart = (join(stored, remainder).view(torch.int32) - x.view(torch.int32)).abs()
-    assert torch.equal(stored, x.bfloat16()) and remainder.dtype == torch.int16
-    assert apart[:-2].max() == 0 and apart[-2:].tolist() == [1, 0]  # 1 + 1/256 is midway, and its even neighbour is below
+    x = torch.cat([x, torch.tensor([0.0, -0.0, math.inf, -math.inf, 3.4e38, 1 + 1 / 256, -1 - 3 / 256])])
+    for first in (0, 99):
+        stored, remainder = split(x, first)
+        assert torch.equal(stored, low_memory.dither(x, first)) and remainder.dtype == torch.int16
+        assert torch.equal(join(stored, remainder, first).view(torch.int32), x.view(torch.int32))
+        assert not torch.equal(join(stored, remainder, first + 1), x)

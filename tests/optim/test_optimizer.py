@@ -15,6 +15,7 @@ from psigrad.errors import UserError
 from psigrad.optim import MAX_NONFINITE, NonFiniteError, Optimizer, add_up, learning_rate
 from psigrad.optim import optimizer as loop
 from psigrad.optim.gradients import embedding, sums_for
+from psigrad.optim.low_memory import dither
 from psigrad.optim.optimizer import check_gradients
 from psigrad.optim.rules import adamw_kernels
 
@@ -135,7 +136,7 @@ def test_bfloat16_weights_accumulate_updates_too_small_for_them():
         lost.float().sum().backward()
         plain.step()
     assert torch.allclose(optimizer.masters["w"], torch.full((8, 8), 0.98), atol=1e-4)
-    assert torch.equal(kept.detach(), optimizer.masters["w"].detach().bfloat16())
+    assert float(kept.detach().float().mean()) == pytest.approx(0.98, abs=1e-4)  # bfloat16 has 0.9766 and 0.9805
     assert torch.equal(lost.detach(), start.bfloat16())
 
 
@@ -178,7 +179,8 @@ def test_bfloat16_weights_step_from_the_wide_sum_as_from_the_narrow_one():
         losses = [lambda m=model: m(ONES).float().square().sum(), lambda m=model: 0 * m(ONES).float().sum()]
         for _ in range(3):
             assert optimizer.step(losses[:passes], 0.01)
-        assert all(torch.equal(p, optimizer.masters[name].bfloat16()) for name, p in model.named_parameters())
+        for name, p in model.named_parameters():
+            assert torch.equal(p.flatten(), dither(optimizer.masters[name].detach().flatten())) and p.dtype == torch.bfloat16
         steps.append(torch.cat([m.detach().flatten() for m in optimizer.masters.values()]))
     assert float((steps[0] - steps[1]).abs().max()) < 1e-6
 

@@ -26,6 +26,7 @@ from psigrad.language.recipes import learners as saved
 from psigrad.language.recipes.learners import Learner
 from psigrad.language.rollout.types import State
 from psigrad.optim import Optimizer
+from psigrad.optim.low_memory import dither
 from psigrad.processes.parallel import shards
 from psigrad.processes.parallel import world as worlds
 from psigrad.processes.parallel.world import World
@@ -171,6 +172,24 @@ def poisoned(world: World, folder: str) -> None:
     assert optimizer.step(made.losses(made, world, model, None, groups_of(), ""), 1e-2) and optimizer.nonfinite == 0
 
 
+def rounded(world: World, folder: str) -> None:
+    """A step in bfloat16: the shards of a weight are rounded as the whole weight is, by the index of each number in it."""
+    from rank_gradients import CASES, groups_of
+
+    made = CASES["dapo bfloat16"]
+    model, _ = load(made, Path(folder), world)
+    optimizer = Optimizer(model.trainable(), Optim(learning_rate=1e-2), world=world)
+    assert optimizer.step(made.losses(made, world, model, None, groups_of(), ""), 1e-2)
+    differ = False
+    for name, w in optimizer.weights.items():
+        whole, stored = (
+            x.full_tensor().flatten() for x in (shards.shard_like(w.master.detach(), w.parameter), w.parameter.detach())
+        )
+        assert torch.equal(stored, dither(whole)), name
+        differ |= not torch.equal(w.local.detach().flatten(), dither(w.master.detach().flatten()))
+    assert differ == (world.rank > 0)  # the control: by an index that begins anew in each shard
+
+
 def newest(world: World, run: str) -> None:
     """Look for the newest checkpoint together; write down which it is, what was passed over, and what this rank summed."""
     saved.checkpoint._verified.clear()  # what the parent of this fork knows
@@ -181,7 +200,7 @@ def newest(world: World, run: str) -> None:
     Path(f"{run}-{world.rank}.json").write_text(json.dumps(told))
 
 
-__all__ = ["checkpoint", "config", "load_file", "main", "newest", "poisoned"]
+__all__ = ["checkpoint", "config", "load_file", "main", "newest", "poisoned", "rounded"]
 
 
 def converted(world: World, adapter: str, out: str) -> None:

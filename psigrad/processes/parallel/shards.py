@@ -50,6 +50,16 @@ def local_parameter(parameter: Any) -> nn.Parameter:
     return nn.Parameter(parameter.to_local(), requires_grad=parameter.requires_grad)
 
 
+def first_element(parameter: Any) -> int:
+    """Return the index, in the whole parameter, of the first element of this process's rows; 0 if it is not sharded."""
+    if not is_sharded(parameter):
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return sum(start * math.prod(parameter.shape[axis + 1 :]) for axis, start in enumerate(offset))
+
+
 def shard_like(local: Tensor, parameter: Tensor) -> Tensor:
     """Return a tensor sharded like `parameter`, such as an optimiser's moment. `local` are this process's rows of the tensor."""
     if not is_sharded(parameter) or local.dim() == 0:

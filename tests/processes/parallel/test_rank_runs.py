@@ -151,6 +151,11 @@ def test_a_gradient_that_is_not_finite_on_one_process_moves_no_weight_on_any(tmp
     ranks.run(2, "rank_runs", "poisoned", tmp_path, lockstep=sharded)
 
 
+def test_shards_are_rounded_to_bfloat16_as_the_whole_weight_is(tmp_path):
+    make_models(tmp_path)
+    ranks.run(2, "rank_runs", "rounded", tmp_path, lockstep=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "sharded"), [(1, False), (4, True), pytest.param(2, False, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
