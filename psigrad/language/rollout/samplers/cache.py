@@ -31,7 +31,7 @@ Where = slice | Tensor  # some slots
 
 
 class StateCache:
-    """The states of recurrent layers and the windows of convolutions, [slots, ...] for each `Key`."""
+    """The states of recurrent layers and the last inputs of convolutions (windows), as one tensor [slots, ...] per `Key`."""
 
     def __init__(self, slots: int) -> None:
         self.states: dict[Key, Tensor] = {}
@@ -83,7 +83,7 @@ class KVCache(StateCache):
         return self.layers[layer]
 
     def clear(self) -> None:
-        """Empty all slots, and zero any values (such as NaN) that a failed step left there."""
+        """Empty all slots, and zero their tensors, in which a failed step may have left NaN."""
         self.lengths = self.shifts = torch.zeros(0, dtype=torch.long)
         for x in (*(x for pair in self.layers.values() for x in pair), *self.states.values()):
             x.zero_()
@@ -91,7 +91,8 @@ class KVCache(StateCache):
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> Prefill:
         """Add n slots, of which slot i continues prompt `copies[i]`, and return the layout of the prompts' forward pass.
 
-        `shifts` [B] is the position of the token after each prompt minus the prompt's length; not 0 after images (M-RoPE).
+        `shifts` [B] is the position of the token after each prompt minus the prompt's length. It is 0 unless the prompt has
+        images (M-RoPE).
         """
         new = torch.zeros_like(copies) if shifts is None else shifts[copies]
         self.shifts = torch.cat([self.shifts.to(new.device), new])
@@ -147,7 +148,7 @@ class StatePrefill(_CallCounter):
         self.states, self.prompts, self.copies, self.new = states, prompts, copies, new
 
     def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
-        """Store the last tokens of each prompt as the window of its slots. Return the convolution of the prompts."""
+        """Return the convolution of the prompts' inputs x. Store the last inputs of each prompt as the window of its slots."""
         pieces, before = self.prompts.pieces, np.arange(1 - how.weight.shape[1], 0)
         last = pieces.lengths[:, None] + before
         rows = np.where(last >= 0, pieces.starts[:, None] + last, -1)
@@ -305,7 +306,7 @@ class SharedCache(StateCache):
     def exact(self) -> bool:
         """True if the layers produce the same bits as in training.
 
-        This holds if the matrices are packed for the kernels, and training multiplies by the kernels too.
+        This holds if the matrices are packed for the kernels, since training then multiplies by the same kernels.
         """
         return self.packed_weights.bytes > 0
 
@@ -355,16 +356,16 @@ class SharedCache(StateCache):
         self._arrangement = None
 
     def retain_slots(self, prompt: np.ndarray, slots: np.ndarray) -> None:
-        """Free all prompts and slots except `prompt` and `slots`, which can be selected later. Then no slot is selected."""
+        """Free all prompts and slots except `prompt` and `slots`, which can be selected later. Afterwards none is selected."""
         self.select_slots(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
         self._free = np.setdiff1d(np.arange(self.slot_tables[0].shape[1]), slots)
         kept = set(prompt.tolist())
         self.prompts = {number: table for number, table in self.prompts.items() if number in kept}
 
     def reserve(self, tokens: int) -> tuple[list[Tensor], Tensor]:
-        """Return (each layer's keys and values [2, slots, H_kv, capacity, D], their addresses), with room for `tokens` per slot.
+        """Return (each layer's keys and values [2, slots, H_kv, capacity, D], the memory addresses of these tensors).
 
-        The tensors are enlarged layer by layer, so at most one layer is in memory twice.
+        A slot has room for at least `tokens` tokens. The tensors are enlarged layer by layer, so at most one is in memory twice.
         """
         *shape, have, dim = self.slot_tables[0].shape
         if have < tokens:
@@ -424,7 +425,7 @@ class SharedDecode(StateDecode):
 
 
 def new_cache(model: LanguageModel, slots: int, longest: int, behind: int = 0) -> KVCache | SharedCache:
-    """Return an empty cache for sequences of up to `longest` tokens, of which at most `behind` (0: all) follow the prompt."""
+    """Return an empty cache for sequences of up to `longest` tokens. At most `behind` (0: all) of these come after the prompt."""
     if model.decoder is None:
         return KVCache(slots, longest, None if model.module_kernels is None else PackedWeights())
     return SharedCache(slots, behind or longest, model.decoder.attentions, model.decoder.heads, model.decoder.dtype)
@@ -437,7 +438,10 @@ def prefill(
     copies: Tensor,
     keep: ActivationCache | None,
 ) -> Tensor:
-    """Prefill n new slots, of which slot i continues prompt `copies[i]`. Return the logits [n, V] after the slots' prompts."""
+    """Prefill n new slots, of which slot i continues prompt `copies[i]`. Return the logits [n, V] after the slots' prompts.
+
+    Store the activations in `keep` if it is given.
+    """
     inputs, shifts = model.placed(pack(Groups(prompts, [[] for _ in prompts]), model.device)), None
     if inputs.has_images and model.vision is not None:
         shifts = on_device([model.vision.shift(ids) for ids in prompts], model.device)

@@ -126,9 +126,8 @@ def _weights(logits: Tensor) -> tuple[Tensor, Tensor]:
 def inverse(weights: Tensor, u: Tensor) -> Tensor:
     """Return for each row the first index [B] whose cumulative weight exceeds u [B, 1] times the row's sum of weights.
 
-    The `weights` [B, V] are at least 0.
-
-    A large vocabulary is summed in blocks, and searched only inside the selected block, which takes 10 % of the time.
+    The `weights` [B, V] are at least 0. In a large vocabulary, blocks are summed first and only one block is searched, which
+    takes 10 % of the time.
     """
     batch, size = weights.shape
     if size <= 2 * _BLOCK:

@@ -130,12 +130,12 @@ def learn(run: OfflineRun, rows: Sequence[int], lr: float) -> tuple[float | None
 
 
 def terms_of(share: Share) -> dict[str, float]:
-    """Compute one share of a loss, and return its terms as numbers."""
+    """Call a function from `Task.shares`, and return the terms of its loss as numbers."""
     return {name: float(term) for name, term in share().terms.items()}
 
 
 def marks_of(hits: Iterable[float]) -> str:
-    """Return a text with a character per pair: 1 if ranked right, 0 if wrong, h for a tie. Reports compare evaluations by it."""
+    """Return a text with a character per pair, by which reports compare evaluations: 1 ranked right, 0 wrong, h a tie."""
     return "".join("0h1"[round(2 * hit)] for hit in hits)
 
 

@@ -129,7 +129,7 @@ class TokenFigures:
         self.logp, self.entropy = torch.full(shape, math.nan), torch.full(shape, math.nan)
 
     def store(self, rows: Tensor, evaluation: PolicyOutputs, sums: LossSums) -> None:
-        """Store the outputs of a pass over these rows, after `sums` has read them."""
+        """Store the outputs of a pass over these rows, when `sums` copies them to the host."""
         wanted = rows < self.count
 
         def fill(table: Tensor, values: Tensor) -> None:
@@ -140,7 +140,7 @@ class TokenFigures:
                 sums.later(values.float(), partial(fill, table))
 
     def gather(self, world: World) -> TokenFigures:
-        """Add the log-probs and entropies that other processes have, and return self."""
+        """Add the log-probs and entropies of rows that other processes have, and return self."""
         for logp, entropy in world.all_gather((self.logp, self.entropy)):
             self.logp = torch.where(logp.isnan(), self.logp, logp)
             self.entropy = torch.where(entropy.isnan(), self.entropy, entropy)

@@ -220,9 +220,9 @@ class Passes:
     def losses(self, micros: Sequence[tuple[MicroBatch, float]], totals: Totals) -> Iterator[Callable[[], Tensor]]:
         """Yield, for each forward pass of one optimiser step, a function that computes its loss.
 
-        The policy's passes come first. The policy's activations are freed before the passes of a separate critic. A pass of
-        weight 0 is made only because all processes must make equally many passes, or because a step without signal needs a
-        gradient of 0.
+        The policy's passes come first. The policy's activations are freed before the passes of a separate critic. A pass has
+        weight 0 if it adds no loss: all processes must make equally many passes, and a step of which no row has a loss still
+        needs a gradient (of 0).
         """
         balance, passes = self.run.model.load_balancing, 1.0
         if balance is not None:
@@ -265,8 +265,6 @@ class Passes:
 
 
 def zero_loss(outputs: PolicyOutputs) -> Tensor:
-    """Return a loss of 0 that depends on every output, so that each weight has a gradient, and processes without work run the
-    same backward pass as others.
-    """
+    """Return a loss of 0 that depends on every output: each weight gets a gradient, and all processes run the same backward."""
     parts = [x for x in vars(outputs).values() if isinstance(x, Tensor) and x.requires_grad]
     return torch.stack([0.0 * part.sum() for part in parts]).sum()

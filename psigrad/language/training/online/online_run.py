@@ -56,7 +56,7 @@ class Annotator:
         return batch
 
     def divergence(self, run: OnlineRun, batch: Batch, micro: MicroBatch) -> Divergence | None:
-        """Return the reference of an exact KL, which the policy's pass sums over the vocabulary; None if there is no exact KL."""
+        """Return the reference of a KL that the policy's pass sums over the vocabulary; None if the KL is not such a sum."""
         return None
 
     def add_terms(
