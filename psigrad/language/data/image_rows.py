@@ -112,7 +112,7 @@ class _Reader:
         self.base, self.fail, self.found, self.moves = base, fail, list[Any](), False
 
     def turn(self, turn: Any, where: str, rest: Iterator[str]) -> Any:
-        """Return a message with marks in place of image parts. A part that contains no image takes the next mark of `rest`."""
+        """Return a message with marks in place of image parts. A part without its own image takes the next mark of `rest`."""
         if not any(map(is_image, _parts(turn))):
             return turn
         if role_of(turn) == "assistant":
@@ -121,9 +121,7 @@ class _Reader:
         return {**turn, name: [self.part(part, f"{where}.{name}[{i}]", rest) for i, part in enumerate(turn[name])]}
 
     def part(self, part: Any, where: str, rest: Iterator[str]) -> Any:
-        """Return a content part. An image part becomes a text part with its mark, or with the next mark of `rest` if it contains
-        no image.
-        """
+        """Return a content part. An image part becomes text: the mark of its image, or the next mark of `rest` if it has none."""
         if not is_image(part):
             return part
         own = source_of(part)
@@ -338,7 +336,7 @@ def _text(part: Any) -> Any:
 
 
 def refuse_marks(raw: Mapping[str, Any], fail: Fail, further: str) -> None:
-    """Reject texts with an image's mark, or with any U+FFFC if `further` is not "". Use a stack: rows may be nested deeply."""
+    """Reject texts with an image's mark, or with any U+FFFC if `further` is not "". Rows may be nested deeply: do not recurse."""
     stack: list[tuple[str, Any]] = list(raw.items())
     while stack:
         path, value = stack.pop()

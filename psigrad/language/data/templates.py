@@ -337,9 +337,9 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> 
 
 
 def _last_cut(tokenizer: PreTrainedTokenizerBase, before: str) -> str:
-    """Return the last part of a text, on which the tokens of a following text depend.
+    """Return the end of `before` that affects how a text after it is tokenised: the text from the last added token on.
 
-    Tokenizers split a text at its added tokens first, so the text before the last added token has no effect.
+    Tokenizers split a text at its added tokens first, so the part before has no effect.
     """
     cuts = dialect.specials_of(tokenizer).cuts
     return before[max((match.start() for match in cuts.finditer(before)), default=0) :] if cuts is not None else before

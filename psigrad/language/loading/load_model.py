@@ -303,7 +303,7 @@ def load_online_reference(
 def load_start(
     config: Any, model: LanguageModel, checkpoint: Path | None, world: World, dtype: str = "", saved: Path | None = None
 ) -> LanguageModel:
-    """Load the frozen model that training started from. With LoRA, it is the trained model without its adapter."""
+    """Return the model that training started from, or the one in the folder `saved`, frozen. Return a LoRA model unchanged."""
     dtype = dtype or config.model.dtype
     if model.is_own_reference:
         return model

@@ -35,7 +35,7 @@ _CONTEXT = 8  # tokens of a prompt that precede a text when it is tokenised
 
 @dataclass(frozen=True)
 class TeacherOutput:
-    """A teacher's evaluation of one completion: the log-prob [T] of each token and, on request, the top tokens [T, k]."""
+    """A teacher's evaluation of one completion: each token's log-prob [T] and, on request, the k most probable tokens [T, k]."""
 
     logp: Tensor
     top: Top | None = None

@@ -85,8 +85,8 @@ class Pretrained(ABC):
     - `compiled` is True if torch.compile runs the layers. If compilation was requested and failed, `why_uncompiled` is the
       reason.
     - `probe_texts` are the texts on which psigrad's computation was compared with transformers'.
-    - `load_balancing` is the auxiliary loss of a mixture-of-experts model; `router_recorder` records the experts of sampling for
-      training.
+    - `load_balancing` is the auxiliary loss of a mixture-of-experts model. `router_recorder` records the experts that sampling
+      chooses, so that training can choose the same ones.
     - `shard_root` gathers sharded weights while its forward pass runs (`language/models/sharded.py`).
     - `dropout_masks` are the masks of the adapter's dropout.
     - `sequence_group` is the group of processes that divide the tokens of each row (`psigrad_extras/mesh/ulysses.py`), or None.

@@ -142,9 +142,9 @@ class VarlenLayout(_Unpadded):
 
     @cached_property
     def _copies(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The index tables of the copied keys: the token of each key [K], the keys of each prefix token [P, most],
-        True [P, most, 1, 1] where there is no such key, and the key of each other token [S - P]. Only tokens of prefixes are
-        copied, so each of the others has one key.
+        """The index tables of the K keys that the kernel reads: (the token of each key [K], the keys of each prefix token
+        [P, most], a mask [P, most, 1, 1] that is True where a token has fewer keys, the key of each other token [S - P]). The
+        tokens of a prefix have one key for each sequence that attends to them; all other tokens have a single key.
         """
         pieces, device = self.packed.pieces, self.packed.device
         real = pieces.lengths > 0

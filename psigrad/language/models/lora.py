@@ -221,7 +221,7 @@ def _in_half(hf: PreTrainedModel, lora: Lora) -> bool:
     """Return True if a new adapter's weights must be bfloat16: on a GPU, if the base model is bfloat16 too.
 
     A float32 adapter would cast the input of every layer and its own output, which takes 10 % of a step's time. The optimiser
-    has float32 masters of the adapter anyway. An adapter with DoRA or on a quantised base is float32.
+    stores float32 copies of the adapter anyway. An adapter with DoRA or on a quantised base is float32.
     """
     coded = any(isinstance(module, CodedLinear) for module in hf.modules())
     return hf.device.type == "cuda" and hf.dtype == torch.bfloat16 and not lora.dora and not coded

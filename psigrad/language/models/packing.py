@@ -278,7 +278,7 @@ def _lengths(pieces: Iterable[Sized]) -> np.ndarray:
 def pack(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInputs:
     """Return one packed row without padding, in which each prompt appears once.
 
-    The last token of a completion predicts nothing, so it is left out.
+    The last token of a completion predicts nothing, so the row does not contain it.
     """
     return _pack_groups(inputs, device) if isinstance(inputs, Groups) else _pack_rows(inputs, device)
 

@@ -67,7 +67,7 @@ class _TowerCache:
 
 
 class Vision:
-    """The images of one model family: their text in prompts, and their features. A tokenizer has one as its `images.ImageFormat`.
+    """The images of one model family: their text in prompts, and their features. It is a tokenizer's `images.ImageFormat`.
 
     If `two_way` is True, the tokens of an image attend to each other in both directions. If `axes` is True, an image token has
     a position in time, height and width (M-RoPE).

@@ -220,9 +220,9 @@ def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterato
 
     An overlap needs a `lag` above 0, and a sampler that uses no device or process of training. A cluster gets lag + 1 threads,
     one for each batch that is being sampled, but only one if environments play. An engine on another GPU gets one thread, since
-    it holds one version of the weights. It does not overlap with several training processes, which would communicate in this
-    thread and in the step at once. Nor does it overlap if top_p, top_k or min_p filters the distribution, since its log-probs
-    then need the trainer.
+    it holds one version of the weights. Such an engine does not overlap with several training processes, which would communicate
+    in two threads at once. It does not overlap either if top_p, top_k or min_p filters the distribution, since the trainer must
+    then recompute the log-probs.
     """
     beside = sampler.overlaps and world.size == 1 and not config.sampling.filtered
     if not ((sampler.central or beside) and config.lag and world.rank == 0):

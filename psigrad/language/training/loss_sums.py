@@ -22,7 +22,7 @@ LEAST = 16
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors in the host's memory. All that are on a GPU are copied by a single transfer, as float64."""
+    """Return the tensors in the host's memory, with their dtypes. Those on a GPU are copied together, by a single transfer."""
     there = [x for x in tensors if not x.is_cpu]
     flat = torch.cat([x.flatten().double() for x in there]).cpu() if there else torch.zeros(0)
     parts = iter(flat.split([x.numel() for x in there]))

@@ -214,10 +214,10 @@ def _render_turn(conversation: Conversation, messages: Sequence[Message], empty_
 
 
 def _find_last_turn(conversation: Conversation, messages: Sequence[Message], before: str, text: str) -> str | None:
-    """Return the last turn's text after its generation prompt, although the turn changes the rendering of earlier turns.
+    """Return the last turn's text in the rendering `text`, although `text` does not start with the generation prompt `before`.
 
-    For example, once an answer follows, gpt-oss drops the thought beside a call, and Gemma 4 drops the end of the turn. Return
-    None if the beginning of the turn is not found.
+    A turn may change the rendering of earlier turns: once an answer follows, gpt-oss drops the thought beside a call, and Gemma 4
+    drops the end of the turn. Return None if the beginning of the last turn is not found.
     """
     unended = before.rstrip().removesuffix(conversation.dialect.turn_end)
     if unended != before.rstrip() and text.startswith(unended):
@@ -233,10 +233,10 @@ def _find_last_turn(conversation: Conversation, messages: Sequence[Message], bef
 
 
 def _continue_thought(conversation: Conversation, message: Message, before: str, text: str, index: int) -> tuple[str, str]:
-    """Return (the text before a turn, the text up to the turn's end) for a generation prompt that opens a thought.
+    """Return (the text before a turn, the text up to the turn's end) if the generation prompt `before` opens a thought.
 
-    The template drops the opened thought, or renders it differently, once the turn follows the prompt. Raise `RowError` if an
-    opened thought does not explain the difference.
+    In `text`, which has the turn, the template drops the opening tag or renders it differently. Raise `RowError` if this does not
+    explain why `text` does not start with `before`.
     """
     opened, thought = OPEN.search(before), _thought_of(message)
     tail = "" if opened is None else text[opened.start() :]

@@ -191,7 +191,7 @@ class Prefill(StatePrefill):
 
 
 class StateDecode(_CallCounter):
-    """The base class of layouts of a decoding step. Row i of the step continues the state in slot i, or in slot `rows[i]`."""
+    """The base class of layouts of a decoding step. Row i of the step continues slot i, or slot `rows[i]` if `rows` is given."""
 
     def __init__(self, states: StateCache, count: int, rows: Tensor | None = None) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Decode(StateDecode):
     """The layout of one decoding step: one new token per active slot, which attends only to its own slot."""
 
     def __init__(self, cache: KVCache, places: Tensor, columns: int, room: int, shifts: Tensor | None = None) -> None:
-        """Prepare a step that stores the next token of slot i at index `places[i]` of its slot, for len(places) slots.
+        """Prepare a step that stores one new token in each of the first len(places) slots: in slot i at index `places[i]`.
 
         The token's position is `places[i] + shifts[i]`. The step reads `columns` tokens of each slot, and makes room for
         `room` tokens.
@@ -234,7 +234,7 @@ class Decode(StateDecode):
         self._masks: dict[int | None, Tensor] = {}
 
     def mask(self, window: int | None) -> Tensor:
-        """Return the mask [active, 1, 1, width], True where a token attends to a column of its slot, within the `window`."""
+        """Return a mask [active, 1, 1, columns], True where a new token attends to a token of its slot, within the `window`."""
         if window not in self._masks:
             columns = torch.arange(self.width, device=self.places.device)[None]
             seen = columns <= self.places[:, None]
@@ -390,7 +390,7 @@ class SharedCache(StateCache):
 class SharedPrefill(StatePrefill):
     """The layout of a prefill for fused layers: packed prompts whose keys and values are also stored for decoding.
 
-    `tables` [layers, 2, G] are the addresses of the prompts' keys and values.
+    `tables` [layers, 2, G] are the memory addresses of the keys and values of G prompts.
     """
 
     slots = None
@@ -438,10 +438,7 @@ def prefill(
     copies: Tensor,
     keep: ActivationCache | None,
 ) -> Tensor:
-    """Prefill n new slots, of which slot i continues prompt `copies[i]`. Return the logits [n, V] after the slots' prompts.
-
-    Store the activations in `keep` if it is given.
-    """
+    """Prefill n new slots; slot i continues prompt `copies[i]`. Return the logits [n, V] after it. `keep` stores activations."""
     inputs, shifts = model.placed(pack(Groups(prompts, [[] for _ in prompts]), model.device)), None
     if inputs.has_images and model.vision is not None:
         shifts = on_device([model.vision.shift(ids) for ids in prompts], model.device)

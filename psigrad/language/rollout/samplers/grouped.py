@@ -126,7 +126,7 @@ class GroupedDecode(Decode):
         self.grouped, self.prompt_width, self.members = cache, width, members
 
     def mask(self, window: int | None) -> Tensor:
-        """Return [active, 1, 1, prompt_width + width], True where a sequence may attend to a column; see `Decode`."""
+        """Return [active, 1, 1, prompt_width + width], True where a new token attends to a token of its prompt or its slot."""
         if window not in self._masks:
             columns = torch.arange(self.prompt_width, device=self.places.device)[None]
             seen = columns < self.behind[:, None]

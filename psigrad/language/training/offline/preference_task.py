@@ -124,10 +124,7 @@ class PreferenceTask:
         return {**sum_terms(terms for terms, _ in found), **{f"rewards/accuracies/{name}": value for name, value in more.items()}}
 
     def _judge(self, targets: int, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
-        """Return (the terms of the loss on these pairs, a list with 1 for each pair ranked right, ½ for a tie, 0 for wrong).
-
-        `targets` is the number of target tokens in all chosen answers of the task.
-        """
+        """Return (the terms of the loss on these pairs, a list with 1 for each pair ranked right, ½ for a tie, 0 for wrong)."""
         evaluated = self.evaluate(rows)
         terms = self.loss.loss(evaluated, len(self), targets).terms
         return {name: float(term) for name, term in terms.items()}, self.loss.correct(evaluated).tolist()

@@ -62,10 +62,7 @@ class RewardTask:
         return {name: float(term) for name, term in loss.terms.items()}, (lead[:, 0] - lead[:, 1]).tolist()
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float | str]:
-        """Return the loss, the accuracy with its 95 % interval, `marks_of` the pairs, and the calibration of σ(margin).
-
-        σ(margin) is the predicted probability that the chosen answer is the better one.
-        """
+        """Return loss, accuracy (with 95 % interval and `marks_of` the pairs), and calibration of σ(margin) as a probability."""
         lead = torch.zeros(len(self), dtype=torch.float64)
         parts = pack_by_tokens([p.tokens for p in self.pairs], budget, num_teams(world))
         found = map_shared(world, parts, self._judge)

@@ -114,7 +114,7 @@ def _size(trajectory: Trajectory, shared: Sequence[int]) -> int:
 
 
 def assign_micro_batches(world: World, batch: Batch, row_mask: Tensor, budget: int) -> list[tuple[MicroBatch, float]]:
-    """Return this process's (micro-batch, weight) in forward passes of `budget` tokens. Fetch their tokens from other processes.
+    """Return this process's list of (micro-batch of at most `budget` tokens, weight). Fetch tokens that other processes have.
 
     The weight is 1, or 0 for a micro-batch that is computed only because all processes must make equally many passes.
     """
@@ -176,10 +176,7 @@ def to_rows(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
 
 
 def minibatches(count: int, shares: int, seed: int, step: int, iteration: int) -> list[Tensor]:
-    """Shuffle the indices 0 … count - 1, and return them in `shares` nearly equal parts, one for each minibatch.
-
-    The order is determined by `seed`, `step` and `iteration`, the pass over the batch.
-    """
+    """Return the indices 0 … count - 1, shuffled by seed, step and iteration, in `shares` nearly equal parts, the minibatches."""
     order = torch.from_numpy(seeds.permutation(count, seed, "minibatch", step, iteration)) if count else torch.zeros(0)
     return [share for share in order.tensor_split(shares) if len(share)]
 

@@ -82,7 +82,7 @@ class InFlight:
 
 
 def _end_of(previous: Pending | None, state: State) -> int:
-    """Return the index of the first prompt after the collection `previous`, or `state.cursor` if that is None."""
+    """Return the index of the first prompt after the collection `previous`; `state.cursor` if `previous` is None."""
     if previous is None:
         return state.cursor
     return previous.end if isinstance(previous, InFlight) and previous.end is not None else previous.result().cursor

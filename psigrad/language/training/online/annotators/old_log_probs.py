@@ -105,7 +105,7 @@ class OldLogProbs(Annotator):
     def add_terms(
         self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, sums: LossSums
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Measure the gap to the sampler in the first optimiser step. If it is the only step, `logp_old` becomes its log-probs."""
+        """Measure the gap to the sampler in the first optimiser step. If it is the only one, its log-probs become `logp_old`."""
         if sums.steps == 0 and (own := self._compared) is not None:
             sums.later(outputs.logp, partial(self.gap.add, sampled=own.logp_old[rows], mask=own.mask[rows]))
         if run.single_pass:
