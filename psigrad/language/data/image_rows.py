@@ -92,7 +92,7 @@ def _put_first(made: dict[str, Any], conversations: list[str], marks: str, colum
     for name in asked:
         place = next((i for i, turn in enumerate(made[name]) if role_of(turn) == "user"), None)
         if place is None:
-            fail(column, f"has images, and {name} has no user's turn for them")
+            fail(column, f"has images, but {name} has no user's turn for them; add one")
         turn = made[name][place]
         content = "value" if "value" in turn and "role" not in turn else "content"
         said = turn.get(content) or ""
@@ -101,7 +101,7 @@ def _put_first(made: dict[str, Any], conversations: list[str], marks: str, colum
     if not asked:
         name = next((name for name in ("prompt", "instruction") if isinstance(made.get(name), str)), "")
         if not name:
-            fail(column, "has images, but the row has neither a prompt nor messages to put them in")
+            fail(column, "has images, but the row has neither a prompt nor messages for them; add one of these")
         made[name] = marks + made[name]
 
 

@@ -118,8 +118,8 @@ def code_linears(network: nn.Module, kind: Kind) -> None:
             found = True
     if not found:
         raise UserError(
-            f"quantize_base is {kind}, but no linear layer of the model has rows that divide into its blocks; remove "
-            "quantize_base."
+            f"quantize_base is {kind}, but no linear layer of the model has a row length that is a multiple of {kind}'s block "
+            "size; remove quantize_base."
         )
 
 

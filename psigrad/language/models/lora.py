@@ -211,7 +211,7 @@ def add_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, tow
         layers = sorted({name.rpartition(".")[2] for name, module in hf.named_modules() if isinstance(module, nn.Linear)})
         raise UserError(
             f"No LoRA adapter could be put on {list(lora.target_modules)}: {reason_of(error)} The linear layers of this model "
-            f"are {', '.join(layers)}; all-linear takes them all."
+            f"are {', '.join(layers)}; set lora_target_modules to some of these, or to all-linear."
         ) from error
     check_untied(hf)
     return wrapped

@@ -200,7 +200,7 @@ def _render_turn(conversation: Conversation, messages: Sequence[Message], empty_
         text += conversation.dialect.call_next if said.get("tool_calls") else conversation.dialect.turn_next
     start = len(before)
     if thought and said.get("tool_calls") and thought in text[text.find(said["tool_calls"][0]["function"]["name"], start) :]:
-        raise row_error(conversation.row, "", "is a thought that the chat template writes after the call; use another template")
+        raise row_error(conversation.row, "", "has a thought that the chat template writes after the call; use another template")
     if not empty_thinking and not _EMPTY.match(str(said.get("content", ""))):
         empty = (_CLOSE if OPEN.search(before) else _EMPTY).match(text, start)
         start = empty.end() if empty else start

@@ -112,7 +112,7 @@ def staleness(trajectories: Sequence[Trajectory], step: int, lag: int) -> dict[s
     versions = {t.version for t in trajectories}
     if versions != {max(0, step - lag)}:
         raise RuntimeError(
-            f"Step {step + 1} with lag {lag} was given completions of the versions {versions}; please report this."
+            f"Step {step + 1} with lag {lag} got completions from the weights after the steps {versions}; please report this."
         )
     return {"sampling/staleness": float(step - max(0, step - lag))}
 

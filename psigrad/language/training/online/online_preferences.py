@@ -44,7 +44,7 @@ def learn_preferences(
     logps_ref = None
     if loss.needs_reference and picked.pairs:
         if run.reference is None:
-            raise UserError(f"{loss.name} needs a reference model, and none was loaded.")
+            raise UserError(f"{loss.name} needs a reference model; add Reference to the run's annotators.")
         answers = [[p.chosen, p.rejected] for p in picked.pairs]
         logps_ref = reference_logps(run.reference, [p.prompt for p in picked.pairs], answers, config.micro_batch_tokens, world)
     task = PreferenceTask(run.model, loss, picked.pairs, logps_ref, cache)

@@ -125,7 +125,7 @@ class OnlineRun:
     def check_reference(self) -> None:
         """Raise `UserError` if the algorithm's KL term needs a reference and there is none."""
         if self.algorithm.needs_reference and not self.has_reference:
-            raise UserError("This algorithm's KL term needs a reference model; none was loaded.")
+            raise UserError("The algorithm's KL term needs a reference model; add Reference to the run's annotators.")
 
     @property
     def optimizers(self) -> list[Optimizer]:
