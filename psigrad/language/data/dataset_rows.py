@@ -214,7 +214,7 @@ def _messages(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pair(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a pair. The default prompt is the common beginning of both answers (TRL's implicit prompt)."""
+    """Return the fields of a preference row. Without a prompt, it is the answers' common beginning (TRL's implicit prompt)."""
     if raw.get("prompt") is None:
         raw = {**raw, **_split_prompt(check, raw)}
     prompt = check.prompt(raw)

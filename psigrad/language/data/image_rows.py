@@ -74,7 +74,7 @@ def insert_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mappi
 
 
 def _anchored(given: Any, base: Path) -> Any:
-    """Return an image that is given as a path with an absolute path, since reward functions run in another folder.
+    """Return the absolute path of an image that is given as a path, since reward functions run in another folder.
 
     Return any other image unchanged.
     """

@@ -181,7 +181,7 @@ def on_device(numbers: Any, device: torch.device | str, dtype: torch.dtype = tor
 
 
 def _table(lengths: np.ndarray, start: int, device: torch.device) -> Tensor:
-    """Return the packed positions [len(lengths), longest] of the tokens of consecutive pieces from `start` on; -1: padding."""
+    """Return the packed positions [pieces, longest] of the tokens of consecutive pieces, which begin at `start`; -1: padding."""
     first, steps = start + lengths.cumsum() - lengths, np.arange(lengths.max(initial=0))
     return on_device(np.where(steps < lengths[:, None], first[:, None] + steps, -1), device)
 

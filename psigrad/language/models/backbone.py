@@ -261,7 +261,7 @@ class Pretrained(ABC):
         return hidden.to(self.network.dtype)
 
     def _padded(self, module: Any, inputs: ForwardInputs) -> Any:
-        """Return the output of transformers' `module` for padded inputs. The module computes positions (RoBERTa's start at 2)."""
+        """Return the output of transformers' `module` for padded inputs. It computes the positions: RoBERTa's start at 2."""
         if self.dropout_masks.used:
             self.dropout_masks.read(inputs)
         vision = self._check_images(inputs)
@@ -296,8 +296,8 @@ class Pretrained(ABC):
         """Choose packed or padded passes and fused or transformers' layers, and add the adapter if there is one.
 
         If `is_known` is True (`fused.loader.load`), the model runs packed and fused without a test. Otherwise psigrad's outputs
-        are first compared with those of transformers' modules. The model's dropout is switched off as in TRL: with dropout the
-        ratio of the first update would not be 1. Outside the text model, only the vision and audio modules `towers` are trained.
+        are first compared with those of transformers' modules. The model's dropout is switched off as in TRL, because it would
+        change the probability ratio π/π_old. Outside the text model, only the vision and audio modules `towers` are trained.
         """
         check_finite(self.network)
         hf, is_known = self.network, is_known and lora is None

@@ -258,9 +258,7 @@ def _prepare_rows(
 
 
 def longest_of(config: OnlineConfig, prepared: PreparedRows[Any], evaluator: Evaluator | None) -> int:
-    """Return the most tokens of a prompt with its completion. Return 0 if a completion is an episode: its observations add
-    tokens, up to the model's positions.
-    """
+    """Return the most tokens of a prompt with its completion; 0 (no limit but the model's) if completions are episodes."""
     if config.plays:
         return 0
     lengths = [len(ids) for _, ids in prepared.items] + [len(p.ids) for p in (evaluator.prompts if evaluator else ())]

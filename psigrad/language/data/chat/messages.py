@@ -29,9 +29,9 @@ def drop_nulls(value: Any) -> Any:
 
 
 def read_message(message: Mapping[str, Any], path: str, fail: Fail) -> Message:
-    """Return a message without nulls, with its content as one string.
+    """Return a checked message, without nulls and with its content as one string. `fail(path, reason)` raises the error.
 
-    Its tool calls are {"type", "function": {"name", "arguments"}} with an object of arguments.
+    A tool call has the form {"type": …, "function": {"name": …, "arguments": {…}}}.
     """
     read: Message = drop_nulls(message)
     if isinstance(read.get("content"), list):

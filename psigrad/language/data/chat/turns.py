@@ -268,7 +268,7 @@ def check_rendered(
     """Raise `RowError` if the template leaves out part of a row. The error names the turn and the field.
 
     `texts[j]` is the rendering in which message j is looked up. For a trained turn it is that turn alone, since a question may
-    have the same words. A part of the message is present if it occurs there verbatim, or if its removal changes the rendering.
+    have the same words. A text of the message is present if the rendering contains it, or changes if it is removed.
     If not `every_field`, the template may leave out fields other than texts, calls and thoughts.
     """
     for j, message in enumerate(messages):
@@ -306,7 +306,7 @@ def _pieces(message: Message, thoughts: bool) -> Iterator[tuple[str, str]]:
 
 
 def _without(messages: Sequence[Message], index: int, name: str, piece: str) -> list[Message]:
-    """Return the messages without the text of one field."""
+    """Return the messages, with `piece` removed from the texts in the field `name` of message `index`."""
 
     def cut(value: Any) -> Any:
         if isinstance(value, str):

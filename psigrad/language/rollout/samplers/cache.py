@@ -182,7 +182,7 @@ class Prefill(StatePrefill):
         return self.prompts.attend(layer, q, k, v, scale, window, how)
 
     def _keep(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Copy keys and values [S, H_kv, D] of the prompts into the slots."""
+        """Copy keys and values [S, H_kv, D] of the prompts into the new slots that continue them."""
         width = self.prompts.prefix_rows.shape[1]
         rows = self.prompts.prefix_rows[self.copies].clamp(min=0)
         stored = self.cache.reserve(self.next_call("attention", layer), k.transpose(0, 1)[None], v.transpose(0, 1)[None], width)
@@ -344,7 +344,7 @@ class SharedCache(StateCache):
 
     @property
     def selection(self) -> np.ndarray:
-        """The arguments of `select_slots` for the active rows, [3, active]: each row's prompt, number of tokens, and slot."""
+        """[3, active]: the prompt, the number of tokens and the slot of each active row, as `select_slots` takes them."""
         return np.stack([self.prompt, self.lengths, self.slots])
 
     def select_slots(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:

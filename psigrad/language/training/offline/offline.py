@@ -97,7 +97,7 @@ class OfflineRun:
 
 
 def step(run: OfflineRun, state: State) -> Outcome[State]:
-    """Return the outcome of one optimiser step on `batch_size` rows. Weights and optimiser change in place."""
+    """Take one optimiser step on `batch_size` rows, and return its outcome. Weights and optimiser change in place."""
     config, clock = run.config, Clock(run.watch)
     rows = batch_at(state.step, config.batch_size, len(run.task), config.run.seed)
     lr = learning_rate(config.optim, state.step, run.total_steps)
