@@ -106,7 +106,7 @@ def _put_first(made: dict[str, Any], conversations: list[str], marks: str, colum
 
 
 class _Reader:
-    """The reader of one row's images. `found` are the images in content parts, as given. `moves` is True once one is animated."""
+    """The reader of one row's images. `found` are the images in content parts, as given. `moves` is True if one is animated."""
 
     def __init__(self, base: Path, fail: Fail) -> None:
         self.base, self.fail, self.found, self.moves = base, fail, list[Any](), False
@@ -121,7 +121,7 @@ class _Reader:
         return {**turn, name: [self.part(part, f"{where}.{name}[{i}]", rest) for i, part in enumerate(turn[name])]}
 
     def part(self, part: Any, where: str, rest: Iterator[str]) -> Any:
-        """Return a content part. An image part becomes text: the mark of its image, or the next mark of `rest` if it has none."""
+        """Return a content part. An image part becomes text: its image's mark, or the next of `rest` if it contains no image."""
         if not is_image(part):
             return part
         own = source_of(part)

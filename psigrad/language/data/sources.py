@@ -264,7 +264,7 @@ def parse_mixture(dataset: object) -> list[MixturePart]:
 
 
 def quotas(total: int, weights: Sequence[float]) -> list[int]:
-    """Return whole numbers with the sum `total`, each within 1 of its weight's share. Only cumulative sums are rounded."""
+    """Return whole numbers with the sum `total`, in the ratio of `weights`. Each is at most 1 from its exact value."""
     ends = [round(total * sum(weights[: i + 1]) / sum(weights)) for i in range(len(weights))]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -333,7 +333,7 @@ def read_dataset(data: Data, form: str, dataset: Any, split: str, log: Log | Non
 
 
 def form_of(data: Data) -> str:
-    """Return the form of the first row of the first dataset; empty if it has none. A prompt with its answer is "sft"."""
+    """Return the form of the first row of the first dataset; empty if it has none. The form of a prompt with answer is "sft"."""
     first = parse_mixture(data.dataset)[0].dataset
     for form in ("preference", "unpaired-preference", "stepwise", "sft", "prompt-only"):
         with contextlib.suppress(UserError):

@@ -409,8 +409,8 @@ def _end_of_turn(
 ) -> int:
     """Return the index after the special token that ends a turn.
 
-    The token is in ids[first:last], or just after these if a template writes it outside its generation block (trl#5988). Another
-    special token behind it at the very end (Phi-3: the EOS) does not belong to the turn, since it is never sampled.
+    The token is in ids[first:last], or at ids[last] if a template writes it outside its generation block (trl#5988). Another
+    special token after it at the very end (Phi-3: the EOS) does not belong to the turn, since it is never sampled.
     """
     special = dialect.specials_of(tokenizer).ids
     inner = outer = _trim(tokenizer, ids, first, last)

@@ -370,7 +370,7 @@ def configure_chat(
 
 
 def _first_day(checkpoint: Path) -> str | None:
-    """Return the date stored in a checkpoint, or None. `checkpoint` is its folder, or the folder of one of its models in it."""
+    """Return the date stored in a checkpoint, or None. `checkpoint` is the checkpoint's folder, or that of a model inside it."""
     whole = next((folder for folder in (checkpoint, checkpoint.parent) if (folder / MANIFEST).exists()), None)
     day: str | None = None if whole is None else json.loads((whole / MANIFEST).read_text()).get("date")
     return day

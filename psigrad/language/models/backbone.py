@@ -230,7 +230,7 @@ class Pretrained(ABC):
         return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
     def placed(self, inputs: ForwardInputs) -> ForwardInputs:
-        """Return packed inputs with positions and attention adapted to images. Raises `UserError` for a text-only model."""
+        """Return packed inputs with positions and attention adapted to images. Raises `UserError` if the model reads none."""
         vision = self._check_images(inputs)
         return inputs if vision is None else vision.apply_layout(inputs)
 
@@ -256,7 +256,7 @@ class Pretrained(ABC):
         return self._scaled(hidden.flatten(0, 1).index_select(0, wanted))
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        """Return hidden states times `logit_factor`, in the head's dtype. Mamba-2's are float32 even with bfloat16 weights."""
+        """Return hidden states times `logit_factor`, in the dtype of the head. Mamba-2's states are always float32."""
         hidden = hidden * factor if (factor := self.logit_factor) != 1.0 else hidden
         return hidden.to(self.network.dtype)
 

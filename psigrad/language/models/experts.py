@@ -146,7 +146,7 @@ class RouterRecorder:
                 self._followed = before
 
     def read(self, inputs: Groups, device: torch.device) -> Tensor | None:
-        """Return the recorded choices [layers, S, k] in the order of the packed tokens; None if `inputs` have none."""
+        """Return the recorded choices [layers, S, k] in the order of the packed tokens; None if none were recorded."""
         if inputs.experts is None:
             return None
         texts = [prompt for prompt, _ in inputs.experts] + [own for _, group in inputs.experts for own in group]

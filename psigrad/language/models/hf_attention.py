@@ -270,7 +270,7 @@ class FlexLayout(_Unpadded):
 
 
 def unpad(packed: PackedLayout, how: str) -> Layout:
-    """Return a layout with the attention `how`, "varlen" or "flex". A row with image blocks needs a mask: return it unchanged."""
+    """Return a layout with the attention `how`, "varlen" or "flex". If the row has images, which need a mask, return `packed`."""
     if packed.blocks is not None:
         return packed
     return FlexLayout(packed) if how == "flex" else VarlenLayout(packed, varlen_kernel())

@@ -107,7 +107,7 @@ class Vision:
         raise NotImplementedError
 
     def pixels(self, pictures: Sequence[Picture]) -> tuple[Tensor, ...]:
-        """Return the arguments of the vision tower that `inputs` names for these images, computed by the image processor."""
+        """Return what the image processor computes for these images: the vision tower's arguments, in the order of `inputs`."""
         made = self.processor(images=[one.open() for one in pictures], return_tensors="pt")
         return tuple(made[name] for name in self.inputs)
 

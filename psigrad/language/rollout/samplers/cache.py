@@ -140,7 +140,7 @@ class _CallCounter:
 class StatePrefill(_CallCounter):
     """The base class of layouts of a prefill. It stores the states of packed prompts in the slots `new` that continue them.
 
-    Slot i of these continues prompt `copies[i]`.
+    The i-th new slot continues prompt `copies[i]`.
     """
 
     def __init__(self, states: StateCache, prompts: PackedLayout, copies: Tensor, new: Where) -> None:

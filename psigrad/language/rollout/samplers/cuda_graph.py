@@ -56,13 +56,13 @@ class CudaGraphDecoding:
     """Recorded decoding steps of a model (CUDA graphs), and their cache, whose slots have full capacity from the start.
 
     Both persist between calls, since a recording contains the memory addresses of the cache and of the weights. A recording is
-    specific to one distribution and one shape: 1, 2, 4, … slots, a number of columns, and if prompts are stored once, the three
-    numbers from `_seated`. Empty slots write keys and values where the next prompt will overwrite them, and their draws are
-    ignored.
+    specific to one distribution and one shape: 1, 2, 4, … slots, the number of tokens read from each, and if prompts are stored
+    once, the three numbers from `_seated`. Empty slots write keys and values where the next prompt will overwrite them, and
+    their draws are ignored.
     """
 
     def __init__(self, model: LanguageModel, room: Room, wanted: Room | None = None, record: Recorder | None = None) -> None:
-        """Create the cache. Call `begin` before each batch. `wanted` is the capacity needed, if memory limits `room` to less."""
+        """Create a cache of capacity `room`. `wanted` is the capacity needed, if it is more. Call `begin` before each batch."""
         self.model, self.wanted = model, wanted or room
         self.cache = GroupedCache(*room) if room.prompts else KVCache(*room[:2])
         self.weights = weight_addresses(model)
@@ -127,7 +127,7 @@ class CudaGraphDecoding:
         return len(seats.grid), seats.members, self._columns(int(seats.behind.max()), self.cache.longest_prompt)
 
     def _replay(self, *shape: int) -> Callable[[], None]:
-        """Return a function that replays the step `_step(params, *shape)`. The step is recorded when first asked for."""
+        """Return a function that replays the step `_step(params, *shape)`. The first call with a shape records its step."""
         if shape not in self._replays:
             moved = [self.state, self.at, *self.cache.states.values()]
             before = [x.clone() for x in moved]

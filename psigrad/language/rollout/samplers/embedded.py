@@ -311,7 +311,7 @@ class _Batch:
         return self.kept if self.kept is not None and self.kept.open else None
 
     def name_rows(self) -> None:
-        """Register each prompt and completion in the activation cache, with the cache rows of its tokens."""
+        """Register each prompt and completion in the activation cache, with the rows of the cache that hold its tokens."""
         if self.kept is None or self.rows is None or not self.kept.open:
             return
         rows, logps = self.rows, self.logprobs[0]

@@ -104,7 +104,7 @@ class GroupedPrefill(Prefill):
         cache.behind = np.concatenate([cache.behind, lengths[own]])
 
     def _keep(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Copy keys and values [S, H_kv, D] of the prompts into their tables."""
+        """Copy keys and values [S, H_kv, D] of the prompts into their rows of `tables`."""
         cache, rows = self.grouped, self.prompts.prefix_rows.clamp(min=0)
         key = self.next_call("attention", layer)
         if key not in cache.tables:

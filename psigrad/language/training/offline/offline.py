@@ -135,7 +135,7 @@ def terms_of(share: Share) -> dict[str, float]:
 
 
 def marks_of(hits: Iterable[float]) -> str:
-    """Return a text with a character per pair, by which reports compare evaluations: 1 ranked right, 0 wrong, h a tie."""
+    """Return a text with one character per pair, for comparisons in reports: 1 if ranked right, 0 if wrong, h for a tie."""
     return "".join("0h1"[round(2 * hit)] for hit in hits)
 
 

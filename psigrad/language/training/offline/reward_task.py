@@ -109,7 +109,7 @@ class ProcessRewardTask:
 
 
 def step_values(model: ScalarModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
-    """Return for each text (ids, ends) a tensor with the model's values after the tokens at the indices `ends`."""
+    """Return one tensor per text (ids, ends): the model's values after the tokens at the indices `ends`."""
     # V "before" the next token is V after this one. A dummy token follows the last and is never computed.
     rows = [[*ids, 0] for ids, _ in texts]
     masks = [[t - 1 in set(ends) for t in range(len(ids) + 1)] for ids, ends in texts]

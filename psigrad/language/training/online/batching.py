@@ -182,7 +182,7 @@ def minibatches(count: int, shares: int, seed: int, step: int, iteration: int) -
 
 
 def outputs_by_row(evaluation: PolicyOutputs, batch: Batch, micro: MicroBatch) -> PolicyOutputs:
-    """Return a forward pass's outputs with tensors [n, T] by row of the micro-batch; see `to_rows`."""
+    """Return a forward pass's outputs as tensors [n, T], with one line per row of the micro-batch; see `to_rows`."""
     return PolicyOutputs(**{name: to_rows(x, batch, micro) for name, x in vars(evaluation).items() if x is not None})
 
 

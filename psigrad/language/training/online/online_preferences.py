@@ -92,7 +92,7 @@ def pick_pairs(groups: Sequence[Sequence[Trajectory]], world: World = ALONE) -> 
 
 
 def _texts(trajectory: Trajectory) -> list[Example]:
-    """Return a completion as training examples, one for each part that follows another prompt (`Trajectory.contexts`)."""
+    """Return a completion as training examples, one for each part that has its own prompt (`Trajectory.contexts`)."""
     mask = trajectory.mask or (True,) * len(trajectory.completion.ids)
     return [
         Example([*prompt, *ids], [False] * len(prompt) + list(mask[start : start + len(ids)]), False)

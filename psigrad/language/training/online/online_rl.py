@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 
 def step(run: OnlineRun, state: State) -> Outcome[State]:
-    """Take one training step from `state`, and return its outcome. Weights and optimisers change in place. Nothing is written."""
+    """Take one training step from `state`, and return its outcome. Weights and optimisers change in place; no file is written."""
     number, clock, config = state.step + 1, Clock(run.watch), run.config
     lr = 0.0 if is_critic_warmup(run, state) else learning_rate(config.optim, state.step, run.total_steps)
     cache = activation_cache(run)
@@ -265,6 +265,6 @@ class Passes:
 
 
 def zero_loss(outputs: PolicyOutputs) -> Tensor:
-    """Return a loss of 0 that depends on every output: each weight gets a gradient, and all processes run the same backward."""
+    """Return a loss of 0 that depends on every output: all weights get gradients, and all processes run equal backward passes."""
     parts = [x for x in vars(outputs).values() if isinstance(x, Tensor) and x.requires_grad]
     return torch.stack([0.0 * part.sum() for part in parts]).sum()

@@ -74,7 +74,7 @@ class Annotator:
         return {}
 
     def after_step(self, run: OnlineRun, number: int) -> None:
-        """Update data that depends on the policy's weights, such as a moving-average reference, after step `number`."""
+        """After step `number`, update data that depends on the policy's weights, such as a moving-average reference."""
 
 
 @dataclass(frozen=True)

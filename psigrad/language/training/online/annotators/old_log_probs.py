@@ -145,7 +145,7 @@ def compute_log_probs(
     row_mask: Tensor | None = None,
     world: World = ALONE,
 ) -> Tensor:
-    """Return the log-probs [N, T] under `model` of all rows, or of those where `row_mask` [N] is True, 0 elsewhere.
+    """Return the log-probs [N, T] under `model` of the rows where `row_mask` [N] is True (None: all rows), and 0 elsewhere.
 
     They are computed in forward passes of `budget` tokens.
     """

@@ -46,7 +46,7 @@ class Reference(Annotator):
 
 
 def exact_kl(algorithm: object, model: LanguageModel, inputs: Groups | None = None) -> Divergence | None:
-    """Return the reference of a KL term that sums over the vocabulary, which reads `inputs` if given; None for other terms."""
+    """Return the reference of a KL term that sums over the vocabulary; None for other terms. `inputs` are the reference's own."""
     if not isinstance(algorithm, PolicyGradient) or not algorithm.needs_exact_kl or algorithm.kl is None:
         return None
     return Divergence(model, algorithm.kl.estimator, algorithm.kl.mixture, inputs)
