@@ -360,7 +360,7 @@ class CountedDropout(nn.Module):
 
 
 def hash_tokens(ids: Tensor, positions: Tensor, layout: Any = None) -> Tensor:
-    """Return for each token [B, S] a hash of the text up to it: Σ_i w(id_i, i) modulo 2^64, with w a pseudo-random function.
+    """Return a hash of the text up to each token [B, S]: Σ_i w(id_i, i) modulo 2^64, with w a pseudo-random function.
 
     A token has the same hash in a packed row, in a padded row, and after a prompt that other sequences share.
     """

@@ -186,7 +186,7 @@ class PoolScoring(Scoring):
         return [combine(names, pool.weights, [part[i] for part in self._parts], pool.failure_value) for i in range(self._count)]
 
     def faults(self) -> list[str]:
-        """Return for each sample a text: the name of a function that could not score it, and the reason.
+        """Return one text per sample: the name of a function that could not score it, and the reason.
 
         The text is empty if each function gave a number or None.
         """
