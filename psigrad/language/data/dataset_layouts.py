@@ -250,10 +250,10 @@ def suggest_columns(raw: Mapping[str, Any], form: str) -> str:
 def to_model_rows(
     tokenizer: PreTrainedTokenizerBase | None, parts: Sequence[Sequence[Row]], plain_prompts: bool, log: Log | None = None
 ) -> list[list[Row]]:
-    """Return the rows of each part as this model reads them (`to_turns`).
+    """Return the rows of each part as the tokenizer's model reads them (`to_turns`).
 
-    `log` logs whether plain prompts are sent as user turns or unchanged, unless `plain_prompts` is set and there is no template.
-    Without a tokenizer, the model is a server's and is assumed to have a template.
+    Log if plain prompts become user turns or stay unchanged, unless `plain_prompts` is set and there is no template. Without a
+    tokenizer, the model is a server's and is assumed to have a template.
     """
     made = [[to_turns(tokenizer, row, plain_prompts) for row in part] for part in parts]
     rows = [row for part in made for row in part]

@@ -188,7 +188,7 @@ def _refuse_several_missing(check: _Check, raw: Mapping[str, Any], needs: Sequen
 
 
 def _choose_for_sft(check: _Check, raw: Mapping[str, Any]) -> str:
-    """Return the form of a row of "sft": prompt-completion or messages."""
+    """Return the form that "sft" stands for in this row: prompt-completion or messages."""
     if not raw.keys() & {"prompt", "completion", "messages", "text"}:
         what = "is missing, and so are messages and text; sft learns from prompt and completion, from messages or from text"
         check.fail("prompt", f"{what} (found: {name_columns(raw)})")
@@ -214,7 +214,7 @@ def _messages(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pair(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a pair. The default prompt is the common beginning of both answers (TRL's implicit prompt)."""
+    """Return the fields of a preference row. Without a prompt, it is the answers' common beginning (TRL's implicit prompt)."""
     if raw.get("prompt") is None:
         raw = {**raw, **_split_prompt(check, raw)}
     prompt = check.prompt(raw)

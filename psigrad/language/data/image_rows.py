@@ -74,7 +74,7 @@ def insert_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mappi
 
 
 def _anchored(given: Any, base: Path) -> Any:
-    """Return an image that is given as a path with an absolute path, since reward functions run in another folder.
+    """Return the absolute path of an image that is given as a path, since reward functions run in another folder.
 
     Return any other image unchanged.
     """
@@ -92,7 +92,7 @@ def _put_first(made: dict[str, Any], conversations: list[str], marks: str, colum
     for name in asked:
         place = next((i for i, turn in enumerate(made[name]) if role_of(turn) == "user"), None)
         if place is None:
-            fail(column, f"has images, and {name} has no user's turn for them")
+            fail(column, f"has images, but {name} has no user's turn for them; add one")
         turn = made[name][place]
         content = "value" if "value" in turn and "role" not in turn else "content"
         said = turn.get(content) or ""
@@ -101,18 +101,18 @@ def _put_first(made: dict[str, Any], conversations: list[str], marks: str, colum
     if not asked:
         name = next((name for name in ("prompt", "instruction") if isinstance(made.get(name), str)), "")
         if not name:
-            fail(column, "has images, but the row has neither a prompt nor messages to put them in")
+            fail(column, "has images, but the row has neither a prompt nor messages for them; add one of these")
         made[name] = marks + made[name]
 
 
 class _Reader:
-    """The reader of one row's images. `found` are the images in content parts, as given. `moves` is True once one is animated."""
+    """The reader of one row's images. `found` are the images in content parts, as given. `moves` is True if one is animated."""
 
     def __init__(self, base: Path, fail: Fail) -> None:
         self.base, self.fail, self.found, self.moves = base, fail, list[Any](), False
 
     def turn(self, turn: Any, where: str, rest: Iterator[str]) -> Any:
-        """Return a message with marks in place of image parts. A part that contains no image takes the next mark of `rest`."""
+        """Return a message with marks in place of image parts. A part without its own image takes the next mark of `rest`."""
         if not any(map(is_image, _parts(turn))):
             return turn
         if role_of(turn) == "assistant":
@@ -121,9 +121,7 @@ class _Reader:
         return {**turn, name: [self.part(part, f"{where}.{name}[{i}]", rest) for i, part in enumerate(turn[name])]}
 
     def part(self, part: Any, where: str, rest: Iterator[str]) -> Any:
-        """Return a content part. An image part becomes a text part with its mark, or with the next mark of `rest` if it contains
-        no image.
-        """
+        """Return a content part. An image part becomes text: its image's mark, or the next of `rest` if it contains no image."""
         if not is_image(part):
             return part
         own = source_of(part)
@@ -338,7 +336,7 @@ def _text(part: Any) -> Any:
 
 
 def refuse_marks(raw: Mapping[str, Any], fail: Fail, further: str) -> None:
-    """Reject texts with an image's mark, or with any U+FFFC if `further` is not "". Use a stack: rows may be nested deeply."""
+    """Reject texts with an image's mark, or with any U+FFFC if `further` is not "". Rows may be nested deeply: do not recurse."""
     stack: list[tuple[str, Any]] = list(raw.items())
     while stack:
         path, value = stack.pop()

@@ -256,8 +256,8 @@ def _parquet(path: Path, name: str) -> Records:
 def _rows_at_once(metadata: Any, expansion: _Expansion) -> int:
     """Return the number of rows to read in one batch.
 
-    A column with a dictionary may repeat one large value in each row. The number is so small that even such a batch stays within
-    the limit. Raises `UserError` if the columns' own sizes exceed the limit.
+    A dictionary-encoded column may repeat one large value in each row. The number is so small that even such a batch stays
+    within the limit. Raises `UserError` if the columns' own sizes exceed the limit.
     """
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     columns = [[group.column(i) for i in range(group.num_columns)] for group in groups]

@@ -110,8 +110,8 @@ def hold_out(parts: Sequence[Sequence[Row]], counts: Sequence[int], seed: int = 
     """Return (the rows of each part to train on, held-out rows of all parts), in the order of the source.
 
     About `counts` rows of each part are held out, drawn with `seed`. The rows of a prompt, in any part, are all trained on or all
-    held out. Prompts are taken in random order while they fit. If no prompt of a part fits, take one with at most twice the
-    wanted rows. If no prompt has so few, draw rows regardless of their prompts; only the two answers of a pair stay together.
+    held out. Prompts are drawn in random order, and skipped if they would exceed a count. If this leaves no prompt of a part,
+    draw one with at most twice the wanted rows. If no prompt has so few, draw single rows; both answers of a pair stay together.
 
     Raise UserError if no row is left to train on.
     """
@@ -128,7 +128,7 @@ def hold_out(parts: Sequence[Sequence[Row]], counts: Sequence[int], seed: int = 
 
 
 def check_held_out(count: int, total: int) -> None:
-    """Raise `UserError` if no row is left to train on."""
+    """Raise `UserError` if `count` is negative, or if holding out `count` of `total` rows leaves none to train on."""
     if not 0 <= count < total:
         raise UserError(
             f"Cannot hold out {count} of {total} rows; lower eval_prompts (--eval-prompts), set it to 0 for no evaluation, or "
@@ -155,10 +155,9 @@ def _log_seen(train: Iterable[Row], held_out: Sequence[Row], log: Log) -> None:
 
 
 def _draw(counts: Sequence[int], seed: int, keys: Sequence[Sequence[Any]]) -> tuple[set[Any], list[int]]:
-    """Draw keys in random order until about `counts[i]` rows of part i have one of them. `keys[i]` has the key of each of its
-    rows.
+    """Draw keys in random order until about `counts[i]` rows of each part i have a drawn key.
 
-    Return (the drawn keys, the number of rows of each part that have one).
+    `keys[i]` has one key for each row of part i. Return (the drawn keys, the number of rows of each part that have one).
     """
     parts, held, taken = [Counter(own) for own in keys], set[Any](), [0] * len(keys)
     for most in (1, 2):
@@ -265,7 +264,7 @@ def parse_mixture(dataset: object) -> list[MixturePart]:
 
 
 def quotas(total: int, weights: Sequence[float]) -> list[int]:
-    """Return whole numbers with the sum `total`, each within 1 of its weight's share. Only cumulative sums are rounded."""
+    """Return whole numbers with the sum `total`, in the ratio of `weights`. Each is at most 1 from its exact value."""
     ends = [round(total * sum(weights[: i + 1]) / sum(weights)) for i in range(len(weights))]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -334,7 +333,7 @@ def read_dataset(data: Data, form: str, dataset: Any, split: str, log: Log | Non
 
 
 def form_of(data: Data) -> str:
-    """Return the form of the first row of the first dataset; empty if it has none. A prompt with its answer is "sft"."""
+    """Return the form of the first row of the first dataset; empty if it has none. The form of a prompt with answer is "sft"."""
     first = parse_mixture(data.dataset)[0].dataset
     for form in ("preference", "unpaired-preference", "stepwise", "sft", "prompt-only"):
         with contextlib.suppress(UserError):

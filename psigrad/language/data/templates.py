@@ -337,9 +337,9 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> 
 
 
 def _last_cut(tokenizer: PreTrainedTokenizerBase, before: str) -> str:
-    """Return the last part of a text, on which the tokens of a following text depend.
+    """Return the end of `before` that affects how a text after it is tokenised: the text from the last added token on.
 
-    Tokenizers split a text at its added tokens first, so the text before the last added token has no effect.
+    Tokenizers split a text at its added tokens first, so the part before has no effect.
     """
     cuts = dialect.specials_of(tokenizer).cuts
     return before[max((match.start() for match in cuts.finditer(before)), default=0) :] if cuts is not None else before
@@ -409,8 +409,8 @@ def _end_of_turn(
 ) -> int:
     """Return the index after the special token that ends a turn.
 
-    The token is in ids[first:last], or just after these if a template writes it outside its generation block (trl#5988). Another
-    special token behind it at the very end (Phi-3: the EOS) does not belong to the turn, since it is never sampled.
+    The token is in ids[first:last], or at ids[last] if a template writes it outside its generation block (trl#5988). Another
+    special token after it at the very end (Phi-3: the EOS) does not belong to the turn, since it is never sampled.
     """
     special = dialect.specials_of(tokenizer).ids
     inner = outer = _trim(tokenizer, ids, first, last)

@@ -55,7 +55,7 @@ class EnvironmentPool(Playing):
         return answers
 
     def give_up(self) -> None:
-        """Drop the unanswered calls, and replace the workers that are at one. See `Playing`."""
+        """Drop the unanswered calls, and replace the workers that are busy with one. See `Playing`."""
         self._waiting = [[] for _ in range(len(self.workers))]
         self.workers.give_up()
 

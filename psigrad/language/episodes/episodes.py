@@ -134,7 +134,7 @@ class LiveEpisode:
         self.messages.append({"role": "assistant", "content": text})
 
     def hear(self, answer: Step | Fault, limits: EpisodeLimits) -> None:
-        """Add the environment's answer. It ends the episode if it says so, if the turn was cut, or if no other turn fits."""
+        """Add the environment's answer. The episode ends if the answer says so, if the turn was cut, or if no other turn fits."""
         was_cut, self.finish_reason = self.finish_reason == "length", "length"
         if isinstance(answer, Step):
             answer = mark_images(self.history.tokenizer, answer.observation, answer)
@@ -198,7 +198,7 @@ class EpisodeLimits:
         cuts: list[Cut],
         past: int = 0,
     ) -> tuple[Sequence[int], Observation] | None:
-        """Return (tokens, observation), cut so that a turn still fits after the `used` tokens of the context and these.
+        """Return (tokens, observation), cut so that another turn fits after the `used` tokens of the context and these tokens.
 
         `render` returns the tokens of an observation, and the first `past` of them are not the observation's. Append to `cuts`
         what was cut. Return None if nothing fits.

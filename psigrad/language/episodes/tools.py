@@ -151,7 +151,7 @@ class CallForm:
     def begin(self, text: str) -> int:
         """Return the position at which a turn's calls start: the first mark after the thinking.
 
-        Without a mark, it is the end of the thinking.
+        Without a mark, return the position at which the thinking ends.
         """
         families = [family for family in FAMILIES if self.family in ("", family.name)]
         ends = (at + len(family.thought) for family in families if (at := text.rfind(family.thought)) >= 0)

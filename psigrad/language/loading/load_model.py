@@ -125,7 +125,7 @@ def part_of(checkpoint: Path | None, part: str) -> Path | None:
     """
     if checkpoint is not None and not (checkpoint / part).is_dir():
         raise UserError(
-            f"{checkpoint} has no {part}, since the run needed none when it was saved. Restore its settings to resume it, "
+            f"{checkpoint} has no {part}, since the run's settings needed none. Restore these settings to resume the run, "
             "or choose another output_dir."
         )
     return None if checkpoint is None else checkpoint / part
@@ -303,7 +303,7 @@ def load_online_reference(
 def load_start(
     config: Any, model: LanguageModel, checkpoint: Path | None, world: World, dtype: str = "", saved: Path | None = None
 ) -> LanguageModel:
-    """Load the frozen model that training started from. With LoRA, it is the trained model without its adapter."""
+    """Return the model that training started from, or the one in the folder `saved`, frozen. Return a LoRA model unchanged."""
     dtype = dtype or config.model.dtype
     if model.is_own_reference:
         return model
@@ -370,7 +370,7 @@ def configure_chat(
 
 
 def _first_day(checkpoint: Path) -> str | None:
-    """Return the date stored in a checkpoint, or None. `checkpoint` is its folder, or the folder of one of its models in it."""
+    """Return the date stored in a checkpoint, or None. `checkpoint` is the checkpoint's folder, or that of a model inside it."""
     whole = next((folder for folder in (checkpoint, checkpoint.parent) if (folder / MANIFEST).exists()), None)
     day: str | None = None if whole is None else json.loads((whole / MANIFEST).read_text()).get("date")
     return day

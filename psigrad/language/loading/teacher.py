@@ -35,7 +35,7 @@ _CONTEXT = 8  # tokens of a prompt that precede a text when it is tokenised
 
 @dataclass(frozen=True)
 class TeacherOutput:
-    """A teacher's evaluation of one completion: the log-prob [T] of each token and, on request, the top tokens [T, k]."""
+    """A teacher's evaluation of one completion: each token's log-prob [T] and, on request, the k most probable tokens [T, k]."""
 
     logp: Tensor
     top: Top | None = None
@@ -194,9 +194,9 @@ class TeacherReference(Annotator):
         self.teacher.store_pieces(ends > 0, theirs, batch.logp_old)
 
     def divergence(self, run: OnlineRun, batch: Batch, micro: MicroBatch) -> Divergence | None:
-        """Return the divergence from the teacher's most probable tokens that the forward pass computes, if the KL term needs it.
+        """Return the `Divergence` from the teacher's most probable tokens, which the policy's forward pass then computes.
 
-        Return None if the KL is computed by pieces of text. See `Annotator`.
+        Return None if the KL term does not need these tokens. See `Annotator`.
         """
         algorithm, inputs = run.algorithm, reference_inputs_of(batch, micro)
         if not isinstance(algorithm, PolicyGradient) or not algorithm.needs_exact_kl or algorithm.kl is None:
@@ -237,9 +237,9 @@ def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[s
 
 
 def align(own: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
-    """Return, for each position of the text at which both tokenizers end a token, the numbers of tokens before it.
+    """Return the positions of a text at which both tokenizers end a token, as (tokens of `own`, tokens of `others`) before it.
 
-    The numbers are (tokens of `own`, tokens of `others`). Both arguments are the ends that `text_ends` returns for a tokenizer.
+    Both arguments are the ends that `text_ends` returns for a tokenizer.
     """
     mine, theirs = ({end: i + 1 for i, end in enumerate(ends) if end > 0} for ends in (own, others))
     return [(mine[end], theirs[end]) for end in sorted(mine.keys() & theirs.keys())]

@@ -24,7 +24,7 @@ SDPA: Any = F.scaled_dot_product_attention
 class AttentionLayer(Protocol):
     """The properties of a fused layer that `FusedLayout.mix` reads. `window` is the sliding window in tokens; 0: no window.
 
-    `order` is the layer's number among those with attention.
+    `order` is the layer's number among the layers with attention.
     """
 
     order: int
@@ -65,7 +65,7 @@ def modified_attention(
 
 
 class StateLayout(Protocol):
-    """The division of a forward pass's S tokens into sequences, for the layers that mix tokens by a state."""
+    """The division of a forward pass's S tokens into sequences, for recurrent and convolutional layers."""
 
     def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
         """Convolve x [S, C] along each sequence."""
@@ -75,7 +75,7 @@ class StateLayout(Protocol):
 
 
 class Layout(StateLayout, Protocol):
-    """The division of a forward pass's S tokens into sequences. Layers in transformers' modules call it to mix tokens."""
+    """The division of a forward pass's S tokens into sequences. The attention of transformers' modules calls it."""
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
@@ -87,7 +87,7 @@ class Layout(StateLayout, Protocol):
 
 
 class FusedLayout(StateLayout, Protocol):
-    """The division of a forward pass's S tokens into sequences. Fused layers call it to mix tokens."""
+    """The division of a forward pass's S tokens into sequences. Fused layers call it to compute attention."""
 
     @property
     def packed_weights(self) -> PackedWeights | None:
@@ -181,7 +181,7 @@ def on_device(numbers: Any, device: torch.device | str, dtype: torch.dtype = tor
 
 
 def _table(lengths: np.ndarray, start: int, device: torch.device) -> Tensor:
-    """Return the packed positions [len(lengths), longest] of the tokens of consecutive pieces from `start` on; -1: padding."""
+    """Return the packed positions [pieces, longest] of the tokens of consecutive pieces, which begin at `start`; -1: padding."""
     first, steps = start + lengths.cumsum() - lengths, np.arange(lengths.max(initial=0))
     return on_device(np.where(steps < lengths[:, None], first[:, None] + steps, -1), device)
 
@@ -235,8 +235,8 @@ class PackedLayout:
         return on_device((begin - pieces.starts).repeat(pieces.lengths) + np.arange(self.rows), self.device)
 
     def _prefix_mask(self, window: int | None) -> Tensor | None:
-        """Return the mask of attention within prefixes: [B, 1, P, P] if there are blocks, otherwise [P, P]. Return None if it is
-        the causal mask: if there are neither blocks nor a sliding window that is shorter than the prefixes.
+        """Return the mask of attention within prefixes: [B, 1, P, P] if there are blocks (images), otherwise [P, P]. Return None
+        for the plain causal mask: if there are neither blocks nor a sliding window that is shorter than the prefixes.
         """
         length = self.prefix_rows.shape[1]
         if self.blocks is None and (window is None or window >= length):
@@ -246,8 +246,8 @@ class PackedLayout:
         return near & self._or_same_block((distance >= 0).to(near.device), self.prefix_rows)
 
     def _or_same_block(self, causal: Tensor, rows: Tensor) -> Tensor:
-        """Return the mask `causal` [L, L] if no token is in a block. Otherwise return a mask [K, 1, L, L] for K pieces, in which
-        tokens of one block also attend to each other. `rows` [K, L] has the position of each piece's tokens in the packed row.
+        """Return the mask `causal` [L, L] if no token is in a block (an image). Otherwise return [K, 1, L, L]: a mask for each of
+        K prefixes or sequences, in which a block's tokens also attend to each other. `rows` [K, L] are their packed positions.
         """
         if self.blocks is None:
             return causal
@@ -371,10 +371,11 @@ class PackedLayout:
 
     @cached_property
     def segments(self) -> tuple[Tensor, Tensor, list[tuple[tuple[int, int], Tensor | None]]]:
-        """The row's division into segments: (`order`, `inverse` [S], waves). A recurrence runs all segments of a wave at once.
+        """The row's segments: (`order`, `inverse` [S], waves). A recurrence runs all segments of a wave at once, padded.
 
-        Prefixes are cut where their sequences start. `order` is the packed position of each token of the padded waves (-1: none),
-        `inverse` its inverse. A wave is ((number of segments, longest), the earlier segment each continues; -1 or None: none).
+        Prefixes are cut where their sequences start. `order` has the packed position of each token of all waves (-1: padding).
+        `inverse` is its inverse. A wave is ((number of segments, tokens of the longest), source). The source has the number of
+        the earlier segment that each segment continues, -1 for none. It is None if no segment of the wave continues another.
         """
         tables, shapes = [], []
         for wave in self._waves:

@@ -85,8 +85,8 @@ class Pretrained(ABC):
     - `compiled` is True if torch.compile runs the layers. If compilation was requested and failed, `why_uncompiled` is the
       reason.
     - `probe_texts` are the texts on which psigrad's computation was compared with transformers'.
-    - `load_balancing` is the auxiliary loss of a mixture-of-experts model; `router_recorder` records the experts of sampling for
-      training.
+    - `load_balancing` is the auxiliary loss of a mixture-of-experts model. `router_recorder` records the experts that sampling
+      chooses, so that training can choose the same ones.
     - `shard_root` gathers sharded weights while its forward pass runs (`language/models/sharded.py`).
     - `dropout_masks` are the masks of the adapter's dropout.
     - `sequence_group` is the group of processes that divide the tokens of each row (`psigrad_extras/mesh/ulysses.py`), or None.
@@ -230,7 +230,7 @@ class Pretrained(ABC):
         return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
     def placed(self, inputs: ForwardInputs) -> ForwardInputs:
-        """Return packed inputs with positions and attention adapted to images. Raises `UserError` for a text-only model."""
+        """Return packed inputs with positions and attention adapted to images. Raises `UserError` if the model reads none."""
         vision = self._check_images(inputs)
         return inputs if vision is None else vision.apply_layout(inputs)
 
@@ -256,12 +256,12 @@ class Pretrained(ABC):
         return self._scaled(hidden.flatten(0, 1).index_select(0, wanted))
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        """Return hidden states times `logit_factor`, in the head's dtype. Mamba-2's are float32 even with bfloat16 weights."""
+        """Return hidden states times `logit_factor`, in the dtype of the head. Mamba-2's states are always float32."""
         hidden = hidden * factor if (factor := self.logit_factor) != 1.0 else hidden
         return hidden.to(self.network.dtype)
 
     def _padded(self, module: Any, inputs: ForwardInputs) -> Any:
-        """Return the output of transformers' `module` for padded inputs. The module computes positions (RoBERTa's start at 2)."""
+        """Return the output of transformers' `module` for padded inputs. It computes the positions: RoBERTa's start at 2."""
         if self.dropout_masks.used:
             self.dropout_masks.read(inputs)
         vision = self._check_images(inputs)
@@ -296,8 +296,8 @@ class Pretrained(ABC):
         """Choose packed or padded passes and fused or transformers' layers, and add the adapter if there is one.
 
         If `is_known` is True (`fused.loader.load`), the model runs packed and fused without a test. Otherwise psigrad's outputs
-        are first compared with those of transformers' modules. The model's dropout is switched off as in TRL: with dropout the
-        ratio of the first update would not be 1. Outside the text model, only the vision and audio modules `towers` are trained.
+        are first compared with those of transformers' modules. The model's dropout is switched off as in TRL, because it would
+        change the probability ratio π/π_old. Outside the text model, only the vision and audio modules `towers` are trained.
         """
         check_finite(self.network)
         hf, is_known = self.network, is_known and lora is None

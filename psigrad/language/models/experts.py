@@ -111,9 +111,9 @@ class RouterRecorder:
         return np.uint8 if self.num_experts <= 256 else np.uint16
 
     def _route(self, place: int, router: Any, given: Any, named: Any, made: Any) -> Any:
-        """Return a router's output (logits, weights [S, k], experts [S, k]); inside `follow` with the given choice of experts.
+        """Return a router's output (logits, weights [S, k], experts [S, k]). Inside `follow` the experts are the given ones.
 
-        This is the forward hook of the router with the index `place`. Inside `record` it also records the output.
+        This is the forward hook of router number `place`, with transformers' arguments. Inside `record` it records the output.
         """
         if self._followed is not None:
             with _FixedChoice(self._followed[place], made[0].shape[-1]):
@@ -125,7 +125,7 @@ class RouterRecorder:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Append each router's weights and choice [S, k] to the yielded list inside this context."""
+        """Yield a list. Inside this context, each router appends (its weights, the experts that it chose) [S, k] to the list."""
         self._seen = []
         try:
             yield self._seen
@@ -146,7 +146,7 @@ class RouterRecorder:
                 self._followed = before
 
     def read(self, inputs: Groups, device: torch.device) -> Tensor | None:
-        """Return the recorded choices [layers, S, k] in the order of the packed tokens; None if `inputs` have none."""
+        """Return the recorded choices [layers, S, k] in the order of the packed tokens; None if none were recorded."""
         if inputs.experts is None:
             return None
         texts = [prompt for prompt, _ in inputs.experts] + [own for _, group in inputs.experts for own in group]

@@ -47,7 +47,7 @@ def attention(
     if layout is None and plain:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if kwargs.get("position_bias") is not None:
-        raise ValueError("The packed forward does not support attention with position_bias; the padded one is used instead.")
+        raise ValueError("Packed passes do not support attention with position_bias; padded passes are used instead.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     how = SDPA if plain else functools.partial(modified_attention, softcap=softcap, sinks=sinks)
     if layout is None:
@@ -142,9 +142,9 @@ class VarlenLayout(_Unpadded):
 
     @cached_property
     def _copies(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The index tables of the copied keys: the token of each key [K], the keys of each prefix token [P, most],
-        True [P, most, 1, 1] where there is no such key, and the key of each other token [S - P]. Only tokens of prefixes are
-        copied, so each of the others has one key.
+        """The index tables of the K keys that the kernel reads: (the token of each key [K], the keys of each prefix token
+        [P, most], a mask [P, most, 1, 1] that is True where a token has fewer keys, the key of each other token [S - P]). The
+        tokens of a prefix have one key for each sequence that attends to them; all other tokens have a single key.
         """
         pieces, device = self.packed.pieces, self.packed.device
         real = pieces.lengths > 0
@@ -270,7 +270,7 @@ class FlexLayout(_Unpadded):
 
 
 def unpad(packed: PackedLayout, how: str) -> Layout:
-    """Return a layout with the attention `how`, "varlen" or "flex". A row with image blocks needs a mask: return it unchanged."""
+    """Return a layout with the attention `how`, "varlen" or "flex". If the row has images, which need a mask, return `packed`."""
     if packed.blocks is not None:
         return packed
     return FlexLayout(packed) if how == "flex" else VarlenLayout(packed, varlen_kernel())

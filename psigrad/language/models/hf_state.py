@@ -58,7 +58,7 @@ class Switch:
 
 
 def _convolution(own: Function, layer: int, switch: Switch) -> Function:
-    """Return a function that replaces transformers' `causal_conv1d_fn` in one layer."""
+    """Return the function that replaces `own`, transformers' `causal_conv1d_fn`, in the layer number `layer`."""
 
     def convolve(
         hidden_states: Tensor,
@@ -89,7 +89,7 @@ def _convolution(own: Function, layer: int, switch: Switch) -> Function:
 
 
 def _delta_rule(own: Function, layer: int, switch: Switch) -> Function:
-    """Return a function that replaces `torch_chunk_gated_delta_rule` or `chunk_kimi_delta_attention` in one layer."""
+    """Return the function that replaces `own` in a layer: `torch_chunk_gated_delta_rule` or `chunk_kimi_delta_attention`."""
     rule = DeltaRule(own, switch)
 
     def scan(
@@ -105,7 +105,7 @@ def _delta_rule(own: Function, layer: int, switch: Switch) -> Function:
 
 
 def _mamba2(own: Function, layer: int, switch: Switch) -> Function:
-    """Return a function that replaces transformers' `mamba2_chunk_scan` in one layer."""
+    """Return the function that replaces `own`, transformers' `mamba2_chunk_scan`, in the layer number `layer`."""
 
     def scan(
         hidden_states: Tensor,

@@ -118,7 +118,7 @@ class LanguageModel(Pretrained):
             return reason_of(error)
 
     def usable(self, cache: ActivationCache | None) -> ActivationCache | None:
-        """Return `cache` if its activations are valid here: if a fused decoder runs with the adapter enabled. Else None."""
+        """Return `cache` if this model can reuse its activations: if a fused decoder runs with the adapter enabled; else None."""
         return cache if self.decoder is not None and (self.adapter is None or self.decoder.adapted) else None
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -263,9 +263,9 @@ class LanguageModel(Pretrained):
     def _reference_hidden(
         self, request: Divergence, other: LanguageModel, inputs: Groups | Rows, forward: ForwardInputs
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return (hidden states, head) of the reference model `other` as `_target_hidden` does, without gradient.
+        """Return `_target_hidden` of the reference model `other`: (hidden states, head), without gradient.
 
-        If `other` is this model itself, its adapter is disabled.
+        If `other` is this model itself, its adapter is disabled. `forward` are this model's inputs, and `inputs` their tokens.
         """
         theirs = replace(forward, cached=None, experts=None)
         if request.inputs is not None or other.why_padded != self.why_padded:
@@ -300,7 +300,7 @@ class LanguageModel(Pretrained):
         return self.evaluate(inputs).logp, Top(*(x.new_zeros(*shape, x.shape[-1]).index_put(at, x) for x in columns))
 
     def _with_values(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
-        """Return (hidden states, head, V) of the targets: the result of `_target_hidden`, and the value head's V [M] before each.
+        """Return (hidden states, head, V): the result of `_target_hidden`, and the value V [M] of the state before each target.
 
         V is in at least float32.
         """
@@ -387,7 +387,7 @@ def load(
         found = load_known(path, DTYPES[dtype], mapped=for_shards, kind=kind) if plain else None
         network: Any = found[0] if found is not None else None
         if network is None and kind == "gguf":
-            raise ValueError("quantize_base=gguf reads Llama, Mistral, Qwen2 and Qwen3 on a CPU; take quantize_base=nf4")
+            raise ValueError("quantize_base=gguf only reads Llama, Mistral, Qwen2 and Qwen3 on a CPU; set quantize_base=nf4")
         if network is None:
             asked: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
             loader = AutoModelForImageTextToText if vision or needs_vision(path) else AutoModelForCausalLM

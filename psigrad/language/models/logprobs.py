@@ -55,8 +55,8 @@ class _Logits(torch.autograd.Function):
 class _ChosenLogProbs(torch.autograd.Function):
     """The autograd function log π(a) of tokens a, computed in tiles of logits. Only a log-sum-exp per token is stored.
 
-    Formula: with z = h·Wᵀ / T and π = softmax(z), d log π(a) / dz = e_a − π. A tile has as many hidden states as possible, so
-    that the head's weights are read once in each direction (Wijmans et al. 2024, arXiv:2411.09009).
+    Formula: with z = h·Wᵀ / T, π = softmax(z) and e_a = one-hot(a), d log π(a) / dz = e_a − π. A tile has as many hidden states
+    as possible, so that the head's weights are read once in each direction (Wijmans et al. 2024, arXiv:2411.09009).
     """
 
     @staticmethod
@@ -206,9 +206,9 @@ class _RowLogProbs(torch.autograd.Function):
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield chunks (rows, logits [rows, V]) of the hidden states, in the weight's dtype. Each chunk overwrites the previous one.
+    """Yield (rows, logits [rows, V]) for chunks of the hidden states, in the weight's dtype. The first chunk is the largest.
 
-    The first chunk is the largest.
+    The logits of a chunk overwrite those of the previous one.
     """
     height = min(len(hidden), max(1, TILE_ELEMENTS * TILE_ON_GPU // len(weight)))
     room = hidden.new_empty(height, len(weight))

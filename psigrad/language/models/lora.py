@@ -104,7 +104,7 @@ def is_adapted(name: str, targets: Sequence[str]) -> bool:
 
 
 def _peft_targets(targets: Sequence[str]) -> str | list[str]:
-    """Return `target_modules` as peft takes them. Raises `UserError` for a regular expression that is invalid or not alone."""
+    """Return `target_modules` as peft takes them. Raises `UserError` for an invalid pattern, or a pattern beside other names."""
     patterns = [target for target in targets if target != "all-linear" and _is_pattern(target)]
     if patterns and len(targets) > 1:
         raise UserError(
@@ -211,7 +211,7 @@ def add_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, tow
         layers = sorted({name.rpartition(".")[2] for name, module in hf.named_modules() if isinstance(module, nn.Linear)})
         raise UserError(
             f"No LoRA adapter could be put on {list(lora.target_modules)}: {reason_of(error)} The linear layers of this model "
-            f"are {', '.join(layers)}; all-linear takes them all."
+            f"are {', '.join(layers)}; set lora_target_modules to some of these, or to all-linear."
         ) from error
     check_untied(hf)
     return wrapped
@@ -221,7 +221,7 @@ def _in_half(hf: PreTrainedModel, lora: Lora) -> bool:
     """Return True if a new adapter's weights must be bfloat16: on a GPU, if the base model is bfloat16 too.
 
     A float32 adapter would cast the input of every layer and its own output, which takes 10 % of a step's time. The optimiser
-    has float32 masters of the adapter anyway. An adapter with DoRA or on a quantised base is float32.
+    stores float32 copies of the adapter anyway. An adapter with DoRA or on a quantised base is float32.
     """
     coded = any(isinstance(module, CodedLinear) for module in hf.modules())
     return hf.device.type == "cuda" and hf.dtype == torch.bfloat16 and not lora.dora and not coded
@@ -360,7 +360,7 @@ class CountedDropout(nn.Module):
 
 
 def hash_tokens(ids: Tensor, positions: Tensor, layout: Any = None) -> Tensor:
-    """Return for each token [B, S] a hash of the text up to it: Σ_i w(id_i, i) modulo 2^64, with w a pseudo-random function.
+    """Return a hash of the text up to each token [B, S]: Σ_i w(id_i, i) modulo 2^64, with w a pseudo-random function.
 
     A token has the same hash in a packed row, in a padded row, and after a prompt that other sequences share.
     """

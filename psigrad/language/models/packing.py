@@ -75,7 +75,7 @@ def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[
 def _evenly(lengths: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
     """Return equally many micro-batches for each rank, with about the same number of tokens; the largest come first.
 
-    They are packed with the smallest budget, in steps of 3 %, that needs no more micro-batches than `budget`.
+    They are packed by the smallest token limit, tried in steps of 3 %, that needs no more micro-batches than `budget` does.
     """
     tokens = sum(lengths)
     rounds = max(1, math.ceil(len(pack_by_tokens(lengths, budget)) / ranks))
@@ -278,7 +278,7 @@ def _lengths(pieces: Iterable[Sized]) -> np.ndarray:
 def pack(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInputs:
     """Return one packed row without padding, in which each prompt appears once.
 
-    The last token of a completion predicts nothing, so it is left out.
+    The last token of a completion predicts nothing, so the row does not contain it.
     """
     return _pack_groups(inputs, device) if isinstance(inputs, Groups) else _pack_rows(inputs, device)
 

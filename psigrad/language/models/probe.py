@@ -98,7 +98,7 @@ def attend(model: Any, choice: str) -> None:
 
 
 def with_gradient(model: Any) -> list[Tensor]:
-    """Return the outputs on `_texts`, and for each trained parameter the gradient of their sum, divided by its norm.
+    """Return a model's outputs on its test texts, and for each trained parameter the gradient of their sum, divided by its norm.
 
     For sharded weights no gradients are returned, because a probe does not run the hooks that compute them.
     """

@@ -82,7 +82,7 @@ def waves(pieces: Any) -> list[Wave]:
 
 
 def trees(each: list[Wave], every: bool) -> Trees:
-    """Return the segments of `waves` as the C++ kernels read them.
+    """Return the segments of `waves` as trees, the form that the C++ kernels read.
 
     If `every`, the kernels return the states after all segments; otherwise only after those that another segment continues.
     """

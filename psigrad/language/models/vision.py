@@ -67,7 +67,7 @@ class _TowerCache:
 
 
 class Vision:
-    """The images of one model family: their text in prompts, and their features. A tokenizer has one as its `images.ImageFormat`.
+    """The images of one model family: their text in prompts, and their features. It is a tokenizer's `images.ImageFormat`.
 
     If `two_way` is True, the tokens of an image attend to each other in both directions. If `axes` is True, an image token has
     a position in time, height and width (M-RoPE).
@@ -107,7 +107,7 @@ class Vision:
         raise NotImplementedError
 
     def pixels(self, pictures: Sequence[Picture]) -> tuple[Tensor, ...]:
-        """Return the arguments of the vision tower that `inputs` names for these images, computed by the image processor."""
+        """Return what the image processor computes for these images: the vision tower's arguments, in the order of `inputs`."""
         made = self.processor(images=[one.open() for one in pictures], return_tensors="pt")
         return tuple(made[name] for name in self.inputs)
 

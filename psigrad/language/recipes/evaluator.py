@@ -126,14 +126,14 @@ def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric:
 
 
 def scored_groups(trajectories: Sequence[Trajectory], num_generations: int) -> list[list[float]]:
-    """Return, for each prompt, the metric of its scored completions. Prompts without a scored completion are omitted."""
+    """Return one list per prompt: the metric of its scored completions. Prompts without a scored completion are dropped."""
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
     values = [[t.reward for t in group if t.reward is not None] for group in groups]
     return [group for group in values if group]
 
 
 def describe_sensitivity(values: Sequence[Sequence[float]], metric: str) -> str:
-    """Return a sentence on the smallest gain that evaluations of these prompts can detect, given the metric before training."""
+    """Return a sentence on the smallest gain that evaluations can detect. `values` has each prompt's metric before training."""
     means = [math.fsum(group) / len(group) for group in values]
     if len(means) < LEAST_ROWS:
         return f"evaluation: a verdict needs {LEAST_ROWS} scored held-out prompts, not {len(means)}; raise eval_prompts."

@@ -202,7 +202,7 @@ class CheckpointWriter:
         folder.event("saved", step=now.step)
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until the checkpoint is written. Raise `TimeoutError` after `seconds`, and an error of the writing thread once."""
+        """Wait until the checkpoint is written. Raise `TimeoutError` after `seconds`, or the error if writing failed."""
         job, self._job = self._job, None
         if job is not None:
             job.result(self._await_all_ranks(job) if seconds is None and self._journal.world.lockstep else seconds)

@@ -119,7 +119,7 @@ class ModelScorer:
     def _by_steps(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Result]:
         """Return each completion's mean of σ(score) over its steps, from few forward passes over all completions.
 
-        Each step's share of the reward is assigned to the step's last token, so that any psi can use it.
+        Each step's share of the reward is assigned to the step's last token, so that any advantage estimator (psi) can use it.
         """
         found: list[Result] = [Scored(0.0, {self.name: 0.0})] * len(pairs)
         ends = [step_ends(self.model.tokenizer, completion, self.separator) for _, completion in pairs]

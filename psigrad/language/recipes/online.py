@@ -220,9 +220,9 @@ def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterato
 
     An overlap needs a `lag` above 0, and a sampler that uses no device or process of training. A cluster gets lag + 1 threads,
     one for each batch that is being sampled, but only one if environments play. An engine on another GPU gets one thread, since
-    it holds one version of the weights. It does not overlap with several training processes, which would communicate in this
-    thread and in the step at once. Nor does it overlap if top_p, top_k or min_p filters the distribution, since its log-probs
-    then need the trainer.
+    it holds one version of the weights. Such an engine does not overlap with several training processes, which would communicate
+    in two threads at once. It does not overlap either if top_p, top_k or min_p filters the distribution, since the trainer must
+    then recompute the log-probs.
     """
     beside = sampler.overlaps and world.size == 1 and not config.sampling.filtered
     if not ((sampler.central or beside) and config.lag and world.rank == 0):
@@ -258,9 +258,7 @@ def _prepare_rows(
 
 
 def longest_of(config: OnlineConfig, prepared: PreparedRows[Any], evaluator: Evaluator | None) -> int:
-    """Return the most tokens of a prompt with its completion. Return 0 if a completion is an episode: its observations add
-    tokens, up to the model's positions.
-    """
+    """Return the most tokens of a prompt with its completion; 0 (no limit but the model's) if completions are episodes."""
     if config.plays:
         return 0
     lengths = [len(ids) for _, ids in prepared.items] + [len(p.ids) for p in (evaluator.prompts if evaluator else ())]

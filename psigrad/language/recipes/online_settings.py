@@ -59,10 +59,10 @@ def set_activation_memory(config: OnlineConfig) -> OnlineConfig:
 def correct(
     algorithm: PolicyGradient | OnlinePreference, config: OnlineConfig, sampler: Sampler, model: LanguageModel, journal: Journal
 ) -> PolicyGradient | OnlinePreference:
-    """Return the algorithm, with truncated importance weights if they are needed and the settings do not set the correction.
+    """Return the algorithm, with truncated importance weights if they are needed and the settings do not set a correction.
 
-    They are needed if the sampler's log-probs are not exactly the trainer's. Log a message about settings that the algorithm
-    does not use.
+    The weights are needed if the sampler's log-probs are not exactly the trainer's, or with a lag. Also log a message about
+    settings that the algorithm does not use.
     """
     _log_unused(config, algorithm, journal)
     stated = not isinstance(config.algorithm, str | Mapping) or (

@@ -33,9 +33,9 @@ def collect_pins(
     prepared: PreparedRows[Any],
     judges: Sequence[RewardSetup | None] = (),
 ) -> dict[str, str]:
-    """Return the pins of a run: hashes and values by the names of `pins.PINS`, without those that do not apply to the run.
+    """Return the pins of a run, the values that must be unchanged when it resumes, by the names of `pins.PINS`.
 
-    `judges` are the reward and the held-out metric, whose functions are pinned too.
+    Pins that do not apply to the run are absent. `judges` are the reward and the held-out metric, whose functions are pinned too.
     """
     content = pins.hash_parts({"tokenizer": tokenizer.get_vocab(), "chat_template": tokenizer.chat_template})
     if (image_format := images.image_format_of(tokenizer)) is not None:
@@ -46,7 +46,7 @@ def collect_pins(
 
 
 def static_pins(config: Config, judges: Sequence[RewardSetup | None] = ()) -> dict[str, str]:
-    """Return the pins that need no rows and no loaded model. A finished run that is started again is compared by them."""
+    """Return the pins that need no rows and no loaded model. If a finished run is started again, these pins are compared."""
     data = {name: _data(getattr(config.data, name)) for name in ("dataset", "eval_dataset")}
     return {**{name: found for name, found in data.items() if found}, **_models(config), **_code(config, judges)}
 

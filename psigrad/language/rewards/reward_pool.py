@@ -120,7 +120,7 @@ class RewardPool:
         return new
 
     def advance(self, wait: bool) -> None:
-        """Give waiting jobs to idle workers, and record the answers that have arrived, for all scorings.
+        """Give waiting calls to idle workers, and record the answers that have arrived, for all scorings.
 
         The caller must hold the lock `self.watch`. With `wait`, wait up to `SLICE` seconds for an answer.
         """
@@ -174,7 +174,7 @@ class PoolScoring(Scoring):
         self.poll()
 
     def poll(self) -> None:
-        """Record the answers that have arrived, and give waiting jobs to idle workers, without waiting. See `Scoring`."""
+        """Record the answers that have arrived, and give waiting calls to idle workers, without waiting. See `Scoring`."""
         with self._pool.watch:
             if self._pending():
                 self._pool.advance(wait=False)
@@ -186,7 +186,7 @@ class PoolScoring(Scoring):
         return [combine(names, pool.weights, [part[i] for part in self._parts], pool.failure_value) for i in range(self._count)]
 
     def faults(self) -> list[str]:
-        """Return for each sample a text: the name of a function that could not score it, and the reason.
+        """Return one text per sample: the name of a function that could not score it, and the reason.
 
         The text is empty if each function gave a number or None.
         """
@@ -216,10 +216,9 @@ class PoolScoring(Scoring):
 
 
 def enter(call: RewardCall, answer: list[Part] | Unscored, parts: Sequence[dict[int, Part]]) -> list[list[RewardCall]]:
-    """Record a function's answer in `parts` (by function, then by sample), and return the jobs that it makes necessary.
+    """Record a function's answer in `parts` (by function, then by sample), and return the calls that it makes necessary.
 
-    If the answer is a single error for several samples, these jobs call the function again sample by sample. Otherwise there are
-    none.
+    If the answer is one error for several samples, these calls repeat the function sample by sample. Otherwise there are none.
     """
     if isinstance(answer, Unscored) and len(call.samples) > 1:
         return [[RewardCall(call.function, (sample,))] for sample in call.samples]

@@ -27,7 +27,7 @@ class RowCheck:
     function: Any
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[Failure | None]:
-        """Return for each row None, or a `Failure` with the reason why it cannot be judged."""
+        """Return one result per row: None if it can be judged, otherwise a `Failure` with the reason."""
         return [self._one({name: values[i] for name, values in columns.items()}) for i in range(len(completions))]
 
     def _one(self, row: dict[str, Any]) -> Failure | None:
@@ -39,7 +39,7 @@ class RowCheck:
 
 
 def row_faults(specs: Sequence[RewardSpec], rows: Sequence[Samples], **settings: Any) -> list[str]:
-    """Return for each row the reason why a reward function cannot judge it; empty if all can.
+    """Return one text per row: the reason why a reward function cannot judge it; empty if all can.
 
     The checks are the functions' methods `check_row(row)`, which receive the columns and raise `UserError`. They run in the
     processes of a `RewardPool` with these settings, so that no row can hang the caller. If all functions have `quick_check`,
@@ -62,7 +62,7 @@ def row_faults(specs: Sequence[RewardSpec], rows: Sequence[Samples], **settings:
 def missing_golds(
     specs: Sequence[RewardSpec], weights: Sequence[float], rows: Iterable[Mapping[str, Any]], there: Container[str]
 ) -> list[str]:
-    """Return for each row the name of a needed but empty column, or "" if the row can be judged.
+    """Return one text per row: the name of a needed but empty column, or "" if the row can be judged.
 
     A row can be judged if one function with a weight other than 0 has all the columns that it needs. Only columns in `there`, the
     dataset's columns, count. A needed column that the dataset lacks is a mistake in the settings, reported by the first call.

@@ -178,7 +178,7 @@ class ScoredRollout:
 class PendingRewards:
     """Trajectories that wait for their rewards.
 
-    Rewards from the environment are added to those from the scorer. Without a scorer, they are the only ones.
+    Rewards from the environment are added to those from the scorer. Without a scorer, only the environment gives rewards.
     """
 
     def __init__(self, scorer: Scorer | None, to_samples: ToSamples) -> None:

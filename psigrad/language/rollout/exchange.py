@@ -20,7 +20,7 @@ from psigrad.processes.parallel.world import World
 
 
 class RemoteTokens(Sequence[int]):
-    """A placeholder for token ids that another process has. It equals ids and placeholders of the same length and hash."""
+    """A placeholder for token ids that another process has. It equals the ids, or a placeholder, of the same length and hash."""
 
     def __init__(self, length: int, key: int) -> None:
         self.length, self.key = length, key

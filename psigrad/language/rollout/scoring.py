@@ -200,7 +200,7 @@ def check_unscored(
     if any(faults) and (never or bad / max(seen, WINDOW) > limit):
         all_of = f"; {bad} of the last {seen}" if before else ""
         above = f"{all_of}, above max_unscored {limit:g}"
-        raise RewardError(f"{explain_unscored(faults, sources, above)} Fix that or raise max_unscored.")
+        raise RewardError(f"{explain_unscored(faults, sources, above)} Fix the cause, or raise max_unscored.")
     return window
 
 

@@ -22,7 +22,7 @@ LEAST = 16
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors in the host's memory. All that are on a GPU are copied by a single transfer, as float64."""
+    """Return the tensors in the host's memory, with their dtypes. Those on a GPU are copied together, by a single transfer."""
     there = [x for x in tensors if not x.is_cpu]
     flat = torch.cat([x.flatten().double() for x in there]).cpu() if there else torch.zeros(0)
     parts = iter(flat.split([x.numel() for x in there]))
@@ -30,9 +30,9 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class LossSums:
-    """The loss and its terms, summed over the micro-batches of an optimiser step and averaged over the steps with signal.
+    """The loss and its terms, summed over the micro-batches of an optimiser step and averaged over the steps that had a loss.
 
-    The host reads them with the gradient's norm (`read`), by one transfer per step, because a GPU stands still after each.
+    `read` copies the sums to the host together with the gradient's norm: one transfer per step, since each stalls a GPU.
     """
 
     def __init__(self, world: World = ALONE) -> None:
@@ -55,16 +55,16 @@ class LossSums:
         return loss.value
 
     def of(self, share: Callable[[], Loss], weight: float = 1.0) -> Tensor:
-        """Compute the loss of a micro-batch, `add` it, and return it. With weight 0, add nothing and return a loss of 0."""
+        """Compute a micro-batch's loss with `share()`, `add` it, and return it. With weight 0, only return 0 times the loss."""
         loss = share()
         return self.add(loss) if weight else 0.0 * loss.value
 
     def later(self, x: Tensor, use: Callable[[Tensor], None]) -> None:
-        """Call `use` with x in the host's memory, at the latest when the step ends."""
+        """Call `use` with a copy of x in the host's memory: at the next transfer, at the latest when the step ends."""
         self._later.append((x.detach(), use))
 
     def read(self, x: Tensor) -> Any:
-        """Return `x.tolist()`. The sums of the step and the tensors of `later` are read with it."""
+        """Return `x.tolist()`. The same transfer copies the step's sums and the tensors given to `later`."""
         found: list[Tensor] = []
         self.later(x, found.append)
         self._transfer()
@@ -90,7 +90,7 @@ class LossSums:
             self.norms.append(norms)
 
     def figures(self) -> dict[str, Any]:
-        """Return the terms under TRL's names, each as its mean over the optimiser steps that had a signal."""
+        """Return the terms under TRL's names, each as its mean over the optimiser steps that had a loss."""
         figures: dict[str, Any] = {name: value / self._with_signal for name, value in self._total.items()}
         figures["updates"] = len(self.norms)
         for name, norms in zip(("grad_norm", "critic/grad_norm"), zip(*self.norms, strict=True), strict=False):

@@ -282,9 +282,7 @@ def test_codes_without_an_adapter_are_refused():
 def test_a_model_whose_rows_are_no_whole_blocks_is_refused():
     """Rows of 32 are half a block of nf4, and one of int8."""
     network = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(32, 4)))
-    with pytest.raises(
-        UserError, match="quantize_base is nf4, but no linear layer of the model has rows that divide into its blocks"
-    ):
+    with pytest.raises(UserError, match="no linear layer of the model has a row length that is a multiple of nf4's block size"):
         code_linears(network, "nf4")
     code_linears(network, "int8")
     assert isinstance(network[0][0], CodedLinear)

@@ -272,7 +272,7 @@ def test_the_message_names_the_commonest_reason_and_its_rows():
         check_unscored(mixed, 0.1, [f"t.csv:{2 + i // 4}" for i in range(23)], [[1, 30]])
     assert str(caught.value) == (
         "22 of 23 completions stayed unscored; 23 of the last 53, above max_unscored 0.1; most often (21, rows t.csv:2, t.csv:3, "
-        "t.csv:4, t.csv:5, t.csv:6, …): boom. Fix that or raise max_unscored."
+        "t.csv:4, t.csv:5, t.csv:6, …): boom. Fix the cause, or raise max_unscored."
     )
 
 

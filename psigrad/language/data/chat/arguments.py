@@ -45,7 +45,7 @@ def check_arguments(templates: Sequence[str], kwargs: Mapping[str, Any]) -> None
 
 @functools.lru_cache(maxsize=64)
 def _kinds_read(template: str) -> dict[str, set[type]]:
-    """Return the names that a template reads before setting them, each with the types of value it takes; object means any."""
+    """Return the names that a template reads without setting them, each with the types that its value may have (object: any)."""
     try:
         environment: Environment = compile_template(template).environment
     except TemplateSyntaxError as error:

@@ -142,8 +142,8 @@ def _backend_of(tokenizer: PreTrainedTokenizerBase, added: list[Any]) -> tuple[r
     """Return (`Specials.cuts`, `Specials.backend`) for a tokenizer with the added tokens `added`.
 
     `tokenizers` splits a text at its added tokens, and then processes each piece alone. If several added tokens begin at the same
-    position, the longest counts. `cuts` has only tokens at which every text is split, whatever precedes them. A token that is
-    matched in normalised text or must be a separate word is not among them. If one may be part of another, `cuts` is None.
+    position, the longest counts. `cuts` has only tokens at which every text is split, whatever precedes them. This excludes a
+    token that is matched in normalised text or must be a separate word. If a token may be part of another, `cuts` is None.
     """
     from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
@@ -218,11 +218,11 @@ def _probe(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], spe
 
 
 def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, str]:
-    """Return (the text that ends a turn with the sentinel as its content, the part of that text that only the next turn writes).
+    """Return `turn_end` and `turn_next` of a `Dialect`, from two renderings of a turn with the content `SENTINEL`.
 
-    `last` is a rendering in which the turn is the last one. In `followed`, another turn follows. The end is the common text of
-    both. If that has no special token, it is the end of `last` (gpt-oss: <|return|>). In both cases the second returned text
-    equals the first. If `last` has no special token either, the next turn in `followed` begins with the end (GLM: <|user|>).
+    In `last`, the turn is the last one; in `followed`, another turn follows. `turn_end` is the text from the content to the last
+    special token that both share, or else to the last one in `last` (gpt-oss: <|return|>). `turn_next` is then equal to it. If
+    `last` has none, `turn_end` ends at the next turn's first one (GLM: <|user|>), and `turn_next` is the part that `last` lacks.
     """
     ending, behind = last.rpartition(SENTINEL)[2], followed.rpartition(SENTINEL)[2]
     shared = next((i for i, (a, b) in enumerate(zip(ending, behind, strict=False)) if a != b), min(len(ending), len(behind)))

@@ -22,18 +22,16 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def drop_nulls(value: Any) -> Any:
-    """Return the value without the keys of objects whose value is null, at every depth. Arrow adds such keys where only other
-    rows have a value.
-    """
+    """Return the value without keys that are null, at every depth. Arrow gives a row the keys of other rows, with null."""
     if isinstance(value, Mapping):
         return {key: drop_nulls(inner) for key, inner in value.items() if inner is not None}
     return [drop_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def read_message(message: Mapping[str, Any], path: str, fail: Fail) -> Message:
-    """Return a message without nulls, with its content as one string.
+    """Return a checked message, without nulls and with its content as one string. `fail(path, reason)` raises the error.
 
-    Its tool calls are {"type", "function": {"name", "arguments"}} with an object of arguments.
+    A tool call has the form {"type": …, "function": {"name": …, "arguments": {…}}}.
     """
     read: Message = drop_nulls(message)
     if isinstance(read.get("content"), list):
@@ -109,7 +107,7 @@ def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
 
 
 def order_answers(messages: list[Message]) -> list[Message]:
-    """Return raw messages with the tool answers after each turn in the order of the turn's calls, which have the same ids."""
+    """Return raw messages in which the tool answers after a turn have the order of the turn's calls, matched by their ids."""
     ordered: list[Message] = []
     ids: list[Any] = []
     for role, run in itertools.groupby(messages, key=lambda message: message.get("role")):

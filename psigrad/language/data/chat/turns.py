@@ -200,7 +200,7 @@ def _render_turn(conversation: Conversation, messages: Sequence[Message], empty_
         text += conversation.dialect.call_next if said.get("tool_calls") else conversation.dialect.turn_next
     start = len(before)
     if thought and said.get("tool_calls") and thought in text[text.find(said["tool_calls"][0]["function"]["name"], start) :]:
-        raise row_error(conversation.row, "", "is a thought that the chat template writes after the call; use another template")
+        raise row_error(conversation.row, "", "has a thought that the chat template writes after the call; use another template")
     if not empty_thinking and not _EMPTY.match(str(said.get("content", ""))):
         empty = (_CLOSE if OPEN.search(before) else _EMPTY).match(text, start)
         start = empty.end() if empty else start
@@ -214,10 +214,10 @@ def _render_turn(conversation: Conversation, messages: Sequence[Message], empty_
 
 
 def _find_last_turn(conversation: Conversation, messages: Sequence[Message], before: str, text: str) -> str | None:
-    """Return the last turn's text after its generation prompt, although the turn changes the rendering of earlier turns.
+    """Return the last turn's text in the rendering `text`, although `text` does not start with the generation prompt `before`.
 
-    For example, once an answer follows, gpt-oss drops the thought beside a call, and Gemma 4 drops the end of the turn. Return
-    None if the beginning of the turn is not found.
+    A turn may change the rendering of earlier turns: once an answer follows, gpt-oss drops the thought beside a call, and Gemma 4
+    drops the end of the turn. Return None if the beginning of the last turn is not found.
     """
     unended = before.rstrip().removesuffix(conversation.dialect.turn_end)
     if unended != before.rstrip() and text.startswith(unended):
@@ -233,10 +233,10 @@ def _find_last_turn(conversation: Conversation, messages: Sequence[Message], bef
 
 
 def _continue_thought(conversation: Conversation, message: Message, before: str, text: str, index: int) -> tuple[str, str]:
-    """Return (the text before a turn, the text up to the turn's end) for a generation prompt that opens a thought.
+    """Return (the text before a turn, the text up to the turn's end) if the generation prompt `before` opens a thought.
 
-    The template drops the opened thought, or renders it differently, once the turn follows the prompt. Raise `RowError` if an
-    opened thought does not explain the difference.
+    In `text`, which has the turn, the template drops the opening tag or renders it differently. Raise `RowError` if this does not
+    explain why `text` does not start with `before`.
     """
     opened, thought = OPEN.search(before), _thought_of(message)
     tail = "" if opened is None else text[opened.start() :]
@@ -268,7 +268,7 @@ def check_rendered(
     """Raise `RowError` if the template leaves out part of a row. The error names the turn and the field.
 
     `texts[j]` is the rendering in which message j is looked up. For a trained turn it is that turn alone, since a question may
-    have the same words. A part of the message is present if it occurs there verbatim, or if its removal changes the rendering.
+    have the same words. A text of the message is present if the rendering contains it, or changes if it is removed.
     If not `every_field`, the template may leave out fields other than texts, calls and thoughts.
     """
     for j, message in enumerate(messages):
@@ -306,7 +306,7 @@ def _pieces(message: Message, thoughts: bool) -> Iterator[tuple[str, str]]:
 
 
 def _without(messages: Sequence[Message], index: int, name: str, piece: str) -> list[Message]:
-    """Return the messages without the text of one field."""
+    """Return the messages, with `piece` removed from the texts in the field `name` of message `index`."""
 
     def cut(value: Any) -> Any:
         if isinstance(value, str):

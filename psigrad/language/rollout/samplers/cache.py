@@ -31,7 +31,7 @@ Where = slice | Tensor  # some slots
 
 
 class StateCache:
-    """The states of recurrent layers and the windows of convolutions, [slots, ...] for each `Key`."""
+    """The states of recurrent layers and the last inputs of convolutions (windows), as one tensor [slots, ...] per `Key`."""
 
     def __init__(self, slots: int) -> None:
         self.states: dict[Key, Tensor] = {}
@@ -83,7 +83,7 @@ class KVCache(StateCache):
         return self.layers[layer]
 
     def clear(self) -> None:
-        """Empty all slots, and zero any values (such as NaN) that a failed step left there."""
+        """Empty all slots, and zero their tensors, in which a failed step may have left NaN."""
         self.lengths = self.shifts = torch.zeros(0, dtype=torch.long)
         for x in (*(x for pair in self.layers.values() for x in pair), *self.states.values()):
             x.zero_()
@@ -91,7 +91,8 @@ class KVCache(StateCache):
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> Prefill:
         """Add n slots, of which slot i continues prompt `copies[i]`, and return the layout of the prompts' forward pass.
 
-        `shifts` [B] is the position of the token after each prompt minus the prompt's length; not 0 after images (M-RoPE).
+        `shifts` [B] is the position of the token after each prompt minus the prompt's length. It is 0 unless the prompt has
+        images (M-RoPE).
         """
         new = torch.zeros_like(copies) if shifts is None else shifts[copies]
         self.shifts = torch.cat([self.shifts.to(new.device), new])
@@ -139,7 +140,7 @@ class _CallCounter:
 class StatePrefill(_CallCounter):
     """The base class of layouts of a prefill. It stores the states of packed prompts in the slots `new` that continue them.
 
-    Slot i of these continues prompt `copies[i]`.
+    The i-th new slot continues prompt `copies[i]`.
     """
 
     def __init__(self, states: StateCache, prompts: PackedLayout, copies: Tensor, new: Where) -> None:
@@ -147,7 +148,7 @@ class StatePrefill(_CallCounter):
         self.states, self.prompts, self.copies, self.new = states, prompts, copies, new
 
     def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
-        """Store the last tokens of each prompt as the window of its slots. Return the convolution of the prompts."""
+        """Return the convolution of the prompts' inputs x. Store the last inputs of each prompt as the window of its slots."""
         pieces, before = self.prompts.pieces, np.arange(1 - how.weight.shape[1], 0)
         last = pieces.lengths[:, None] + before
         rows = np.where(last >= 0, pieces.starts[:, None] + last, -1)
@@ -181,7 +182,7 @@ class Prefill(StatePrefill):
         return self.prompts.attend(layer, q, k, v, scale, window, how)
 
     def _keep(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Copy keys and values [S, H_kv, D] of the prompts into the slots."""
+        """Copy keys and values [S, H_kv, D] of the prompts into the new slots that continue them."""
         width = self.prompts.prefix_rows.shape[1]
         rows = self.prompts.prefix_rows[self.copies].clamp(min=0)
         stored = self.cache.reserve(self.next_call("attention", layer), k.transpose(0, 1)[None], v.transpose(0, 1)[None], width)
@@ -190,7 +191,7 @@ class Prefill(StatePrefill):
 
 
 class StateDecode(_CallCounter):
-    """The base class of layouts of a decoding step. Row i of the step continues the state in slot i, or in slot `rows[i]`."""
+    """The base class of layouts of a decoding step. Row i of the step continues slot i, or slot `rows[i]` if `rows` is given."""
 
     def __init__(self, states: StateCache, count: int, rows: Tensor | None = None) -> None:
         super().__init__()
@@ -220,7 +221,7 @@ class Decode(StateDecode):
     """The layout of one decoding step: one new token per active slot, which attends only to its own slot."""
 
     def __init__(self, cache: KVCache, places: Tensor, columns: int, room: int, shifts: Tensor | None = None) -> None:
-        """Prepare a step that stores the next token of slot i at index `places[i]` of its slot, for len(places) slots.
+        """Prepare a step that stores one new token in each of the first len(places) slots: in slot i at index `places[i]`.
 
         The token's position is `places[i] + shifts[i]`. The step reads `columns` tokens of each slot, and makes room for
         `room` tokens.
@@ -233,7 +234,7 @@ class Decode(StateDecode):
         self._masks: dict[int | None, Tensor] = {}
 
     def mask(self, window: int | None) -> Tensor:
-        """Return the mask [active, 1, 1, width], True where a token attends to a column of its slot, within the `window`."""
+        """Return a mask [active, 1, 1, columns], True where a new token attends to a token of its slot, within the `window`."""
         if window not in self._masks:
             columns = torch.arange(self.width, device=self.places.device)[None]
             seen = columns <= self.places[:, None]
@@ -305,7 +306,7 @@ class SharedCache(StateCache):
     def exact(self) -> bool:
         """True if the layers produce the same bits as in training.
 
-        This holds if the matrices are packed for the kernels, and training multiplies by the kernels too.
+        This holds if the matrices are packed for the kernels, since training then multiplies by the same kernels.
         """
         return self.packed_weights.bytes > 0
 
@@ -343,7 +344,7 @@ class SharedCache(StateCache):
 
     @property
     def selection(self) -> np.ndarray:
-        """The arguments of `select_slots` for the active rows, [3, active]: each row's prompt, number of tokens, and slot."""
+        """[3, active]: the prompt, the number of tokens and the slot of each active row, as `select_slots` takes them."""
         return np.stack([self.prompt, self.lengths, self.slots])
 
     def select_slots(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
@@ -355,16 +356,16 @@ class SharedCache(StateCache):
         self._arrangement = None
 
     def retain_slots(self, prompt: np.ndarray, slots: np.ndarray) -> None:
-        """Free all prompts and slots except `prompt` and `slots`, which can be selected later. Then no slot is selected."""
+        """Free all prompts and slots except `prompt` and `slots`, which can be selected later. Afterwards none is selected."""
         self.select_slots(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
         self._free = np.setdiff1d(np.arange(self.slot_tables[0].shape[1]), slots)
         kept = set(prompt.tolist())
         self.prompts = {number: table for number, table in self.prompts.items() if number in kept}
 
     def reserve(self, tokens: int) -> tuple[list[Tensor], Tensor]:
-        """Return (each layer's keys and values [2, slots, H_kv, capacity, D], their addresses), with room for `tokens` per slot.
+        """Return (each layer's keys and values [2, slots, H_kv, capacity, D], the memory addresses of these tensors).
 
-        The tensors are enlarged layer by layer, so at most one layer is in memory twice.
+        A slot has room for at least `tokens` tokens. The tensors are enlarged layer by layer, so at most one is in memory twice.
         """
         *shape, have, dim = self.slot_tables[0].shape
         if have < tokens:
@@ -389,7 +390,7 @@ class SharedCache(StateCache):
 class SharedPrefill(StatePrefill):
     """The layout of a prefill for fused layers: packed prompts whose keys and values are also stored for decoding.
 
-    `tables` [layers, 2, G] are the addresses of the prompts' keys and values.
+    `tables` [layers, 2, G] are the memory addresses of the keys and values of G prompts.
     """
 
     slots = None
@@ -424,7 +425,7 @@ class SharedDecode(StateDecode):
 
 
 def new_cache(model: LanguageModel, slots: int, longest: int, behind: int = 0) -> KVCache | SharedCache:
-    """Return an empty cache for sequences of up to `longest` tokens, of which at most `behind` (0: all) follow the prompt."""
+    """Return an empty cache for sequences of up to `longest` tokens. At most `behind` (0: all) of these come after the prompt."""
     if model.decoder is None:
         return KVCache(slots, longest, None if model.module_kernels is None else PackedWeights())
     return SharedCache(slots, behind or longest, model.decoder.attentions, model.decoder.heads, model.decoder.dtype)
@@ -437,7 +438,7 @@ def prefill(
     copies: Tensor,
     keep: ActivationCache | None,
 ) -> Tensor:
-    """Prefill n new slots, of which slot i continues prompt `copies[i]`. Return the logits [n, V] after the slots' prompts."""
+    """Prefill n new slots; slot i continues prompt `copies[i]`. Return the logits [n, V] after it. `keep` stores activations."""
     inputs, shifts = model.placed(pack(Groups(prompts, [[] for _ in prompts]), model.device)), None
     if inputs.has_images and model.vision is not None:
         shifts = on_device([model.vision.shift(ids) for ids in prompts], model.device)

@@ -48,7 +48,7 @@ class Room(NamedTuple):
     longest_prompt: int = 0
 
     def covers(self, other: Room) -> bool:
-        """Return True if a cache of this capacity can replace one of `other`: of the same kind, and no number smaller."""
+        """Return True if this capacity is enough in place of `other`: both or neither have prompts, and no number is smaller."""
         return bool(self.prompts) == bool(other.prompts) and all(a >= b for a, b in zip(self, other, strict=True))
 
 
@@ -56,13 +56,13 @@ class CudaGraphDecoding:
     """Recorded decoding steps of a model (CUDA graphs), and their cache, whose slots have full capacity from the start.
 
     Both persist between calls, since a recording contains the memory addresses of the cache and of the weights. A recording is
-    specific to one distribution and one shape: 1, 2, 4, … slots, a number of columns, and if prompts are stored once, the three
-    numbers from `_seated`. Empty slots write keys and values where the next prompt will overwrite them, and their draws are
-    ignored.
+    specific to one distribution and one shape: 1, 2, 4, … slots, the number of tokens read from each, and if prompts are stored
+    once, the three numbers from `_seated`. Empty slots write keys and values where the next prompt will overwrite them, and
+    their draws are ignored.
     """
 
     def __init__(self, model: LanguageModel, room: Room, wanted: Room | None = None, record: Recorder | None = None) -> None:
-        """Create the cache. Call `begin` before each batch. `wanted` is the capacity needed, if memory limits `room` to less."""
+        """Create a cache of capacity `room`. `wanted` is the capacity needed, if it is more. Call `begin` before each batch."""
         self.model, self.wanted = model, wanted or room
         self.cache = GroupedCache(*room) if room.prompts else KVCache(*room[:2])
         self.weights = weight_addresses(model)
@@ -127,7 +127,7 @@ class CudaGraphDecoding:
         return len(seats.grid), seats.members, self._columns(int(seats.behind.max()), self.cache.longest_prompt)
 
     def _replay(self, *shape: int) -> Callable[[], None]:
-        """Return the function that replays a step of this shape, the arguments of `_step`. It is recorded on first use."""
+        """Return a function that replays the step `_step(params, *shape)`. The first call with a shape records its step."""
         if shape not in self._replays:
             moved = [self.state, self.at, *self.cache.states.values()]
             before = [x.clone() for x in moved]
@@ -183,15 +183,15 @@ def weight_addresses(model: LanguageModel) -> tuple[int, ...]:
 
 
 def active_adapters(model: LanguageModel) -> Hashable:
-    """Return a key of the active LoRA adapters of each layer. A recording is valid only for the same adapters."""
+    """Return a key that identifies the LoRA adapters active in each layer. A recording is valid only for the same adapters."""
     layers: list[Any] = [module for module in model.network.modules() if hasattr(module, "_disable_adapters")]
     return tuple((layer.disable_adapters, *layer.active_adapters, *getattr(layer, "merged_adapters", ())) for layer in layers)
 
 
 def cuda_recorder() -> Recorder:
-    """Return a function that records CUDA graphs, which share one memory pool.
+    """Return a function that records a function `run` as a CUDA graph, and returns its replay. All graphs share a memory pool.
 
-    It runs the function once before recording, so that first allocations and choices of kernels are not in the graph.
+    `run` runs once before it is recorded, so that first allocations and choices of kernels are not in the graph.
     """
     pool = torch.cuda.graph_pool_handle()
 

@@ -61,9 +61,9 @@ class SlotCache(KVCache):
 class CachedDialogue(Dialogue):
     """The embedded sampler's `Dialogue` on a CPU.
 
-    The first turn prefills each prompt once for its group. In later turns, decoding steps read the environment's tokens. An
-    episode whose tokens are all read samples in the same steps. For a long text of the environment a full prefill is cheaper:
-    then the cache is filled again with all tokens of the episodes.
+    The first turn prefills each prompt once for its group. In later turns, decoding steps read the environment's tokens one by
+    one, while episodes that have read all of theirs sample in the same steps. If the environment's text is long, a new prefill
+    of all tokens of the episodes is cheaper.
     """
 
     def __init__(self, model: LanguageModel, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> None:
@@ -108,7 +108,7 @@ class CachedDialogue(Dialogue):
         yield from turn.decode(self.cache, {} if restart else unread)
 
     def _prefill(self, live: Sequence[int]) -> torch.Tensor:
-        """Prefill all tokens of these episodes into the cache, select their slots, and return the logits [n, V] after each."""
+        """Prefill all tokens of these episodes, and select their slots. Return the logits [n, V] after each episode's tokens."""
         firsts = [n for n, i in enumerate(live) if n == 0 or self.contexts[i] != self.contexts[live[n - 1]]]
         copies = on_device(np.cumsum([n in set(firsts) for n in range(len(live))]) - 1, self.model.device)
         prompts = [self.contexts[live[n]] for n in firsts]

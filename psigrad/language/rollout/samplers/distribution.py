@@ -124,11 +124,10 @@ def _weights(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inverse(weights: Tensor, u: Tensor) -> Tensor:
-    """Return for each row the first index [B] whose cumulative weight exceeds u [B, 1] times the row's sum of weights.
+    """Return the first index [B] in each row whose cumulative weight exceeds u [B, 1] times the row's sum of weights.
 
-    The `weights` [B, V] are at least 0.
-
-    A large vocabulary is summed in blocks, and searched only inside the selected block, which takes 10 % of the time.
+    The `weights` [B, V] are at least 0. In a large vocabulary, blocks are summed first and only one block is searched, which
+    takes 10 % of the time.
     """
     batch, size = weights.shape
     if size <= 2 * _BLOCK:
@@ -146,7 +145,7 @@ def inverse(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return for each row the first index whose cumulative weight exceeds `target(total)`, or the last with a weight above 0."""
+    """Return the first index in each row whose cumulative weight exceeds `target(total)`, or the last with a weight above 0."""
     # In float32, a sum over a large vocabulary would make rare tokens unreachable.
     sums = weights.double().cumsum(-1)
     ids = torch.searchsorted(sums, target(sums[:, -1:]), right=True)[:, 0]

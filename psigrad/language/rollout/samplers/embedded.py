@@ -107,9 +107,9 @@ class EmbeddedSampler(PolicyWeights):
         return CachedDialogue(model, prompts, without_placeholders(model, params))
 
     def _recording(self, requests: list[Request], params: SamplingParams) -> CudaGraphDecoding | None:
-        """Return recorded decoding steps with room for these requests, if possible those of the last call.
+        """Return recorded decoding steps with room for these requests: if possible, the recordings of the last call.
 
-        Return None if decoding is not recorded.
+        Return None if decoding cannot be recorded, or if not even one slot fits in the memory.
         """
         own = self.model
         if (
@@ -174,11 +174,10 @@ def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -
 
 
 def _to_record(requests: list[Request], params: SamplingParams, max_batch: int, most: int, before: Room | None) -> Room:
-    """Return the room that recorded steps need. It is rounded up, so that slightly longer prompts fit in the next call.
+    """Return the capacity that recorded steps need. It is rounded up, so that slightly longer prompts fit in the next call.
 
-    A long prompt is stored once for its group while the group has unfinished completions. A short prompt, or a prompt with one
-    completion, is stored in this way only if the previous cache `before` stored prompts once. Another kind of cache would need
-    new recordings.
+    A slot has at most `most` tokens. Long prompts are stored once for their group. Short prompts, or prompts with one completion,
+    are stored once only if the cache of the last call (`before`) did so, since another kind of cache would need new recordings.
     """
 
     def rounded(tokens: int) -> int:
@@ -196,7 +195,7 @@ def _to_record(requests: list[Request], params: SamplingParams, max_batch: int, 
 def check_room(model: LanguageModel, requests: list[Request], params: SamplingParams, images: bool = False) -> None:
     """Raise `UserError` for empty prompts, and for prompts that with their completion would exceed the model's positions.
 
-    Also raise it for prompts with images, unless `images` is True: the sampler can read them.
+    Also raise it for prompts with images, unless `images` is True, which means that the sampler can read images.
     """
     for request in requests:
         if not images and any(token >= FIRST for token in request.prompt_ids):
@@ -304,7 +303,7 @@ class _Batch:
         return self._draw(self.model.head(hidden[:, 0], self.cache.exact, self.cache.packed_weights), self.sequences)
 
     def _recording(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that records the experts of each token, or that does nothing if training does not reuse them."""
+        """Return a context that records the experts chosen for each token, or does nothing if training chooses them again."""
         return contextlib.nullcontext([]) if self.routes is None else self.routes.router_recorder.record()
 
     def _keep(self) -> ActivationCache | None:
@@ -312,7 +311,7 @@ class _Batch:
         return self.kept if self.kept is not None and self.kept.open else None
 
     def name_rows(self) -> None:
-        """Register each prompt and completion in the activation cache, with the cache rows of its tokens."""
+        """Register each prompt and completion in the activation cache, with the rows of the cache that hold its tokens."""
         if self.kept is None or self.rows is None or not self.kept.open:
             return
         rows, logps = self.rows, self.logprobs[0]

@@ -17,11 +17,10 @@ SHORTEST = 256
 
 
 class GroupedCache(KVCache):
-    """A `KVCache` whose `tables` [prompts, H_kv, longest_prompt, D] have the keys and values of prompts. Slots have only those of
-    the tokens after the prompt.
+    """A `KVCache` that stores a prompt's keys and values once, in a row of `tables` [prompts, H_kv, longest_prompt, D].
 
-    The first `count` rows are the prompts that a slot continues. When no slot continues a prompt, a later prompt moves into its
-    row.
+    A slot stores only the tokens after its prompt. The first `count` rows are the prompts that a slot continues. When no slot
+    continues a prompt any more, a later prompt moves into its row.
     """
 
     def __init__(self, slots: int, longest: int, prompts: int, longest_prompt: int) -> None:
@@ -105,7 +104,7 @@ class GroupedPrefill(Prefill):
         cache.behind = np.concatenate([cache.behind, lengths[own]])
 
     def _keep(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Copy keys and values [S, H_kv, D] of the prompts into their tables."""
+        """Copy keys and values [S, H_kv, D] of the prompts into their rows of `tables`."""
         cache, rows = self.grouped, self.prompts.prefix_rows.clamp(min=0)
         key = self.next_call("attention", layer)
         if key not in cache.tables:
@@ -127,7 +126,7 @@ class GroupedDecode(Decode):
         self.grouped, self.prompt_width, self.members = cache, width, members
 
     def mask(self, window: int | None) -> Tensor:
-        """Return [active, 1, 1, prompt_width + width], True where a sequence may attend to a column; see `Decode`."""
+        """Return [active, 1, 1, prompt_width + width], True where a new token attends to a token of its prompt or its slot."""
         if window not in self._masks:
             columns = torch.arange(self.prompt_width, device=self.places.device)[None]
             seen = columns < self.behind[:, None]
@@ -162,7 +161,7 @@ class GroupedDecode(Decode):
         return both.reshape(batch, 1, heads, v.shape[3])
 
     def _by_group(self, x: Tensor, table: Tensor) -> Tensor:
-        """Return the products of x [active, H_kv, R, A] with the table [P, H_kv, A, B] at each slot's prompt."""
+        """Multiply each slot's matrices in x [active, H_kv, R, A] by those of its prompt in `table` [P, H_kv, A, B]."""
         wide: Tensor = x.index_select(0, self.grid).unflatten(0, (-1, self.members)).transpose(1, 2)
         made: Tensor = (wide.flatten(2, 3) @ table).unflatten(2, (self.members, -1)).transpose(1, 2)
         return made.flatten(0, 1).index_select(0, self.seat)

@@ -97,7 +97,7 @@ class OfflineRun:
 
 
 def step(run: OfflineRun, state: State) -> Outcome[State]:
-    """Return the outcome of one optimiser step on `batch_size` rows. Weights and optimiser change in place."""
+    """Take one optimiser step on `batch_size` rows, and return its outcome. Weights and optimiser change in place."""
     config, clock = run.config, Clock(run.watch)
     rows = batch_at(state.step, config.batch_size, len(run.task), config.run.seed)
     lr = learning_rate(config.optim, state.step, run.total_steps)
@@ -130,12 +130,12 @@ def learn(run: OfflineRun, rows: Sequence[int], lr: float) -> tuple[float | None
 
 
 def terms_of(share: Share) -> dict[str, float]:
-    """Compute one share of a loss, and return its terms as numbers."""
+    """Call a function from `Task.shares`, and return the terms of its loss as numbers."""
     return {name: float(term) for name, term in share().terms.items()}
 
 
 def marks_of(hits: Iterable[float]) -> str:
-    """Return a text with a character per pair: 1 if ranked right, 0 if wrong, h for a tie. Reports compare evaluations by it."""
+    """Return a text with one character per pair, for comparisons in reports: 1 if ranked right, 0 if wrong, h for a tie."""
     return "".join("0h1"[round(2 * hit)] for hit in hits)
 
 

@@ -25,7 +25,7 @@ from psigrad.processes.parallel.world import ALONE, World, map_shared, num_teams
 def answer_logps(
     model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]], cache: ActivationCache | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return ([N] log π of every answer, summed over its target tokens; [N] the number of these tokens)."""
+    """Return (log π [N] of every answer, summed over its target tokens; the number [N] of these tokens)."""
     texts = [[text for answer in group for text in answer.texts] for group in answers]
     logp = model.evaluate(Groups(prompts, [[text.ids for text in group] for group in texts]), cache=cache).logp
     mask = torch.zeros(logp.shape, dtype=torch.bool)
@@ -114,7 +114,7 @@ class PreferenceTask:
         return self.loss.loss(self.evaluate(rows), total, targets)
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float | str]:
-        """Return the mean loss and rewards over all pairs, the accuracy with its 95 % interval, and the pairs' `marks_of`."""
+        """Return the mean loss and rewards over all pairs, and the accuracy with its 95 % interval and `marks_of` the pairs."""
         targets = sum(p.chosen.targets for p in self.pairs)
         parts = pack_by_tokens([p.tokens for p in self.pairs], budget, num_teams(world))
         found = map_shared(world, parts, partial(self._judge, targets))
@@ -124,7 +124,7 @@ class PreferenceTask:
         return {**sum_terms(terms for terms, _ in found), **{f"rewards/accuracies/{name}": value for name, value in more.items()}}
 
     def _judge(self, targets: int, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
-        """Return (the terms of the loss on these rows, for each pair 1 if it is ranked right, ½ for a tie, otherwise 0)."""
+        """Return (the terms of the loss on these pairs, a list with 1 for each pair ranked right, ½ for a tie, 0 for wrong)."""
         evaluated = self.evaluate(rows)
         terms = self.loss.loss(evaluated, len(self), targets).terms
         return {name: float(term) for name, term in terms.items()}, self.loss.correct(evaluated).tolist()
@@ -159,7 +159,7 @@ class KTOTask:
         return sum(self.rows[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """Estimate KTO's KL of the step on mismatched answers. Return the loss as one function per forward pass; see `Task`."""
+        """Return the loss on these rows, with the step's KL estimate z (`_z`), as one function per forward pass; see `Task`."""
         return self._shares(rows, budget, ALONE, ranks)
 
     def _shares(self, rows: Sequence[int], budget: int, world: World, ranks: int = 0) -> list[Share]:
@@ -170,7 +170,7 @@ class KTOTask:
 
     @torch.no_grad()
     def _z(self, rows: Sequence[int], budget: int, world: World) -> Tensor:
-        """Return KTO's KL estimate z of the step, from the log-probs of each row's prompt with its mismatched answer."""
+        """Return KTO's estimate z of the KL to the reference, from the log-probs of these rows' mismatched answers."""
         others = [self._mismatched[i] for i in rows]
         sizes = [len(self.rows[i].prompt) + a.tokens for i, a in zip(rows, others, strict=True)]
         logps, parts = torch.zeros(len(rows)), pack_by_tokens(sizes, budget, num_teams(world))

@@ -62,7 +62,7 @@ class RewardTask:
         return {name: float(term) for name, term in loss.terms.items()}, (lead[:, 0] - lead[:, 1]).tolist()
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float | str]:
-        """Return the loss, the accuracy with its 95 % interval, the pairs' `marks_of`, and the calibration of σ(r_w − r_l)."""
+        """Return loss, accuracy (with 95 % interval and `marks_of` the pairs), and calibration of σ(margin) as a probability."""
         lead = torch.zeros(len(self), dtype=torch.float64)
         parts = pack_by_tokens([p.tokens for p in self.pairs], budget, num_teams(world))
         found = map_shared(world, parts, self._judge)
@@ -109,7 +109,7 @@ class ProcessRewardTask:
 
 
 def step_values(model: ScalarModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
-    """Return for each text (ids, ends) a tensor with the model's values after the tokens at the indices `ends`."""
+    """Return one tensor per text (ids, ends): the model's values after the tokens at the indices `ends`."""
     # V "before" the next token is V after this one. A dummy token follows the last and is never computed.
     rows = [[*ids, 0] for ids, _ in texts]
     masks = [[t - 1 in set(ends) for t in range(len(ids) + 1)] for ids, ends in texts]

@@ -21,8 +21,8 @@ class SFTTask:
     Formula: L = −(1/M) Σ log π(a_t|s_t) over the M target tokens of the whole optimiser step; with label smoothing ε it is −(1/M)
     Σ [(1 − ε) log π(a_t|s_t) + ε/V · Σ_v log π(v|s_t)] over the V tokens v of the vocabulary (transformers' `LabelSmoother`).
 
-    A row has one text, or one text for each turn with its own context (`templates.examples`). Tokens that texts of a row share
-    are computed once.
+    A row is one text, or several if its turns need different contexts (`templates.examples`). Tokens that the texts of a row
+    share are computed once.
     """
 
     model: LanguageModel
@@ -71,7 +71,7 @@ class Bundle:
 
     @property
     def tokens(self) -> int:
-        """The number of computed tokens."""
+        """The number of tokens of a forward pass over the texts, in which the trunk counts once."""
         return len(self.trunk) + sum(len(text.ids) - start for text, start in zip(self.texts, self.starts, strict=True))
 
 

@@ -108,13 +108,13 @@ def micro_batches(batch: Batch, row_mask: Tensor, budget: int, ranks: int = 1) -
 
 
 def _size(trajectory: Trajectory, shared: Sequence[int]) -> int:
-    """Return the number of tokens of a forward pass over this trajectory, without the prompt that its group shares."""
+    """Return the number of tokens of a forward pass over this trajectory, without the prompt `shared` by its group."""
     own = sum(len(context.prompt_ids) for context in trajectory.contexts if context.prompt_ids != shared)
     return len(trajectory.completion.ids) + own
 
 
 def assign_micro_batches(world: World, batch: Batch, row_mask: Tensor, budget: int) -> list[tuple[MicroBatch, float]]:
-    """Return this process's (micro-batch, weight) in forward passes of `budget` tokens, and fetch the tokens of their rows.
+    """Return this process's list of (micro-batch of at most `budget` tokens, weight). Fetch tokens that other processes have.
 
     The weight is 1, or 0 for a micro-batch that is computed only because all processes must make equally many passes.
     """
@@ -176,13 +176,13 @@ def to_rows(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
 
 
 def minibatches(count: int, shares: int, seed: int, step: int, iteration: int) -> list[Tensor]:
-    """Shuffle the indices 0 … count - 1, and return them in `shares` nearly equal parts, one for each minibatch."""
+    """Return the indices 0 … count - 1, shuffled by seed, step and iteration, in `shares` nearly equal parts, the minibatches."""
     order = torch.from_numpy(seeds.permutation(count, seed, "minibatch", step, iteration)) if count else torch.zeros(0)
     return [share for share in order.tensor_split(shares) if len(share)]
 
 
 def outputs_by_row(evaluation: PolicyOutputs, batch: Batch, micro: MicroBatch) -> PolicyOutputs:
-    """Return a forward pass's outputs with tensors [n, T] by row of the micro-batch; see `to_rows`."""
+    """Return a forward pass's outputs as tensors [n, T], with one line per row of the micro-batch; see `to_rows`."""
     return PolicyOutputs(**{name: to_rows(x, batch, micro) for name, x in vars(evaluation).items() if x is not None})
 
 
@@ -198,7 +198,7 @@ def compute_by_row(
     """Apply `of` to the rows where `row_mask` is True (None: all) in micro-batches of `budget` tokens.
 
     Return the outputs [N, T], which are 0 on other rows. Each process of the world computes its share, and all get the result.
-    The batch and the result are in the host's memory, and all outputs are read at once.
+    The batch and the result are in the host's memory. All outputs are copied from the GPU together.
     """
     out = torch.zeros_like(batch.logp_old)
     micros = assign_micro_batches(world, batch, batch.present if row_mask is None else row_mask, budget)

@@ -82,7 +82,7 @@ class InFlight:
 
 
 def _end_of(previous: Pending | None, state: State) -> int:
-    """Return the index of the first prompt after the collection `previous`, or `state.cursor` if that is None."""
+    """Return the index of the first prompt after the collection `previous`; `state.cursor` if `previous` is None."""
     if previous is None:
         return state.cursor
     return previous.end if isinstance(previous, InFlight) and previous.end is not None else previous.result().cursor
@@ -97,7 +97,8 @@ def _collect_after(
 def collect(run: OnlineRun, cursor: int, version: int, clock: Clock, cache: ActivationCache | None = None) -> Collected:
     """Sample and score completions of `prompts_per_step` prompts, the first of which is prompt number `cursor` of the run.
 
-    With dynamic sampling, groups without signal are replaced by new prompts (DAPO, Yu et al. 2025), at most `max_refills` times.
+    With dynamic sampling (DAPO, Yu et al. 2025), new prompts replace groups in which all completions have the same metric
+    (`metric_of`), at most `max_refills` times.
     """
     config = run.config
     trajectories: list[Trajectory] = []
@@ -171,10 +172,7 @@ def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int)
 
 
 def update_ledger(ledger: Mapping[str, int], cursor: int, collected: Collected) -> dict[str, int]:
-    """Return the ledger extended by a collection. Raises `RuntimeError` if the result does not balance (`check_balance`).
-
-    `ledger` counts the first `cursor` prompts.
-    """
+    """Return the ledger of the first `cursor` prompts, with the prompts of a collection added; see `check_balance`."""
     entries = add_entries(open_ledger(ledger, cursor), collected.entries)
     check_balance(entries, collected.cursor)
     return entries
@@ -193,7 +191,7 @@ def add_entries(ledger: Mapping[str, int], entries: Mapping[str, int]) -> dict[s
 
 
 def check_balance(ledger: Mapping[str, int], cursor: int) -> None:
-    """Raise `RuntimeError` if a prompt was lost or counted twice."""
+    """Raise `RuntimeError` unless the ledger accounts for each of the `cursor` prompts drawn so far exactly once."""
     issued, rest = ledger.get(ISSUED, 0), sum(count for name, count in ledger.items() if name != ISSUED)
     if not issued == rest == cursor:
         raise RuntimeError(f"The ledger of prompts does not balance: {cursor} were drawn, {dict(ledger)}; please report this.")

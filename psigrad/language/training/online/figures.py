@@ -112,7 +112,7 @@ def staleness(trajectories: Sequence[Trajectory], step: int, lag: int) -> dict[s
     versions = {t.version for t in trajectories}
     if versions != {max(0, step - lag)}:
         raise RuntimeError(
-            f"Step {step + 1} with lag {lag} was given completions of the versions {versions}; please report this."
+            f"Step {step + 1} with lag {lag} got completions from the weights after the steps {versions}; please report this."
         )
     return {"sampling/staleness": float(step - max(0, step - lag))}
 
@@ -129,7 +129,7 @@ class TokenFigures:
         self.logp, self.entropy = torch.full(shape, math.nan), torch.full(shape, math.nan)
 
     def store(self, rows: Tensor, evaluation: PolicyOutputs, sums: LossSums) -> None:
-        """Store the outputs of a pass over these rows, after `sums` has read them."""
+        """Store the outputs of a pass over these rows, when `sums` copies them to the host."""
         wanted = rows < self.count
 
         def fill(table: Tensor, values: Tensor) -> None:
@@ -140,7 +140,7 @@ class TokenFigures:
                 sums.later(values.float(), partial(fill, table))
 
     def gather(self, world: World) -> TokenFigures:
-        """Add the log-probs and entropies that other processes have, and return self."""
+        """Add the log-probs and entropies of rows that other processes have, and return self."""
         for logp, entropy in world.all_gather((self.logp, self.entropy)):
             self.logp = torch.where(logp.isnan(), self.logp, logp)
             self.entropy = torch.where(entropy.isnan(), self.entropy, entropy)

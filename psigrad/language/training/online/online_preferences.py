@@ -44,7 +44,7 @@ def learn_preferences(
     logps_ref = None
     if loss.needs_reference and picked.pairs:
         if run.reference is None:
-            raise UserError(f"{loss.name} needs a reference model, and none was loaded.")
+            raise UserError(f"{loss.name} needs a reference model; add Reference to the run's annotators.")
         answers = [[p.chosen, p.rejected] for p in picked.pairs]
         logps_ref = reference_logps(run.reference, [p.prompt for p in picked.pairs], answers, config.micro_batch_tokens, world)
     task = PreferenceTask(run.model, loss, picked.pairs, logps_ref, cache)
@@ -92,7 +92,7 @@ def pick_pairs(groups: Sequence[Sequence[Trajectory]], world: World = ALONE) -> 
 
 
 def _texts(trajectory: Trajectory) -> list[Example]:
-    """Return a completion as training examples, one for each part that follows another prompt (`Trajectory.contexts`)."""
+    """Return a completion as training examples, one for each part that has its own prompt (`Trajectory.contexts`)."""
     mask = trajectory.mask or (True,) * len(trajectory.completion.ids)
     return [
         Example([*prompt, *ids], [False] * len(prompt) + list(mask[start : start + len(ids)]), False)

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 
 def step(run: OnlineRun, state: State) -> Outcome[State]:
-    """Take one training step from `state`, and return its outcome. Weights and optimisers change in place. Nothing is written."""
+    """Take one training step from `state`, and return its outcome. Weights and optimisers change in place; no file is written."""
     number, clock, config = state.step + 1, Clock(run.watch), run.config
     lr = 0.0 if is_critic_warmup(run, state) else learning_rate(config.optim, state.step, run.total_steps)
     cache = activation_cache(run)
@@ -220,9 +220,9 @@ class Passes:
     def losses(self, micros: Sequence[tuple[MicroBatch, float]], totals: Totals) -> Iterator[Callable[[], Tensor]]:
         """Yield, for each forward pass of one optimiser step, a function that computes its loss.
 
-        The policy's passes come first. The policy's activations are freed before the passes of a separate critic. A pass of
-        weight 0 is made only because all processes must make equally many passes, or because a step without signal needs a
-        gradient of 0.
+        The policy's passes come first. The policy's activations are freed before the passes of a separate critic. A pass has
+        weight 0 if it adds no loss: all processes must make equally many passes, and a step of which no row has a loss still
+        needs a gradient (of 0).
         """
         balance, passes = self.run.model.load_balancing, 1.0
         if balance is not None:
@@ -265,8 +265,6 @@ class Passes:
 
 
 def zero_loss(outputs: PolicyOutputs) -> Tensor:
-    """Return a loss of 0 that depends on every output, so that each weight has a gradient, and processes without work run the
-    same backward pass as others.
-    """
+    """Return a loss of 0 that depends on every output: all weights get gradients, and all processes run equal backward passes."""
     parts = [x for x in vars(outputs).values() if isinstance(x, Tensor) and x.requires_grad]
     return torch.stack([0.0 * part.sum() for part in parts]).sum()

@@ -56,7 +56,7 @@ class Annotator:
         return batch
 
     def divergence(self, run: OnlineRun, batch: Batch, micro: MicroBatch) -> Divergence | None:
-        """Return the reference of an exact KL, which the policy's pass sums over the vocabulary; None if there is no exact KL."""
+        """Return the reference of a KL that the policy's pass sums over the vocabulary; None if the KL is not such a sum."""
         return None
 
     def add_terms(
@@ -74,7 +74,7 @@ class Annotator:
         return {}
 
     def after_step(self, run: OnlineRun, number: int) -> None:
-        """Update data that depends on the policy's weights, such as a moving-average reference, after step `number`."""
+        """After step `number`, update data that depends on the policy's weights, such as a moving-average reference."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class OnlineRun:
     def check_reference(self) -> None:
         """Raise `UserError` if the algorithm's KL term needs a reference and there is none."""
         if self.algorithm.needs_reference and not self.has_reference:
-            raise UserError("This algorithm's KL term needs a reference model; none was loaded.")
+            raise UserError("The algorithm's KL term needs a reference model; add Reference to the run's annotators.")
 
     @property
     def optimizers(self) -> list[Optimizer]:

@@ -105,7 +105,7 @@ class OldLogProbs(Annotator):
     def add_terms(
         self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, sums: LossSums
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Measure the gap in the first optimiser step. If it is the batch's only step, set `logp_old` from it: the ratio is 1."""
+        """Measure the gap to the sampler in the first optimiser step. If it is the only one, its log-probs become `logp_old`."""
         if sums.steps == 0 and (own := self._compared) is not None:
             sums.later(outputs.logp, partial(self.gap.add, sampled=own.logp_old[rows], mask=own.mask[rows]))
         if run.single_pass:
@@ -145,7 +145,7 @@ def compute_log_probs(
     row_mask: Tensor | None = None,
     world: World = ALONE,
 ) -> Tensor:
-    """Return the log-probs [N, T] under `model` of all rows, or of those where `row_mask` [N] is True, 0 elsewhere.
+    """Return the log-probs [N, T] under `model` of the rows where `row_mask` [N] is True (None: all rows), and 0 elsewhere.
 
     They are computed in forward passes of `budget` tokens.
     """

@@ -28,7 +28,7 @@ class PastPolicies(Annotator):
         self._samplers = [EmbeddedSampler(model, max_batch) for model in models]
 
     def pick(self, seed: int, version: int) -> Sampler | None:
-        """Return the opponent's sampler in a game with this seed, after `version` steps. None: the policy plays itself."""
+        """Return the sampler of the opponent in a game with this seed, after `version` steps; None if the policy plays itself."""
         drawn = np.array([seeds.derive(seed, "opponent")], dtype=np.uint64)
         if seeds.uniform(drawn, 0)[0] >= self.share:
             return None
