@@ -84,7 +84,7 @@ def round_stochastically(x: Tensor, seed: int, first: int = 0) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """Return the int32 with the same lower 32 bits."""
+    """Return the int32 that has the lower 32 bits of `number`."""
     return ((number + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
 
 
@@ -136,7 +136,7 @@ class LowMemoryAdamW:
 
     @property
     def by_rows(self) -> bool:
-        """True if rows of a weight can be updated separately: if there are no blocks of codes and no stochastic rounding."""
+        """True if rows of a weight can be updated separately. 8-bit moments and stochastic rounding prevent this."""
         return self.remainders and not self.eight_bits
 
     def init(self, name: str, p: Tensor) -> dict[str, Tensor]:

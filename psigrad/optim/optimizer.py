@@ -86,7 +86,7 @@ class Weight:
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradient that the next step applies: the master's if it has one, otherwise that of `local`."""
+        """The gradient that the next step applies: that of `master` if it has one, otherwise that of `local`."""
         return self.local.grad if self.master.grad is None else self.master.grad
 
     def tensors(self) -> dict[str, Tensor]:
@@ -152,7 +152,7 @@ class Optimizer:
     def step(self, losses: Losses, lr: float, read: Read = to_list) -> float | None:
         """Sum the gradients of the losses (one function per micro-batch), and update the weights with the learning rate `lr`.
 
-        Return the gradient norm before clipping. If it is not finite, change no weight and return None.
+        Return the norm before clipping, which `read` copies to the CPU. If it is not finite, change no weight and return None.
         """
         norms = step_together([(self, lr)], losses, read)
         return None if norms is None else norms[0]
@@ -165,7 +165,7 @@ class Optimizer:
 
     @property
     def has_buffers(self) -> bool:
-        """True if the last step summed several passes of half-precision weights, so that float32 sums are allocated."""
+        """True if float32 sums are allocated: the last step summed gradients of half-precision weights over several passes."""
         return any(w.buffer is not None for w in self._half)
 
     @contextlib.contextmanager
@@ -207,7 +207,7 @@ class Optimizer:
         return [w.master for w in self.weights.values() if w.local is w.parameter]
 
     def norm(self, read: Read = to_list) -> float:
-        """Return the norm of the gradient over all shards, and move each gradient to the tensor where the update reads it.
+        """Return the norm of the gradient, and move each gradient to the tensor where the update reads it.
 
         An update rule reads the master's gradient. Kernels that update a half-precision weight read the weight's own gradient.
         """
@@ -443,7 +443,7 @@ def apply_together(rates: Sequence[tuple[Optimizer, float]], read: Read = to_lis
 def step_together(rates: Sequence[tuple[Optimizer, float]], losses: Losses, read: Read = to_list) -> list[float] | None:
     """Compute the gradients of the sum of `losses`, and update the weights of several optimisers at their learning rates.
 
-    Return the norms before clipping, which `read` reads. If one is not finite, change no weight and return None.
+    Return the norms before clipping, which `read` copies to the CPU. If one is not finite, change no weight and return None.
     """
     add_up([optimizer for optimizer, _ in rates], losses)
     norms = apply_together(rates, read)
