@@ -65,7 +65,7 @@ class OptimizerKernels(Protocol):
         scale: float,
         codes: Sequence[Tensor],
     ) -> None:
-        """Take a step of AdamW on weights without a master, or whose moments are 8-bit codes; `codes` are the codes' tables."""
+        """Take a step of AdamW on weights without a master, or whose moments are 8-bit codes; `codes` are lookup tables."""
         ...
 
 

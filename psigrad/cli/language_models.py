@@ -18,7 +18,7 @@ from psigrad.paths import check_output
 
 
 def train(name: str) -> Callable[[list[str]], int]:
-    """Return the command of a training method."""
+    """Return the command that trains by the method `name`, a function from arguments to an exit status."""
 
     def run(arguments: list[str]) -> int:
         method = declaration(name)

@@ -3,8 +3,8 @@
     loss = Σ_{i,t} w_{i,t}·(c_{i,t}·L(log π_{i,t}, log ρ_{i,t}, A_{i,t}) + β·KL_{i,t}) − c_H·mean(H) + c_V·mean(value error)
 
 prepare: apply the KL to the reward, compute advantages, then filter, on the whole collected batch.
-totals: count the rows of one optimiser step.
-loss: compute the loss of any micro-batch of those rows.
+totals: count the sequences and tokens of one optimiser step.
+loss: compute the loss of any micro-batch of this step.
 The trainer owns the schedule (epochs, minibatches, learning rate).
 """
 
@@ -229,7 +229,7 @@ class PolicyGradient:
         return Prepared(batch, advantage, keep, needs_gradient, figures, new_state, returns, counts, marks)
 
     def _choose(self, batch: Batch, advantage: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return (`keep` [N], the rows to train on, `counts` [N, T], `marks` [N, T]). `Prepared` has these fields.
+        """Return three fields of `Prepared`: `keep` [N], the rows to train on, and the masks `counts`, `marks` [N, T] of steps.
 
         `counts` are the steps with a surrogate loss; None if no filter drops single steps. `marks` are the steps that the
         surrogate chooses; None if it chooses none.

@@ -251,7 +251,7 @@ def _add_module(module: ModuleType, found: dict[str, str]) -> None:
 
 
 def _is_hidden(path: Path, home: Path) -> bool:
-    """Return True if a file, or a folder between it and the code's folder `home`, has a name with . or __pycache__ in front."""
+    """Return True if the name of a file, or of a folder between it and the code's folder `home`, starts with . or __pycache__."""
     seen = Path(os.path.relpath(path, home)).parts
     return any(part.startswith((".", "__pycache__")) and part != ".." for part in seen)
 

@@ -274,7 +274,7 @@ class RunFolder:
         """Flush all written rows to the disk.
 
         Pass `step` before the checkpoint of that step is saved, once all of the step's rows are written. If rollouts.jsonl then
-        has `PART` bytes or more, start a new one. Of the earlier rows, keep about `keep` (0: all).
+        has `PART` bytes or more, start a new file, and keep about `keep` rows of the earlier files (0: all).
         """
         with _errors_of(self.path):
             self._check_unmoved()

@@ -35,9 +35,7 @@ class SignalNames:
         return len(self._of)
 
     def of(self, key: str) -> str:
-        """Return the name of the signal that `key` belongs to. Return `key` itself if there is none, or if another key got the
-        name.
-        """
+        """Return the name of the signal that `key` belongs to; `key` itself if there is none, or if another key got the name."""
         if key not in self._of:
             name = name_of(key)
             self._of[key] = key if name in self._given else name
@@ -50,7 +48,7 @@ Figures = Mapping[str, float]
 
 @dataclass
 class Memory:
-    """The memory of a rule's measure between rows: recent values, first values, and the best value so far."""
+    """The numbers that a rule remembers between rows: recent values, first values, and the best value so far."""
 
     values: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     start: list[float] = field(default_factory=list)
@@ -94,7 +92,7 @@ def texts() -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule. Its warning is raised if the measure is above `above`, and withdrawn if the measure is at most `until`."""
+    """One rule. It computes `measure` from each row, raises a warning above `above`, and withdraws it at or below `until`."""
 
     name: str
     measure: Measure
@@ -122,7 +120,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class RunWarning:
-    """A warning of a rule, raised at `step` and withdrawn at step `ended` (None: not yet). `value` is the worst measure."""
+    """A warning of a rule, raised at `step` and withdrawn at step `ended` (None: not yet). `value` is the worst value."""
 
     rule: str
     step: float

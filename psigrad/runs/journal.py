@@ -169,7 +169,7 @@ class Journal:
 
     @property
     def watch(self) -> Observe:
-        """A function that returns a context manager for a named phase, in which the watchdog times the phase."""
+        """A function from the name of a phase to a context manager, inside which the watchdog times the phase."""
         return self.watchdog.phase if self.watchdog is not None else contextlib.nullcontext
 
     def record(self, outcome: Outcome[Any]) -> None:

@@ -354,7 +354,7 @@ class WorkerPool(Generic[C]):
         return [number for number, place in free if place.worker.ready]
 
     def ask(self, number: int, message: Any, calls: Sequence[C], timeout: float | None = None) -> None:
-        """Send a message to an idle worker, which answers each of these calls in order."""
+        """Send a message to the idle worker `number`, which answers each of `calls` in order, within `timeout` seconds each."""
         self._return()
         place = self._places[number]
         place.calls.extend(calls)
