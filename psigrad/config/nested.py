@@ -84,7 +84,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _check_size(values: Any) -> None:
-    """Raise `ValueError` for more than `MOST_VALUES` values, which aliases of aliases (*name) multiply."""
+    """Raise `ValueError` if there are more than `MOST_VALUES` values. Aliases of aliases (*name in YAML) multiply them."""
     found = [values]
     for value in found:
         found += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -266,7 +266,7 @@ _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
 def find_grouped(root: Part) -> Places:
-    """Return [(dotted path, "batch", "group" or "none")]: whose std divides the result of each psi that subtracts group means."""
+    """Return [(dotted path, divisor)] for each psi that subtracts group means: the std of "batch" or "group", or "none"."""
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
         for place, part in find_parts(root)

@@ -32,9 +32,9 @@ _EMBEDDING = re.compile(r"embed|wte|wpe", re.IGNORECASE)
 def levels(signed: bool) -> Tensor:
     """Return the 256 levels to which a moment, divided by the largest in its block, is rounded.
 
-    The levels are 0, 1, and for i = 0 … 6 the middles of 2^(6 − i) equal parts of [0.1, 1] · 10⁻ⁱ, with both signs. If `signed`
-    is False, as for the second moment, there are twice as many parts instead of two signs. This is dynamic tree quantisation
-    (Dettmers et al. 2022, arXiv:2110.02861) as in bitsandbytes.
+    The levels are 0, 1, and for i = 0 … 6 the middles of 2^(6 − i) equal parts of [0.1, 1] · 10⁻ⁱ, each with both signs. If
+    `signed` is False, as for the second moment, there are twice as many parts instead of two signs. This is dynamic tree
+    quantisation (Dettmers et al. 2022, arXiv:2110.02861) as in bitsandbytes.
     """
     found = [0.0, 1.0]
     for i in range(7):
@@ -203,7 +203,7 @@ class LowMemoryAdamW:
     def _step_chunk(
         self, x: Tensor, g: Tensor, stored: list[Tensor], scales: Sequence[Tensor | None], w: AdamWWeight, step: StepSize
     ) -> Tensor:
-        """Return the numbers x of a chunk after the step, and write their new moments to `stored`.
+        """Return the new values of the weights `x` after the step, and write their new moments to `stored`.
 
         If the moments are quantised, their codes are written to `stored` and their scales to `scales`.
         """

@@ -155,7 +155,7 @@ def show_interval(mean: Any, low: float, high: float, show: Callable[[Any], str]
 
 
 def interval(row: Mapping[str, Any], stem: str = "") -> str:
-    """Return the text `low to high` from the keys low and high of a row; "" if one is missing or the two are equal."""
+    """Return "low to high" from a row's keys `stem` + "low" and `stem` + "high"; "" if one is missing or both are equal."""
     low, high = number(row.get(f"{stem}low")), number(row.get(f"{stem}high"))
     return "" if math.isnan(low) or math.isnan(high) or low == high else f"{show_number(low)} to {show_number(high)}"
 

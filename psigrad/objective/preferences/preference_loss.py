@@ -56,7 +56,7 @@ class Pairs:
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
-    """N completions, each good or bad, with the KL estimate that KTO makes from mismatched completions."""
+    """N completions, each good or bad, with KTO's KL estimate, which is made from completions of other prompts."""
 
     logp: Tensor
     """[N] log π(y|x), with gradient."""

@@ -272,7 +272,7 @@ class _Place:
 
 
 class WorkerPool(Generic[C]):
-    """A pool of `workers` worker processes. Each call may take `timeout` seconds. `service` is that of `Worker`.
+    """A pool of `workers` worker processes that answer calls by `service` (see `Worker`), each within `timeout` seconds.
 
     One message asks a worker for several calls, and it answers them one by one. A null answer is a sign of life and restarts the
     call's time. A worker is killed with all its processes and replaced if it is late or dies, or if `decode(call, content)`
