@@ -107,7 +107,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
 
 
 def _from_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bool) -> tuple[Any, dict[str, Any]]:
-    """Return (the method of a TRL configuration, its settings overridden by `settings`). Warn about differences from TRL."""
+    """Return (the method of the TRL configuration `args`, its settings, overridden by `settings`). Warn where TRL differs."""
     converted = convert_object(args)
     if method not in (converted.trainer, converted.method):
         raise UserError(

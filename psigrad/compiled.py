@@ -97,7 +97,7 @@ class FlatKernels(Protocol):
         epsilon: float,
         scale: float,
     ) -> None:
-        """Take a step of Adam on `weights` in place, with the gradient multiplied by `scale`."""
+        """Take a step of Adam on `weights` in place: `scale` multiplies the gradient, `correction` the mean square."""
         ...
 
 

@@ -90,7 +90,7 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
 
 
 def parse_plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any], about: str = "") -> dict[str, Any]:
-    """Parse the flags of a command that has no settings class. Help prints the lines of `about` unchanged."""
+    """Parse the flags of a command without a settings class: a flag for each name in `defaults`. Help prints `about` as it is."""
     parser = _Parser(prog=f"psigrad {command}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in defaults.items():
         flag = "--" + name.replace("_", "-")

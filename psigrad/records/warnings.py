@@ -22,7 +22,7 @@ _CORRECTION = "sampling/importance_sampling_ratio/mean"
 
 
 class SignalNames:
-    """The signal names of a run's keys. If several keys of a run belong to one signal, only the first gets its name."""
+    """The names of signals (figures such as the reward) for a run's keys. Only the first key of a signal gets its name."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}

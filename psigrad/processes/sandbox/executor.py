@@ -221,7 +221,7 @@ def _plain(value: Any, depth: int) -> Any:
 
 
 def _unlike(parts: list[Any], depth: int) -> list[Any]:
-    """Return the decoded items of a set or a dictionary's keys.
+    """Return the decoded `parts`: the items of a set, or the keys of a dictionary.
 
     Raise `ValueError` if about a thousand different items have the same hash. Building a set of n such items takes n² steps, and
     a program can choose its values so.

@@ -35,7 +35,7 @@ _START = "from psigrad.processes.workers.child import main; main()"
 
 
 def pack_request(number: int, message: Any) -> bytes:
-    """Return a request in the pipe's format."""
+    """Return `message` in the pipe's format, as request `number`."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return child.HEADER.pack(child.MARK, number, len(data)) + data
 
