@@ -154,7 +154,7 @@ def expand(
         if root is None:
             found = stated[setting]
             raise UserError(
-                f"{one.name} changes a part of a preset, but {setting} is {found!r}; write the value into {setting} itself."
+                f"{one.name} changes a part of a preset, but {setting} is {found!r}; set the value in the code of that object."
             )
         places = short[one.name].find(root)
         if not places and not needless(one):

@@ -291,16 +291,16 @@ class Optimizer:
         for key in tensors:
             kind, _, name = key.partition(".")
             if name not in self.weights:
-                raise UserError(f"The optimiser's state holds {name!r}, which this run does not train; restore the settings.")
+                raise UserError(f"The saved optimiser holds {name!r}, which this run does not train; restore the settings.")
             if key not in own.keys() | masters:
-                raise UserError(f"The state holds {kind!r} of {name!r}, which belongs to another optimizer; restore the setting.")
+                raise UserError(f"The saved {kind!r} of {name!r} belongs to another optimizer; restore the setting optimizer.")
         for key, value in tensors.items():
             name = key.partition(".")[2]
             if lacks := [k for k in self.weights[name].state if f"{k}.{name}" not in tensors]:
-                raise UserError(f"The optimiser's state of {name!r} lacks {', '.join(lacks)}; restore the setting optimizer.")
+                raise UserError(f"The saved state of {name!r} lacks {', '.join(lacks)}; restore the setting optimizer.")
             if key in own and value.shape != own[key].shape:
-                shapes = f"shape {list(value.shape)}; the parameter has {list(own[key].shape)}"
-                raise UserError(f"The optimiser's state holds {key!r} of {shapes}; restore the model.")
+                shapes = f"shape {list(value.shape)}, but this model's has {list(own[key].shape)}"
+                raise UserError(f"The saved {key!r} has {shapes}; restore the model.")
         for key, x in own.items():
             if key in tensors:
                 x.copy_(tensors[key])

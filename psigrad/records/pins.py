@@ -96,7 +96,7 @@ def check_settings(
         more = f"; and {len(refused) - 5} more" if len(refused) > 5 else ""
         advice = "restore these settings to resume it, or choose another output_dir"
         if refused == longer:
-            advice = "the learning-rate schedule depends on the length, so give --extend to train to the new end, or restore it"
+            advice = "the learning-rate schedule depends on the length, so restore it, or give --extend to train to the new end"
         else:
             every = " ".join(change.name for change in refused)
             advice += f"; --allow {every} accepts the change{'s' if len(refused) > 1 else ''}"

@@ -304,7 +304,7 @@ class RunFolder:
                 left, damaged = found or row_lines.truncate_to_step(file, step, expected)
                 self.rows[name], _ = left, self._open(name)
                 if damaged:
-                    said = f"{file.name} has damaged lines, {damaged}; they are kept in {file.name}.damaged."
+                    said = f"Damaged lines of {file.name} were moved to {file.name}.damaged; their number is {damaged}."
                     self._warn("rows_damaged", said, file=file.name, lines=damaged)
                 if expected is not None and left < expected:
                     said = f"{file.name} lacks {expected - left} of its {expected} rows; the run continues without them."

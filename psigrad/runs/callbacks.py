@@ -339,7 +339,7 @@ def check_change(config: Any, name: str, value: Any) -> tuple[str, Any]:
             f"{nearest(name, [*known, *(own.rpartition('.')[2] for own in known)]) or '.'}"
         )
     if dotted.startswith("sampling.") and getattr(config, "lag", False):
-        raise UserError(f"{name} cannot be changed in a run with a lag, since completions of later steps are already sampled.")
+        raise UserError(f"{name} cannot be changed with lag={config.lag}, since later completions exist already; set lag=0.")
     try:
         return dotted, TypeAdapter(settings_of(type(config))[dotted].annotated).validate_python(value)
     except ValidationError as error:

@@ -101,7 +101,7 @@ def _callbacks(config: Any, folder: RunFolder, world: World) -> Callbacks:
     for callback in found if world.rank == 0 else ():
         if never := callbacks.never_called(callback):
             given, events = f"{', '.join(never)} of {type(callback).__name__}", ", ".join(callbacks.EVENTS)
-            redaction.say(f"{given} is never called; the events are {events}.")
+            redaction.say(f"psigrad never calls {given}; it calls only {events}.")
     return Callbacks(found, config, folder, world)
 
 
