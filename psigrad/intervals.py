@@ -35,8 +35,8 @@ def _score(p: float, n: float, z: float) -> tuple[float, float]:
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return (low, high), the 95 % interval of a mean.
 
-    For values in [0, 1] it is Wilson's interval, with n·m·(1 − m)/s² in place of n if the values vary less than zeros and ones.
-    For other values it is `unbounded_interval`. Raises ValueError without values.
+    For values in [0, 1] it is Wilson's interval. If they vary less than zeros and ones with the same mean m, n is replaced by
+    n·m·(1 − m)/s², with s their deviation. For other values it is `unbounded_interval`. Raises ValueError without values.
     """
     n, mean, error = _moments(values)
     if not all(0 <= value <= 1 for value in values):

@@ -241,7 +241,7 @@ def _preference_weight(root: Part) -> Places:
 
 
 def _preference(*fields: str) -> Callable[[Part], Places]:
-    """Return a function for `Shortcut.find`. It finds the `fields` of a preference loss, which online DPO has inside it."""
+    """Return a function for `Shortcut.find`. It finds the `fields` of a preference loss, also of the one inside online DPO."""
 
     def places(root: Part) -> Places:
         if root.name == "OnlinePreference":

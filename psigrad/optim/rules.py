@@ -261,7 +261,7 @@ _OWN_WARM_UP = ("cosine_warmup_with_min_lr", "warmup_stable_decay")
 
 @lru_cache(maxsize=16)
 def _factor(name: str, arguments: str, warmup: int, total: int, peak: float) -> Callable[[int], float]:
-    """Return a function of the step: its learning rate by transformers' schedule `name`, as a multiple of the `peak` rate.
+    """Return the function from a step to its learning rate, as a multiple of `peak`, by transformers' schedule `name`.
 
     `arguments` is lr_scheduler_kwargs as JSON. Raises `UserError` if the schedule does not accept it.
     """

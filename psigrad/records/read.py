@@ -115,7 +115,7 @@ class RunData:
 
     @property
     def compared(self) -> list[dict[int, Sample]]:
-        """[{step: sample}, …] for the held-out rows with a sample at every step of `samples`. Changed rewards come first."""
+        """[{step: sample}, …] for the held-out rows with a sample at each step of `samples`; rows with a changed reward first."""
         steps = list(self.samples)
         common = [row for row in (self.samples[steps[0]] if steps else ()) if all(row in self.samples[s] for s in steps)]
         rows = [{step: self.samples[step][row] for step in steps} for row in common]

@@ -120,7 +120,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class RunWarning:
-    """A warning of a rule, raised at `step` and withdrawn at step `ended` (None: not yet). `value` is the worst value."""
+    """A warning of a rule, raised at `step` and withdrawn at `ended` (None: not yet). `value` is the measure's worst value."""
 
     rule: str
     step: float
@@ -183,7 +183,7 @@ def _entropy_left(figures: Figures, memory: Memory) -> float | None:
 def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
     """Return the z-score of the gradient norm's logarithm among the previous 50 rows; None before there are 20 rows.
 
-    Steps without signal, whose norm is 0, are left out. A standard deviation below log √2 counts as log √2. The logarithm is used
+    Steps with norm 0 are left out. A standard deviation below log √2 counts as log √2. The logarithm is used
     because norms are skewed. Without it, half of the successful runs have an outlier.
     """
     if not (norm := _finite(figures, "grad_norm")):
@@ -246,7 +246,7 @@ def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
 def _below_best(figures: Figures, memory: Memory) -> float | None:
     """Return how far the held-out metric is below its best, or 0 if the training reward has not risen since the best.
 
-    The unit is half the width of the 95 % interval of the difference. Return None in rows without an evaluation.
+    The unit is half the width of the 95 % interval of the difference from the best. Return None in rows without an evaluation.
     """
     reward, held_out = _finite(figures, "reward"), _finite(figures, "held_out")
     if reward is not None:

@@ -76,8 +76,8 @@ class CompletionPrinter:
 class WarningReporter:
     """The warnings of a run: each rule of `psigrad.records.warnings` is reported once, on stderr and as an event.
 
-    Warnings that a solved task explains are suppressed while it is solved. Some rules raise a warning once in a sound run. They
-    are reported only when they raise it again.
+    Warnings that a solved task explains are suppressed while it is solved. Some warnings are raised once in a
+    sound run. They are reported only when they are raised again.
     """
 
     def __init__(self, folder: RunFolder) -> None:

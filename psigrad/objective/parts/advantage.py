@@ -82,7 +82,7 @@ def needs_of(part: object) -> frozenset[str]:
 
 
 def over_steps(x_N: Tensor, batch: Batch) -> Tensor:
-    """Return [N, T]: row i has the number `x_N[i]` on all of its chosen steps, and 0 on masked steps."""
+    """Return [N, T]: row i has the number `x_N[i]` on all of its steps, except for 0 on masked steps."""
     return zero_outside(batch.mask, x_N[:, None].expand(batch.mask.shape))
 
 

@@ -265,7 +265,7 @@ def _make_group(device: str, size: int, minutes: float) -> None:
 
 
 def check_equal(world: World, values: Mapping[str, str]) -> None:
-    """Raise `UserError`, which names the value, if the processes have different values of a name in `values`."""
+    """Raise `UserError` if the processes have different values under a name in `values`. The message gives the name."""
     each = world.all_gather(dict(values))
     for name in values:
         others = [rank for rank, own in enumerate(each) if own.get(name) != each[0].get(name)]

@@ -47,7 +47,7 @@ class WorkerGone(Exception):
 class Worker:
     """A worker process in its own session, which answers requests.
 
-    `service` names a function of psigrad, as "module:function". The worker calls it with `payload`, and it returns the function
+    `service` names a function of psigrad, as "module:function". The worker calls it with `payload`, and gets the function
     that answers requests. `homes` are files of modules that a new process does not find by name. `memory` limits the worker's
     data in bytes (0: no limit), and `variables` are environment variables besides the usual ones. The worker starts in `folder`
     and runs in the sandbox `enclosure`, if given. It must be ready within `start_limit` seconds.
@@ -317,7 +317,7 @@ class WorkerPool(Generic[C]):
         kind: str,
         **limits: Unpack[PoolLimits],
     ) -> Self:
-        """Return a pool whose workers call one function of the user. Error messages call it `kind`."""
+        """Return a pool whose workers call the user's `function`. Error messages call it `kind`."""
         packed = pack(function, kind)
         return cls(service, packed, homes([function], [packed]), decode, what=f"{kind}s", **limits)
 
@@ -416,7 +416,7 @@ class WorkerPool(Generic[C]):
                 yield place.calls.popleft(), answer
 
     def _lose(self, place: _Place, *, late: bool) -> Iterator[tuple[C, Any]]:
-        """Replace a worker that died or hangs, and yield (its current call, `Lost`). Raise the pool's error if it was loading."""
+        """Replace a worker that died or hangs, and yield (its current call, `Lost`). Raise an error if its code was loading."""
         loading, calls = not place.worker.ready, list(place.calls)
         status = self._replace(place)
         if loading:
