@@ -158,7 +158,7 @@ class _Saves(Generic[S]):
         except BaseException as error:
             if isinstance(error, CallbackError):
                 self._rescue()
-            stopped = isinstance(error, Stopped)  # such a state is saved
+            stopped = isinstance(error, Stopped)  # its state is saved already
             with contextlib.suppress(*(() if stopped else (Exception,))):
                 self.loop.wait(None if stopped or not self.journal.world.lockstep else LEFT)
             raise
