@@ -215,7 +215,7 @@ def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
 def _kl_weight(root: Part) -> Places:
     """Return [(dotted path, value)] of the KL term's coefficient.
 
-    In distillation the KL term is the whole loss. The value is then its kind, from 0 (forward KL) to 1 (reverse KL).
+    In distillation the KL term is the whole loss. The value is then the mixture, from 0 (forward KL) to 1 (reverse KL).
     """
     if not _is_distillation(root):
         return _may_have("kl", "coefficient")(root)

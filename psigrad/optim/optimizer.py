@@ -152,7 +152,7 @@ class Optimizer:
     def step(self, losses: Losses, lr: float, read: Read = to_list) -> float | None:
         """Sum the gradients of the losses (one function per micro-batch), and update the weights with the learning rate `lr`.
 
-        Return the norm before clipping, which `read` copies to the CPU. If it is not finite, change no weight and return None.
+        Return the gradient norm before clipping, which `read` copies to the CPU; None if it is not finite: no weight changes.
         """
         norms = step_together([(self, lr)], losses, read)
         return None if norms is None else norms[0]

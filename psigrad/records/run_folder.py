@@ -371,7 +371,7 @@ def truncate(folder: RunFolder, rows: Mapping[str, int], ends: Mapping[str, int]
 
 
 def _reject_link(path: Path, is_right: Callable[[Path], bool], expected: str) -> None:
-    """Raise `RunFolderError` if `path` is a link, or exists and `is_right(path)` is False: it is not a file, or not a folder."""
+    """Raise `RunFolderError` if `path` is a link, or if it exists and `is_right(path)` is False, as for a pipe."""
     if path.is_symlink():
         raise RunFolderError(f"{path} is a link; a run folder holds its own files, so remove the link.")
     if path.exists() and not is_right(path):

@@ -178,7 +178,7 @@ class Enclosure:
 
     @classmethod
     def of_worker(cls, tier: TierName, files: Sequence[str] = (), *, sockets: bool = False) -> Enclosure:
-        """Return an enclosure that shows a worker its import and working folders and `files`. `sockets` allows sockets."""
+        """Return an enclosure that shows a worker its import and working folders and `files`. With `sockets`, sockets work."""
         own = [os.getcwd(), sys.prefix, sys.base_prefix, *(os.path.abspath(path) for path in (*sys.path, *files))]
         shown = tuple(dict.fromkeys(path for path in own if path != "/" and os.path.exists(path)))
         return cls(tier, shown, sockets=sockets)
