@@ -107,7 +107,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
 
 
 def _from_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bool) -> tuple[Any, dict[str, Any]]:
-    """Return (the method of a TRL configuration, its settings overridden by `settings`). Warn about differences from TRL."""
+    """Return (the method of the TRL configuration `args`, its settings, overridden by `settings`). Warn where TRL differs."""
     converted = convert_object(args)
     if method not in (converted.trainer, converted.method):
         raise UserError(
@@ -145,7 +145,7 @@ def _in_memory(objects: ModelObject, named: Mapping[str, Any], recipe: str) -> d
 
 
 def _adapter(config: peft.LoraConfig | None, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings equivalent to `peft_config`."""
+    """Return the settings that add the LoRA adapter of `config`. Raises `UserError` if `named` has one of them, too."""
     if config is None:
         return {}
     from psigrad.language.models.lora import settings_of

@@ -71,7 +71,7 @@ class OptimizerKernels(Protocol):
         scale: float,
         codes: Sequence[Tensor],
     ) -> None:
-        """Take a step of AdamW on weights without a master, or whose moments are 8-bit codes; `codes` are the codes' tables."""
+        """Take a step of AdamW on weights without a master, or whose moments are 8-bit codes; `codes` are lookup tables."""
         ...
 
 
@@ -79,15 +79,16 @@ class FlatKernels(Protocol):
     """The kernels of small ReLU networks whose weights are one flat float32 vector, and of Adam's step on this vector."""
 
     def forward(self, flat: Tensor, x: Tensor, towers: int, sizes: Sequence[int]) -> Tensor:
-        """Return the outputs of all layers of `towers` networks for the inputs `x`. `sizes` are the widths of the networks'
-        layers.
+        """Return the outputs of all layers of `towers` networks for the inputs `x`.
+
+        `flat` are the networks' weights, and `sizes` the widths of their layers.
         """
         ...
 
     def backward(self, out: Tensor, flat: Tensor, x: Tensor, hs: Tensor, given: Tensor, sizes: Sequence[int]) -> None:
         """Write the gradient of the weights to `out`.
 
-        `hs` is the result of `forward`, and `given` is the gradient of the last layer's outputs.
+        `hs` is the result of `forward`, and `given` is the loss's gradient with respect to the last layer's outputs.
         """
         ...
 
@@ -102,7 +103,7 @@ class FlatKernels(Protocol):
         epsilon: float,
         scale: float,
     ) -> None:
-        """Take a step of Adam on `weights` in place, with the gradient multiplied by `scale`."""
+        """Take a step of Adam on `weights` in place: `scale` multiplies the gradient, `correction` the mean square."""
         ...
 
 

@@ -82,7 +82,7 @@ def _imported(name: str, path: str, kind: str) -> ModuleType:
             if not file.exists():
                 raise UserError(f"The {kind} {path!r}: there is no file {str(file)!r}; give the path of one, or module:name.")
             if str(file.parent) not in sys.path:
-                sys.path.append(str(file.parent))  # for its neighbours, as for a script; last, so that it hides nothing
+                sys.path.append(str(file.parent))  # the file may import its neighbours; last, to hide no other module
             inner = FILE_MODULE + hashlib.sha256(str(file).encode()).hexdigest()[:12]
             with _watched(inner):
                 return load_file(inner, str(file))

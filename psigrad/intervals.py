@@ -35,8 +35,8 @@ def _score(p: float, n: float, z: float) -> tuple[float, float]:
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return (low, high), the 95 % interval of a mean.
 
-    For values in [0, 1] it is Wilson's interval, with n·m·(1 − m)/s² in place of n if the values vary less than zeros and ones.
-    For other values it is `unbounded_interval`. Raises ValueError without values.
+    For values in [0, 1] it is Wilson's interval. If they vary less than zeros and ones with the same mean m, n is replaced by
+    n·m·(1 − m)/s², with s their deviation. For other values it is `unbounded_interval`. Raises ValueError without values.
     """
     n, mean, error = _moments(values)
     if not all(0 <= value <= 1 for value in values):
@@ -68,7 +68,7 @@ def _moments(values: Sequence[float]) -> tuple[int, float, float]:
 
 
 def _student(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t, to 0.2 % (Abramowitz and Stegun, 26.7.5), without the import of scipy."""
+    """Return Student's t at 97.5 % for `freedom` degrees of freedom, to 0.2 %, without scipy (Abramowitz and Stegun, 26.7.5)."""
     if freedom < 3:
         return math.tan(0.475 * math.pi) if freedom == 1 else 0.95 * math.sqrt(2 / (1 - 0.95**2))
     z, v = _Z, freedom
@@ -132,7 +132,7 @@ def detectable_gain(values: Sequence[float]) -> float:
 
     Formula: g = 2.8·√((v(m) + v(m + g))/n), with v the variance of a row at that mean
 
-    g is at least 5.5/n of the values' range, or 6.7/n below `LARGE` rows. Four (five) rows then change in 80 % of cases.
+    g is at least 5.5/n of the values' range, so that four rows change in 80 % of cases; below `LARGE` rows 6.7/n, for five rows.
 
     Both evaluations are treated as independent, so the detectable gain is really smaller if rows differ in difficulty.
     Raises ValueError without values.

@@ -32,7 +32,7 @@ def init(arguments: list[str]) -> int:
     if kind not in KINDS:
         raise UserError(f"There is no project kind {kind!r}; expected {', '.join(KINDS)}{nearest(kind, KINDS) or '.'}")
     files = ", ".join(write(kind, folder))
-    tests = "python -m pytest      # the project's own tests; pip install pytest brings it"
+    tests = "python -m pytest      # the project's own tests; they need pytest (pip install pytest)"
     print(f"{folder}: {files}\n\n  cd {folder}\n  {tests}\n  {KINDS[kind][1]}")
     return 0
 

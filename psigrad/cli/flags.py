@@ -67,7 +67,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mapping[str, Any] | None = None, about: str = "") -> T:
-    """Parse settings from `--config FILE`, `a.b=c` and flags. Help describes the command with `about`, or else with `cls`.
+    """Parse settings from `--config FILE`, `a.b=c` and flags. Help starts with `about`, or else with the docstring of `cls`.
 
     Flags beat overrides, overrides beat the file, the file beats `defaults`, and these beat the defaults of the class. Print help
     and exit on --help. Raises `UserError` for anything unknown, with the nearest known name.
@@ -90,7 +90,7 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
 
 
 def parse_plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any], about: str = "") -> dict[str, Any]:
-    """Parse the flags of a command that has no settings class. Help prints the lines of `about` unchanged."""
+    """Parse the flags of a command without a settings class: a flag for each name in `defaults`. Help prints `about` as it is."""
     parser = _Parser(prog=f"psigrad {command}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in defaults.items():
         flag = "--" + name.replace("_", "-")
@@ -148,7 +148,7 @@ def parse_lists(arguments: Sequence[str], *lists: str) -> tuple[list[str], dict[
 
 
 def parse_number(flag: str, text: str, kind: Callable[[str], T]) -> T:
-    """Return the value `text` of a flag as an int or a finite float, according to `kind`. Raises `UserError`."""
+    """Return `text`, the value of `flag`, as an int or a finite float, by `kind`. Raises `UserError` for other text."""
     try:
         return _number_of(kind, text)
     except argparse.ArgumentTypeError as error:
@@ -174,7 +174,7 @@ def parse_names_and_output(command: str, arguments: Sequence[str]) -> tuple[list
 
 
 def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] | None = None) -> None:
-    """Raise `UserError` for the first of the arguments `rest`, which the parser does not know."""
+    """Raise `UserError` for the first of `rest`, the arguments that the parser does not know, if there is one."""
     for text in rest:
         if text.startswith("-"):
             flag = text.split("=")[0]

@@ -58,7 +58,7 @@ def resolve(spec: Spec) -> PolicyGradient:
 
 
 def change(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyGradient:
-    """Return `start` with the changed parts. Without a start, `changes` must have all four required slots.
+    """Return `start` with the changed parts. Without a start, `changes` must have psi, ratio, surrogate and aggregate.
 
     The value of a slot has one of the forms that `resolve` lists.
     """

@@ -151,7 +151,7 @@ def unread_by(cls: Any, algorithm: str) -> set[str]:
 
 
 def idle(config: Any) -> dict[str, str]:
-    """Return {name: sentence} for each changed setting of `config` that has no effect, because nothing that it `Needs` is set."""
+    """Return {name: sentence} for each changed setting of `config` that has no effect, as no setting that it `Needs` is set."""
     found, settings = {}, settings_of(type(config))
     for name, mark in _notes(type(config), Needs):
         value = _value(config, name)

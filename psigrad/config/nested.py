@@ -84,7 +84,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _check_size(values: Any) -> None:
-    """Raise `ValueError` for more than `MOST_VALUES` values, which aliases of aliases (*name) multiply."""
+    """Raise `ValueError` if there are more than `MOST_VALUES` values. Aliases of aliases (*name in YAML) multiply them."""
     found = [values]
     for value in found:
         found += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -147,7 +147,7 @@ def read_value(text: str, hint: Any = None, name: str = "a value") -> Any:
 
 @cached
 def names_of(cls: Any) -> dict[str, str]:
-    """Return {name: dotted name} for each setting's leaf name and its dotted name. A section's name maps to itself."""
+    """Return {name: dotted name} for both names of each setting, `max_steps` and `run.max_steps`. Sections map to themselves."""
     meant = {
         **{dotted: dotted for dotted, _ in field_types(cls)},
         **{name: other or name for name, other in unread_settings(cls).items()},

@@ -134,7 +134,7 @@ def _result(slot: str, part: Any, call: Callable[[], Any]) -> Any:
 
 
 def _check(slot: str, part: Any, found: Any, shapes: tuple[tuple[int, ...], ...], dtype: Any = None) -> None:
-    """Raise `UserError` if a part's result is not a tensor of one of these shapes."""
+    """Raise `UserError` unless `found`, a part's result, is a tensor of one of the `shapes` and, if given, of `dtype`."""
     names = {1: "[N]", 2: "[N, T]"}
     expected = " or ".join(f"{names[len(shape)]} = {list(shape)}" for shape in shapes)
     kind = "a boolean tensor" if dtype is not None else "a tensor"

@@ -238,7 +238,7 @@ class Sampling:
     """With sampler=embedded on a GPU: record decoding steps once per batch size and replay them."""
 
     def vllm_memory_alone(self, gpus: float = 1.0) -> float:
-        """Return the memory share of a vLLM engine that does not share its `gpus`."""
+        """Return the share of GPU memory for a vLLM engine on `gpus` GPUs (or a share of one) that no trainer uses."""
         return 0.8 * min(1.0, gpus) if self.vllm_memory == Sampling.vllm_memory else self.vllm_memory
 
     @property

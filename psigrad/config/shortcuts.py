@@ -63,7 +63,7 @@ def find_parts(root: Part, prefix: str = "") -> list[tuple[str, Part]]:
 
 
 def _change(root: Part, slot: str, value: Any) -> Any:
-    """Return the new value of the slot or parameter `slot` of `root`, if the setting `value` is given for it."""
+    """Return what the slot or parameter `slot` of the method or part `root` becomes if a user sets it to `value`."""
     before = root.parameters.get(slot)
     if root.name == "OnlinePreference" and slot == "loss" and isinstance(value, str | Mapping):
         return describe_method(value if isinstance(value, str) else {"preset": "dpo", **value})
@@ -154,7 +154,7 @@ def expand(
         if root is None:
             found = stated[setting]
             raise UserError(
-                f"{one.name} changes a part of a preset, but {setting} is {found!r}; write the value into {setting} itself."
+                f"{one.name} changes a part of a preset, but {setting} is {found!r}; set the value in the code of that object."
             )
         places = short[one.name].find(root)
         if not places and not needless(one):
@@ -181,7 +181,7 @@ def _describe_missing(name: str, short: Shortcut, spec: Any) -> str:
 
 
 def find_parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[Part], Places]:
-    """Return a `Shortcut.find` for the parameter `field` of all parts with one of the names `parts`.
+    """Return a function for `Shortcut.find`. It finds the parameter `field` of all parts with one of the names `parts`.
 
     Only parts in the `slots` count, or in any slot if `slots` is empty.
     """
@@ -201,9 +201,7 @@ def _either(*finders: Callable[[Part], Places]) -> Callable[[Part], Places]:
 
 
 def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
-    """Return a `Shortcut.find` for the parameter `field` of the part in `slot`. In a policy gradient whose slot is empty, the
-    parameter counts as 0.
-    """
+    """Return a function for `Shortcut.find`. It finds the parameter `field` of the part in `slot`; 0 if the slot is empty."""
 
     def places(root: Part) -> Places:
         if root.name != "PolicyGradient":
@@ -217,7 +215,7 @@ def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
 def _kl_weight(root: Part) -> Places:
     """Return [(dotted path, value)] of the KL term's coefficient.
 
-    In distillation the KL term is the whole loss. The value then runs from 0 (forward KL) to 1 (reverse KL) instead.
+    In distillation the KL term is the whole loss. The value is then the mixture, from 0 (forward KL) to 1 (reverse KL).
     """
     if not _is_distillation(root):
         return _may_have("kl", "coefficient")(root)
@@ -238,12 +236,12 @@ def _is_distillation(root: Part) -> bool:
 
 
 def _preference_weight(root: Part) -> Places:
-    """Return [(dotted path, value)] of β in a preference loss. ORPO's log-odds have no β: return the weight of the odds term."""
+    """Return [(dotted path, value)] of β in a preference loss, or of the odds term's weight in ORPO, which has no β."""
     return _preference("preference" if root.parameters.get("score") == Part("log_odds") else "beta")(root)
 
 
 def _preference(*fields: str) -> Callable[[Part], Places]:
-    """Return a `Shortcut.find` for these fields of a preference loss, or of the preference loss inside online DPO."""
+    """Return a function for `Shortcut.find`. It finds the `fields` of a preference loss, also of the one inside online DPO."""
 
     def places(root: Part) -> Places:
         if root.name == "OnlinePreference":
@@ -255,9 +253,7 @@ def _preference(*fields: str) -> Callable[[Part], Places]:
 
 
 def find_slot(slot: str) -> Callable[[Part], Places]:
-    """Return a `Shortcut.find` for a policy gradient's slot. The value is the name of the part in the slot, or None if it is
-    empty.
-    """
+    """Return a function for `Shortcut.find`. It finds a method's `slot`, and the name of the part in it, or None if empty."""
 
     def places(root: Part) -> Places:
         part = root.parameters.get(slot)
@@ -270,7 +266,7 @@ _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
 def find_grouped(root: Part) -> Places:
-    """Return (dotted path, "batch", "group" or "none": the source of the divisor) of each psi that subtracts a group's mean."""
+    """Return [(dotted path, divisor)] for each psi that subtracts group means: the std of "batch" or "group", or "none"."""
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
         for place, part in find_parts(root)
@@ -300,10 +296,10 @@ _RATIOS = {"sequence_token": "sequence"}
 
 
 def _filter(part: str, field: str = "") -> tuple[Callable[[Part], Places], Callable[[Part, str, Any], Any]]:
-    """Return (`Shortcut.find`, `Shortcut.write`) for a shortcut that adds the filter `part` to a method's filters, or removes it.
+    """Return functions for `Shortcut.find` and `Shortcut.write`, for a shortcut that adds or removes the filter `part`.
 
-    The shortcut's value is True or False. If `field` is given, the value is that parameter of the filter, and null removes the
-    filter.
+    The shortcut's value is True (add) or False (remove). If `field` is given, the value is that parameter of the filter, and
+    null removes the filter.
     """
 
     def names(root: Part) -> list[Part]:

@@ -47,7 +47,7 @@ def inside(mask: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def terminal(score_N: Tensor, mask_NT: Tensor) -> Tensor:
-    """Return rewards [N, T]: `score_N[i]` on the last chosen step of row i, 0 elsewhere (outcome reward of a language model)."""
+    """Return outcome rewards [N, T]: `score_N[i]` on the last step of row i at which `mask_NT` is True, and 0 elsewhere."""
     last_N = mask_NT.shape[1] - 1 - mask_NT.flip(1).int().argmax(1)
     steps_T = torch.arange(mask_NT.shape[1], device=mask_NT.device)
     return zero_outside(mask_NT & (steps_T == last_N[:, None]), score_N[:, None].expand(mask_NT.shape))
@@ -55,11 +55,11 @@ def terminal(score_N: Tensor, mask_NT: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """N collected trajectories. Algorithms read every field but `inputs`.
+    """N collected trajectories. Algorithms read every field but `inputs`. Steps at which `mask` is False are called masked.
 
-    On construction every per-step tensor is detached, copied, promoted to at least float32, and set to 0 outside `mask`. Nothing
+    On construction every per-step tensor is detached, copied, promoted to at least float32, and set to 0 on masked steps. Nothing
     downstream can then read padding or observations. A reward on a masked step is therefore ignored: put such a reward on the
-    chosen step before it, as `terminal` does.
+    last step before it that is not masked, as `terminal` does.
     Errors: ValueError if a tensor has the wrong shape or `mask` is not boolean.
     """
 
@@ -130,12 +130,12 @@ class Batch:
 
     @cached_property
     def is_full(self) -> bool:
-        """True if all steps of all rows are chosen. Always False on a GPU, where reading the mask would stall the CPU."""
+        """True if `mask` is True everywhere. Always False on a GPU, where reading the mask would stall the CPU."""
         return self.mask.shape[1] > 0 and is_full(self.mask)
 
     @property
     def present(self) -> Tensor:
-        """[N] bool: rows with at least one chosen step. All other rows are padding and never count."""
+        """[N] bool: rows in which `mask` is True on at least one step. All other rows are padding and never count."""
         return self.mask.any(1)
 
     @property
@@ -144,7 +144,7 @@ class Batch:
         return self.reward.sum(1)
 
     def check_finite(self) -> None:
-        """Raise ValueError if a number of a chosen step (reward, log-prob, value) or of a row is NaN or infinite."""
+        """Raise ValueError if a number of a row or of a step that is not masked (reward, log-prob, value) is NaN or infinite."""
         for name in (*_NUMBERS, "last_value", "metric"):
             x: Tensor | None = getattr(self, name)
             x = zero_outside(self.present, x)[:, None] if x is not None and x.dim() == 1 else x
@@ -194,7 +194,7 @@ class PolicyOutputs:
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts over all rows of one optimiser step: all of its micro-batches and ranks. Ranks add their counts with `+`.
+    """Numbers of sequences and tokens in one optimiser step, over all its micro-batches and ranks. Ranks add theirs with `+`.
 
     Losses divide by these counts, never by the size of a micro-batch. Any split therefore gives the same gradient.
     """
@@ -212,7 +212,7 @@ class Totals:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A collected batch with its advantages, ready for any number of passes."""
+    """A collected batch with its advantages and filters. Any number of passes can compute the loss from it."""
 
     batch: Batch
     """The batch as collected: `reward` is without a KL penalty."""
@@ -253,7 +253,7 @@ class Prepared:
         return replace(self, batch=batch, keep=of_rows(self.keep), needs_gradient=of_rows(self.needs_gradient), **per_step)
 
     def steps(self) -> Prepared:
-        """Return every chosen step of the kept rows as a separate row, in order, for minibatches of steps. Inputs are dropped.
+        """Return each step of the kept rows as a separate row, for minibatches of steps. Masked steps and inputs are dropped.
 
         Use it only with the token ratio and the token_mean aggregate. Other ratios and aggregates need whole rows.
         """
@@ -268,7 +268,7 @@ class Prepared:
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """A micro-batch's share of the loss of one optimiser step. Shares add up in value, gradient and terms."""
+    """A micro-batch's share of the loss of an optimiser step. The step's loss and terms are the sums over all its shares."""
 
     value: Tensor
     """Scalar loss with gradient."""
@@ -294,25 +294,25 @@ def _index(group_N: Tensor) -> tuple[Tensor, int]:
 
 
 def group_sum(x_N: Tensor, group_N: Tensor) -> Tensor:
-    """Return Σ x over each row's group."""
+    """Return [N]: for each row, the sum of x over its group."""
     index_N, n_groups = _index(group_N)
     return torch.zeros(n_groups, dtype=x_N.dtype, device=x_N.device).index_add(0, index_N, x_N)[index_N]
 
 
 def group_size(group_N: Tensor) -> Tensor:
-    """Return the number of rows in each row's group, int64."""
+    """Return [N] int64: for each row, the number of rows in its group."""
     return group_sum(torch.ones_like(group_N), group_N)
 
 
 def group_min(x_N: Tensor, group_N: Tensor) -> Tensor:
-    """Return the least x in each row's group."""
+    """Return [N]: for each row, the least x in its group."""
     index_N, n_groups = _index(group_N)
     empty = torch.zeros(n_groups, dtype=x_N.dtype, device=x_N.device)
     return empty.scatter_reduce(0, index_N, x_N, "amin", include_self=False)[index_N]
 
 
 def group_max(x_N: Tensor, group_N: Tensor) -> Tensor:
-    """Return the greatest x in each row's group."""
+    """Return [N]: for each row, the greatest x in its group."""
     return -group_min(-x_N, group_N)
 
 
@@ -325,7 +325,7 @@ def all_equal(x_N: Tensor, group_N: Tensor) -> Tensor:
 
 
 def centre(x_N: Tensor, group_N: Tensor) -> Tensor:
-    """Return x − mean of the group; exactly 0.0 if the whole group is equal.
+    """Return [N]: x minus the mean x of the row's group; exactly 0.0 if all x of the group are equal.
 
     Subtracting the least x first changes nothing in exact arithmetic, and gives exact zeros for equal x.
     """
@@ -334,7 +334,7 @@ def centre(x_N: Tensor, group_N: Tensor) -> Tensor:
 
 
 def group_std(x_N: Tensor, group_N: Tensor) -> Tensor:
-    """Return the unbiased standard deviation √(Σ(x − mean)² / (G − 1)) of the group; 0 in a group of one."""
+    """Return [N]: the unbiased standard deviation √(Σ(x − mean)² / (G − 1)) of the row's group of G rows; 0 if G is 1."""
     return (group_sum(centre(x_N, group_N) ** 2, group_N) / (group_size(group_N) - 1).clamp(min=1)).sqrt()
 
 

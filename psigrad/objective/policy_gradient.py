@@ -3,8 +3,8 @@
     loss = Σ_{i,t} w_{i,t}·(c_{i,t}·L(log π_{i,t}, log ρ_{i,t}, A_{i,t}) + β·KL_{i,t}) − c_H·mean(H) + c_V·mean(value error)
 
 prepare: apply the KL to the reward, compute advantages, then filter, on the whole collected batch.
-totals: count the rows of one optimiser step.
-loss: compute the loss of any micro-batch of those rows.
+totals: count the sequences and tokens of one optimiser step.
+loss: compute the loss of any micro-batch of this step.
 The trainer owns the schedule (epochs, minibatches, learning rate).
 """
 
@@ -175,7 +175,7 @@ class PolicyGradient:
 
     @property
     def dynamic_sampling(self) -> bool:
-        """True if groups without signal are dropped, so that the trainer should collect other groups in their place."""
+        """True if groups with equal metrics are dropped (`has_signal`). The trainer should then collect other groups instead."""
         return has_signal in self.keep
 
     def initial_state(self) -> dict[str, float]:
@@ -229,9 +229,10 @@ class PolicyGradient:
         return Prepared(batch, advantage, keep, needs_gradient, figures, new_state, returns, counts, marks)
 
     def _choose(self, batch: Batch, advantage: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return (`keep` [N], `counts` [N, T], `marks` [N, T]), the fields of `Prepared` with these names.
+        """Return three fields of `Prepared`: `keep` [N], the rows to train on, and the masks `counts`, `marks` [N, T] of steps.
 
-        `counts` is None unless a filter drops single steps, and `marks` is None unless the surrogate needs it.
+        `counts` are the steps with a surrogate loss; None if no filter drops single steps. `marks` are the steps that the
+        surrogate chooses; None if it chooses none.
         """
         keep, counts = batch.present, None
         for part in self.keep:
@@ -244,7 +245,7 @@ class PolicyGradient:
         return keep, counts, marks
 
     def totals(self, prepared: Prepared, rows: Tensor | None = None) -> Totals:
-        """Return the counts over the rows `rows` of one optimiser step; None means all rows."""
+        """Return the numbers of sequences and tokens in the rows `rows` of one optimiser step; None means all rows."""
         part = prepared if rows is None else prepared.select(rows)
         if part.is_full:
             return Totals(len(part.keep), part.batch.mask.numel(), part.batch.mask.numel())
@@ -256,7 +257,7 @@ class PolicyGradient:
         )
 
     def loss(self, prepared: Prepared, evaluation: PolicyOutputs, totals: Totals, state: State, *, metrics: bool = True) -> Loss:
-        """Compute one micro-batch's share of the loss of an optimiser step whose counts are `totals`.
+        """Compute a micro-batch's share of an optimiser step's loss. `totals` are the step's numbers of sequences and tokens.
 
         The loss is the policy's, plus the critic's if there is one. If `metrics` is False, all terms but the losses are skipped,
         which speeds up loops of many small steps.

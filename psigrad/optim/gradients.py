@@ -92,7 +92,7 @@ class Sums:
         return False
 
     def finish(self) -> None:
-        """End the backward passes of a step. If a weight has a gradient and also stored uses, add the uses' gradients to it."""
+        """End a step's backward passes. If a weight has both a gradient and stored uses, add the gradients of its uses to it."""
         for weight in [w for w in self.uses if w.grad is not None]:
             self._store(weight)
         self.tensors = {weight: total for weight, total in self.tensors.items() if weight.grad is total}

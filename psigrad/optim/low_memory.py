@@ -32,9 +32,9 @@ _EMBEDDING = re.compile(r"embed|wte|wpe", re.IGNORECASE)
 def levels(signed: bool) -> Tensor:
     """Return the 256 levels to which a moment, divided by the largest in its block, is rounded.
 
-    The levels are 0, 1, and for i = 0 … 6 the middles of 2^(6 − i) equal parts of [0.1, 1] · 10⁻ⁱ, with both signs. If `signed`
-    is False, as for the second moment, there are twice as many parts instead of two signs. This is dynamic tree quantisation
-    (Dettmers et al. 2022, arXiv:2110.02861) as in bitsandbytes.
+    The levels are 0, 1, and for i = 0 … 6 the middles of 2^(6 − i) equal parts of [0.1, 1] · 10⁻ⁱ, each with both signs. If
+    `signed` is False, as for the second moment, there are twice as many parts instead of two signs. This is dynamic tree
+    quantisation (Dettmers et al. 2022, arXiv:2110.02861) as in bitsandbytes.
     """
     found = [0.0, 1.0]
     for i in range(7):
@@ -111,7 +111,7 @@ def _round_up_from(draw: Tensor, x: Tensor) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """Return the int32 with the same lower 32 bits."""
+    """Return the int32 that has the lower 32 bits of `number`."""
     return ((number + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
 
 
@@ -190,7 +190,7 @@ class LowMemoryAdamW:
 
     @property
     def by_rows(self) -> bool:
-        """True if rows of a weight can be updated separately: if there are no blocks of codes and no stochastic rounding."""
+        """True if rows of a weight can be updated separately. 8-bit moments and stochastic rounding prevent this."""
         return self.remainders and not self.eight_bits
 
     def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
@@ -258,7 +258,7 @@ class LowMemoryAdamW:
     def _step_chunk(
         self, x: Tensor, g: Tensor, stored: list[Tensor], scales: Sequence[Tensor | None], w: AdamWWeight, step: StepSize
     ) -> Tensor:
-        """Return the numbers x of a chunk after the step, and write their new moments to `stored`.
+        """Return the new values of the weights `x` after the step, and write their new moments to `stored`.
 
         If the moments are quantised, their codes are written to `stored` and their scales to `scales`.
         """

@@ -86,7 +86,7 @@ class Weight:
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradient that the next step applies: the master's if it has one, otherwise that of `local`."""
+        """The gradient that the next step applies: that of `master` if it has one, otherwise that of `local`."""
         return self.local.grad if self.master.grad is None else self.master.grad
 
     def tensors(self) -> dict[str, Tensor]:
@@ -152,7 +152,7 @@ class Optimizer:
     def step(self, losses: Losses, lr: float, read: Read = to_list) -> float | None:
         """Sum the gradients of the losses (one function per micro-batch), and update the weights with the learning rate `lr`.
 
-        Return the gradient norm before clipping. If it is not finite, change no weight and return None.
+        Return the gradient norm before clipping, which `read` copies to the CPU; None if it is not finite: no weight changes.
         """
         norms = step_together([(self, lr)], losses, read)
         return None if norms is None else norms[0]
@@ -165,7 +165,7 @@ class Optimizer:
 
     @property
     def has_buffers(self) -> bool:
-        """True if the last step summed several passes of half-precision weights, so that float32 sums are allocated."""
+        """True if float32 sums are allocated: the last step summed gradients of half-precision weights over several passes."""
         return any(w.buffer is not None for w in self._half)
 
     @contextlib.contextmanager
@@ -207,7 +207,7 @@ class Optimizer:
         return [w.master for w in self.weights.values() if w.local is w.parameter]
 
     def norm(self, read: Read = to_list) -> float:
-        """Return the norm of the gradient over all shards, and move each gradient to the tensor where the update reads it.
+        """Return the norm of the gradient, and move each gradient to the tensor where the update reads it.
 
         An update rule reads the master's gradient. Kernels that update a half-precision weight read the weight's own gradient.
         """
@@ -290,16 +290,16 @@ class Optimizer:
         for key in tensors:
             kind, _, name = key.partition(".")
             if name not in self.weights:
-                raise UserError(f"The optimiser's state holds {name!r}, which this run does not train; restore the settings.")
+                raise UserError(f"The saved optimiser holds {name!r}, which this run does not train; restore the settings.")
             if key not in own.keys() | masters:
-                raise UserError(f"The state holds {kind!r} of {name!r}, which belongs to another optimizer; restore the setting.")
+                raise UserError(f"The saved {kind!r} of {name!r} belongs to another optimizer; restore the setting optimizer.")
         for key, value in tensors.items():
             name = key.partition(".")[2]
             if lacks := [k for k in self.weights[name].state if f"{k}.{name}" not in tensors]:
-                raise UserError(f"The optimiser's state of {name!r} lacks {', '.join(lacks)}; restore the setting optimizer.")
+                raise UserError(f"The saved state of {name!r} lacks {', '.join(lacks)}; restore the setting optimizer.")
             if key in own and value.shape != own[key].shape:
-                shapes = f"shape {list(value.shape)}; the parameter has {list(own[key].shape)}"
-                raise UserError(f"The optimiser's state holds {key!r} of {shapes}; restore the model.")
+                shapes = f"shape {list(value.shape)}, but this model's has {list(own[key].shape)}"
+                raise UserError(f"The saved {key!r} has {shapes}; restore the model.")
         for key, x in own.items():
             if key in tensors:
                 x.copy_(tensors[key])
@@ -443,7 +443,7 @@ def apply_together(rates: Sequence[tuple[Optimizer, float]], read: Read = to_lis
 def step_together(rates: Sequence[tuple[Optimizer, float]], losses: Losses, read: Read = to_list) -> list[float] | None:
     """Compute the gradients of the sum of `losses`, and update the weights of several optimisers at their learning rates.
 
-    Return the norms before clipping, which `read` reads. If one is not finite, change no weight and return None.
+    Return the norms before clipping, which `read` copies to the CPU. If one is not finite, change no weight and return None.
     """
     add_up([optimizer for optimizer, _ in rates], losses)
     norms = apply_together(rates, read)

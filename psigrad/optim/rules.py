@@ -248,7 +248,7 @@ DECAYS = ("linear", "cosine", "constant")
 
 
 def decayed(peak: float, kind: str, progress: float) -> float:
-    """Return the learning rate that starts at `peak`, after a share `progress` of the steps. `kind` is a decay of `DECAYS`."""
+    """Return the learning rate after a share `progress` of a decay that starts at `peak`. `kind` is one of `DECAYS`."""
     match kind:
         case "linear":
             return peak * max(0.0, 1 - progress)
@@ -264,7 +264,7 @@ _OWN_WARM_UP = ("cosine_warmup_with_min_lr", "warmup_stable_decay")
 
 @lru_cache(maxsize=16)
 def _factor(name: str, arguments: str, warmup: int, total: int, peak: float) -> Callable[[int], float]:
-    """Return the function from step to factor of the `peak` learning rate, by transformers' schedule `name`.
+    """Return the function from a step to its learning rate, as a multiple of `peak`, by transformers' schedule `name`.
 
     `arguments` is lr_scheduler_kwargs as JSON. Raises `UserError` if the schedule does not accept it.
     """

@@ -38,7 +38,7 @@ def began(process: int) -> str:
 def die_with_parent(parent: int = 0) -> None:
     """Make the kernel kill this process when its parent ends, for any reason. This works on Linux alone.
 
-    Exit at once if the parent is no longer `parent`.
+    Exit at once if the parent is no longer the process `parent` (0: do not check).
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

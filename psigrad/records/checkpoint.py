@@ -180,7 +180,7 @@ _verified: dict[Path, Any] = {}
 
 
 def _traces(path: Path, files: Mapping[str, Any]) -> list[Any]:
-    """Return data that changes when a file is touched: its inode, its size and its times."""
+    """Return the name, inode, size and times of each file and of the manifest. They change when a file is touched."""
     found = ((name, (path / name).stat()) for name in (*files, MANIFEST))
     return [(name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found]
 
@@ -257,9 +257,7 @@ def step_of(path: Path) -> int | None:
 
 
 def steps(root: Path) -> list[Path]:
-    """Return the checkpoint folders, newest first. If a step has a current folder and one that it replaced, the current one is
-    first.
-    """
+    """Return the checkpoint folders, newest first. If a step has a current and a replaced folder, the current one is first."""
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if step_of(path) is not None and path.is_dir() and not path.is_symlink()]

@@ -44,7 +44,7 @@ PINS = (
 
 @dataclass(frozen=True)
 class Change:
-    """A setting or pin that differs between a run and its continuation."""
+    """A setting, or another pin such as a hash of the data, that differs between a run and its continuation."""
 
     name: str
     before: Any
@@ -69,7 +69,7 @@ def check_format(folder: Path, content: Mapping[str, Any]) -> None:
 def check_settings(
     folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], settings: type[Any] | None = None
 ) -> list[Change]:
-    """Return the settings that differ between a run and its continuation, if all of them may differ.
+    """Return the settings that differ between a run (`before`) and its continuation (`now`), if all of them may differ.
 
     Raise `UserError` naming the settings that must not differ. The marks on the fields of the class `settings` define which
     settings may differ; without a class none may. A missing setting counts as its default.
@@ -96,7 +96,7 @@ def check_settings(
         more = f"; and {len(refused) - 5} more" if len(refused) > 5 else ""
         advice = "restore these settings to resume it, or choose another output_dir"
         if refused == longer:
-            advice = "the learning-rate schedule depends on the length, so give --extend to train to the new end, or restore it"
+            advice = "the learning-rate schedule depends on the length, so restore it, or give --extend to train to the new end"
         else:
             every = " ".join(change.name for change in refused)
             advice += f"; --allow {every} accepts the change{'s' if len(refused) > 1 else ''}"
@@ -130,7 +130,7 @@ def hash_parts(parts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], allow: Iterable[str] = ()) -> list[Change]:
-    """Return the pins in `now` that differ from those in the checkpoint's manifest `before`, if `allow` names all of them.
+    """Return the pins, such as hashes, in `now` that differ from the checkpoint's manifest `before`, if `allow` names them all.
 
     Raise `UserError` naming the pins that differ and are not allowed. A pin that is only in `before` or only in `now` is not
     compared.
@@ -251,7 +251,7 @@ def _add_module(module: ModuleType, found: dict[str, str]) -> None:
 
 
 def _is_hidden(path: Path, home: Path) -> bool:
-    """Return True if a file, or a folder between it and the code's folder `home`, has a name with . or __pycache__ in front."""
+    """Return True if the name of a file, or of a folder between it and the code's folder `home`, starts with . or __pycache__."""
     seen = Path(os.path.relpath(path, home)).parts
     return any(part.startswith((".", "__pycache__")) and part != ".." for part in seen)
 

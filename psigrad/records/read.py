@@ -115,7 +115,7 @@ class RunData:
 
     @property
     def compared(self) -> list[dict[int, Sample]]:
-        """{step: sample} for each held-out row with a sample at every step of `samples`; rows with a changed reward first."""
+        """[{step: sample}, …] for the held-out rows with a sample at each step of `samples`; rows with a changed reward first."""
         steps = list(self.samples)
         common = [row for row in (self.samples[steps[0]] if steps else ()) if all(row in self.samples[s] for s in steps)]
         rows = [{step: self.samples[step][row] for step in steps} for row in common]
@@ -155,7 +155,7 @@ def show_interval(mean: Any, low: float, high: float, show: Callable[[Any], str]
 
 
 def interval(row: Mapping[str, Any], stem: str = "") -> str:
-    """Return the text `low to high` from the keys low and high of a row; "" if one is missing or the two are equal."""
+    """Return "low to high" from a row's keys `stem` + "low" and `stem` + "high"; "" if one is missing or both are equal."""
     low, high = number(row.get(f"{stem}low")), number(row.get(f"{stem}high"))
     return "" if math.isnan(low) or math.isnan(high) or low == high else f"{show_number(low)} to {show_number(high)}"
 
@@ -211,9 +211,9 @@ def load(folder: str | Path) -> RunData:
 def _rollouts(
     files: Sequence[Path],
 ) -> tuple[dict[int, list[float]], Counter[tuple[str, str]], dict[int, dict[str, Sample]], dict[int, dict[int, float]]]:
-    """Return (`rewards`, `troubles`, `samples`, `held_out`) of `RunData` in one pass, since files can be far larger than memory.
+    """Return the fields (`rewards`, `troubles`, `samples`, `held_out`) of `RunData` from the rows of `files`.
 
-    Of held-out completions only the positions in the files are stored. The completions of three evaluations are then read again.
+    Files can be far larger than memory. So rows are read one by one, and the samples of three evaluations again at the end.
     """
     rewards: dict[int, list[float]] = {}
     troubles: Counter[tuple[str, str]] = Counter()

@@ -51,10 +51,10 @@ def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
 
 
 def restore_parts(folder: Path, step: int, written: int | None) -> None:
-    """Undo `rename_part` for parts with rows after `step`, when a run returns to the checkpoint of `step`.
+    """Undo `rename_part` when a run returns to the checkpoint of `step`. Parts with later rows are removed.
 
-    The part that contains the step becomes rollouts.jsonl again. If the step is the part's last one, it does so only if it was
-    not yet renamed when the checkpoint was saved: then it has `written` rows, the number in the checkpoint's manifest.
+    The part that contains the step becomes rollouts.jsonl again. A part that ends with the step does so only if it was renamed
+    after the checkpoint was saved. It then has `written` rows, the number in the checkpoint's manifest.
     """
     for part in reversed(parts_of(folder)):
         if part.last > step or (part.last == step and part.rows == written):
@@ -107,12 +107,11 @@ def end_last_line(file: Path, *, cut: bool = True) -> None:
 
 
 def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
-    """Truncate a file to its rows of step `step` and before. `written` is the number of these rows when they were written, if
-    known.
+    """Truncate a file to its rows up to step `step`. `written` is the number of these rows that were written, None if unknown.
 
     Rows are in the order of their steps. If they are not, the fewest rows whose removal restores the order count as damaged. If
-    rows are missing, the lines after the last remaining row are moved to FILE.damaged too, since a missing row may be among them.
-    If no row is missing, these lines are deleted.
+    fewer than `written` rows remain, the lines after them are moved to FILE.damaged too, since a missing row may be among them.
+    Otherwise these lines are deleted.
     """
     end_last_line(file, cut=False)
     ends, steps, end = array("q", [0]), array("q"), 0

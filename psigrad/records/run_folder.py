@@ -274,7 +274,7 @@ class RunFolder:
         """Flush all written rows to the disk.
 
         Pass `step` before the checkpoint of that step is saved, once all of the step's rows are written. If rollouts.jsonl then
-        has `PART` bytes or more, start a new one. Of the earlier rows, keep about `keep` (0: all).
+        has `PART` bytes or more, start a new file, and keep about `keep` rows of the earlier files (0: all).
         """
         with _errors_of(self.path):
             self._check_unmoved()
@@ -304,7 +304,7 @@ class RunFolder:
                 left, damaged = found or row_lines.truncate_to_step(file, step, expected)
                 self.rows[name], _ = left, self._open(name)
                 if damaged:
-                    said = f"{file.name} has damaged lines, {damaged}; they are kept in {file.name}.damaged."
+                    said = f"Damaged lines of {file.name} were moved to {file.name}.damaged; their number is {damaged}."
                     self._warn("rows_damaged", said, file=file.name, lines=damaged)
                 if expected is not None and left < expected:
                     said = f"{file.name} lacks {expected - left} of its {expected} rows; the run continues without them."
@@ -371,7 +371,7 @@ def truncate(folder: RunFolder, rows: Mapping[str, int], ends: Mapping[str, int]
 
 
 def _reject_link(path: Path, is_right: Callable[[Path], bool], expected: str) -> None:
-    """Raise `RunFolderError` if `path` is a link, which leads elsewhere, or not of the right kind, such as a pipe."""
+    """Raise `RunFolderError` if `path` is a link, or if it exists and `is_right(path)` is False, as for a pipe."""
     if path.is_symlink():
         raise RunFolderError(f"{path} is a link; a run folder holds its own files, so remove the link.")
     if path.exists() and not is_right(path):

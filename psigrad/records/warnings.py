@@ -22,7 +22,7 @@ _CORRECTION = "sampling/importance_sampling_ratio/mean"
 
 
 class SignalNames:
-    """The signal names of a run's keys. If several keys of a run belong to one signal, only the first gets its name."""
+    """The names of signals (figures such as the reward) for a run's keys. Only the first key of a signal gets its name."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}
@@ -35,9 +35,7 @@ class SignalNames:
         return len(self._of)
 
     def of(self, key: str) -> str:
-        """Return the name of the signal that `key` belongs to. Return `key` itself if there is none, or if another key got the
-        name.
-        """
+        """Return the name of the signal that `key` belongs to; `key` itself if there is none, or if another key got the name."""
         if key not in self._of:
             name = name_of(key)
             self._of[key] = key if name in self._given else name
@@ -50,7 +48,7 @@ Figures = Mapping[str, float]
 
 @dataclass
 class Memory:
-    """The memory of a rule's measure between rows: recent values, first values, and the best value so far."""
+    """The numbers that a rule remembers between rows: recent values, first values, and the best value so far."""
 
     values: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     start: list[float] = field(default_factory=list)
@@ -94,7 +92,7 @@ def texts() -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule. Its warning is raised if the measure is above `above`, and withdrawn if the measure is at most `until`."""
+    """One rule. It computes `measure` from each row, raises a warning above `above`, and withdraws it at or below `until`."""
 
     name: str
     measure: Measure
@@ -122,7 +120,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class RunWarning:
-    """A warning of a rule, raised at `step` and withdrawn at step `ended` (None: not yet). `value` is the worst measure."""
+    """A warning of a rule, raised at `step` and withdrawn at `ended` (None: not yet). `value` is the measure's worst value."""
 
     rule: str
     step: float
@@ -185,7 +183,7 @@ def _entropy_left(figures: Figures, memory: Memory) -> float | None:
 def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
     """Return the z-score of the gradient norm's logarithm among the previous 50 rows; None before there are 20 rows.
 
-    Steps without signal, whose norm is 0, are left out. A standard deviation below log √2 counts as log √2. The logarithm is used
+    Steps with norm 0 are left out. A standard deviation below log √2 counts as log √2. The logarithm is used
     because norms are skewed. Without it, half of the successful runs have an outlier.
     """
     if not (norm := _finite(figures, "grad_norm")):
@@ -248,7 +246,7 @@ def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
 def _below_best(figures: Figures, memory: Memory) -> float | None:
     """Return how far the held-out metric is below its best, or 0 if the training reward has not risen since the best.
 
-    The unit is half the width of the 95 % interval of the difference. Return None in rows without an evaluation.
+    The unit is half the width of the 95 % interval of the difference from the best. Return None in rows without an evaluation.
     """
     reward, held_out = _finite(figures, "reward"), _finite(figures, "held_out")
     if reward is not None:

@@ -98,7 +98,7 @@ class Control:
 
 
 class Arguments:
-    """A run's settings by leaf name, and the `TrainingArguments` that transformers' own callbacks use."""
+    """The callbacks' `args`: a run's settings by leaf name, and the `TrainingArguments` that transformers' callbacks read."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -248,7 +248,7 @@ class Callbacks:
         return change
 
     def _value_before(self, setting: str) -> Any:
-        """Return a setting's value before a change; None if only the algorithm knows it."""
+        """Return a setting's value before a change; None for a parameter of the algorithm that no callback has changed yet."""
         if setting in self.changed_values or setting.partition(".")[0] in PARTS:
             return self.changed_values.get(setting)
         return getattr(self.args, setting.rpartition(".")[2])
@@ -339,7 +339,7 @@ def check_change(config: Any, name: str, value: Any) -> tuple[str, Any]:
             f"{nearest(name, [*known, *(own.rpartition('.')[2] for own in known)]) or '.'}"
         )
     if dotted.startswith("sampling.") and getattr(config, "lag", False):
-        raise UserError(f"{name} cannot be changed in a run with a lag, since completions of later steps are already sampled.")
+        raise UserError(f"{name} cannot be changed with lag={config.lag}, since later completions exist already; set lag=0.")
     try:
         return dotted, TypeAdapter(settings_of(type(config))[dotted].annotated).validate_python(value)
     except ValidationError as error:

@@ -87,7 +87,7 @@ class _Saves(Generic[S]):
     def due(self, state: S) -> bool:
         """Return True if the settings require a checkpoint now.
 
-        A step without a finite gradient changed nothing, and must not evict an older checkpoint.
+        After a step without a finite gradient return False. It changed nothing, and its checkpoint would evict an older one.
         """
         minutes = _now(state, "save_minutes", self.settings.save_minutes)
         every = _now(state, "save_steps", self.settings.save_steps)
@@ -148,10 +148,9 @@ class _Saves(Generic[S]):
 
     @contextlib.contextmanager
     def rescue(self) -> Iterator[None]:
-        """If a callback fails in the block, save the newest state. It is valid: the callback fails on all ranks and changes no
-        weight.
+        """If a callback fails in the block, save the newest state. Then wait for checkpoints that are written in the background.
 
-        In all cases wait for a checkpoint that is written in the background.
+        The state is valid, because the callback fails on all ranks and changes no weight. Without a failure, only wait.
         """
         try:
             yield
@@ -159,7 +158,7 @@ class _Saves(Generic[S]):
         except BaseException as error:
             if isinstance(error, CallbackError):
                 self._rescue()
-            stopped = isinstance(error, Stopped)  # such a state is saved
+            stopped = isinstance(error, Stopped)  # its state is saved already
             with contextlib.suppress(*(() if stopped else (Exception,))):
                 self.loop.wait(None if stopped or not self.journal.world.lockstep else LEFT)
             raise

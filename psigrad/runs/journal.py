@@ -76,8 +76,8 @@ class CompletionPrinter:
 class WarningReporter:
     """The warnings of a run: each rule of `psigrad.records.warnings` is reported once, on stderr and as an event.
 
-    Warnings that a solved task explains are suppressed while it is solved. Some rules raise a warning once in a sound run. They
-    are reported only when they raise it again.
+    Warnings that a solved task explains are suppressed while it is solved. Some warnings are raised once in a
+    sound run. They are reported only when they are raised again.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -169,7 +169,7 @@ class Journal:
 
     @property
     def watch(self) -> Observe:
-        """A function that returns a context manager for a named phase, in which the watchdog times the phase."""
+        """A function from the name of a phase to a context manager, inside which the watchdog times the phase."""
         return self.watchdog.phase if self.watchdog is not None else contextlib.nullcontext
 
     def record(self, outcome: Outcome[Any]) -> None:

@@ -68,7 +68,7 @@ class Advance(Protocol):
 
 
 def _lines(description: str, total: float, done: float, every: int, unit: str) -> Advance:
-    """Return a progress function that prints lines such as "name 10/100  note  1.2 s a step, 2 min left"."""
+    """Return a function that advances the progress and prints lines such as "name 10/100  note  1.2 s a step, 2 min left"."""
     at, calls, printed, begun = done, 0, done, time.monotonic()
     since = begun
 
@@ -131,7 +131,7 @@ def bar(
     """Draw a progress bar from `done` to `total` while the block runs, and yield the function that advances it.
 
     Draw nothing unless `enabled`. In a notebook the bar is below its cell. If standard output is not a terminal (a log file, a
-    cluster's queue), lines are printed instead: one for every `every` calls, and one after `SILENCE` seconds.
+    cluster's queue), lines are printed instead: one after every `every` calls or `SILENCE` seconds; none if `every` is 0.
     """
     if not enabled:
         yield lambda count=1, note="": None

@@ -101,7 +101,7 @@ def _callbacks(config: Any, folder: RunFolder, world: World) -> Callbacks:
     for callback in found if world.rank == 0 else ():
         if never := callbacks.never_called(callback):
             given, events = f"{', '.join(never)} of {type(callback).__name__}", ", ".join(callbacks.EVENTS)
-            redaction.say(f"{given} is never called; the events are {events}.")
+            redaction.say(f"psigrad never calls {given}; it calls only {events}.")
     return Callbacks(found, config, folder, world)
 
 
@@ -116,8 +116,8 @@ def new_folder(recipe: str) -> Path:
 def load_finished(config: Any, journal: Journal, run_pins: Mapping[str, str]) -> Result | None:
     """Return the result of a run that finished earlier, and print that nothing was done; None if the run is unfinished.
 
-    `run_pins` are the pins of this start, by the names of `pins.PINS`. Raise `UserError` if they differ from the finished run's
-    pins and `run.allow` does not name the difference.
+    `run_pins` are this start's hashes of model, data, code and so on, by the names of `pins.PINS`. Raise `UserError` if one
+    differs from the finished run's and `run.allow` does not name it.
     """
     folder = journal.folder.path
     if not journal.folder.finished:
@@ -179,7 +179,7 @@ def folder_facts(journal: Journal) -> dict[str, Any]:
 
 
 def note_end(journal: Journal, **noted: Any) -> None:
-    """Write the event `finished`, with the hashes of the model's files and the run's pins."""
+    """Write the event `finished`, with the hashes of the model's files, and with the run's pins, such as hashes of its data."""
     folder = journal.folder
     folder.flush()
     if journal.world.rank == 0:
@@ -199,7 +199,9 @@ def note_start(run: Run, journal: Journal, checkpoint: Path | None, step: int, p
 
 
 def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: Mapping[str, str]) -> None:
-    """Raise an error if pins differ from a checkpoint's manifest, and record the changes that `run.allow` permits."""
+    """Raise `UserError` if `pinned` (hashes, threads, …) differs from a checkpoint's `manifest`, unless `run.allow` names the
+    difference. Record allowed differences as events.
+    """
     if manifest.get("ranks", "1") != pinned.get("ranks", "1"):
         # sharing the work among more or fewer processes implies other rounding
         journal.folder.event("ranks_changed", before=manifest.get("ranks", "1"), now=pinned.get("ranks", "1"))

@@ -52,7 +52,7 @@ ACTION_VALUE = frozenset({"action_value"})
 
 
 class StatefulPsi(ABC):
-    """A psi with a state that each batch changes: a dict of plain numbers that the caller stores. The part itself is frozen."""
+    """An advantage function (psi) with a state that each batch changes: a dict of numbers, which the caller stores."""
 
     @abstractmethod
     def initial_state(self) -> dict[str, float]:
@@ -82,7 +82,7 @@ def needs_of(part: object) -> frozenset[str]:
 
 
 def over_steps(x_N: Tensor, batch: Batch) -> Tensor:
-    """Return [N, T]: row i has the number `x_N[i]` on all of its chosen steps, and 0 on masked steps."""
+    """Return [N, T]: row i has the number `x_N[i]` on all of its steps, except for 0 on masked steps."""
     return zero_outside(batch.mask, x_N[:, None].expand(batch.mask.shape))
 
 
@@ -435,7 +435,7 @@ class whitened:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The `needs` of the wrapped psi."""
+        """The extra inputs that the wrapped psi reads, such as "value"."""
         return needs_of(self.psi)
 
     def __call__(self, batch: Batch) -> Tensor:

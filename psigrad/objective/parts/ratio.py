@@ -401,7 +401,7 @@ class KL:
         return state[KL_KEY] if isinstance(self.coefficient, adaptive) else self.coefficient
 
     def per_step(self, logp: Tensor, logp_old: Tensor, logp_ref: Tensor) -> Tensor:
-        """Return the estimate [N,T] for the loss, with gradient. Not for the exact estimators, which the model computes."""
+        """Return the KL estimate [N,T] with gradient, for the loss. The model itself computes the KL of the exact estimators."""
         kl = estimate(self.estimator, logp - logp_ref)
         if not self.importance_weighted:
             return kl

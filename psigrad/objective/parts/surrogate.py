@@ -310,7 +310,7 @@ class covariance_penalty(RatioSurrogate):
             )
 
     def marks(self, batch: Batch, advantage: Tensor) -> Tensor:
-        """Return the mask [N, T] of the steps in M. Among steps of equal C_t, earlier ones are chosen first."""
+        """Return the mask [N, T] of the penalised steps: those whose log-prob and advantage have the greatest covariance."""
         covariance = step_covariance(batch.logp_old, advantage, batch.mask).masked_fill(~batch.mask, -math.inf).flatten()
         count = min(max(int(self.share * int(batch.mask.sum())), 1), int(batch.mask.sum()))
         marked = torch.zeros_like(batch.mask).flatten()
@@ -355,7 +355,7 @@ class with_imitation:
         return frozenset({"marks"}) | frozenset(getattr(self.surrogate, "needs", ()))
 
     def marks(self, batch: Batch, advantage: Tensor) -> Tensor:
-        """Return [N, T]: S / S⁺ on the steps of right answers, 0 elsewhere."""
+        """Return [N, T]: number of all steps / number of steps in right answers, on the steps of right answers; 0 elsewhere."""
         metric_N = batch.sequence_reward if batch.metric is None else batch.metric
         steps = (batch.mask & (metric_N >= self.right)[:, None]).to(batch.reward.dtype)
         return steps * (int(batch.mask.sum()) / max(int(steps.sum()), 1))

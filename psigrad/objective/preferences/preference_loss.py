@@ -27,7 +27,7 @@ def logsigmoid(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """N pairs as the losses see them: log π(y|x) summed over the tokens of each completion.
+    """N pairs of completions, given by their log-probs: log π(y|x), summed over the tokens of each completion.
 
     Errors: ValueError if a field's shape is not [N], since it would broadcast silently, or if a completion has no token.
     """
@@ -56,7 +56,7 @@ class Pairs:
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
-    """N completions, each good or bad, with the KL estimate that KTO makes from mismatched completions."""
+    """N completions, each good or bad, with KTO's KL estimate, which is made from completions of other prompts."""
 
     logp: Tensor
     """[N] log π(y|x), with gradient."""

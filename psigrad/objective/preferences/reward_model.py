@@ -20,7 +20,7 @@ from psigrad.objective.preferences.preference_loss import correct
 
 @dataclass(frozen=True)
 class BradleyTerry:
-    """The likelihood of the comparisons, with optional margin, centring and label smoothing.
+    """The likelihood of the comparisons, with optional margin m, centring (weight c) and label smoothing ε.
 
     Formula: −(1 − ε)·log σ(r_w − r_l − m) − ε·log σ(r_l − r_w + m) + c·(r_w + r_l)², rewards r of chosen w and rejected l
 

@@ -204,8 +204,8 @@ def join_world(
 ) -> Iterator[World]:
     """Yield the `World` of this process, which the environment variables RANK and WORLD_SIZE determine.
 
-    `psigrad … --processes N`, torchrun, SLURM or Ray Train set the variables. Without them the process is alone. A process that
-    gets no answer for `minutes` ends. Raise `UserError` if the number of processes does not fit the `division`.
+    `psigrad … --processes N`, torchrun, SLURM or Ray Train set them. Without them the process is alone. With `lockstep` all
+    processes make equally many passes. One that gets no answer for `minutes` ends. Raise `UserError` if `division` does not fit.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if division is not None and (size % math.prod(division) or (division != Division() and not lockstep)):
@@ -265,7 +265,7 @@ def _make_group(device: str, size: int, minutes: float) -> None:
 
 
 def check_equal(world: World, values: Mapping[str, str]) -> None:
-    """Raise `UserError`, which names the value, if the processes have different values of a name in `values`."""
+    """Raise `UserError` if the processes have different values under a name in `values`. The message gives the name."""
     each = world.all_gather(dict(values))
     for name in values:
         others = [rank for rank, own in enumerate(each) if own.get(name) != each[0].get(name)]
@@ -292,10 +292,10 @@ def num_teams(world: World) -> int:
 
 
 def shard(world: World, parts: Sequence[T], rank: int | None = None) -> list[tuple[T, float]]:
-    """Return the parts of a step that this process, or the process `rank`, computes, as a list of (part, weight 1).
+    """Return [(part, weight), …] for the parts of a step that this process, or the process `rank`, computes. Weights are 1.
 
-    It computes every `num_teams(world)`-th part. In lockstep all processes need equally many passes, so a process with one part
-    fewer also gets the first part, with weight 0.
+    It computes every `num_teams(world)`-th part. With `world.lockstep` all processes need equally many passes, so a process with
+    one part fewer also gets the first part, with weight 0.
     """
     shares = num_teams(world)
     own = [(part, 1.0) for part in parts[(world.rank if rank is None else rank) // world.division.team :: shares]]
@@ -306,7 +306,7 @@ def shard(world: World, parts: Sequence[T], rank: int | None = None) -> list[tup
 def map_shared(world: World, parts: Sequence[P], of: Callable[[P], T]) -> list[T]:
     """Return `of(part)` for each part, in order. Each rank computes a share of the parts, and all receive the complete list.
 
-    In lockstep all ranks call `of` equally often.
+    With `world.lockstep` all ranks call `of` equally often.
     """
     every = world.all_gather([of(part) for part, _ in shard(world, parts)])[:: world.division.team]
     return [every[i % len(every)][i // len(every)] for i in range(len(parts))]

@@ -127,7 +127,7 @@ class Bubblewrap:
 
 
 def _wait_until_gone(born: BinaryIO) -> None:
-    """Wait until the sandbox's first process has ended, and all others with it. After bwrap is killed, this takes a moment."""
+    """Wait until the sandbox's first process, whose id bwrap wrote to `born`, has ended. All others end with it."""
     text = born.read()
     if not text:
         return  # no process was started

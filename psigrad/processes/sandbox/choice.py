@@ -98,7 +98,7 @@ def executor_for(url: str = "", *, token: str = "", allow_unsafe_code: bool = Fa
 def enclosure_of_workers(files: Sequence[str] = (), *, sockets: bool = False) -> Enclosure:
     """Return the enclosure in which worker processes run a user's code.
 
-    The process can read Python, its import folders, its working folder and `files`, and can write to its own temporary folder.
+    A worker can read Python, its import folders, its working folder and `files`, and can write to its own temporary folder.
     With `sockets`, it can connect to its own sockets, and to the servers of Unix sockets among `files`. Raise `SandboxError` if
     this machine has no working bubblewrap.
     """

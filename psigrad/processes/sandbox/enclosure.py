@@ -56,9 +56,9 @@ def _end_of(table: Path) -> int:
 
 
 def user_of(process: int, slot: int) -> int:
-    """Return the user id for the program in slot `slot` of a psigrad process.
+    """Return the user id of sandbox number `slot` of the psigrad process with the id `process`.
 
-    Each concurrent program has its own, because the kernel counts processes by user.
+    Sandboxes that run at the same time have different users, because the kernel counts processes by user.
     """
     first, count = users_here()
     return first + (process % _PROCESSES * USERS + slot % USERS) % max(1, count)
@@ -76,11 +76,11 @@ def command(
     info: int | None = None,
     files_mb: int = 16,
 ) -> list[str]:
-    """Return the bwrap part of the command line, followed in the tier root by the change to `user`.
+    """Return the bwrap part of the command line. In the tier "root", it ends with the change to the user id `user`.
 
     `shown` are files and folders that are visible at their own paths, read-only, and `folder` is the working folder. `variables`
     replace the environment. Each of `files` is (file descriptor of its content, its path inside). `rules` is the file descriptor
-    of the seccomp filter. The id of the sandbox's first process is written to the file descriptor `info`.
+    of the seccomp filter. bwrap writes the id of the first process to `info`. Each temporary folder holds `files_mb` MiB.
     """
     space = ["--size", str(files_mb << 20), "--perms", "1777", "--tmpfs"]
     own = ["--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000"] if tier == "user" else []
@@ -113,7 +113,7 @@ def command(
 
 
 def _like_the_root(name: str) -> list[str]:
-    """Return bwrap's options for the folder /`name`, such as /bin: a link if it is one (into /usr), otherwise the folder."""
+    """Return bwrap's options that show /`name`, such as /bin, as on this machine: as a link into /usr, or as a folder."""
     path = Path("/", name)
     if path.is_symlink():
         return ["--symlink", os.readlink(path), str(path)]
@@ -178,7 +178,7 @@ class Enclosure:
 
     @classmethod
     def of_worker(cls, tier: TierName, files: Sequence[str] = (), *, sockets: bool = False) -> Enclosure:
-        """Return an enclosure in which a worker can read its import folders, its working folder, and `files`."""
+        """Return an enclosure that shows a worker its import and working folders and `files`. With `sockets`, sockets work."""
         own = [os.getcwd(), sys.prefix, sys.base_prefix, *(os.path.abspath(path) for path in (*sys.path, *files))]
         shown = tuple(dict.fromkeys(path for path in own if path != "/" and os.path.exists(path)))
         return cls(tier, shown, sockets=sockets)

@@ -143,7 +143,7 @@ class Items:
 
 
 def _decimal(text: str) -> Decimal:
-    """Return a decimal of bounded size, so that arithmetic on it is fast."""
+    """Return the decimal in `text`. Raise `ValueError` for a very large or small one, with which arithmetic would be slow."""
     found = Decimal(text)
     if found.is_finite() and abs(found.adjusted()) > 1000:
         raise ValueError("a decimal too large or small to be read")
@@ -151,7 +151,7 @@ def _decimal(text: str) -> Decimal:
 
 
 def _range(bounds: list[int]) -> range:
-    """Return a range whose list fits in memory."""
+    """Return the range with these bounds. Raise `ValueError` if its list might not fit in memory."""
     found = range(*bounds)
     if len(found) > 1_000_000:
         raise ValueError("a range too long to be read")
@@ -159,7 +159,7 @@ def _range(bounds: list[int]) -> range:
 
 
 def _int(digits: str) -> int:
-    """Return an integer of bounded size, so that arithmetic on it is fast."""
+    """Return the integer with these hexadecimal `digits`. Raise `ValueError` for a very long one, which would be slow."""
     if len(digits) > _DIGITS:
         raise ValueError("a number too long to be read")
     return int(digits, 16)
@@ -221,7 +221,7 @@ def _plain(value: Any, depth: int) -> Any:
 
 
 def _unlike(parts: list[Any], depth: int) -> list[Any]:
-    """Return the decoded items of a set or a dictionary's keys.
+    """Return the decoded `parts`: the items of a set, or the keys of a dictionary.
 
     Raise `ValueError` if about a thousand different items have the same hash. Building a set of n such items takes n² steps, and
     a program can choose its values so.

@@ -30,7 +30,7 @@ class Output:
     """The lines that the driver wrote: one when the program starts, and one for each expression."""
 
     def outcome(self, program: Program, code: int, seconds: float) -> ProgramOutcome:
-        """Return the outcome of a program with this exit status."""
+        """Return the outcome of `program`, which ended with the exit status `code` after `seconds`."""
         values = decode_values(self.answers.split(b"\n")[1:], len(program.expressions))
         out, err = self.stdout.decode(errors="replace"), self.stderr.decode(errors="replace")
         late = self.status == "exited" and code in (-signal.SIGXCPU, 128 + signal.SIGXCPU)

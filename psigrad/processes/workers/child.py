@@ -110,7 +110,7 @@ def serve(requests: BinaryIO, responses: BinaryIO) -> None:
 
 
 def pack_answer(number: int, message: Any) -> bytes:
-    """Return an answer in the pipe's format. Raise `TypeError` or `ValueError` if JSON cannot represent it."""
+    """Return an answer to request `number` in the pipe's format. Raise `TypeError` or `ValueError` if JSON cannot express it."""
     data = json.dumps(message, allow_nan=False).encode()
     return HEADER.pack(MARK, number, len(data)) + data
 

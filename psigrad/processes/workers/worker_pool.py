@@ -35,7 +35,7 @@ _START = "from psigrad.processes.workers.child import main; main()"
 
 
 def pack_request(number: int, message: Any) -> bytes:
-    """Return a request in the pipe's format."""
+    """Return `message` in the pipe's format, as request `number`."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return child.HEADER.pack(child.MARK, number, len(data)) + data
 
@@ -47,7 +47,7 @@ class WorkerGone(Exception):
 class Worker:
     """A worker process in its own session, which answers requests.
 
-    `service` names a function of psigrad, as "module:function". The worker calls it with `payload`, and it returns the function
+    `service` names a function of psigrad, as "module:function". The worker calls it with `payload`, and gets the function
     that answers requests. `homes` are files of modules that a new process does not find by name. `memory` limits the worker's
     data in bytes (0: no limit), and `variables` are environment variables besides the usual ones. The worker starts in `folder`
     and runs in the sandbox `enclosure`, if given. It must be ready within `start_limit` seconds.
@@ -272,7 +272,7 @@ class _Place:
 
 
 class WorkerPool(Generic[C]):
-    """A pool of `workers` worker processes. Each call may take `timeout` seconds. `service` is that of `Worker`.
+    """A pool of `workers` worker processes that answer calls by `service` (see `Worker`), each within `timeout` seconds.
 
     One message asks a worker for several calls, and it answers them one by one. A null answer is a sign of life and restarts the
     call's time. A worker is killed with all its processes and replaced if it is late or dies, or if `decode(call, content)`
@@ -317,7 +317,7 @@ class WorkerPool(Generic[C]):
         kind: str,
         **limits: Unpack[PoolLimits],
     ) -> Self:
-        """Return a pool whose workers call one function of the user. Error messages call it `kind`."""
+        """Return a pool whose workers call the user's `function`. Error messages call it `kind`."""
         packed = pack(function, kind)
         return cls(service, packed, homes([function], [packed]), decode, what=f"{kind}s", **limits)
 
@@ -354,7 +354,7 @@ class WorkerPool(Generic[C]):
         return [number for number, place in free if place.worker.ready]
 
     def ask(self, number: int, message: Any, calls: Sequence[C], timeout: float | None = None) -> None:
-        """Send a message to an idle worker, which answers each of these calls in order."""
+        """Send a message to the idle worker `number`, which answers each of `calls` in order, within `timeout` seconds each."""
         self._return()
         place = self._places[number]
         place.calls.extend(calls)
@@ -416,7 +416,7 @@ class WorkerPool(Generic[C]):
                 yield place.calls.popleft(), answer
 
     def _lose(self, place: _Place, *, late: bool) -> Iterator[tuple[C, Any]]:
-        """Replace a worker that died or hangs, and yield (its current call, `Lost`). Raise the pool's error if it was loading."""
+        """Replace a worker that died or hangs, and yield (its current call, `Lost`). Raise an error if its code was loading."""
         loading, calls = not place.worker.ready, list(place.calls)
         status = self._replace(place)
         if loading:

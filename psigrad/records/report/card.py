@@ -226,7 +226,7 @@ def _metadata(card: Path) -> dict[str, Any]:
 
 
 def _datasets(run: RunData, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (name, hub name) of each dataset. The hub name is "" if the dataset is not from the hub."""
+    """Yield (name, hub name) of each dataset in the setting data.<prefix>dataset. The hub name is "" for a dataset elsewhere."""
     given = run.settings.get(f"data.{prefix}dataset") or []
     for one in given if isinstance(given, list) else [given]:
         name = str(one).partition(":")[0]

@@ -40,9 +40,9 @@ _VERDICTS = {1.0: "good", 0.0: "bad"}
 class Cell:
     """One cell of a table: its content `value` and its style `kind`.
 
-    The template has these styles: n (a number), text (verbatim, truncated), verbatim, conversation (messages as (role,
-    text, images as data URIs)), soft (grey text), range (an interval after a number), key (a run's colour and `name`), verdict
-    (good or bad).
+    The styles are n (a number), text (cut to 200 characters), verbatim, conversation ([(role, text, images as data URIs), …]),
+    soft (grey), range (a number, with its interval in `name`), key (a run's colour, with the run in `name`), and verdict (good
+    or bad).
     """
 
     value: Any

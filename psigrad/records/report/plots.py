@@ -62,7 +62,7 @@ def smooth(values: Sequence[float], weight: float = 0.0) -> list[float]:
 
 
 def draw(runs: Sequence[RunData]) -> list[tuple[Plot, str]]:
-    """Return (plot, SVG) for each signal of these runs. For a single run add the spread of its rewards and its timings."""
+    """Return (plot, SVG) for each of `SIGNALS` that these runs have. For a single run add its rewards' spread and its timings."""
     kinds = {kind_of(run.config) for run in runs}
     plots = dict.fromkeys(one for signal in SIGNALS if kinds & {*signal.kinds} for one in _plots_of(signal, runs))
     if len(runs) == 1 and len(parts := [key for key in runs[0].keys("rewards/") if key.endswith("/mean")][:8]) > 1:
@@ -194,7 +194,7 @@ def _phases(axes: Any, run: RunData) -> None:
 
 
 def _stack(axes: Any, steps: Sequence[int], layers: Any, colours: Any, strengths: Any, ink: str = "") -> None:
-    """Draw stacked areas, with labels at their right ends."""
+    """Draw stacked areas from `layers`, which are (label, values) pairs, with the labels at their right ends."""
     bottom, ends = [0.0] * len(steps), []
     for (name, values), colour, strength in zip(layers, colours, strengths, strict=True):
         top = [b + v for b, v in zip(bottom, values, strict=True)]
@@ -207,7 +207,7 @@ def _stack(axes: Any, steps: Sequence[int], layers: Any, colours: Any, strengths
 
 
 def _labels(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Draw labels at the right ends of curves, moved apart if they overlap."""
+    """Draw the labels `ends`, each (y, text, colour), at the right ends of curves. Move them apart if they overlap."""
     _limits(axes)
     low, high = axes.get_ylim()
     ends = sorted(ends, key=lambda end: end[0])
