@@ -156,7 +156,7 @@ def parse_number(flag: str, text: str, kind: Callable[[str], T]) -> T:
 
 
 def _number_of(kind: Callable[[str], T], text: str) -> T:
-    """Return the finite number in `text`. Raises `ArgumentTypeError`, which argparse prefixes with the flag."""
+    """Return the finite number of type `kind` in `text`. Raises `ArgumentTypeError`, which argparse prefixes with the flag."""
     with contextlib.suppress(ValueError, OverflowError):
         if math.isfinite(found := kind(text)):  # type: ignore[arg-type]
             return found
@@ -174,7 +174,7 @@ def parse_names_and_output(command: str, arguments: Sequence[str]) -> tuple[list
 
 
 def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] | None = None) -> None:
-    """Raise `UserError` for the first of `rest`, the arguments that the parser does not know, if there is one."""
+    """Raise `UserError` for the first unknown argument of `rest`, if any. The message uses `expected` and the settings `cls`."""
     for text in rest:
         if text.startswith("-"):
             flag = text.split("=")[0]
@@ -208,7 +208,7 @@ def _values(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(value: Any, hint: Any, name: str) -> Any:
-    """Return a flag's value unchanged if the setting is text. Parse it as YAML otherwise: 1e-5, true, {part: clip}."""
+    """Return a flag's value for the setting `name` of type `hint`: text unchanged, otherwise parsed as YAML (1e-5, {a: b})."""
     if isinstance(value, list):
         return [_read(v, get_args(hint)[0] if get_args(hint) else hint, name) for v in value]
     return value if isinstance(value, bool) else read_value(value, hint, name)

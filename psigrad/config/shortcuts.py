@@ -53,7 +53,7 @@ def describe_method(spec: Any) -> Part | None:
 
 
 def find_parts(root: Part, prefix: str = "") -> list[tuple[str, Part]]:
-    """Return (dotted path, part) for each part inside `root`, such as ("psi.psi", …) for a psi that another psi wraps."""
+    """Return (`prefix` + dotted path, part) for each part inside `root`, such as ("psi.psi", …) for a psi inside another psi."""
     return [
         place
         for name, value in root.parameters.items()
@@ -63,7 +63,7 @@ def find_parts(root: Part, prefix: str = "") -> list[tuple[str, Part]]:
 
 
 def _change(root: Part, slot: str, value: Any) -> Any:
-    """Return what the slot or parameter `slot` of the method or part `root` becomes if a user sets it to `value`."""
+    """Return the new content of `slot`, a slot or parameter of the part or method `root`, for the `value` that a user gave."""
     before = root.parameters.get(slot)
     if root.name == "OnlinePreference" and slot == "loss" and isinstance(value, str | Mapping):
         return describe_method(value if isinstance(value, str) else {"preset": "dpo", **value})
@@ -93,7 +93,7 @@ Places = list[tuple[str, Any]]
 
 
 class Shortcut(NamedTuple):
-    """The meaning of a short name. `what` says in messages which part of the algorithm the name belongs to."""
+    """A short name for settings of a method. `what` is the part of the method that the name belongs to, for messages."""
 
     what: str
     help: str
@@ -129,8 +129,9 @@ def expand(
 ) -> tuple[list[GivenSetting], list[tuple[GivenSetting, str]]]:
     """Return (`given` with every shortcut replaced by its settings; the shortcuts that the method lacks, each with a message).
 
-    `given` overrides `values`. `more` adds shortcuts to psigrad's own. A shortcut that sets the current value again is dropped.
-    A shortcut whose part the method lacks is dropped without a message if `needless` returns True for it.
+    `cls` is the settings class. `given` overrides `values`, the method's defaults. `more` adds shortcuts to psigrad's own. A
+    shortcut that sets the current value again is dropped. A shortcut whose part the method lacks is dropped without a message if
+    `needless` returns True for it.
     """
     known = shortcuts_of(cls)
     short = {**known, **more} if known else {}
@@ -266,7 +267,7 @@ _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
 def find_grouped(root: Part) -> Places:
-    """Return [(dotted path, divisor)] for each psi that subtracts group means: the std of "batch" or "group", or "none"."""
+    """Return (dotted path, divisor) of psis that subtract group means; the divisor is the std of "batch", "group" or "none"."""
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
         for place, part in find_parts(root)

@@ -79,7 +79,7 @@ class Sums:
             self.float32[weight] = gradient.float()
 
     def defers(self, weight: Tensor, use: Use) -> bool:
-        """If `blocks` can compute the gradient of `use` later, store `use` and return True. Otherwise return False.
+        """Store `use` and return True if its gradient can be computed later, by `blocks`. Otherwise return False.
 
         If False is returned, the caller must add the gradient to the sum now.
         """
@@ -92,13 +92,13 @@ class Sums:
         return False
 
     def finish(self) -> None:
-        """End a step's backward passes. If a weight has both a gradient and stored uses, add the gradients of its uses to it."""
+        """End a step's backward passes. If a weight has a gradient and uses stored by `defers`, add the uses' gradients to it."""
         for weight in [w for w in self.uses if w.grad is not None]:
             self._store(weight)
         self.tensors = {weight: total for weight, total in self.tensors.items() if weight.grad is total}
 
     def blocks(self, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (rows, gradient of these rows) for a weight with stored uses. Each block overwrites the previous one.
+        """Yield (rows, gradient of these rows) for a weight whose uses `defers` stored. Each block overwrites the previous one.
 
         The caller may change rows of the weight after their block was yielded.
         """
@@ -169,7 +169,7 @@ class _Rows:
 
     @torch.no_grad()
     def add_to(self, out: Tensor, rows: slice) -> None:
-        """Add the rows `rows` of the table's gradient to `out`."""
+        """Add the rows `rows` of the embedding table's gradient to `out` [rows, E]."""
         inside = ((self.ids >= rows.start) & (self.ids < rows.stop)).nonzero()[:, 0]
         out.index_add_(0, self.ids[inside] - rows.start, self.dy[inside])
 

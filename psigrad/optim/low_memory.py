@@ -59,7 +59,7 @@ def middles(signed: bool) -> Tensor:
 def encode(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Quantise numbers [blocks, 256] to (codes [blocks, 256] uint8, scales [blocks]).
 
-    The scale of a block is its largest absolute number. A code is the index of the nearest level to number / scale.
+    A block's scale is its largest absolute number. A code is the index, in `levels(signed)`, of the level nearest number / scale.
     """
     scales = x.abs().amax(1)
     shares = (x / scales[:, None]).nan_to_num_(0.0)
@@ -67,7 +67,7 @@ def encode(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """Return the numbers [blocks, 256] that the codes and scales from `encode` stand for: level times scale."""
+    """Return the numbers [blocks, 256] that `encode(…, signed)` quantised to these codes and scales: level times scale."""
     return levels(signed).to(codes.device)[codes.int()] * scales[:, None]
 
 
@@ -101,7 +101,7 @@ def _counted(first: int, x: Tensor) -> Tensor:
 
 
 def _thresholds(first: int, x: Tensor) -> Tensor:
-    """Return 2¹⁶·u_i of `dither` as int32 [n]."""
+    """Return 2¹⁶·u_i, the thresholds of `dither(x, first)`, as int32 [n]."""
     return _counted(first, x).mul_(_signed(0x9E3779B9)).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
 
 
@@ -116,12 +116,12 @@ def _signed(number: int) -> int:
 
 
 def split(master: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Split float32 numbers [n] into (`dither`ed bfloat16 numbers, their lower 16 bits as int16). `join` is the inverse."""
+    """Split float32 numbers [n] into (`dither(master, first)`, their lower 16 bits as int16). `join` is the inverse."""
     return dither(master, first), master.view(torch.int32).to(torch.int16)
 
 
 def join(stored: Tensor, remainder: Tensor, first: int = 0) -> Tensor:
-    """Return the float32 numbers [n] that `split` divided into bfloat16 numbers `stored` and a 16-bit `remainder`."""
+    """Return the float32 numbers [n] that `split(…, first)` divided into `stored`, in bfloat16, and a 16-bit `remainder`."""
     low = remainder.int().bitwise_and_(0xFFFF)
     carried = _thresholds(first, stored).add_(low).bitwise_right_shift_(16)
     return (stored.view(torch.int16).int() - carried).bitwise_left_shift_(16).bitwise_or_(low).view(torch.float32)
@@ -231,7 +231,7 @@ class LowMemoryAdamW:
         )
 
     def _step_by_torch(self, w: AdamWWeight, remainder: Tensor | None, step: StepSize) -> None:
-        """Update one weight by torch, a chunk of elements at a time.
+        """Update one weight, or with `remainder` (`join`) its float32 master, by torch, a chunk of elements at a time.
 
         This is used on other devices than the CPU. Tests compare the CPU's kernel with it.
         """
@@ -258,7 +258,7 @@ class LowMemoryAdamW:
     def _step_chunk(
         self, x: Tensor, g: Tensor, stored: list[Tensor], scales: Sequence[Tensor | None], w: AdamWWeight, step: StepSize
     ) -> Tensor:
-        """Return the new values of the weights `x` after the step, and write their new moments to `stored`.
+        """Return the new values of `x`, a chunk of the weight `w` with the gradient `g`. Write their new moments to `stored`.
 
         If the moments are quantised, their codes are written to `stored` and their scales to `scales`.
         """
@@ -277,7 +277,7 @@ class LowMemoryAdamW:
         return x
 
     def _step_fused(self, x: Tensor, g: Tensor, moments: list[Tensor], w: AdamWWeight, step: StepSize) -> None:
-        """Take the step of a chunk of float32 masters by torch's fused AdamW kernel, in place."""
+        """Update `x`, a chunk of the float32 master of `w`, in place by torch's fused AdamW kernel. `g` is its gradient."""
         fused: Any = adamw
         count, divisor = torch.full((), w.step - 1.0, device=x.device), torch.full((), step.divisor, device=x.device)
         fused([x], [g], moments[:1], moments[1:], [], [count], fused=True, grad_scale=divisor if step.divisor != 1.0 else None,
@@ -300,7 +300,7 @@ def _has_kernel(w: AdamWWeight) -> bool:
 def _tables() -> tuple[Tensor, ...]:
     """Return six lookup tables for the kernels, three for the signed first moment, then three for the unsigned second moment.
 
-    The three are the `levels`, the `middles`, and for each cell (a small interval of numbers) the first possible level.
+    The three are the `levels`, the `middles` between them, and the lowest level for each cell (a small interval of numbers).
     """
     # A cell is the interval of floats with the same upper 16 bits, from 2^-24 to 1. There is no middle below 2^-24.
     edges = ((torch.arange((24 << 7) + 2) + (103 << 7)) << 16).to(torch.int32).view(torch.float32)

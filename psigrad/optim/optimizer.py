@@ -185,7 +185,7 @@ class Optimizer:
                 handle.remove()
 
     def restore_precision(self) -> None:
-        """After a step of one pass, move gradients from the masters back to the weights, in the weights' precision."""
+        """After a step with a single pass, move gradients from the masters back to the weights, in the weights' precision."""
         for w in self._half:
             if (total := w.master.grad) is not None:
                 w.parameter.grad, w.master.grad = total.to(w.parameter.dtype), None
@@ -207,7 +207,7 @@ class Optimizer:
         return [w.master for w in self.weights.values() if w.local is w.parameter]
 
     def norm(self, read: Read = to_list) -> float:
-        """Return the norm of the gradient, and move each gradient to the tensor where the update reads it.
+        """Return the norm of the gradient, copied to the CPU by `read`. Move each gradient to the tensor that the update reads.
 
         An update rule reads the master's gradient. Kernels that update a half-precision weight read the weight's own gradient.
         """
@@ -229,7 +229,7 @@ class Optimizer:
         return math.sqrt(stored**2 + math.fsum(squares)) if squares else stored
 
     def _norm_over_ranks(self, read: Read) -> float:
-        """Return the norm of the gradient over the shards of all processes. A weight that is not sharded counts once."""
+        """Return the gradient norm over all processes' shards; `read` copies it to the CPU. Unsharded weights count once."""
         parts, learns = [0.0, 0.0], [w for w in self.weights.values() if w.gradient is not None]
         squares = [w.gradient.double().pow(2).sum() for w in learns if w.gradient is not None]
         for w, square in zip(learns, read(torch.stack(squares)) if squares else [], strict=True):
@@ -352,7 +352,7 @@ def _weight(name: str, parameter: nn.Parameter, optim: Optim, rule: UpdateRule |
 
 
 def _rule(name: str, p: Tensor, optim: Optim, stochastic: bool, remainder: bool, seed: int) -> UpdateRule:
-    """Return the update rule of the parameter `name` by the settings in `optim`. `p` is the parameter's master."""
+    """Return the rule of `optim` for the parameter `name` with master `p`. `stochastic`, `remainder`: see `LowMemoryAdamW`."""
     betas, eight_bits = (optim.adam_beta1, optim.adam_beta2), optim.optimizer == "adamw_8bit"
     if optim.optimizer == "adafactor":
         return Adafactor()
@@ -428,7 +428,7 @@ def add_up(optimizers: Sequence[Optimizer], losses: Losses) -> None:
 def apply_together(rates: Sequence[tuple[Optimizer, float]], read: Read = to_list) -> list[float]:
     """Update the weights of several optimisers, given as (optimiser, learning rate). Each clips its own gradient norm.
 
-    Return the norms before clipping. If one is not finite, change no weight; the first optimiser counts this in `nonfinite`.
+    Return the norms before clipping, read by `read`. If one is not finite, only the first optimiser's `nonfinite` changes.
     """
     norms = [optimizer.norm(read) for optimizer, _ in rates]
     if not all(map(math.isfinite, norms)):

@@ -99,13 +99,13 @@ class RunData:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The rows of held-out figures in the order of their steps, up to the step whose weights the final model has."""
+        """The rows of held-out metrics in the order of their steps, up to the step whose weights the final model has."""
         kept = find_best_step(self.events)
         return [row for row in self.all_evaluations if row["step"] <= kept]
 
     @property
     def all_evaluations(self) -> list[dict[str, Any]]:
-        """The rows of held-out figures in the order of their steps."""
+        """The rows of held-out metrics in the order of their steps."""
         by_step: dict[int, dict[str, Any]] = {}
         for row in self.metrics:
             found = {key: value for key, value in row.items() if key.startswith(("eval/", "held_out/"))}
@@ -213,7 +213,7 @@ def _rollouts(
 ) -> tuple[dict[int, list[float]], Counter[tuple[str, str]], dict[int, dict[str, Sample]], dict[int, dict[int, float]]]:
     """Return the fields (`rewards`, `troubles`, `samples`, `held_out`) of `RunData` from the rows of `files`.
 
-    Files can be far larger than memory. So rows are read one by one, and the samples of three evaluations again at the end.
+    Files can be far larger than memory, so rows are read one by one. At the end, the rows for `samples` are read again.
     """
     rewards: dict[int, list[float]] = {}
     troubles: Counter[tuple[str, str]] = Counter()

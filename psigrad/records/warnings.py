@@ -22,7 +22,7 @@ _CORRECTION = "sampling/importance_sampling_ratio/mean"
 
 
 class SignalNames:
-    """The names of signals (figures such as the reward) for a run's keys. Only the first key of a signal gets its name."""
+    """The names of signals (metrics such as the reward) for a run's metric keys. Only a signal's first key gets its name."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}
@@ -35,7 +35,7 @@ class SignalNames:
         return len(self._of)
 
     def of(self, key: str) -> str:
-        """Return the name of the signal that `key` belongs to; `key` itself if there is none, or if another key got the name."""
+        """Return the name of the signal that `key` belongs to; `key` if there is none or an earlier key has the name."""
         if key not in self._of:
             name = name_of(key)
             self._of[key] = key if name in self._given else name
@@ -48,7 +48,7 @@ Figures = Mapping[str, float]
 
 @dataclass
 class Memory:
-    """The numbers that a rule remembers between rows: recent values, first values, and the best value so far."""
+    """The numbers that a warning rule remembers between rows of metrics: recent values, first values, and the best value."""
 
     values: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     start: list[float] = field(default_factory=list)
@@ -92,7 +92,7 @@ def texts() -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule. It computes `measure` from each row, raises a warning above `above`, and withdraws it at or below `until`."""
+    """A warning rule. It computes `measure` from each row of metrics, warns above `above`, and withdraws at or below `until`."""
 
     name: str
     measure: Measure
@@ -130,7 +130,7 @@ class RunWarning:
 
 
 def _finite(figures: Figures, name: str) -> float | None:
-    """Return a figure of a row, or None if it is not a finite number."""
+    """Return the metric `name` of a row, or None if it is not a finite number."""
     value = figures.get(name)
     return value if value is not None and math.isfinite(value) else None
 
@@ -144,7 +144,7 @@ def _mean(values: Collection[float]) -> float:
 
 
 def _not_finite(figures: Figures, memory: Memory) -> float | None:
-    """Return the number of training figures in this row that are not finite; None in a row with held-out figures alone."""
+    """Return how many training metrics of a row are not finite, plus 1 for a skipped step; None if it has only held-out ones."""
     found = sum(not math.isfinite(value) for name, value in figures.items() if not name.startswith("eval/"))
     found += "loss" in figures and figures.get("updates") == 0  # the step was skipped, because its gradient was not finite
     return float(found) if found or any(not name.startswith(("eval/", "held_out")) for name in figures) else None
@@ -207,7 +207,7 @@ def _below_zero_late(figures: Figures, memory: Memory) -> float | None:
 
 
 def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
-    """Return the relative growth of the length since the first five rows, or 0 while the held-out metric improves.
+    """Return the relative growth of the completions' length since the first five rows, or 0 while the held-out metric improves.
 
     The metric counts as improving until three evaluations in a row are not better than the best. Return None in the first five
     rows and in rows without a length.
@@ -302,7 +302,7 @@ _SCORES = ("held_out", "reward", "accuracy")
 
 @dataclass
 class _RuleState:
-    """The state of a rule: its memory, the numbers of rows beyond its thresholds, and its current warning."""
+    """The state of a warning rule: its memory, the numbers of rows beyond its thresholds, and its current warning."""
 
     memory: Memory = field(default_factory=Memory)
     over: int = 0
@@ -312,7 +312,7 @@ class _RuleState:
 
 
 class Watch:
-    """The evaluation of all rules on the rows of one run, which must be given in order."""
+    """The evaluation of all warning rules on the rows of metrics of one run, which must be given in order."""
 
     MOST = 200
 
@@ -323,7 +323,7 @@ class Watch:
         self._first: dict[str, float] = {}
 
     def update(self, step: float, figures: Figures) -> None:
-        """Process one row of figures."""
+        """Process one row of metrics."""
         for rule in RULES:
             standing = self._standing[rule.name]
             value = rule.measure(figures, standing.memory)

@@ -169,6 +169,6 @@ class _Saves(Generic[S]):
                 self.loop.save(self.journal.callbacks.collect_memory(self.last_finite))
 
 
-def _now(state: RunState, setting: str, given: Any) -> Any:
-    """Return a setting's current value, which a callback may have changed."""
-    return next((value for name, value in state.changes.items() if name.rpartition(".")[2] == setting), given)
+def _now(state: RunState, setting: str, initial: Any) -> Any:
+    """Return a setting's current value: the one that a callback has set, otherwise `initial`."""
+    return next((value for name, value in state.changes.items() if name.rpartition(".")[2] == setting), initial)

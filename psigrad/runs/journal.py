@@ -33,10 +33,10 @@ _STATUS_FIELDS = {"memory_bytes": "VmRSS", "peak_memory_bytes": "VmHWM", "anonym
 
 
 class Tracker(Protocol):
-    """A destination of figures besides the run folder, such as W&B; psigrad_extras/connect/trackers.py has the trackers."""
+    """A destination of metrics besides the run folder, such as W&B; psigrad_extras/connect/trackers.py has the trackers."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the figures of one step."""
+        """Log the metrics of one step."""
         ...
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -55,10 +55,10 @@ class CompletionPrinter:
         self._count, self._every, self._next = count, every, 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print no figures: the progress bar has them."""
+        """Do nothing: the progress bar displays the metrics."""
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Print a line for each of `count` completions: its reward, the end of its prompt, and its text."""
+        """Print a line for each of the completions that this tracker picks: its reward, the end of its prompt, and its text."""
         trained = [row for row in rows if row["kind"] == "train"]
         if step < self._next or not trained:
             return
@@ -152,7 +152,7 @@ def trim_heap() -> None:
 class Journal:
     """The run folder, trackers, warnings and stop signal of a run in one object.
 
-    Figures that are the same in a repeated run go to `metrics` and `rollouts`, measured times to `timings`.
+    Numbers that are the same in a repeated run go to `metrics` and `rollouts`, measured times to `timings`.
     """
 
     folder: RunFolder
@@ -224,7 +224,7 @@ class Journal:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Raise `Interrupted` in the block when a stop is requested, and remove the rows that the block has written.
+        """Raise `Interrupted` in the block when a stop is requested, and remove the rows that it has added to the run folder.
 
         With several processes nothing is interrupted, since other processes would wait for this one forever.
         """

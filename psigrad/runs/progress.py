@@ -68,7 +68,7 @@ class Advance(Protocol):
 
 
 def _lines(description: str, total: float, done: float, every: int, unit: str) -> Advance:
-    """Return a function that advances the progress and prints lines such as "name 10/100  note  1.2 s a step, 2 min left"."""
+    """Return a function that counts on from `done` and prints lines, "name 10/100  note  1.2 s a step, 2 min left"; see `bar`."""
     at, calls, printed, begun = done, 0, done, time.monotonic()
     since = begun
 

@@ -30,14 +30,14 @@ class MetricsHistory(list[dict[str, Any]]):
     """
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return a table indexed by "step", with the figures of a step and of its evaluations in one row."""
+        """Return a table indexed by "step", with the metrics of a step and of its evaluations in one row."""
         import pandas
 
         rows = list(merge_by_step(self).values())
         return pandas.DataFrame(rows).set_index("step").sort_index() if rows else pandas.DataFrame()
 
     def series(self, name: str) -> tuple[list[int], list[Any]]:
-        """Return (steps, values) of one figure."""
+        """Return (steps, values) of one metric."""
         rows = [row for row in self if name in row]
         return [row["step"] for row in rows], [row[name] for row in rows]
 
@@ -65,7 +65,7 @@ class Result:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The newest value of every figure, by name: {"reward": 0.91, "eval/exact/mean": 0.78, …}."""
+        """The newest value of every metric, by name: {"reward": 0.91, "eval/exact/mean": 0.78, …}."""
         return {name: value for row in self.history for name, value in row.items()}
 
     def load(self, **options: Any) -> PreTrainedModel:
@@ -104,7 +104,7 @@ class Result:
         return tokenizer
 
     def _repr_html_(self) -> str:
-        """Return the notebook display: the held-out figures before and after, and the paths."""
+        """Return the notebook display: the held-out metrics before and after, and the paths."""
         names = [name for name in self.after if name.startswith("eval/") and not name.endswith(("/low", "/high"))]
         ends = first_and_last(self.before, self.after)
         lines = [
@@ -118,7 +118,7 @@ class Result:
         return f"<div><p>{self._verdict()}</p>{table}<ul>{where}</ul></div>"
 
     def _verdict(self) -> str:
-        """Return one line of HTML: the main held-out figure before and after training."""
+        """Return one line of HTML: the main held-out metric before and after training."""
         first, last = headline(self.before), headline(self.after)
         if first is None or last is None or first.name != last.name:
             return f"<b>{html.escape(self.folder.name)}</b>"

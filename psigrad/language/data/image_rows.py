@@ -31,10 +31,11 @@ MOVES = "an animated image is its first frame"
 
 
 def insert_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mapping[str, Any], list[str]]:
-    """Return (a raw row with its images as marks in the text, notes on how they were read). A row without images is unchanged.
+    """Return (a raw row with a mark, `images.MARK`, for each image in its texts; notes on how the images were read).
 
-    Paths are relative to `base`. The column `images` keeps the images as given, for reward functions. Raises `RowError` for an
-    image that cannot be read. Raises it also if the column's images are more or fewer than the image parts that contain no image.
+    A row without images is unchanged. `source` names the row in errors. Paths are relative to `base`. The column `images` keeps
+    the images as given, for reward functions. Raises `RowError` for an image that cannot be read. Raises it also if some image
+    parts contain no image, and the column has more or fewer images than there are such parts.
     """
 
     def fail(column: str, reason: str) -> NoReturn:
@@ -87,7 +88,7 @@ def _path(text: str | os.PathLike[str], base: Path) -> Path:
 
 
 def _put_first(made: dict[str, Any], conversations: list[str], marks: str, column: str, fail: Fail) -> None:
-    """Put the marks before the text of the first user's turn, or of a prompt that is text."""
+    """Put `marks` before the first user's text in the columns `conversations` of the row `made`, or else before its prompt."""
     asked = [name for name in conversations if name in _ASKED] or [name for name in conversations if made.get("prompt") is None]
     for name in asked:
         place = next((i for i, turn in enumerate(made[name]) if role_of(turn) == "user"), None)
@@ -112,7 +113,10 @@ class _Reader:
         self.base, self.fail, self.found, self.moves = base, fail, list[Any](), False
 
     def turn(self, turn: Any, where: str, rest: Iterator[str]) -> Any:
-        """Return a message with marks in place of image parts. A part without its own image takes the next mark of `rest`."""
+        """Return a message with a mark for each image part: its own image's, or else the next of `rest`, the column's marks.
+
+        `where` is the message's place in the row, for errors.
+        """
         if not any(map(is_image, _parts(turn))):
             return turn
         if role_of(turn) == "assistant":
@@ -121,7 +125,7 @@ class _Reader:
         return {**turn, name: [self.part(part, f"{where}.{name}[{i}]", rest) for i, part in enumerate(turn[name])]}
 
     def part(self, part: Any, where: str, rest: Iterator[str]) -> Any:
-        """Return a content part. An image part becomes text: its image's mark, or the next of `rest` if it contains no image."""
+        """Return a content part. An image part becomes text, its image's mark; see `turn` for `where` and `rest`."""
         if not is_image(part):
             return part
         own = source_of(part)
@@ -131,7 +135,7 @@ class _Reader:
         return {"type": "text", "text": self.mark(own, where)}
 
     def mark(self, given: Any, where: str, advice: str = "") -> str:
-        """Read an image, and return its mark."""
+        """Read an image and return its mark (`images.MARK`). An error names the place `where`, and ends with `advice`."""
         try:
             picture, moves = read(given, self.base)
         except (OSError, ValueError) as error:
@@ -143,8 +147,8 @@ class _Reader:
 def read(given: Any, base: Path) -> tuple[Picture, bool]:
     """Read an image and return (the image, True if it is animated).
 
-    `given` is a path, bytes, a data URL, Arrow's {"bytes", "path"}, or an image of Pillow. Raises `ValueError` with the reason
-    for anything else, and for an image that cannot be decoded to its end.
+    `given` is a path (relative to `base`), bytes, a data URL, Arrow's {"bytes", "path"}, or an image of Pillow. Raises
+    `ValueError` with the reason for anything else, and for an image that cannot be decoded to its end.
     """
     if isinstance(given, Mapping):
         given = given.get("bytes") or given.get("path")
@@ -198,9 +202,9 @@ def _of_bytes(data: bytes, path: Path | None = None) -> tuple[Picture, bool]:
 
 
 def observation_text(content: Any) -> Any:
-    """Return an observation with marks in place of images. A list of content parts becomes one text.
+    """Return an observation with a mark (`images.MARK`) in place of each image. A list of content parts becomes one text.
 
-    Raises `ValueError` for an image that cannot be read, and for text with a mark.
+    Raises `ValueError` for an image that cannot be read, and for text that contains a mark.
     """
 
     def join(parts: list[Any]) -> str:
@@ -282,7 +286,7 @@ def to_agent_row(row: Row, *, as_json: bool = False) -> dict[str, Any]:
 
 
 def to_json_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a raw row with image marks as JSON values that `insert_marks` can read again.
+    """Return a raw row, whose texts have image marks, as JSON values that `insert_marks` can read again.
 
     Marks in messages become image parts, and marks in plain text are removed. The column `images` gets the images' paths or data
     URLs.
@@ -336,7 +340,7 @@ def _text(part: Any) -> Any:
 
 
 def refuse_marks(raw: Mapping[str, Any], fail: Fail, further: str) -> None:
-    """Reject texts with an image's mark, or with any U+FFFC if `further` is not "". Rows may be nested deeply: do not recurse."""
+    """Call `fail` for a text with an image mark, or with any U+FFFC if `further` is not "". Do not recurse: rows may be deep."""
     stack: list[tuple[str, Any]] = list(raw.items())
     while stack:
         path, value = stack.pop()

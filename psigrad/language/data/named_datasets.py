@@ -60,7 +60,7 @@ def read_named(dataset: str, split: str, *, streaming: bool = False, single: Seq
 
 
 def _check_single(part: SplitSlice, name: str, own: str, single: Sequence[str]) -> None:
-    """Raise `UserError` if the split of a source without splits is neither `own`, the split in its name, nor in `single`."""
+    """Raise `UserError` if `part`, of a source without splits, is neither `own`, the split that `name` has, nor in `single`."""
     if canonical_split(part.name) not in (own, *single):
         cut = f"{own or single[0]}[:90%]"
         raise UserError(f"{name} has no split {part.name!r}: it has no splits; remove the split, or give a slice: {cut}.")

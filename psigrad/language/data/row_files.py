@@ -220,8 +220,8 @@ def _skip(text: str, at: int) -> int:
 
 
 def _end_of(text: str, at: int) -> int:
-    """Return the end of the JSON value at `at`, which the strict decoder rejected. Raise `JSONDecodeError` if Python's decoder
-    rejects it too.
+    """Return the end of the JSON value at `at`, which `_DECODER` rejected, by Python's decoder. Raise `JSONDecodeError` if
+    Python's decoder rejects it too.
     """
     try:
         return _PLAIN.raw_decode(text, at)[1]
@@ -254,10 +254,10 @@ def _parquet(path: Path, name: str) -> Records:
 
 
 def _rows_at_once(metadata: Any, expansion: _Expansion) -> int:
-    """Return the number of rows to read in one batch.
+    """Return the number of rows to read in one batch of a Parquet file with this `metadata`.
 
     A dictionary-encoded column may repeat one large value in each row. The number is so small that even such a batch stays
-    within the limit. Raises `UserError` if the columns' own sizes exceed the limit.
+    within the limit of `expansion`. Raises `UserError` if the columns' own sizes exceed that limit.
     """
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     columns = [[group.column(i) for i in range(group.num_columns)] for group in groups]
@@ -268,7 +268,7 @@ def _rows_at_once(metadata: Any, expansion: _Expansion) -> int:
 
 
 def _batch(batch: Any, name: str, number: int) -> Records:
-    """Yield the rows of an Arrow batch. Arrow does not check text when reading, so bad UTF-8 raises an error only here."""
+    """Yield the rows of an Arrow batch, which follow `number` rows of the file `name`. Bad UTF-8 is detected only here."""
     try:
         yield from [RawRow(f"{name}:{number + i}", raw) for i, raw in enumerate(batch.to_pylist(), 1)]
     except UnicodeDecodeError:
@@ -293,8 +293,8 @@ def _csv(default: str, path: Path, name: str) -> Records:
 
 
 def _csv_rows(path: Path, default: str) -> Iterator[tuple[int, dict[str, object] | str]]:
-    """Yield (line number, row), or (line number, reason) for a malformed row. An empty cell is null. Raise `UserError` if there
-    are no columns.
+    """Yield (line number, row), or (line number, reason) for a malformed row. An empty cell is null. `default` is the delimiter
+    to try first. Raise `UserError` if there are no columns.
     """
     csv.field_size_limit(MAX_LINE_BYTES)
     try:

@@ -28,7 +28,7 @@ class SplitSlice(NamedTuple):
 
     @property
     def needs_total(self) -> bool:
-        """True if the number of rows must be known: for a share, and for a bound that counts from the end."""
+        """True if the number of rows must be known: for a bound such as 90%, or -100, which counts from the end."""
         return "%" in self.start + self.stop or "-" in self.start + self.stop
 
     def take(self, rows: Iterable[Any]) -> Iterator[Any]:

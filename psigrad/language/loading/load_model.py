@@ -303,7 +303,7 @@ def load_online_reference(
 def load_start(
     config: Any, model: LanguageModel, checkpoint: Path | None, world: World, dtype: str = "", saved: Path | None = None
 ) -> LanguageModel:
-    """Return the model that training started from, or the one in the folder `saved`, frozen. Return a LoRA model unchanged."""
+    """Return the model that training started from, or that in `saved`, frozen, in `dtype`. Return a LoRA model unchanged."""
     dtype = dtype or config.model.dtype
     if model.is_own_reference:
         return model
@@ -349,9 +349,9 @@ def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | N
 def configure_chat(
     tokenizer: PreTrainedTokenizerBase, settings: Model, checkpoint: Path | None = None, network: Any = None
 ) -> None:
-    """Set the tokenizer's chat template and EOS from the settings, and the run's date, which a `checkpoint` stores.
+    """Set the tokenizer's chat template and EOS from the settings, and the date that templates render: the run's first day.
 
-    A token for which `network` has no embedding raises an error when it first occurs.
+    A `checkpoint` stores this date. A token for which `network` has no embedding raises an error when it first occurs.
     """
     if settings.eos_token:
         words = tokenizer.get_vocab()

@@ -261,7 +261,7 @@ class Pretrained(ABC):
         return hidden.to(self.network.dtype)
 
     def _padded(self, module: Any, inputs: ForwardInputs) -> Any:
-        """Return the output of transformers' `module` for padded inputs. It computes the positions: RoBERTa's start at 2."""
+        """Return the output of transformers' `module`, which computes the positions (RoBERTa's start at 2), for padded inputs."""
         if self.dropout_masks.used:
             self.dropout_masks.read(inputs)
         vision = self._check_images(inputs)
@@ -274,7 +274,7 @@ class Pretrained(ABC):
         return self._balanced(made, inputs.attention_mask)
 
     def _balanced(self, output: Any, mask: Tensor | None = None) -> Any:
-        """Compute the auxiliary loss, if there is one, from a forward pass's `output`. Return `output` itself."""
+        """Compute the load-balancing loss, if any, from a pass's `output` where `mask` [B, S] is 1. Return `output` itself."""
         if self.load_balancing is not None:
             self.load_balancing.compute(output, mask)
         return output
@@ -295,9 +295,10 @@ class Pretrained(ABC):
     ) -> Self:
         """Choose packed or padded passes and fused or transformers' layers, and add the adapter if there is one.
 
-        If `is_known` is True (`fused.loader.load`), the model runs packed and fused without a test. Otherwise psigrad's outputs
-        are first compared with those of transformers' modules. The model's dropout is switched off as in TRL, because it would
-        change the probability ratio π/π_old. Outside the text model, only the vision and audio modules `towers` are trained.
+        `task` is the adapter's task type in peft. If `is_known` is True (`fused.loader.load`), the model runs packed and fused
+        without a test. Otherwise psigrad's outputs are first compared with those of transformers' modules. The model's dropout is
+        switched off as in TRL, because it would change the probability ratio π/π_old. Outside the text model, only the vision and
+        audio modules `towers` are trained.
         """
         check_finite(self.network)
         hf, is_known = self.network, is_known and lora is None

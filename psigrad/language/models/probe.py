@@ -98,7 +98,7 @@ def attend(model: Any, choice: str) -> None:
 
 
 def with_gradient(model: Any) -> list[Tensor]:
-    """Return a model's outputs on its test texts, and for each trained parameter the gradient of their sum, divided by its norm.
+    """Return a model's outputs on its probe texts, and for each trained parameter the gradient of their sum, divided by its norm.
 
     For sharded weights no gradients are returned, because a probe does not run the hooks that compute them.
     """
@@ -120,7 +120,7 @@ def check_gap(model: Any, own: list[Tensor]) -> None:
 
 @torch.no_grad()
 def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, str]:
-    """Return (fused decoder, "") if its outputs are those of transformers' modules, otherwise (None, the reason why not).
+    """Return (fused decoder, ""), or (None, the reason) if its outputs on `texts` are not those of transformers' modules.
 
     `recompute` enables gradient checkpointing in the decoder.
     """
@@ -150,7 +150,7 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
 
 @torch.no_grad()
 def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
-    """Return (kernels, reason): the kernels in a packed model's modules (`ModuleKernels`), None if they change its outputs.
+    """Return (kernels, reason): kernels for a packed model's modules (`ModuleKernels`), None if they change outputs on `texts`.
 
     Also enable the kernels of the model's recurrent layers if they do not change the outputs. `reason` says why the kernels of
     recurrent layers are disabled; empty if they are not. On a GPU, attach modules that launch fewer kernels (`GpuParts`) instead.
@@ -182,7 +182,7 @@ def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
 
 
 def _lay_out_chunks(model: Any, texts: Groups) -> ForwardInputs:
-    """Return the packed row of repeated texts, so long that the kernels of recurrences divide them into several chunks."""
+    """Return one packed row of `texts`, each repeated until the kernels of recurrences divide it into several chunks."""
     repeats = max(1, min(8, model.max_length // LENGTH))
     longer = [tuple(ids) * repeats for ids in texts.prompts], [[tuple(ids) * repeats for ids in g] for g in texts.completions]
     return lay_out(Groups(*longer), model.device, packed=True)
@@ -190,7 +190,7 @@ def _lay_out_chunks(model: Any, texts: Groups) -> ForwardInputs:
 
 @torch.no_grad()
 def _enable(parts: Any, model: Any, inputs: ForwardInputs) -> None:
-    """Set `parts.on` to True if the replaced forward methods, `parts`, do not change the model's outputs, otherwise to False."""
+    """Set `parts.on` to True if the replacement forward methods in `parts` keep the model's outputs, otherwise to False."""
     model.network.eval()  # the dropout of a new adapter is active until then
 
     def numbers(on: bool) -> Tensor:
@@ -242,7 +242,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def shared_prompts(one: Sequence[int], other: Sequence[int]) -> Groups:
-    """Return two prompts of different lengths, with two completions each, cut from two texts.
+    """Return two prompts of different lengths, with two completions each, cut from the texts `one` and `other` (token ids).
 
     These texts suffice to detect a model in which packed sequences affect each other.
     """
@@ -252,7 +252,7 @@ def shared_prompts(one: Sequence[int], other: Sequence[int]) -> Groups:
 
 
 def draw_texts(hf: PreTrainedModel, first: int, vocabulary: int, length: int) -> list[list[int]]:
-    """Return two texts of `length` tokens that start with the token `first`, sampled from transformers' forward pass."""
+    """Return two texts of `length` ids below `vocabulary`, sampled by transformers' forward pass, that start with `first`."""
     draw = torch.Generator().manual_seed(0)
     # full length from the start: a product of a new shape would be compiled again
     ids = torch.full((2, length), first, device=hf.device)

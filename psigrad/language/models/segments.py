@@ -61,8 +61,8 @@ class ShortConvolution:
 def waves(pieces: Any) -> list[Wave]:
     """Cut a packed row (`attention.Pieces`) into segments, and return them in waves.
 
-    A segment continues a segment of an earlier wave, or none. Segments are numbered consecutively over all waves. A prefix is cut
-    where its sequences start.
+    A segment continues a segment of an earlier wave, or none. Segments are numbered consecutively over all waves. A shared prefix
+    is cut at each position where a sequence branches off.
     """
     count, starts = len(pieces.prefixes), pieces.starts
     found: list[Wave] = []
@@ -82,7 +82,7 @@ def waves(pieces: Any) -> list[Wave]:
 
 
 def trees(each: list[Wave], every: bool) -> Trees:
-    """Return the segments of `waves` as trees, the form that the C++ kernels read.
+    """Return the segments of the waves `each` as trees, the form that the C++ kernels read.
 
     If `every`, the kernels return the states after all segments; otherwise only after those that another segment continues.
     """

@@ -58,7 +58,7 @@ def cached_numbers(config: Any) -> int:
 
 
 def _values(text: Any, what: str) -> Sequence[int]:
-    """Return the size `what` of each layer if layers differ. Otherwise return one number, for all layers."""
+    """Return the size `what` of each layer, or [one size] for all layers. `text` is a language model's configuration."""
     names = NAMES[what]
     read = (*names, *NAMES["hidden"], *NAMES["heads"]) if what == "head_dim" else names
     differ = getattr(text, "per_layer_attributes", None) or ()

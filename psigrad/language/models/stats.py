@@ -74,8 +74,8 @@ class TokenStatsRequest:
 
     `reference_head` requests a divergence over the vocabulary: KL(π‖ref) ("exact"), KL(ref‖π) ("exact_forward"), or
     Jensen–Shannon with the weight `mixture` for ref ("exact_js"). If only the `Top` of the reference is known, all other tokens
-    count as one. The result is then a lower bound, which is exact if k = V. The entropy "figure" is for logging, and may have no
-    gradient.
+    count as one. The result is then a lower bound, which is exact if k = V. If `entropy` is "figure", the entropy is only logged,
+    and may have no gradient.
     """
 
     temperature: float = 1.0

@@ -74,10 +74,10 @@ Setup = tuple[RewardSetup, RewardSetup | None]
 
 
 def run(config: OnlineConfig, given: ModelObject | None = None) -> Result:
-    """Train `config.model` on the prompts of `config.data` to increase `config.reward`, by the method `config.algorithm`.
+    """Train `config.model`, or the object `given`, on the prompts of `config.data` to increase `config.reward`.
 
-    Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError` on mistakes of the user, and
-    `ValueError` if the algorithm's parts do not fit together.
+    The method is `config.algorithm`. Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError` on
+    mistakes of the user, and `ValueError` if the algorithm's parts do not fit together.
     """
     check(config, method(config))
     config = set_activation_memory(config)
@@ -238,7 +238,7 @@ def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterato
 def _prepare_rows(
     config: OnlineConfig, model: LanguageModel, journal: Journal, episodes: Player | None, setup: Setup
 ) -> PreparedRows[Any]:
-    """Return the rows that the rewards can score, and the tokens of their prompts."""
+    """Return the training and held-out rows that the rewards of `setup` can score, and the tokens of the training prompts."""
     rewards, metric = setup
 
     def make(log: Log) -> PreparedRows[Any]:

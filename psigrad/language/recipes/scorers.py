@@ -214,9 +214,9 @@ def samples_of(rows: Sequence[Row], names: Sequence[str]) -> Samples:
     return Samples([row.prompt for row in rows], [row.completion or "" for row in rows], [[]] * len(rows), columns)
 
 
-def _pool_of(config: Scored, alone: Sequence[Reward] | None) -> RewardPool:
-    """Return the pool of reward processes. A cluster calls this on another machine, which imports the user's code itself."""
-    return RewardSetup.of(config, alone).pool()
+def _pool_of(config: Scored, functions: Sequence[Reward] | None) -> RewardPool:
+    """Return the processes that run the rewards of `config`, or `functions` instead. A cluster calls this on another machine."""
+    return RewardSetup.of(config, functions).pool()
 
 
 def _name_of(path: str) -> str:
@@ -263,9 +263,10 @@ def evaluator_for(
     size: int | None = None,
     world: World = ALONE,
 ) -> Evaluator:
-    """Return the held-out evaluation on `rows`, which `scorer` scores.
+    """Return the held-out evaluation on those of `rows` that `rewards` can score. `rewards` also gives the metric's name.
 
-    `rewards` gives the metric's name, and excludes rows that it cannot score.
+    `scorer` scores the completions, and `player` plays episodes. The KL to `reference` is measured if `eval_kl` is set. Each row
+    gets `size` completions; None: `num_generations_eval`.
     """
     check_images(config, model, rows)
     prompts = encode_prompts(rewards.judgeable(rows), model, config.data, reserved_tokens(config))

@@ -28,7 +28,7 @@ from psigrad.runs.result import Result
 
 
 def run(config: SFTConfig, given: ModelObject | None = None) -> Result:
-    """Fine-tune `config.model` on `config.data` by cross-entropy.
+    """Fine-tune `config.model`, or the model object `given`, on `config.data` by cross-entropy.
 
     The targets are completions (prompt-completion rows) or assistant turns (messages). Resumes from the newest checkpoint of the
     run folder if there is one. Raises `UserError` on mistakes of the user.
@@ -50,7 +50,7 @@ def run(config: SFTConfig, given: ModelObject | None = None) -> Result:
 
 
 def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, log: Log) -> PreparedRows[list[Example]]:
-    """Return the training and held-out rows as tokens with a mask of the target tokens."""
+    """Return the training and held-out rows as tokens with a mask of the target tokens. Texts are cut at `limit` tokens."""
     read = read_rows(config.data, "sft", config.evaluation.eval_prompts, config.run.seed, log)
     rows, held_out = to_model_rows(tokenizer, read, config.data.plain_prompts, log)
     empty = config.train_empty_thinking

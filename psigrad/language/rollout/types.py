@@ -234,7 +234,7 @@ class RestartedDialogue(Dialogue):
         return requests, owners
 
     def _steps(self, requests: list[Request], owners: list[list[int]]) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample the requests. `owners[i]` are the episodes of request i. A subclass that adds requests also extends `owners`."""
+        """Sample as `Sampler.steps` does. `owners[i]` are request i's episodes; a subclass that adds requests extends it too."""
         return self.sampler.steps(requests, self.params)
 
 
@@ -247,17 +247,17 @@ class ReplicaSampler(Sampler):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample with the copy; see `Sampler`. The trainer's cache is not filled, since the copy has its own weights."""
+        """Sample with this sampler's copy of the weights; see `Sampler`. `cache` is not filled: the trainer's weights differ."""
         return self.inner.steps(requests, params)
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
-        """Start episodes whose turns are sampled with the copy; see `Sampler`."""
+        """Start episodes whose turns are sampled with this sampler's copy of the weights; see `Sampler`."""
         return self.inner.dialogue(prompts, params)
 
     def log_probs(
         self, prompt: tuple[int, ...], completions: Sequence[Sequence[int]], params: SamplingParams
     ) -> list[list[float]] | None:
-        """Return log-probs under the weights of the copy; see `Sampler`."""
+        """Return log-probs under this sampler's copy of the weights; see `Sampler`."""
         return self.inner.log_probs(prompt, completions, params)
 
     def snapshot(self) -> Sampler:
@@ -405,10 +405,10 @@ ELSEWHERE = Collected([], [], 0, {})
 
 
 class Pending(Protocol):
-    """A collection that another thread may still be sampling or scoring."""
+    """A `Collected` that another thread may still be sampling or scoring."""
 
     def result(self) -> Collected:
-        """Wait for the collection and return it."""
+        """Wait for the completions and return them."""
         ...
 
 

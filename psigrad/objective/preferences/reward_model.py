@@ -43,7 +43,7 @@ class BradleyTerry:
     def loss(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None, total_pairs: int) -> Loss:
         """Return the part of an optimiser step's loss that these n pairs contribute. The step has `total_pairs` pairs.
 
-        `chosen` and `rejected` are the rewards [n] of the pairs' completions.
+        `chosen` and `rejected` are the rewards [n] of the pairs' completions. `margin` [n] is subtracted from their difference.
 
         Errors: ValueError if a tensor's shape is not [n], since it would broadcast silently.
         """

@@ -43,7 +43,7 @@ def check(processes: int) -> None:
 
 
 def run(processes: int, arguments: Sequence[str]) -> int:
-    """Run `psigrad arguments` as ranks 0 … processes - 1 of this machine. Return the exit status of the run.
+    """Run `psigrad` with `arguments` as ranks 0 … processes - 1 of this machine. Return the exit status of the run.
 
     Rank 0 has the terminal. When a process fails, the others are ended, and the last output of the first failed process is
     printed. SIGTERM and SIGHUP are forwarded to all processes. Ctrl-C reaches them from the terminal.

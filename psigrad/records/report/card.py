@@ -101,7 +101,7 @@ def _front(run: RunData, base: ModelOrigin, name: str) -> dict[str, Any]:
 
 
 def _index(run: RunData, name: str, task: str) -> list[dict[str, Any]]:
-    """Return the held-out figures after training, in the format of the hub's `model-index`."""
+    """Return the held-out metrics after training, in the format of the hub's `model-index`."""
     last = (run.evaluations or [{}])[-1]
     metrics = [
         {"name": f"held-out {stem}", "type": stem, "value": value}
@@ -116,7 +116,7 @@ def _index(run: RunData, name: str, task: str) -> list[dict[str, Any]]:
 
 
 def _held_out_figures(run: RunData) -> Iterator[tuple[str, str]]:
-    """Yield (name, key of metrics.jsonl) of the held-out figures of the card: means, figures with an interval, and the loss."""
+    """Yield (name, key of metrics.jsonl) of the card's held-out metrics: means, metrics with an interval, and the loss."""
     keys = run.keys("eval/")
     for key in keys:
         stem = key.removesuffix("/mean")
@@ -125,7 +125,7 @@ def _held_out_figures(run: RunData) -> Iterator[tuple[str, str]]:
 
 
 def _held_out_table(run: RunData) -> list[list[str]]:
-    """Return the lines of a Markdown table of held-out figures before and after training, with 95 % intervals.
+    """Return the lines, lists of cells, of a Markdown table of held-out metrics before and after training, with 95 % intervals.
 
     The first two lines are the table's head.
     """
@@ -226,7 +226,7 @@ def _metadata(card: Path) -> dict[str, Any]:
 
 
 def _datasets(run: RunData, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (name, hub name) of each dataset in the setting data.<prefix>dataset. The hub name is "" for a dataset elsewhere."""
+    """Yield (name, hub name) of each dataset in the setting data.<prefix>dataset. The hub name is "" if it is not on the hub."""
     given = run.settings.get(f"data.{prefix}dataset") or []
     for one in given if isinstance(given, list) else [given]:
         name = str(one).partition(":")[0]

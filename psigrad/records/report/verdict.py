@@ -30,7 +30,7 @@ By Pinsker's inequality, no success rate then changes by more than 0.07.
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a run: a judgement such as Learned (`judgement`), and the figures on which it is based (`evidence`)."""
+    """The verdict on a run: a judgement such as Learned (`judgement`), and the numbers on which it is based (`evidence`)."""
 
     judgement: str
     evidence: str
@@ -100,9 +100,9 @@ def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
 
 
 def _pairs(run: RunData, before: int, after: int, *means: float) -> list[tuple[float, float]]:
-    """Return (metric before, metric after) for each prompt that both evaluations scored.
+    """Return (metric before, metric after) for each prompt that the evaluations at the steps `before` and `after` both scored.
 
-    Return [] if the recorded completions do not have the `means` of the evaluations, since rows are then missing or damaged.
+    Return [] if the recorded completions do not have the two `means` of the evaluations. Rows are then missing or damaged.
     """
     ends = [run.held_out.get(step, {}) for step in (before, after)]
     for rows, mean in zip(ends, means, strict=True):
@@ -131,7 +131,7 @@ def _unpaired(first: Interval, last: Interval) -> Interval:
 
 
 def _change(name: str, first: Interval, last: Interval, change: Interval, rows: float) -> tuple[str, Mood, list[str]]:
-    """Return (the judgement, its mood, texts with the figures) for two evaluations of `rows` rows each."""
+    """Return (judgement, mood, texts) for the metric `name` of two evaluations, `first` and `last`, of `rows` rows each."""
     said = [f"held-out {name} {show_interval(*first, brief)} → {show_interval(*last, brief)}"]
     if not math.isfinite(change.mean):
         return "Unknown", "bad", said
@@ -162,7 +162,7 @@ def _describe_small_change(run: RunData) -> list[str]:
 
 
 def _rows_judged(run: RunData, row: Mapping[str, Any]) -> float:
-    """Return a lower bound on the number of rows or episodes that an evaluation scored; infinity if it is not recorded."""
+    """Return a lower bound on the rows or episodes scored by the evaluation with the metrics `row`; infinity if not recorded."""
     if "eval/prompts" in row:
         size = max(1.0, number(run.settings.get("evaluation.num_generations_eval", 1)))
         return number(row["eval/prompts"]) - number(row.get("eval/unscored", 0)) // size

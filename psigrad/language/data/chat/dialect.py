@@ -139,11 +139,11 @@ def cache_specials(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 
 
 def _backend_of(tokenizer: PreTrainedTokenizerBase, added: list[Any]) -> tuple[re.Pattern[str] | None, Any]:
-    """Return (`Specials.cuts`, `Specials.backend`) for a tokenizer with the added tokens `added`.
+    """Return (`cuts`, `backend`) of the tokenizer's `Specials`. `added` are its added tokens.
 
-    `tokenizers` splits a text at its added tokens, and then processes each piece alone. If several added tokens begin at the same
-    position, the longest counts. `cuts` has only tokens at which every text is split, whatever precedes them. This excludes a
-    token that is matched in normalised text or must be a separate word. If a token may be part of another, `cuts` is None.
+    The library `tokenizers` splits a text at added tokens, and then processes each piece alone. If several begin at the same
+    position, the longest counts. `cuts` has only tokens at which every text is split, whatever precedes them. This excludes
+    tokens that are matched in normalised text. If a token may be part of another or must be a separate word, `cuts` is None.
     """
     from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
@@ -218,11 +218,12 @@ def _probe(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], spe
 
 
 def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, str]:
-    """Return `turn_end` and `turn_next` of a `Dialect`, from two renderings of a turn with the content `SENTINEL`.
+    """Return (`turn_end`, `turn_next`) of a `Dialect` from two renderings of a turn with the content `SENTINEL`.
 
-    In `last`, the turn is the last one; in `followed`, another turn follows. `turn_end` is the text from the content to the last
-    special token that both share, or else to the last one in `last` (gpt-oss: <|return|>). `turn_next` is then equal to it. If
-    `last` has none, `turn_end` ends at the next turn's first one (GLM: <|user|>), and `turn_next` is the part that `last` lacks.
+    In `last`, the turn is the last one; in `followed`, another turn follows. `turn_end` is the text from the content to a token
+    that `special` matches: the last such token that both share, or else the last one in `last` (gpt-oss: <|return|>). In both
+    cases `turn_next` equals it. If `last` has none, `turn_end` ends at the first one of the next turn (GLM: <|user|>), and
+    `turn_next` is the part that `last` lacks.
     """
     ending, behind = last.rpartition(SENTINEL)[2], followed.rpartition(SENTINEL)[2]
     shared = next((i for i, (a, b) in enumerate(zip(ending, behind, strict=False)) if a != b), min(len(ending), len(behind)))

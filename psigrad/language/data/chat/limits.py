@@ -213,7 +213,7 @@ _MULTIPLYING = ("replace", "indent", "expandtabs", "join", "format")
 
 
 def _check_arguments(name: str, values: Sequence[Any]) -> None:
-    """Raise `TemplateLimit` if an argument of the function `name` is too large a number, or if its result would be too long."""
+    """Raise `TemplateLimit` if `values`, the arguments of function `name`, have too large a number or give too long a result."""
     counts = [value for value in values if type(value) is int]
     if counts and max(map(abs, counts)) > LARGEST:
         raise TemplateLimit("calls a function with a number that is too large")

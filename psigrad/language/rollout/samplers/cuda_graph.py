@@ -56,13 +56,13 @@ class CudaGraphDecoding:
     """Recorded decoding steps of a model (CUDA graphs), and their cache, whose slots have full capacity from the start.
 
     Both persist between calls, since a recording contains the memory addresses of the cache and of the weights. A recording is
-    specific to one distribution and one shape: 1, 2, 4, … slots, the number of tokens read from each, and if prompts are stored
-    once, the three numbers from `_seated`. Empty slots write keys and values where the next prompt will overwrite them, and
+    specific to one distribution and one shape: 1, 2, 4, … slots, the number of tokens read from each, and the size of the grid
+    of `Seats`, if prompts are stored once. Empty slots write keys and values where the next prompt will overwrite them, and
     their draws are ignored.
     """
 
     def __init__(self, model: LanguageModel, room: Room, wanted: Room | None = None, record: Recorder | None = None) -> None:
-        """Create a cache of capacity `room`. `wanted` is the capacity needed, if it is more. Call `begin` before each batch."""
+        """Create a cache of `room`, perhaps reduced from `wanted`. `record` records a step. Call `begin` before each batch."""
         self.model, self.wanted = model, wanted or room
         self.cache = GroupedCache(*room) if room.prompts else KVCache(*room[:2])
         self.weights = weight_addresses(model)
@@ -77,11 +77,11 @@ class CudaGraphDecoding:
         self.logprobs = torch.zeros(TOKENS_AT_ONCE, 2, slots, device=device)
 
     def fits(self, room: Room) -> bool:
-        """Return True if the recordings use the model's current weights, and were made for at least this capacity."""
+        """Return True if the recorded steps use the model's current weights, and were made for at least the capacity `room`."""
         return self.wanted.covers(room) and self.weights == weight_addresses(self.model)
 
     def begin(self, params: SamplingParams) -> None:
-        """Empty all slots, and select the recordings of this distribution and of the active adapters."""
+        """Empty all slots, and select the decoding steps that were recorded for this distribution and for the active adapters."""
         self.cache.clear()
         self.params = replace(params, max_tokens=1, stop_token_ids=())
         drawn_from = self.params, active_adapters(self.model)
@@ -114,8 +114,8 @@ class CudaGraphDecoding:
         return min(between if _NARROWEST < wanted <= between else wide, most)
 
     def _seated(self, size: int) -> tuple[int, ...]:
-        """Copy the arrays of `Seats` for `size` slots to the device. Return (the number of places in their grid of prompts ×
-        completions, its completions per prompt, the cached tokens that a step reads of each prompt); () without `GroupedCache`.
+        """Copy the arrays of `Seats` for `size` slots to the device. Return (the number of places in their grid, the completions
+        per prompt in it, the cached tokens that a step reads of each prompt); () without `GroupedCache`.
         """
         if not isinstance(self.cache, GroupedCache):
             return ()
@@ -127,7 +127,7 @@ class CudaGraphDecoding:
         return len(seats.grid), seats.members, self._columns(int(seats.behind.max()), self.cache.longest_prompt)
 
     def _replay(self, *shape: int) -> Callable[[], None]:
-        """Return a function that replays the step `_step(params, *shape)`. The first call with a shape records its step."""
+        """Return a function that replays `_step(self.params, *shape)`. The first call with this shape records it."""
         if shape not in self._replays:
             moved = [self.state, self.at, *self.cache.states.values()]
             before = [x.clone() for x in moved]
@@ -144,7 +144,10 @@ class CudaGraphDecoding:
         return GroupedDecode(self.cache, places, columns, width, self._seats[len(places), grid], members)
 
     def _step(self, params: SamplingParams, size: int, columns: int, *seated: int) -> None:
-        """Decode one token for the first `size` slots. No operation waits for the CPU, so a CUDA graph can record the step."""
+        """Decode a token for the first `size` slots, which read `columns` cached tokens each. `seated` is `_seated`'s result.
+
+        No operation waits for the CPU, so a CUDA graph can record the step.
+        """
         tokens, places, counts, seeds = self.state[:, :size]
         step = self._layout(places.clone(), columns, *seated)
         hidden = self.model.forward(tokens[:, None], step.positions[:, None], step)
@@ -178,12 +181,12 @@ def free_memory(device: torch.device) -> int:
 
 
 def weight_addresses(model: LanguageModel) -> tuple[int, ...]:
-    """Return the memory addresses of all weights. A recording is valid only while they stay the same."""
+    """Return the memory addresses of all weights. A recorded decoding step is valid only while they stay the same."""
     return tuple(p.data_ptr() for p in model.network.parameters())
 
 
 def active_adapters(model: LanguageModel) -> Hashable:
-    """Return a key that identifies the LoRA adapters active in each layer. A recording is valid only for the same adapters."""
+    """Return a key of the LoRA adapters that are active in each layer. A recorded step is valid only for the same adapters."""
     layers: list[Any] = [module for module in model.network.modules() if hasattr(module, "_disable_adapters")]
     return tuple((layer.disable_adapters, *layer.active_adapters, *getattr(layer, "merged_adapters", ())) for layer in layers)
 

@@ -79,7 +79,7 @@ def _forbidden(ids: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _drawn(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> DrawnTokens:
-    """Draw one token per row as `draw` does. On a CPU the result may be a forbidden token, which `draw` then replaces."""
+    """Draw one token per row as `draw` does, but on a CPU perhaps one of `params.forbidden`, which `draw` then draws again."""
     if logits.device.type != "cpu":
         return _draw(logits, params, seeds_u64, counter)
     native = kernels()
@@ -145,7 +145,7 @@ def inverse(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the first index in each row whose cumulative weight exceeds `target(total)`, or the last with a weight above 0."""
+    """Return each row's first index with a cumulative weight above `target(row sums)`, or its last with a weight above 0."""
     # In float32, a sum over a large vocabulary would make rare tokens unreachable.
     sums = weights.double().cumsum(-1)
     ids = torch.searchsorted(sums, target(sums[:, -1:]), right=True)[:, 0]

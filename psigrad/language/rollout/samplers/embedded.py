@@ -303,7 +303,7 @@ class _Batch:
         return self._draw(self.model.head(hidden[:, 0], self.cache.exact, self.cache.packed_weights), self.sequences)
 
     def _recording(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that records the experts chosen for each token, or does nothing if training chooses them again."""
+        """Return a context that records the experts chosen for each token; it does nothing if training does not replay them."""
         return contextlib.nullcontext([]) if self.routes is None else self.routes.router_recorder.record()
 
     def _keep(self) -> ActivationCache | None:
@@ -311,7 +311,7 @@ class _Batch:
         return self.kept if self.kept is not None and self.kept.open else None
 
     def name_rows(self) -> None:
-        """Register each prompt and completion in the activation cache, with the rows of the cache that hold its tokens."""
+        """Register prompts and completions in the activation cache, with the row of each token but a completion's last."""
         if self.kept is None or self.rows is None or not self.kept.open:
             return
         rows, logps = self.rows, self.logprobs[0]

@@ -44,7 +44,10 @@ def answer_logps(
 def reference_logps(
     model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]], budget: int, world: World = ALONE
 ) -> list[list[float]]:
-    """Return log π_ref of every answer, as one list per prompt. A LoRA model without its adapter is its own reference."""
+    """Return log π_ref of every answer, as one list per prompt, in passes of at most `budget` tokens.
+
+    A LoRA model without its adapter is its own reference.
+    """
     found: list[list[float]] = [[] for _ in prompts]
     sizes = [len(p) + sum(a.tokens for a in group) for p, group in zip(prompts, answers, strict=True)]
     parts = [part for part, _ in shard(world, pack_by_tokens(sizes, budget, num_teams(world)))]
@@ -114,7 +117,7 @@ class PreferenceTask:
         return self.loss.loss(self.evaluate(rows), total, targets)
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float | str]:
-        """Return the mean loss and rewards over all pairs, and the accuracy with its 95 % interval and `marks_of` the pairs."""
+        """Return the mean loss and rewards of all pairs, the accuracy, its 95 % interval, and the correct pairs (`marks_of`)."""
         targets = sum(p.chosen.targets for p in self.pairs)
         parts = pack_by_tokens([p.tokens for p in self.pairs], budget, num_teams(world))
         found = map_shared(world, parts, partial(self._judge, targets))
@@ -124,7 +127,7 @@ class PreferenceTask:
         return {**sum_terms(terms for terms, _ in found), **{f"rewards/accuracies/{name}": value for name, value in more.items()}}
 
     def _judge(self, targets: int, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
-        """Return (the terms of the loss on these pairs, a list with 1 for each pair ranked right, ½ for a tie, 0 for wrong)."""
+        """Return (the loss terms, [1 for a correct pair, ½ for a tie, else 0]). `targets` counts all chosen answers' tokens."""
         evaluated = self.evaluate(rows)
         terms = self.loss.loss(evaluated, len(self), targets).terms
         return {name: float(term) for name, term in terms.items()}, self.loss.correct(evaluated).tolist()
@@ -170,7 +173,7 @@ class KTOTask:
 
     @torch.no_grad()
     def _z(self, rows: Sequence[int], budget: int, world: World) -> Tensor:
-        """Return KTO's estimate z of the KL to the reference, from the log-probs of these rows' mismatched answers."""
+        """Return KTO's estimate z of the KL from these rows' mismatched answers (`mismatch`), in passes of `budget` tokens."""
         others = [self._mismatched[i] for i in rows]
         sizes = [len(self.rows[i].prompt) + a.tokens for i, a in zip(rows, others, strict=True)]
         logps, parts = torch.zeros(len(rows)), pack_by_tokens(sizes, budget, num_teams(world))

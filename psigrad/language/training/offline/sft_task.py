@@ -57,7 +57,7 @@ class SFTTask:
         return Loss(value, {name: figure.detach() for name, figure in figures.items()})
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
-        """Return loss, entropy and accuracy on the target tokens of all examples."""
+        """Return loss, entropy and accuracy on the target tokens of all examples; see `Task`."""
         return sum_terms(map_shared(world, self.shares(range(len(self)), budget, num_teams(world)), terms_of))
 
 

@@ -36,9 +36,10 @@ UNSCORED, NO_SIGNAL, EARLIER = "dropped: unscored", "dropped: equal rewards", "d
 def next_collection(
     run: OnlineRun, state: State, clock: Clock, cache: ActivationCache | None
 ) -> tuple[Collected, tuple[Pending, ...]]:
-    """Return (the collection for step s = `state.step`, the pending collections for later steps).
+    """Start sampling up to step s + lag, s = `state.step`. Return (the completions for step s, the pending ones for later steps).
 
-    The collection for step s + lag starts now. Threads of `run.executor` make pending collections while earlier steps train.
+    Threads of `run.executor` sample and score the later ones while earlier steps train. Without an executor, the sampler may
+    store activations in `cache`, for training to reuse.
     """
     pending = list(state.pending)
     wanted = num_started(state.step, run.config.lag, run.total_steps) - state.step
@@ -65,24 +66,24 @@ def next_collection(
 
 
 def num_started(step: int, lag: int, total: int) -> int:
-    """Return the number of collections that have started once `step` steps are done: step + 1 + lag, but at most `total`."""
+    """Return how many of `total` steps have begun to sample once `step` steps are done: step + 1 + `lag`, at most `total`."""
     return min(step + lag + 1, total)
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """A collection that a thread is making. `end` is the index of the first prompt after it; None until the result is known."""
+    """A `Collected` that a thread is making. `end` is the index of the first prompt after its prompts; None: not known yet."""
 
     found: Future[Collected]
     end: int | None
 
     def result(self) -> Collected:
-        """Wait for the thread, and return the collection."""
+        """Wait for the thread, and return the completions."""
         return self.found.result()
 
 
 def _end_of(previous: Pending | None, state: State) -> int:
-    """Return the index of the first prompt after the collection `previous`; `state.cursor` if `previous` is None."""
+    """Return the index of the first prompt after those of `previous`; `state.cursor` if `previous` is None."""
     if previous is None:
         return state.cursor
     return previous.end if isinstance(previous, InFlight) and previous.end is not None else previous.result().cursor
@@ -97,8 +98,8 @@ def _collect_after(
 def collect(run: OnlineRun, cursor: int, version: int, clock: Clock, cache: ActivationCache | None = None) -> Collected:
     """Sample and score completions of `prompts_per_step` prompts, the first of which is prompt number `cursor` of the run.
 
-    With dynamic sampling (DAPO, Yu et al. 2025), new prompts replace groups in which all completions have the same metric
-    (`metric_of`), at most `max_refills` times.
+    `version` is the number of optimiser steps that the sampling weights have taken. With dynamic sampling (DAPO, Yu et al. 2025),
+    prompts whose completions all have the same metric (`metric_of`) are replaced by new prompts, at most `max_refills` times.
     """
     config = run.config
     trajectories: list[Trajectory] = []
@@ -126,9 +127,9 @@ def collect(run: OnlineRun, cursor: int, version: int, clock: Clock, cache: Acti
 
 
 def check_rewards(run: OnlineRun, trajectories: Sequence[Trajectory], before: Sequence[Sequence[int]] = ()) -> list[list[int]]:
-    """Raise `RewardError` if too many completions have no reward because of faults; see `check_unscored`.
+    """Raise `RewardError` if too many completions are unscored because a reward failed; see `check_unscored`.
 
-    Return the counts of faults in the latest steps, which the next call gets as `before`.
+    Return [failures, completions] of each of the latest steps, which the next call gets as `before`.
     """
     reasons = [t.reason if t.status == "unscored" else None for t in trajectories]
     place = lambda row: bisect.bisect_left(run.prompts, row, key=lambda prompt: prompt.index)  # noqa: E731
@@ -172,21 +173,21 @@ def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int)
 
 
 def update_ledger(ledger: Mapping[str, int], cursor: int, collected: Collected) -> dict[str, int]:
-    """Return the ledger of the first `cursor` prompts, with the prompts of a collection added; see `check_balance`."""
+    """Return the ledger, {outcome: number of prompts}, of `cursor` prompts plus those of `collected`; see `check_balance`."""
     entries = add_entries(open_ledger(ledger, cursor), collected.entries)
     check_balance(entries, collected.cursor)
     return entries
 
 
 def open_ledger(ledger: Mapping[str, int], cursor: int) -> dict[str, int]:
-    """Return the ledger. If it is empty although prompts were drawn, return one that counts `cursor` prompts as unknown."""
+    """Return the ledger, {outcome: number of prompts}. If it is empty, count the first `cursor` prompts as drawn before it."""
     if ledger or not cursor:
         return dict(ledger)
     return {ISSUED: cursor, EARLIER: cursor}
 
 
 def add_entries(ledger: Mapping[str, int], entries: Mapping[str, int]) -> dict[str, int]:
-    """Return the ledger with these entries added. Entries of 0 are dropped."""
+    """Return the ledger, {outcome: number of prompts}, with the numbers of `entries` added. Numbers of 0 are dropped."""
     return dict(Counter(ledger) + Counter(entries))
 
 

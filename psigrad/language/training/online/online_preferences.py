@@ -35,7 +35,7 @@ def learn_preferences(
     lr: float,
     cache: ActivationCache | None,
 ) -> UpdateResult:
-    """Take all optimiser steps on the pairs of one collection. A group of equal rewards has no pair and is dropped.
+    """Take all optimiser steps on the pairs of `groups`, one step's completions. A group of equal rewards has no pair.
 
     Source: Guo et al. 2024, Direct language model alignment from online AI feedback, arXiv:2402.04792.
     """
@@ -64,7 +64,7 @@ def learn_preferences(
 
 @dataclass(frozen=True)
 class Pick:
-    """The pairs of a collection, and the indices of their completions. The collection has `rows` completions in all."""
+    """The pairs picked from the `rows` completions of a step, and the indices of the chosen and the rejected completions."""
 
     pairs: list[Pair]
     chosen: list[int]
