@@ -253,7 +253,8 @@ class Optimizer:
         # Caches notice a changed weight by its version counter, which kernels and fused steps do not increment.
         torch.autograd.graph.increment_version(changed)
         self.sums.clear()
-        copy_masters([(w.local, w.master, w.first) for w in self._half if w.master.grad is not None and not w.no_master])
+        if copied := [(w.local, w.master, w.first) for w in self._half if w.master.grad is not None and not w.no_master]:
+            copy_masters(copied)
 
     def _step_by_rows(self, w: Weight, step: StepSize) -> None:
         """Update a weight whose gradient is not stored. Compute the gradient of one block of rows at a time."""
@@ -336,8 +337,7 @@ def _is_finite(x: Tensor) -> bool:
 def _weight(name: str, parameter: nn.Parameter, optim: Optim, rule: UpdateRule | None, seed: int) -> Weight:
     """Return the `Weight` of a parameter: decide its master, kernels and rule, and initialise the rule's state."""
     local = local_parameter(parameter)
-    adamw = rule is None and optim.optimizer in ("adamw", "adamw_8bit")
-    half = local.dtype in _HALF
+    adamw, half = rule is None and optim.optimizer in ("adamw", "adamw_8bit"), local.dtype in _HALF
     stochastic = adamw and optim.bf16_stochastic_round and local.dtype == torch.bfloat16
     remainder = adamw and not stochastic and has_remainder(local)
     master = local
