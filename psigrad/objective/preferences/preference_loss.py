@@ -325,7 +325,7 @@ class Preference:
     def loss(self, pairs: Pairs, total_pairs: int, total_chosen_tokens: int) -> Loss:
         """Return the part of an optimiser step's loss that `pairs` contribute. The totals count all pairs and tokens of the step.
 
-        The terms have TRL's names. Like the loss, they are added up over the micro-batches of a step.
+        `Loss.terms` are metrics with TRL's names. Like the loss, they are added up over the micro-batches of a step.
         """
         chosen, rejected = self.rewards(pairs)
         total_pairs = max(total_pairs, 1)
