@@ -374,7 +374,7 @@ def load(
     - `trust_remote_code` runs the Python code that comes with the model.
     - `for_shards` leaves the weights in the host's memory, where `sharded.shard` reads this process's shard.
     - `base` is the quantisation of the layers under a LoRA adapter: "nf4", "int8" or "gguf".
-    - `vision` loads the vision tower too, if transformers can load the language model of a checkpoint without it.
+    - `vision` loads the vision tower even of a checkpoint from which transformers can load the language model alone.
     - `towers` names the modules outside the language model that are trained.
 
     Raises `UserError` if no model can be loaded from `path`.

@@ -217,7 +217,7 @@ def squared(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Raise the chosen completion's probability, lower the rejected one's. Use it if the chosen are better than the model's own.
+    """Raise the chosen completion's probability, lower the rejected one's. Use it if the chosen beat the model's own completions.
 
     Formula: 1 − σ(h_w) + σ(h_l)
 
@@ -230,7 +230,7 @@ def apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def apo_down(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Lower the probability of both completions, the rejected one's more. Use it if the model's own are better than the chosen.
+    """Lower the probability of both completions, the rejected one's more. Use it if the model's own completions beat the chosen.
 
     Formula: σ(h_w) + 1 − σ(h_w − h_l)
 
