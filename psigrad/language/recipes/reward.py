@@ -74,7 +74,7 @@ def score_rows(
     columns: str | Mapping[str, str] = "",
     bad_rows: Literal["stop", "skip"] = "stop",
 ) -> list[dict[str, Any]]:
-    """Return the prompt-completion rows in order, with the reward model's score r(x, y) in the column `reward`.
+    """Return the prompt-completion rows in order, with the reward model's score r(x, y) as `reward`; higher is better.
 
     `rows` is a file, folder or hub dataset, or rows from Python; `columns` renames their columns. `budget` is the most tokens of
     a forward pass. `bad_rows="skip"` drops malformed rows. Raises `UserError` if `model` has no trained scalar head.
