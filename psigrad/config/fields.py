@@ -107,7 +107,7 @@ def cached(function: C) -> C:
 
 @cached
 def settings_of(cls: Any) -> dict[str, Setting]:
-    """Return every setting that the command of a settings class reads, by dotted name, in the order of the fields.
+    """Return the settings that the command of `cls`, a settings class, reads: {dotted name: setting}, in the order of the fields.
 
     Sections have the defaults that `cls` gives them.
     """
@@ -116,10 +116,9 @@ def settings_of(cls: Any) -> dict[str, Setting]:
 
 @cached
 def unread_settings(cls: Any) -> dict[str, str]:
-    """Return {setting in a section of `cls` that the command does not read: the setting that replaces it, or ""}.
+    """Return {setting that the command of `cls` does not read: the setting that replaces it, or "" if there is none}.
 
-    Help omits the settings that are not read. Giving one without a replacement raises an error, unless the value is False or the
-    default.
+    Help omits these settings. A value for a setting without a replacement raises an error, unless it is False or the default.
     """
     sections = types_of(cls, notes=True)
     found = {name: mark for name, annotated in sections.items() for mark in _extras(annotated) if isinstance(mark, Unread)}
@@ -151,7 +150,7 @@ def unread_by(cls: Any, algorithm: str) -> set[str]:
 
 
 def idle(config: Any) -> dict[str, str]:
-    """Return {name: sentence} for each changed setting of `config` that has no effect, as no setting that it `Needs` is set."""
+    """Return {name: sentence} for each changed setting without effect: no setting that its `Needs` note names is set."""
     found, settings = {}, settings_of(type(config))
     for name, mark in _notes(type(config), Needs):
         value = _value(config, name)

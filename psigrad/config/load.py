@@ -140,7 +140,7 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 
 
 def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str] = frozenset(), names: Names = OWN) -> T:
-    """Build the settings. Errors name the file `source`, except for the settings in `beside`, which are not from the file."""
+    """Build a `cls` from `values`. Errors name the file `source`, but not for the settings in `beside`, which are not from it."""
 
     def locate(name: str) -> str:
         return f"{source}: {name}" if source and name not in beside else name
@@ -215,7 +215,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
 
 
 def _convert_types(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` in the types of their fields: `reward: exact` becomes a tuple of one, and a `Path` becomes text."""
+    """Return `values` with lone values of tuple fields as tuples, paths as text, and the defaults of `cls` added to sections."""
     hints = types_of(cls)
     made: dict[str, Any] = {}
     for name, value in values.items():

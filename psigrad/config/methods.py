@@ -58,9 +58,10 @@ def declaration(name: str) -> Declaration:
 
 
 def of_spec(spec: Any) -> Declaration:
-    """Return the declaration of an algorithm: a name, {"preset": name, …}, or an object whose name is that of a method.
+    """Return the declaration of an algorithm, given as a name, as {"preset": name, …} or as an object with a `name`.
 
-    A custom algorithm is an online method without defaults.
+    Anything else, such as "module:name", is custom: an online method whose only default is the algorithm. A plain name that no
+    method has raises `UserError`.
     """
     name = spec.get("preset", "") if isinstance(spec, Mapping) else spec if isinstance(spec, str) else getattr(spec, "name", "")
     if name in list_declarations():

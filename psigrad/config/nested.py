@@ -27,8 +27,8 @@ class GivenSetting(NamedTuple):
 def put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
     """Set the setting with the dotted name `name` in nested `values`, and create the missing mappings on the path.
 
-    Within `algorithm` and `loss`, a value on the path that is no mapping is replaced by one: a preset's name by {preset: name},
-    a part's name by {part: name}, and null by {}. Error messages name the `source` of the setting.
+    Within `algorithm` and `loss`, a text or null on the path becomes a mapping: a preset's name {preset: name}, a part's name
+    {part: name}, and null {}. Error messages name the `source` of the setting.
     """
     first, *parents, leaf = [*name.split(".")] if "." in name else ["", name]
     for parent in [first, *parents] if first else []:

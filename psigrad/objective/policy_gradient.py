@@ -229,10 +229,10 @@ class PolicyGradient:
         return Prepared(batch, advantage, keep, needs_gradient, figures, new_state, returns, counts, marks)
 
     def _choose(self, batch: Batch, advantage: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return three fields of `Prepared`: `keep` [N], the rows to train on, and the masks `counts`, `marks` [N, T] of steps.
+        """Return three fields of `Prepared`: `keep` [N], the rows to train on, and `counts` and `marks` [N, T].
 
-        `counts` are the steps with a surrogate loss; None if no filter drops single steps. `marks` are the steps that the
-        surrogate chooses; None if it chooses none.
+        `counts` are the steps with a surrogate loss; None if no filter drops single steps. `marks` is the
+        result of the surrogate's method `marks`; None if it has none.
         """
         keep, counts = batch.present, None
         for part in self.keep:

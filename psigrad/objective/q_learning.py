@@ -34,7 +34,7 @@ def td_target(worth: Tensor, choosing_q: Tensor | None = None) -> Tensor:
 
 
 def q_loss(q: Tensor, action: Tensor, target: Tensor) -> Tensor:
-    """Return the mean Huber loss (δ = 1) of the values `q` [M, A] at the taken actions [M].
+    """Return the mean Huber loss (δ = 1) between the values `q` [M, A] at the taken actions [M] and y, the `target` [M].
 
     Formula: mean of ½·d² where |d| < 1 and |d| − ½ elsewhere, d = Q(s_t, a_t) − y
     """
@@ -47,7 +47,7 @@ def shares(action: Tensor, actions: int, size: int) -> Tensor:
 
 
 def q_slope(q: Tensor, shares: Tensor, target: Tensor) -> Tensor:
-    """Return the gradient [M, A] of `q_loss` with respect to Q: clip(Q(s_t, ·) − y, −1, 1) · `shares` [M, A]."""
+    """Return the gradient [M, A] of `q_loss` in Q: clip(Q(s_t, ·) − y, −1, 1)·w. y is `target`, and w the result of `shares`."""
     return (q - target[:, None]).clamp_(-1, 1).mul_(shares)
 
 

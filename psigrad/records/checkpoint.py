@@ -188,7 +188,7 @@ def _traces(path: Path, files: Mapping[str, Any]) -> list[Any]:
 def verify(path: Path, rank: int = 0, size: int = 1) -> dict[str, Any]:
     """Return the manifest of a checkpoint whose files are all unchanged. Raise `CheckpointError` naming a changed file.
 
-    With several processes (`size`), each process hashes only every `size`-th file. If none of them raises, each calls `trust`.
+    With several processes (`size`), each hashes only every `size`-th file. If none raises, the caller must call `trust` on each.
     """
     manifest = read_manifest(path)
     check_format(path, manifest)
@@ -257,7 +257,7 @@ def step_of(path: Path) -> int | None:
 
 
 def steps(root: Path) -> list[Path]:
-    """Return the checkpoint folders, newest first. If a step has a current and a replaced folder, the current one is first."""
+    """Return the checkpoint folders, newest first. If a save was replacing a step's folder, the new one precedes the old."""
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if step_of(path) is not None and path.is_dir() and not path.is_symlink()]

@@ -53,8 +53,8 @@ def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
 def restore_parts(folder: Path, step: int, written: int | None) -> None:
     """Undo `rename_part` when a run returns to the checkpoint of `step`. Parts with later rows are removed.
 
-    The part that contains the step becomes rollouts.jsonl again. A part that ends with the step does so only if it was renamed
-    after the checkpoint was saved. It then has `written` rows, the number in the checkpoint's manifest.
+    The part that contains the step becomes rollouts.jsonl again. So does a part that ends with the step and has `written` rows,
+    the number in the checkpoint's manifest: it was renamed after the checkpoint was saved.
     """
     for part in reversed(parts_of(folder)):
         if part.last > step or (part.last == step and part.rows == written):
@@ -62,7 +62,7 @@ def restore_parts(folder: Path, step: int, written: int | None) -> None:
 
 
 class Truncation(NamedTuple):
-    """The result of truncating a file of rows: the number of remaining rows, and the number of damaged lines that were moved."""
+    """The result of truncating a file of rows: the numbers of remaining rows and of damaged lines, which are in FILE.damaged."""
 
     rows: int
     damaged: int
@@ -109,9 +109,9 @@ def end_last_line(file: Path, *, cut: bool = True) -> None:
 def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
     """Truncate a file to its rows up to step `step`. `written` is the number of these rows that were written, None if unknown.
 
-    Rows are in the order of their steps. If they are not, the fewest rows whose removal restores the order count as damaged. If
-    fewer than `written` rows remain, the lines after them are moved to FILE.damaged too, since a missing row may be among them.
-    Otherwise these lines are deleted.
+    Rows are in the order of their steps. If they are not, the fewest rows whose removal restores the order count as damaged, and
+    are moved to FILE.damaged. Lines after the last remaining row are deleted. If fewer than `written` rows remain, these lines
+    are moved too, since a missing row may be among them.
     """
     end_last_line(file, cut=False)
     ends, steps, end = array("q", [0]), array("q"), 0

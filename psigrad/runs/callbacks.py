@@ -171,7 +171,7 @@ class Callbacks:
             self._rows.append(dict(row))
 
     def begin(self, state: S, total: int) -> S:
-        """Restore each callback's state, then call `on_init_end` and `on_train_begin` of all callbacks."""
+        """Restore each callback's state, then call `on_init_end` and `on_train_begin`. `total` is the run's number of steps."""
         if not self.callbacks:
             return state
         self.visible_state.max_steps = total
@@ -193,7 +193,7 @@ class Callbacks:
         return self._call_all("on_step_begin", state) if self.callbacks else state
 
     def step_end(self, state: S, evaluate: bool, save: bool) -> S:
-        """Call `on_step_end` of all callbacks. `control` then has the requests to evaluate and to save."""
+        """Call `on_step_end` of all callbacks. `evaluate` and `save` are True if due; callbacks may change both in `control`."""
         self.control.should_evaluate, self.control.should_save = evaluate, save
         return self._call_all("on_step_end", state) if self.callbacks else state
 
@@ -248,7 +248,7 @@ class Callbacks:
         return change
 
     def _value_before(self, setting: str) -> Any:
-        """Return a setting's value before a change; None for a parameter of the algorithm that no callback has changed yet."""
+        """Return a setting's value before a callback's change; None for a parameter of the algorithm at its first change."""
         if setting in self.changed_values or setting.partition(".")[0] in PARTS:
             return self.changed_values.get(setting)
         return getattr(self.args, setting.rpartition(".")[2])
@@ -268,7 +268,7 @@ class Callbacks:
             self._keep_best(row, step)
 
     def _call_all(self, event: str, state: S, **more: Any) -> S:
-        """Call the method `event` of every callback, and apply the callbacks' requests on every rank."""
+        """Call the method `event` of every callback with `more`, apply their requests on every rank, and return the new state."""
 
         def call() -> None:
             visible = self.visible_state

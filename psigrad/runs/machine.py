@@ -35,7 +35,7 @@ _USUAL = 1 << 25
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use. On macOS it is the machine's number, as there is no such query."""
+    """Return the number of cores that this process may use; on macOS, which does not report it, the number of all cores."""
     asked = getattr(os, "sched_getaffinity", None)
     return len(asked(0)) if asked else os.cpu_count() or 1
 

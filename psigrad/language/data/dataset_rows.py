@@ -117,9 +117,9 @@ def show(value: object, limit: int = 60) -> str:
 def validate(raw: object, form: str, source: str, *, empty: bool = False) -> Row:
     """Return the `Row` of one raw mapping.
 
-    `form` is a name of `FORMS`, or "sft": prompt-completion if the row has both columns, otherwise messages. Strings are
-    unchanged, lone surrogates and NUL included. Null keys of a message (Parquet's form of "absent") are dropped. With `empty`, a
-    turn may have no content. Raise RowError with source, column and reason.
+    `form` is a name of `FORMS`, or "sft": prompt-completion if the row has both columns, otherwise messages. Strings are not
+    changed, even if they have lone surrogates or NUL. Null keys of a message, which Parquet writes for absent ones, are dropped.
+    With `empty`, a turn may have no content. Raise RowError with source, column and reason.
     """
     check = _Check(source, empty)
     if not isinstance(raw, Mapping):
@@ -214,7 +214,7 @@ def _messages(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pair(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a preference row. Without a prompt, it is the answers' common beginning (TRL's implicit prompt)."""
+    """Return the fields of a preference row. A missing prompt is the common beginning of the answers (TRL's implicit prompt)."""
     if raw.get("prompt") is None:
         raw = {**raw, **_split_prompt(check, raw)}
     prompt = check.prompt(raw)

@@ -88,7 +88,7 @@ def pack(value: Any) -> tuple[str, list[int]]:
 
 
 def unpack(text: str, ids: list[int]) -> Any:
-    """Return the training item that `pack` packed."""
+    """Return the training item that `pack` turned into (text, ids)."""
     rest = iter(ids)
 
     def value(form: Any) -> Any:
@@ -172,9 +172,7 @@ class ArrowSequence(Sequence[T], Generic[T]):
 
 @dataclass(frozen=True)
 class PreparedRows(Generic[T]):
-    """A run's training `rows` and `held_out` rows as the model reads them. `items` and `held_out_items` are the same rows encoded
-    for training.
-    """
+    """A run's prepared rows: `rows` for training and `held_out`. `items` and `held_out_items` are the same rows, tokenised."""
 
     rows: Sequence[Row]
     held_out: Sequence[Row]
@@ -215,7 +213,7 @@ def write(path: Path, prepared: PreparedRows[Any], messages: Any, max_bytes: int
 
 
 def read(path: Path) -> tuple[PreparedRows[Any], Any] | None:
-    """Return (the rows that `write` cached, memory-mapped; their messages), or None if the file is missing or damaged."""
+    """Return (the memory-mapped rows in the cache, the messages logged about them), or None if the file is missing or damaged."""
     if not path.is_file():
         return None
     import pyarrow as pa

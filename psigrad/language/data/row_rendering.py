@@ -19,7 +19,7 @@ SHOWN, _LONGEST = 3, 2000
 
 
 class Segment(NamedTuple):
-    """The text of a row's tokens of one `kind`: prompt, trained, masked (without loss, after trained tokens) or sampled."""
+    """Adjacent text of a row with one `kind` of tokens: prompt, trained, masked (no loss, after trained tokens) or sampled."""
 
     kind: str
     text: str
@@ -35,7 +35,7 @@ class RenderedRow(NamedTuple):
 def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -> list[RenderedRow]:
     """Return the text that the model reads for a row, with special tokens; for a preference pair two texts, one per answer.
 
-    `separator` ends each step of a stepwise row. A `Segment` of more than 2,000 characters is cut in the middle.
+    `separator` ends each step of a stepwise row. Of a `Segment` of more than 2,000 characters, the middle is omitted.
     """
     if row.steps:
         made = encode_steps(tokenizer, row, separator)

@@ -161,7 +161,7 @@ def write_end_tokens(folder: Path, tokenizer: Any, known: Sequence[int] = ()) ->
 
 
 def load_tokenizer(path: str) -> Any:
-    """Load a model's tokenizer without its weights. Raises `UserError`."""
+    """Load a model's tokenizer without its weights. Raises `UserError` if it cannot be read."""
     path = resolve_path(path)
     if not Path(path).exists():
         go_offline_without_network()
@@ -174,7 +174,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def check_path(text: str, what: str = "") -> None:
-    """Raise `UserError` for a missing folder, before a request to the hub. `what` describes the path in the message."""
+    """Raise `UserError` for a missing local path (no hub name), or a file that is not GGUF. Errors call the path `what`."""
     path = Path(text).expanduser()
     local = text.startswith((".", "/", "~")) or text.count("/") > 1 or ("/" in text and Path(text.split("/")[0]).is_dir())
     if local and not path.exists():
@@ -261,7 +261,7 @@ def _download(path: str, revision: str) -> Path:
 
 @lru_cache(maxsize=8)
 def _adapter_on_hub(path: str, revision: str = "", *, local: bool = False) -> Path | None:
-    """Download the hub adapter of this name and return its folder; None if the name is not an adapter's."""
+    """Return the folder of the downloaded hub adapter `path`; None if it is no adapter. `local` means an earlier download."""
     from huggingface_hub import snapshot_download
     from transformers.utils import cached_file
 
@@ -418,7 +418,7 @@ def _save_tokenizer(tokenizer: Any, file: Path, folder: Path) -> None:
 
 
 def _merge_adapter(adapter: Path, folder: Path) -> None:
-    """Merge an adapter into its base. If the base was quantised in training, merge it into the dequantised weights."""
+    """Merge an adapter into its base, and save the model in `folder`. A base quantised in training is dequantised first."""
     import peft
 
     if coded := quantisation_of(adapter):

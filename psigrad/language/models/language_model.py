@@ -104,7 +104,7 @@ class LanguageModel(Pretrained):
 
     @torch.no_grad()
     def _why_full_logits(self) -> str:
-        """Return the reason why the LM head on the last hidden states does not give a padded pass's logits; empty if it does."""
+        """Return why the LM head on the last hidden states does not give the logits of a padded pass; "" if it does."""
 
         def logits(full: bool) -> Tensor:
             self.full_logits = full
@@ -118,7 +118,7 @@ class LanguageModel(Pretrained):
             return reason_of(error)
 
     def usable(self, cache: ActivationCache | None) -> ActivationCache | None:
-        """Return `cache` if this model can reuse its activations: if a fused decoder runs with the adapter enabled; else None."""
+        """Return `cache`, or None if this model cannot reuse its activations: it needs a fused decoder with the adapter on."""
         return cache if self.decoder is not None and (self.adapter is None or self.decoder.adapted) else None
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -222,7 +222,8 @@ class LanguageModel(Pretrained):
     ) -> tuple[TokenStats, Targets]:
         """Return (the statistics of `evaluate` as tensors [M] over the target tokens, the `Targets` with the tokens' positions).
 
-        With `entropy` "figure" the entropy is for logging, and may have no gradient.
+        With `entropy` "figure" the entropy is for logging, and may have no gradient. `accuracy` and `mean_logp` request `hit`
+        and `mean_logp` of `TokenStats`.
         """
         self.switch(self.train_mode and torch.is_grad_enabled())
         whole = lay_out(inputs, self.device, packed if packed is not None else not self.why_padded)
@@ -263,9 +264,10 @@ class LanguageModel(Pretrained):
     def _reference_hidden(
         self, request: Divergence, other: LanguageModel, inputs: Groups | Rows, forward: ForwardInputs
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return `_target_hidden` of the reference model `other`: (hidden states, head), without gradient.
+        """Return (hidden states, head): `_target_hidden` of the reference model `other`, without gradient.
 
-        If `other` is this model itself, its adapter is disabled. `forward` are this model's inputs, and `inputs` their tokens.
+        If `other` is this model itself, its adapter is disabled. `inputs` are the policy's tokens, and `forward` is their layout
+        for a pass. If `request` has inputs for the reference, they replace both.
         """
         theirs = replace(forward, cached=None, experts=None)
         if request.inputs is not None or other.why_padded != self.why_padded:
@@ -326,7 +328,7 @@ class LanguageModel(Pretrained):
     def _applies_head(self) -> bool:
         """True if psigrad applies the LM head to the hidden states of a padded pass, in chunks; else transformers does.
 
-        Always False for a model that could be packed, since its padded passes only serve for comparison.
+        False for a model with packed passes: its padded passes check the packed ones, and transformers computes them completely.
         """
         return bool(self.why_padded) and not self.full_logits
 
@@ -372,7 +374,7 @@ def load(
     - `trust_remote_code` runs the Python code that comes with the model.
     - `for_shards` leaves the weights in the host's memory, where `sharded.shard` reads this process's shard.
     - `base` is the quantisation of the layers under a LoRA adapter: "nf4", "int8" or "gguf".
-    - `vision` loads the vision tower too, if transformers can load the language model of a checkpoint without it.
+    - `vision` loads the vision tower even of a checkpoint from which transformers can load the language model alone.
     - `towers` names the modules outside the language model that are trained.
 
     Raises `UserError` if no model can be loaded from `path`.
@@ -421,7 +423,7 @@ def prepare(
     is_known: bool = False,
     towers: Sequence[str] = (),
 ) -> LanguageModel:
-    """Return a `LanguageModel` for a transformers model in memory. `is_known` is True if `fused.loader.load` loaded it."""
+    """Return a `LanguageModel` for a transformers model in memory; see `load`. `is_known` is True if `fused.loader` loaded it."""
     if tokenizer.eos_token_id is None:
         raise UserError("The tokenizer has no EOS token, so no completion could ever end; set tokenizer.eos_token and save it.")
     model = LanguageModel(network, tokenizer).prepare("CAUSAL_LM", lora, adapter, gradient_checkpointing, is_known, towers)

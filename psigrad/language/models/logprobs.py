@@ -29,7 +29,7 @@ CHUNK_ON_GPU, TILE_ON_GPU = 4, 256
 class _Logits(torch.autograd.Function):
     """The autograd function h·Wᵀ by `kernels.multiply`, which unlike PyTorch compiles no code for each new number of tokens.
 
-    With `sums`, the weight's gradient is summed over chunks in float32. Autograd's sum in half precision would lose small terms.
+    Its argument `sums` adds the chunks' gradients of the weight in float32; a sum in half precision would lose small terms.
     """
 
     @staticmethod
@@ -123,7 +123,10 @@ class _Figures:
         self.best = torch.zeros(count, dtype=torch.long, device=like.device)
 
     def add(self, rows: slice, columns: slice, logits: Tensor) -> None:
-        """Add a tile of logits z, and overwrite it. This updates Σ eᶻ⁻ᵐ and Σ eᶻ⁻ᵐ(z − m), with m the largest logit so far."""
+        """Update the sums with the `logits` z of the hidden states `rows` and the token ids `columns`. Overwrite the logits.
+
+        The sums are Σ eᶻ⁻ᵐ and Σ eᶻ⁻ᵐ(z − m) of each hidden state, with m its largest logit so far.
+        """
         highest, place = logits.max(1)
         self.best[rows] = torch.where(highest > self._top[rows], place + columns.start, self.best[rows])
         higher = torch.maximum(self._top[rows], highest)
@@ -135,14 +138,14 @@ class _Figures:
         self._top[rows] = higher
 
     def entropy(self) -> Tensor:
-        """Return the entropy [M] in nats: log Σ eᶻ⁻ᵐ − Σ eᶻ⁻ᵐ(z − m) / Σ eᶻ⁻ᵐ."""
+        """Return the entropy [M] in nats: log Σ eᶻ⁻ᵐ − Σ eᶻ⁻ᵐ(z − m) / Σ eᶻ⁻ᵐ, with z the logits and m their maximum."""
         return self._total.log() - self._mean / self._total
 
 
 class _RowLogProbs(torch.autograd.Function):
     """The autograd function log π(a) of tokens a for a GPU, in large chunks of complete rows of logits.
 
-    If `best`, it also returns the most probable tokens, and if `mixed`, the entropies. Neither has a gradient.
+    Its arguments `best` and `mixed` request the most probable tokens and the entropies as well. Neither has a gradient.
     """
 
     @staticmethod
@@ -242,7 +245,7 @@ class _HeadUse:
 
     @torch.no_grad()
     def add_to(self, out: Tensor, rows: slice) -> None:
-        """Add the rows `rows` of the gradient of the head's weight to `out`."""
+        """Add the gradient of the rows `rows` of the head's weight to `out`, which holds only these rows."""
         self.add_products(None, out, rows)
 
     def add_products(self, dhidden: Tensor | None, dweight: Tensor | None, tokens: slice) -> None:
@@ -319,7 +322,7 @@ def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple
 
 
 def _hits(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return (mask [m], True for `ids` in the range `columns`; index [m, 1] of each id in the range, arbitrary outside)."""
+    """Return (mask [m], True for `ids` in the range `columns`; index [m, 1] of each id within the range, arbitrary outside)."""
     hit = (ids >= columns.start) & (ids < columns.stop)
     return hit, (ids - columns.start).clamp_(0, columns.stop - columns.start - 1)[:, None]
 

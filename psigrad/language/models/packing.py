@@ -75,7 +75,7 @@ def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[
 def _evenly(lengths: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
     """Return equally many micro-batches for each rank, with about the same number of tokens; the largest come first.
 
-    They are packed by the smallest token limit, tried in steps of 3 %, that needs no more micro-batches than `budget` does.
+    To even out their sizes, the token limit is the smallest, in steps of 3 %, that needs no more micro-batches than `budget`.
     """
     tokens = sum(lengths)
     rounds = max(1, math.ceil(len(pack_by_tokens(lengths, budget)) / ranks))
@@ -233,7 +233,7 @@ class RowSelection:
         return x if self.output_rows is None else x.index_select(0, self.output_rows)
 
     def scatter_output_grads(self, dx: Tensor, tokens: int) -> Tensor:
-        """Scatter the gradient dx [W, …] of the output rows to all S tokens, zeros elsewhere. The result may be dx itself."""
+        """Return the gradient [S, …] of S = `tokens` tokens: dx [W, …] at the output rows, else 0. It may be dx itself."""
         return dx if self.output_rows is None else dx.new_zeros(tokens, dx.shape[1]).index_copy_(0, self.output_rows, dx)
 
 

@@ -34,7 +34,7 @@ class Root(nn.Module):
         self.network, self.value_head = network, value_head
 
     def forward(self, compute: Callable[[], Any], found: list[Any]) -> list[Tensor]:
-        """Append the result of `compute` to `found`, and return the tensors in it, on which FSDP sets its backward hooks."""
+        """Append the result of `compute` to `found` for the caller. Return its tensors, to which FSDP attaches its hooks."""
         found.append(compute())
         return list(_tensors(found[0]))
 
@@ -190,7 +190,7 @@ class Replica:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Gather the model's trained weights, and copy them into the copy `twin`. All processes must call this together."""
+        """Gather the model's trained weights, and copy them into the unsharded `twin`. All processes must call this together."""
         own = dict(self.twin.network.named_parameters())
         for name, weight in gather(self.model, self._learns):
             own[name].copy_(weight)

@@ -64,7 +64,7 @@ def tower_parameters(network: Any) -> list[nn.Parameter]:
 
 
 def freeze_towers(network: Any, learns: Sequence[str] = ()) -> None:
-    """Freeze all modules outside the text half, except those whose last name is in `learns`.
+    """Freeze all modules outside the text half, except those that `learns` lists by the last part of their dotted names.
 
     Raises `UserError` for a name in `learns` that no such module has.
     """
@@ -74,7 +74,7 @@ def freeze_towers(network: Any, learns: Sequence[str] = ()) -> None:
 
 
 def check_names(names: Sequence[str], learns: Sequence[str]) -> list[str]:
-    """Return the `names` whose last part is not in `learns`. Raises `UserError` if an element of `learns` matches no name."""
+    """Return the `names` of modules whose last part is not in `learns`. Raises `UserError` if `learns` names no such module."""
     short = {name.rpartition(".")[2]: name for name in names}
     for name in learns:
         if name not in short:
@@ -164,7 +164,7 @@ def open_towers(network: Any, path: str) -> None:
 
 
 def put_back(network: Any, folder: Path) -> bool:
-    """Add the towers that `open_towers` found to the model saved in `folder`. Return False if that was not possible."""
+    """Add the towers that `open_towers` found, if any, to the model saved in `folder`; see `Towers.put_back` for the result."""
     found: Towers | None = getattr(network, _TOWERS, None)
     return found is None or not (folder / "config.json").exists() or found.put_back(folder)
 
@@ -210,7 +210,7 @@ def _header(file: Path) -> dict[str, Any]:
 
 
 def _rename(source: Path, target: Path, renamed: Callable[[str], str]) -> list[str]:
-    """Copy a safetensors file with its tensors renamed, and return the new names. The data is not loaded into memory."""
+    """Copy a safetensors file with its tensors renamed by `renamed`. Return the new names. The data is not loaded into memory."""
     header = {renamed(name): value for name, value in _header(source).items()}
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     text += b" " * (-len(text) % 8)
@@ -223,7 +223,7 @@ def _rename(source: Path, target: Path, renamed: Callable[[str], str]) -> list[s
 
 @contextlib.contextmanager
 def disable_progress_bars() -> Iterator[None]:
-    """Disable transformers' progress bars in this context, which would hide psigrad's, and restore the caller's setting."""
+    """Disable transformers' progress bars, which would hide psigrad's, in this context. Then restore the caller's setting."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -236,7 +236,7 @@ def disable_progress_bars() -> Iterator[None]:
 
 
 def save_pretrained(network: Any, folder: Path, **given: Any) -> None:
-    """Call `network.save_pretrained` so that this process writes the weights. transformers 5.23 writes them on rank 0 only."""
+    """Call `network.save_pretrained(folder, **given)` so that this process writes weights. transformers writes on rank 0 only."""
     network.should_save_on_this_rank = lambda is_main_process: is_main_process
     try:
         network.save_pretrained(folder, safe_serialization=True, **given)

@@ -166,8 +166,9 @@ def _by_model(
     model: LanguageModel,
     episodes: Player | None,
 ) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
-    """Sample `size` completions of each prompt with a local model and score them.
+    """Sample `size` completions of each prompt with a local model and score them. `rewards` drops the rows that it cannot score.
 
+    `episodes` samples trajectories of several turns. With `likelihood`, each prompt instead gets its likeliest answer letter.
     Return (the figures, the completions, the dataset rows).
     """
     rows = rewards.judgeable(_rows(config, episodes, model.tokenizer), redaction.log)
@@ -217,7 +218,7 @@ def _choose(
 ) -> Report:
     """Return the report on all completions. With `best_of`, return the report on the best completion of each prompt instead.
 
-    If a metric is set, it scores the best completions.
+    `figures` are those of all completions. If a metric is set, it scores the best completions.
     """
     if not isinstance(config, EvalConfig) or config.best_of == 1:
         return Report(figures, trajectories, rows)
@@ -231,7 +232,7 @@ def _choose(
 
 
 def kls_to(model: str, reference: str, report: Report, config: OnlineConfig | EvalConfig) -> list[float]:
-    """Return the exact KL(model‖reference) of each completion in `report`, in nats."""
+    """Return the exact KL(model‖reference) of each completion in `report`, in nats, summed over its tokens."""
     plain = replace(config.model, lora_rank=0, adapter="merge", quantize_base="")
     pair = [
         load_model(replace(plain, path=path, revision=plain.revision if path == plain.path else ""), config.run, None)
@@ -248,7 +249,7 @@ def kl_to(model: str, reference: str, report: Report, config: OnlineConfig) -> f
 
 
 def _best(trajectories: list[Trajectory], size: int) -> list[Trajectory]:
-    """Return the completion of each prompt with the highest reward. The earliest wins a tie."""
+    """Return the best of each prompt's `size` adjacent completions, by reward. The earliest wins a tie."""
     groups = [trajectories[i : i + size] for i in range(0, len(trajectories), size)]
     return [max(group, key=lambda t: float("-inf") if t.reward is None else t.reward) for group in groups]
 

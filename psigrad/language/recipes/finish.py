@@ -69,7 +69,8 @@ def train_on_rows(
 ) -> Result:
     """Train on the rows of `task`, from the `checkpoint` if there is one, and save the model. All offline recipes end with this.
 
-    `judges` are the reward and the held-out metric.
+    `generated` samples and scores completions at each evaluation. `judges` are the reward and the held-out metric. `given` has
+    the model or tokenizer that the user passed as an object.
     """
     check_images(config, model, prepared.rows)
     learner = Learner(model, optimizer_of(model, config, journal.world))
@@ -116,7 +117,10 @@ def generated_of(
     reference: Callable[[], LanguageModel | None],
     journal: Journal,
 ) -> Iterator[SampledEvaluation | None]:
-    """Yield the `SampledEvaluation` of completions of held-out prompts; None if no reward can score them."""
+    """Yield the evaluation that samples completions of the held-out `rows` and scores them by `measure`; None without any reward.
+
+    With `eval_kl`, it also computes their KL to the model that `reference` returns.
+    """
     if not (measure.weights and rows):
         yield None
         return
@@ -139,7 +143,7 @@ def note_rows(
 def finish(
     config: Config, journal: Journal, model: LanguageModel | ScalarModel, given: ModelObject | None = None, **noted: Any
 ) -> Result:
-    """Save the final model and write the report. `noted` are fields of the end event; `given` holds a model given as object."""
+    """Save the final model and write the report. `noted` goes into the end event; `given` is the user's model object, if any."""
     world = journal.world
     model = _best_of(config, journal, model, given) if config.evaluation.load_best_model_at_end else model
     saved = "adapter" if config.model.quantize_base and config.model.lora_save == "both" else config.model.lora_save
@@ -166,7 +170,7 @@ def finish(
 def _best_of(
     config: Config, journal: Journal, model: LanguageModel | ScalarModel, given: ModelObject | None
 ) -> LanguageModel | ScalarModel:
-    """Return the model of the best evaluation, from the checkpoint of that step."""
+    """Return the model of the best evaluation, loaded from its checkpoint; `model` if there is none. See `finish` for `given`."""
     best = next((found for found in journal.callbacks.callbacks if isinstance(found, Best)), None)
     step, value = journal.world.broadcast((best.step, best.value) if best else (0, 0.0))
     place = journal.folder.checkpoints / f"step-{step:08d}"
@@ -191,7 +195,7 @@ def _best_of(
 
 
 def write_model(model: LanguageModel | ScalarModel, folder: Path, saved_form: str) -> None:
-    """Write the model in Hugging Face format. `saved_form` is `lora_save`: merged, adapter, or both (with `adapter/`)."""
+    """Write the model in Hugging Face format. `saved_form` is "merged", "adapter", or "both", with the adapter in adapter/."""
     if saved_form == "adapter":
         write(model.adapter, model.tokenizer, folder)
         return

@@ -43,7 +43,7 @@ def check_online(run: OnlineRun) -> None:
 
 
 def check_offline(run: OfflineRun) -> None:
-    """Run a forward and backward pass on the largest micro-batch of a step that has the longest rows."""
+    """Run a forward and backward pass on the micro-batch of the longest row, in a step of the longest rows; see `_trial`."""
     task = run.task
     longest = sorted(range(len(task)), key=lambda i: -task.tokens([i]))[: run.config.batch_size]
     with _trial([run.optimizer]):
@@ -69,7 +69,10 @@ def _fullest(run: OnlineRun) -> Groups:
 
 @contextlib.contextmanager
 def _trial(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Discard the gradients of the block and restore the random state. Raises `UserError` if the device's memory runs out."""
+    """Run a `with` block. Then clear the gradients of `optimizers`, and restore the random state.
+
+    Raises `UserError` if the device's memory runs out.
+    """
     try:
         with torch.random.fork_rng(devices=[]), in_place(*(o.sums for o in optimizers)):
             yield

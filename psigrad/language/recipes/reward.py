@@ -74,11 +74,10 @@ def score_rows(
     columns: str | Mapping[str, str] = "",
     bad_rows: Literal["stop", "skip"] = "stop",
 ) -> list[dict[str, Any]]:
-    """Return every prompt-completion row, in order, with the reward model's score r(x, y) in the column `reward`; higher is
-    better.
+    """Return the prompt-completion rows in order, with the reward model's score r(x, y) as `reward`; higher is better.
 
-    `rows` is a file, folder or hub dataset, or rows from Python; `columns` renames their columns. Raises `UserError` if `model`
-    has no trained scalar head.
+    `rows` is a file, folder or hub dataset, or rows from Python; `columns` renames their columns. `budget` is the most tokens of
+    a forward pass. `bad_rows="skip"` drops malformed rows. Raises `UserError` if `model` has no trained scalar head.
     """
     data = Data(dataset=rows, columns=columns, split=split, bad_rows=bad_rows)
     config = RewardConfig(model=Model(path=model), data=data, run=Run(device=device))

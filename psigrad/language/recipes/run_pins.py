@@ -46,7 +46,7 @@ def collect_pins(
 
 
 def static_pins(config: Config, judges: Sequence[RewardSetup | None] = ()) -> dict[str, str]:
-    """Return the pins that need no rows and no loaded model. If a finished run is started again, these pins are compared."""
+    """Return the pins (see `collect_pins`) that need no rows and no model. A finished run that is started again compares them."""
     data = {name: _data(getattr(config.data, name)) for name in ("dataset", "eval_dataset")}
     return {**{name: found for name, found in data.items() if found}, **_models(config), **_code(config, judges)}
 

@@ -54,7 +54,8 @@ class TrajectoryCollector(Protocol):
     ) -> Iterator[list[tuple[int, list[Trajectory]]]]:
         """Sample `num_generations` trajectories of each prompt. Yield lists of (prompt's index, its trajectories) as groups end.
 
-        `version` is the number of optimiser steps of the weights. A sampler may store activations in `cache` for the trainer.
+        `seed_of(i, k)` is the seed of completion k of prompt i, and `version` the number of optimiser steps of the weights. A
+        sampler may store activations in `cache` for the trainer.
         """
         ...
 
@@ -127,8 +128,8 @@ class ScoredRollout:
     ) -> list[Trajectory]:
         """Return `num_generations` scored trajectories of each prompt, in order; in games, of each player (seat) of each prompt.
 
-        `version` is the number of optimiser steps of the policy. `clock` measures sampling as "time/sample", and the wait for
-        rewards after sampling as "time/score".
+        `clock` measures sampling as "time/sample", and the wait for rewards after sampling as "time/score". For the other
+        arguments see `TrajectoryCollector.collect`.
         """
         clock, world, central = clock or Clock(), self.world, self.collector.sampler.central
         share = range(world.rank, len(prompts), 1 if central else world.size)

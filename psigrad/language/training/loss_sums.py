@@ -55,7 +55,7 @@ class LossSums:
         return loss.value
 
     def of(self, share: Callable[[], Loss], weight: float = 1.0) -> Tensor:
-        """Compute a micro-batch's loss with `share()`, `add` it, and return it. With weight 0, only return 0 times the loss."""
+        """Return the loss of a micro-batch, `share()`, and `add` it. If `weight` is 0, only return 0 times the loss."""
         loss = share()
         return self.add(loss) if weight else 0.0 * loss.value
 
@@ -64,7 +64,7 @@ class LossSums:
         self._later.append((x.detach(), use))
 
     def read(self, x: Tensor) -> Any:
-        """Return `x.tolist()`. The same transfer copies the step's sums and the tensors given to `later`."""
+        """Return `x.tolist()`. One transfer to the host copies x, the step's sums, and the tensors given to `later`."""
         found: list[Tensor] = []
         self.later(x, found.append)
         self._transfer()
@@ -103,8 +103,9 @@ def within_memory(
 ) -> tuple[T, dict[str, Any], dict[str, str]]:
     """Return (the result of `learn(run)`, settings, notes). If memory runs out, retry with smaller micro-batches.
 
-    Each retry halves the tokens of a micro-batch, which changes gradients only by rounding. The returned settings are `changes`
-    with the new size, which later steps and a resumed run use. The notes have a message for the log on each retry.
+    Each retry clears `optimizers` and halves the tokens of a micro-batch, which changes gradients only by rounding. The returned
+    settings are the run's `changes` with the new size, which later steps and a resumed run use. The notes are
+    {kind of event: log message} for each retry.
 
     Raise the memory error if a weight has changed, if the smallest size is not enough, or if other processes did not fail.
     """

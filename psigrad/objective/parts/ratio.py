@@ -263,11 +263,11 @@ def estimate(estimator: Estimator, d: Tensor) -> Tensor:
 def span_kl(logp: Tensor, ends: Tensor, theirs: Tensor, baseline: Tensor | None = None) -> Tensor:
     """Return the estimate "span" [N, T] of the KL to a reference with another tokenizer, computed on pieces of text.
 
-    Formula: value Σ_w d_w, gradient Σ_w (d_w − b)·∇log π(w), with d_w = log π(w) − log π_ref(w)
+    Formula: value d_w = log π(w) − log π_ref(w) at the last token of each piece w, 0 elsewhere; gradient Σ_w (d_w − b)·∇log π(w)
 
     `logp` [N, T] is log π of each token. Where a piece ends, `ends` is True and `theirs` is the piece's log π_ref. Tokens after
-    the last end belong to no piece. b, the `baseline` [N], is the mean d of the other completions. It reduces noise without
-    changing the mean.
+    the last end belong to no piece. b, the `baseline` [N], is the mean d_w over the pieces of all other completions. It reduces
+    noise without changing the expected gradient.
     """
     place = ends.cumsum(1) - ends.long()
     d = logp.new_zeros(logp.shape[0], logp.shape[1] + 1)

@@ -217,7 +217,7 @@ def squared(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Raise the chosen completion's probability, lower the rejected one's. Use it if the chosen are better than the model's own.
+    """Raise the chosen completion's probability, lower the rejected one's. Use it if the chosen beat the model's own completions.
 
     Formula: 1 − σ(h_w) + σ(h_l)
 
@@ -230,7 +230,7 @@ def apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def apo_down(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Lower the probability of both completions, the rejected one's more. Use it if the model's own are better than the chosen.
+    """Lower the probability of both completions, the rejected one's more. Use it if the model's own completions beat the chosen.
 
     Formula: σ(h_w) + 1 − σ(h_w − h_l)
 
@@ -325,7 +325,7 @@ class Preference:
     def loss(self, pairs: Pairs, total_pairs: int, total_chosen_tokens: int) -> Loss:
         """Return the part of an optimiser step's loss that `pairs` contribute. The totals count all pairs and tokens of the step.
 
-        The terms have TRL's names. Like the loss, they are added up over the micro-batches of a step.
+        `Loss.terms` are metrics with TRL's names. Like the loss, they are added up over the micro-batches of a step.
         """
         chosen, rejected = self.rewards(pairs)
         total_pairs = max(total_pairs, 1)

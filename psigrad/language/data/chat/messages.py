@@ -59,10 +59,10 @@ def is_trained(message: Message) -> bool:
 
 
 def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
-    """Return the messages of a fine-tuning row, each with its weight if a column named in `WEIGHTS` lists the weights.
+    """Return the `messages` of a fine-tuning row, with weights if one of the row's other `columns` lists them (`WEIGHTS`).
 
-    The parameter `messages` is None if the row has a completion. Reject a mask of tokens, and a weight of the whole row other
-    than 1.
+    A row with a completion has no messages: `messages` is None and is returned. Reject a mask of tokens, and a weight of the
+    whole row other than 1, by `fail(path, reason)`, which raises.
     """
     weighed = messages
     for name, given in columns.items():
@@ -88,9 +88,9 @@ def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
 
 
 def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
-    """Reject a tool's answer to a call that was not just made. Reject also answers in another order than their calls.
+    """Reject a tool's answer to a call that was not just made, or in another order than the calls, by `fail(path, reason)`.
 
-    Templates match calls and answers by order.
+    Templates match calls and answers by order. Paths start with `column`.
     """
     open_calls: list[Any] = []
     for i, message in enumerate(messages):
@@ -121,7 +121,10 @@ def order_answers(messages: list[Message]) -> list[Message]:
 
 
 def join_parts(parts: list[Any], path: str, fail: Fail) -> str:
-    """Return the joined text of content parts. A part without a type counts as text. Reject other types and missing texts."""
+    """Return the joined text of content `parts`. A part without a type counts as text.
+
+    Reject other types and missing texts by `fail(path, reason)`, which raises. `path` is the place of `parts` in the row.
+    """
     texts = []
     for i, part in enumerate(parts):
         part = {"text": part} if isinstance(part, str) else part
@@ -140,7 +143,7 @@ def join_parts(parts: list[Any], path: str, fail: Fail) -> str:
 
 
 def _call(call: object, path: str, fail: Fail) -> Message:
-    """Return a tool call in OpenAI's form. Its arguments may be an object, or JSON text of one, as OpenAI sends them."""
+    """Return a tool call in OpenAI's form; its arguments may be JSON text. `path` is its place in the row, for `fail`."""
     made = dict(call) if isinstance(call, Mapping) else fail(path, "must be an object with 'function'")
     function = made.pop("function", None)
     if function is None:  # the short form, {"name", "arguments"}

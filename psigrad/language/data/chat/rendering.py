@@ -31,9 +31,9 @@ class RenderSettings:
 
 
 def set_render_settings(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], today: date, rows: int = 0) -> None:
-    """Set the template arguments and the date for all later renderings.
+    """Set the template arguments and the date for all later renderings. A row's own arguments take precedence.
 
-    A row's arguments take precedence. `rows` is the number of rows of the model's embedding.
+    `rows` is the number of rows of the model's embedding; `check_embedded` rejects tokens beyond them. 0 means unknown.
     """
     setattr(tokenizer, RENDER_SETTINGS, RenderSettings(dict(kwargs), today, rows))
 
@@ -76,7 +76,7 @@ def tools_of(row: Row) -> list[Any] | None:
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, row: Row, arguments: Mapping[str, Any]) -> str:
-    """Return the text of the template that renders a row."""
+    """Return the source of the chat template for a row with the template `arguments`. Raises `UserError` if there is none."""
     try:
         return tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"])
     except ValueError:
@@ -94,7 +94,10 @@ def render(
     *,
     generation_prompt: bool = False,
 ) -> str:
-    """Return the text of messages that the template understands (`dialect.rewrite`). Raise whatever the template raises."""
+    """Return the text of `messages` by the chat template, to which `arguments` are passed. Raise whatever the template raises.
+
+    The messages must be in a form that the template understands; see `dialect.rewrite`.
+    """
     template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"])
     with limit_rendering(template):
         _set_clock(tokenizer, template)

@@ -148,7 +148,7 @@ class StatePrefill(_CallCounter):
         self.states, self.prompts, self.copies, self.new = states, prompts, copies, new
 
     def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
-        """Return the convolution of the prompts' inputs x. Store the last inputs of each prompt as the window of its slots."""
+        """Return the convolution `how` of the prompts' inputs x. Store each prompt's last inputs as the window of its slots."""
         pieces, before = self.prompts.pieces, np.arange(1 - how.weight.shape[1], 0)
         last = pieces.lengths[:, None] + before
         rows = np.where(last >= 0, pieces.starts[:, None] + last, -1)
@@ -177,7 +177,7 @@ class Prefill(StatePrefill):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Store this layer's keys and values in the slots. Return the attention within the prompts (`PackedLayout.attend`)."""
+        """Store this layer's keys and values in the slots. Return the attention within the prompts; see `Layout.attend`."""
         self._keep(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
         return self.prompts.attend(layer, q, k, v, scale, window, how)
 
@@ -199,7 +199,7 @@ class StateDecode(_CallCounter):
         self.where: Where = slice(count) if rows is None else rows
 
     def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
-        """Convolve each new token [active, C] with the stored window, and move the window by one token."""
+        """Return the convolution `how` of each new token [active, C] with its slot's window, and move the window by one token."""
         windows = self.states.states[self.next_call("convolution", layer)]
         wide = torch.cat([windows[self.where], x[:, None]], 1)
         windows[self.where] = wide[:, 1:]
@@ -223,8 +223,8 @@ class Decode(StateDecode):
     def __init__(self, cache: KVCache, places: Tensor, columns: int, room: int, shifts: Tensor | None = None) -> None:
         """Prepare a step that stores one new token in each of the first len(places) slots: in slot i at index `places[i]`.
 
-        The token's position is `places[i] + shifts[i]`. The step reads `columns` tokens of each slot, and makes room for
-        `room` tokens.
+        The token's position is `places[i] + shifts[i]`. The step reads `columns` tokens of each slot, and enlarges slots that
+        have room for fewer than `room` tokens.
         """
         super().__init__(cache, len(places))
         self.cache, self.places, self.width, self.room = cache, places, columns, room
@@ -246,7 +246,7 @@ class Decode(StateDecode):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Write the new tokens' keys and values into their slots. Return the output of each token's attention to its own slot."""
+        """Write the new tokens' keys and values into their slots. Return their attention to these slots; see `Layout.attend`."""
         keys, values = self.cache.reserve(self.next_call("attention", layer), k, v, self.room)
         keys[self.slots, :, self.places] = k[:, :, 0]
         values[self.slots, :, self.places] = v[:, :, 0]
@@ -306,7 +306,7 @@ class SharedCache(StateCache):
     def exact(self) -> bool:
         """True if the layers produce the same bits as in training.
 
-        This holds if the matrices are packed for the kernels, since training then multiplies by the same kernels.
+        This holds if the matrices are packed for the kernels, with which training multiplies as well.
         """
         return self.packed_weights.bytes > 0
 
@@ -438,7 +438,7 @@ def prefill(
     copies: Tensor,
     keep: ActivationCache | None,
 ) -> Tensor:
-    """Prefill n new slots; slot i continues prompt `copies[i]`. Return the logits [n, V] after it. `keep` stores activations."""
+    """Prefill n new slots. Return logits [n, V] after prompt `copies[i]`, which slot i continues. `keep` stores activations."""
     inputs, shifts = model.placed(pack(Groups(prompts, [[] for _ in prompts]), model.device)), None
     if inputs.has_images and model.vision is not None:
         shifts = on_device([model.vision.shift(ids) for ids in prompts], model.device)

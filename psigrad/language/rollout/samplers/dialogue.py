@@ -54,7 +54,7 @@ class SlotCache(KVCache):
         self.shifts = self._shifts[torch.from_numpy(slots[: len(lengths)].copy())]
 
     def retain_slots(self, prompt: np.ndarray, slots: np.ndarray) -> None:
-        """Select no slot for the next steps. `slots` can be selected later; new sequences may overwrite all other slots."""
+        """Select no slot. Only `slots` can be selected later; others may be overwritten. `prompt` is not read."""
         self.select_slots(prompt, self._numbers[:0], np.setdiff1d(self._numbers, slots))
 
 
@@ -108,7 +108,7 @@ class CachedDialogue(Dialogue):
         yield from turn.decode(self.cache, {} if restart else unread)
 
     def _prefill(self, live: Sequence[int]) -> torch.Tensor:
-        """Prefill all tokens of these episodes, and select their slots. Return the logits [n, V] after each episode's tokens."""
+        """Prefill all tokens of the episodes `live`, and select their slots. Return the logits [n, V] after each episode."""
         firsts = [n for n, i in enumerate(live) if n == 0 or self.contexts[i] != self.contexts[live[n - 1]]]
         copies = on_device(np.cumsum([n in set(firsts) for n in range(len(live))]) - 1, self.model.device)
         prompts = [self.contexts[live[n]] for n in firsts]
@@ -134,7 +134,7 @@ class _Turn:
         self.sampling_logprobs: dict[int, list[float]] = {i: [] for i in live}
 
     def decode(self, cache: SharedCache | SlotCache, unread: dict[int, list[int]]) -> Iterator[tuple[int, Completion]]:
-        """Decode token by token, and yield (episode, completion) as turns end. First, steps read an episode's `unread` tokens."""
+        """Decode token by token, and yield (episode, completion) as turns end. An episode first reads its `unread` tokens."""
         model = self.dialogue.model
         yield from self._pop_ended()
         while len(self.rows):
@@ -149,7 +149,7 @@ class _Turn:
                 yield from self._pop_ended()
 
     def write(self, logits: torch.Tensor, indices: np.ndarray) -> None:
-        """Draw and record a token for the rows with these indices, and remove the rows that end their turn."""
+        """Draw and record one token per row of `logits`, for the rows at `indices`. Remove the rows whose turn ends."""
         dialogue, rows = self.dialogue, self.rows[indices]
         counts = np.array([len(self.ids[i]) for i in rows])
         drawn = draw(logits, dialogue.params, np.array([self.seeds[i] for i in rows], dtype=np.uint64), counts)
@@ -173,7 +173,7 @@ class _Turn:
         return [(i, self._completion(i)) for i in ended]
 
     def _completion(self, i: int) -> Completion:
-        """Return the completion of an episode's turn, and append it to the episode's context."""
+        """Return the completion of the turn of episode `i`, and append it to the episode's context."""
         ids = self.ids[i]
         self.dialogue.contexts[i] += ids
         return Completion(

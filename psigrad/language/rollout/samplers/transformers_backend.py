@@ -90,7 +90,7 @@ class TransformersSampler(PolicyWeights):
 
 
 def _completion(ids: list[int], logprobs: list[float], sampling: list[float], stops: set[int], seed: int) -> Completion:
-    """Return the completion up to its first stop token. `generate` writes padding after it, which is dropped."""
+    """Return the completion up to its first stop token, unpadded. `sampling` has the log-probs after filters such as top-k."""
     count = next((t + 1 for t, token in enumerate(ids) if token in stops), len(ids))
     reason: FinishReason = "stop" if ids[count - 1] in stops else "length"
     return Completion(tuple(ids[:count]), tuple(logprobs[:count]), tuple(sampling[:count]), reason, seed)

@@ -62,7 +62,7 @@ class RewardTask:
         return {name: float(term) for name, term in loss.terms.items()}, (lead[:, 0] - lead[:, 1]).tolist()
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float | str]:
-        """Return loss, accuracy (with 95 % interval and `marks_of` the pairs), and calibration of σ(margin) as a probability."""
+        """Return loss, accuracy, its 95 % interval, a text of the hits (`marks_of`), and the calibration of σ(margin)."""
         lead = torch.zeros(len(self), dtype=torch.float64)
         parts = pack_by_tokens([p.tokens for p in self.pairs], budget, num_teams(world))
         found = map_shared(world, parts, self._judge)

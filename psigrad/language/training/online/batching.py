@@ -150,7 +150,7 @@ def reference_inputs_of(batch: Batch, micro: MicroBatch) -> Groups | None:
 
 
 def _contexts_of(batch: Batch, micro: MicroBatch) -> list[tuple[tuple[int, ...], list[tuple[int, CompletionSpan]]]]:
-    """Return (prompt, [(row, part of the row's completion that follows the prompt)]) for each prompt of a forward pass."""
+    """Return (prompt, [(row, the part of the row's completion that follows it)]) for each prompt of a forward pass."""
     read: list[tuple[tuple[int, ...], list[tuple[int, CompletionSpan]]]] = []
     for members in micro:
         behind: dict[tuple[int, ...], list[tuple[int, CompletionSpan]]] = {}
@@ -176,7 +176,7 @@ def to_rows(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
 
 
 def minibatches(count: int, shares: int, seed: int, step: int, iteration: int) -> list[Tensor]:
-    """Return the indices 0 … count - 1, shuffled by seed, step and iteration, in `shares` nearly equal parts, the minibatches."""
+    """Return at most `shares` nearly equal minibatches: the indices 0 … count - 1, shuffled by seed, step and iteration."""
     order = torch.from_numpy(seeds.permutation(count, seed, "minibatch", step, iteration)) if count else torch.zeros(0)
     return [share for share in order.tensor_split(shares) if len(share)]
 
@@ -195,10 +195,11 @@ def compute_by_row(
     world: World = ALONE,
     inputs: Callable[[Batch, MicroBatch], Groups] = inputs_of,
 ) -> Tensor:
-    """Apply `of` to the rows where `row_mask` is True (None: all) in micro-batches of `budget` tokens.
+    """Apply `of` to the rows where `row_mask` is True (None: all) in micro-batches of at most `budget` tokens.
 
-    Return the outputs [N, T], which are 0 on other rows. Each process of the world computes its share, and all get the result.
-    The batch and the result are in the host's memory. All outputs are copied from the GPU together.
+    `of` receives `inputs(batch, micro_batch)`. Return the outputs [N, T], which are 0 on other rows. Each process of the world
+    computes its share, and all get the result. The batch and the result are in the host's memory. All outputs are copied from
+    the GPU together.
     """
     out = torch.zeros_like(batch.logp_old)
     micros = assign_micro_batches(world, batch, batch.present if row_mask is None else row_mask, budget)

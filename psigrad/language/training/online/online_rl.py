@@ -125,7 +125,7 @@ def is_critic_warmup(run: OnlineRun, state: State) -> bool:
 
 
 def activation_cache(run: OnlineRun) -> ActivationCache | None:
-    """Return an empty cache for sampling's activations, so that training need not recompute them; None if it must anyway."""
+    """Return an empty cache for activations that sampling stores and training reuses; None if training recomputes all of them."""
     # An episode is sampled turn by turn, and another process or a later step may train on these completions.
     if run.config.model.gradient_checkpointing or run.rollout.collector.plays or run.world.size > 1 or run.config.lag:
         return None
@@ -140,7 +140,7 @@ def cache_limit(run: OnlineRun) -> float:
 
 
 def note_overflow(run: OnlineRun, cache: ActivationCache | None, sampled: Sequence[Trajectory]) -> dict[str, str]:
-    """If sampling's activations exceeded the cache's limit, return a note with the setting that would store all of them."""
+    """Return a note {kind: text} if the activations of `sampled` exceed the cache's limit. It names a limit that suffices."""
     limit, decoder = cache_limit(run), run.model.decoder
     if cache is None or decoder is None or cache.bytes <= limit:
         return {}

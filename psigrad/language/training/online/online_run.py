@@ -56,13 +56,13 @@ class Annotator:
         return batch
 
     def divergence(self, run: OnlineRun, batch: Batch, micro: MicroBatch) -> Divergence | None:
-        """Return the reference of a KL that the policy's pass sums over the vocabulary; None if the KL is not such a sum."""
+        """Return the divergence from a reference that the policy's pass sums over the vocabulary; None if it computes none."""
         return None
 
     def add_terms(
         self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, sums: LossSums
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Return (`part`, `outputs`), to which the annotator may have added terms.
+        """Return (`part`, `outputs`) with the annotator's changes, such as a KL term.
 
         `part` has the `rows` of a prepared batch, and `outputs` are the policy's outputs for them. `sums.steps`
         counts the optimiser steps so far.
