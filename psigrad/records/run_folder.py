@@ -61,7 +61,7 @@ def settings_before(folder: Path) -> dict[str, Any] | None:
     if found is None and (newest := checkpoint.latest(folder / "checkpoints")).path is not None:
         return newest.manifest.get("settings")
     if found is None and file.exists():
-        raise RunFolderError(f"{file} is damaged, and there is no checkpoint; restore it, or choose another output_dir.")
+        raise RunFolderError(f"{file} is damaged, and there is no checkpoint; put a copy back, or choose another output_dir.")
     return found
 
 
