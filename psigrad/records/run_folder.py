@@ -198,7 +198,7 @@ class RunFolder:
         return events.exists() and b'"kind": "started"' in events.read_bytes()
 
     def _open(self, name: str) -> int:
-        """Open a file of rows and return its size."""
+        """Open the file `name`.jsonl, to which rows are appended, and return its size in bytes."""
         self._files[name] = (self.path / f"{name}.jsonl").open("a+b", buffering=0)
         self._ends[name] = os.fstat(self._files[name].fileno()).st_size
         return self._ends[name]

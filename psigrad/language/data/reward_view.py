@@ -67,7 +67,7 @@ def _samples(
 
 
 def _keep(text: str, ids: Sequence[int] = ()) -> str:
-    """Return the text unchanged."""
+    """Return `text` unchanged; its tokens `ids` are ignored."""
     return text
 
 

@@ -407,10 +407,11 @@ def _trim(tokenizer: PreTrainedTokenizerBase, ids: list[int], first: int, last: 
 def _end_of_turn(
     tokenizer: PreTrainedTokenizerBase, row: Row, ids: list[int], first: int, last: int, turn: int, stops: tuple[int, ...]
 ) -> int:
-    """Return the index after the special token that ends a turn.
+    """Return the index after the special token that ends the turn ids[first:last]. `turn` is its number, for the error.
 
-    The token is in ids[first:last], or at ids[last] if a template writes it outside its generation block (trl#5988). Another
-    special token after it at the very end (Phi-3: the EOS) does not belong to the turn, since it is never sampled.
+    The token is in ids[first:last], or at ids[last] if a template writes it outside its generation block (trl#5988). A token of
+    `stops` takes precedence. Another special token after it at the very end (Phi-3: the EOS) does not belong to the turn, since
+    it is never sampled.
     """
     special = dialect.specials_of(tokenizer).ids
     inner = outer = _trim(tokenizer, ids, first, last)

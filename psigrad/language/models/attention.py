@@ -315,9 +315,10 @@ class PackedLayout:
         return how.finish(made).index_select(0, own)
 
     def _windows(self, taps: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tables (`rows` [E], `begin` [S], `windows` [S, taps]) of a convolution. `rows` has for each piece the
-        `taps - 1` tokens before it (-1: none), then its own. `begin` is the index in `rows` where a token's window begins, and
-        `windows` are the tokens in that window.
+        """Return (rows [E], begin [S], windows [S, taps]), the tables of indices by which a convolution gathers packed tokens.
+
+        For each prefix and sequence, `rows` lists the `taps - 1` tokens before it (-1: none), then its own tokens. The window of
+        token s is windows[s], the `taps` entries of `rows` from begin[s] on.
         """
         if taps not in self._taps:
             pieces, before = self.pieces, np.arange(1 - taps, 0)

@@ -62,9 +62,9 @@ Learners = Sequence[Learner | Follower]
 
 
 def commit(root: Path, step: int, write: Write, world: World, meta: Mapping[str, Any]) -> Path | None:
-    """Write a checkpoint with `write`. Return its folder on rank 0, and None on other ranks.
+    """Write the checkpoint of step `step` into a folder below `root`. Return this folder on rank 0, and None on other ranks.
 
-    With sharded models, all ranks must call this.
+    `write` writes the tensors, and `meta` is added to the manifest. With sharded models, all ranks must call this.
     """
     if world.rank:
         if world.lockstep:

@@ -101,7 +101,7 @@ MARK = b'name="generator" content="psigrad"'
 
 
 def check(target: Path, mark: bytes = MARK) -> None:
-    """Raise `UserError` if a file at `target` is not empty and has no `mark` of a page."""
+    """Raise `UserError` if `target` is a file that is not empty and lacks `mark`, which all pages of psigrad contain."""
     if target.is_file() and (before := target.read_bytes()) and mark not in before:
         raise UserError(f"{target} exists and is not a page of psigrad; name another file as the output.")
 

@@ -129,7 +129,7 @@ class TokenFigures:
         self.logp, self.entropy = torch.full(shape, math.nan), torch.full(shape, math.nan)
 
     def store(self, rows: Tensor, evaluation: PolicyOutputs, sums: LossSums) -> None:
-        """Store the outputs of a pass over these rows, when `sums` copies them to the host."""
+        """Store log-probs and entropies of a pass over the rows with indices `rows`, once `sums` has copied them to the host."""
         wanted = rows < self.count
 
         def fill(table: Tensor, values: Tensor) -> None:
