@@ -58,7 +58,7 @@ class ScalarModel(Pretrained):
         return bool(getattr(self.network.config, PLAIN_PROMPTS, False))
 
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
-        """Return V [N, T] of the text before each completion token, or scores [N, 1] if the model only scores whole texts."""
+        """Return V [N, T] of the text before each completion token (see `values`), or scores [N, 1] without a `score` layer."""
         return self.values(texts, packed=packed) if self.per_token else self.scores(texts)[:, None]
 
     def _sample_texts(self, length: int) -> list[list[int]]:
@@ -67,7 +67,10 @@ class ScalarModel(Pretrained):
         return [(row * length)[:length] for row in rows]
 
     def values(self, inputs: Groups | Rows, *, packed: bool | None = None) -> Tensor:
-        """Return V of the state before every target token, [N, T] in at least float32 (zeros elsewhere)."""
+        """Return V [N, T] of the state before every target token, in at least float32 (zeros elsewhere).
+
+        `packed` computes all texts as one row, without padding. None: if the model can do that.
+        """
         forward = lay_out(inputs, self.device, packed if packed is not None else not self.why_padded)
         return forward.targets.unpack(self._read(forward))
 
@@ -82,7 +85,7 @@ class ScalarModel(Pretrained):
         return wide
 
     def scores(self, inputs: Groups, *, packed: bool | None = None) -> Tensor:
-        """Return the scores [N] of prompts with their completions, read at the last token. A group's prompt is computed once."""
+        """Return the scores [N] of prompts with their completions, read at the last token. `packed` is as in `values`."""
         if not self.per_token:
             return self._whole([[*p, *c] for p, group in zip(inputs.prompts, inputs.completions, strict=True) for c in group])
         # V before the extra token 0, which is not computed, is V after the last real token.
@@ -169,7 +172,10 @@ def load(
 
 
 def _by_transformers(path: str, dtype: torch.dtype, trust: bool, vision: bool) -> tuple[PreTrainedModel, list[str]]:
-    """Return (transformers' model with a scalar head, the names of the head's weights that the checkpoint lacks)."""
+    """Return (transformers' model with a scalar head, the names of the head's weights that the checkpoint lacks).
+
+    `trust` allows the checkpoint's own code. `vision` requests the vision tower, if the model has one.
+    """
     from psigrad.language.models.vision import needs_vision
 
     with _quiet():
