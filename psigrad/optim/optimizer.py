@@ -290,9 +290,7 @@ class Optimizer:
         for key in tensors:
             name = key.partition(".")[2]
             if name not in self.weights:
-                raise UserError(
-                    f"The checkpoint trains {name!r}, these settings do not; use those that the run was started with."
-                )
+                raise UserError(f"The checkpoint trains {name!r}, this run does not; use the settings that it was started with.")
             if key not in own.keys() | masters:
                 raise UserError(f"{key!r} was saved by another optimizer; set optimizer back to what the run was started with.")
         for key, value in tensors.items():

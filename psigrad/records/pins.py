@@ -105,7 +105,7 @@ def check_settings(
 
 
 def _read_allowed(now: Mapping[str, Any], leaves: Mapping[str, Any]) -> set[str]:
-    """Return the names in `run.allow`. Raise `UserError` for a name that is neither a pin nor a setting."""
+    """Return the names in `run.allow` of the settings `now`. Raise `UserError` for one that is neither a pin nor in `leaves`."""
     names = set(now.get("run", {}).get("allow", ()))
     known = {*PINS, *leaves, *(name.rpartition(".")[2] for name in leaves)}
     for name in sorted(names - known):

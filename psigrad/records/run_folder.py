@@ -94,8 +94,8 @@ class RunFolder:
 
         `settings` is the class of the settings, whose marks define the permitted changes of a resumed run. A start that raises
         `UserError` before the run has begun leaves no new folder. Raise `RunFolderError` if another process has locked the
-        folder, or if it contains other files or another run (each setting that differs is named). Raise it also if `resume` is
-        "never" and there are checkpoints, or "must" and there are none.
+        folder, or if it contains other files or another run (each setting that differs is named). Raise it also if `resume`
+        is "never" and there are checkpoints, or "must" and there are none. "auto" allows both.
         """
         path = paths.absolute(path)
         if str(path).encode("utf-8", "replace") != os.fsencode(path):  # the Rust libraries that write models accept no other name

@@ -165,10 +165,7 @@ def _verify_together(world: World, root: Path) -> checkpoint.Latest:
 
 
 def save_checkpoint(journal: Journal, step: int, write: Callable[[Path], None], run: Run, meta: Mapping[str, Any]) -> None:
-    """Flush the run's rows to the disk, save a checkpoint of the files that `write` makes, and delete old checkpoints.
-
-    `meta` is added to the checkpoint's manifest.
-    """
+    """Flush the run's rows, save a checkpoint of the files of `write` with `meta` in its manifest, and delete old ones."""
     journal.folder.flush()
     path = checkpoint.save(journal.folder.checkpoints, step, write, meta={**meta, **folder_facts(journal)})
     checkpoint.prune(journal.folder.checkpoints, run.save_total_limit)

@@ -185,10 +185,7 @@ def _prompt_key(row: Row) -> bytes:
 
 
 def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Mapping[str, str], base: Path) -> LoadedRows:
-    """Check the records of the dataset `name`, and return the `LoadedRows`. `load` explains the other arguments.
-
-    Paths of images are relative to their row's file, which is in `base`.
-    """
+    """Check the records of the dataset `name`, as `load` describes. Images' paths are relative to their row's file, in `base`."""
     if form not in (known := ["sft", *FORMS]):
         raise UserError(f"The dataset form {form!r} is unknown; it must be one of {', '.join(known)}{nearest(form, known)}")
     if bad_rows not in ("stop", "skip"):

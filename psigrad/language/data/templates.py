@@ -111,7 +111,7 @@ def examples(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0, 
 
 
 def encode_batch(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, empty_thinking: bool = False) -> None:
-    """Render the conversations among `rows`, and encode in one call the texts that `examples` will need.
+    """Render the conversations among `rows`, and encode in one call the texts that `examples`, with the same arguments, needs.
 
     Do nothing outside of `dialect.cache_specials`. One call is faster: running a template between the encodings of texts evicts
     the encoder's data from the processor's caches.
@@ -143,7 +143,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool) 
 
 
 def example(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0) -> Example:
-    """Return the last example of a row (`examples`). Its context is the whole conversation as read at that turn."""
+    """Return the last of the `examples` of a row. Its context is the conversation as the model reads it at the last turn."""
     return examples(tokenizer, row, max_length)[-1]
 
 

@@ -203,19 +203,16 @@ class _Scan(torch.autograd.Function):
 
 
 def _scan(
-    switch: Switch, trees: Trees, delta: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+    switch: Switch, trees: Trees, delta_rule: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Return (outputs, states) of `StateKernels.chunks` from states of 0; None if the kernel is disabled or does not fit.
-
-    `delta` is True for the delta rule and False for Mamba-2, whose (C, B, x, Δ·A, Δ) are `q` to `beta`.
-    """
+    """Return (outputs, states) of `StateKernels.chunks` from states of 0; None if the kernel is disabled or does not fit."""
     native = switch.native
     if native is None or g.dim() != 2 or v.dtype not in native.dtypes or not q.dtype == k.dtype == v.dtype:
         return None
-    width = (q.shape[2], v.shape[2]) if delta else (v.shape[2], q.shape[2])
+    width = (q.shape[2], v.shape[2]) if delta_rule else (v.shape[2], q.shape[2])
     states = torch.empty(trees.states, v.shape[1], *width)
     rows = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
-    out: Tensor = _Scan.apply(native, trees, delta, states, *rows, g.float().contiguous(), beta.float().contiguous())
+    out: Tensor = _Scan.apply(native, trees, delta_rule, states, *rows, g.float().contiguous(), beta.float().contiguous())
     return out, states
 
 

@@ -67,10 +67,7 @@ class ScalarModel(Pretrained):
         return [(row * length)[:length] for row in rows]
 
     def values(self, inputs: Groups | Rows, *, packed: bool | None = None) -> Tensor:
-        """Return V [N, T] of the state before every target token, in at least float32 (zeros elsewhere).
-
-        `packed` computes all texts as one row, without padding. None: if the model can do that.
-        """
+        """Return V [N, T] of the state before every target token, in at least float32; 0 elsewhere. `packed`: see `lay_out`."""
         forward = lay_out(inputs, self.device, packed if packed is not None else not self.why_padded)
         return forward.targets.unpack(self._read(forward))
 
@@ -171,18 +168,15 @@ def load(
     return prepare(network, words, lora, adapter, gradient_checkpointing=gradient_checkpointing, is_known=known, towers=towers)
 
 
-def _by_transformers(path: str, dtype: torch.dtype, trust: bool, vision: bool) -> tuple[PreTrainedModel, list[str]]:
-    """Return (transformers' model with a scalar head, the names of the head's weights that the checkpoint lacks).
-
-    `trust` allows the checkpoint's own code. `vision` requests the vision tower, if the model has one.
-    """
+def _by_transformers(path: str, dtype: torch.dtype, trust_remote_code: bool, vision: bool) -> tuple[PreTrainedModel, list[str]]:
+    """Return (transformers' model with a scalar head, the names of the head's weights that the checkpoint lacks)."""
     from psigrad.language.models.vision import needs_vision
 
     with _quiet():
         if needs_vision(path, vision):
             return _with_tower(path, dtype)
         hf, found = AutoModelForSequenceClassification.from_pretrained(
-            path, num_labels=1, dtype=dtype, output_loading_info=True, trust_remote_code=trust
+            path, num_labels=1, dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
         )
     head = [name for name in found["missing_keys"] if name.startswith(("score", "classifier"))]
     check_complete(set(found["missing_keys"]).difference(head))

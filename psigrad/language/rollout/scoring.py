@@ -107,7 +107,7 @@ class FailedTest(float):
 class Scored:
     """A completion's reward: `value` is the weighted sum, `parts` the value of each reward function (None: not applicable).
 
-    `value` is for the whole completion. `steps` has (token index, reward) of each further reward for a step inside it.
+    `value` is for the whole completion. `steps` are additional rewards of single tokens: (token index, reward).
     """
 
     value: float

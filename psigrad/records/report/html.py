@@ -52,7 +52,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the page, with a `note` and a sentence (`summary`) about it."""
+    """A table with the column titles `head`. `summary` is a sentence about its content, and `note` a remark in grey."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -136,7 +136,7 @@ def page(runs: Sequence[RunData]) -> str:
 
 
 def render(template: str, title: str, **parts: Any) -> str:
-    """Render a template of templates/. Its filters truncate texts and escape control characters; HTML is always escaped."""
+    """Render a template with the variables `parts`. Filters truncate texts and escape control characters; HTML is escaped."""
     page = environment(autoescape=True).get_template(template)
     return page.render(title=title, colours=plots.COLOURS, dark=plots.DARK, **parts) + "\n"
 

@@ -175,10 +175,7 @@ def contexts(conversation: Conversation, *, empty_thinking: bool = False) -> lis
 
 
 def _render_turn(conversation: Conversation, messages: Sequence[Message], empty_thinking: bool) -> tuple[str, str, list[Span]]:
-    """Return (the text from which the last message is sampled, the text up to its end, its trained spans).
-
-    `empty_thinking` is as in `contexts`.
-    """
+    """Return (the prompt of the last message, the text up to the message's end, its trained spans); see `contexts`."""
     said = messages[-1]
     before, blocks = conversation.render(messages[:-1], generation_prompt=True), conversation.blocks(messages)
     text = as_rendered = conversation.render(messages)

@@ -120,10 +120,7 @@ class GroupedDecode(Decode):
     def __init__(
         self, cache: GroupedCache, places: Tensor, columns: int, width: int, seats: Sequence[Tensor], members: int
     ) -> None:
-        """Prepare a step as `Decode` does. It also reads `width` tokens of each prompt.
-
-        `seats` are the arrays of `Seats` on the device, for a grid with `members` slots per prompt.
-        """
+        """Prepare a `Decode` that also reads `width` tokens of each prompt. `seats` are `Seats` of `members` slots per prompt."""
         self.grid, self.seat, self.behind = seats
         super().__init__(cache, places, columns, cache.longest, self.behind)
         self.grouped, self.prompt_width, self.members = cache, width, members

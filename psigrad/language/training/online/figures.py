@@ -43,7 +43,8 @@ def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> d
     """Return metrics of rewards, lengths and entropy over all completions of a step, including those not trained on.
 
     `entropy` is the mean of -log pi(a) over sampled tokens. If they were drawn from pi, it is an unbiased estimate of the
-    policy's entropy that costs nothing. Filters such as top-k keep only the likelier tokens; the mean is then named `surprise`.
+    policy's entropy that costs nothing. If a filter such as top-k removed tokens, it is biased, and its name is `surprise`.
+    Each prompt has `group_size` completions, one after another.
     """
     rewards = [t.reward for t in trajectories if t.reward is not None]
     groups = [
