@@ -204,7 +204,7 @@ class Routes:
         self.written[sequences, places] = self._found(seen)
 
     def of(self, request: int, sequence: int, count: int) -> dict[str, str]:
-        """Return the fields `prompt_experts` and `experts` (base64) of completion `sequence`, whose `count` tokens answer `request`."""
+        """Return `prompt_experts` and `experts` (base64) of the completion `sequence`, whose `count` tokens answer `request`."""
         return {"prompt_experts": self.prompts[request], "experts": _text(self.written[sequence, : max(count - 1, 0)])}
 
 

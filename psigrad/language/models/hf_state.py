@@ -89,7 +89,7 @@ def _convolution(own: Function, layer: int, switch: Switch) -> Function:
 
 
 def _delta_rule(own: Function, layer: int, switch: Switch) -> Function:
-    """Return the replacement of `own`, which is `torch_chunk_gated_delta_rule` or `chunk_kimi_delta_attention`, in a layer."""
+    """Return the replacement of `own`, `torch_chunk_gated_delta_rule` or `chunk_kimi_delta_attention`; see `_convolution`."""
     rule = DeltaRule(own, switch)
 
     def scan(

@@ -64,7 +64,7 @@ Learners = Sequence[Learner | Follower]
 def commit(root: Path, step: int, write: Write, world: World, meta: Mapping[str, Any]) -> Path | None:
     """Write the checkpoint of step `step` into a folder below `root`. Return this folder on rank 0, and None on other ranks.
 
-    `write` writes the tensors, and `meta` is added to the manifest. With sharded models, all ranks must call this.
+    `write` writes its files, and `meta` is added to the manifest. With sharded models, all ranks must call this.
     """
     if world.rank:
         if world.lockstep:

@@ -120,7 +120,7 @@ class Conversation:
             raise template_error(self.row, error) from error
 
     def closing(self, message: Message) -> str:
-        """Return the text with which the template ends an assistant turn, which is `message`."""
+        """Return the text with which the template ends the assistant turn `message`."""
         return self.dialect.call_end if message.get("tool_calls") else self.dialect.turn_end
 
 

@@ -46,7 +46,7 @@ class LogProbGap:
         self._unequal += int((difference != 0).sum())
 
     def gather(self, world: World) -> None:
-        """Add up the differences of all processes. All of them must call this."""
+        """Combine the sums, counts and maxima of the differences that all processes measured. All of them must call this."""
         each = world.all_gather((self._sum, self._max, self._count, self._unequal))
         sums, largest, counts, unequal = zip(*each, strict=True)
         self._sum, self._max, self._count, self._unequal = math.fsum(sums), max(largest), sum(counts), sum(unequal)
@@ -105,7 +105,7 @@ class OldLogProbs(Annotator):
     def add_terms(
         self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, sums: LossSums
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Compare `outputs` with the sampler in the first optimiser step. If it is the only one, it sets `logp_old` as well."""
+        """Compare `outputs` with the sampler in the first optimiser step. If there is no other step, set `logp_old` as well."""
         if sums.steps == 0 and (own := self._compared) is not None:
             sums.later(outputs.logp, partial(self.gap.add, sampled=own.logp_old[rows], mask=own.mask[rows]))
         if run.single_pass:
