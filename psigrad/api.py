@@ -76,7 +76,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
     """
     given_by = settings.pop("args", None)
     if given_by is not None:
-        method, settings = _from_trl(given_by, method, settings, held_out=eval_dataset is not None)
+        method, settings = _from_trl(given_by, method, settings, has_eval_dataset=eval_dataset is not None)
     declared = of_spec(method)
     processing = settings.pop("processing_class", None)
     if tokenizer is not None and processing is not None:
@@ -106,8 +106,8 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
     return dispatch.run(load(declared.settings, flags={**declared.defaults, **named, **overrides}), objects)
 
 
-def _from_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bool) -> tuple[Any, dict[str, Any]]:
-    """Return (the method of the TRL configuration `args`, its settings, overridden by `settings`). Warn where TRL differs."""
+def _from_trl(args: Any, method: Any, settings: Mapping[str, Any], *, has_eval_dataset: bool) -> tuple[Any, dict[str, Any]]:
+    """Return (the method of TRL's configuration `args`, its settings, overridden by `settings`). Warn of differences from TRL."""
     converted = convert_object(args)
     if method not in (converted.trainer, converted.method):
         raise UserError(
@@ -117,7 +117,7 @@ def _from_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: 
     for difference in converted.differs:
         warnings.warn(difference, stacklevel=3)
     own = resolve_names(of_spec(converted.method).settings, settings)
-    if held_out:  # TRL holds nothing out by default, and the converted settings reflect that
+    if has_eval_dataset:  # TRL holds nothing out by default, and the converted settings reflect that
         converted.settings.pop("evaluation.eval_prompts", None)
     parts = ("algorithm.", "loss.")
     rest = {name: value for name, value in converted.settings.items() if name not in own and not name.startswith(parts)}
@@ -125,7 +125,7 @@ def _from_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: 
 
 
 def _in_memory(objects: ModelObject, named: Mapping[str, Any], recipe: str) -> dict[str, Any]:
-    """Return the settings for a model given as an object: its output folder, the path of its initial weights, its precision."""
+    """Return the settings of a model given as an object: output folder, path, precision. `named` are the user's settings."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not named.get("run.output_dir"):
         raise UserError("Several processes train a model that is given as an object; give all of them the same output_dir.")
     folder = Path(named.get("run.output_dir") or new_folder(recipe))

@@ -81,7 +81,10 @@ def score(arguments: list[str]) -> int:
 
 
 def _attack(rewards: list[str], dataset: str, output: str, **how: Any) -> int:
-    """Print the answers that the rewards score wrongly. Return exit status 1 if a wrong answer is rewarded."""
+    """Print the answers that the rewards score wrongly. Return exit status 1 if a wrong answer is rewarded.
+
+    `how` are further arguments of `attack`. All scored answers are written to the file `output`, if one is given.
+    """
     if not dataset:
         raise UserError("No dataset was given; name a file of prompts with answers with --dataset.")
     attack = extras.load("attack")

@@ -205,7 +205,7 @@ def _find_part(slot: str, name: str) -> Any:
 
 
 def _build(part: Any, parameters: Mapping[str, Any]) -> Any:
-    """Return a part with its parameters. Raises `UserError` for parameters that the part does not have."""
+    """Return an instance of the dataclass `part`, or the function `part` itself. Raises `UserError` for unknown parameters."""
     label = getattr(part, "__name__", str(part))
     if not (isinstance(part, type) and is_dataclass(part)):
         if parameters:

@@ -27,13 +27,16 @@ class Names(Protocol):
     def of_file(
         self, cls: Any, in_file: Mapping[str, Any], flags: Mapping[str, Any], source: str
     ) -> tuple[dict[str, Any], list[GivenSetting]]:
-        """Return (the file's settings that are nested in sections, its settings that are given by name without a section)."""
+        """Return (the file's settings that are nested in sections, its settings that are given by name without a section).
+
+        `in_file` is the content of the file `source`. `flags` are the settings of the command line.
+        """
         ...
 
     def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[GivenSetting]) -> list[GivenSetting]:
-        """Return the settings `given`, which override `values`, under dotted names and with shortcuts expanded.
+        """Return the settings `given` under dotted names, with shortcuts expanded.
 
-        Raises `UserError` if a shortcut's part is missing.
+        `given` overrides `values`, which are already nested. Raises `UserError` if a shortcut's part is missing.
         """
         ...
 
@@ -68,10 +71,7 @@ class PlainNames:
         return nested, flat
 
     def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[GivenSetting]) -> list[GivenSetting]:
-        """Return the settings `given` under dotted names, with shortcuts expanded.
-
-        Raises `UserError` if a shortcut's part is missing.
-        """
+        """Return the settings `given` under dotted names, with shortcuts expanded; see `Names.translate`."""
         named = [GivenSetting(self.dotted_name(cls, one.name), one.value, one.source) for one in given]
         found, lacking = expand(cls, values, named)
         if lacking:

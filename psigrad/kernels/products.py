@@ -109,7 +109,7 @@ class Products:
         if not _fits(x, weight.shape, out, base, kind):
             shapes = [tuple(t.shape) for t in (x, out, base) if t is not None]
             raise ValueError(
-                f"A packed matrix {weight.shape} in {kind} can't be multiplied with rows, result and base of {shapes}, {x.dtype}."
+                f"x, out and base have the shapes {shapes} and {x.dtype}, which do not fit a packed {kind} matrix {weight.shape}."
             )
         call = self._call.multiply_packed if kind == torch.float32 else self._call.multiply_packed_bf16
         call(*_product(x, weight.panels, weight.shape, out, base))
@@ -123,7 +123,7 @@ class Products:
         call = self._call.multiply_codes if x.dtype == torch.float32 else self._call.multiply_codes_bf16
         height, width = sum(m.shape[0] for m in matrices), matrices[0].shape[1]
         if not _fits(x, (height, width), out, base, x.dtype):
-            raise ValueError(f"Matrices in codes [{height}, {width}] can't be multiplied with {tuple(x.shape)}, {x.dtype}.")
+            raise ValueError(f"x {tuple(x.shape)}, {x.dtype}, does not fit quantised matrices of the shape [{height}, {width}].")
         at, size = 0, x.element_size()
         for m in matrices:
             onto = None if base is None else base.data_ptr() + at * size

@@ -289,18 +289,18 @@ class Optimizer:
                 tensors[master] = join(w.local.reshape(-1), low, w.first).view(w.local.shape)
         own = {f"{kind}.{w.name}": x for w in self.weights.values() for kind, x in w.tensors().items()}
         for key in tensors:
-            kind, _, name = key.partition(".")
+            name = key.partition(".")[2]
             if name not in self.weights:
-                raise UserError(f"The saved optimiser holds {name!r}, which this run does not train; restore the settings.")
+                raise UserError(f"The checkpoint trains {name!r}, this run does not; use the settings that it was started with.")
             if key not in own.keys() | masters:
-                raise UserError(f"The saved {kind!r} of {name!r} belongs to another optimizer; restore the setting optimizer.")
+                raise UserError(f"{key!r} was saved by another optimizer; set optimizer back to what the run was started with.")
         for key, value in tensors.items():
             name = key.partition(".")[2]
-            if lacks := [k for k in self.weights[name].state if f"{k}.{name}" not in tensors]:
-                raise UserError(f"The saved state of {name!r} lacks {', '.join(lacks)}; restore the setting optimizer.")
+            if lacks := ", ".join(k for k in self.weights[name].state if f"{k}.{name}" not in tensors):
+                raise UserError(f"The saved {name!r} lacks {lacks}; set optimizer back to what the run was started with.")
             if key in own and value.shape != own[key].shape:
-                shapes = f"shape {list(value.shape)}, but this model's has {list(own[key].shape)}"
-                raise UserError(f"The saved {key!r} has {shapes}; restore the model.")
+                saved, now = list(value.shape), list(own[key].shape)
+                raise UserError(f"The saved {key!r} has shape {saved}, not {now}; use the model that the run was started with.")
         for key, x in own.items():
             if key in tensors:
                 x.copy_(tensors[key])

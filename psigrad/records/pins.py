@@ -94,9 +94,9 @@ def check_settings(
         # a mistyped model or data setting explains the rest
         refused.sort(key=lambda change: not change.name.startswith(("model.", "data.")))
         more = f"; and {len(refused) - 5} more" if len(refused) > 5 else ""
-        advice = "restore these settings to resume it, or choose another output_dir"
+        advice = "to resume it, set these back to what it was started with, or choose another output_dir"
         if refused == longer:
-            advice = "the learning-rate schedule depends on the length, so restore it, or give --extend to train to the new end"
+            advice = "the learning-rate schedule depends on the length; set it back, or give --extend to train to the new end"
         else:
             every = " ".join(change.name for change in refused)
             advice += f"; --allow {every} accepts the change{'s' if len(refused) > 1 else ''}"
@@ -105,7 +105,7 @@ def check_settings(
 
 
 def _read_allowed(now: Mapping[str, Any], leaves: Mapping[str, Any]) -> set[str]:
-    """Return the names in `run.allow`. Raise `UserError` for a name that is neither a pin nor a setting."""
+    """Return the names in `run.allow` of the settings `now`. Raise `UserError` for one that is neither a pin nor in `leaves`."""
     names = set(now.get("run", {}).get("allow", ()))
     known = {*PINS, *leaves, *(name.rpartition(".")[2] for name in leaves)}
     for name in sorted(names - known):
@@ -143,8 +143,8 @@ def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], 
         )
         names = " ".join(c.name for c in refused)
         raise UserError(
-            f"{folder} was trained with {what}. Restore it to resume this run, resume anyway with --allow {names}, or choose "
-            "another output_dir."
+            f"{folder} was trained with {what}. To resume it, use the same as before, accept the change with --allow {names}, "
+            "or choose another output_dir."
         )
     return changes
 

@@ -24,7 +24,7 @@ _NUMBERS = re.compile(rb"\[[-+.0-9eE, ]+\]")
 
 
 class Headline(NamedTuple):
-    """The held-out figure that measures a run's progress: the metric's mean, or else an accuracy, or else the loss."""
+    """The held-out figure that measures progress: the mean of the first metric, or else an accuracy, or else the loss."""
 
     name: str
     value: float

@@ -61,7 +61,7 @@ def settings_before(folder: Path) -> dict[str, Any] | None:
     if found is None and (newest := checkpoint.latest(folder / "checkpoints")).path is not None:
         return newest.manifest.get("settings")
     if found is None and file.exists():
-        raise RunFolderError(f"{file} is damaged, and there is no checkpoint; restore it, or choose another output_dir.")
+        raise RunFolderError(f"{file} is damaged, and there is no checkpoint; put a copy back, or choose another output_dir.")
     return found
 
 
@@ -94,8 +94,8 @@ class RunFolder:
 
         `settings` is the class of the settings, whose marks define the permitted changes of a resumed run. A start that raises
         `UserError` before the run has begun leaves no new folder. Raise `RunFolderError` if another process has locked the
-        folder, or if it contains other files or another run (each setting that differs is named). Raise it also if `resume` is
-        "never" and there are checkpoints, or "must" and there are none.
+        folder, or if it contains other files or another run (each setting that differs is named). Raise it also if `resume`
+        is "never" and there are checkpoints, or "must" and there are none. "auto" allows both.
         """
         path = paths.absolute(path)
         if str(path).encode("utf-8", "replace") != os.fsencode(path):  # the Rust libraries that write models accept no other name
@@ -198,7 +198,7 @@ class RunFolder:
         return events.exists() and b'"kind": "started"' in events.read_bytes()
 
     def _open(self, name: str) -> int:
-        """Open a file of rows and return its size."""
+        """Open the file `name`.jsonl, to which rows are appended, and return its size in bytes."""
         self._files[name] = (self.path / f"{name}.jsonl").open("a+b", buffering=0)
         self._ends[name] = os.fstat(self._files[name].fileno()).st_size
         return self._ends[name]

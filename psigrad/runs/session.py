@@ -165,7 +165,7 @@ def _verify_together(world: World, root: Path) -> checkpoint.Latest:
 
 
 def save_checkpoint(journal: Journal, step: int, write: Callable[[Path], None], run: Run, meta: Mapping[str, Any]) -> None:
-    """Save a checkpoint of the files that `write` makes, and delete old checkpoints. Flush the run's rows to the disk first."""
+    """Flush the run's rows, save a checkpoint of the files of `write` with `meta` in its manifest, and delete old ones."""
     journal.folder.flush()
     path = checkpoint.save(journal.folder.checkpoints, step, write, meta={**meta, **folder_facts(journal)})
     checkpoint.prune(journal.folder.checkpoints, run.save_total_limit)
@@ -179,7 +179,7 @@ def folder_facts(journal: Journal) -> dict[str, Any]:
 
 
 def note_end(journal: Journal, **noted: Any) -> None:
-    """Write the event `finished`, with the hashes of the model's files, and with the run's pins, such as hashes of its data."""
+    """Write the event `finished` with the fields `noted`, the hashes of the model's files, and the run's pins (`pins.PINS`)."""
     folder = journal.folder
     folder.flush()
     if journal.world.rank == 0:
@@ -189,7 +189,7 @@ def note_end(journal: Journal, **noted: Any) -> None:
 
 
 def note_start(run: Run, journal: Journal, checkpoint: Path | None, step: int, pinned: Mapping[str, str], **noted: Any) -> None:
-    """Write the event `started`, or `resumed` from `checkpoint`, with step, command, machine and hashes of code."""
+    """Write the event `started`, or `resumed` from `checkpoint`: step, command, machine, `noted`, and code hashes of `pinned`."""
     here = machine.provenance(device(run))
     del here["when"]  # an event has its own time
     kind = "started" if checkpoint is None else "resumed"

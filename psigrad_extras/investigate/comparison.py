@@ -167,7 +167,7 @@ def _check_same(comparison: Comparison, folder: Path, method: str, seed: int) ->
         what = "; ".join(f"{name} was {before.get(name, 'usual')!r} and is {now.get(name, 'usual')!r}" for name in other[:5])
         raise UserError(
             f"{folder} holds results of {method}, seed {seed}, with other settings ({what}); name another folder with "
-            "--output-dir, or restore the settings."
+            "--output-dir, or use the earlier settings."
         )
 
 
@@ -185,7 +185,7 @@ def _check_code(folder: Path, method: str, seed: int, code: Mapping[str, str]) -
         changed = ", ".join(name for name in pins.CODE if before.get(name) != code.get(name))
         raise UserError(
             f"{folder} holds a result of {method}, seed {seed}, from other code (changed: {changed}), so it does not compare "
-            "with new results; name another folder with --output-dir, or restore the code."
+            "with new results; name another folder with --output-dir, or change the code back."
         )
 
 

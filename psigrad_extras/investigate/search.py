@@ -128,7 +128,7 @@ def _other_code(study: Any, place: Path, chosen: str) -> UserError | None:
     changed = ", ".join(name for name in CODE if known[chosen].get(name) != code.get(name))
     return UserError(
         f"{place} was trained by other code than the trials before (changed: {changed}), so their figures cannot be compared; "
-        "restore the code, or name another folder with --output-dir."
+        "change the code back, or name another folder with --output-dir."
     )
 
 

@@ -77,7 +77,8 @@ def try_rewards(config: OnlineConfig) -> list[tuple[str, str]]:
     lines = []
     for found, (row, text) in zip(score(config.reward, asked, tokenizer=tokenizer_path(config.model), **how), said, strict=True):
         if isinstance(found.result, Unscored):
-            raise UserError(f"The reward did not score {row.source}; correct one of them: {found.result.reason.rstrip('.')}.")
+            why = found.result.reason.rstrip(".")
+            raise UserError(f"The reward did not score {row.source} ({why}); correct the reward or the row.")
         lines.append((f"reward {show_number(found.result.value)} for the answer {text[:60]!r} to {row.source}", ""))
     if text := describe_hidden_tokens(config, load_tokenizer(tokenizer_path(config.model))):
         lines.append((text, "yellow"))

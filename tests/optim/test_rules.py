@@ -184,5 +184,5 @@ def test_the_state_of_another_optimizer_is_refused():
     model, adamw = made("adamw")
     adamw.step([model.loss], 0.01)
     for name in ("muon", "adafactor"):
-        with pytest.raises(UserError, match="belongs to another optimizer"):
+        with pytest.raises(UserError, match="was saved by another optimizer; set optimizer back"):
             made(name)[1].load_state_dict(adamw.state_dict())

@@ -37,7 +37,7 @@ def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str)
     {"question": "prompt"} renames a column and removes the old name. {"prompt": "{question} Think."} makes a column from others,
     and {"new": "{old}"} copies one. "a.b" is the entry b of the object in column a; {{ and }} are braces.
 
-    Raise `RowError` that lists the existing columns.
+    Raise `RowError`, with a list of the row's columns, if the row lacks a column that `columns` reads.
     """
     row = dict(raw)
 
@@ -250,10 +250,10 @@ def suggest_columns(raw: Mapping[str, Any], form: str) -> str:
 def to_model_rows(
     tokenizer: PreTrainedTokenizerBase | None, parts: Sequence[Sequence[Row]], plain_prompts: bool, log: Log | None = None
 ) -> list[list[Row]]:
-    """Return the rows of each part as the tokenizer's model reads them (`to_turns`).
+    """Return the rows of each part as the tokenizer's model reads them: plain prompts become user turns (`to_turns`).
 
-    Log if plain prompts become user turns or stay unchanged, unless `plain_prompts` is set and there is no template. Without a
-    tokenizer, the model is a server's and is assumed to have a template.
+    With `plain_prompts` or without a template they stay unchanged. Log which of the two happens, unless both conditions hold.
+    Without a tokenizer, the model is a server's and is assumed to have a template.
     """
     made = [[to_turns(tokenizer, row, plain_prompts) for row in part] for part in parts]
     rows = [row for part in made for row in part]

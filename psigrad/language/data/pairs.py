@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def encode_pair(tokenizer: PreTrainedTokenizerBase, row: Row, *, whole: bool = True) -> Pair:
     """Return a preference row as a `Pair`: the prompt that both answers share, and the answers. Plain answers end with EOS.
 
-    With `whole`, every turn of an answer is included. If the template rewrites earlier turns, an answer is then several texts.
-    Without `whole`, only the last text is included. Raise `RowError` if there is no shared prompt, or the margin is not a number.
+    With `whole`, an answer has all its turns, as several texts if the template rewrites earlier turns. Without `whole`, it is the
+    last of these texts. Raise `RowError` if there is no shared prompt, or the margin is not a number.
     """
     own = {**row.raw_paths, "completion": row.raw_paths.get("rejected", ["rejected", 0, "content"])}
     other = replace(row, completion=row.rejected, raw_paths=own)

@@ -40,7 +40,11 @@ def _samples(
     plays: bool,
     hide: Callable[..., str],
 ) -> Samples:
-    """Return the samples of a group. An episode is given as its messages, or as its text if the prompt is plain text."""
+    """Return the samples of a group. An episode is given as its messages, or as its text if the prompt is plain text.
+
+    `rows` are dataset rows by index, and `names` the columns that samples get. `hide` removes special tokens from a text. With
+    `plays`, samples also have the policy's own turns and tokens.
+    """
     sources = [rows[t.row] for t in group]
     texts = [hide(t.text, () if t.branches else t.completion.ids) if t.answer is None else hide(t.answer) for t in group]
     shown = [
@@ -67,7 +71,7 @@ def _samples(
 
 
 def _keep(text: str, ids: Sequence[int] = ()) -> str:
-    """Return the text unchanged."""
+    """Return `text` unchanged; its tokens `ids` are ignored."""
     return text
 
 
@@ -78,7 +82,7 @@ def _hidden(message: Message, hide: Callable[..., str]) -> Message:
 
 
 def score(scorer: Scorer | None, trajectories: Sequence[Trajectory], rows: Mapping[int, Row]) -> list[Trajectory]:
-    """Return the trajectories with their rewards; `rows[index]` is the dataset row with the columns that rewards get."""
+    """Return the trajectories with their rewards. `rows[t.row]` is the dataset row of trajectory t, whose columns rewards get."""
     view = reward_view(plays=any(t.mask for t in trajectories))
     rewards = PendingRewards(scorer, view({t.row: rows[t.row] for t in trajectories}))
     rewards.add_all(trajectories)

@@ -92,7 +92,7 @@ def remove_format(rows: Any) -> Any:
 
 
 def _to_plain(value: Any, depth: int = 0) -> Any:
-    """Return a value with arrays, tensors and their scalars as lists and numbers; the same object if it has none."""
+    """Return a value with arrays and tensors as lists and numbers; the same object if it has none above depth `MAX_DEPTH`."""
     if depth > MAX_DEPTH:  # the checks reject such depths
         return value
     if isinstance(value, dict):
@@ -185,7 +185,7 @@ def _prompt_key(row: Row) -> bytes:
 
 
 def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Mapping[str, str], base: Path) -> LoadedRows:
-    """Check the records and return the `LoadedRows`. Paths of images are relative to their row's file, which is in `base`."""
+    """Check the records of the dataset `name`, as `load` describes. Images' paths are relative to their row's file, in `base`."""
     if form not in (known := ["sft", *FORMS]):
         raise UserError(f"The dataset form {form!r} is unknown; it must be one of {', '.join(known)}{nearest(form, known)}")
     if bad_rows not in ("stop", "skip"):
@@ -345,7 +345,7 @@ def form_of(data: Data) -> str:
 def _read_each(
     data: Data, form: str, shares: Sequence[MixturePart], split: str, log: Log | None, single: Sequence[str] = SINGLE
 ) -> list[LoadedRows]:
-    """Return the `LoadedRows` of each dataset. `log` receives the recognised layouts and the number of skipped rows."""
+    """Return the `LoadedRows` of each of the `shares`. `log` receives the recognised layouts and the number of skipped rows."""
     parts = [_read_one(data, form, share.dataset, split, single) for share in shares]
     if log is None:
         return parts

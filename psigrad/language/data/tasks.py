@@ -158,9 +158,9 @@ def _number(text: str) -> int | float | bool | str:
 def demonstrations(
     rows: Sequence[dict[str, Any]], wrong_share: float, mistake: Callable[[str, random.Random], str], seed: int
 ) -> list[dict[str, Any]]:
-    """Return prompt-completion rows with a share of wrong answers: `mistake(answer, rng)` writes a careless answer.
+    """Return prompt-completion rows, of which a share of about `wrong_share` has a wrong answer, `mistake(answer, rng)`.
 
-    The choice of wrong rows depends on (seed, index) only. Their column `right` is False; training never reads it.
+    The choice of these rows depends on (seed, index) only. Training never reads the column `right`: True if the answer is right.
     """
     shown = []
     for i, row in enumerate(rows):

@@ -57,7 +57,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row, *, strict: bool = T
 
     Plain: the tokenizer's encoding with its default special tokens. Conversational: the chat template with the generation prompt.
     The template gets the row's `tools` (list, or JSON text of one) and `chat_template_kwargs` if it has these columns, as in TRL.
-    A last assistant's turn is the beginning of the answer (prefill): its text follows the generation prompt. Raise `RowError` if
+    An assistant turn at the end begins the answer (prefill): its text follows the generation prompt. Raise `RowError` if
     there are no tokens, or if the template leaves out a part of the prompt. If not `strict`, it may leave out fields such as
     `name`.
     """
@@ -111,7 +111,7 @@ def examples(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0, 
 
 
 def encode_batch(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, empty_thinking: bool = False) -> None:
-    """Render the conversations among `rows`, and encode in one call the texts that `examples` will need.
+    """Render the conversations among `rows`, and encode in one call the texts that `examples`, with the same arguments, needs.
 
     Do nothing outside of `dialect.cache_specials`. One call is faster: running a template between the encodings of texts evicts
     the encoder's data from the processor's caches.
@@ -143,12 +143,12 @@ def _render(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool) 
 
 
 def example(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0) -> Example:
-    """Return the last example of a row (`examples`). Its context is the whole conversation as read at that turn."""
+    """Return the last of the `examples` of a row. Its context is the conversation as the model reads it at the last turn."""
     return examples(tokenizer, row, max_length)[-1]
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, row: Row | None = None) -> tuple[int, ...]:
-    """Return the ids of the tokens that end an assistant's turn in the chat template.
+    """Return the ids of the tokens that end an assistant turn in the chat template.
 
     A sampler must stop at them, and they are not always the EOS. A turn that calls a tool may end with its own token, which is
     included if the row offers tools. Return the EOS if the template has no end of turn.
@@ -172,9 +172,9 @@ def describe_rewrites(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[str]
 
 
 def observation_ids(tokenizer: PreTrainedTokenizerBase, row: Row, observation: str | list[Message]) -> list[int]:
-    """Return the tokens of an environment's answer after a completed assistant's turn, up to the start of the next turn.
+    """Return the tokens of an environment's answer, which follow an assistant turn and precede the policy's next turn.
 
-    Plain: the text. Conversational: the chat template's text between the end of an assistant's turn and the generation prompt.
+    Plain: the text. Conversational: the template's text after the turn's end, up to and including the next generation prompt.
     """
     if isinstance(row.prompt, str):
         text = observation if isinstance(observation, str) else "\n".join(str(m.get("content", "")) for m in observation)
@@ -311,7 +311,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = Fa
 
 
 def _is_plain(backend: Any) -> bool:
-    """Return True if transformers returns the ids of the underlying tokenizer unchanged."""
+    """Return True if transformers returns the ids of `backend`, a tokenizer of the tokenizers library, unchanged."""
     return backend is not None and not (backend.truncation or backend.padding or backend.encode_special_tokens)
 
 
@@ -407,10 +407,11 @@ def _trim(tokenizer: PreTrainedTokenizerBase, ids: list[int], first: int, last: 
 def _end_of_turn(
     tokenizer: PreTrainedTokenizerBase, row: Row, ids: list[int], first: int, last: int, turn: int, stops: tuple[int, ...]
 ) -> int:
-    """Return the index after the special token that ends a turn.
+    """Return the index after the special token that ends the turn ids[first:last]. `turn` is its number, for the error.
 
-    The token is in ids[first:last], or at ids[last] if a template writes it outside its generation block (trl#5988). Another
-    special token after it at the very end (Phi-3: the EOS) does not belong to the turn, since it is never sampled.
+    The token is in ids[first:last], or at ids[last] if a template writes it outside its generation block (trl#5988). A token of
+    `stops` takes precedence. Another special token after it at the very end (Phi-3: the EOS) does not belong to the turn, since
+    it is never sampled.
     """
     special = dialect.specials_of(tokenizer).ids
     inner = outer = _trim(tokenizer, ids, first, last)

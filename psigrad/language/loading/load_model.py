@@ -125,8 +125,8 @@ def part_of(checkpoint: Path | None, part: str) -> Path | None:
     """
     if checkpoint is not None and not (checkpoint / part).is_dir():
         raise UserError(
-            f"{checkpoint} has no {part}, since the run's settings needed none. Restore these settings to resume the run, "
-            "or choose another output_dir."
+            f"{checkpoint} has no {part}, since the run's settings needed none. Set them back to what the run was started "
+            "with, or choose another output_dir."
         )
     return None if checkpoint is None else checkpoint / part
 

@@ -145,7 +145,7 @@ class Teacher:
     def _translate(self, prompt: tuple[int, ...], ids: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
         """Return (a completion in the teacher's tokens, the ends of its text pieces in both tokenizations).
 
-        An end is (the number of the policy's tokens, the number of the teacher's tokens) before it.
+        An end is (the number of the policy's tokens, the number of the teacher's tokens) up to it.
         """
         eos, finished = self.tokenizer.eos_token_id, bool(ids) and ids[-1] in self.policy.eos_token_ids
         body = ids[:-1] if finished else ids
@@ -246,7 +246,7 @@ def align(own: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def of_model(model: LanguageModel, policy: LanguageModel, name: str) -> Teacher:
-    """Return a teacher for a local model whose tokenizer differs from the policy's."""
+    """Return a teacher for a local `model` whose tokenizer differs from the policy's. `name` is its name in messages."""
 
     def ask(groups: Groups, temperature: float, top: int) -> list[TeacherOutput]:
         with torch.no_grad():

@@ -68,7 +68,7 @@ class StateLayout(Protocol):
     """The division of a forward pass's S tokens into sequences, for recurrent and convolutional layers."""
 
     def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
-        """Convolve x [S, C] along each sequence."""
+        """Convolve x [S, C] with `how` along each sequence."""
 
     def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
         """Run a recurrence along each sequence, from a zero state. Inputs and outputs are [S, ...]."""
@@ -181,7 +181,7 @@ def on_device(numbers: Any, device: torch.device | str, dtype: torch.dtype = tor
 
 
 def _table(lengths: np.ndarray, start: int, device: torch.device) -> Tensor:
-    """Return the packed positions [pieces, longest] of the tokens of consecutive pieces, which begin at `start`; -1: padding."""
+    """Return the packed positions [pieces, longest] of consecutive pieces' tokens; -1: padding. The first position is `start`."""
     first, steps = start + lengths.cumsum() - lengths, np.arange(lengths.max(initial=0))
     return on_device(np.where(steps < lengths[:, None], first[:, None] + steps, -1), device)
 
@@ -247,7 +247,7 @@ class PackedLayout:
 
     def _or_same_block(self, causal: Tensor, rows: Tensor) -> Tensor:
         """Return the mask `causal` [L, L] if no token is in a block (an image). Otherwise return [K, 1, L, L]: a mask for each of
-        K prefixes or sequences, in which a block's tokens also attend to each other. `rows` [K, L] are their packed positions.
+        K prefixes or sequences, in which a block's tokens also attend to each other. `rows` [K, L]: their tokens' positions.
         """
         if self.blocks is None:
             return causal
@@ -305,7 +305,7 @@ class PackedLayout:
         return taken[None]
 
     def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
-        """Convolve x [S, C] along each sequence. A sequence's first tokens also read the last tokens of its prefix."""
+        """Convolve x [S, C] with `how` along each sequence. A sequence's first tokens also read the last tokens of its prefix."""
         taps = how.weight.shape[1]
         rows, own, windows = self._windows(taps)
         if (ready := how.kernel(x, windows)) is not None:
@@ -315,9 +315,10 @@ class PackedLayout:
         return how.finish(made).index_select(0, own)
 
     def _windows(self, taps: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tables (`rows` [E], `begin` [S], `windows` [S, taps]) of a convolution. `rows` has for each piece the
-        `taps - 1` tokens before it (-1: none), then its own. `begin` is the index in `rows` where a token's window begins, and
-        `windows` are the tokens in that window.
+        """Return (rows [E], begin [S], windows [S, taps]), the tables of indices by which a convolution gathers packed tokens.
+
+        For each prefix and sequence, `rows` lists the `taps - 1` tokens before it (-1: none), then its own tokens. The window of
+        token s is windows[s], the `taps` entries of `rows` from begin[s] on.
         """
         if taps not in self._taps:
             pieces, before = self.pieces, np.arange(1 - taps, 0)
@@ -373,7 +374,7 @@ class PackedLayout:
     def segments(self) -> tuple[Tensor, Tensor, list[tuple[tuple[int, int], Tensor | None]]]:
         """The row's segments: (`order`, `inverse` [S], waves). A recurrence runs all segments of a wave at once, padded.
 
-        Prefixes are cut where their sequences start. `order` has the packed position of each token of all waves (-1: padding).
+        A prefix is cut where a sequence branches off. `order` has the packed position of each token of all waves (-1: padding).
         `inverse` is its inverse. A wave is ((number of segments, tokens of the longest), source). The source has the number of
         the earlier segment that each segment continues, -1 for none. It is None if no segment of the wave continues another.
         """

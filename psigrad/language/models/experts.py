@@ -113,7 +113,8 @@ class RouterRecorder:
     def _route(self, place: int, router: Any, given: Any, named: Any, made: Any) -> Any:
         """Return a router's output (logits, weights [S, k], experts [S, k]). Inside `follow` the experts are the given ones.
 
-        This is the forward hook of router number `place`, with transformers' arguments. Inside `record` it records the output.
+        This is the forward hook of router number `place`: `given` and `named` are the router's arguments, `made` is its output.
+        Inside `record` it records the output.
         """
         if self._followed is not None:
             with _FixedChoice(self._followed[place], made[0].shape[-1]):
@@ -178,7 +179,8 @@ class _FixedChoice(TorchFunctionMode):
 class Routes:
     """The experts that a sampler records in one call, for all tokens of each prompt and all sampled tokens but the last.
 
-    The last token of a completion is never an input of the model, so no router sees it.
+    The last token of a completion is never an input of the model, so no router sees it. Methods get `seen`, the list that
+    `RouterRecorder.record` filled in one forward pass.
     """
 
     def __init__(self, routing: RouterRecorder, sequences: int, longest: int) -> None:
@@ -188,21 +190,21 @@ class Routes:
         self.written = np.zeros(shape, dtype=routing.dtype)
 
     def _found(self, seen: list[tuple[Tensor, Tensor]]) -> np.ndarray:
-        """Return the experts in `seen`, the list from `RouterRecorder.record`, as an array [S, layers, k]."""
+        """Return the experts in `seen` as an array [S, layers, k]."""
         found: np.ndarray = torch.stack([choice for _, choice in seen], 1).cpu().numpy().astype(self.router_recorder.dtype)
         return found
 
     def read(self, requests: Sequence[int], lengths: Sequence[int], seen: list[tuple[Tensor, Tensor]]) -> None:
-        """Record the experts in `seen` for the prompts of `requests`, concatenated in that pass, with `lengths` tokens each."""
+        """Record the experts of a pass over the prompts of `requests`, one after another, which have `lengths` tokens."""
         parts = np.split(self._found(seen), np.cumsum(lengths)[:-1])
         self.prompts |= {r: _text(part) for r, part in zip(requests, parts, strict=True)}
 
     def write(self, sequences: np.ndarray, places: np.ndarray, seen: list[tuple[Tensor, Tensor]]) -> None:
-        """Record the experts of one token of each sequence. `places` are the tokens' positions in their completions."""
+        """Record the experts of one token of each of the `sequences`. `places` are the tokens' indices in their completions."""
         self.written[sequences, places] = self._found(seen)
 
     def of(self, request: int, sequence: int, count: int) -> dict[str, str]:
-        """Return the experts of a request's prompt and of its completion of `count` tokens: two `Completion` fields in base64."""
+        """Return `prompt_experts` and `experts` (base64) of the completion `sequence`, whose `count` tokens answer `request`."""
         return {"prompt_experts": self.prompts[request], "experts": _text(self.written[sequence, : max(count - 1, 0)])}
 
 

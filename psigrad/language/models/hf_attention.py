@@ -142,9 +142,10 @@ class VarlenLayout(_Unpadded):
 
     @cached_property
     def _copies(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The index tables of the K keys that the kernel reads: (the token of each key [K], the keys of each prefix token
-        [P, most], a mask [P, most, 1, 1] that is True where a token has fewer keys, the key of each other token [S - P]). The
-        tokens of a prefix have one key for each sequence that attends to them; all other tokens have a single key.
+        """The index tables of the K keys that the kernel reads: (tokens [K], keys [P, C], missing [P, C, 1, 1], single [S − P]).
+
+        `tokens` has the token of each key. Each of the P prefix tokens has a key for its prefix and one for each sequence that
+        attends to it: `keys`, at most C, fewer where `missing` is True. `single` has the only key of each other token.
         """
         pieces, device = self.packed.pieces, self.packed.device
         real = pieces.lengths > 0

@@ -58,7 +58,7 @@ class Switch:
 
 
 def _convolution(own: Function, layer: int, switch: Switch) -> Function:
-    """Return the function that replaces `own`, transformers' `causal_conv1d_fn`, in the layer number `layer`."""
+    """Return the replacement of `own`, transformers' `causal_conv1d_fn`, in layer number `layer`. `switch` has its kernels."""
 
     def convolve(
         hidden_states: Tensor,
@@ -89,7 +89,7 @@ def _convolution(own: Function, layer: int, switch: Switch) -> Function:
 
 
 def _delta_rule(own: Function, layer: int, switch: Switch) -> Function:
-    """Return the function that replaces `own` in a layer: `torch_chunk_gated_delta_rule` or `chunk_kimi_delta_attention`."""
+    """Return the replacement of `own`, `torch_chunk_gated_delta_rule` or `chunk_kimi_delta_attention`; see `_convolution`."""
     rule = DeltaRule(own, switch)
 
     def scan(
@@ -105,7 +105,7 @@ def _delta_rule(own: Function, layer: int, switch: Switch) -> Function:
 
 
 def _mamba2(own: Function, layer: int, switch: Switch) -> Function:
-    """Return the function that replaces `own`, transformers' `mamba2_chunk_scan`, in the layer number `layer`."""
+    """Return the replacement of `own`, transformers' `mamba2_chunk_scan`, in layer number `layer`. `switch` has its kernels."""
 
     def scan(
         hidden_states: Tensor,
@@ -135,9 +135,9 @@ def _mamba2(own: Function, layer: int, switch: Switch) -> Function:
 
 
 def _never(own: Function, layer: int, switch: Switch) -> Function:
-    """Return the replacement of `mamba2_split_conv1d_scan_combined`. The replacement returns None for packed sequences.
+    """Return the replacement of `own`, transformers' `mamba2_split_conv1d_scan_combined`. It returns None for packed sequences.
 
-    transformers' fused kernel cannot read their layout. After None the mixer calls the functions of `_convolution` and `_mamba2`.
+    The fused kernel `own` cannot read a layout. After None the mixer calls the functions of `_convolution` and `_mamba2`.
     """
 
     def scan(*args: Any, layout: Layout | None = None, **given: Any) -> Any:
@@ -203,16 +203,16 @@ class _Scan(torch.autograd.Function):
 
 
 def _scan(
-    switch: Switch, trees: Trees, delta: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+    switch: Switch, trees: Trees, delta_rule: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor] | None:
     """Return (outputs, states) of `StateKernels.chunks` from states of 0; None if the kernel is disabled or does not fit."""
     native = switch.native
     if native is None or g.dim() != 2 or v.dtype not in native.dtypes or not q.dtype == k.dtype == v.dtype:
         return None
-    width = (q.shape[2], v.shape[2]) if delta else (v.shape[2], q.shape[2])
+    width = (q.shape[2], v.shape[2]) if delta_rule else (v.shape[2], q.shape[2])
     states = torch.empty(trees.states, v.shape[1], *width)
     rows = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
-    out: Tensor = _Scan.apply(native, trees, delta, states, *rows, g.float().contiguous(), beta.float().contiguous())
+    out: Tensor = _Scan.apply(native, trees, delta_rule, states, *rows, g.float().contiguous(), beta.float().contiguous())
     return out, states
 
 

@@ -58,7 +58,7 @@ class ScalarModel(Pretrained):
         return bool(getattr(self.network.config, PLAIN_PROMPTS, False))
 
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
-        """Return V [N, T] of the text before each completion token, or scores [N, 1] if the model only scores whole texts."""
+        """Return V [N, T] of the text before each completion token (see `values`), or scores [N, 1] without a `score` layer."""
         return self.values(texts, packed=packed) if self.per_token else self.scores(texts)[:, None]
 
     def _sample_texts(self, length: int) -> list[list[int]]:
@@ -67,7 +67,7 @@ class ScalarModel(Pretrained):
         return [(row * length)[:length] for row in rows]
 
     def values(self, inputs: Groups | Rows, *, packed: bool | None = None) -> Tensor:
-        """Return V of the state before every target token, [N, T] in at least float32 (zeros elsewhere)."""
+        """Return V [N, T] of the state before every target token, in at least float32; 0 elsewhere. `packed`: see `lay_out`."""
         forward = lay_out(inputs, self.device, packed if packed is not None else not self.why_padded)
         return forward.targets.unpack(self._read(forward))
 
@@ -82,7 +82,7 @@ class ScalarModel(Pretrained):
         return wide
 
     def scores(self, inputs: Groups, *, packed: bool | None = None) -> Tensor:
-        """Return the scores [N] of prompts with their completions, read at the last token. A group's prompt is computed once."""
+        """Return the scores [N] of prompts with their completions, read at the last token. `packed` is as in `values`."""
         if not self.per_token:
             return self._whole([[*p, *c] for p, group in zip(inputs.prompts, inputs.completions, strict=True) for c in group])
         # V before the extra token 0, which is not computed, is V after the last real token.
@@ -168,7 +168,7 @@ def load(
     return prepare(network, words, lora, adapter, gradient_checkpointing=gradient_checkpointing, is_known=known, towers=towers)
 
 
-def _by_transformers(path: str, dtype: torch.dtype, trust: bool, vision: bool) -> tuple[PreTrainedModel, list[str]]:
+def _by_transformers(path: str, dtype: torch.dtype, trust_remote_code: bool, vision: bool) -> tuple[PreTrainedModel, list[str]]:
     """Return (transformers' model with a scalar head, the names of the head's weights that the checkpoint lacks)."""
     from psigrad.language.models.vision import needs_vision
 
@@ -176,7 +176,7 @@ def _by_transformers(path: str, dtype: torch.dtype, trust: bool, vision: bool) -
         if needs_vision(path, vision):
             return _with_tower(path, dtype)
         hf, found = AutoModelForSequenceClassification.from_pretrained(
-            path, num_labels=1, dtype=dtype, output_loading_info=True, trust_remote_code=trust
+            path, num_labels=1, dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
         )
     head = [name for name in found["missing_keys"] if name.startswith(("score", "classifier"))]
     check_complete(set(found["missing_keys"]).difference(head))

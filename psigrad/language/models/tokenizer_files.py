@@ -39,7 +39,7 @@ def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
 
 
 def check_tokenizer(path: str) -> None:
-    """Raise `ValueError` for tokenizer files that would multiply a text or take minutes to read."""
+    """Raise `ValueError` for tokenizer files that would make a text very much longer, or take minutes to read."""
     added = 0
     for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"):
         if (file := file_of(path, name)) is None:

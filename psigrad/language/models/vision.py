@@ -134,7 +134,7 @@ class Vision:
     def _compute(self, network: Any, pictures: Sequence[Picture], learns: bool) -> list[Features]:
         """Return the features of each image. Images whose pixels have the same shape are computed together.
 
-        If the tower `learns` (is trained), the pixels are cached for later passes.
+        `learns` is True if the tower is trained. The pixels are then cached for later passes.
         """
         given = [self._inputs.get(one.digest, partial(self.pixels, [one])) if learns else self.pixels([one]) for one in pictures]
         together: dict[Any, list[int]] = {}
@@ -174,7 +174,7 @@ class Vision:
         return filled, tuple(columns[1:])
 
     def shift(self, ids: Sequence[int]) -> int:
-        """Return the position of the next token after `ids`, minus the number of `ids`; 0 except in families with `axes`."""
+        """Return the position of the next token after `ids`, minus the number of `ids`; 0 except in families with M-RoPE."""
         return 0
 
     def apply_layout(self, inputs: ForwardInputs) -> ForwardInputs:

@@ -62,9 +62,9 @@ Learners = Sequence[Learner | Follower]
 
 
 def commit(root: Path, step: int, write: Write, world: World, meta: Mapping[str, Any]) -> Path | None:
-    """Write a checkpoint with `write`. Return its folder on rank 0, and None on other ranks.
+    """Write the checkpoint of step `step` into a folder below `root`. Return this folder on rank 0, and None on other ranks.
 
-    With sharded models, all ranks must call this.
+    `write` writes its files, and `meta` is added to the manifest. With sharded models, all ranks must call this.
     """
     if world.rank:
         if world.lockstep:
@@ -106,7 +106,7 @@ def stage(state: State, learners: Learners, world: World, *, copies: bool) -> Wr
 def _part(learner: Learner | Follower, copies: bool) -> Callable[[Path, World], None]:
     """Return a function that writes a learner's weights and optimiser state to a folder.
 
-    With `copies`, both are copied now. Otherwise the function writes the values of the time at which it is called.
+    With `copies`, it writes their present values, from copies in host memory. Otherwise it writes their values when it is called.
     """
     moments = learner.optimizer.state_dict() if isinstance(learner, Learner) else {}
     model: Any = learner.model
@@ -208,10 +208,10 @@ class CheckpointWriter:
             job.result(self._await_all_ranks(job) if seconds is None and self._journal.world.lockstep else seconds)
 
     def _await_all_ranks(self, job: Future[None]) -> float | None:
-        """Wait until all ranks have written, or one has failed. Return None, or after a failure the seconds to wait for other
-        ranks.
+        """Wait until the writes of all ranks have ended, or one has failed. `job` is this rank's write.
 
-        A stalled rank is detected here as well; otherwise the write would block for hours.
+        Return None, or after a failure the seconds to wait for other ranks. A stalled rank is detected here as well; otherwise
+        the write would block for hours.
         """
         states = [0]
         while 0 in states and 2 not in states:

@@ -71,7 +71,10 @@ def train_offline(
     eval_steps: int,
     generated: SampledEvaluation | None = None,
 ) -> State:
-    """Train on recorded data from `state` to the last step."""
+    """Train on recorded data from `state` to the last step.
+
+    Every `eval_steps` steps, evaluate the held-out rows and, if `generated` is given, sampled completions.
+    """
 
     def judge(state: State) -> None:
         with journal.interruptible():

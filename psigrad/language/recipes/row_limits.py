@@ -117,9 +117,10 @@ def _teacher_row(row: Row, column: str, tokenizer: PreTrainedTokenizerBase) -> R
 
 
 def check_images(config: Any, model: Pretrained | None = None, rows: Iterable[Row] = ()) -> None:
-    """Raise `UserError` if one of `rows` has an image, and the settings name a sampler or placement that reads text alone.
+    """Raise `UserError` if there are images, but the settings name a sampler, placement or reference that reads text alone.
 
-    Without a model, assume images if the settings load or train a vision tower: the error then comes before anything is loaded.
+    There are images if one of `rows` has one and the model has a vision tower. If `model` is None, nothing is loaded yet: images
+    are then assumed if the settings load or train a vision tower.
     """
     placement, sampler = getattr(config, "placement", Placement()), getattr(config, "sampling", Sampling()).sampler
     reasons = {
@@ -158,7 +159,7 @@ def check_positions(longest: int, **others: Any) -> None:
 
 
 def name_limit(config: SFTConfig | RewardConfig | PreferenceConfig, limit: int) -> str:
-    """Return the words for a message that a text has more tokens than `limit`: the limit, its origin, and what to do."""
+    """Return the end of a message about a text that has more than `limit` tokens: the limit, its origin, and what to do."""
     if limit == config.max_length:
         return f"max_length {limit} tokens; raise max_length"
     return f"{limit} tokens, the model's number of positions; shorten them, or use a model with more positions"

@@ -107,7 +107,7 @@ class FailedTest(float):
 class Scored:
     """A completion's reward: `value` is the weighted sum, `parts` the value of each reward function (None: not applicable).
 
-    `value` is for the whole completion. `steps` has (token index, reward) of each further reward for a step inside it.
+    `value` is for the whole completion. `steps` are additional rewards of single tokens: (token index, reward).
     """
 
     value: float
@@ -119,7 +119,8 @@ class Scored:
 class Failed:
     """A completion for which a reward function raised `Failure`, because the policy is at fault.
 
-    In `parts` that function has the failure reward. `value` is the weighted sum of all parts.
+    `parts` has the value of each reward function: for the one that raised `Failure`, the failure reward. `value` is the weighted
+    sum of `parts`.
     """
 
     value: float
@@ -188,8 +189,8 @@ def check_unscored(
     """Raise `RewardError` if a share above `limit` of the last `WINDOW` completions is unscored through a fault, or if all are.
 
     `reasons` has one entry per completion of a step: the reason why it is unscored, or None. A completion to which no reward
-    function applies is no fault. Return a list with [number of faults, number of completions] of each of the last steps,
-    including this one. `before` is the list that the previous step returned.
+    function applies is no fault. `sources` are as in `explain_unscored`. Return a list with [number of faults, number of
+    completions] of each of the last steps, including this one. `before` is the list that the previous step returned.
     """
     faults = [None if reason is None or reason.startswith(NOT_APPLICABLE) else reason for reason in reasons]
     window = [*map(list, before), [sum(reason is not None for reason in faults), len(faults)]]

@@ -153,7 +153,7 @@ class truncated_weight(SilentSurrogate):
             )
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        """Return the loss [N, T] of each step. No gradient passes through the weight."""
+        """Return the loss [N, T] of each step. No gradient passes through the weight min(ρ_t, cap)."""
         weight = exp_ratio(log_ratio).clamp(max=self.cap).detach()
         return -weight * advantage * logp
 
@@ -243,7 +243,7 @@ class divergence_mask(SilentSurrogate):
             raise ValueError(f"divergence_mask has delta={self.delta} and cap={self.cap}; expected 0 < delta <= 1, cap > 0.")
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        """Return the loss [N, T] of each step. No gradient passes through the weight."""
+        """Return the loss [N, T] of each step. No gradient passes through the weight min(ρ_t, cap)."""
         weight = exp_ratio(log_ratio).clamp(max=self.cap).detach()
         now = logp.detach().exp()
         moved = now - (logp - log_ratio).detach().exp()
@@ -318,7 +318,7 @@ class covariance_penalty(RatioSurrogate):
         return marked.view(batch.mask.shape)
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, marks: Tensor) -> Tensor:
-        """Return the loss [N, T] of each step."""
+        """Return the loss [N, T] of each step. `marks` [N, T] is True on the steps in M."""
         return -exp_ratio(log_ratio) * advantage + torch.where(marks, self.coefficient * log_ratio.abs(), 0.0)
 
 
@@ -361,7 +361,7 @@ class with_imitation:
         return steps * (int(batch.mask.sum()) / max(int(steps.sum()), 1))
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, marks: Tensor, **given: Tensor) -> Tensor:
-        """Return the loss [N, T] of each step."""
+        """Return the loss [N, T] of each step. `marks` is the result of the method `marks`; `given` are inputs of L'."""
         return self.surrogate(logp, log_ratio, advantage, **given) - self.coefficient * marks * logp
 
 
@@ -414,7 +414,7 @@ class kl_penalty:
 
 
 def measure_kl(logp: Tensor, logp_old: Tensor, mask: Tensor) -> float:
-    """Return how far an update has moved the policy from the collecting one: the mean of ρ_t − 1 − log ρ_t where `mask` is True.
+    """Return an estimate of KL(π_old‖π) after an update, in nats per step: the mean of ρ_t − 1 − log ρ_t where `mask` is True.
 
     `logp` must come from the policy after all passes over the batch, so that the change by the last minibatch is included.
     """

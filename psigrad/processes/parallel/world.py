@@ -81,7 +81,7 @@ class World(Protocol):
         ...
 
     def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
-        """Send `parts[r]` to each rank r, and return the parts that the ranks sent to this process, in their order."""
+        """Send `parts[r]` to each rank r. Return the parts that this process received, in the order of the sending ranks."""
         ...
 
 
@@ -147,7 +147,7 @@ class Ranks:
         return x
 
     def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
-        """Send `parts[r]` to each rank r, and return the parts that the ranks sent to this process, in their order."""
+        """Send `parts[r]` to each rank r. Return the parts that this process received, in the order of the sending ranks."""
         sizes = torch.tensor([len(part) for part in parts])
         theirs = torch.empty_like(sizes)
         given = torch.from_numpy(np.frombuffer(bytearray().join(parts), np.uint8))

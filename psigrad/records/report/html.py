@@ -52,7 +52,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the page, with a `note` and a sentence (`summary`) about it."""
+    """A table with the column titles `head`. `summary` is a sentence about its content, and `note` a remark in grey."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -101,7 +101,7 @@ MARK = b'name="generator" content="psigrad"'
 
 
 def check(target: Path, mark: bytes = MARK) -> None:
-    """Raise `UserError` if a file at `target` is not empty and has no `mark` of a page."""
+    """Raise `UserError` if `target` is a file that is not empty and lacks `mark`, which all pages of psigrad contain."""
     if target.is_file() and (before := target.read_bytes()) and mark not in before:
         raise UserError(f"{target} exists and is not a page of psigrad; name another file as the output.")
 
@@ -136,7 +136,7 @@ def page(runs: Sequence[RunData]) -> str:
 
 
 def render(template: str, title: str, **parts: Any) -> str:
-    """Render a template of templates/. Its filters truncate texts and escape control characters; HTML is always escaped."""
+    """Render a template with the variables `parts`. Filters truncate texts and escape control characters; HTML is escaped."""
     page = environment(autoescape=True).get_template(template)
     return page.render(title=title, colours=plots.COLOURS, dark=plots.DARK, **parts) + "\n"
 

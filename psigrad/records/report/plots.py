@@ -194,7 +194,10 @@ def _phases(axes: Any, run: RunData) -> None:
 
 
 def _stack(axes: Any, steps: Sequence[int], layers: Any, colours: Any, strengths: Any, ink: str = "") -> None:
-    """Draw stacked areas from `layers`, which are (label, values) pairs, with the labels at their right ends."""
+    """Draw stacked areas from `layers`, which are (label, values) pairs, with the labels at their right ends.
+
+    `colours` and `strengths` (opacities) are those of the layers. `ink` is the colour of all labels; "": that of their layers.
+    """
     bottom, ends = [0.0] * len(steps), []
     for (name, values), colour, strength in zip(layers, colours, strengths, strict=True):
         top = [b + v for b, v in zip(bottom, values, strict=True)]
@@ -221,7 +224,7 @@ def _labels(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
 
 
 def _limits(axes: Any) -> None:
-    """Set the limits of the axis: include zero if it is near, and give a constant curve some height."""
+    """Set the limits of the y-axis: include zero if it is near, and give a constant curve some height."""
     axes.margins(x=0.01, y=0.08)
     low, high = axes.get_ylim()
     if axes.dataLim.y0 >= 0 and high > 0 and low < 0.5 * high:

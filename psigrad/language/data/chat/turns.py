@@ -87,7 +87,7 @@ class Conversation:
         return str(self._made[key][0])
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """Return the text to sample from: the generation prompt, and the content of a last assistant's turn after it.
+        """Return the text to sample from, up to the generation prompt. If the last turn is the assistant's, add its content.
 
         Raise `RowError` if that turn has more than content.
         """
@@ -103,7 +103,7 @@ class Conversation:
         return self.render(before, generation_prompt=True) + str(last["content"])
 
     def blocks(self, messages: Sequence[Message]) -> list[Span] | None:
-        """Return the character spans of the template's generation blocks; None if it has none. Cache the rendered text."""
+        """Return the character spans of the template's generation blocks; None if it has none. Cache the text for `render`."""
         if not _has_blocks(self.template):
             return None
         text, spans = self._run(generation_blocks, messages)
@@ -120,7 +120,7 @@ class Conversation:
             raise template_error(self.row, error) from error
 
     def closing(self, message: Message) -> str:
-        """Return the text with which the template ends this assistant's turn."""
+        """Return the text with which the template ends the assistant turn `message`."""
         return self.dialect.call_end if message.get("tool_calls") else self.dialect.turn_end
 
 
@@ -130,7 +130,7 @@ def _has_blocks(template: str) -> bool:
 
 
 def contexts(conversation: Conversation, *, empty_thinking: bool = False) -> list[Context]:
-    """Return the row's `Context`s. In them, each assistant's turn follows the text that the template renders to sample that turn.
+    """Return the row's `Context`s. In them, each assistant turn follows the text that the template renders to sample that turn.
 
     A template that leaves earlier turns unchanged gives one context for all turns. A template that rewrites them (Qwen3 drops
     thoughts) gives one context for each rewritten turn. An empty thought that the template adds is not trained, unless
@@ -175,7 +175,7 @@ def contexts(conversation: Conversation, *, empty_thinking: bool = False) -> lis
 
 
 def _render_turn(conversation: Conversation, messages: Sequence[Message], empty_thinking: bool) -> tuple[str, str, list[Span]]:
-    """Return (the text from which the last message is sampled, the text up to its end, its trained spans)."""
+    """Return (the prompt of the last message, the text up to the message's end, its trained spans); see `contexts`."""
     said = messages[-1]
     before, blocks = conversation.render(messages[:-1], generation_prompt=True), conversation.blocks(messages)
     text = as_rendered = conversation.render(messages)
@@ -236,7 +236,7 @@ def _continue_thought(conversation: Conversation, message: Message, before: str,
     """Return (the text before a turn, the text up to the turn's end) if the generation prompt `before` opens a thought.
 
     In `text`, which has the turn, the template drops the opening tag or renders it differently. Raise `RowError` if this does not
-    explain why `text` does not start with `before`.
+    explain why `text` does not start with `before`. The error names message `index`.
     """
     opened, thought = OPEN.search(before), _thought_of(message)
     tail = "" if opened is None else text[opened.start() :]
@@ -331,7 +331,7 @@ def _missing_error(row: Row, index: int, name: str, value: Any) -> Exception:
 
 @dataclass(frozen=True)
 class TurnForm:
-    """The texts that a chat template writes around the parts of an assistant's turn: its thought, answer and calls."""
+    """The texts that a chat template writes around the parts of an assistant turn: its thought, answer and calls."""
 
     lead: str = ""
     """The text between the prompt and an answer without a thought."""
@@ -359,7 +359,7 @@ class TurnForm:
 
 
 def turn_form(conversation: Conversation, role: str) -> TurnForm:
-    """Return the texts that the template writes around an assistant's turn after a message of this role. The result is cached."""
+    """Return the texts that the template writes around an assistant turn after a message of this role. The result is cached."""
     kept = conversation.dialect.probes
     if role not in kept:
         kept[role] = _probe_turn_form(
@@ -416,6 +416,6 @@ def render_between(conversation: Conversation, observation: Sequence[Message]) -
 
 
 def stop_tokens(conversation: Conversation) -> list[str]:
-    """Return the special tokens that end an assistant's turn: after an answer, and after a call if the row offers tools."""
+    """Return the special tokens that end an assistant turn: after an answer, and after a call if the row offers tools."""
     ends = [conversation.dialect.turn_end, *([conversation.dialect.call_end] if conversation.arguments["tools"] else [])]
     return list(dict.fromkeys(found[-1] for end in ends if (found := conversation.special.findall(end))))

@@ -47,7 +47,7 @@ class GroupedCache(KVCache):
         return GroupedPrefill(self, prompts, copies)
 
     def remove(self, finished: Tensor) -> Tensor:
-        """Release slots as in `KVCache.remove`. Also move the last prompts into the rows of prompts that no slot continues."""
+        """Release slots; see `KVCache.remove`. Also move the last prompts into the rows of prompts that no slot continues."""
         order = super().remove(finished)
         kept = order.numpy()
         self.owners, self.behind = self.owners[kept], self.behind[kept]
@@ -115,12 +115,12 @@ class GroupedPrefill(Prefill):
 
 
 class GroupedDecode(Decode):
-    """The layout of one recorded step. One product multiplies all queries of a group by the keys of its prompt."""
+    """The layout of a decoding step in a CUDA graph. One product multiplies all queries of a group by the keys of its prompt."""
 
     def __init__(
         self, cache: GroupedCache, places: Tensor, columns: int, width: int, seats: Sequence[Tensor], members: int
     ) -> None:
-        """Read `columns` tokens of each slot and `width` of each prompt. `seats` are the arrays of `Seats` on the device."""
+        """Prepare a `Decode` that also reads `width` tokens of each prompt. `seats` are `Seats` of `members` slots per prompt."""
         self.grid, self.seat, self.behind = seats
         super().__init__(cache, places, columns, cache.longest, self.behind)
         self.grouped, self.prompt_width, self.members = cache, width, members
@@ -138,7 +138,7 @@ class GroupedDecode(Decode):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Write the new tokens' keys and values into their slots. Return each token's attention to its prompt and its slot."""
+        """Store the new keys and values in their slots. Return each token's attention to prompt and slot; see `Layout.attend`."""
         key = self.next_call("attention", layer)
         stored, tables = self.cache.reserve(key, k, v, self.room), self.grouped.tables[key]
         batch, heads, _, dim = q.shape

@@ -43,7 +43,8 @@ def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> d
     """Return metrics of rewards, lengths and entropy over all completions of a step, including those not trained on.
 
     `entropy` is the mean of -log pi(a) over sampled tokens. If they were drawn from pi, it is an unbiased estimate of the
-    policy's entropy that costs nothing. Filters such as top-k keep only the likelier tokens; the mean is then named `surprise`.
+    policy's entropy that costs nothing. If a filter such as top-k removed tokens, it is biased, and its name is `surprise`.
+    Each prompt has `group_size` completions, one after another.
     """
     rewards = [t.reward for t in trajectories if t.reward is not None]
     groups = [
@@ -129,7 +130,7 @@ class TokenFigures:
         self.logp, self.entropy = torch.full(shape, math.nan), torch.full(shape, math.nan)
 
     def store(self, rows: Tensor, evaluation: PolicyOutputs, sums: LossSums) -> None:
-        """Store the outputs of a pass over these rows, when `sums` copies them to the host."""
+        """Store log-probs and entropies of a pass over the rows with indices `rows`, once `sums` has copied them to the host."""
         wanted = rows < self.count
 
         def fill(table: Tensor, values: Tensor) -> None:
@@ -181,9 +182,9 @@ def rollout_rows(
 ) -> Sequence[Mapping[str, Any]]:
     """Return a row of rollouts.jsonl for every completion of the step.
 
-    A row has an advantage if its completion was trained on, and also values per token if it is in the first `record_tokens`
-    groups. If `record_prompts` is not 0, only that many prompts, the first ones, get rows. Each process makes the rows of its own
-    completions, and rank 0 returns all rows.
+    A row has an advantage if its completion was trained on, which gave `learned`. It also has values per token if it is in the
+    first `record_tokens` groups. If `record_prompts` is not 0, only that many prompts, the first ones, get rows. Each process
+    makes the rows of its own completions, and rank 0 returns all rows.
     """
     written = collected.trajectories
     if record_prompts:

@@ -46,13 +46,13 @@ class LogProbGap:
         self._unequal += int((difference != 0).sum())
 
     def gather(self, world: World) -> None:
-        """Combine the differences that all processes measured."""
+        """Combine the sums, counts and maxima of the differences that all processes measured. All of them must call this."""
         each = world.all_gather((self._sum, self._max, self._count, self._unequal))
         sums, largest, counts, unequal = zip(*each, strict=True)
         self._sum, self._max, self._count, self._unequal = math.fsum(sums), max(largest), sum(counts), sum(unequal)
 
     def check(self, step: int, bound: float) -> None:
-        """Raise `UserError` if the mean is above `bound`, since the completions are then not from the policy that is trained."""
+        """Raise `UserError` if the mean difference is above `bound`: the completions are then not from the trained policy."""
         if not self.mean <= bound:
             raise UserError(
                 f"At step {step} sampler and trainer disagree by {self.mean:.2g} in mean log-probability, above the limit "
@@ -71,8 +71,8 @@ class LogProbGap:
 class OldLogProbs(Annotator):
     """The annotator that recomputes `logp_old` if needed, and measures how far the trainer's log-probs are from the sampler's.
 
-    The sampler's log-probs are used as `logp_old` if they are exact, or if a single optimiser step makes the ratio 1 by
-    definition. Completions that earlier weights sampled always get new log-probs.
+    The sampler's log-probs are used as `logp_old` if they are exact, or if there is a single optimiser step, in which the ratio
+    is 1 by definition. Completions that earlier weights sampled always get new log-probs.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class OldLogProbs(Annotator):
         self._compared: Batch | None = None
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Replace `logp_old` if needed. Measure the gap to the sampler here if the training passes cannot measure it."""
+        """Recompute `logp_old` if needed. Compare trainer and sampler here if `add_terms` cannot compare them."""
         self.gap = LogProbGap()
         model, budget, temperature, world = run.model, run.config.micro_batch_tokens, run.params.temperature, run.world
         reused = cache is not None and bool(cache.slabs)  # then training and sampling have the same log-probs
@@ -105,7 +105,7 @@ class OldLogProbs(Annotator):
     def add_terms(
         self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, sums: LossSums
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Measure the gap to the sampler in the first optimiser step. If it is the only one, its log-probs become `logp_old`."""
+        """Compare `outputs` with the sampler in the first optimiser step. If there is no other step, set `logp_old` as well."""
         if sums.steps == 0 and (own := self._compared) is not None:
             sums.later(outputs.logp, partial(self.gap.add, sampled=own.logp_old[rows], mask=own.mask[rows]))
         if run.single_pass:

@@ -46,7 +46,7 @@ class Reference(Annotator):
 
 
 def exact_kl(algorithm: object, model: LanguageModel, inputs: Groups | None = None) -> Divergence | None:
-    """Return the reference of a KL term that sums over the vocabulary; None for other terms. `inputs` are the reference's own."""
+    """Return the `Divergence` from the reference `model`, which reads `inputs`, if the KL sums over the vocabulary; else None."""
     if not isinstance(algorithm, PolicyGradient) or not algorithm.needs_exact_kl or algorithm.kl is None:
         return None
     return Divergence(model, algorithm.kl.estimator, algorithm.kl.mixture, inputs)
@@ -63,7 +63,7 @@ def reference_log_probs(model: LanguageModel, batch: Batch, budget: int, tempera
 
 
 def inputs_for_reference(batch: Batch, micro: MicroBatch) -> Groups:
-    """Return the reference's inputs for these rows, without the sampler's choices of experts: its own routers choose."""
+    """Return the reference's inputs for the rows of `micro`, without the sampler's choices of experts: its own routers choose."""
     return reference_inputs_of(batch, micro) or replace(inputs_of(batch, micro), experts=None)
 
 
