@@ -47,9 +47,15 @@ class PassOutOfMemoryError(MemoryError):
     """Raised by all processes if a forward or backward pass of one of them runs out of memory. No weight has changed."""
 
 
+# Messages of errors that are plain RuntimeErrors: of PyTorch's CPU allocator, of CUDA and Triton, of cuBLAS and cuDNN. The last
+# ones allocate beside PyTorch's allocator, which may have taken all memory of the GPU.
+_OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "[CUDA]: out of memory", "STATUS_ALLOC_FAILED")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True for an out-of-memory error, including that of PyTorch's CPU allocator, which is a plain `RuntimeError`."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """Return True for an out-of-memory error, including those that are a plain `RuntimeError`."""
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return known or (isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY))
 
 
 @dataclass(eq=False)
@@ -414,7 +420,7 @@ def add_up(optimizers: Sequence[Optimizer], losses: Losses) -> None:
         except Exception as error:
             if world.lockstep or not is_out_of_memory(error):
                 raise
-            failed = error
+            failed = MemoryError(str(error))  # without the error's frames, which hold the activations of the pass
     if failed and world.size == 1:
         raise PassOutOfMemoryError("A pass ran out of memory.") from failed
     for optimizer in alone if passes == 1 else ():
