@@ -167,6 +167,8 @@ class _Mode(TorchFunctionMode):
             with self:
                 return torch.autograd.backward(args[0], kwargs.pop("gradient", None), **kwargs)
         elif (asked := kwargs.get("device")) is not None and torch.device(asked).type == "cuda":
+            if func in (torch.tensor, torch.as_tensor):  # copies from memory that is not pinned
+                on_wait()
             made = func(*args, **{**kwargs, "device": "cpu"})
             there = made if isinstance(made, OnDevice) else OnDevice(made.detach())
             return there.requires_grad_() if made.requires_grad and not there.requires_grad else there

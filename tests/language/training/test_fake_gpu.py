@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -18,9 +18,11 @@ from rank_gradients import CASES, distance, gradient, make_models
 
 from psigrad.config import Optim
 from psigrad.language.models import hf_attention, logprobs, tiny
+from psigrad.language.models.language_model import prepare
 from psigrad.language.models.lora import Lora
-from psigrad.language.rollout.samplers import cuda_graph
-from psigrad.language.rollout.types import State
+from psigrad.language.rollout.samplers import cuda_graph, embedded
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.language.rollout.types import Request, SamplingParams, State
 from psigrad.language.training.online.collect import collect
 from psigrad.language.training.online.online_rl import learn
 from psigrad.processes.parallel.world import ALONE
@@ -28,8 +30,11 @@ from psigrad.step import Clock
 
 
 def again(run):
-    """Replays by running, after a first run of which nothing may be left."""
+    """Replays by running, after a first run of which nothing may be left. Where the host waits, nothing can be recorded."""
+    before = WAITED.copy()
     run()
+    if WAITED != before:
+        raise RuntimeError(f"operation not permitted when stream is capturing: {WAITED - before}")
     return run
 
 
@@ -151,6 +156,33 @@ def test_the_host_waits_once_per_optimiser_step_and_column(gpu, algorithm, itera
         (few, one), (many, several) = waits(1 << 20), waits(16)
     print(few, many)
     assert one < several and (few.total() == many.total() == wanted) is not bool(planted)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", pytest.param("gpt2", marks=SLOW)])
+@pytest.mark.parametrize("shortest", [1, 1 << 20])
+def test_recorded_decoding_never_waits_and_prompts_are_prefilled_in_parts(gpu, model_type, shortest, monkeypatch):
+    """With a prompt once for its group, or in each slot. Of prompts of 3, 6, 9, 12 and 15 tokens, at most 20 are read at once."""
+    monkeypatch.setattr(embedded, "SHORTEST", shortest)
+    monkeypatch.setattr(embedded, "PREFILLED", 20)
+    tokenizer, found, prefilled = tiny.tokenizer(["say a: b"], 270), [], []
+    own = embedded.prefill
+    monkeypatch.setattr(
+        embedded, "prefill", lambda m, c, prompts, *of: prefilled.append(sum(map(len, prompts))) or own(m, c, prompts, *of)
+    )
+    requests = [Request(tuple(range(5, 8 + 3 * n)), (n, n + 9)) for n in range(5)]
+    params = SamplingParams(max_tokens=12, top_k=30, temperature=0.7)
+    for device in ("cpu", "cuda"):
+        with gpu() if device == "cuda" else nullcontext([]) as asked:
+            torch.manual_seed(0)
+            model = prepare(tiny.model(model_type, len(tokenizer)).to(device), tokenizer)
+            model.decoder = None
+            found.append([[c.ids for c in group] for group in EmbeddedSampler(model).sample(requests, params)])
+    assert found[0] == found[1] and "recording" in asked and prefilled == [45, 18, 12, 15]
+
+
+def test_negative_control_a_recorded_step_that_waits_is_noticed(gpu):
+    with gpu(), pytest.raises(RuntimeError, match="stream is capturing"):
+        again(lambda: torch.tensor([1], device="cuda"))
 
 
 def test_negative_control_a_tensor_of_the_host_is_noticed(gpu):

@@ -27,6 +27,9 @@ from psigrad.language.rollout.samplers.distribution import draw
 from psigrad.language.rollout.samplers.grouped import SHORTEST, GroupedCache
 from psigrad.language.rollout.types import Completion, Dialogue, Request, Sampler, SamplingParams
 
+# The most tokens of several prompts in a forward pass on a GPU, where the activations of all waiting prompts may not fit.
+PREFILLED = 1 << 15
+
 
 class PolicyWeights(Sampler):
     """The base class of samplers that run the training model itself, not a copy of its weights."""
@@ -262,10 +265,16 @@ class _Batch:
         return self.cache.prompts - self.cache.count if isinstance(self.cache, GroupedCache) else len(self.waiting)
 
     def admit(self) -> None:
-        """Prefill as many waiting groups as there are free slots for, and draw their first tokens."""
+        """Prefill as many waiting groups as there are free slots for, and draw their first tokens.
+
+        On a GPU the prompts have at most `PREFILLED` tokens, or one prompt has more. The caller then calls `admit` again.
+        """
         groups: list[tuple[int, np.ndarray]] = []
-        room, most = self.max_batch - self.sequences.size, self._free_prompts()
+        room, most, tokens = self.max_batch - self.sequences.size, self._free_prompts(), 0
         while self.waiting and len(self.waiting[0][1]) <= room and len(groups) < most:
+            tokens += len(self.requests[self.waiting[0][0]].prompt_ids)
+            if groups and tokens > PREFILLED and self.model.device.type != "cpu":
+                break
             groups.append(self.waiting.popleft())
             room -= len(groups[-1][1])
         copies = on_device([i for i, (_, members) in enumerate(groups) for _ in members], self.model.device)
