@@ -33,7 +33,7 @@ def again(run):
     """Replays by running, after a first run of which nothing may be left. Where the host waits, nothing can be recorded."""
     before = WAITED.copy()
     run()
-    if WAITED != before:
+    if before != WAITED:
         raise RuntimeError(f"operation not permitted when stream is capturing: {WAITED - before}")
     return run
 
