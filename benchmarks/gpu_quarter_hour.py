@@ -182,6 +182,7 @@ def beside_trl(shape: str, prompt: int, lora: int, options: Options, note: Note,
     from plan import planned
     from timed.timing import alone
 
+    from psigrad.errors import UserError
     from psigrad_extras.preflight import plan
 
     def make(work: Workload, folder: Path) -> None:
@@ -200,7 +201,10 @@ def beside_trl(shape: str, prompt: int, lora: int, options: Options, note: Note,
         taken.append(pair)
         note({"pairs": taken})
 
-    note({"beside": beside(work, "bfloat16", 2, keep=keep, **together)})
+    try:
+        note({"beside": beside(work, "bfloat16", 2, keep=keep, **together)})
+    except UserError as error:  # such as a TRL that does not run with these versions
+        note({"failed": [f"Not compared: {str(error)[-200:]}"], "alone": alone(work, "bfloat16", 2, **together)})
 
 
 def sampling(options: Options, note: Note) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -15,11 +16,16 @@ from fake_gpu import WAITED, OnDevice, fake_gpu
 from in_memory import make
 from packed_inputs import oracle
 from rank_gradients import CASES, distance, gradient, make_models
+from tiny_jobs import online_config
 
+from psigrad import compiled
 from psigrad.config import Optim
+from psigrad.kernels import kernels as cpu
+from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.models import hf_attention, logprobs, tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.lora import Lora
+from psigrad.language.recipes import run_pins
 from psigrad.language.rollout.samplers import cuda_graph, embedded
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams, State
@@ -178,6 +184,22 @@ def test_recorded_decoding_never_waits_and_prompts_are_prefilled_in_parts(gpu, m
             model.decoder = None
             found.append([[c.ids for c in group] for group in EmbeddedSampler(model).sample(requests, params)])
     assert found[0] == found[1] and "recording" in asked and prefilled == [45, 18, 12, 15]
+
+
+def test_a_gpu_loads_no_kernels_for_cpus_which_a_checkout_would_compile(gpu, job, tmp_path, monkeypatch):
+    """A run loads its model, notes what it depends on, samples and learns."""
+    loaded, loads = [], (compiled.kernels, cpu.kernels)
+    for module in [module for name, module in sys.modules.items() if name.startswith("psigrad.")]:
+        if getattr(module, "kernels", None) in loads:
+            monkeypatch.setattr(module, "kernels", lambda name=module.__name__: loaded.append(name) or "none")
+    tokenizer = tiny.tokenizer(["say a: b"], 270)
+    for device in ("cuda", "cpu"):
+        with gpu() if device == "cuda" else nullcontext():
+            run = make(tokenizer, "grpo", steps=1, device=device)
+            learn(run, collect(run, 0, 0, Clock()).groups, State(algorithm=run.algorithm.initial_state()), 1e-3)
+            settings = online_config(job, tmp_path, device=device)
+            run_pins.collect_pins(settings, tokenizer, PreparedRows([], [], [], []))
+        assert bool(loaded) == (device == "cpu"), loaded
 
 
 def test_negative_control_a_recorded_step_that_waits_is_noticed(gpu):
