@@ -101,6 +101,22 @@ class OnDevice(Tensor):
         on_wait()
         return self.held.tolist()
 
+    def item(self) -> Any:
+        """In inference mode torch would read the memory of this tensor, which has none."""
+        on_wait()
+        return self.held.item()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    __index__ = __int__
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
     def numpy(self, *_: Any, **__: Any) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 

@@ -169,7 +169,7 @@ def test_the_host_waits_once_per_optimiser_step_and_column(gpu, algorithm, itera
 def test_recorded_decoding_never_waits_and_prompts_are_prefilled_in_parts(gpu, model_type, shortest, monkeypatch):
     """With a prompt once for its group, or in each slot. Of prompts of 3, 6, 9, 12 and 15 tokens, at most 20 are read at once."""
     monkeypatch.setattr(embedded, "SHORTEST", shortest)
-    monkeypatch.setattr(embedded, "PREFILLED", 20)
+    monkeypatch.setattr(cuda_graph, "PREFILLED", 20)
     tokenizer, found, prefilled = tiny.tokenizer(["say a: b"], 270), [], []
     own = embedded.prefill
     monkeypatch.setattr(
@@ -202,9 +202,17 @@ def test_a_gpu_loads_no_kernels_for_cpus_which_a_checkout_would_compile(gpu, job
         assert bool(loaded) == (device == "cpu"), loaded
 
 
-def test_negative_control_a_recorded_step_that_waits_is_noticed(gpu):
-    with gpu(), pytest.raises(RuntimeError, match="stream is capturing"):
-        again(lambda: torch.tensor([1], device="cuda"))
+WAITING = {
+    "read": lambda: float(torch.ones(1, device="cuda")),
+    "branch": lambda: bool(torch.ones(1, device="cuda") > 0),
+    "copy": lambda: torch.tensor([1], device="cuda"),
+}
+
+
+@pytest.mark.parametrize("kind", WAITING)
+def test_negative_control_a_recorded_step_that_waits_is_noticed(kind, gpu):
+    with gpu(), torch.inference_mode(), pytest.raises(RuntimeError, match="stream is capturing"):
+        again(WAITING[kind])
 
 
 def test_negative_control_a_tensor_of_the_host_is_noticed(gpu):

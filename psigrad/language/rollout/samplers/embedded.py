@@ -21,14 +21,11 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.models.probe import difference
 from psigrad.language.rollout.samplers.cache import KVCache, SharedCache, new_cache, prefill
-from psigrad.language.rollout.samplers.cuda_graph import TOKENS_AT_ONCE, CudaGraphDecoding, Room, fitting
+from psigrad.language.rollout.samplers.cuda_graph import TOKENS_AT_ONCE, CudaGraphDecoding, Room, fitting, prefill_limit
 from psigrad.language.rollout.samplers.dialogue import CachedDialogue
 from psigrad.language.rollout.samplers.distribution import draw
 from psigrad.language.rollout.samplers.grouped import SHORTEST, GroupedCache
 from psigrad.language.rollout.types import Completion, Dialogue, Request, Sampler, SamplingParams
-
-# The most tokens of several prompts in a forward pass on a GPU, where the activations of all waiting prompts may not fit.
-PREFILLED = 1 << 15
 
 
 class PolicyWeights(Sampler):
@@ -267,13 +264,13 @@ class _Batch:
     def admit(self) -> None:
         """Prefill as many waiting groups as there are free slots for, and draw their first tokens.
 
-        On a GPU the prompts have at most `PREFILLED` tokens, or one prompt has more. The caller then calls `admit` again.
+        The prompts together have at most `prefill_limit` tokens, or one prompt has more. The caller then calls `admit` again.
         """
         groups: list[tuple[int, np.ndarray]] = []
-        room, most, tokens = self.max_batch - self.sequences.size, self._free_prompts(), 0
+        room, most, tokens = self.max_batch - self.sequences.size, self._free_prompts(), prefill_limit(self.model)
         while self.waiting and len(self.waiting[0][1]) <= room and len(groups) < most:
-            tokens += len(self.requests[self.waiting[0][0]].prompt_ids)
-            if groups and tokens > PREFILLED and self.model.device.type != "cpu":
+            tokens -= len(self.requests[self.waiting[0][0]].prompt_ids)
+            if groups and tokens < 0:
                 break
             groups.append(self.waiting.popleft())
             room -= len(groups[-1][1])
