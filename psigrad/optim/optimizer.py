@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from psigrad.compiled import OptimizerKernels
 from psigrad.errors import UserError
-from psigrad.optim.gradients import Sums, in_place
+from psigrad.optim.gradients import PassOutOfMemoryError, Sums, in_place, is_out_of_memory
 from psigrad.optim.low_memory import LowMemoryAdamW, has_codes, has_remainder, join, split
 from psigrad.optim.rules import Adafactor, AdamW, Muon, StepSize, Update, UpdateRule, adamw_kernels, is_hidden_matrix
 from psigrad.processes.parallel.shards import local_of, local_parameter, num_replicas, shard_like
@@ -41,21 +41,6 @@ MAX_NONFINITE = 3
 
 class NonFiniteError(UserError):
     """Raised if the gradient was not finite for `MAX_NONFINITE` steps in a row, or if a weight is not finite."""
-
-
-class PassOutOfMemoryError(MemoryError):
-    """Raised by all processes if a forward or backward pass of one of them runs out of memory. No weight has changed."""
-
-
-# Messages of errors that are plain RuntimeErrors: of PyTorch's CPU allocator, of CUDA and Triton, of cuBLAS and cuDNN. The last
-# ones allocate beside PyTorch's allocator, which may have taken all memory of the GPU.
-_OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "[CUDA]: out of memory", "STATUS_ALLOC_FAILED")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return True for an out-of-memory error, including those that are a plain `RuntimeError`."""
-    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return known or (isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY))
 
 
 @dataclass(eq=False)

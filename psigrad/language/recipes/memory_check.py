@@ -19,8 +19,7 @@ from psigrad.language.training.online.annotators.reference import exact_kl
 from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.objective import PolicyGradient
 from psigrad.optim import Optimizer
-from psigrad.optim.gradients import in_place
-from psigrad.optim.optimizer import is_out_of_memory
+from psigrad.optim.gradients import in_place, is_out_of_memory
 
 
 def check_online(run: OnlineRun) -> None:

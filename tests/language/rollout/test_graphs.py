@@ -377,8 +377,6 @@ def test_a_prefill_takes_at_most_half_of_the_free_memory(gigabytes, tokens, monk
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gigabytes * 10**9, None))
     assert cuda_graph.prefill_limit(model) == tokens
-    model.device = torch.device("cpu")
-    assert cuda_graph.prefill_limit(model) > 1 << 40
 
 
 def test_uniform_numbers_on_the_device_are_those_of_the_host():

@@ -7,7 +7,6 @@ the GPU wait. So the recording includes the draw, and is replayed `TOKENS_AT_ONC
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
@@ -175,11 +174,9 @@ def fitting(model: LanguageModel, room: Room) -> Room:
 
 
 def prefill_limit(model: LanguageModel) -> int:
-    """Return the most tokens of several prompts that a forward pass may read at once: `PREFILLED` on a GPU, fewer if their
-    activations would take more than half of the free memory. A CPU has no limit.
+    """Return the most tokens of several prompts that a forward pass on a GPU may read at once: `PREFILLED`, or fewer if their
+    activations would take more than half of the free memory.
     """
-    if model.device.type != "cuda":
-        return sys.maxsize
     hidden, inner = (size(model.network.config, name) for name in ("hidden", "inner"))
     token = (8 * hidden + 4 * (inner or 4 * hidden)) * model.network.dtype.itemsize  # in one layer, which the next one reuses
     return min(PREFILLED, int(SHARE * free_memory(model.device)) // token)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -264,10 +265,11 @@ class _Batch:
     def admit(self) -> None:
         """Prefill as many waiting groups as there are free slots for, and draw their first tokens.
 
-        The prompts together have at most `prefill_limit` tokens, or one prompt has more. The caller then calls `admit` again.
+        On a GPU they have at most `prefill_limit` tokens, or one prompt has more. The caller then calls `admit` again.
         """
         groups: list[tuple[int, np.ndarray]] = []
-        room, most, tokens = self.max_batch - self.sequences.size, self._free_prompts(), prefill_limit(self.model)
+        room, most = self.max_batch - self.sequences.size, self._free_prompts()
+        tokens = sys.maxsize if self.model.device.type == "cpu" else prefill_limit(self.model)
         while self.waiting and len(self.waiting[0][1]) <= room and len(groups) < most:
             tokens -= len(self.requests[self.waiting[0][0]].prompt_ids)
             if groups and tokens < 0:
