@@ -194,6 +194,8 @@ class _Mode(TorchFunctionMode):
 @contextlib.contextmanager
 def fake_gpu(monkeypatch: Any) -> Iterator[None]:
     """torch has a CUDA device for the length of the block."""
+    for name in ("__enter__", "__exit__"):  # in inference mode a view of a tensor of the device is an error under torch 2.11
+        monkeypatch.setattr(torch.inference_mode, name, getattr(torch.no_grad, name))
     properties = SimpleNamespace(total_memory=80 << 30, name="no GPU", major=9, minor=0)
     has = {
         "is_available": lambda: True,
