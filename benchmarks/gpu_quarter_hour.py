@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -90,6 +90,8 @@ def files(options: Options, shape: str, work: Workload, folder: Path) -> None:
     made = inputs.tokenizer(config.vocab_size)
     with torch.device(options.device):
         inputs.write_model(config, made, folder, dtype=torch.bfloat16)
+    if options.device != "cpu":
+        torch.cuda.empty_cache()  # the processes that are compared need its memory
     inputs.write(work, made, folder)
 
 
@@ -160,6 +162,7 @@ def profiled(model: Any, groups: Any, options: Options) -> dict[str, float]:
     def run(times: int) -> float:
         begin = time.perf_counter()
         for _ in range(times):
+            model.network.zero_grad()  # adding to a gradient would be one more kernel for each weight
             model.evaluate(groups).logp.sum().backward()
         if on_gpu:
             torch.cuda.synchronize()
@@ -173,12 +176,13 @@ def profiled(model: Any, groups: Any, options: Options) -> dict[str, float]:
     return {"kernels": len(events), "busy": busy, "seconds": run(5)}
 
 
-def beside_trl(shape: str, prompt: int, lora: int, options: Options, note: Note) -> None:
-    """A step of both, equal loss first; without TRL psigrad alone. The peak is beside the plan's."""
+def beside_trl(shape: str, prompt: int, lora: int, options: Options, note: Note, vllm: bool = False) -> None:
+    """A step of both, equal loss first; without TRL psigrad alone. The peak is beside the plan's. With `vllm` TRL uses that."""
     from beside_trl import beside
     from plan import planned
     from timed.timing import alone
 
+    from psigrad.errors import UserError
     from psigrad_extras.preflight import plan
 
     def make(work: Workload, folder: Path) -> None:
@@ -186,7 +190,7 @@ def beside_trl(shape: str, prompt: int, lora: int, options: Options, note: Note)
         made = planned(work, folder, "bfloat16", plan.machine(options.device, "bfloat16", measure=False))
         note({"planned_mb": made.memory.peak / 2**20, "planned_seconds": made.phases})
 
-    work = work_of(options.tiny, shape, prompt, lora)
+    work = replace(work_of(options.tiny, shape, prompt, lora), vllm=vllm)
     together: Figures = {"make": make, "device": options.device}
     if find_spec("trl") is None:
         note({"alone": alone(work, "bfloat16", 2, **together)})
@@ -197,7 +201,10 @@ def beside_trl(shape: str, prompt: int, lora: int, options: Options, note: Note)
         taken.append(pair)
         note({"pairs": taken})
 
-    note({"beside": beside(work, "bfloat16", 2, keep=keep, **together)})
+    try:
+        note({"beside": beside(work, "bfloat16", 2, keep=keep, **together)})
+    except UserError as error:  # such as a TRL that does not run with these versions
+        note({"failed": [f"Not compared: {str(error)[-200:]}"], "alone": alone(work, "bfloat16", 2, **together)})
 
 
 def sampling(options: Options, note: Note) -> None:
@@ -243,6 +250,11 @@ STAGES = (
     Stage("sampling", sampling, 45, 120),
     Stage("4B LoRA 64", partial(beside_trl, "4B", 64, 16), 80, 200),
     Stage("4B LoRA 2048", partial(beside_trl, "4B", 2048, 16), 80, 240),
+    *(
+        Stage(f"{shape} {prompt}, TRL with vLLM", partial(beside_trl, shape.partition(" ")[0], prompt, lora, vllm=True), 120, 300)
+        for shape, prompt, lora in (("0.6B", 64, 0), ("4B LoRA", 2048, 16))
+        if find_spec("vllm") is not None and find_spec("trl") is not None
+    ),
     Stage("shards", partial(tests, "tests/gpu/test_shards.py"), 60, 200),
 )
 
@@ -300,7 +312,11 @@ def take(stage: Stage, options: Options, seconds: float) -> Figures:
         command = [sys.executable, __file__, "--device", options.device, "--child", stage.name, str(file)]
         with errors.open("w") as stream:
             child = subprocess.Popen(
-                command + ["--tiny"] * options.tiny, stdout=stream, stderr=stream, start_new_session=True, env=_environment()
+                command + ["--tiny"] * options.tiny,
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,
+                env=_environment(options),
             )
             try:
                 status = "done" if child.wait(seconds) == 0 else "failed"
@@ -313,9 +329,11 @@ def take(stage: Stage, options: Options, seconds: float) -> Figures:
         return found if status == "done" else {**found, "error": errors.read_text()[-4000:]}
 
 
-def _environment() -> dict[str, str]:
+def _environment(options: Options) -> dict[str, str]:
+    """Return the variables of a stage. On a GPU the kernels for CPUs are off, since they would be compiled for a minute."""
     path = os.pathsep.join(filter(None, (str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", ""))))
-    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    kernels = {} if options.device == "cpu" else {"PSIGRAD_NATIVE": "0"}
+    return {**os.environ, **kernels, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

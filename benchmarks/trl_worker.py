@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ class Gate(TrainerCallback):
 def main(folder: Path, dtype: str, device: str, parent: Parent) -> None:
     """Answer with loss and gradient (`check`), or take steps."""
     work, rows = read(folder)
+    work = replace(work, vllm=work.vllm and sys.argv[1] == "steps")  # the comparison of losses samples nothing
     trainer, counts = _trainer(work, folder, rows, dtype == "bfloat16", device)
     phases = Phases()
     if work.online:
@@ -114,6 +116,8 @@ def _trainer(work: Workload, folder: Path, rows: list[dict[str, Any]], bf16: boo
             "num_iterations": work.iterations,
             "temperature": 1.0,
         }
+        if work.vllm:
+            settings |= {"use_vllm": True, "vllm_max_model_length": work.prompt_tokens + work.completion_tokens + 1}
         if work.turns > 1:
             given["rollout_func"] = partial(_episodes, work.turns)
     elif work.kind == "dpo":

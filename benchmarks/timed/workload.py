@@ -29,7 +29,8 @@ class Workload:
     (0: all), with bfloat16 weights (`half_weights`) or by autocast; psigrad takes `micro_tokens` tokens online. The logarithms of
     lengths of prompts (of rows, in sft) have the deviation `spread`, around the lengths given. With several `turns` each
     completion is answered by `answer`, but the last, and one that was cut. Each prompt has a picture with
-    sides of `image` pixels (0: none). There are `rows` rows, and a step takes some of them.
+    sides of `image` pixels (0: none). With `vllm` TRL samples by an engine in its process. There are `rows` rows, and a step
+    takes some of them.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Workload:
     gradient_checkpointing: bool = False
     attention: str = "auto"
     cuda_graphs: bool = True
+    vllm: bool = False
     steps: int = 5
 
     @property

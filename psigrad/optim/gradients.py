@@ -3,7 +3,7 @@
 Autograd allocates a full gradient for every use of a weight in a forward pass, then adds it to the sum. An embedding that is tied
 to the head is used twice, and each gradient is as large as the weight. Inside `in_place` each use adds to the sum directly. With
 `recompute` the sum is not stored either: each use stores a few numbers per token, and rows of the gradient are computed from
-these on demand.
+these on demand. The error of a pass that ran out of memory is here too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from torch.nn import functional as F
 # The number of gradient elements computed at a time, and the memory limit of stored uses as a share of the gradient's memory.
 BLOCK_ELEMENTS = 1 << 20
 HELD = 0.5
+
+# Messages of errors that are plain RuntimeErrors: of PyTorch's CPU allocator, of CUDA and Triton, of cuBLAS and cuDNN. The last
+# ones allocate beside PyTorch's allocator, which may have taken all memory of the GPU.
+_OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "[CUDA]: out of memory", "STATUS_ALLOC_FAILED")
 
 
 class Use(Protocol):
@@ -202,3 +206,13 @@ def embedding(table: Tensor, ids: Tensor, padding: int | None, sums: Sums) -> Te
     """
     rows: Tensor = _Lookup.apply(table, ids, padding, sums)
     return rows
+
+
+class PassOutOfMemoryError(MemoryError):
+    """Raised by all processes if a forward or backward pass of one of them runs out of memory. No weight has changed."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True for an out-of-memory error, including those that are a plain `RuntimeError`."""
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return known or (isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY))

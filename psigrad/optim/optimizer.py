@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from psigrad.compiled import OptimizerKernels
 from psigrad.errors import UserError
-from psigrad.optim.gradients import Sums, in_place
+from psigrad.optim.gradients import PassOutOfMemoryError, Sums, in_place, is_out_of_memory
 from psigrad.optim.low_memory import LowMemoryAdamW, copy_masters, has_codes, has_remainder, join, split
 from psigrad.optim.rules import Adafactor, AdamW, Muon, StepSize, Update, UpdateRule, adamw_kernels, is_hidden_matrix
 from psigrad.processes.parallel.shards import first_element, local_of, local_parameter, num_replicas, shard_like
@@ -41,15 +41,6 @@ MAX_NONFINITE = 3
 
 class NonFiniteError(UserError):
     """Raised if the gradient was not finite for `MAX_NONFINITE` steps in a row, or if a weight is not finite."""
-
-
-class PassOutOfMemoryError(MemoryError):
-    """Raised by all processes if a forward or backward pass of one of them runs out of memory. No weight has changed."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return True for an out-of-memory error, including that of PyTorch's CPU allocator, which is a plain `RuntimeError`."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 @dataclass(eq=False)
@@ -414,7 +405,7 @@ def add_up(optimizers: Sequence[Optimizer], losses: Losses) -> None:
         except Exception as error:
             if world.lockstep or not is_out_of_memory(error):
                 raise
-            failed = error
+            failed = MemoryError(str(error))  # without the error's frames, which hold the activations of the pass
     if failed and world.size == 1:
         raise PassOutOfMemoryError("A pass ran out of memory.") from failed
     for optimizer in alone if passes == 1 else ():

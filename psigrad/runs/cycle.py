@@ -10,7 +10,8 @@ from typing import Any, Generic, TypeVar
 
 from psigrad.config import Run
 from psigrad.errors import UserError
-from psigrad.optim.optimizer import check_gradients, is_out_of_memory
+from psigrad.optim.gradients import is_out_of_memory
+from psigrad.optim.optimizer import check_gradients
 from psigrad.runs.callbacks import CallbackError
 from psigrad.runs.journal import Journal
 from psigrad.runs.progress import bar

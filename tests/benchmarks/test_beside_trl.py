@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -98,6 +98,23 @@ def test_trls_side_computes_our_loss_however_it_is_divided(change, tmp_path):
     ours = compare.check(timed_run.build(tmp_path, "float32", "cpu"))
     trainer, _ = trl_worker._trainer(work, tmp_path, read(tmp_path)[1], False, "cpu")
     compare.agree(work, "float32", {"ours": ours, "trl": trl_worker._check(work, trainer)})
+
+
+@pytest.mark.slow
+def test_trl_samples_by_vllm_only_where_the_workload_says_so(tmp_path, monkeypatch):
+    """By settings that TRL has, for prompts and completions of full length."""
+    import trl
+    import trl_worker
+
+    known, work = {field.name for field in fields(trl.GRPOConfig)}, replace(SMALL, vocabulary=80, hidden=32, layers=1)
+    build(work, tmp_path)
+    monkeypatch.setattr(trl, "GRPOConfig", lambda **given: given)
+    monkeypatch.setattr(trl, "GRPOTrainer", lambda model, args, **given: args)
+    plain, by_vllm = (
+        trl_worker._trainer(replace(work, vllm=on), tmp_path, read(tmp_path)[1], False, "cpu")[0] for on in (False, True)
+    )
+    more = {"use_vllm": True, "vllm_max_model_length": work.prompt_tokens + work.completion_tokens + 1}
+    assert by_vllm == plain | more and by_vllm.keys() <= known
 
 
 def test_what_the_environment_says_has_no_part_in_the_loss():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
+from types import SimpleNamespace
 
 import gpu_quarter_hour as script
 import pytest
+import torch
 from gpu_quarter_hour import Options, Stage
 from timed.workload import read
 
@@ -66,6 +69,16 @@ def test_a_stage_that_takes_too_long_is_ended_with_what_it_has_measured(tmp_path
     state = script.Path(f"/proc/{(tmp_path / 'pid').read_text()}/status")
     while state.exists() and "zombie" not in state.read_text():  # it has a signal already, which takes a moment
         assert time.monotonic() - begin < 20
+
+
+def test_a_profiled_pass_adds_to_no_gradient_and_loads_no_kernels_for_cpus():
+    """Four rows of ones: each weight has the gradient of one pass, 4, after all of them."""
+    weight = torch.nn.Linear(3, 2)
+    model = SimpleNamespace(network=weight, evaluate=lambda groups: SimpleNamespace(logp=weight(groups)))
+    assert script.profiled(model, torch.ones(4, 3), Options("cpu", True))["kernels"] > 0
+    assert weight.weight.grad.tolist() == [[4.0] * 3] * 2
+    given = [script._environment(Options(device, True)).get("PSIGRAD_NATIVE") for device in ("cuda", "cpu")]
+    assert given == ["0", os.environ.get("PSIGRAD_NATIVE")]
 
 
 def test_the_figures_that_a_page_shows():

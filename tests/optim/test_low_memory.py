@@ -229,9 +229,9 @@ def test_a_step_of_a_gpu_takes_at_most_16_bytes_a_parameter(optim, passes, most,
     def step() -> float:
         optimizer = Optimizer(p, optim)
         loop.add_up([optimizer], [lambda: sum(weight.float().sum() for weight in p.values())] * passes)
-        gradients = [w.gradient for w in optimizer.weights.values()]
-        held = sum(x.numel() * x.element_size() for x in [*p.values(), *optimizer.state_dict().values(), *gradients])
-        return (held + peak(lambda: optimizer.apply(optimizer.norm(), 1e-3))) / (24 * 64 * 256)
+        gradients = [x for w in optimizer.weights.values() for x in (w.gradient, w.parameter.grad, w.buffer) if x is not None]
+        held = {x.data_ptr(): x.numel() * x.element_size() for x in [*p.values(), *optimizer.state_dict().values(), *gradients]}
+        return (sum(held.values()) + peak(lambda: optimizer.apply(optimizer.norm(), 1e-3))) / (24 * 64 * 256)
 
     assert step() <= most + 0.3
     if optim == Optim():
@@ -240,7 +240,8 @@ def test_a_step_of_a_gpu_takes_at_most_16_bytes_a_parameter(optim, passes, most,
 
 
 @pytest.mark.parametrize("optim", LOW)
-def test_temporaries_are_those_of_a_chunk(optim, as_on_a_gpu, monkeypatch):
+def test_temporaries_are_those_of_a_chunk(optim, as_on_a_gpu, monkeypatch, own=low_memory.CHUNK):
+    assert own <= 1 << 22, "chunks of a GPU, whose temporaries are then at most 0.3 GB"
     p = {"weight": nn.Parameter(torch.ones(1 << 18, dtype=torch.bfloat16))}
     optimizer = Optimizer(p, optim)
     p["weight"].grad = torch.ones_like(p["weight"])

@@ -211,13 +211,21 @@ def failing(error, at, moves=None):
         RuntimeError(
             "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
         ),
+        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
     ],
-    ids=["python", "gpu", "cpu"],
+    ids=["python", "gpu", "cpu", "driver", "cublas", "triton"],
 )
 def test_a_run_out_of_memory_is_saved_and_told_what_takes_less(error):
     found, raised = failing(error, 7)
     assert found == [6] and isinstance(raised, UserError)
     assert "Step 7 ran out of memory; the run is saved at step 6. Resume with a smaller micro_batch_tokens" in str(raised)
+
+
+def test_negative_control_other_errors_of_a_gpu_stay_as_they_are():
+    error = RuntimeError("CUDA error: device-side assert triggered")
+    assert failing(error, 7)[1] is error
 
 
 def test_out_of_memory_after_a_weight_has_moved_names_the_last_checkpoint():

@@ -101,6 +101,22 @@ class OnDevice(Tensor):
         on_wait()
         return self.held.tolist()
 
+    def item(self) -> Any:
+        """In inference mode torch would read the memory of this tensor, which has none."""
+        on_wait()
+        return self.held.item()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    __index__ = __int__
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
     def numpy(self, *_: Any, **__: Any) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
@@ -167,6 +183,8 @@ class _Mode(TorchFunctionMode):
             with self:
                 return torch.autograd.backward(args[0], kwargs.pop("gradient", None), **kwargs)
         elif (asked := kwargs.get("device")) is not None and torch.device(asked).type == "cuda":
+            if func in (torch.tensor, torch.as_tensor):  # copies from memory that is not pinned
+                on_wait()
             made = func(*args, **{**kwargs, "device": "cpu"})
             there = made if isinstance(made, OnDevice) else OnDevice(made.detach())
             return there.requires_grad_() if made.requires_grad and not there.requires_grad else there
@@ -176,6 +194,8 @@ class _Mode(TorchFunctionMode):
 @contextlib.contextmanager
 def fake_gpu(monkeypatch: Any) -> Iterator[None]:
     """torch has a CUDA device for the length of the block."""
+    for name in ("__enter__", "__exit__"):  # in inference mode a view of a tensor of the device is an error under torch 2.11
+        monkeypatch.setattr(torch.inference_mode, name, getattr(torch.no_grad, name))
     properties = SimpleNamespace(total_memory=80 << 30, name="no GPU", major=9, minor=0)
     has = {
         "is_available": lambda: True,

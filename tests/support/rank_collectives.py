@@ -10,6 +10,7 @@ from pathlib import Path
 import rank_gradients
 import torch.distributed as dist
 from rank_gradients import CASES, groups_of, load
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from psigrad.config import Optim
 from psigrad.optim import Optimizer, add_up
@@ -21,6 +22,20 @@ LARGER = {
     "all_gather_single": ("output", 0),
     "reduce_scatter_single": ("input", 1),
 }
+
+
+class Reads(TorchDispatchMode):
+    """How often the host reads numbers from a tensor. `Tensor.tolist` dispatches nothing, so its caller counts it."""
+
+    total = 0
+
+    def count(self, read):
+        self.total += 1
+        return read
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.total += func.overloadpacket.__name__ == "_local_scalar_dense"
+        return func(*args, **(kwargs or {}))
 
 
 def count_collectives() -> tuple[Counter, Counter, Counter]:
@@ -68,7 +83,9 @@ def main(world: World, folder: str, out: str, budgets: str, prompts: str = "24",
         sent = {"calls": dict(calls), "bytes": dict(sizes), "spent": sum(spent.values())}
         found.append({"micro": len(count), "seconds": seconds, "weights": weights, **sent})
         calls.clear()
-        found[-1] |= {"norm": optimizer.norm(), "norm calls": dict(calls)}
+        with Reads() as reads:
+            norm = optimizer.norm(lambda x: reads.count(x.tolist()))
+        found[-1] |= {"norm": norm, "norm calls": dict(calls), "norm reads": reads.total}
     if world.rank == 0:
         Path(out).write_text(json.dumps(found))
 

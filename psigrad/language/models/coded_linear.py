@@ -48,9 +48,9 @@ class CodedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Compute the layer for x in float32 or bfloat16. The gradient with respect to x uses the dequantised W."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        native = kernels()
         plain = x.device.type == "cpu" and x.is_contiguous() and not torch.is_grad_enabled()
-        if plain and not isinstance(native, str) and x.dtype in native.dtypes:
+        native = kernels() if plain else ""
+        if not isinstance(native, str) and x.dtype in native.dtypes:
             rows = x.reshape(-1, self.in_features)
             out = native.products.multiply_codes(rows, [self.matrix], x.new_empty(len(rows), self.out_features), bias)
             return out.view(*x.shape[:-1], -1)
@@ -75,8 +75,8 @@ class _Product(torch.autograd.Function):
 
 def unpack(matrix: CodedMatrix, dtype: torch.dtype) -> Tensor:
     """Return the matrix [N, K] with its codes dequantised to `dtype`."""
-    native = kernels()
-    if matrix.codes.device.type == "cpu" and not isinstance(native, str) and dtype in native.dtypes:
+    native = kernels() if matrix.codes.device.type == "cpu" else ""
+    if not isinstance(native, str) and dtype in native.dtypes:
         return native.products.unpack(matrix, dtype)
     if matrix.codes.device.type == "cuda":
         return _decoder()(matrix.codes, matrix.scales, matrix.offsets, matrix.levels, dtype)[: matrix.shape[0]]

@@ -158,10 +158,11 @@ def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
     from psigrad.language.models.fused.gpu_parts import GpuParts
     from psigrad.language.models.fused.module_kernels import ModuleKernels
 
-    hf, native, inputs = model.network, kernels(), lay_out(texts, model.device, packed=True)
+    hf, inputs = model.network, lay_out(texts, model.device, packed=True)
     if hf.device.type == "cuda":
         _enable(GpuParts(hf), model, inputs)
         return None, ""
+    native = kernels()
     if isinstance(native, str) or hf.device.type != "cpu" or hf.dtype not in native.dtypes:
         return None, ""
     module_kernels = ModuleKernels(hf, native)

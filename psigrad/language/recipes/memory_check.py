@@ -19,7 +19,7 @@ from psigrad.language.training.online.annotators.reference import exact_kl
 from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.objective import PolicyGradient
 from psigrad.optim import Optimizer
-from psigrad.optim.gradients import in_place
+from psigrad.optim.gradients import in_place, is_out_of_memory
 
 
 def check_online(run: OnlineRun) -> None:
@@ -76,7 +76,9 @@ def _trial(optimizers: Sequence[Optimizer]) -> Iterator[None]:
     try:
         with torch.random.fork_rng(devices=[]), in_place(*(o.sums for o in optimizers)):
             yield
-    except torch.OutOfMemoryError as error:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         raise UserError(
             "The longest samples of this run do not fit the device's memory; `psigrad plan` shows which settings need less."
         ) from error

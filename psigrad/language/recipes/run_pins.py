@@ -22,7 +22,7 @@ from psigrad.language.recipes.conversation import list_tools
 from psigrad.language.recipes.row_encoding import sum_parts
 from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.records import pins
-from psigrad.runs.machine import pins_of
+from psigrad.runs.machine import device, pins_of
 
 Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
 
@@ -42,7 +42,8 @@ def collect_pins(
         content["processor"] = str(getattr(image_format, "version", ""))
     rows = prepared.sums or sum_parts(prepared)
     day = {"date": day_of(tokenizer).isoformat()} if reads_clock(tokenizer) else {}
-    return {**rows, **content, **day, **_models(config), **_code(config, judges), **pins_of(config.run, kernels())}
+    used = kernels() if device(config.run) == "cpu" else "a GPU has its own"  # a checkout would compile them for a minute
+    return {**rows, **content, **day, **_models(config), **_code(config, judges), **pins_of(config.run, used)}
 
 
 def static_pins(config: Config, judges: Sequence[RewardSetup | None] = ()) -> dict[str, str]:

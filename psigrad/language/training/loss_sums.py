@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from psigrad.objective import Loss
-from psigrad.optim.optimizer import Optimizer, PassOutOfMemoryError, is_out_of_memory
+from psigrad.optim.gradients import PassOutOfMemoryError, is_out_of_memory
+from psigrad.optim.optimizer import Optimizer
 from psigrad.processes.parallel.world import ALONE, World, sum_figures
 
 R = TypeVar("R")

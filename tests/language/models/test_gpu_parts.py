@@ -20,6 +20,8 @@ from psigrad.language.models.fused import gpu_parts, inductor
 from psigrad.language.models.fused.gpu_parts import GpuParts
 from psigrad.language.models.language_model import Lora, prepare
 from psigrad.language.models.packing import Groups
+from psigrad.language.rollout.samplers import cache
+from psigrad.language.rollout.samplers.cuda_graph import CudaGraphDecoding, Room
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
 
@@ -158,6 +160,37 @@ def test_a_compiled_layer_launches_at_most_40_kernels_and_moves_half_of_the_byte
     kernels, calls = both.kernels - first.kernels, both.calls - first.calls
     assert kernels > 5 and calls > 15 and kernels + calls <= most
     assert 0 < both.bytes - first.bytes <= 0.5 * more
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lora", "most"), [(False, 20), (True, 40)])
+def test_a_compiled_layer_launches_at_most_40_kernels_in_a_recorded_step_too(lora, most, compiles, monkeypatch):
+    """For four sequences, and half of the bytes of transformers' layer. Attention and the cache have kernels of their own."""
+
+    def step(layers, counted, fewer=True, compiled=False):
+        model = made(layers, lora, False, fewer)
+        graphs = CudaGraphDecoding(model, Room(4, 64), record=lambda run: run)
+        graphs.begin(SamplingParams(max_tokens=8))
+        cache.prefill(model, graphs.cache, [(5, 6, 7)], torch.zeros(4, dtype=torch.long), None)
+        with counted:
+            if compiled:
+                compiles(model, "inductor")
+            graphs._step(graphs.params, 4, 64)
+
+    def attend(self, layer, q, k, v, *given):
+        return torch.ops.stand_in.attend(q, k, v).transpose(1, 2)
+
+    monkeypatch.setattr(inductor, "check_gap", lambda model, own: None)
+    monkeypatch.setattr(cache.Decode, "attend", attend)
+    found, few, many = Launches(), Kernels(), Kernels()
+    with torch.no_grad():
+        step(2, few, fewer=False)
+        step(4, many, fewer=False)
+        step(4, counting(monkeypatch, found), compiled=True)
+    own, bytes_ = (many.names.total() - few.names.total()) / 2, (many.bytes - few.bytes) / 2
+    print(found, own, bytes_)
+    assert found.kernels > 3 and found.calls > 5 and found.kernels + found.calls <= most < own - 20
+    assert 0 < found.bytes <= 0.5 * bytes_
 
 
 @pytest.fixture

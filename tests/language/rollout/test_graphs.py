@@ -368,6 +368,17 @@ def test_decoding_is_recorded_in_as_many_slots_as_half_of_the_free_memory_holds(
     assert [cuda_graph.fitting(model, Room(256, longest)).slots for longest in (1280, 1 << 20)] == [64, 0]
 
 
+@pytest.mark.parametrize(("gigabytes", "tokens"), [(80, 32768), (6, 18310), (0, 0)])
+def test_a_prefill_takes_at_most_half_of_the_free_memory(gigabytes, tokens, monkeypatch):
+    """Qwen3-8B: 8 · 4,096 + 4 · 12,288 numbers of 2 bytes are 163,840 bytes a token, and 18,310 tokens of them 3 GB."""
+    config = Qwen3Config(hidden_size=4096, intermediate_size=12288)
+    model = SimpleNamespace(device=torch.device("cuda"), network=SimpleNamespace(config=config, dtype=torch.bfloat16))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gigabytes * 10**9, None))
+    assert cuda_graph.prefill_limit(model) == tokens
+
+
 def test_uniform_numbers_on_the_device_are_those_of_the_host():
     rng = np.random.default_rng(0)
     words = rng.integers(0, 1 << 64, 2000, dtype=np.uint64, endpoint=False)

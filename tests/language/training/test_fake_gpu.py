@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -15,12 +16,19 @@ from fake_gpu import WAITED, OnDevice, fake_gpu
 from in_memory import make
 from packed_inputs import oracle
 from rank_gradients import CASES, distance, gradient, make_models
+from tiny_jobs import online_config
 
+from psigrad import compiled
 from psigrad.config import Optim
+from psigrad.kernels import kernels as cpu
+from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.models import hf_attention, logprobs, tiny
+from psigrad.language.models.language_model import prepare
 from psigrad.language.models.lora import Lora
-from psigrad.language.rollout.samplers import cuda_graph
-from psigrad.language.rollout.types import State
+from psigrad.language.recipes import run_pins
+from psigrad.language.rollout.samplers import cuda_graph, embedded
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.language.rollout.types import Request, SamplingParams, State
 from psigrad.language.training.online.collect import collect
 from psigrad.language.training.online.online_rl import learn
 from psigrad.processes.parallel.world import ALONE
@@ -28,8 +36,11 @@ from psigrad.step import Clock
 
 
 def again(run):
-    """Replays by running, after a first run of which nothing may be left."""
+    """Replays by running, after a first run of which nothing may be left. Where the host waits, nothing can be recorded."""
+    before = WAITED.copy()
     run()
+    if before != WAITED:
+        raise RuntimeError(f"operation not permitted when stream is capturing: {WAITED - before}")
     return run
 
 
@@ -151,6 +162,57 @@ def test_the_host_waits_once_per_optimiser_step_and_column(gpu, algorithm, itera
         (few, one), (many, several) = waits(1 << 20), waits(16)
     print(few, many)
     assert one < several and (few.total() == many.total() == wanted) is not bool(planted)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", pytest.param("gpt2", marks=SLOW)])
+@pytest.mark.parametrize("shortest", [1, 1 << 20])
+def test_recorded_decoding_never_waits_and_prompts_are_prefilled_in_parts(gpu, model_type, shortest, monkeypatch):
+    """With a prompt once for its group, or in each slot. Of prompts of 3, 6, 9, 12 and 15 tokens, at most 20 are read at once."""
+    monkeypatch.setattr(embedded, "SHORTEST", shortest)
+    monkeypatch.setattr(cuda_graph, "PREFILLED", 20)
+    tokenizer, found, prefilled = tiny.tokenizer(["say a: b"], 270), [], []
+    own = embedded.prefill
+    monkeypatch.setattr(
+        embedded, "prefill", lambda m, c, prompts, *of: prefilled.append(sum(map(len, prompts))) or own(m, c, prompts, *of)
+    )
+    requests = [Request(tuple(range(5, 8 + 3 * n)), (n, n + 9)) for n in range(5)]
+    params = SamplingParams(max_tokens=12, top_k=30, temperature=0.7)
+    for device in ("cpu", "cuda"):
+        with gpu() if device == "cuda" else nullcontext([]) as asked:
+            torch.manual_seed(0)
+            model = prepare(tiny.model(model_type, len(tokenizer)).to(device), tokenizer)
+            model.decoder = None
+            found.append([[c.ids for c in group] for group in EmbeddedSampler(model).sample(requests, params)])
+    assert found[0] == found[1] and "recording" in asked and prefilled == [45, 18, 12, 15]
+
+
+def test_a_gpu_loads_no_kernels_for_cpus_which_a_checkout_would_compile(gpu, job, tmp_path, monkeypatch):
+    """A run loads its model, notes what it depends on, samples and learns."""
+    loaded, loads = [], (compiled.kernels, cpu.kernels)
+    for module in [module for name, module in sys.modules.items() if name.startswith("psigrad.")]:
+        if getattr(module, "kernels", None) in loads:
+            monkeypatch.setattr(module, "kernels", lambda name=module.__name__: loaded.append(name) or "none")
+    tokenizer = tiny.tokenizer(["say a: b"], 270)
+    for device in ("cuda", "cpu"):
+        with gpu() if device == "cuda" else nullcontext():
+            run = make(tokenizer, "grpo", steps=1, device=device)
+            learn(run, collect(run, 0, 0, Clock()).groups, State(algorithm=run.algorithm.initial_state()), 1e-3)
+            settings = online_config(job, tmp_path, device=device)
+            run_pins.collect_pins(settings, tokenizer, PreparedRows([], [], [], []))
+        assert bool(loaded) == (device == "cpu"), loaded
+
+
+WAITING = {
+    "read": lambda: float(torch.ones(1, device="cuda")),
+    "branch": lambda: bool(torch.ones(1, device="cuda") > 0),
+    "copy": lambda: torch.tensor([1], device="cuda"),
+}
+
+
+@pytest.mark.parametrize("kind", WAITING)
+def test_negative_control_a_recorded_step_that_waits_is_noticed(kind, gpu):
+    with gpu(), torch.inference_mode(), pytest.raises(RuntimeError, match="stream is capturing"):
+        again(WAITING[kind])
 
 
 def test_negative_control_a_tensor_of_the_host_is_noticed(gpu):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
+import weakref
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -23,16 +26,27 @@ RECIPES = {"sft": (sft_config, sft), "grpo": (online_config, online), "dpo": (pr
 
 
 def plant(monkeypatch, times: int, at: int = 1) -> list[int]:
-    """The pass number `at` of a step runs out of memory so many times; the passes that were begun by then."""
-    whole, left, begun = loop.add_up, [times], []
+    """The pass number `at` of a step runs out of memory so many times; the passes that were begun by then.
+
+    Its activations are freed before the next pass, also if Python does not look for cycles of references meanwhile.
+    """
+    whole, left, begun, kept = loop.add_up, [times], [], []
+
+    def run_out(loss):
+        made = loss()
+        kept.append(weakref.ref(made))
+        gc.disable()
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
     def failing(optimizers, losses):
         def each():
             for number, loss in enumerate(losses):
                 begun.append(number)
+                gc.enable()
+                assert not any(made() is not None for made in kept)
                 if number == at and left[0]:
                     left[0] -= 1
-                    yield lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
+                    yield partial(run_out, loss)
                 yield loss
 
         whole(optimizers, each())

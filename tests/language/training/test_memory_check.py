@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from tiny_jobs import online_config, ppo_config, preference_config, reward_config, sft_config
 
 from psigrad.errors import UserError
@@ -62,7 +61,7 @@ def test_the_pass_is_over_the_longest_prompts_with_full_completions(job, tmp_pat
 
 def test_memory_that_does_not_suffice_is_a_sentence(job, tmp_path, monkeypatch):
     def none_left(*args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise RuntimeError("CUDA error: out of memory")
 
     def replaced(job):
         monkeypatch.setattr(LanguageModel, "evaluate", none_left)

@@ -41,4 +41,5 @@ def test_shards_are_gathered_twice_for_each_micro_batch_and_reduced_in_each_or_o
             gathered, reduced = one["bytes"]["all_gather_single"], one["bytes"]["reduce_scatter_single"]
             assert reduced == pytest.approx(times * one["weights"], rel=0.02)
             assert gathered <= 2.02 * one["micro"] * one["weights"] and one["norm calls"] == {"all_reduce": 1}
+            assert one["norm reads"] == 2, "all squares at once, and their sum over the processes"
         assert other["norm"] == pytest.approx(step["norm"], rel=1e-5)

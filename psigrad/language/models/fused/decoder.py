@@ -92,6 +92,8 @@ class Decoder:
     def __init__(
         self, network: PreTrainedModel, recompute: bool = False, exact: bool = False, vision: Vision | None = None
     ) -> None:
+        if network.device.type != "cpu" or network.dtype not in (torch.float32, torch.bfloat16):
+            raise Unsupported(f"{network.dtype} on {network.device} is not supported")
         native = kernels()
         if isinstance(native, str):
             raise Unsupported(native)
@@ -100,8 +102,6 @@ class Decoder:
         family = FAMILIES.get(type(base).__name__.removesuffix("Model"))
         if family is None or not type(base).__module__.startswith("transformers."):  # a class of the same name may differ
             raise Unsupported(f"{type(base).__name__} is not fused (docs/families.md lists the families that are)")
-        if network.device.type != "cpu" or network.dtype not in (torch.float32, torch.bfloat16):
-            raise Unsupported(f"{network.dtype} on {network.device} is not supported")
         activation = first_of(config, ("hidden_activation", "hidden_act")) or "silu"
         if activation != ("gelu_pytorch_tanh" if family.gelu else "silu"):
             raise Unsupported(f"its activation {activation} is not supported")

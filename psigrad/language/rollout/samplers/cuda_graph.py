@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.models.sizes import cached_numbers
+from psigrad.language.models.sizes import cached_numbers, size
 from psigrad.language.rollout.samplers.cache import Decode, KVCache
 from psigrad.language.rollout.samplers.distribution import draw_at
 from psigrad.language.rollout.samplers.grouped import GroupedCache, GroupedDecode
@@ -29,8 +29,10 @@ TOKENS_AT_ONCE = 8
 _NARROWEST = 128
 # The number of distributions whose recordings are kept: training draws from one, evaluation from another.
 _KEPT = 4
-# The largest share of the free memory that recorded keys and values may take.
+# The largest share of the free memory that recorded keys and values may take, and that the activations of a prefill may.
 SHARE = 0.5
+# The most tokens of several prompts in a forward pass. A GPU computes no faster with more.
+PREFILLED = 1 << 15
 
 # A function that records the GPU work of its argument, and returns the replay of that work.
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
@@ -168,10 +170,19 @@ def fitting(model: LanguageModel, room: Room) -> Room:
     """
     if model.device.type != "cuda":
         return room._replace(slots=0)
-    size, most = cached_numbers(model.network.config) * model.network.dtype.itemsize, SHARE * free_memory(model.device)
-    while room.slots and size * (room.slots * room.longest + room.prompts * room.longest_prompt) > most:
+    token, most = cached_numbers(model.network.config) * model.network.dtype.itemsize, SHARE * free_memory(model.device)
+    while room.slots and token * (room.slots * room.longest + room.prompts * room.longest_prompt) > most:
         room = room._replace(slots=room.slots // 2, prompts=-(-room.prompts // 2))
     return room
+
+
+def prefill_limit(model: LanguageModel) -> int:
+    """Return the most tokens of several prompts that a forward pass on a GPU may read at once: `PREFILLED`, or fewer if their
+    activations would take more than half of the free memory.
+    """
+    hidden, inner = (size(model.network.config, name) for name in ("hidden", "inner"))
+    token = (8 * hidden + 4 * (inner or 4 * hidden)) * model.network.dtype.itemsize  # in one layer, which the next one reuses
+    return min(PREFILLED, int(SHARE * free_memory(model.device)) // token)
 
 
 def free_memory(device: torch.device) -> int:

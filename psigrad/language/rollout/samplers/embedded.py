@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.models.probe import difference
 from psigrad.language.rollout.samplers.cache import KVCache, SharedCache, new_cache, prefill
-from psigrad.language.rollout.samplers.cuda_graph import TOKENS_AT_ONCE, CudaGraphDecoding, Room, fitting
+from psigrad.language.rollout.samplers.cuda_graph import TOKENS_AT_ONCE, CudaGraphDecoding, Room, fitting, prefill_limit
 from psigrad.language.rollout.samplers.dialogue import CachedDialogue
 from psigrad.language.rollout.samplers.distribution import draw
 from psigrad.language.rollout.samplers.grouped import SHORTEST, GroupedCache
@@ -261,10 +262,17 @@ class _Batch:
         return self.cache.prompts - self.cache.count if isinstance(self.cache, GroupedCache) else len(self.waiting)
 
     def admit(self) -> None:
-        """Prefill as many waiting groups as there are free slots for, and draw their first tokens."""
+        """Prefill as many waiting groups as there are free slots for, and draw their first tokens.
+
+        On a GPU they have at most `prefill_limit` tokens, or one prompt has more. The caller then calls `admit` again.
+        """
         groups: list[tuple[int, np.ndarray]] = []
         room, most = self.max_batch - self.sequences.size, self._free_prompts()
+        tokens = sys.maxsize if self.model.device.type == "cpu" else prefill_limit(self.model)
         while self.waiting and len(self.waiting[0][1]) <= room and len(groups) < most:
+            tokens -= len(self.requests[self.waiting[0][0]].prompt_ids)
+            if groups and tokens < 0:
+                break
             groups.append(self.waiting.popleft())
             room -= len(groups[-1][1])
         copies = on_device([i for i, (_, members) in enumerate(groups) for _ in members], self.model.device)
