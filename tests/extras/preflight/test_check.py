@@ -268,13 +268,16 @@ def test_only_a_run_that_samples_keeps_positions_for_a_completion(asked, status,
         """Return the check "text" of a sound model."""
         return check.Finding("text", "", 0, 0.0, 1)
 
-    for name in ("text", *"packing sharing sampling_logps micro_batches processes reference saving adapter".split()):
+    others = ["text", "packing", "sharing", "sampling_logps", "micro_batches", "processes", "reference", "saving", "adapter"]
+    for name in others:
         monkeypatch.setattr(check, f"check_{name}", passing)
     row = {"answer": "a", "completion": "a"} if "dpo" not in asked else {"chosen": "a", "rejected": "b"}
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": f"say {c}:", **row}) + "\n" for c in "abcd"))
     flags = ["--model", str(models["qwen3"]), "--dataset", str(tmp_path / "a.jsonl"), "--device", "cpu", "--threads", "1"]
     assert cli.main(["check", *asked, *flags]) == status
-    assert ("at most 0 tokens fit (the model's 96 positions minus max_completion_length 256)" in capsys.readouterr().out) == status
+    assert (
+        "at most 0 tokens fit (the model's 96 positions minus max_completion_length 256)" in capsys.readouterr().out
+    ) == status
 
 
 def test_rows_that_the_template_cannot_say_are_named_as_in_the_file_or_left_out_when_asked(tmp_path, capsys):
