@@ -186,8 +186,8 @@ def _hub(dataset: str, split: str, streaming: bool) -> Records:
         yield from part.take(records) if streaming else records
     except Exception as error:  # no network, no such name, split or configuration: datasets raises a dozen types
         raise UserError(
-            f"{show(dataset)} is neither a file or folder here{_suggest_file(Path(dataset))} nor a dataset that the hub could "
-            f"load (split {split!r}: {name_reason(error)}); check the name, the split and the network."
+            f"{show(dataset)} is no file or folder here, and the hub could not load it (split {split!r}: {name_reason(error)}); "
+            f"check the name, the split and the network{_suggest_file(Path(dataset)) or '.'}"
         ) from error
 
 

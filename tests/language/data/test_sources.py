@@ -337,7 +337,7 @@ def test_a_name_that_is_neither_file_nor_reachable_says_so(monkeypatch: pytest.M
     with pytest.raises(UserError) as caught:
         load("my-promts", form="prompt-only")
     message = str(caught.value)
-    assert "neither a file or folder here; did you mean 'my-prompts'?" in message and "Couldn't reach the Hub" in message
+    assert "no file or folder here" in message and "did you mean 'my-prompts'?" in message and "Couldn't reach the Hub" in message
     assert "long trace" not in message
 
 
