@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from psigrad.errors import UserError, reason_of
+from psigrad.errors import UserError
 from psigrad.language import images
 from psigrad.language.data.chat import dialect
 from psigrad.language.data.chat.messages import Message
-from psigrad.language.data.chat.rendering import check_embedded, reject_placeholder, row_error
+from psigrad.language.data.chat.rendering import check_embedded, reject_placeholder, row_error, without_panic
 from psigrad.language.data.chat.turns import (
     OPEN,
     Context,
@@ -29,7 +29,7 @@ from psigrad.language.data.chat.turns import (
     stop_tokens,
     turn_form,
 )
-from psigrad.language.data.dataset_rows import Row, show
+from psigrad.language.data.dataset_rows import Row
 from psigrad.language.examples import Example
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def encode_batch(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, emp
                 all_of = [_escape_surrogates(before + text) for pieces in found[1] for before, text, _ in pieces]
                 texts.update((text, None) for text in all_of if not images.MARK.search(text))
     with contextlib.suppress(UserError):  # likewise
-        made = _without_panic(partial(known.backend.encode_batch_fast, add_special_tokens=False), [*texts])
+        made = without_panic(partial(known.backend.encode_batch_fast, add_special_tokens=False), [*texts])
         known.encoded.update(zip(texts, (one.ids for one in made), strict=True))
 
 
@@ -299,33 +299,18 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = Fa
     text, known, image_format = _escape_surrogates(text), dialect.specials_of(tokenizer), images.image_format_of(tokenizer)
     text, pictures = images.expand_marks(text, image_format)
     if special or not _is_plain(known.backend):
-        ids = list(_without_panic(partial(tokenizer, add_special_tokens=special, verbose=False), text)["input_ids"])
+        made = without_panic(lambda given: tokenizer(given, add_special_tokens=special, verbose=False), text)
+        ids = list(made["input_ids"])
     elif (ahead := known.encoded.get(text)) is not None:
         ids = ahead.copy()
     else:
-        ids = _without_panic(partial(known.backend.encode_batch_fast, add_special_tokens=False), [text])[0].ids
+        ids = without_panic(partial(known.backend.encode_batch_fast, add_special_tokens=False), [text])[0].ids
     # Rendered text has a BOS already, and the tokenizer adds a second one.
     check_embedded(tokenizer, ids)
     if image_format is not None and (pictures or image_format.token_id in ids):
         ids = images.insert_image_ids(ids, pictures, image_format)
     doubled = special and tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
     return ids[1:] if doubled and not text.startswith(2 * str(tokenizer.bos_token)) else ids
-
-
-def _without_panic(encode: Callable[[Any], Any], text: str | list[str]) -> Any:
-    """Return `encode(text)`. Raise `UserError` if the tokenizer's Rust code panics.
-
-    Its regular expressions do so after 10 million steps at one character, about 0.1 s, so no text is encoded without end.
-    """
-    try:
-        return encode(text)
-    except BaseException as error:  # the class is a BaseException, and cannot be imported
-        if type(error).__name__ != "PanicException":
-            raise
-        raise UserError(
-            f"The tokenizer cannot encode {show(text if isinstance(text, str) else text[0])} ({reason_of(error)}); "
-            "remove such texts, or use another tokenizer."
-        ) from error
 
 
 def _is_plain(backend: Any) -> bool:
