@@ -290,7 +290,7 @@ $(AGENTS_VENV)/.installed: $(INSTALLED)
 	@touch $(AGENTS_VENV)/.installed
 
 test-agents: $(AGENTS_VENV)/.installed
-	PYTHONPATH=. $(AGENTS_VENV)/bin/python -m pytest -m agents tests/extras/agents --durations 5
+	PYTHONPATH=. $(AGENTS_VENV)/bin/python -m pytest -m agents tests/extras/agents --durations 5 --timeout 3000 -o faulthandler_timeout=3100
 
 # The two packages without their dependencies, which need CUDA, and those that their functions' modules import.
 PEERS_VENV ?= build/peers

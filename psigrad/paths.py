@@ -36,6 +36,8 @@ class TypedPath(str):
 def absolute(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path, with `~` expanded. Raises `UserError` for a name that no file system accepts."""
     found = Path(path).expanduser().absolute()
+    if "\0" in str(found):
+        raise UserError(f"The name {str(path)[:40]!r} has a NUL character. Choose one without it.")
     for name in found.parts:
         if len(os.fsencode(name)) > _LONGEST_NAME:
             raise UserError(f"The name {name[:40]!r}… has {len(os.fsencode(name))} bytes. Choose one of at most {_LONGEST_NAME}.")
@@ -79,8 +81,10 @@ def check_folder(folder: Path, setting: str, owns: Callable[[Path], bool] = lamb
 
     Raises `UserError` naming the setting otherwise. Nothing is written.
     """
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file; choose a new or an empty folder as {setting}.")
+    nearest = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
+    if not nearest.is_dir():
+        kind = "a link to nothing" if nearest.is_symlink() and not nearest.exists() else "a file"
+        raise UserError(f"{nearest} is {kind}; choose a new or an empty folder as {setting}.")
     if folder.is_dir() and any(folder.iterdir()) and not owns(folder):
         raise UserError(f"{folder} holds files that this command did not write. Choose a new or an empty folder as {setting}.")
 

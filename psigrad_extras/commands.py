@@ -36,7 +36,7 @@ def check(arguments: list[str]) -> int:
     tried = [*first_rows.try_rewards(config), *first_rows.try_turns(config)]
     if not as_json:
         terminal.print_lines([*first_rows.lines(rows), *tried])
-    checks = check.run(config, _told)
+    checks = check.run(config, _told, samples=form in ("", "prompt-only") or bool(config.reward))
     _told("")
     print(redaction.escape(check.report(checks, as_json=as_json, rows=rows)))
     return 0 if check.all_pass(checks) else 1

@@ -46,16 +46,16 @@ from psigrad_extras.preflight.check_subject import COMPLETIONS, Finding, Subject
 FRESH = Lora(4)
 
 
-def run(config: OnlineConfig, told: Callable[[str], None] = lambda name: None) -> list[Finding]:
+def run(config: OnlineConfig, told: Callable[[str], None] = lambda name: None, *, samples: bool = True) -> list[Finding]:
     """Check `config.model` with `config.data` and the other settings of a run. Nothing is trained, and no files remain.
 
-    `told` is called with the name of each check before it starts, since a large model takes minutes. Raises `UserError` if the
-    model or the dataset cannot be read.
+    `told` is called with the name of each check before it starts, since a large model takes minutes. `samples` is False if the
+    run samples nothing, such as SFT without rewards. Raises `UserError` if the model or the dataset cannot be read.
     """
     machine.prepare_torch(config.run)
     check_sampling(config.sampling)
     check_images(config)
-    found, subject = list[Finding](), load_subject(config)
+    found, subject = list[Finding](), load_subject(config, samples=samples)
     tools = (check_tools,) if config.tools or str(config.environment).startswith("mcp:") else ()
     checks = (
         check_data, check_text, *tools, check_packing, check_sharing, check_sampling_logps, check_micro_batches, check_processes,
@@ -104,9 +104,11 @@ def _apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 
 def check_data(subject: Subject) -> Finding:
     """Return the check "data": the number of prompts that are empty or too long."""
-    room = (positions := subject.model.max_length) - (most := subject.config.sampling.max_completion_length)
+    most = subject.config.sampling.max_completion_length if subject.samples else 1
+    room = (positions := subject.model.max_length) - most
     bad = [prompt for prompt in subject.dataset if not 0 < len(prompt.ids) <= room]
-    leaves = f"at most {max(0, room)} tokens fit (the model's {positions} positions minus max_completion_length {most})"
+    minus = f"max_completion_length {most}" if subject.samples else "1 for an answer"
+    leaves = f"at most {max(0, room)} tokens fit (the model's {positions} positions minus {minus})"
     note = f"the first at {bad[0].row.source} has {len(bad[0].ids)} tokens; {leaves}" if bad else ""
     what = f"prompts (of {len(subject.dataset)}) that are empty or too long"
     return Finding("data", what, len(bad), 0.0, len(subject.dataset), note=note)

@@ -68,6 +68,8 @@ class Subject:
     dataset: list[Prompt]
     prompts: list[Prompt]
     trajectories: list[list[Trajectory]]
+    samples: bool = True
+    """False if the run samples no completions, so that a prompt may fill all positions but one."""
 
     @property
     def groups(self) -> Groups:
@@ -107,7 +109,7 @@ def _rows(config: OnlineConfig, model: LanguageModel) -> list[Row]:
     return to_model_rows(model.tokenizer, [rows], config.data.plain_prompts)[0]
 
 
-def load_subject(config: OnlineConfig) -> Subject:
+def load_subject(config: OnlineConfig, *, samples: bool = True) -> Subject:
     """Load the model, and sample shortened completions with the run's settings."""
     model = load_model(config.model, config.run, None)
     short = replace(config.sampling, max_completion_length=min(TOKENS, config.sampling.max_completion_length))
@@ -127,4 +129,4 @@ def load_subject(config: OnlineConfig) -> Subject:
         request = Request(prompt.ids, tuple(range(100 * place, 100 * place + COMPLETIONS)))
         (completions,) = sampler.sample([request], replace(params, max_tokens=max(2, params.max_tokens - 3 * place)))
         groups.append([Trajectory(prompt.index, k, prompt.ids, c, 0) for k, c in enumerate(completions)])
-    return Subject(config, model, sampler, params, dataset, prompts, groups)
+    return Subject(config, model, sampler, params, dataset, prompts, groups, samples)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from psigrad.config.part_trial import make_batch, try_parts
 from psigrad.errors import UserError
 from psigrad.language.recipes import online
 from psigrad.objective.catalog import GRPO, METHODS, PPO
+from psigrad.objective.parts.aggregate import sequence_mean
 from psigrad.objective.parts.ratio import KL
 
 
@@ -65,10 +68,46 @@ def test_a_run_stops_before_it_makes_a_folder(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_parts_of_the_page_fit_their_slots():
+def parts_of_the_page() -> dict:
     page = (Path(__file__).parents[2] / "docs" / "own_part.md").read_text()
     names: dict = {"__name__": "mine"}
     exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), names)
+    return names
+
+
+# (log π, log ρ, A) → the loss. The binary KL of 0.5 and 0.9 is (ln(5/9) + ln 5) / 2 = 0.51.
+BY_HAND = {
+    "dro": {(-1, 0.5, 2): 2.0125, (-1, -0.5, -2): -1.9875},
+    "topr": {(-1, 0.5, 2): 2, (-1, 0.5, -2): -2, (-1, math.log(0.5), -2): -1},
+    "up_grpo": {(-1, 0.5, 2): -2, (-1, math.log(1.5), -1): 1.5, (-1, math.log(4), -1): 3, (-1, math.log(0.5), -1): 0.8},
+    "dppo_kl": {
+        (math.log(0.9), math.log(1.8), 1): 0,
+        (math.log(0.9), math.log(1.8), -1): 1.8 * math.log(0.9),
+        (math.log(0.5), 0, 1): math.log(2),
+    },
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_the_published_methods_of_the_page_have_the_values_of_their_formulas(name):
+    part, steps = parts_of_the_page()[name], torch.tensor([*BY_HAND[name]], dtype=torch.float64)
+    found = part(*(steps[:, i : i + 1] for i in range(3)))
+    torch.testing.assert_close(found[:, 0], torch.tensor([*BY_HAND[name].values()], dtype=torch.float64))
+    try_parts(replace(METHODS["gspo" if name == "topr" else "grpo"].algorithm, surrogate=part))
+
+
+def test_the_gate_of_the_page_drops_completions_that_the_sampler_saw_otherwise():
+    """Per token 0.5 → 0.9 has a binary KL of 0.51, 0.5 → 0.55 one of (ln(10/11) + ln(10/9)) / 2 = 0.005; the bound is 0.02."""
+    gate, half = parts_of_the_page()["flash_gate"], math.log(0.5)
+    old = torch.tensor([[0.9, 0.5], [0.55, 0.5], [0.55, 1e-9]]).log()
+    mask = torch.tensor([[1, 1], [1, 1], [1, 0]], dtype=torch.bool)
+    found = gate(SimpleNamespace(logp_old=old, logp_sampler=torch.full((3, 2), half), mask=mask))
+    torch.testing.assert_close(found[mask], torch.tensor([0, 0, 1.1, 1, 1.1]))
+    try_parts(replace(METHODS["reinforce"].algorithm, kl=None, aggregate=sequence_mean, correction=gate))
+
+
+def test_the_parts_of_the_page_fit_their_slots():
+    names = parts_of_the_page()
     slots = {"psi": "best_only", "ratio": "half_ratio", "surrogate": "squared", "aggregate": "root_length"}
     for slot, name in slots.items():
         try_parts(replace(GRPO, **{slot: names[name]}))

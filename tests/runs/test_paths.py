@@ -69,6 +69,14 @@ def test_a_name_that_no_file_system_takes_is_a_sentence(project, capsys):
     asked = ["sft", "--model", "base", "--dataset", "train.jsonl", "--output-dir", "ä" * 128]
     assert cli.main(asked) == 2
     assert "has 256 bytes" in capsys.readouterr().err
+    (project / "gone").symlink_to("nowhere")
+    for name, said in {
+        "a\0b": "has a NUL",
+        "gone": "gone is a link to nothing",
+        "train.jsonl/x": "train.jsonl is a file",
+    }.items():
+        assert cli.main([*asked[:-1], name]) == 2
+        assert said in capsys.readouterr().err
     asked[-1] = "x" * 255
     with pytest.raises(UserError, match="255"):
         load(SFTConfig, flags={"output_dir": "y" * 256})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -75,8 +76,14 @@ def _folder(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         yield from _read_saved(path, part, single)
         return
-    names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+    names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_symlink() or not file.is_dir())
     names = [name for name in names if not any(word.startswith((".", "dataset_info")) for word in name.split("/"))]
+    # `rglob` follows no link to a folder, so the rows behind it would be missing silently
+    if odd := next((n for n in names if (path / n).is_dir() or (kind_of_file(n) and not (path / n).is_file())), ""):
+        raise UserError(
+            f"The folder {path} has {odd}, which is neither a regular file nor a link to one; "
+            "put the file there or move it elsewhere."
+        )
     read = [name for name in names if kind_of_file(name)]
     if not read:
         raise UserError(f"The folder {path} has no {', '.join(READERS)} file; put the data there or name another folder.")
@@ -104,6 +111,7 @@ def _read_saved(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
     from datasets import DatasetDict, load_from_disk
 
     try:
+        _reject_compressed(path)
         saved = load_from_disk(str(path))
         if isinstance(saved, DatasetDict):
             if part.name not in saved:
@@ -119,6 +127,42 @@ def _read_saved(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
         raise UserError(
             f"The saved dataset {path} can't be read ({name_reason(error)}); save it again with save_to_disk."
         ) from error
+
+
+def _reject_compressed(path: Path) -> None:
+    """Raise `UserError` for a saved dataset with compressed buffers, which pyarrow expands without a limit.
+
+    `datasets` writes none. A message's metadata is a flatbuffer: the field 2 of its root is the record batch, whose field 3 is
+    the compression. A dictionary batch (field 1 of the root is 2) has its record batch in the field 1.
+    """
+    import pyarrow as pa
+
+    found = path / "dataset_dict.json"
+    for split in json.loads(found.read_text())["splits"] if found.exists() else [""]:
+        for file in json.loads((path / split / "state.json").read_text())["_data_files"]:
+            with pa.memory_map(str(path / split / file["filename"])) as source:
+                for message in pa.ipc.MessageReader.open_stream(source):
+                    buffer = message.metadata.to_pybytes()
+                    place = _flatbuffer_field(buffer, int.from_bytes(buffer[:4], "little"), 2)
+                    if message.type == "dictionary":
+                        place = _flatbuffer_field(buffer, _follow(buffer, place), 1)
+                    if message.type != "schema" and _flatbuffer_field(buffer, _follow(buffer, place), 3):
+                        raise UserError(
+                            f"{path / split} has compressed buffers, whose size has no limit; save it with save_to_disk."
+                        )
+
+
+def _follow(buffer: bytes, place: int) -> int:
+    """Return the place of the table to which the flatbuffer's offset at `place` points."""
+    return place + int.from_bytes(buffer[place : place + 4], "little")
+
+
+def _flatbuffer_field(buffer: bytes, table: int, number: int) -> int:
+    """Return the place of a field of the flatbuffer's table at `table`, or 0 if the field is missing."""
+    fields = table - int.from_bytes(buffer[table : table + 4], "little", signed=True)
+    entry, size = 4 + 2 * number, int.from_bytes(buffer[fields : fields + 2], "little")
+    offset = int.from_bytes(buffer[fields + entry : fields + entry + 2], "little") if entry < size else 0
+    return table + offset if offset else 0
 
 
 def keep_images_encoded(rows: Any) -> Iterable[Any]:
@@ -142,8 +186,8 @@ def _hub(dataset: str, split: str, streaming: bool) -> Records:
         yield from part.take(records) if streaming else records
     except Exception as error:  # no network, no such name, split or configuration: datasets raises a dozen types
         raise UserError(
-            f"{show(dataset)} is neither a file or folder here{_suggest_file(Path(dataset))} nor a dataset that the hub could "
-            f"load (split {split!r}: {name_reason(error)}); check the name, the split and the network."
+            f"{show(dataset)} is no file or folder here, and the hub could not load it (split {split!r}: {name_reason(error)}); "
+            f"check the name, the split and the network{_suggest_file(Path(dataset)) or '.'}"
         ) from error
 
 

@@ -11,13 +11,14 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from psigrad.errors import UserError
 from psigrad.language import images
 from psigrad.language.data.chat import dialect
 from psigrad.language.data.chat.messages import Message
-from psigrad.language.data.chat.rendering import check_embedded, reject_placeholder, row_error
+from psigrad.language.data.chat.rendering import check_embedded, reject_placeholder, row_error, without_panic
 from psigrad.language.data.chat.turns import (
     OPEN,
     Context,
@@ -125,8 +126,9 @@ def encode_batch(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, emp
                 known.conversations[id(row)] = found = _render(tokenizer, row, empty_thinking)
                 all_of = [_escape_surrogates(before + text) for pieces in found[1] for before, text, _ in pieces]
                 texts.update((text, None) for text in all_of if not images.MARK.search(text))
-    made = known.backend.encode_batch_fast([*texts], add_special_tokens=False)
-    known.encoded.update(zip(texts, (one.ids for one in made), strict=True))
+    with contextlib.suppress(UserError):  # likewise
+        made = without_panic(partial(known.backend.encode_batch_fast, add_special_tokens=False), [*texts])
+        known.encoded.update(zip(texts, (one.ids for one in made), strict=True))
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool) -> tuple[Conversation, list[list[Piece]]]:
@@ -297,11 +299,12 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = Fa
     text, known, image_format = _escape_surrogates(text), dialect.specials_of(tokenizer), images.image_format_of(tokenizer)
     text, pictures = images.expand_marks(text, image_format)
     if special or not _is_plain(known.backend):
-        ids = list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        made = without_panic(lambda given: tokenizer(given, add_special_tokens=special, verbose=False), text)
+        ids = list(made["input_ids"])
     elif (ahead := known.encoded.get(text)) is not None:
         ids = ahead.copy()
     else:
-        ids = known.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        ids = without_panic(partial(known.backend.encode_batch_fast, add_special_tokens=False), [text])[0].ids
     # Rendered text has a BOS already, and the tokenizer adds a second one.
     check_embedded(tokenizer, ids)
     if image_format is not None and (pictures or image_format.token_id in ids):

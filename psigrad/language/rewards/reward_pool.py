@@ -242,7 +242,7 @@ def combine(names: Sequence[str], weights: Sequence[float], given: Sequence[Part
             faults.append(f"{name}: {part}")
     terms = [w * v for w, v in zip(weights, parts.values(), strict=True) if v is not None and w != 0]
     if not terms:
-        return Unscored(f"{NOT_APPLICABLE} ({', '.join(names)} gave None or have weight 0)")
+        return Unscored(f"{NOT_APPLICABLE} ({', '.join(names)}: None or a weight of 0)")
     total = sum(terms)
     if not abs(total) <= _LARGEST:
         given_by = ", ".join(f"{name} {value:g}" for name, value in parts.items() if value is not None)

@@ -258,6 +258,28 @@ def test_the_dataset_is_looked_at(models, tmp_path):
         check.run(config(models["qwen3"], data=rows(tmp_path / "one.jsonl", ["x"])))
 
 
+@pytest.mark.parametrize(
+    ("asked", "status"), [(["sft"], 0), (["dpo"], 0), (["sft", "--reward", "exact"], 1), (["grpo", "--reward", "exact"], 1)]
+)
+def test_only_a_run_that_samples_keeps_positions_for_a_completion(asked, status, models, tmp_path, monkeypatch, capsys):
+    """The model has 96 positions, max_completion_length is 256, and the prompts have 6 tokens."""
+
+    def passing(subject):
+        """Return the check "text" of a sound model."""
+        return check.Finding("text", "", 0, 0.0, 1)
+
+    others = ["text", "packing", "sharing", "sampling_logps", "micro_batches", "processes", "reference", "saving", "adapter"]
+    for name in others:
+        monkeypatch.setattr(check, f"check_{name}", passing)
+    row = {"answer": "a", "completion": "a"} if "dpo" not in asked else {"chosen": "a", "rejected": "b"}
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": f"say {c}:", **row}) + "\n" for c in "abcd"))
+    flags = ["--model", str(models["qwen3"]), "--dataset", str(tmp_path / "a.jsonl"), "--device", "cpu", "--threads", "1"]
+    assert cli.main(["check", *asked, *flags]) == status
+    assert (
+        "at most 0 tokens fit (the model's 96 positions minus max_completion_length 256)" in capsys.readouterr().out
+    ) == status
+
+
 def test_rows_that_the_template_cannot_say_are_named_as_in_the_file_or_left_out_when_asked(tmp_path, capsys):
     """The middle row's name is in no rendering: one of three, and the prompts of the others stay, with their places."""
     tokenizer = tiny.tokenizer(["say a: b", "what is 2 + 2?"], 270)

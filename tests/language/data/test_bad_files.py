@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from cases import repeat_for
+from datasets import Dataset, DatasetDict
 
 from psigrad.errors import UserError
 from psigrad.language.data import row_files
@@ -150,6 +151,22 @@ FORMS = [
     ),
     row("call without name", {"messages": [USER, called({}, "")]}, CALLED, "name", form="messages"),
     row("answers crossed", {"messages": CROSSED}, "messages[2].tool_call_id", "'b'", "order", form="messages"),
+    row(
+        "answer to no call",
+        {"messages": [*CROSSED[:3], {**CROSSED[3], "tool_call_id": "z"}, BOT]},
+        "messages[3].tool_call_id",
+        "'z'",
+        "calls before it are 'a', 'b'",
+        form="messages",
+    ),
+    row(
+        "call without answer",
+        {"messages": [*CROSSED[:3], BOT]},
+        "messages[2].tool_call_id",
+        "'b'",
+        "the call 'a' has no answer",
+        form="messages",
+    ),
     row("deep message", {"prompt": [{**USER, "x": deep(200)}]}, "prompt[0]", "nested"),
     row("prompt of an answer alone", {"prompt": [BOT]}, "prompt", "ends with the role 'assistant'"),
     row("prompt ends with system", {"prompt": [{"role": "system", "content": "a"}]}, "prompt", "ends with the role 'system'"),
@@ -336,6 +353,27 @@ def test_a_decompression_bomb_is_refused_within_the_limit(name: str, tmp_path: P
     assert 2**20 < sum(added) < 3.5 * 2**20, "each piece is small, though the file holds 6 MB"
     monkeypatch.undo()
     assert "nulls" in name or len(load(str(tmp_path / name), form="prompt-only").rows) == 300, "negative control: no bomb"
+
+
+@pytest.mark.parametrize("codec", [None, "zstd", "lz4"])
+@pytest.mark.parametrize("dictionary", [False, True])
+def test_a_saved_dataset_with_compressed_buffers_is_refused_before_they_expand(
+    codec: Any, dictionary: bool, tmp_path: Path
+) -> None:
+    """`datasets` writes none, and without compression a folder holds at most what its files do."""
+    DatasetDict({"train": Dataset.from_list([{"prompt": "a"}])}).save_to_disk(tmp_path)
+    (file,) = tmp_path.glob("train/*.arrow")
+    texts = pa.array(["x" * 1000] * 300)
+    table = pa.table({"prompt": texts.dictionary_encode() if dictionary else texts})
+    with pa.ipc.new_stream(file, table.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as made:
+        made.write_table(table)
+    if codec is None:
+        assert len(load(str(tmp_path), form="prompt-only").rows) == 300, "negative control"
+        return
+    before = pa.total_allocated_bytes()
+    with pytest.raises(UserError, match="train has compressed buffers"):
+        load(str(tmp_path), form="prompt-only")
+    assert pa.total_allocated_bytes() - before < 300_000, "nothing was expanded"
 
 
 @pytest.mark.parametrize("extra", [0, 1])

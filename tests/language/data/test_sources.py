@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -189,6 +190,21 @@ def test_a_folder_of_mixed_kinds_is_read_whole(ending: str, tmp_path: Path) -> N
         load(str(tmp_path), form="prompt-only")
 
 
+@pytest.mark.parametrize("kind", ["a link to a folder", "a link to nothing", "a pipe"])
+def test_a_folder_in_which_rows_would_be_missing_silently_is_refused(kind: str, tmp_path: Path) -> None:
+    """`rglob` skips all three. Links to files are read, as in the hub's cache, and a broken link without rows is ignored."""
+    folder, other = tmp_path / "rows", tmp_path / "other"
+    jsonl(folder / "a.jsonl", [{"prompt": "a"}])
+    jsonl(other / "b.jsonl", [{"prompt": "b"}])
+    (folder / "b.jsonl").symlink_to(other / "b.jsonl")
+    (folder / "README").symlink_to("gone")
+    assert [row.prompt for row in load(str(folder), form="prompt-only").rows] == ["a", "b"], "negative control"
+    odd = folder / ("c.d" if "folder" in kind else "c.jsonl")
+    os.mkfifo(odd) if kind == "a pipe" else odd.symlink_to(other if "folder" in kind else "gone")
+    with pytest.raises(UserError, match=rf"{odd.name}, which is neither a regular file nor a link to one"):
+        load(str(folder), form="prompt-only")
+
+
 @pytest.mark.parametrize("name", ["b.arrow", "b.xlsx", "b.parquet.gz", "sub/b.zip"])
 def test_a_folder_with_data_that_is_not_read_is_refused(name: str, tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}])
@@ -321,7 +337,7 @@ def test_a_name_that_is_neither_file_nor_reachable_says_so(monkeypatch: pytest.M
     with pytest.raises(UserError) as caught:
         load("my-promts", form="prompt-only")
     message = str(caught.value)
-    assert "neither a file or folder here; did you mean 'my-prompts'?" in message and "Couldn't reach the Hub" in message
+    assert "no file or folder here" in message and "did you mean 'my-prompts'?" in message and "Couldn't reach the Hub" in message
     assert "long trace" not in message
 
 

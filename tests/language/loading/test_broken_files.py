@@ -88,6 +88,23 @@ def test_a_hostile_tokenizer_is_a_sentence_within_seconds(name, job, tmp_path):
     assert len(model_source.load_tokenizer(str(tmp_path / "model"))), "negative control: usual parts are read"
 
 
+def test_a_tokenizer_that_backtracks_without_end_is_a_sentence(job, tmp_path, capsys):
+    """(a+)+$ needs about 2^60 steps for 60 letters and another character; the library stops after 10 million."""
+    shutil.copytree(job / "base", tmp_path / "model")
+    file, rows = tmp_path / "model" / "tokenizer.json", tmp_path / "rows.jsonl"
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "pre_tokenizer": split}))
+    asked = ["sft", "--model", str(tmp_path / "model"), "--dataset", str(rows), "--max-steps", "1", "--eval-prompts", "0"]
+    for count, status in ((60, 2), (6, 0)):  # the second is the negative control
+        rows.write_text((json.dumps({"prompt": "a" * count + "!", "completion": " b"}) + "\n") * 4)
+        start = time.process_time()
+        assert cli.main([*asked, "--threads", "1", "--batch-size", "2", "--output-dir", str(tmp_path / "run")]) == status
+        assert status == 0 or time.process_time() - start < 10
+        said = capsys.readouterr().err
+        assert ("cannot encode 'aaa" in said and "retry-limit-in-match over" in said) == (status == 2), said
+        assert (tmp_path / "run").exists() == (status == 0)
+
+
 def test_settings_of_great_depth_are_a_sentence(tmp_path, capsys):
     bombs = {
         "nested too deeply": "a: " + "[" * 100_000,

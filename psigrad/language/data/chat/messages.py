@@ -95,14 +95,22 @@ def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
     open_calls: list[Any] = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
-            open_calls = [call.get("id") for call in message.get("tool_calls", ())]
+            open_calls, first = [call.get("id") for call in message.get("tool_calls", ())], i + 1
             known = list(open_calls)
         elif message["role"] == "tool" and open_calls:
             made, own = open_calls.pop(0), message.get("tool_call_id")
             if made is not None and own is not None and made != own:
+                run = itertools.takewhile(lambda turn: turn["role"] == "tool", messages[first:])
+                given = [turn.get("tool_call_id") for turn in run]
+                if (wrong := next((j for j, one in enumerate(given) if one not in known), None)) is not None:
+                    ids = ", ".join(map(repr, known))
+                    fail(
+                        f"{column}[{first + wrong}].tool_call_id",
+                        f"is {given[wrong]!r}, and the calls before it are {ids}; name one of them",
+                    )
                 where = f"{column}[{i}].tool_call_id"
-                if own not in known:
-                    fail(where, f"is {own!r}, and the calls before it are {', '.join(map(repr, known))}; name one of them")
+                if made not in given:
+                    fail(where, f"is {own!r}, and the call {made!r} has no answer; add it before this one")
                 fail(where, f"is {own!r} where the answer to {made!r} is expected; put the answers into the order of the calls")
 
 

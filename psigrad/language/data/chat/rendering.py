@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
-from psigrad.errors import UserError
+from psigrad.errors import UserError, reason_of
 from psigrad.language import images
 from psigrad.language.data.chat.limits import compile_template, limit_rendering
 from psigrad.language.data.chat.messages import Message, drop_nulls
@@ -157,3 +157,19 @@ def _set_clock(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
         return day_of(tokenizer).strftime(form)
 
     compile_template(template).environment.globals["strftime_now"] = strftime_now
+
+
+def without_panic(encode: Callable[[Any], Any], text: str | list[str]) -> Any:
+    """Return `encode(text)`. Raise `UserError` if the tokenizer's Rust code panics.
+
+    Its regular expressions do so after 10 million steps at one character, about 0.1 s, so no text is encoded without end.
+    """
+    try:
+        return encode(text)
+    except BaseException as error:  # the class is a BaseException, and cannot be imported
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(
+            f"The tokenizer cannot encode {show(text if isinstance(text, str) else text[0])} ({reason_of(error)}); "
+            "remove such texts, or use another tokenizer."
+        ) from error
