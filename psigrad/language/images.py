@@ -325,7 +325,8 @@ def insert_marks(
         return text, []
     if image_format is None:
         raise ValueError(
-            "the row has an image, and the model reads only text; use a vision-language model with its image processor"
+            "the row has an image, and the model reads only text; use a vision-language model with its image processor (Qwen "
+            "3.5: --vision)"
         )
     at, made, moves, word = 0, "", [], image_format.placeholder
     for part in wanted:
@@ -352,7 +353,10 @@ def expand_marks(text: str, image_format: ImageFormat | None) -> tuple[str, list
     if not found:
         return text, []
     if image_format is None:
-        raise UserError("A prompt has an image, and the model reads only text; give a vision-language model with its processor.")
+        raise UserError(
+            "A prompt has an image, and the model reads only text; give a vision-language model with its processor (Qwen 3.5: "
+            "--vision)."
+        )
     return MARK.sub(lambda mark: image_format.expand(picture(mark[1])), text), found
 
 
@@ -381,7 +385,7 @@ def decode_upright(data: bytes, *, small: bool = False) -> Image:
         if (count := image.width * image.height) > MOST_PIXELS:
             raise ValueError(f"the image has {count:,} pixels; at most {MOST_PIXELS:,} are allowed")
         if small:
-            image.draft("RGB", (image.width // 8, image.height // 8))
+            image.draft("RGB", (max(image.width // 8, 1), max(image.height // 8, 1)))
         return rgb(image)
 
 

@@ -130,6 +130,18 @@ def kind_of(config: Mapping[str, Any]) -> str:
     return "preference" if "cache_reference" in config else "online"
 
 
+def auto_class(model: Path) -> str:
+    """Return the name of transformers' class that loads a saved model, such as AutoModelForCausalLM.
+
+    A model with an image processor, or that transformers cannot load without its towers, is loaded with them.
+    """
+    name = str((_json(model / "config.json").get("architectures") or [""])[0])
+    if "SequenceClassification" in name:
+        return "AutoModelForSequenceClassification"
+    sees = (model / "preprocessor_config.json").exists() or name.endswith("ForConditionalGeneration")
+    return "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
+
+
 def show_number(value: Any) -> str:
     """Format a number for display, with four significant digits or as a whole number; "–" for a value that is no number.
 

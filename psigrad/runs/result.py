@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from psigrad import extras
 from psigrad.errors import UserError
+from psigrad.records.read import auto_class
 from psigrad.records.row_lines import read_steps
 from psigrad.records.rows import first_and_last, headline, merge_by_step
 
@@ -73,19 +73,12 @@ class Result:
 
         Raise `UserError` if the run left no language model.
         """
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        import transformers
 
         config, adapter = self.model / "config.json", self.model / "adapter_config.json"
         if not config.exists() and not adapter.exists():
             raise UserError(f"{self.model} is not a language model; load an agent of control by its class, such as PPO.load.")
-        held = json.loads(config.read_text()) if config.exists() else {}
-        kind: Any = AutoModelForCausalLM
-        if "SequenceClassification" in (held.get("architectures") or [""])[0]:
-            kind = AutoModelForSequenceClassification
-        elif held.get("model_type", "llama") not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            kind = AutoModelForImageTextToText
-        model: PreTrainedModel = kind.from_pretrained(self.model, **options)
+        model: PreTrainedModel = getattr(transformers, auto_class(self.model)).from_pretrained(self.model, **options)
         return model
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, revision: str = "") -> str:

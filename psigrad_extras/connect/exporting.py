@@ -25,6 +25,7 @@ from psigrad.language.models.towers import disable_progress_bars, open_towers, w
 from psigrad.language.models.vision import needs_vision
 from psigrad.paths import check_folder
 from psigrad.records import checkpoint
+from psigrad.records.read import auto_class
 
 KINDS = ("gguf", "merged", "adapter")
 # The types that `gguf` can write. llama.cpp's K-quants need llama-quantize on an f16 file.
@@ -39,9 +40,9 @@ _CUTS = {
 
 
 _LOADED = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {auto}, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{folder}")
+model = {auto}.from_pretrained("{folder}")
 tokenizer = AutoTokenizer.from_pretrained("{folder}")
 ```
 """
@@ -87,7 +88,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
     if to == "merged" and place.is_dir():
         keep = lambda at, names: [n for n in names if n == "adapter" or n == checkpoint.MANIFEST]  # noqa: E731
         shutil.copytree(place, folder, ignore=keep, copy_function=shutil.copyfile)
-        _write_card(model, folder, "transformers", _LOADED.format(folder=folder), over)
+        _write_card(model, folder, "transformers", _LOADED.format(folder=folder, auto=auto_class(folder)), over)
         return LeftBehind(folder, base=base)
     from transformers import AutoModelForCausalLM
 
@@ -124,7 +125,7 @@ def _write_card(model: str, folder: Path, library: str, use: str, end: str = "")
     text = card.read_text(encoding="utf-8")
     text = re.sub(r"(?m)^library_name: (peft|transformers)$", f"library_name: {library}", text, count=1)
     text = re.sub(r"(?m)^base_model_relation: adapter$", "base_model_relation: finetune", text, count=1)
-    text = re.sub(r"(?s)(?<=\n## Use\n\n)```python\n.*?```\n", lambda _: use, text, count=1)
+    text = re.sub(r"(?s)(?<=\n## Use\n\n)```(python)?\n.*?```\n", lambda _: use, text, count=1)
     (folder / card.name).write_text(text + end, encoding="utf-8")
 
 

@@ -22,6 +22,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes.conversation import offer_tools
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows
+from psigrad.language.recipes.row_limits import check_images
 from psigrad.language.rollout.types import Prompt, Prompts, Request, Sampler, SamplingParams, Trajectory
 
 # The number of prompts, of completions per prompt, and the maximum tokens of a completion.
@@ -114,6 +115,7 @@ def load_subject(config: OnlineConfig, *, samples: bool = True) -> Subject:
     model = load_model(config.model, config.run, None)
     short = replace(config.sampling, max_completion_length=min(TOKENS, config.sampling.max_completion_length))
     rows = offer_tools(config, _rows(config, model))
+    check_images(config, model, rows)
     encoder = Encoder(model.tokenizer, lambda i: (i, prompt_ids(model.tokenizer, rows[i])))
     dataset = list(Prompts(rows, encode_rows(range(len(rows)), encoder, config.data, redaction.log)[0]))
     room = model.max_length - short.max_completion_length

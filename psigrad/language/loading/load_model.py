@@ -77,7 +77,7 @@ def load_model(
                 adapter=(whole or (before.folder if before is not None else None)) if lora is not None else None,
                 tokenizer=given.tokenizer if given is not None else before.tokenizer if before is not None else "",
                 eos_token=settings.eos_token,
-                **_options(settings, run, world),
+                **_options(settings if before is None else replace(settings, vision=before.base.vision), run, world),
             )
         model.from_adapter = before is not None
     configure_chat(model.tokenizer, settings, checkpoint, model.network)

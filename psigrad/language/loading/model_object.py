@@ -19,7 +19,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from psigrad.errors import UserError, kind_of, reason_of
 from psigrad.language.models.backbone import DTYPES
-from psigrad.language.models.lora import is_adapter, read_adapter_config, suppress_peft_warning
+from psigrad.language.models.lora import check_peft_warnings, is_adapter, read_adapter_config
 from psigrad.language.models.probe import dropouts_of
 from psigrad.language.models.tokenizer_files import read_tokenizer
 from psigrad.language.models.towers import write
@@ -157,7 +157,7 @@ def load_weights(network: PreTrainedModel, folder: Path) -> None:
         from peft import PeftModel
 
         base: Any = type(network).from_pretrained(read_adapter_config(folder)["base_model_name_or_path"], dtype=network.dtype)
-        with suppress_peft_warning():
+        with check_peft_warnings():
             wrapped: Any = PeftModel.from_pretrained(base, folder)
         network.load_state_dict(wrapped.merge_and_unload().state_dict())
         return

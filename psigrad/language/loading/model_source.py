@@ -33,14 +33,16 @@ from psigrad.language.models.language_model import load
 from psigrad.language.models.lora import (
     CONFIG,
     Lora,
+    check_peft_warnings,
     check_untied,
     describe_merging,
     is_adapter,
+    is_beside_towers,
     read_adapter_config,
-    suppress_peft_warning,
 )
 from psigrad.language.models.tokenizer_files import read_tokenizer
 from psigrad.language.models.towers import disable_progress_bars, open_towers, save_pretrained, write
+from psigrad.language.models.vision import configure_vision, needs_vision
 from psigrad.records.rows import parse_row
 
 CONVERSIONS = 16
@@ -96,7 +98,8 @@ def find_adapter(settings: Model, *, local: bool = False) -> TrainedAdapter | No
         base = str(folder / base)
     _check_base(base, settings.path)
     lora = replace(Lora.of(held), dropout=settings.lora_dropout)
-    plain = replace(settings, path=base, revision=held.get("revision") or "", adapter="merge")
+    vision = settings.vision or (is_beside_towers(folder) and needs_vision(base, True))
+    plain = replace(settings, path=base, revision=held.get("revision") or "", adapter="merge", vision=vision)
     return TrainedAdapter(folder, lora, plain)
 
 
@@ -420,17 +423,21 @@ def _save_tokenizer(tokenizer: Any, file: Path, folder: Path) -> None:
 def _merge_adapter(adapter: Path, folder: Path) -> None:
     """Merge an adapter into its base, and save the model in `folder`. A base quantised in training is dequantised first."""
     import peft
+    from transformers import AutoModelForImageTextToText
 
     if coded := quantisation_of(adapter):
         found = find_adapter(Model(path=str(adapter)))
         assert found is not None
-        numbers = {"base": coded["quantize_base"], "dtype": coded["dtype"]}
-        trained = load(locate(found.base), lora=found.lora, adapter=found.folder, tokenizer=found.tokenizer, **numbers)
+        options = {"base": coded["quantize_base"], "dtype": coded["dtype"], "vision": found.base.vision}
+        trained = load(locate(found.base), lora=found.lora, adapter=found.folder, tokenizer=found.tokenizer, **options)
         trained.save_merged(folder)
         return write_end_tokens(folder, trained.tokenizer)
     base = json.loads((adapter / CONFIG).read_text())["base_model_name_or_path"]
-    with suppress_peft_warning():
-        wrapped: Any = peft.AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto")
+    kind: Any = peft.AutoPeftModelForCausalLM
+    if needs_vision(base, is_beside_towers(adapter)):  # peft has no class for them, though the adapters are of the same type
+        kind = type("AutoPeftModel", (kind,), {"_target_class": AutoModelForImageTextToText})
+    with check_peft_warnings():
+        wrapped: Any = kind.from_pretrained(adapter, dtype="auto")
         check_untied(wrapped.get_base_model())
         if lost := describe_merging(wrapped):
             redaction.say(lost)
@@ -438,5 +445,6 @@ def _merge_adapter(adapter: Path, folder: Path) -> None:
     has_tokenizer = (adapter / "tokenizer_config.json").exists()
     tokenizer = read_tokenizer(adapter if has_tokenizer else base)
     open_towers(model, base)
+    configure_vision(tokenizer, model, base)
     write(model, tokenizer, folder)
     write_end_tokens(folder, tokenizer)

@@ -180,7 +180,7 @@ def add_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, tow
         held: Any = config
         held.lora_dropout = lora.dropout
         try:
-            with suppress_peft_warning():
+            with check_peft_warnings():
                 wrapped: nn.Module = peft.PeftModel.from_pretrained(
                     hf, saved, is_trainable=True, config=config, autocast_adapter_dtype=not _in_half(hf, lora)
                 )
@@ -205,7 +205,7 @@ def add_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, tow
         task_type=task,
     )
     try:
-        with suppress_peft_warning():
+        with check_peft_warnings():
             wrapped = peft.get_peft_model(hf, config, autocast_adapter_dtype=not _in_half(hf, lora))
     except ValueError as error:
         layers = sorted({name.rpartition(".")[2] for name, module in hf.named_modules() if isinstance(module, nn.Linear)})
@@ -241,11 +241,26 @@ def check_untied(network: Any) -> None:
 
 
 @contextlib.contextmanager
-def suppress_peft_warning() -> Iterator[None]:
-    """Suppress transformers' warning that peft calls a deprecated name, which users cannot fix."""
+def check_peft_warnings() -> Iterator[None]:
+    """Raise `ValueError` if a saved adapter lacks weights for the model, of which peft only warns: they would stay random.
+
+    Suppress transformers' warning that peft calls a deprecated name, which users cannot fix.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
-        yield
+        warnings.filterwarnings("error", message="Found missing adapter keys", category=UserWarning)
+        try:
+            yield
+        except UserWarning as warning:
+            first = str(warning).partition("['")[2].partition("'")[0]
+            raise ValueError(f"it has no weight {first}, so it was trained on another model") from None
+
+
+def is_beside_towers(adapter: Path) -> bool:
+    """Return True if a saved adapter was trained on a model with towers, in which `language_model` is one module of several."""
+    import peft
+
+    return any(".language_model." in name for name in peft.load_peft_weights(str(adapter), device="cpu"))
 
 
 def merge_adapter(network: PreTrainedModel, adapter: nn.Module | None) -> Any:

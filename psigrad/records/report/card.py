@@ -14,7 +14,7 @@ from huggingface_hub import metadata_load, try_to_load_from_cache
 from psigrad import __version__
 from psigrad.config.fields import FREE, MACHINE, find_marked
 from psigrad.config.nested import put
-from psigrad.records.read import RunData, kind_of, load, show_interval, show_number
+from psigrad.records.read import RunData, auto_class, kind_of, load, show_interval, show_number
 from psigrad.records.report.facts import describe_method, facts, format_time, overrides, settings_class
 from psigrad.records.report.html import environment
 from psigrad.records.report.verdict import verdict
@@ -54,7 +54,7 @@ def text(folder: str | Path, repository: str = "") -> str:
         verdict=verdict(run),
         held_out=_held_out_table(run),
         prompts=show_number(last["eval/prompts"]) if "eval/prompts" in last else "",
-        auto="AutoModelForSequenceClassification" if kind_of(run.config) == "reward" else "AutoModelForCausalLM",
+        auto=_auto(run),
         place=repository or f"{run.settings.get('run.output_dir') or run.path.resolve().name}/model",
         adapter_beside=repository and (run.path / "model" / "adapter").is_dir(),
         facts=_facts(run, base, pins),
@@ -64,6 +64,12 @@ def text(folder: str | Path, repository: str = "") -> str:
     )
     card = f"{card}\n".encode("utf-8", "backslashreplace").decode()  # a file's name may not be valid text
     return _publish(card, run) if repository else card
+
+
+def _auto(run: RunData) -> str:
+    """Return the class that loads the model; "" for a reward model that reads images, for which transformers has no class."""
+    found = auto_class(run.path / "model")
+    return "" if kind_of(run.config) == "reward" and found == "AutoModelForImageTextToText" else found
 
 
 def _yaml(value: Any, **layout: Any) -> str:
@@ -84,7 +90,8 @@ def _front(run: RunData, base: ModelOrigin, name: str) -> dict[str, Any]:
     """Return the metadata of the card that the hub reads."""
     reward = kind_of(run.config) == "reward"
     adapter = not (run.path / "model" / "config.json").exists() and (run.path / "model" / "adapter_config.json").exists()
-    task = "text-classification" if reward else "text-generation"
+    sees = auto_class(run.path / "model") == "AutoModelForImageTextToText"
+    task = "text-classification" if reward else "image-text-to-text" if sees else "text-generation"
     tags = ["psigrad", *(["reward-model"] if reward else []), method_of(run)]
     data = list(dict.fromkeys(on_hub for _, on_hub in _datasets(run) if on_hub))
     front: dict[str, Any] = {

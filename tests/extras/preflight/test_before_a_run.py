@@ -19,7 +19,7 @@ from psigrad import cli
 from psigrad.config import Evaluation
 from psigrad.errors import UserError
 from psigrad.language.data.templates import CHATML
-from psigrad_extras.preflight import first_rows
+from psigrad_extras.preflight import check, first_rows
 from psigrad_extras.preflight.plan import plan
 
 pytestmark = pytest.mark.usefixtures("measured_once")
@@ -44,6 +44,10 @@ def test_the_rewards_see_the_images_of_rows(job, tmp_path):
     seeing = str(vision_models.make("idefics3", tmp_path / "base", hidden=32, layers=1))
     given = replace(given, data=replace(given.data, dataset=rows), model=replace(given.model, path=seeing))
     assert [line.split()[1] for line, _ in first_rows.try_rewards(given)] == ["7", "9"]
+    rows += [{"prompt": f"{i}?", "images": []} for i in range(4)]  # shorter prompts, of which the check samples completions
+    blind = replace(given, data=replace(given.data, dataset=rows), sampling=replace(given.sampling, sampler="transformers"))
+    with pytest.raises(UserError, match=r"has an image, but sampling\.sampler=transformers reads only text"):
+        check.run(blind)
 
 
 @pytest.mark.parametrize(("reward", "said"), [(of_misspelt, "needs the column 'anwser'"), (of_nothing, "AttributeError")])

@@ -184,6 +184,8 @@ def test_odd_files_are_upright_and_rgb():
         found = pixels(encoded(turned, form, exif=exif, lossless=True))
         assert found.size == (8, 16) and found.getpixel((7, 0)) == (0, 0, 255)
     assert pixels(encoded(turned, "JPEG", exif=exif)).size == (8, 16)
+    for size in ((7, 30), (30, 1), (1, 1)):  # less than the eighth at which a JPEG is checked
+        assert pixels(encoded(draw("white", size), "JPEG")).getpixel((0, 0)) == (255, 255, 255)
     assert pixels(encoded(draw((255, 0, 0, 0), mode="RGBA"))).getpixel((0, 0)) == (255, 255, 255)
     assert pixels(encoded(draw((10, 20, 30, 128), mode="RGBA"))).getpixel((0, 0)) == (132, 137, 142)
     palette = draw("red").quantize(2)

@@ -12,7 +12,8 @@ import pytest
 import ranks
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from vision_models import ids_of, make, picture
 
 from psigrad import api
 from psigrad.config import Model, Run
@@ -21,7 +22,10 @@ from psigrad.language.data.templates import CHATML
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.loading.model_source import locate
 from psigrad.language.models import language_model, scalar_model, sharded, tiny
+from psigrad.language.models.coded_linear import CODED_BASE
 from psigrad.language.models.lora import Lora, merging_loss, settings_of
+from psigrad.language.models.packing import Groups
+from psigrad.language.recipes.finish import write_model
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
 
@@ -107,6 +111,36 @@ def dataset(tmp_path: Path, form: str = "sft") -> str:
     file = tmp_path / f"{form}.jsonl"
     file.write_text("".join(json.dumps({k: row[k] for k in keys}) + "\n" for row in rows))
     return str(file)
+
+
+@pytest.mark.parametrize(("family", "quantised"), [("idefics3", ""), ("gemma3", ""), ("qwen3_5", ""), ("qwen3_5", "nf4")])
+def test_an_adapter_of_a_model_that_reads_images_is_merged_and_trained_on_with_its_tower(family, quantised, tmp_path):
+    folder, text = make(family, tmp_path / "eyes", hidden=32), f"how\ufffc{picture(1).digest}\ufffcmany"
+    settings = Model(path=str(folder), lora_rank=2, vision=True, quantize_base=quantised)
+    model = load_model(settings, Run(), None)
+    with torch.no_grad():
+        for name, parameter in model.network.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.3, generator=torch.Generator().manual_seed(len(name)))
+    logp = lambda one: one.evaluate(Groups([ids_of(one.tokenizer, text)], [[[5, 6]]])).logp.detach()  # noqa: E731
+    write_model(model, tmp_path / "adapter", "adapter")
+    assert (tmp_path / "adapter" / CODED_BASE).exists() == bool(quantised)
+    wanted = logp(model)
+    again = load_model(Model(path=str(tmp_path / "adapter"), quantize_base=quantised), Run(), None)
+    merged = locate(Model(path=str(tmp_path / "adapter"), adapter="merge"))
+    assert type(AutoModelForImageTextToText.from_pretrained(merged)) is type(model.network)
+    for other in (again, language_model.load(merged, vision=True)):
+        assert torch.allclose(logp(other), wanted, atol=1e-5)
+    assert float((logp(language_model.load(str(folder), vision=True)) - wanted).abs().max()) > 1e-2, "negative control"
+
+
+def test_an_adapter_of_another_model_is_refused(base, tmp_path):
+    adapted(base, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({name.replace("layers.1", "layers.7"): x for name, x in load_file(file).items()}, file)
+    for adapter in ("continue", "merge"):
+        with pytest.raises(UserError, match=r"it has no weight \S+layers\.1\S+, so it was trained on another model"):
+            load_model(Model(path=str(tmp_path / "adapter"), adapter=adapter), Run(), None)
 
 
 def trained(model: Path, tmp_path: Path, name: str, method: str = "sft", **settings: object):

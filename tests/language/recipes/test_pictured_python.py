@@ -39,7 +39,10 @@ def test_a_model_and_its_processor_train_as_their_folder_does(base, tmp_path):
         settings = {"max_steps": 1, "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 6, "eval_prompts": 0}
         settings |= {"threads": 1, "progress": False, "learning_rate": 1e-2, "output_dir": tmp_path / name}
         made = psigrad.train("grpo", model=own, dataset=dataset, reward=digits, **settings, **more)
-        return AutoModelForImageTextToText.from_pretrained(made.model).state_dict()
+        said: dict[str, object] = {}
+        exec((made.model / "README.md").read_text().partition("```python")[2].partition("```")[0], said)
+        assert type(said["model"]) is type(made.load()) is type(network())
+        return said["model"].state_dict()
 
     network = lambda: AutoModelForImageTextToText.from_pretrained(base)  # noqa: E731
     processor = vision_models.processor_of(base.name, read_tokenizer(base))
