@@ -20,6 +20,7 @@ from transformers import (
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
+    NemotronHConfig,
     Olmo3Config,
     Phi3Config,
     Qwen2Config,
@@ -62,8 +63,12 @@ HYBRIDS = {
     "lfm3": Lfm3Config(**COMMON, hidden_size=64, layer_types=["conv", "sliding_attention"], sliding_window=5, head_dim=16),
     "qwen3.5": Qwen3_5TextConfig(**COMMON, **_MIXED, **_DELTA, head_dim=16, rms_norm_eps=1e-2),
     "granite 4 hybrid": GraniteMoeHybridConfig(**COMMON, **_MIXED, **_DENSE, **_MAMBA, **_FACTORS),
+    "nemotron-h": NemotronHConfig(
+        **COMMON, hidden_size=64, head_dim=16, layers_block_type=["mamba", "full_attention", "mlp"], mamba_num_heads=8,
+        mamba_head_dim=16, n_groups=2, ssm_state_size=8, chunk_size=16,
+    ),
     "bamba": BambaConfig(**COMMON, **_MAMBA, hidden_size=64, attn_layer_indices=[1]),
-}
+}  # fmt: skip
 FORMS = {
     "smollm3": SmolLM3Config(**COMMON, hidden_size=64, no_rope_layers=[1, 0]),
     "ministral3": Ministral3Config(**COMMON, hidden_size=64, head_dim=16, rope_parameters=_ROPE, max_position_embeddings=512),

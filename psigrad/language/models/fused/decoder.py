@@ -18,8 +18,8 @@ from psigrad.kernels.kernels import Angles, Heads, kernels
 from psigrad.language.images import FIRST
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.fused.caches import ActivationCache, Block, CacheHit, PackedWeights, RowLayout, Version, versions
-from psigrad.language.models.fused.families import FAMILIES, Family, Unsupported, eps_of, first_of
-from psigrad.language.models.fused.layer import RANKS, Layer, NormFunction, PassArguments
+from psigrad.language.models.fused.families import FAMILIES, Family, NormFunction, Unsupported, eps_of, first_of
+from psigrad.language.models.fused.layer import RANKS, Layer, PassArguments
 from psigrad.language.models.packing import RowSelection
 from psigrad.language.models.sizes import size
 from psigrad.language.models.towers import text_half, tower_parameters
@@ -109,17 +109,18 @@ class Decoder:
             raise Unsupported("its attention has capped scores, or is not causal")
         if vision is not None and vision.axes:
             raise Unsupported("its images have positions of several axes")
-        attending = [i for i, layer in enumerate(base.layers) if getattr(layer, "self_attn", None) is not None]
+        mixers = [first_of(layer, ("self_attn", "mixer")) for layer in base.layers]
+        attending = [i for i, mixer in enumerate(mixers) if hasattr(mixer, "scaling")]
         if not attending:
             raise Unsupported("it has no layer with attention")
-        self.attentions, first = len(attending), base.layers[attending[0]].self_attn
+        self.attentions, first = len(attending), mixers[attending[0]]
         """The number of layers with attention."""
         ropes = [family.rope(config, i) for i in attending]
         angles = self._angles = partial(_angles, base, config, family, ropes, int(first.head_dim))
         turned = angles(torch.zeros(1, 1, dtype=torch.int64), torch.empty(0))[0].cosine.shape[1]
         sizes = (size(config, "heads"), size(config, "key_heads"), int(first.head_dim))
         form: Any = {"wide": family.wide, "offset": family.offset, "turned": turned}
-        self.norm = first_of(base, ("norm", "embedding_norm", "final_layernorm"))
+        self.norm = first_of(base, ("norm", "embedding_norm", "final_layernorm", "norm_f"))
         self.eps = float(eps_of(self.norm))
         heads = Heads(*sizes, self.eps, float(first.scaling), **form)
         self.native, self.base, self.recompute, self.stored = native, base, recompute, torch.float32 if exact else network.dtype
@@ -128,7 +129,8 @@ class Decoder:
         self.layers = [kind(i, module, heads, family, config, native, exact) for i, (kind, module) in layers]
         for order, i in enumerate(attending):
             self.layers[i].order = order
-        self.heads, self.dtype, self.at_once = heads, self.layers[0].weights.dtype, {*kinds} == {Layer}
+        self.heads, self.dtype = heads, self.layers[0].weights.dtype
+        self.at_once = {*kinds} == {Layer} and all(layer.feeds for layer in self.layers)
         self.row_layout = RowLayout(tuple(layer.kinds for layer in self.layers))
         self.fill = None if vision is None else partial(vision.fill, network)
         self.parameters: list[nn.Parameter] = [*base.parameters(), *(tower_parameters(network) if vision is not None else ())]
@@ -194,7 +196,7 @@ class Decoder:
     def _embed(self, input_ids: Tensor) -> Tensor:
         if self.fill is not None and bool((seen := input_ids >= FIRST).any()):
             return self.fill(self._embed(input_ids.masked_fill(seen, 0)), input_ids)[0]
-        table = self.base.embed_tokens
+        table = self.base.get_input_embeddings()
         plain = isinstance(table, nn.Embedding) and table.max_norm is None and not table.sparse
         # For a small table the dense gradient is faster.
         sums = gradients.sums_for(table.weight) if plain and len(table.weight) > input_ids.numel() else None

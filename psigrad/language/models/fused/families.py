@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from psigrad.errors import kind_of
+from psigrad.kernels.kernels import Kernels
 from psigrad.kernels.products import Products
 from psigrad.language.models.coded_linear import CodedLinear
 
@@ -24,7 +26,7 @@ def _by_layer(config: Any, layer: int) -> int | None:
 
 def _mixer(state: str, attention: str = "") -> Callable[[Any, int], str]:
     """Return the function `Family.mixer` of a family with these mixers in layers with a state and in layers with attention."""
-    kinds = {"conv": state, "linear_attention": state, "mamba": state}
+    kinds = {"conv": state, "linear_attention": state, "mamba": state, "mlp": "squared ReLU"}
     return lambda config, layer: kinds.get(config.layer_types[layer], attention)
 
 
@@ -80,6 +82,12 @@ FAMILIES = {
     "GraniteMoeHybrid": Family(
         rope=lambda config, layer: "" if config.position_embedding_type == "rope" else None, mixer=_mixer("mamba2")
     ),
+    # Each layer has one part. An MLP takes the place of a mixer.
+    "NemotronH": Family(
+        rope=lambda config, layer: None,
+        mixer=_mixer("mamba2"),
+        before=("norm", None),
+    ),
     "Bamba": Family(mixer=_mixer("mamba2"), before=("input_layernorm", "pre_ff_layernorm")),
     "Qwen3_5Text": Family(mixer=_mixer("delta rule", "gate per channel"), offset=1.0),
     "Lfm2": Family(mixer=_mixer("convolution"), before=("operator_norm", "ffn_norm")),
@@ -124,6 +132,26 @@ def find(parent: Any, choices: Sequence[Sequence[str]]) -> list[Any]:
         if all(hasattr(parent, name) for name in names):
             return [getattr(parent, name) for name in names]
     raise Unsupported(f"{kind_of(parent)} has no {' or '.join('/'.join(names) for names in choices)}")
+
+
+class NormFunction(torch.autograd.Function):
+    """The autograd function of an RMS norm: x / sqrt(mean(x²) + eps) · (weight + offset)."""
+
+    @staticmethod
+    def forward(ctx: Any, native: Kernels, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        """Normalise each row of x by `Kernels.rms_norm`."""
+        ctx.native, ctx.how = native, (eps, offset)
+        ctx.save_for_backward(x, weight)
+        return native.rms_norm(x, weight, eps, offset)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        """Return a gradient for each input of `forward`: those of x and of the weight, and None for all others."""
+        x, weight = ctx.saved_tensors
+        dx = torch.zeros_like(x)
+        dw = ctx.native.gradients.rms_norm(dx, x, weight, dy.contiguous(), *ctx.how)
+        return None, dx, dw, None, None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from psigrad.kernels.codes import CodedMatrix
 from psigrad.kernels.kernels import Angles, Heads, Kernels
@@ -74,26 +73,6 @@ class PassArguments(NamedTuple):
     layout: FusedLayout
     adapted: bool
     ready: Sequence[LayerWeights] | None = None
-
-
-class NormFunction(torch.autograd.Function):
-    """The autograd function of an RMS norm: x / sqrt(mean(x²) + eps) · (weight + offset)."""
-
-    @staticmethod
-    def forward(ctx: Any, native: Kernels, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        """Normalise each row of x by `Kernels.rms_norm`."""
-        ctx.native, ctx.how = native, (eps, offset)
-        ctx.save_for_backward(x, weight)
-        return native.rms_norm(x, weight, eps, offset)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        """Return a gradient for each input of `forward`: those of x and of the weight, and None for all others."""
-        x, weight = ctx.saved_tensors
-        dx = torch.zeros_like(x)
-        dw = ctx.native.gradients.rms_norm(dx, x, weight, dy.contiguous(), *ctx.how)
-        return None, dx, dw, None, None
 
 
 @dataclass(frozen=True)
@@ -166,13 +145,14 @@ class Layer:
     """One fused decoder layer over rows [S, E]. `window` is its sliding window in tokens; 0: no window.
 
     With the norms n and m of inputs and outputs and the factor r of residuals, it computes h = x + r·m₁(mixer(n₁(x))) and
-    y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))). A family may lack the norms n or m. The mixer is attention here; subclasses
-    (`mixers`) have others. `order` is the layer's number among those with attention.
+    y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))). A family may lack the norms n or m. In some layers y = h, and `feeds` is
+    False. The mixer is attention here; subclasses (`mixers`) have others. `order` is the layer's number among those with
+    attention.
     """
 
     order = -1
     # The names of the mixer's module, of the matrices before and after it, and of its other weights; alternatives in turn.
-    mixer: tuple[str, ...] = ("self_attn",)
+    mixer: tuple[str, ...] = ("self_attn", "mixer")
     projections: Sequence[Sequence[Sequence[str]]] = _ATTENTION
     others: Sequence[str] = ("q_norm.weight", "q_layernorm.weight", "k_norm.weight", "k_layernorm.weight")
 
@@ -180,9 +160,11 @@ class Layer:
         self, index: int, module: Any, heads: Heads, family: Family, config: Any, native: Kernels, exact: bool = False
     ) -> None:
         mixer, mlp = (first_of(module, names) for names in (self.mixer, ("mlp", "shared_mlp", "feed_forward")))
-        if getattr(module, "block_sparse_moe", None) is not None:
+        if getattr(module, "block_sparse_moe", None) is not None or hasattr(mixer if mlp is None else mlp, "experts"):
             raise Unsupported("it has experts")
-        groups = [find(mixer, names) for names in self.projections] + [find(mlp, names) for names in _FEED_FORWARD]
+        self.feeds = mlp is not None
+        groups = [find(mixer, names) for names in self.projections]
+        groups += [find(mlp, names) for names in _FEED_FORWARD if self.feeds]
         ends = [0, *itertools.accumulate(map(len, groups))]
         self.groups = [tuple(range(a, b)) for a, b in itertools.pairwise(ends)]
         linear, adapters = zip(*map(split_adapter, itertools.chain(*groups)), strict=True)
@@ -284,9 +266,10 @@ class Layer:
     @property
     def kinds(self) -> tuple[tuple[int, torch.dtype], ...]:
         """(width, dtype) of each tensor that `forward` returns: first of the output, then of the tensors for `backward`."""
-        (out, *_), (down, *_) = ([self._linear[i] for i in self.groups[group]] for group in (_OUT, _DOWN))
-        width, after = down.out_features, [down.out_features for norm in self._norms[2:] if norm is not None]
-        own = [(n, self.dtype) for n in (width, self.row, out.in_features, width, 2 * self.inner, *after)]
+        out = self._linear[self.groups[_OUT][0]]
+        width, after = out.out_features, [out.out_features for norm in self._norms[2:] if norm is not None]
+        feed = (width, 2 * self.inner) if self.feeds else ()
+        own = [(n, self.dtype) for n in (width, self.row, out.in_features, *feed, *after)]
         return (*own[:3], (self.scores, torch.float32), *own[3:])
 
     def forward(self, x: Tensor, how: PassArguments, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -297,24 +280,28 @@ class Layer:
         """
         weights = self.current_weights(how.adapted, how.layout.packed_weights) if how.ready is None else how.ready[self.index]
         plain: list[Tensor] = []
-
-        def join(which: int, x: Tensor, base: Tensor) -> Tensor:
-            norm, out = weights.norms[2 + which], torch.empty_like(base)
-            if norm is None and self.residual == 1.0:
-                return weights.apply((_OUT, _DOWN)[which], x, out, residual=base)
-            weights.apply((_OUT, _DOWN)[which], x, out)
-            if norm is not None:
-                plain.append(out)
-            return self.native.products.add(base, self._norm(out, norm), self.residual)
-
         row = selection.gather_inputs(weights.apply(_QKV, self._norm(x, weights.norms[0]), x.new_empty(len(x), self.row)))
         mixed, normaliser = self.mix(row, weights.mixer, how)
         out = selection.gather_outputs(self.gate(row, mixed))
-        middle = join(0, out, selection.gather_outputs(selection.gather_inputs(x)))
+        middle = self._join(_OUT, weights, out, selection.gather_outputs(selection.gather_inputs(x)), plain)
+        y, own = self.feed(middle, weights, plain) if self.feeds else (middle, ())
+        return y, (row, mixed, normaliser, *own, *plain)
+
+    def _join(self, group: int, weights: LayerWeights, x: Tensor, base: Tensor, plain: list[Tensor]) -> Tensor:
+        """Return base + r·m(x · the matrix of a group). If there is a norm m, its input is added to `plain`."""
+        norm, out = weights.norms[2 + group // 2], torch.empty_like(base)
+        if norm is None and self.residual == 1.0:
+            return weights.apply(group, x, out, residual=base)
+        weights.apply(group, x, out)
+        if norm is not None:
+            plain.append(out)
+        return self.native.products.add(base, self._norm(out, norm), self.residual)
+
+    def feed(self, middle: Tensor, weights: LayerWeights, plain: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Compute the feed-forward layer. Return (the layer's output, the tensors that `feed_gradient` needs)."""
         normed = self._norm(middle, weights.norms[1])
-        both = weights.apply(_GATE_UP, normed, x.new_empty(len(normed), 2 * self.inner))
-        y = join(1, self.native.gated(both, self.gelu), middle)
-        return y, (row, mixed, normaliser, middle, both, *plain)
+        both = weights.apply(_GATE_UP, normed, middle.new_empty(len(normed), 2 * self.inner))
+        return self._join(_DOWN, weights, self.native.gated(both, self.gelu), middle, plain), (middle, both)
 
     @property
     def scores(self) -> int:
@@ -358,11 +345,23 @@ class Layer:
         `learns` is True for the weights that need a gradient. `kept` has the tensors from `forward`. The list is emptied, so that
         each tensor is freed after its last use. With `overwrite` the gradients may be written into these tensors.
         """
-        weights = self.current_weights(how.adapted)
-        row, mixed, normaliser, middle, both, *plain = kept
-        kept.clear()
-        made = _Gradients(self, weights, learns)
-        dout = made.before_residual(1, dy, plain)
+        made = Gradients(self, self.current_weights(how.adapted), learns)
+        row, mixed, normaliser = (kept.pop(0) for _ in range(3))
+        dx = self.feed_gradient(dy, kept, made, overwrite) if self.feeds else dy.clone()
+        dout, weights = made.before_residual(0, dx, kept), made.weights
+        made.learn(_OUT, [dout], selection.gather_outputs(self.gate(row, mixed)))
+        dmixed = selection.scatter_output_grads(weights.input_grad(_OUT, [dout]), len(row))
+        drow, dothers = self.mix_gradient(dmixed, row, mixed, normaliser, weights.mixer, how)
+        parts = self._split(_QKV, selection.sum_input_grads(drow, len(x)))
+        dx = selection.sum_input_grads(selection.scatter_output_grads(dx, len(row)), len(x))
+        made.learn(_QKV, parts, self._norm(x, weights.norms[0]))
+        made.add_through_norm(0, dx, x, weights.input_grad(_QKV, parts))
+        return dx, made.in_order(dothers)
+
+    def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: Gradients, overwrite: bool) -> Tensor:
+        """Return the gradient of the input of `feed` from that of its output. Remove the tensors of `feed` from `kept`."""
+        middle, both, weights = kept.pop(0), kept.pop(0), made.weights
+        dout = made.before_residual(1, dy, kept)
         dboth, gated = self.native.gradients.gated(both, weights.input_grad(_DOWN, [dout]), self.gelu, in_place=overwrite)
         del both
         parts = self._split(_GATE_UP, dboth)
@@ -373,15 +372,7 @@ class Layer:
         del dboth, parts
         dx = dy.clone()
         made.add_through_norm(1, dx, middle, dnormed)
-        dout = made.before_residual(0, dx, plain)
-        made.learn(_OUT, [dout], selection.gather_outputs(self.gate(row, mixed)))
-        dmixed = selection.scatter_output_grads(weights.input_grad(_OUT, [dout]), len(row))
-        drow, dothers = self.mix_gradient(dmixed, row, mixed, normaliser, weights.mixer, how)
-        parts = self._split(_QKV, selection.sum_input_grads(drow, len(x)))
-        dx = selection.sum_input_grads(selection.scatter_output_grads(dx, len(row)), len(x))
-        made.learn(_QKV, parts, self._norm(x, weights.norms[0]))
-        made.add_through_norm(0, dx, x, weights.input_grad(_QKV, parts))
-        return dx, made.in_order(dothers)
+        return dx
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Return the RMS norm of x; x itself without a weight."""
@@ -392,7 +383,7 @@ class Layer:
         return tuple(rows.split([self._linear[i].out_features for i in self.groups[group]], dim=1))
 
 
-class _Gradients:
+class Gradients:
     """The gradients of a layer's weights, collected during its backward pass."""
 
     def __init__(self, layer: Layer, weights: LayerWeights, learns: Sequence[bool]) -> None:

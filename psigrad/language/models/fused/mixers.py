@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from psigrad.language.models.attention import FusedLayout
-from psigrad.language.models.fused.families import eps_of, first_of
-from psigrad.language.models.fused.layer import Layer, NormFunction, PassArguments
+from psigrad.language.models.fused.families import NormFunction, eps_of, first_of
+from psigrad.language.models.fused.layer import Layer, PassArguments
 from psigrad.language.models.hf_state import ConvolutionFunction, DeltaRule, Mamba2, Switch
 from psigrad.language.models.segments import ShortConvolution
 
@@ -163,7 +163,7 @@ class Mamba2Layer(StateLayer):
     silu(z) is normalised.
     """
 
-    mixer = ("mamba",)
+    mixer = ("mamba", "mixer")
     others = ("conv1d.weight", "conv1d.bias", "dt_bias", "A_log", "D", "norm.weight")
 
     def core(self, row: Tensor, others: Sequence[Tensor], layout: FusedLayout) -> Tensor:
@@ -179,10 +179,22 @@ class Mamba2Layer(StateLayer):
         return self.norm((out.flatten(1) * F.silu(z)).to(row.dtype), norm)
 
 
+class SquaredReLULayer(StateLayer):
+    """An MLP in the place of a mixer: down(relu(up(x))²) (So et al. 2021, arXiv:2109.08668)."""
+
+    mixer = ("mixer",)
+    projections = ((("up_proj",),), (("down_proj",),))
+
+    def core(self, row: Tensor, others: Sequence[Tensor], layout: FusedLayout) -> Tensor:
+        """Compute relu(row)²; see `StateLayer.core`."""
+        return row.relu().square()
+
+
 MIXERS: dict[str, type[Layer]] = {
     "gate per channel": GatedAttention,
     "gate per head": HeadGatedAttention,
     "convolution": ConvolutionLayer,
     "delta rule": DeltaRuleLayer,
     "mamba2": Mamba2Layer,
+    "squared ReLU": SquaredReLULayer,
 }
