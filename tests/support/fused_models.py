@@ -26,6 +26,7 @@ from transformers import (
     Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -56,7 +57,8 @@ _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_g
 _DENSE = {"shared_intermediate_size": 96, "num_local_experts": 0, "num_experts_per_tok": 0}
 _MIXED = {"layer_types": ["linear_attention", "full_attention"], "hidden_size": 64}
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
-# Layers with a state, and attention whose output has a gate. The norm of a delta net has tiny inputs where queries and keys are
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+# Layers with a state or with experts, and attention whose output has a gate. The norm of a delta net has tiny inputs where queries and keys are
 # nearly orthogonal. A large epsilon bounds its gain, by which it multiplies rounding.
 HYBRIDS = {
     "lfm2": Lfm2Config(**COMMON, hidden_size=64, layer_types=["conv", "full_attention"], conv_bias=True),
@@ -67,6 +69,8 @@ HYBRIDS = {
         **COMMON, hidden_size=64, head_dim=16, layers_block_type=["mamba", "full_attention", "mlp"], mamba_num_heads=8,
         mamba_head_dim=16, n_groups=2, ssm_state_size=8, chunk_size=16,
     ),
+    "qwen3-moe": Qwen3MoeConfig(**COMMON, **_EXPERTS, hidden_size=40, head_dim=8),
+    "qwen3-moe and a dense layer": Qwen3MoeConfig(**COMMON, **_EXPERTS, hidden_size=40, head_dim=8, mlp_only_layers=[0]),
     "bamba": BambaConfig(**COMMON, **_MAMBA, hidden_size=64, attn_layer_indices=[1]),
 }  # fmt: skip
 FORMS = {

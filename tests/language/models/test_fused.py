@@ -200,6 +200,7 @@ def test_negative_control_a_decoder_that_computes_something_else_is_not_used(tok
         ("olmo3", "Olmo3", {"window": lambda config, layer: None}),
         ("qwen3.5", "Qwen3_5Text", {"offset": 0.0}),
         ("nemotron-h", "NemotronH", {"factors": lambda config, positions: 1 + positions}),
+        ("qwen3-moe", "Qwen3Moe", {"gelu": True}),
         ("lfm3", "Lfm3", {"mixer": lambda config, layer: "" if layer else "convolution"}),
     ],
 )

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from psigrad.language.models.vision import Vision
 
 _WHOLE = RowSelection()
+# The index of a router's logits in the tensors that a layer with experts returns for its backward pass.
+_LOGITS = 6
 
 
 class _LayerFunction(torch.autograd.Function):
@@ -51,10 +53,11 @@ class _LayerFunction(torch.autograd.Function):
         cached: CacheHit | None,
         recompute: bool,
         *weights: Tensor,
-    ) -> Tensor:
+    ) -> Any:
+        logits, reads = None, how.balanced and layer.sparse
         if cached is None:
             y, parts = layer.forward(x, how, selection)
-            parts = () if recompute else parts
+            logits, parts = parts[_LOGITS] if reads else None, () if recompute else parts
         elif layer.index == cached.last:
             y, parts = cached.output(layer.index, selection.output_rows), ()
         else:
@@ -63,17 +66,21 @@ class _LayerFunction(torch.autograd.Function):
         ctx.layer, ctx.how, ctx.selection, ctx.cached = layer, how, selection, cached
         ctx.recompute, ctx.parts = recompute and cached is None, len(parts)
         ctx.save_for_backward(x, *parts, *weights)  # weights are saved only so that autograd notices an in-place change
-        return y
+        if reads and cached is not None:
+            logits = cached.output(layer.index, None, 1 + _LOGITS)
+        return y if logits is None else (y, logits)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor, dlogits: Tensor | None = None) -> tuple[Any, ...]:
         x, *parts = ctx.saved_tensors[: 1 + ctx.parts]
         if ctx.cached is not None:
             own, parts = ctx.cached.saved_for_backward(ctx.layer.index, ctx.selection.output_rows)
             x = x if own is None else own
         elif ctx.recompute:
             parts = list(ctx.layer.forward(x, ctx.how, ctx.selection)[1])
+        if ctx.layer.sparse:  # in the place of the logits, which the backward pass does not need
+            parts[_LOGITS] = torch.zeros_like(parts[_LOGITS]) if dlogits is None else dlogits
         learns = ctx.needs_input_grad[6:]
         # Tensors that autograd saved may be read again. Only this function's own copies may be overwritten.
         overwrite = ctx.cached is not None or ctx.recompute
@@ -131,6 +138,7 @@ class Decoder:
             self.layers[i].order = order
         self.heads, self.dtype = heads, self.layers[0].weights.dtype
         self.at_once = {*kinds} == {Layer} and all(layer.feeds for layer in self.layers)
+        self.sparse = any(layer.sparse for layer in self.layers)
         self.row_layout = RowLayout(tuple(layer.kinds for layer in self.layers))
         self.fill = None if vision is None else partial(vision.fill, network)
         self.parameters: list[nn.Parameter] = [*base.parameters(), *(tower_parameters(network) if vision is not None else ())]
@@ -145,30 +153,37 @@ class Decoder:
         keep: ActivationCache | None = None,
         cached: CacheHit | None = None,
         target_rows: Tensor | None = None,
+        router_logits: list[Tensor] | None = None,
     ) -> Tensor:
         """Return the hidden states [B, S, E] of ids and positions [B, S], or only those [M, E] of the tokens `target_rows` [M].
 
         If no gradient is enabled, the layers' activations are added to `keep`. With `cached` activations the layers do not run.
+        With a gradient, the logits [S, experts] of each router are appended to `router_logits`.
         """
         ids, inputs = input_ids.flatten(), None
         if isinstance(layout, PackedLayout):  # a decoding step has too few rows to benefit
             distinct, places = ids.unique(return_inverse=True)
             if 2 * len(distinct) <= len(ids):
                 ids, inputs = distinct, places
-        # `keep` needs the output of every token.
-        outputs, back = (None, None) if target_rows is None or keep is not None else target_rows.unique(return_inverse=True)
+        # `keep` needs the output of every token, and so do routers: their load counts all tokens, and their choice is recorded.
+        whole = target_rows is None or keep is not None or self.sparse
+        outputs, back = (None, None) if whole or target_rows is None else target_rows.unique(return_inverse=True)
         selection = [_WHOLE] * len(self.layers)
         if inputs is not None:
             selection[0] = replace(selection[0], input_rows=inputs)
         if outputs is not None:
             selection[-1] = replace(selection[-1], output_rows=outputs)
         x = self._embed(ids).to(self.dtype)
-        how = PassArguments(self._angles(position_ids.flatten()[None], x.new_empty(1)), layout, self.adapted)
+        angles = self._angles(position_ids.flatten()[None], x.new_empty(1))
+        how = PassArguments(angles, layout, self.adapted, balanced=router_logits is not None)
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters):
             for layer, at in zip(self.layers, selection, strict=True):
 
                 def run(x: Tensor, layer: Layer = layer, at: RowSelection = at) -> Tensor:
-                    y: Tensor = _LayerFunction.apply(layer, x, how, at, cached, self.recompute, *layer.weights.given)
+                    made: Any = _LayerFunction.apply(layer, x, how, at, cached, self.recompute, *layer.weights.given)
+                    if isinstance(made, tuple) and router_logits is not None:
+                        router_logits.append(made[1])
+                    y: Tensor = made[0] if isinstance(made, tuple) else made
                     return y
 
                 x = self._with_weights(layer, run, x)

@@ -30,6 +30,12 @@ def _mixer(state: str, attention: str = "") -> Callable[[Any, int], str]:
     return lambda config, layer: kinds.get(config.layer_types[layer], attention)
 
 
+def _experts(config: Any, layer: int) -> str:
+    """Return the mixer of a layer of Qwen's mixtures of experts, some of whose layers may have none."""
+    dense = layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step or not config.num_experts
+    return "" if dense else "attention, experts"
+
+
 def _query_factors(config: Any, positions: Tensor) -> Tensor:
     """Return 1 + β·log(1 + ⌊position / original length⌋), by which Llama 4 and Ministral 3 multiply queries."""
     rope = config.rope_parameters
@@ -45,7 +51,7 @@ class Family:
 
     - `window` returns a layer's sliding window, or None.
     - `rope` returns the name of a layer's rotary embedding ("": the only one), or None if the layer does not rotate.
-    - `mixer` returns the name in `mixers.MIXERS` of a layer's mixer; "": attention without a gate.
+    - `mixer` returns the name in `mixers.MIXERS` of a layer's form; "": attention without a gate, and no experts.
     - `before` and `after` are the names of the norms of the inputs and of the outputs of attention and of the feed-forward layer.
     - `wide` is True if one norm covers the queries of all heads, and one the keys.
     - `offset` is added to the weights of norms.
@@ -76,6 +82,7 @@ FAMILIES = {
     "Qwen3": Family(_by_layer, loads=True),
     "SmolLM3": Family(_by_layer, lambda config, layer: "" if config.no_rope_layers[layer] else None),
     "Ministral3": Family(lambda config, layer: config.sliding_window, factors=_query_factors),
+    "Qwen3Moe": Family(lambda config, layer: config.sliding_window, mixer=_experts),
     "Phi3": Family(lambda config, layer: config.sliding_window),
     "SeedOss": Family(),
     "Granite": Family(),

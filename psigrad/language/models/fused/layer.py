@@ -67,12 +67,14 @@ class Weights:
 class PassArguments(NamedTuple):
     """The arguments of a forward pass: `angles` is the rotary embedding of each layer with attention, and `adapted` is True if
     the LoRA adapters are active. `ready` are the current weights of all layers; None if each layer has to collect its own.
+    `balanced` is True if the loss reads the logits of routers.
     """
 
     angles: Sequence[Angles]
     layout: FusedLayout
     adapted: bool
     ready: Sequence[LayerWeights] | None = None
+    balanced: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class LayerWeights:
     native: Kernels
     packed: list[PackedProjection] | None = None
     """The packed matrices of each group; None if they are not packed."""
+    feed: Sequence[Tensor] = ()
+    """Other weights of the feed-forward layer: those of its router and its experts."""
     decoding: bool = False
     """True in decoding. Products of few rows may then be summed in another order than in training, which is faster."""
 
@@ -154,17 +158,22 @@ class Layer:
     # The names of the mixer's module, of the matrices before and after it, and of its other weights; alternatives in turn.
     mixer: tuple[str, ...] = ("self_attn", "mixer")
     projections: Sequence[Sequence[Sequence[str]]] = _ATTENTION
+    # The same of the feed-forward layer, and True if it has experts.
+    feed_forward: Sequence[Sequence[Sequence[str]]] = _FEED_FORWARD
+    feed_others: Sequence[str] = ()
+    sparse = False
     others: Sequence[str] = ("q_norm.weight", "q_layernorm.weight", "k_norm.weight", "k_layernorm.weight")
 
     def __init__(
         self, index: int, module: Any, heads: Heads, family: Family, config: Any, native: Kernels, exact: bool = False
     ) -> None:
         mixer, mlp = (first_of(module, names) for names in (self.mixer, ("mlp", "shared_mlp", "feed_forward")))
-        if getattr(module, "block_sparse_moe", None) is not None or hasattr(mixer if mlp is None else mlp, "experts"):
+        has_experts = hasattr(mixer if mlp is None else mlp, "experts")
+        if getattr(module, "block_sparse_moe", None) is not None or has_experts != self.sparse:
             raise Unsupported("it has experts")
         self.feeds = mlp is not None
         groups = [find(mixer, names) for names in self.projections]
-        groups += [find(mlp, names) for names in _FEED_FORWARD if self.feeds]
+        groups += [find(mlp, names) for names in self.feed_forward if self.feeds]
         ends = [0, *itertools.accumulate(map(len, groups))]
         self.groups = [tuple(range(a, b)) for a, b in itertools.pairwise(ends)]
         linear, adapters = zip(*map(split_adapter, itertools.chain(*groups)), strict=True)
@@ -179,13 +188,15 @@ class Layer:
         self.coded = {i: child.matrix for i, child in enumerate(linear) if isinstance(child, CodedLinear)}
         self.biased = [i for i, child in enumerate(linear) if child.bias is not None]
         self.adapters = {i: adapter for i, adapter in enumerate(adapters) if adapter is not None}
+        self._mlp = mlp
         self._linear, self._mixer, self.others = linear, mixer, [path for path in self.others if at(mixer, path) is not None]
         self.row = sum(linear[i].out_features for i in self.groups[_QKV])
         self.weights = Weights(self._read_weights(), exact)
 
     def _read_weights(self) -> list[Tensor]:
         given = [child.weight for child in self._linear] + [norm.weight for norm in self._norms if norm is not None]
-        given += [at(self._mixer, path) for path in self.others] + [self._linear[i].bias for i in self.biased]
+        given += [at(self._mixer, path) for path in self.others] + [at(self._mlp, path) for path in self.feed_others]
+        given += [self._linear[i].bias for i in self.biased]
         return given + [weight for adapter in self.adapters.values() for weight in adapter.weights]
 
     def reread(self) -> None:
@@ -217,7 +228,7 @@ class Layer:
         count = len(self._linear)
         matrices: list[Any] = [self.coded.get(i, next(now)) for i in range(count)]
         norms = [None if norm is None else next(now) for norm in self._norms]
-        mixer = [next(now) for _ in self.others]
+        mixer, feed = [next(now) for _ in self.others], [next(now) for _ in self.feed_others]
         biases: list[Tensor | None] = [None] * count
         for i in self.biased:
             biases[i] = next(now)
@@ -226,14 +237,18 @@ class Layer:
             for i, adapter in self.adapters.items():
                 scale = float(adapter.module.scaling[adapter.name])
                 lora[i] = LoraDelta(next(now), next(now).detach() * scale, scale, self.native.products)
-        plain = LayerWeights(self.groups, matrices, norms, mixer, biases, lora, self.native)
+        plain = self.expand(LayerWeights(self.groups, matrices, norms, mixer, biases, lora, self.native, feed=feed))
         made = None
         if packed_weights is not None:
-            key, groups, products = (self.index, adapted), range(len(self.groups)), self.native.products
+            key, groups, products = (self.index, adapted), range(len(plain.groups)), self.native.products
             made = packed_weights.of(key, self.weights.given, lambda: [plain.factors(i) for i in groups], products)
         if made is None and self.coded:
             plain = replace(plain, matrices=[unpack(x, self.dtype) if isinstance(x, CodedMatrix) else x for x in matrices])
         return plain if packed_weights is None else replace(plain, packed=made, decoding=True)
+
+    def expand(self, plain: LayerWeights) -> LayerWeights:
+        """Return the weights with the groups of matrices that are not linear layers. Here there are none."""
+        return plain
 
     def addresses(self, packed_weights: PackedWeights, adapted: bool) -> list[int] | None:
         """Return the addresses of the layer's weights for `Kernels.decode_layers`.
@@ -268,9 +283,12 @@ class Layer:
         """(width, dtype) of each tensor that `forward` returns: first of the output, then of the tensors for `backward`."""
         out = self._linear[self.groups[_OUT][0]]
         width, after = out.out_features, [out.out_features for norm in self._norms[2:] if norm is not None]
-        feed = (width, 2 * self.inner) if self.feeds else ()
-        own = [(n, self.dtype) for n in (width, self.row, out.in_features, *feed, *after)]
-        return (*own[:3], (self.scores, torch.float32), *own[3:])
+        own = [(n, self.dtype) for n in (width, self.row, out.in_features, *after)]
+        return (*own[:3], (self.scores, torch.float32), *(self.feed_kinds(width) if self.feeds else ()), *own[3:])
+
+    def feed_kinds(self, width: int) -> list[tuple[int, torch.dtype]]:
+        """Return (width, dtype) of the tensors that `feed` returns for `feed_gradient`. `width` is the width of the layer."""
+        return [(width, self.dtype), (2 * self.inner, self.dtype)]
 
     def forward(self, x: Tensor, how: PassArguments, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return (the layer's output [W, E], the tensors that `backward` needs besides x).
@@ -393,6 +411,8 @@ class Gradients:
         self.biases: list[Tensor | None] = [None] * count
         self.lora: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * count
         self.norms: list[Tensor | None] = [None] * len(weights.norms)
+        self.feed: Sequence[Tensor | None] = ()
+        """The gradients of `LayerWeights.feed`."""
 
     def learn(self, group: int, parts: Sequence[Tensor], x: Tensor) -> None:
         """Compute the gradients of a group's weights from those of its matrices' outputs, `parts`, and its input x."""
@@ -431,4 +451,4 @@ class Gradients:
         norms = [one for one, weight in zip(self.norms, self.weights.norms, strict=True) if weight is not None]
         biases = [self.biases[i] for i in self.layer.biased]
         pairs = itertools.chain(*(self.lora[i] for i in self.layer.adapters))
-        return [*self.matrices, *norms, *others, *biases, *pairs]
+        return [*self.matrices[: len(self.layer._linear)], *norms, *others, *self.feed, *biases, *pairs]

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from psigrad.language.models.attention import FusedLayout
+from psigrad.language.models.fused.experts import ExpertLayer
 from psigrad.language.models.fused.families import NormFunction, eps_of, first_of
 from psigrad.language.models.fused.layer import Layer, PassArguments
 from psigrad.language.models.hf_state import ConvolutionFunction, DeltaRule, Mamba2, Switch
@@ -191,6 +192,7 @@ class SquaredReLULayer(StateLayer):
 
 
 MIXERS: dict[str, type[Layer]] = {
+    "attention, experts": ExpertLayer,
     "gate per channel": GatedAttention,
     "gate per head": HeadGatedAttention,
     "convolution": ConvolutionLayer,

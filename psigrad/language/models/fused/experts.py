@@ -1,0 +1,180 @@
+"""Mixtures of experts in fused layers, in the place of a feed-forward layer.
+
+transformers' router module chooses the experts of each token, so that its choice can be recorded and replayed. The pairs of a token
+and an expert are sorted by expert, and each expert then multiplies its rows at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from psigrad.errors import kind_of
+from psigrad.kernels.products import Products
+from psigrad.language.models.experts import FixedChoice
+from psigrad.language.models.fused.families import Unsupported
+from psigrad.language.models.fused.layer import Gradients, Layer, LayerWeights
+
+
+class _Pairs:
+    """The pairs of a token and an expert in `choice` [W, k], sorted by expert."""
+
+    def __init__(self, choice: Tensor, experts: int) -> None:
+        flat = choice.flatten()
+        self.order = flat.argsort(stable=True)
+        """[W·k] the number of each sorted pair among the pairs in the order of tokens."""
+        self.tokens = self.order // choice.shape[1]
+        """[W·k] the token of each sorted pair."""
+        self.inverse = torch.empty_like(self.order).index_copy_(0, self.order, torch.arange(len(flat)))
+        ends = [0, *flat.bincount(minlength=experts).cumsum(0).tolist()]
+        self.spans = [(e, slice(a, b)) for e, (a, b) in enumerate(itertools.pairwise(ends)) if a < b]
+        """The expert and the sorted pairs of each expert that has any."""
+
+    def sum(self, rows: Tensor, tokens: int) -> Tensor:
+        """Return the sum [W, E] over each token's pairs of `rows` [W·k, E]."""
+        return rows.index_select(0, self.inverse).view(tokens, -1, rows.shape[1]).sum(1)
+
+
+class _KernelLinear(TorchFunctionMode):
+    """A context in which `F.linear` has the same bits for few rows as for many."""
+
+    def __init__(self, products: Products) -> None:
+        super().__init__()
+        self.products = products
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not F.linear:
+            return function(*args, **(kwargs or {}))
+        x, weight, *bias = args
+        return self.products.linear(x, weight, x.new_empty(len(x), len(weight)), *bias, exact=True)
+
+
+class _WithoutHooks(nn.Module):
+    """A module that computes `router` without its hooks."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(self, x: Tensor) -> Any:
+        return self.router.forward(x)
+
+
+class ExpertLayer(Layer):
+    """A layer with experts: y = h + r·Σ_e w_e·down_e(act(gate_e(n)) · up_e(n)) over a token's experts e, with n = n₂(h).
+
+    The router returns its logits, the weights w_e, and the chosen experts.
+    """
+
+    sparse = True
+    feed_forward = ()
+    feed_others = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
+    router = "gate"
+
+    def __init__(self, index: int, module: Any, *given: Any) -> None:
+        for part in (module.mlp.experts, getattr(module.mlp, self.router)):
+            if not type(part).__module__.startswith("transformers."):
+                raise Unsupported(f"its experts or routers have adapters ({kind_of(part)})")
+        super().__init__(index, module, *given)
+        self._names = [path.partition(".")[2] for path in self.feed_others if path.startswith(f"{self.router}.")]
+
+    def expand(self, plain: LayerWeights) -> LayerWeights:
+        """Return the weights with two more groups for each expert: [gate|up], then down."""
+        up, down = plain.feed[len(self._names) :]
+        matrices = [*plain.matrices, *itertools.chain(*zip(up.unbind(), down.unbind(), strict=True))]
+        more = range(len(plain.matrices), len(matrices))
+        none = [None] * len(more)
+        groups = [*plain.groups, *((i,) for i in more)]
+        return replace(plain, groups=groups, matrices=matrices, biases=[*plain.biases, *none], lora=[*plain.lora, *none])
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        """(number of experts, experts per token, width of an expert)."""
+        experts, width = self._mlp.experts.gate_up_proj.shape[:2]
+        return experts, int(getattr(self._mlp, self.router).top_k), width // 2
+
+    def feed_kinds(self, width: int) -> list[tuple[int, torch.dtype]]:
+        """Return (width, dtype) of the tensors of `feed`; see `Layer.feed_kinds`."""
+        experts, chosen, inner = self._sizes
+        return [(width, self.dtype), (2 * inner * chosen, self.dtype), (chosen, torch.int64), (experts, self.dtype)]
+
+    def _route(self, normed: Tensor, given: Sequence[Tensor], again: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (the logits [W, experts], the weights [W, k], the chosen experts [W, k]) of the router with the weights `given`.
+
+        `again` is True in the backward pass, which must not call the hooks that record or replace the choice.
+        """
+        router = getattr(self._mlp, self.router)
+        names = [f"router.{name}" if again else name for name in self._names]
+        made: tuple[Tensor, Tensor, Tensor]
+        made = functional_call(_WithoutHooks(router) if again else router, dict(zip(names, given, strict=True)), (normed,))
+        return made
+
+    def _multiply(self, which: int, x: Tensor, width: int, pairs: _Pairs, weights: LayerWeights) -> Tensor:
+        """Return the products [W·k, `width`] of sorted rows x with their expert's matrix: [gate|up] if `which` is 0, down if 1."""
+        out = x.new_empty(len(x), width)
+        for e, rows in pairs.spans:
+            weights.apply(2 + 2 * e + which, x[rows], out[rows])
+        return out
+
+    def feed(self, middle: Tensor, weights: LayerWeights, plain: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Compute the mixture; see `Layer.feed`. The tensors are `middle`, [gate|up] of each expert, the choice and the logits."""
+        normed, (experts, _, inner) = self._norm(middle, weights.norms[1]), self._sizes
+        with _KernelLinear(self.native.products):
+            logits, share, choice = self._route(normed, weights.feed[: len(self._names)])
+        pairs = _Pairs(choice, experts)
+        both = self._multiply(0, normed.index_select(0, pairs.tokens), 2 * inner, pairs, weights)
+        out = self._multiply(1, self.native.gated(both, self.gelu), middle.shape[1], pairs, weights)
+        out *= share.flatten().index_select(0, pairs.order)[:, None]
+        total = pairs.sum(out, len(middle))
+        if weights.norms[3] is not None:
+            plain.append(total)
+        y = self.native.products.add(middle, self._norm(total, weights.norms[3]), self.residual)
+        return y, (middle, both.index_select(0, pairs.inverse).view(len(middle), -1), choice, logits)
+
+    def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: Gradients, overwrite: bool) -> Tensor:
+        """Return the gradient of the input of `feed`; see `Layer.feed_gradient`. `kept` has the gradient of the logits."""
+        middle, both, choice, dlogits = (kept.pop(0) for _ in range(4))
+        weights, (experts, chosen, inner) = made.weights, self._sizes
+        dout, normed, pairs = made.before_residual(1, dy, kept), self._norm(middle, weights.norms[1]), _Pairs(choice, experts)
+        with torch.enable_grad(), FixedChoice(choice, experts):
+            given = [x.detach().requires_grad_() for x in (normed, *weights.feed[: len(self._names)])]
+            logits, share, _ = self._route(given[0], given[1:], again=True)
+        scale = share.detach().flatten().index_select(0, pairs.order)[:, None]
+        dpairs, both = dout.index_select(0, pairs.tokens), both.view(-1, 2 * inner).index_select(0, pairs.order)
+        dactive = self._input_grads(1, dpairs, inner, pairs, weights)
+        dboth, active = self.native.gradients.gated(both, dactive * scale, self.gelu, in_place=True)
+        dshare = (dactive * active).sum(1).index_select(0, pairs.inverse).view(len(middle), chosen)
+        dnormed, *drouter = torch.autograd.grad((logits, share), given, (dlogits, dshare.to(share.dtype)))
+        dnormed = dnormed + pairs.sum(self._input_grads(0, dboth, middle.shape[1], pairs, weights), len(middle))
+        made.feed = [*drouter, *self._learn(made, (dboth, dpairs * scale), (normed.index_select(0, pairs.tokens), active), pairs)]
+        dx = dy.clone()
+        made.add_through_norm(1, dx, middle, dnormed)
+        return dx
+
+    def _input_grads(self, which: int, dy: Tensor, width: int, pairs: _Pairs, weights: LayerWeights) -> Tensor:
+        """Return the gradient [W·k, `width`] of the input x of `_multiply` from that of its result."""
+        out = dy.new_empty(len(dy), width)
+        for e, rows in pairs.spans:
+            self.native.products.of(dy[rows], weights.matrices[len(self._linear) + 2 * e + which], out[rows])
+        return out
+
+    def _learn(self, made: Gradients, dys: Sequence[Tensor], xs: Sequence[Tensor], pairs: _Pairs) -> list[Tensor | None]:
+        """Return the gradients of all experts' [gate|up] and down, from those of their outputs, `dys`, and their inputs; None for
+        frozen weights.
+        """
+        found: list[Tensor | None] = []
+        first = len(self._linear) + sum(norm is not None for norm in made.norms) + len(self.others) + len(self._names)
+        for weight, learns, dy, x in zip(made.weights.feed[-2:], made.learns[first : first + 2], dys, xs, strict=True):
+            gradient = torch.zeros_like(weight) if learns else None
+            for e, rows in pairs.spans if gradient is not None else ():
+                self.native.products.of(dy[rows].t(), x[rows], gradient[e])
+            found.append(gradient)
+        return found
