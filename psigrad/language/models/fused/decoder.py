@@ -306,5 +306,6 @@ def _angles(
             # M-RoPE has a position on each of three axes; those of text are equal.
             places = position_ids.expand(3, -1, -1) if hasattr(base.rotary_emb, "mrope_section") else position_ids
             cosine, sine = base.rotary_emb(like, places, *([name] if name else []))
+            cosine, sine = (torch.cat([x, x], -1) if family.halves else x for x in (cosine, sine))
             tables[name] = Angles(cosine[0].float().contiguous(), sine[0].float().contiguous(), factors)
     return [tables[name] for name in ropes]

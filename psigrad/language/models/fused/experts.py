@@ -1,7 +1,7 @@
 """Mixtures of experts in fused layers, in the place of a feed-forward layer.
 
-transformers' router module chooses the experts of each token, so that its choice can be recorded and replayed. The pairs of a token
-and an expert are sorted by expert, and each expert then multiplies its rows at once.
+transformers' router module chooses the experts of each token, so that its choice can be recorded and replayed. The pairs of a
+token and an expert are sorted by expert, so that an expert multiplies all its rows at once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class _Pairs:
         flat = choice.flatten()
         self.order = flat.argsort(stable=True)
         """[W·k] the number of each sorted pair among the pairs in the order of tokens."""
-        self.tokens = self.order // choice.shape[1]
-        """[W·k] the token of each sorted pair."""
+        self.tokens, self.experts = self.order // choice.shape[1], flat.index_select(0, self.order)
+        """[W·k] the token and the expert of each sorted pair."""
         self.inverse = torch.empty_like(self.order).index_copy_(0, self.order, torch.arange(len(flat)))
         ends = [0, *flat.bincount(minlength=experts).cumsum(0).tolist()]
         self.spans = [(e, slice(a, b)) for e, (a, b) in enumerate(itertools.pairwise(ends)) if a < b]
@@ -78,6 +78,8 @@ class ExpertLayer(Layer):
     feed_forward = ()
     feed_others = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
     router = "gate"
+    transposed = False
+    """True if the experts' matrices are stored as [experts, in, out]."""
 
     def __init__(self, index: int, module: Any, *given: Any) -> None:
         for part in (module.mlp.experts, getattr(module.mlp, self.router)):
@@ -88,18 +90,22 @@ class ExpertLayer(Layer):
 
     def expand(self, plain: LayerWeights) -> LayerWeights:
         """Return the weights with two more groups for each expert: [gate|up], then down."""
-        up, down = plain.feed[len(self._names) :]
-        matrices = [*plain.matrices, *itertools.chain(*zip(up.unbind(), down.unbind(), strict=True))]
+
+        def alternate(both: Sequence[Tensor]) -> list[Tensor]:
+            return list(itertools.chain(*zip(*(x.unbind() for x in both), strict=True)))
+
+        up, down, *biases = plain.feed[len(self._names) :]
+        matrices = [*plain.matrices, *alternate([x.mT if self.transposed else x for x in (up, down)])]
         more = range(len(plain.matrices), len(matrices))
-        none = [None] * len(more)
-        groups = [*plain.groups, *((i,) for i in more)]
-        return replace(plain, groups=groups, matrices=matrices, biases=[*plain.biases, *none], lora=[*plain.lora, *none])
+        none, groups = [None] * len(more), [*plain.groups, *((i,) for i in more)]
+        added = [*plain.biases, *(alternate(biases) if biases else none)]
+        return replace(plain, groups=groups, matrices=matrices, biases=added, lora=[*plain.lora, *none])
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
         """(number of experts, experts per token, width of an expert)."""
-        experts, width = self._mlp.experts.gate_up_proj.shape[:2]
-        return experts, int(getattr(self._mlp, self.router).top_k), width // 2
+        experts, *shape = self._mlp.experts.gate_up_proj.shape
+        return experts, int(getattr(self._mlp, self.router).top_k), shape[self.transposed] // 2
 
     def feed_kinds(self, width: int) -> list[tuple[int, torch.dtype]]:
         """Return (width, dtype) of the tensors of `feed`; see `Layer.feed_kinds`."""
@@ -118,20 +124,28 @@ class ExpertLayer(Layer):
         return made
 
     def _multiply(self, which: int, x: Tensor, width: int, pairs: _Pairs, weights: LayerWeights) -> Tensor:
-        """Return the products [W·k, `width`] of sorted rows x with their expert's matrix: [gate|up] if `which` is 0, down if 1."""
+        """Return the products [W·k, `width`] of sorted rows x with their experts' [gate|up] (`which` is 0) or down (1)."""
         out = x.new_empty(len(x), width)
         for e, rows in pairs.spans:
             weights.apply(2 + 2 * e + which, x[rows], out[rows])
         return out
 
+    def activate(self, both: Tensor) -> Tensor:
+        """Return the input of an expert's matrix down from its [gate|up]."""
+        return self.native.gated(both, self.gelu)
+
+    def activate_gradient(self, both: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (the gradient of `both`, the result of `activate`) from the gradient of this result. It may overwrite both."""
+        return self.native.gradients.gated(both, dy, self.gelu, in_place=True)
+
     def feed(self, middle: Tensor, weights: LayerWeights, plain: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Compute the mixture; see `Layer.feed`. The tensors are `middle`, [gate|up] of each expert, the choice and the logits."""
+        """Compute the mixture; see `Layer.feed`. The tensors are `middle`, the experts' [gate|up], the choice and the logits."""
         normed, (experts, _, inner) = self._norm(middle, weights.norms[1]), self._sizes
         with _KernelLinear(self.native.products):
             logits, share, choice = self._route(normed, weights.feed[: len(self._names)])
         pairs = _Pairs(choice, experts)
         both = self._multiply(0, normed.index_select(0, pairs.tokens), 2 * inner, pairs, weights)
-        out = self._multiply(1, self.native.gated(both, self.gelu), middle.shape[1], pairs, weights)
+        out = self._multiply(1, self.activate(both), middle.shape[1], pairs, weights)
         out *= share.flatten().index_select(0, pairs.order)[:, None]
         total = pairs.sum(out, len(middle))
         if weights.norms[3] is not None:
@@ -150,8 +164,11 @@ class ExpertLayer(Layer):
         scale = share.detach().flatten().index_select(0, pairs.order)[:, None]
         dpairs, both = dout.index_select(0, pairs.tokens), both.view(-1, 2 * inner).index_select(0, pairs.order)
         dactive = self._input_grads(1, dpairs, inner, pairs, weights)
-        dboth, active = self.native.gradients.gated(both, dactive * scale, self.gelu, in_place=True)
-        dshare = (dactive * active).sum(1).index_select(0, pairs.inverse).view(len(middle), chosen)
+        dboth, active = self.activate_gradient(both, dactive * scale)
+        dshare = (dactive * active).sum(1)
+        if weights.biases[-1] is not None:
+            dshare += (dpairs * weights.feed[-1].index_select(0, pairs.experts)).sum(1)
+        dshare = dshare.index_select(0, pairs.inverse).view(len(middle), chosen)
         dnormed, *drouter = torch.autograd.grad((logits, share), given, (dlogits, dshare.to(share.dtype)))
         dnormed = dnormed + pairs.sum(self._input_grads(0, dboth, middle.shape[1], pairs, weights), len(middle))
         made.feed = [*drouter, *self._learn(made, (dboth, dpairs * scale), (normed.index_select(0, pairs.tokens), active), pairs)]
@@ -167,14 +184,42 @@ class ExpertLayer(Layer):
         return out
 
     def _learn(self, made: Gradients, dys: Sequence[Tensor], xs: Sequence[Tensor], pairs: _Pairs) -> list[Tensor | None]:
-        """Return the gradients of all experts' [gate|up] and down, from those of their outputs, `dys`, and their inputs; None for
-        frozen weights.
+        """Return the gradients of the experts' [gate|up] and down, and of their biases, from those of their outputs, `dys`, and
+        their inputs; None for frozen weights.
         """
         found: list[Tensor | None] = []
-        first = len(self._linear) + sum(norm is not None for norm in made.norms) + len(self.others) + len(self._names)
-        for weight, learns, dy, x in zip(made.weights.feed[-2:], made.learns[first : first + 2], dys, xs, strict=True):
+        first = len(self._linear) + sum(norm is not None for norm in made.weights.norms) + len(self.others) + len(self._names)
+        given = made.weights.feed[len(self._names) :]
+        for weight, learns, dy, x in zip(given, made.learns[first : first + 2], dys, xs, strict=False):
             gradient = torch.zeros_like(weight) if learns else None
             for e, rows in pairs.spans if gradient is not None else ():
-                self.native.products.of(dy[rows].t(), x[rows], gradient[e])
+                a, b = (x, dy) if self.transposed else (dy, x)
+                self.native.products.of(a[rows].t(), b[rows], gradient[e])
             found.append(gradient)
-        return found
+        return found + [torch.zeros_like(bias).index_add_(0, pairs.experts, dy) for bias, dy in zip(given[2:], dys, strict=False)]
+
+
+class ClampedExpertLayer(ExpertLayer):
+    """A layer with the experts of gpt-oss, whose matrices have biases: act is (up + 1)·gate·sigmoid(α·gate), both clamped.
+
+    Numbers of gate and up alternate.
+    """
+
+    feed_others = (
+        *("router.weight", "router.bias", "experts.gate_up_proj", "experts.down_proj"),
+        *("experts.gate_up_proj_bias", "experts.down_proj_bias"),
+    )
+    router = "router"
+    transposed = True
+
+    def activate(self, both: Tensor) -> Tensor:
+        """Return the input of down; see `ExpertLayer.activate`."""
+        limit, alpha = self._mlp.experts.limit, self._mlp.experts.alpha
+        gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+    def activate_gradient(self, both: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (the gradient of `both`, the result of `activate`); see `ExpertLayer.activate_gradient`."""
+        with torch.enable_grad():
+            active = self.activate(both.requires_grad_())
+        return torch.autograd.grad(active, both, dy)[0], active.detach()

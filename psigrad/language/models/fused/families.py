@@ -56,6 +56,7 @@ class Family:
     - `wide` is True if one norm covers the queries of all heads, and one the keys.
     - `offset` is added to the weights of norms.
     - `gelu` is True if the activation is GELU, in the form with tanh, in place of SiLU.
+    - `halves` is True if the rotary embedding has one number for both halves of a head.
     - `factors` returns the factor of the queries at each position; None: 1.
     - `loads` is True if `load` can read the weights.
     """
@@ -68,6 +69,7 @@ class Family:
     wide: bool = False
     offset: float = 0.0
     gelu: bool = False
+    halves: bool = False
     factors: Callable[[Any, Tensor], Tensor] | None = None
     loads: bool = False
 
@@ -83,6 +85,8 @@ FAMILIES = {
     "SmolLM3": Family(_by_layer, lambda config, layer: "" if config.no_rope_layers[layer] else None),
     "Ministral3": Family(lambda config, layer: config.sliding_window, factors=_query_factors),
     "Qwen3Moe": Family(lambda config, layer: config.sliding_window, mixer=_experts),
+    "Mixtral": Family(lambda config, layer: config.sliding_window, mixer=lambda config, layer: "attention, experts"),
+    "GptOss": Family(_by_layer, mixer=lambda config, layer: "sinks, clamped experts", halves=True),
     "Phi3": Family(lambda config, layer: config.sliding_window),
     "SeedOss": Family(),
     "Granite": Family(),

@@ -66,8 +66,8 @@ class Weights:
 
 class PassArguments(NamedTuple):
     """The arguments of a forward pass: `angles` is the rotary embedding of each layer with attention, and `adapted` is True if
-    the LoRA adapters are active. `ready` are the current weights of all layers; None if each layer has to collect its own.
-    `balanced` is True if the loss reads the logits of routers.
+    the LoRA adapters are active, `balanced` if the loss reads the logits of routers. `ready` are the current weights of all
+    layers; None if each layer has to collect its own.
     """
 
     angles: Sequence[Angles]
@@ -82,7 +82,8 @@ class LayerWeights:
     """A layer's weights in its compute dtype. `lora` has the LoRA term for each of the `matrices`, or None.
 
     `norms` are those of the inputs and of the outputs of attention and of the feed-forward layer; None for an absent one. `mixer`
-    are other weights of the mixer, such as the norms of queries and keys. `groups` has the indices of each group's matrices.
+    are other weights of the mixer, such as the norms of queries and keys, and `feed` those of the feed-forward layer: its router
+    and experts. `groups` has the indices of each group's matrices.
     """
 
     groups: Sequence[Sequence[int]]
@@ -95,7 +96,6 @@ class LayerWeights:
     packed: list[PackedProjection] | None = None
     """The packed matrices of each group; None if they are not packed."""
     feed: Sequence[Tensor] = ()
-    """Other weights of the feed-forward layer: those of its router and its experts."""
     decoding: bool = False
     """True in decoding. Products of few rows may then be summed in another order than in training, which is faster."""
 
@@ -131,7 +131,7 @@ class LayerWeights:
             odd = [len(x) % 2 for x in a]
             a = [nn.functional.pad(x, (0, 0, 0, more)) for x, more in zip(a, odd, strict=True)]
             low = torch.cat(a), torch.block_diag(*(nn.functional.pad(x, (0, more)) for x, more in zip(b, odd, strict=True)))
-        return Projection([self.matrices[i] for i in members], bias, low)
+        return Projection([x.contiguous() if isinstance(x := self.matrices[i], Tensor) else x for i in members], bias, low)
 
     def input_grad(self, group: int, parts: Sequence[Tensor]) -> Tensor:
         """Return the gradient of a group's input from the gradients of its matrices' outputs, `parts`."""
@@ -149,9 +149,8 @@ class Layer:
     """One fused decoder layer over rows [S, E]. `window` is its sliding window in tokens; 0: no window.
 
     With the norms n and m of inputs and outputs and the factor r of residuals, it computes h = x + r·m₁(mixer(n₁(x))) and
-    y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))). A family may lack the norms n or m. In some layers y = h, and `feeds` is
-    False. The mixer is attention here; subclasses (`mixers`) have others. `order` is the layer's number among those with
-    attention.
+    y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))), or y = h if `feeds` is False. A family may lack the norms n or m. The mixer
+    is attention here; subclasses (`mixers`) have others. `order` is the layer's number among those with attention.
     """
 
     order = -1
@@ -171,9 +170,8 @@ class Layer:
         has_experts = hasattr(mixer if mlp is None else mlp, "experts")
         if getattr(module, "block_sparse_moe", None) is not None or has_experts != self.sparse:
             raise Unsupported("it has experts")
-        self.feeds = mlp is not None
-        groups = [find(mixer, names) for names in self.projections]
-        groups += [find(mlp, names) for names in self.feed_forward if self.feeds]
+        self.feeds, feed = mlp is not None, [] if mlp is None else self.feed_forward
+        groups = [find(mixer, names) for names in self.projections] + [find(mlp, names) for names in feed]
         ends = [0, *itertools.accumulate(map(len, groups))]
         self.groups = [tuple(range(a, b)) for a, b in itertools.pairwise(ends)]
         linear, adapters = zip(*map(split_adapter, itertools.chain(*groups)), strict=True)
@@ -188,16 +186,16 @@ class Layer:
         self.coded = {i: child.matrix for i, child in enumerate(linear) if isinstance(child, CodedLinear)}
         self.biased = [i for i, child in enumerate(linear) if child.bias is not None]
         self.adapters = {i: adapter for i, adapter in enumerate(adapters) if adapter is not None}
-        self._mlp = mlp
-        self._linear, self._mixer, self.others = linear, mixer, [path for path in self.others if at(mixer, path) is not None]
+        self._linear, self._mixer, self._mlp = linear, mixer, mlp
+        self.others = [path for path in self.others if at(mixer, path) is not None]
         self.row = sum(linear[i].out_features for i in self.groups[_QKV])
         self.weights = Weights(self._read_weights(), exact)
 
     def _read_weights(self) -> list[Tensor]:
         given = [child.weight for child in self._linear] + [norm.weight for norm in self._norms if norm is not None]
         given += [at(self._mixer, path) for path in self.others] + [at(self._mlp, path) for path in self.feed_others]
-        given += [self._linear[i].bias for i in self.biased]
-        return given + [weight for adapter in self.adapters.values() for weight in adapter.weights]
+        biases = [self._linear[i].bias for i in self.biased]
+        return given + biases + [weight for adapter in self.adapters.values() for weight in adapter.weights]
 
     def reread(self) -> None:
         """Read the modules' parameters again. In a sharded model each pass has new tensors, which `Weights` cannot notice."""
@@ -224,8 +222,7 @@ class Layer:
 
     def current_weights(self, adapted: bool, packed_weights: PackedWeights | None = None) -> LayerWeights:
         """Return the current weights: with the LoRA terms if `adapted`, and packed if the cache `packed_weights` has room."""
-        now = iter(self.weights.now())
-        count = len(self._linear)
+        now, count = iter(self.weights.now()), len(self._linear)
         matrices: list[Any] = [self.coded.get(i, next(now)) for i in range(count)]
         norms = [None if norm is None else next(now) for norm in self._norms]
         mixer, feed = [next(now) for _ in self.others], [next(now) for _ in self.feed_others]
@@ -243,7 +240,7 @@ class Layer:
             key, groups, products = (self.index, adapted), range(len(plain.groups)), self.native.products
             made = packed_weights.of(key, self.weights.given, lambda: [plain.factors(i) for i in groups], products)
         if made is None and self.coded:
-            plain = replace(plain, matrices=[unpack(x, self.dtype) if isinstance(x, CodedMatrix) else x for x in matrices])
+            plain = replace(plain, matrices=[unpack(x, self.dtype) if isinstance(x, CodedMatrix) else x for x in plain.matrices])
         return plain if packed_weights is None else replace(plain, packed=made, decoding=True)
 
     def expand(self, plain: LayerWeights) -> LayerWeights:
@@ -402,7 +399,7 @@ class Layer:
 
 
 class Gradients:
-    """The gradients of a layer's weights, collected during its backward pass."""
+    """The gradients of a layer's weights, with the names in `LayerWeights`, collected during its backward pass."""
 
     def __init__(self, layer: Layer, weights: LayerWeights, learns: Sequence[bool]) -> None:
         self.layer, self.weights, self.learns = layer, weights, learns
@@ -412,7 +409,6 @@ class Gradients:
         self.lora: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * count
         self.norms: list[Tensor | None] = [None] * len(weights.norms)
         self.feed: Sequence[Tensor | None] = ()
-        """The gradients of `LayerWeights.feed`."""
 
     def learn(self, group: int, parts: Sequence[Tensor], x: Tensor) -> None:
         """Compute the gradients of a group's weights from those of its matrices' outputs, `parts`, and its input x."""
