@@ -76,7 +76,7 @@ class ExpertLayer(Layer):
 
     sparse = True
     feed_forward = ()
-    feed_others = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
+    feed_others: Sequence[str] = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
     router = "gate"
     transposed = False
     """True if the experts' matrices are stored as [experts, in, out]."""
@@ -191,11 +191,13 @@ class ExpertLayer(Layer):
         first = len(self._linear) + sum(norm is not None for norm in made.weights.norms) + len(self.others) + len(self._names)
         given = made.weights.feed[len(self._names) :]
         for weight, learns, dy, x in zip(given, made.learns[first : first + 2], dys, xs, strict=False):
-            gradient = torch.zeros_like(weight) if learns else None
-            for e, rows in pairs.spans if gradient is not None else ():
-                a, b = (x, dy) if self.transposed else (dy, x)
+            if not learns:
+                found.append(None)
+                continue
+            found.append(gradient := torch.zeros_like(weight))
+            a, b = (x, dy) if self.transposed else (dy, x)
+            for e, rows in pairs.spans:
                 self.native.products.of(a[rows].t(), b[rows], gradient[e])
-            found.append(gradient)
         return found + [torch.zeros_like(bias).index_add_(0, pairs.experts, dy) for bias, dy in zip(given[2:], dys, strict=False)]
 
 
