@@ -29,10 +29,10 @@ from psigrad.kernels.kernels import Heads, Slots, Spans, kernels, table_sizes
 from psigrad.language.models import scalar_model
 from psigrad.language.models.fused import decoder
 from psigrad.language.models.fused.decoder import Decoder
-from psigrad.language.models.fused.experts import ClampedExpertLayer, ExpertLayer
 from psigrad.language.models.fused.families import FAMILIES, Unsupported
 from psigrad.language.models.fused.layer import Layer, compute_dtype
 from psigrad.language.models.fused.mixers import SinkAttention
+from psigrad.language.models.fused.mixtures import ClampedExpertLayer, ExpertLayer
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
 

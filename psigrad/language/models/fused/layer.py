@@ -188,7 +188,7 @@ class Layer:
         self.adapters = {i: adapter for i, adapter in enumerate(adapters) if adapter is not None}
         self._linear, self._mixer, self._mlp = linear, mixer, mlp
         self.others = [path for path in self.others if at(mixer, path) is not None]
-        self.row = sum(linear[i].out_features for i in self.groups[_QKV])
+        self.row, self.width = (sum(linear[i].out_features for i in self.groups[group]) for group in (_QKV, _OUT))
         self.weights = Weights(self._read_weights(), exact)
 
     def _read_weights(self) -> list[Tensor]:
@@ -234,7 +234,7 @@ class Layer:
             for i, adapter in self.adapters.items():
                 scale = float(adapter.module.scaling[adapter.name])
                 lora[i] = LoraDelta(next(now), next(now).detach() * scale, scale, self.native.products)
-        plain = self.expand(LayerWeights(self.groups, matrices, norms, mixer, biases, lora, self.native, feed=feed))
+        plain = self._expand(LayerWeights(self.groups, matrices, norms, mixer, biases, lora, self.native, feed=feed))
         made = None
         if packed_weights is not None:
             key, groups, products = (self.index, adapted), range(len(plain.groups)), self.native.products
@@ -243,7 +243,7 @@ class Layer:
             plain = replace(plain, matrices=[unpack(x, self.dtype) if isinstance(x, CodedMatrix) else x for x in plain.matrices])
         return plain if packed_weights is None else replace(plain, packed=made, decoding=True)
 
-    def expand(self, plain: LayerWeights) -> LayerWeights:
+    def _expand(self, plain: LayerWeights) -> LayerWeights:
         """Return the weights with the groups of matrices that are not linear layers. Here there are none."""
         return plain
 
@@ -278,14 +278,14 @@ class Layer:
     @property
     def kinds(self) -> tuple[tuple[int, torch.dtype], ...]:
         """(width, dtype) of each tensor that `forward` returns: first of the output, then of the tensors for `backward`."""
-        out = self._linear[self.groups[_OUT][0]]
-        width, after = out.out_features, [out.out_features for norm in self._norms[2:] if norm is not None]
-        own = [(n, self.dtype) for n in (width, self.row, out.in_features, *after)]
-        return (*own[:3], (self.scores, torch.float32), *(self.feed_kinds(width) if self.feeds else ()), *own[3:])
+        after = [self.width for norm in self._norms[2:] if norm is not None]
+        own = [(n, self.dtype) for n in (self.width, self.row, self._linear[self.groups[_OUT][0]].in_features, *after)]
+        return (*own[:3], (self.scores, torch.float32), *(self.feed_kinds if self.feeds else ()), *own[3:])
 
-    def feed_kinds(self, width: int) -> list[tuple[int, torch.dtype]]:
-        """Return (width, dtype) of the tensors that `feed` returns for `feed_gradient`. `width` is the width of the layer."""
-        return [(width, self.dtype), (2 * self.inner, self.dtype)]
+    @property
+    def feed_kinds(self) -> list[tuple[int, torch.dtype]]:
+        """(width, dtype) of the tensors that `feed` returns for `feed_gradient`."""
+        return [(self.width, self.dtype), (2 * self.inner, self.dtype)]
 
     def forward(self, x: Tensor, how: PassArguments, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return (the layer's output [W, E], the tensors that `backward` needs besides x).
@@ -360,7 +360,7 @@ class Layer:
         `learns` is True for the weights that need a gradient. `kept` has the tensors from `forward`. The list is emptied, so that
         each tensor is freed after its last use. With `overwrite` the gradients may be written into these tensors.
         """
-        made = Gradients(self, self.current_weights(how.adapted), learns)
+        made = LayerGradients(self, self.current_weights(how.adapted), learns)
         row, mixed, normaliser = (kept.pop(0) for _ in range(3))
         dx = self.feed_gradient(dy, kept, made, overwrite) if self.feeds else dy.clone()
         dout, weights = made.before_residual(0, dx, kept), made.weights
@@ -373,7 +373,7 @@ class Layer:
         made.add_through_norm(0, dx, x, weights.input_grad(_QKV, parts))
         return dx, made.in_order(dothers)
 
-    def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: Gradients, overwrite: bool) -> Tensor:
+    def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: LayerGradients, overwrite: bool) -> Tensor:
         """Return the gradient of the input of `feed` from that of its output. Remove the tensors of `feed` from `kept`."""
         middle, both, weights = kept.pop(0), kept.pop(0), made.weights
         dout = made.before_residual(1, dy, kept)
@@ -398,7 +398,7 @@ class Layer:
         return tuple(rows.split([self._linear[i].out_features for i in self.groups[group]], dim=1))
 
 
-class Gradients:
+class LayerGradients:
     """The gradients of a layer's weights, with the names in `LayerWeights`, collected during its backward pass."""
 
     def __init__(self, layer: Layer, weights: LayerWeights, learns: Sequence[bool]) -> None:

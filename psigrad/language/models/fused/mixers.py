@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from psigrad.language.models.attention import FusedLayout
-from psigrad.language.models.fused.experts import ClampedExpertLayer, ExpertLayer
 from psigrad.language.models.fused.families import NormFunction, eps_of, first_of
 from psigrad.language.models.fused.layer import Layer, PassArguments
+from psigrad.language.models.fused.mixtures import ClampedExpertLayer, ExpertLayer
 from psigrad.language.models.hf_state import ConvolutionFunction, DeltaRule, Mamba2, Switch
 from psigrad.language.models.segments import ShortConvolution
 

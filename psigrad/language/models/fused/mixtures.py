@@ -21,7 +21,7 @@ from psigrad.errors import kind_of
 from psigrad.kernels.products import Products
 from psigrad.language.models.experts import FixedChoice
 from psigrad.language.models.fused.families import Unsupported
-from psigrad.language.models.fused.layer import Gradients, Layer, LayerWeights
+from psigrad.language.models.fused.layer import Layer, LayerGradients, LayerWeights
 
 
 class _Pairs:
@@ -88,7 +88,7 @@ class ExpertLayer(Layer):
         super().__init__(index, module, *given)
         self._names = [path.partition(".")[2] for path in self.feed_others if path.startswith(f"{self.router}.")]
 
-    def expand(self, plain: LayerWeights) -> LayerWeights:
+    def _expand(self, plain: LayerWeights) -> LayerWeights:
         """Return the weights with two more groups for each expert: [gate|up], then down."""
 
         def alternate(both: Sequence[Tensor]) -> list[Tensor]:
@@ -107,10 +107,11 @@ class ExpertLayer(Layer):
         experts, *shape = self._mlp.experts.gate_up_proj.shape
         return experts, int(getattr(self._mlp, self.router).top_k), shape[self.transposed] // 2
 
-    def feed_kinds(self, width: int) -> list[tuple[int, torch.dtype]]:
-        """Return (width, dtype) of the tensors of `feed`; see `Layer.feed_kinds`."""
+    @property
+    def feed_kinds(self) -> list[tuple[int, torch.dtype]]:
+        """(width, dtype) of the tensors of `feed`; see `Layer.feed_kinds`."""
         experts, chosen, inner = self._sizes
-        return [(width, self.dtype), (2 * inner * chosen, self.dtype), (chosen, torch.int64), (experts, self.dtype)]
+        return [(self.width, self.dtype), (2 * inner * chosen, self.dtype), (chosen, torch.int64), (experts, self.dtype)]
 
     def _route(self, normed: Tensor, given: Sequence[Tensor], again: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Return (the logits [W, experts], the weights [W, k], the chosen experts [W, k]) of the router with the weights `given`.
@@ -153,7 +154,7 @@ class ExpertLayer(Layer):
         y = self.native.products.add(middle, self._norm(total, weights.norms[3]), self.residual)
         return y, (middle, both.index_select(0, pairs.inverse).view(len(middle), -1), choice, logits)
 
-    def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: Gradients, overwrite: bool) -> Tensor:
+    def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: LayerGradients, overwrite: bool) -> Tensor:
         """Return the gradient of the input of `feed`; see `Layer.feed_gradient`. `kept` has the gradient of the logits."""
         middle, both, choice, dlogits = (kept.pop(0) for _ in range(4))
         weights, (experts, chosen, inner) = made.weights, self._sizes
@@ -183,7 +184,7 @@ class ExpertLayer(Layer):
             self.native.products.of(dy[rows], weights.matrices[len(self._linear) + 2 * e + which], out[rows])
         return out
 
-    def _learn(self, made: Gradients, dys: Sequence[Tensor], xs: Sequence[Tensor], pairs: _Pairs) -> list[Tensor | None]:
+    def _learn(self, made: LayerGradients, dys: Sequence[Tensor], xs: Sequence[Tensor], pairs: _Pairs) -> list[Tensor | None]:
         """Return the gradients of the experts' [gate|up] and down, and of their biases, from those of their outputs, `dys`, and
         their inputs; None for frozen weights.
         """
