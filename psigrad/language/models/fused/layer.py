@@ -131,7 +131,7 @@ class LayerWeights:
             odd = [len(x) % 2 for x in a]
             a = [nn.functional.pad(x, (0, 0, 0, more)) for x, more in zip(a, odd, strict=True)]
             low = torch.cat(a), torch.block_diag(*(nn.functional.pad(x, (0, more)) for x, more in zip(b, odd, strict=True)))
-        return Projection([x.contiguous() if isinstance(x := self.matrices[i], Tensor) else x for i in members], bias, low)
+        return Projection([self.matrices[i] for i in members], bias, low)
 
     def input_grad(self, group: int, parts: Sequence[Tensor]) -> Tensor:
         """Return the gradient of a group's input from the gradients of its matrices' outputs, `parts`."""
@@ -360,7 +360,7 @@ class Layer:
         `learns` is True for the weights that need a gradient. `kept` has the tensors from `forward`. The list is emptied, so that
         each tensor is freed after its last use. With `overwrite` the gradients may be written into these tensors.
         """
-        made = LayerGradients(self, self.current_weights(how.adapted), learns)
+        made = WeightGradients(self, self.current_weights(how.adapted), learns)
         row, mixed, normaliser = (kept.pop(0) for _ in range(3))
         dx = self.feed_gradient(dy, kept, made, overwrite) if self.feeds else dy.clone()
         dout, weights = made.before_residual(0, dx, kept), made.weights
@@ -373,7 +373,7 @@ class Layer:
         made.add_through_norm(0, dx, x, weights.input_grad(_QKV, parts))
         return dx, made.in_order(dothers)
 
-    def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: LayerGradients, overwrite: bool) -> Tensor:
+    def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: WeightGradients, overwrite: bool) -> Tensor:
         """Return the gradient of the input of `feed` from that of its output. Remove the tensors of `feed` from `kept`."""
         middle, both, weights = kept.pop(0), kept.pop(0), made.weights
         dout = made.before_residual(1, dy, kept)
@@ -398,7 +398,7 @@ class Layer:
         return tuple(rows.split([self._linear[i].out_features for i in self.groups[group]], dim=1))
 
 
-class LayerGradients:
+class WeightGradients:
     """The gradients of a layer's weights, with the names in `LayerWeights`, collected during its backward pass."""
 
     def __init__(self, layer: Layer, weights: LayerWeights, learns: Sequence[bool]) -> None:

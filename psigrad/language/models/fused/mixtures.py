@@ -21,7 +21,7 @@ from psigrad.errors import kind_of
 from psigrad.kernels.products import Products
 from psigrad.language.models.experts import FixedChoice
 from psigrad.language.models.fused.families import Unsupported
-from psigrad.language.models.fused.layer import Layer, LayerGradients, LayerWeights
+from psigrad.language.models.fused.layer import Layer, LayerWeights, WeightGradients
 
 
 class _Pairs:
@@ -154,7 +154,7 @@ class ExpertLayer(Layer):
         y = self.native.products.add(middle, self._norm(total, weights.norms[3]), self.residual)
         return y, (middle, both.index_select(0, pairs.inverse).view(len(middle), -1), choice, logits)
 
-    def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: LayerGradients, overwrite: bool) -> Tensor:
+    def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: WeightGradients, overwrite: bool) -> Tensor:
         """Return the gradient of the input of `feed`; see `Layer.feed_gradient`. `kept` has the gradient of the logits."""
         middle, both, choice, dlogits = (kept.pop(0) for _ in range(4))
         weights, (experts, chosen, inner) = made.weights, self._sizes
@@ -184,7 +184,7 @@ class ExpertLayer(Layer):
             self.native.products.of(dy[rows], weights.matrices[len(self._linear) + 2 * e + which], out[rows])
         return out
 
-    def _learn(self, made: LayerGradients, dys: Sequence[Tensor], xs: Sequence[Tensor], pairs: _Pairs) -> list[Tensor | None]:
+    def _learn(self, made: WeightGradients, dys: Sequence[Tensor], xs: Sequence[Tensor], pairs: _Pairs) -> list[Tensor | None]:
         """Return the gradients of the experts' [gate|up] and down, and of their biases, from those of their outputs, `dys`, and
         their inputs; None for frozen weights.
         """
