@@ -67,7 +67,7 @@ SHARED = {"layer_types": ["sliding_attention", *["full_attention"] * 3], "slidin
 SHARED |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 280}
 NEMOTRON_H = {"layers_block_type": ["mamba", "mlp", "attention", "mlp"], "mamba_num_heads": 8, "mamba_head_dim": 16}
 NEMOTRON_H |= {"n_groups": 2, "ssm_state_size": 8, "chunk_size": 16, "moe_shared_expert_intermediate_size": 48}
-NEMOTRON_3 = {**ROUTED, **NEMOTRON_H, "layers_block_type": ["mamba", "moe", "attention", "moe"]}
+NEMOTRON_3 = {**ROUTED, **NEMOTRON_H, "layers_block_type": ["mamba", "attention", "mlp", "moe"]}
 # transformers' name: (what it is known as, settings that bring out what is its own)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_text": ("Qwen 3.5", DELTA),
