@@ -65,8 +65,9 @@ WINDOWED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding
 # the last layer has the keys and values of the one before
 SHARED = {"layer_types": ["sliding_attention", *["full_attention"] * 3], "sliding_window": 6, "num_kv_shared_layers": 1}
 SHARED |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 280}
-NEMOTRON_H = {"layers_block_type": ["mamba", "attention", "mlp", "moe"], "mamba_num_heads": 8, "mamba_head_dim": 16}
+NEMOTRON_H = {"layers_block_type": ["mamba", "mlp", "attention", "mlp"], "mamba_num_heads": 8, "mamba_head_dim": 16}
 NEMOTRON_H |= {"n_groups": 2, "ssm_state_size": 8, "chunk_size": 16, "moe_shared_expert_intermediate_size": 48}
+NEMOTRON_3 = {**ROUTED, **NEMOTRON_H, "layers_block_type": ["mamba", "attention", "mlp", "moe"]}
 # transformers' name: (what it is known as, settings that bring out what is its own)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_text": ("Qwen 3.5", DELTA),
@@ -77,7 +78,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Granite 4",
         {**DENSE, **MAMBA, **SCALED, "layer_types": ["linear_attention", "full_attention"] * 2},
     ),
-    "nemotron_h": ("Nemotron-H", {**ROUTED, **NEMOTRON_H}),
+    "nemotron_h": ("Nemotron-H", NEMOTRON_H),
+    "nemotron_h (experts)": ("Nemotron 3", NEMOTRON_3),
     "gemma3_text": ("Gemma 3", {"query_pre_attn_scalar": 16, "sliding_window": 6}),
     "gemma4_text": ("Gemma 4", {**SHARED, "global_head_dim": 32}),
     "olmo_hybrid": ("OLMo Hybrid", DELTA),

@@ -85,7 +85,7 @@ class Products:
 
     def pack(self, weight: Tensor) -> PackedMatrix:
         """Copy a matrix that `can_pack` accepts into the layout of `multiply_packed`."""
-        height, width = weight.shape
+        weight, (height, width) = weight.contiguous(), weight.shape
         panels = weight.new_empty(-(-height // _WIDEST) * _WIDEST * width)
         words = width * weight.element_size() // 4
         self._call.pack_matrix(panels.data_ptr(), weight.data_ptr(), height, words, torch.get_num_threads())
@@ -97,7 +97,7 @@ class Products:
         bfloat16 is excluded if this processor has no instructions for it.
         """
         pairs = self.packs_bfloat16 and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
-        return (pairs or weight.dtype == torch.float32) and weight.is_contiguous()
+        return pairs or weight.dtype == torch.float32
 
     def multiply_packed(self, x: Tensor, weight: PackedMatrix, out: Tensor, base: Tensor | None = None) -> Tensor:
         """Compute out [M, N] ← x [M, K] · weight [N, K]ᵀ + base with a packed matrix, and return out.

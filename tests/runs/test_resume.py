@@ -23,7 +23,7 @@ def uninterrupted(request, job, tmp_path_factory):
 
 
 # an agent's sessions are episodes too, KTO is a loss in DPO's recipe, and GRPO draws a dropout as they all do
-RARE = {"agent", "kto", *(name for name in MORE_RECIPES if "dropout" in name and name != "grpo dropout")}
+RARE = {"agent", "kto", "grpo one part", *(name for name in MORE_RECIPES if "dropout" in name and name != "grpo dropout")}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(r, marks=SLOW if r in RARE else ()) for r in MORE_RECIPES])

@@ -13,6 +13,7 @@ from transformers import (
     BambaConfig,
     Exaone4Config,
     Gemma3TextConfig,
+    GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
     Lfm2Config,
@@ -20,11 +21,13 @@ from transformers import (
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
+    NemotronHConfig,
     Olmo3Config,
     Phi3Config,
     Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -55,15 +58,25 @@ _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_g
 _DENSE = {"shared_intermediate_size": 96, "num_local_experts": 0, "num_experts_per_tok": 0}
 _MIXED = {"layer_types": ["linear_attention", "full_attention"], "hidden_size": 64}
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
-# Layers with a state, and attention whose output has a gate. The norm of a delta net has tiny inputs where queries and keys are
-# nearly orthogonal. A large epsilon bounds its gain, by which it multiplies rounding.
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+# Layers with a state or with experts, and attention whose output has a gate. The norm of a delta net has tiny inputs where
+# queries and keys are nearly orthogonal. A large epsilon bounds its gain, by which it multiplies rounding.
 HYBRIDS = {
     "lfm2": Lfm2Config(**COMMON, hidden_size=64, layer_types=["conv", "full_attention"], conv_bias=True),
     "lfm3": Lfm3Config(**COMMON, hidden_size=64, layer_types=["conv", "sliding_attention"], sliding_window=5, head_dim=16),
     "qwen3.5": Qwen3_5TextConfig(**COMMON, **_MIXED, **_DELTA, head_dim=16, rms_norm_eps=1e-2),
     "granite 4 hybrid": GraniteMoeHybridConfig(**COMMON, **_MIXED, **_DENSE, **_MAMBA, **_FACTORS),
+    "nemotron-h": NemotronHConfig(
+        **COMMON, hidden_size=64, head_dim=16, layers_block_type=["mamba", "full_attention", "mlp"], mamba_num_heads=8,
+        mamba_head_dim=16, n_groups=2, ssm_state_size=8, chunk_size=16,
+    ),
+    "gpt-oss": GptOssConfig(
+        **COMMON, **_LOCAL, hidden_size=40, head_dim=12, num_local_experts=5, num_experts_per_tok=2, swiglu_limit=1.0
+    ),
+    "qwen3-moe": Qwen3MoeConfig(**COMMON, **_EXPERTS, hidden_size=40, head_dim=8),
+    "qwen3-moe and a dense layer": Qwen3MoeConfig(**COMMON, **_EXPERTS, hidden_size=40, head_dim=8, mlp_only_layers=[0]),
     "bamba": BambaConfig(**COMMON, **_MAMBA, hidden_size=64, attn_layer_indices=[1]),
-}
+}  # fmt: skip
 FORMS = {
     "smollm3": SmolLM3Config(**COMMON, hidden_size=64, no_rope_layers=[1, 0]),
     "ministral3": Ministral3Config(**COMMON, hidden_size=64, head_dim=16, rope_parameters=_ROPE, max_position_embeddings=512),

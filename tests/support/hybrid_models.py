@@ -16,10 +16,10 @@ from psigrad.language.models.language_model import prepare
 
 HYBRID = ["qwen3_5_text", "kimi_linear", "lfm3", "granitemoehybrid (hybrid)"]
 # Their mixers are of the same kinds; the slow tests run them.
-MORE = ["qwen3_next", "olmo_hybrid", "falcon_h1", "bamba", "nemotron_h"]
+MORE = ["qwen3_next", "olmo_hybrid", "falcon_h1", "bamba", "nemotron_h", "nemotron_h (experts)"]
 if "kwargs" in inspect.signature(Lfm2ShortConv.forward).parameters:
     MORE.append("lfm2")  # without fusion it runs padded with transformers 5.17, which passes its convolutions no layout
-FUSED = ["qwen3_5_text", "lfm3", "granitemoehybrid (hybrid)", "lfm2", "bamba"]
+FUSED = ["qwen3_5_text", "lfm3", "granitemoehybrid (hybrid)", "lfm2", "bamba", "nemotron_h"]
 _FAMILIES = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "make" / "families.py"))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch
@@ -185,16 +186,21 @@ class Pretrained(ABC):
         tokens, and only their states [M, E] are returned. `layout` says which tokens attend to which. A fused decoder adds its
         activations to `keep`, or reads them from `cached`. If `experts` [layers, B·S, k] is given, routers choose these experts.
         """
+        following = contextlib.nullcontext() if self.router_recorder is None else self.router_recorder.follow(experts)
         if self.decoder is not None:
             fused: Any = layout
-            return self._scaled(self.decoder(input_ids, position_ids, fused, keep, cached, target_rows))
+            logits: list[Tensor] | None = None if self.load_balancing is None else []
+            with following:
+                hidden = self.decoder(input_ids, position_ids, fused, keep, cached, target_rows, logits)
+            self._balanced(SimpleNamespace(router_logits=logits))
+            return self._scaled(hidden)
         if self.attention_kernel != "sdpa" and isinstance(layout, attention.PackedLayout):
             from psigrad.language.models.hf_attention import unpad
 
             layout = unpad(layout, self.attention_kernel)
         if self.module_kernels is not None:
             self.module_kernels.packed = getattr(layout, "packed_weights", None)
-        with contextlib.nullcontext() if self.router_recorder is None else self.router_recorder.follow(experts):
+        with following:
             module, given = self._embedded(input_ids)
             made = module(
                 **given,

@@ -117,7 +117,7 @@ class RouterRecorder:
         Inside `record` it records the output.
         """
         if self._followed is not None:
-            with _FixedChoice(self._followed[place], made[0].shape[-1]):
+            with FixedChoice(self._followed[place], made[0].shape[-1]):
                 made = router.forward(*given, **named)
         self.num_experts = made[0].shape[-1]
         if self._seen is not None:
@@ -156,7 +156,7 @@ class RouterRecorder:
         return found.transpose(0, 1).contiguous().to(device)
 
 
-class _FixedChoice(TorchFunctionMode):
+class FixedChoice(TorchFunctionMode):
     """A context in which `torch.topk` of a router's `count` scores returns the experts `choices` [S, k] with their scores.
 
     All other operations are unchanged, so the router computes its weights from the scores of these experts.

@@ -35,6 +35,8 @@ CONFIG = "adapter_config.json"
 _SETTINGS = frozenset(("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save"))
 # The number of values of a 16-bit word, and the number of words in a 64-bit hash. Each word decides if one feature is dropped.
 _VALUES, _FEATURES = 1 << 16, 4
+# The types of models in which peft puts no adapter on modules named out_proj.
+_OF_MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 # The fields that do not affect training.
 _DESCRIBES = frozenset(
     (
@@ -56,8 +58,9 @@ class Lora:
 
     Formula: s = alpha / rank, or alpha / √rank with `rslora`. With `dora` each row of W + s·B A is scaled to a trained length.
 
-    `target_modules` are names as in peft. "all-linear" means every linear layer but the head. A single regular expression means
-    the modules whose full name it matches. The modules in `modules_to_save` are trained in full.
+    `target_modules` are names as in peft. "all-linear" means every linear layer but the head, and but the outputs of mixers that
+    peft refuses in models with Mamba. A single regular expression means the modules whose full name it matches. The modules in
+    `modules_to_save` are trained in full.
 
     Source: Hu et al. 2021, LoRA, arXiv:2106.09685; Kalajdzievski 2023, rsLoRA, arXiv:2312.03732; Liu et al. 2024, DoRA,
     arXiv:2402.09353.
@@ -193,12 +196,14 @@ def add_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, tow
         hf.name_or_path = str(Path(hf.name_or_path).resolve())
     targets = _peft_targets(lora.target_modules)
     alpha: Any = lora.alpha  # peft accepts any number
+    # peft refuses the outputs of Mamba mixers, whose weights kernels for GPUs read without the adapter
+    mixers = r".*\.out_proj" if targets == "all-linear" and hf.config.model_type in _OF_MAMBA else None
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=alpha,
         lora_dropout=lora.dropout,
         target_modules=targets,
-        exclude_modules=lora_exclusion(hf, towers),
+        exclude_modules="|".join(filter(None, (lora_exclusion(hf, towers), mixers))) or None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         modules_to_save=list(lora.modules_to_save) or None,

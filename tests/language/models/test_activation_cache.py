@@ -29,7 +29,7 @@ CONFIGS = {
     "llama": LlamaConfig(**COMMON, hidden_size=64, attention_bias=True, tie_word_embeddings=True),
     "mistral": MistralConfig(**COMMON, hidden_size=48, sliding_window=5),
     "qwen3": Qwen3Config(**COMMON, hidden_size=40, head_dim=8),
-    **{name: HYBRIDS[name] for name in ("lfm3", "qwen3.5", "granite 4 hybrid")},
+    **{name: HYBRIDS[name] for name in ("lfm3", "qwen3.5", "granite 4 hybrid", "nemotron-h", "qwen3-moe and a dense layer")},
 }
 REQUESTS = [Request((5, 6, 7, 8, 9, 10), (1, 2, 3)), Request((11,), (4, 5, 6)), Request(tuple(range(2, 30)), (7, 8, 9))]
 
@@ -117,7 +117,7 @@ def test_negative_control_the_kept_activations_are_what_the_gradient_is_made_of(
     _, gradient = results(model, groups)
     with torch.inference_mode():
         for part in model.kept.slabs[0].layers()[1]:
-            part.mul_(1.5)
+            part.mul_(1.5 if part.is_floating_point() else 1)
     assert unlike(results(model, groups)[1], gradient) > 1e-2
 
 
@@ -205,7 +205,7 @@ def test_a_changed_weight_makes_them_stale(model):
 
 
 def test_under_lora_they_serve_the_adapter_that_trains_and_nothing_else(model):
-    lora = prepare(model.network, model.tokenizer, lora=Lora(2))
+    lora = prepare(model.network, model.tokenizer, lora=Lora(2, target_modules=("q_proj", "in_proj")))
     with torch.no_grad():
         for p in lora.trainable().values():
             p.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
@@ -272,8 +272,8 @@ def test_copies_of_one_layer_at_a_time_lie_beside_what_was_kept(model, monkeypat
     assert gathered == [[(last, 0)]], "the head needs the last layer's output, and nothing else is needed yet"
     logp.sum().backward()
     # of each layer its parts, and its input, which is the output of the one before
-    count = len(model.decoder.row_layout.kinds[0])
-    parts = [[(layer - 1, 0)] * (layer > 0) + [(layer, part) for part in range(1, count)] for layer in range(last, -1, -1)]
+    counts = list(map(len, model.decoder.row_layout.kinds))
+    parts = [[(i - 1, 0)] * (i > 0) + [(i, part) for part in range(1, counts[i])] for i in range(last, -1, -1)]
     assert gathered[1:] == parts
 
 

@@ -18,6 +18,7 @@ import psigrad
 from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
 from psigrad.language.models.experts import LoadBalancing, RouterRecorder, add_balance_loss, balance_of, replay_routers
+from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups, Rows
 from psigrad.language.recipes import online_settings
@@ -139,6 +140,27 @@ def test_of_a_packed_batch_it_is_that_of_transformers_padded_one(name, packed, t
             assert torch.allclose(a.grad, b.grad, rtol=1e-3, atol=1e-6), label
     control = own(ids, attention_mask=torch.ones_like(mask).long(), output_router_logits=True).aux_loss
     assert float(control.detach()) != pytest.approx(float(theirs.detach()), rel=1e-5), "padding would count"
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_of_kept_activations_it_is_that_of_a_forward_pass(name, tokenizer):
+    model = some_model(name, tokenizer)
+    assert model.decoder is not None, model.why_unfused
+    model.load_balancing, kept = balance_of(model.network, 50.0), ActivationCache(1e9)
+    prompts = some_groups().prompts
+    requests = [Request(tuple(p), (2 * i, 2 * i + 1)) for i, p in enumerate(prompts)]
+    made = sample(EmbeddedSampler(model), requests, PARAMS, kept)
+    groups, found = Groups(prompts, [[c.ids for c in group] for group in made]), []
+    for cache in (kept, None):
+        loss = add_balance_loss(model, lambda cache=cache: Loss(model.evaluate(groups, cache=cache).logp.sum(), {}), 1)
+        gradients = torch.autograd.grad(loss.value, list(model.trainable().values()))
+        found.append((float(loss.terms["aux_loss"]), torch.cat([g.flatten() for g in gradients])))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    assert float((found[0][1] - found[1][1]).norm() / found[1][1].norm()) < 1e-5
+    model.load_balancing = None
+    alone = torch.autograd.grad(model.evaluate(groups).logp.sum(), list(model.trainable().values()))
+    alone = torch.cat([g.flatten() for g in alone])
+    assert float((alone - found[1][1]).norm() / found[1][1].norm()) > 1e-2, "the loss has a share in the gradient"
 
 
 def test_whose_coefficient_counts(tokenizer):

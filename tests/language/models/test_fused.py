@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -29,7 +30,9 @@ from psigrad.language.models import scalar_model
 from psigrad.language.models.fused import decoder
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.fused.families import FAMILIES, Unsupported
-from psigrad.language.models.fused.layer import compute_dtype
+from psigrad.language.models.fused.layer import Layer, compute_dtype
+from psigrad.language.models.fused.mixers import SinkAttention
+from psigrad.language.models.fused.mixtures import ClampedExpertLayer, ExpertLayer
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
 
@@ -85,7 +88,9 @@ def test_a_scalar_model_is_fused_too(tokenizer):
 @pytest.mark.parametrize("name", ["qwen3 of equal heads", *HYBRIDS])
 def test_bfloat16_differs_from_transformers_by_its_own_rounding(name, tokenizer, native, monkeypatch):
     monkeypatch.setattr("psigrad.language.models.fused.layer.fast_bfloat16", lambda: native)
-    config = {**CONFIGS, **HYBRIDS}[name]
+    config = copy.deepcopy({**CONFIGS, **HYBRIDS}[name])
+    if getattr(config, "num_experts_per_tok", 0):
+        config.num_experts_per_tok = 5  # all of them, or rounding would decide between two
     exact, model = made(config, tokenizer), made(config, tokenizer, torch.bfloat16)
     assert model.decoder is not None and model.decoder.dtype == (torch.bfloat16 if native else torch.float32)
     parameters = list(model.trainable().values())
@@ -199,12 +204,41 @@ def test_negative_control_a_decoder_that_computes_something_else_is_not_used(tok
         ("gemma3", "Gemma3Text", {"offset": 0.0}),
         ("olmo3", "Olmo3", {"window": lambda config, layer: None}),
         ("qwen3.5", "Qwen3_5Text", {"offset": 0.0}),
+        ("nemotron-h", "NemotronH", {"factors": lambda config, positions: 1 + positions}),
+        ("qwen3-moe", "Qwen3Moe", {"offset": 1.0}),
         ("lfm3", "Lfm3", {"mixer": lambda config, layer: "" if layer else "convolution"}),
     ],
 )
 def test_negative_control_layers_of_another_form_are_not_used(name, family, wrong, tokenizer, monkeypatch):
     monkeypatch.setitem(decoder.FAMILIES, family, replace(FAMILIES[family], **wrong))
     model = made_anew({**FORMS, **HYBRIDS}[name], tokenizer)
+    assert model.decoder is None and "outputs differ by" in model.why_unfused
+
+
+def _swapped(self, *given, route=ExpertLayer._route, **more):
+    """The two experts of a token with each other's weights."""
+    logits, share, choice = route(self, *given, **more)
+    return logits, share.flip(1), choice
+
+
+def _second_best(self, *given, route=ExpertLayer._route, **more):
+    """Each token's second and third expert."""
+    logits, share, _ = route(self, *given, **more)
+    return logits, share, logits.topk(3).indices[:, 1:]
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "part", "wrong"),
+    [
+        ("qwen3-moe", ExpertLayer, "_route", _swapped),
+        ("qwen3-moe", ExpertLayer, "_route", _second_best),
+        ("gpt-oss", SinkAttention, "mix", lambda self, row, others, how: Layer.mix(self, row, (), how)),
+        ("gpt-oss", ClampedExpertLayer, "activate", lambda self, both: self.native.gated(both)),
+    ],
+)
+def test_negative_control_other_experts_and_lost_sinks_are_not_used(name, owner, part, wrong, tokenizer, monkeypatch):
+    monkeypatch.setattr(owner, part, wrong)
+    model = made_anew(HYBRIDS[name], tokenizer)
     assert model.decoder is None and "outputs differ by" in model.why_unfused
 
 

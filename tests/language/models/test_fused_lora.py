@@ -20,7 +20,7 @@ PLACES = ("q_proj", "o_proj", "down_proj")
 @pytest.mark.parametrize(
     ("name", "targets"),
     [
-        *((name, ("all-linear",)) for name in [*CONFIGS, *FORMS, *HYBRIDS]),
+        *((name, ("q_proj", "o_proj") if "moe" in name else ("all-linear",)) for name in [*CONFIGS, *FORMS, *HYBRIDS]),
         *((name, PLACES) for name in [*CONFIGS, "granite 4", "olmo3"]),
     ],
 )
@@ -94,6 +94,11 @@ def test_half_precision_weights_do_not_swallow_a_small_adapter(tokenizer, monkey
         share = float((exact - base).norm())
         assert float((ours - exact).norm()) < 1e-3 * share
         assert float((x @ whole.bfloat16().float().t() - exact).norm()) > 0.2 * share
+
+
+def test_adapters_of_experts_are_left_to_peft(tokenizer):
+    model = prepare(made(HYBRIDS["qwen3-moe"], tokenizer).network, tokenizer, lora=Lora(2))
+    assert model.decoder is None and "its experts or routers have adapters" in model.why_unfused
 
 
 def test_dropout_is_left_to_peft(tokenizer):

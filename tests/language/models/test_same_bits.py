@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cached import sample
-from fused_models import CONFIGS, adapted, made, some_groups
+from fused_models import CONFIGS, HYBRIDS, adapted, made, some_groups
 
 from psigrad.kernels.kernels import kernels
 from psigrad.language.models import logprobs
@@ -45,10 +45,11 @@ def unlike(model, temperature=1.0, members=5, tokens=40) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [*CONFIGS, "lora"])
+@pytest.mark.parametrize("name", [*CONFIGS, "qwen3-moe", "gpt-oss", "lora"])
 def test_no_bit_differs(name, kind, tokenizer):
-    """Heads of 8 to 64, windows, biases, head norms, adapters; at another temperature than 1."""
-    model = adapted(CONFIGS["qwen2"], tokenizer, kind) if name == "lora" else made(CONFIGS[name], tokenizer, kind)
+    """Heads of 8 to 64, windows, biases, head norms, experts, sinks, adapters; at another temperature than 1."""
+    configs = {**CONFIGS, **HYBRIDS}
+    model = adapted(CONFIGS["qwen2"], tokenizer, kind) if name == "lora" else made(configs[name], tokenizer, kind)
     assert unlike(model, 0.7) == (0, 0.0)
 
 

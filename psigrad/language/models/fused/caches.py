@@ -45,14 +45,15 @@ _PAYS = 4
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The sizes of the tensors that are cached: (width, dtype) of each layer's tensors, as many for each layer."""
+    """The sizes of the tensors that are cached: (width, dtype) of each layer's tensors."""
 
     kinds: tuple[tuple[tuple[int, torch.dtype], ...], ...]
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """[layers, tensors] the number of bytes in one row of each tensor."""
-        return np.array([[width * kind.itemsize for width, kind in layer] for layer in self.kinds])
+        """[layers, tensors] the number of bytes in one row of each tensor; 0 for those that a layer does not have."""
+        sizes = [[width * kind.itemsize for width, kind in layer] for layer in self.kinds]
+        return np.array([row + [0] * (max(map(len, sizes)) - len(row)) for row in sizes])
 
     @property
     def row_bytes(self) -> int:
@@ -99,9 +100,10 @@ class Block:
                 f"Rows {first} to {first + count} of tensors {[(tuple(x.shape), x.dtype, x.stride()) for x in given]} can't be "
                 f"written to {kinds}: widths and types must be equal, and the tensors contiguous."
             )
-        sizes = self.layout.sizes.ravel().tolist()
+        known = np.array([[j < len(layer) for j in range(self.layout.sizes.shape[1])] for layer in self.layout.kinds])
+        sizes = self.layout.sizes[known].tolist()
         there = [x.data_ptr() + first * size for x, size in zip(given, sizes, strict=True)]
-        native().copy(self.addresses(start).flatten().tolist(), there, [count * size for size in sizes])
+        native().copy(self.addresses(start)[torch.from_numpy(known)].tolist(), there, [count * size for size in sizes])
 
 
 def native() -> Kernels:
@@ -247,9 +249,12 @@ class CacheHit:
         self._rows, self._parts = rows, slabs[0].layout
         self._slabs, self._where = slabs, torch.stack([slab.addresses() for slab in slabs], dim=2)
 
-    def output(self, index: int, target_rows: Tensor | None = None) -> Tensor:
-        """Return the output [W, E] of the layer `index` at the tokens `target_rows` [W]. None means all tokens."""
-        return self._gather([(index, 0, self._of(target_rows))])[0]
+    def output(self, index: int, target_rows: Tensor | None = None, part: int = 0) -> Tensor:
+        """Return the output [W, E], or another tensor, of a layer at the tokens `target_rows` [W]. None means all tokens.
+
+        `index` is the number of the layer, and `part` the index of the tensor in `Layer.kinds`.
+        """
+        return self._gather([(index, part, self._of(target_rows))])[0]
 
     def saved_for_backward(self, index: int, target_rows: Tensor | None = None) -> tuple[Tensor | None, list[Tensor]]:
         """Return (a layer's input, the tensors that `Layer.forward` stored), for the layer's backward pass.

@@ -18,8 +18,8 @@ from psigrad.kernels.kernels import Angles, Heads, kernels
 from psigrad.language.images import FIRST
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.fused.caches import ActivationCache, Block, CacheHit, PackedWeights, RowLayout, Version, versions
-from psigrad.language.models.fused.families import FAMILIES, Family, Unsupported, eps_of, first_of
-from psigrad.language.models.fused.layer import RANKS, Layer, NormFunction, PassArguments
+from psigrad.language.models.fused.families import FAMILIES, Family, NormFunction, Unsupported, eps_of, first_of
+from psigrad.language.models.fused.layer import RANKS, Layer, PassArguments
 from psigrad.language.models.packing import RowSelection
 from psigrad.language.models.sizes import size
 from psigrad.language.models.towers import text_half, tower_parameters
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from psigrad.language.models.vision import Vision
 
 _WHOLE = RowSelection()
+# The index of a router's logits in the tensors that a layer with experts returns for its backward pass.
+_LOGITS = 6
 
 
 class _LayerFunction(torch.autograd.Function):
@@ -51,10 +53,11 @@ class _LayerFunction(torch.autograd.Function):
         cached: CacheHit | None,
         recompute: bool,
         *weights: Tensor,
-    ) -> Tensor:
+    ) -> Any:
+        logits, reads = None, how.balanced and layer.sparse
         if cached is None:
             y, parts = layer.forward(x, how, selection)
-            parts = () if recompute else parts
+            logits, parts = parts[_LOGITS] if reads else None, () if recompute else parts
         elif layer.index == cached.last:
             y, parts = cached.output(layer.index, selection.output_rows), ()
         else:
@@ -63,17 +66,21 @@ class _LayerFunction(torch.autograd.Function):
         ctx.layer, ctx.how, ctx.selection, ctx.cached = layer, how, selection, cached
         ctx.recompute, ctx.parts = recompute and cached is None, len(parts)
         ctx.save_for_backward(x, *parts, *weights)  # weights are saved only so that autograd notices an in-place change
-        return y
+        if reads and cached is not None:
+            logits = cached.output(layer.index, None, 1 + _LOGITS)
+        return y if logits is None else (y, logits)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor, dlogits: Tensor | None = None) -> tuple[Any, ...]:
         x, *parts = ctx.saved_tensors[: 1 + ctx.parts]
         if ctx.cached is not None:
             own, parts = ctx.cached.saved_for_backward(ctx.layer.index, ctx.selection.output_rows)
             x = x if own is None else own
         elif ctx.recompute:
             parts = list(ctx.layer.forward(x, ctx.how, ctx.selection)[1])
+        if ctx.layer.sparse:  # in the place of the logits, which the backward pass does not need
+            parts[_LOGITS] = torch.zeros_like(parts[_LOGITS]) if dlogits is None else dlogits
         learns = ctx.needs_input_grad[6:]
         # Tensors that autograd saved may be read again. Only this function's own copies may be overwritten.
         overwrite = ctx.cached is not None or ctx.recompute
@@ -109,17 +116,18 @@ class Decoder:
             raise Unsupported("its attention has capped scores, or is not causal")
         if vision is not None and vision.axes:
             raise Unsupported("its images have positions of several axes")
-        attending = [i for i, layer in enumerate(base.layers) if getattr(layer, "self_attn", None) is not None]
+        mixers = [first_of(layer, ("self_attn", "mixer")) for layer in base.layers]
+        attending = [i for i, mixer in enumerate(mixers) if hasattr(mixer, "scaling")]
         if not attending:
             raise Unsupported("it has no layer with attention")
-        self.attentions, first = len(attending), base.layers[attending[0]].self_attn
+        self.attentions, first = len(attending), mixers[attending[0]]
         """The number of layers with attention."""
         ropes = [family.rope(config, i) for i in attending]
         angles = self._angles = partial(_angles, base, config, family, ropes, int(first.head_dim))
         turned = angles(torch.zeros(1, 1, dtype=torch.int64), torch.empty(0))[0].cosine.shape[1]
         sizes = (size(config, "heads"), size(config, "key_heads"), int(first.head_dim))
         form: Any = {"wide": family.wide, "offset": family.offset, "turned": turned}
-        self.norm = first_of(base, ("norm", "embedding_norm", "final_layernorm"))
+        self.norm = first_of(base, ("norm", "embedding_norm", "final_layernorm", "norm_f"))
         self.eps = float(eps_of(self.norm))
         heads = Heads(*sizes, self.eps, float(first.scaling), **form)
         self.native, self.base, self.recompute, self.stored = native, base, recompute, torch.float32 if exact else network.dtype
@@ -128,7 +136,9 @@ class Decoder:
         self.layers = [kind(i, module, heads, family, config, native, exact) for i, (kind, module) in layers]
         for order, i in enumerate(attending):
             self.layers[i].order = order
-        self.heads, self.dtype, self.at_once = heads, self.layers[0].weights.dtype, {*kinds} == {Layer}
+        self.heads, self.dtype = heads, self.layers[0].weights.dtype
+        self.at_once = {*kinds} == {Layer} and all(layer.feeds for layer in self.layers)
+        self.sparse = any(layer.sparse for layer in self.layers)
         self.row_layout = RowLayout(tuple(layer.kinds for layer in self.layers))
         self.fill = None if vision is None else partial(vision.fill, network)
         self.parameters: list[nn.Parameter] = [*base.parameters(), *(tower_parameters(network) if vision is not None else ())]
@@ -143,30 +153,37 @@ class Decoder:
         keep: ActivationCache | None = None,
         cached: CacheHit | None = None,
         target_rows: Tensor | None = None,
+        router_logits: list[Tensor] | None = None,
     ) -> Tensor:
         """Return the hidden states [B, S, E] of ids and positions [B, S], or only those [M, E] of the tokens `target_rows` [M].
 
         If no gradient is enabled, the layers' activations are added to `keep`. With `cached` activations the layers do not run.
+        With a gradient, the logits [S, experts] of each router are appended to `router_logits`.
         """
         ids, inputs = input_ids.flatten(), None
         if isinstance(layout, PackedLayout):  # a decoding step has too few rows to benefit
             distinct, places = ids.unique(return_inverse=True)
             if 2 * len(distinct) <= len(ids):
                 ids, inputs = distinct, places
-        # `keep` needs the output of every token.
-        outputs, back = (None, None) if target_rows is None or keep is not None else target_rows.unique(return_inverse=True)
+        # `keep` needs the output of every token, and so do routers: their load counts all tokens, and their choice is recorded.
+        whole = target_rows is None or keep is not None or self.sparse
+        outputs, back = (None, None) if whole or target_rows is None else target_rows.unique(return_inverse=True)
         selection = [_WHOLE] * len(self.layers)
         if inputs is not None:
             selection[0] = replace(selection[0], input_rows=inputs)
         if outputs is not None:
             selection[-1] = replace(selection[-1], output_rows=outputs)
         x = self._embed(ids).to(self.dtype)
-        how = PassArguments(self._angles(position_ids.flatten()[None], x.new_empty(1)), layout, self.adapted)
+        angles = self._angles(position_ids.flatten()[None], x.new_empty(1))
+        how = PassArguments(angles, layout, self.adapted, balanced=router_logits is not None)
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters):
             for layer, at in zip(self.layers, selection, strict=True):
 
                 def run(x: Tensor, layer: Layer = layer, at: RowSelection = at) -> Tensor:
-                    y: Tensor = _LayerFunction.apply(layer, x, how, at, cached, self.recompute, *layer.weights.given)
+                    made: Any = _LayerFunction.apply(layer, x, how, at, cached, self.recompute, *layer.weights.given)
+                    if isinstance(made, tuple) and router_logits is not None:
+                        router_logits.append(made[1])
+                    y: Tensor = made[0] if isinstance(made, tuple) else made
                     return y
 
                 x = self._with_weights(layer, run, x)
@@ -194,7 +211,7 @@ class Decoder:
     def _embed(self, input_ids: Tensor) -> Tensor:
         if self.fill is not None and bool((seen := input_ids >= FIRST).any()):
             return self.fill(self._embed(input_ids.masked_fill(seen, 0)), input_ids)[0]
-        table = self.base.embed_tokens
+        table = self.base.get_input_embeddings()
         plain = isinstance(table, nn.Embedding) and table.max_norm is None and not table.sparse
         # For a small table the dense gradient is faster.
         sums = gradients.sums_for(table.weight) if plain and len(table.weight) > input_ids.numel() else None
@@ -289,5 +306,6 @@ def _angles(
             # M-RoPE has a position on each of three axes; those of text are equal.
             places = position_ids.expand(3, -1, -1) if hasattr(base.rotary_emb, "mrope_section") else position_ids
             cosine, sine = base.rotary_emb(like, places, *([name] if name else []))
+            cosine, sine = (torch.cat([x, x], -1) if family.halves else x for x in (cosine, sine))
             tables[name] = Angles(cosine[0].float().contiguous(), sine[0].float().contiguous(), factors)
     return [tables[name] for name in ropes]

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from psigrad.errors import kind_of
+from psigrad.kernels.kernels import Kernels
 from psigrad.kernels.products import Products
 from psigrad.language.models.coded_linear import CodedLinear
 
@@ -24,8 +26,14 @@ def _by_layer(config: Any, layer: int) -> int | None:
 
 def _mixer(state: str, attention: str = "") -> Callable[[Any, int], str]:
     """Return the function `Family.mixer` of a family with these mixers in layers with a state and in layers with attention."""
-    kinds = {"conv": state, "linear_attention": state, "mamba": state}
+    kinds = {"conv": state, "linear_attention": state, "mamba": state, "mlp": "squared ReLU"}
     return lambda config, layer: kinds.get(config.layer_types[layer], attention)
+
+
+def _experts(config: Any, layer: int) -> str:
+    """Return the mixer of a layer of Qwen's mixtures of experts, some of whose layers may have none."""
+    dense = layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step or not config.num_experts
+    return "" if dense else "attention, experts"
 
 
 def _query_factors(config: Any, positions: Tensor) -> Tensor:
@@ -43,11 +51,12 @@ class Family:
 
     - `window` returns a layer's sliding window, or None.
     - `rope` returns the name of a layer's rotary embedding ("": the only one), or None if the layer does not rotate.
-    - `mixer` returns the name in `mixers.MIXERS` of a layer's mixer; "": attention without a gate.
+    - `mixer` returns the name in `mixers.MIXERS` of a layer's form; "": attention without a gate, and no experts.
     - `before` and `after` are the names of the norms of the inputs and of the outputs of attention and of the feed-forward layer.
     - `wide` is True if one norm covers the queries of all heads, and one the keys.
     - `offset` is added to the weights of norms.
     - `gelu` is True if the activation is GELU, in the form with tanh, in place of SiLU.
+    - `halves` is True if the rotary embedding has one number for both halves of a head.
     - `factors` returns the factor of the queries at each position; None: 1.
     - `loads` is True if `load` can read the weights.
     """
@@ -60,6 +69,7 @@ class Family:
     wide: bool = False
     offset: float = 0.0
     gelu: bool = False
+    halves: bool = False
     factors: Callable[[Any, Tensor], Tensor] | None = None
     loads: bool = False
 
@@ -74,11 +84,20 @@ FAMILIES = {
     "Qwen3": Family(_by_layer, loads=True),
     "SmolLM3": Family(_by_layer, lambda config, layer: "" if config.no_rope_layers[layer] else None),
     "Ministral3": Family(lambda config, layer: config.sliding_window, factors=_query_factors),
+    "Qwen3Moe": Family(lambda config, layer: config.sliding_window, mixer=_experts),
+    "Mixtral": Family(lambda config, layer: config.sliding_window, mixer=lambda config, layer: "attention, experts"),
+    "GptOss": Family(_by_layer, mixer=lambda config, layer: "sinks, clamped experts", halves=True),
     "Phi3": Family(lambda config, layer: config.sliding_window),
     "SeedOss": Family(),
     "Granite": Family(),
     "GraniteMoeHybrid": Family(
         rope=lambda config, layer: "" if config.position_embedding_type == "rope" else None, mixer=_mixer("mamba2")
+    ),
+    # Each layer has one part. An MLP takes the place of a mixer.
+    "NemotronH": Family(
+        rope=lambda config, layer: None,
+        mixer=_mixer("mamba2"),
+        before=("norm", None),
     ),
     "Bamba": Family(mixer=_mixer("mamba2"), before=("input_layernorm", "pre_ff_layernorm")),
     "Qwen3_5Text": Family(mixer=_mixer("delta rule", "gate per channel"), offset=1.0),
@@ -124,6 +143,26 @@ def find(parent: Any, choices: Sequence[Sequence[str]]) -> list[Any]:
         if all(hasattr(parent, name) for name in names):
             return [getattr(parent, name) for name in names]
     raise Unsupported(f"{kind_of(parent)} has no {' or '.join('/'.join(names) for names in choices)}")
+
+
+class NormFunction(torch.autograd.Function):
+    """The autograd function of an RMS norm: x / sqrt(mean(x²) + eps) · (weight + offset)."""
+
+    @staticmethod
+    def forward(ctx: Any, native: Kernels, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        """Normalise each row of x by `Kernels.rms_norm`."""
+        ctx.native, ctx.how = native, (eps, offset)
+        ctx.save_for_backward(x, weight)
+        return native.rms_norm(x, weight, eps, offset)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        """Return a gradient for each input of `forward`: those of x and of the weight, and None for all others."""
+        x, weight = ctx.saved_tensors
+        dx = torch.zeros_like(x)
+        dw = ctx.native.gradients.rms_norm(dx, x, weight, dy.contiguous(), *ctx.how)
+        return None, dx, dw, None, None
 
 
 @dataclass(frozen=True)

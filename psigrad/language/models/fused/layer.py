@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from psigrad.kernels.codes import CodedMatrix
 from psigrad.kernels.kernels import Angles, Heads, Kernels
@@ -67,33 +66,15 @@ class Weights:
 
 class PassArguments(NamedTuple):
     """The arguments of a forward pass: `angles` is the rotary embedding of each layer with attention, and `adapted` is True if
-    the LoRA adapters are active. `ready` are the current weights of all layers; None if each layer has to collect its own.
+    the LoRA adapters are active, `balanced` if the loss reads the logits of routers. `ready` are the current weights of all
+    layers; None if each layer has to collect its own.
     """
 
     angles: Sequence[Angles]
     layout: FusedLayout
     adapted: bool
     ready: Sequence[LayerWeights] | None = None
-
-
-class NormFunction(torch.autograd.Function):
-    """The autograd function of an RMS norm: x / sqrt(mean(x²) + eps) · (weight + offset)."""
-
-    @staticmethod
-    def forward(ctx: Any, native: Kernels, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        """Normalise each row of x by `Kernels.rms_norm`."""
-        ctx.native, ctx.how = native, (eps, offset)
-        ctx.save_for_backward(x, weight)
-        return native.rms_norm(x, weight, eps, offset)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        """Return a gradient for each input of `forward`: those of x and of the weight, and None for all others."""
-        x, weight = ctx.saved_tensors
-        dx = torch.zeros_like(x)
-        dw = ctx.native.gradients.rms_norm(dx, x, weight, dy.contiguous(), *ctx.how)
-        return None, dx, dw, None, None
+    balanced: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,7 +82,8 @@ class LayerWeights:
     """A layer's weights in its compute dtype. `lora` has the LoRA term for each of the `matrices`, or None.
 
     `norms` are those of the inputs and of the outputs of attention and of the feed-forward layer; None for an absent one. `mixer`
-    are other weights of the mixer, such as the norms of queries and keys. `groups` has the indices of each group's matrices.
+    are other weights of the mixer, such as the norms of queries and keys, and `feed` those of the feed-forward layer: its router
+    and experts. `groups` has the indices of each group's matrices.
     """
 
     groups: Sequence[Sequence[int]]
@@ -113,6 +95,7 @@ class LayerWeights:
     native: Kernels
     packed: list[PackedProjection] | None = None
     """The packed matrices of each group; None if they are not packed."""
+    feed: Sequence[Tensor] = ()
     decoding: bool = False
     """True in decoding. Products of few rows may then be summed in another order than in training, which is faster."""
 
@@ -166,23 +149,29 @@ class Layer:
     """One fused decoder layer over rows [S, E]. `window` is its sliding window in tokens; 0: no window.
 
     With the norms n and m of inputs and outputs and the factor r of residuals, it computes h = x + r·m₁(mixer(n₁(x))) and
-    y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))). A family may lack the norms n or m. The mixer is attention here; subclasses
-    (`mixers`) have others. `order` is the layer's number among those with attention.
+    y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))), or y = h if `feeds` is False. A family may lack the norms n or m. The mixer
+    is attention here; subclasses (`mixers`) have others. `order` is the layer's number among those with attention.
     """
 
     order = -1
     # The names of the mixer's module, of the matrices before and after it, and of its other weights; alternatives in turn.
-    mixer: tuple[str, ...] = ("self_attn",)
+    mixer: tuple[str, ...] = ("self_attn", "mixer")
     projections: Sequence[Sequence[Sequence[str]]] = _ATTENTION
+    # The same of the feed-forward layer, and True if it has experts.
+    feed_forward: Sequence[Sequence[Sequence[str]]] = _FEED_FORWARD
+    feed_others: Sequence[str] = ()
+    sparse = False
     others: Sequence[str] = ("q_norm.weight", "q_layernorm.weight", "k_norm.weight", "k_layernorm.weight")
 
     def __init__(
         self, index: int, module: Any, heads: Heads, family: Family, config: Any, native: Kernels, exact: bool = False
     ) -> None:
         mixer, mlp = (first_of(module, names) for names in (self.mixer, ("mlp", "shared_mlp", "feed_forward")))
-        if getattr(module, "block_sparse_moe", None) is not None:
+        has_experts = hasattr(mixer if mlp is None else mlp, "experts")
+        if getattr(module, "block_sparse_moe", None) is not None or has_experts != self.sparse:
             raise Unsupported("it has experts")
-        groups = [find(mixer, names) for names in self.projections] + [find(mlp, names) for names in _FEED_FORWARD]
+        self.feeds, feed = mlp is not None, [] if mlp is None else self.feed_forward
+        groups = [find(mixer, names) for names in self.projections] + [find(mlp, names) for names in feed]
         ends = [0, *itertools.accumulate(map(len, groups))]
         self.groups = [tuple(range(a, b)) for a, b in itertools.pairwise(ends)]
         linear, adapters = zip(*map(split_adapter, itertools.chain(*groups)), strict=True)
@@ -197,14 +186,16 @@ class Layer:
         self.coded = {i: child.matrix for i, child in enumerate(linear) if isinstance(child, CodedLinear)}
         self.biased = [i for i, child in enumerate(linear) if child.bias is not None]
         self.adapters = {i: adapter for i, adapter in enumerate(adapters) if adapter is not None}
-        self._linear, self._mixer, self.others = linear, mixer, [path for path in self.others if at(mixer, path) is not None]
-        self.row = sum(linear[i].out_features for i in self.groups[_QKV])
+        self._linear, self._mixer, self._mlp = linear, mixer, mlp
+        self.others = [path for path in self.others if at(mixer, path) is not None]
+        self.row, self.width = (sum(linear[i].out_features for i in self.groups[group]) for group in (_QKV, _OUT))
         self.weights = Weights(self._read_weights(), exact)
 
     def _read_weights(self) -> list[Tensor]:
         given = [child.weight for child in self._linear] + [norm.weight for norm in self._norms if norm is not None]
-        given += [at(self._mixer, path) for path in self.others] + [self._linear[i].bias for i in self.biased]
-        return given + [weight for adapter in self.adapters.values() for weight in adapter.weights]
+        given += [at(self._mixer, path) for path in self.others] + [at(self._mlp, path) for path in self.feed_others]
+        biases = [self._linear[i].bias for i in self.biased]
+        return given + biases + [weight for adapter in self.adapters.values() for weight in adapter.weights]
 
     def reread(self) -> None:
         """Read the modules' parameters again. In a sharded model each pass has new tensors, which `Weights` cannot notice."""
@@ -231,11 +222,10 @@ class Layer:
 
     def current_weights(self, adapted: bool, packed_weights: PackedWeights | None = None) -> LayerWeights:
         """Return the current weights: with the LoRA terms if `adapted`, and packed if the cache `packed_weights` has room."""
-        now = iter(self.weights.now())
-        count = len(self._linear)
+        now, count = iter(self.weights.now()), len(self._linear)
         matrices: list[Any] = [self.coded.get(i, next(now)) for i in range(count)]
         norms = [None if norm is None else next(now) for norm in self._norms]
-        mixer = [next(now) for _ in self.others]
+        mixer, feed = [next(now) for _ in self.others], [next(now) for _ in self.feed_others]
         biases: list[Tensor | None] = [None] * count
         for i in self.biased:
             biases[i] = next(now)
@@ -244,14 +234,18 @@ class Layer:
             for i, adapter in self.adapters.items():
                 scale = float(adapter.module.scaling[adapter.name])
                 lora[i] = LoraDelta(next(now), next(now).detach() * scale, scale, self.native.products)
-        plain = LayerWeights(self.groups, matrices, norms, mixer, biases, lora, self.native)
+        plain = self._expand(LayerWeights(self.groups, matrices, norms, mixer, biases, lora, self.native, feed=feed))
         made = None
         if packed_weights is not None:
-            key, groups, products = (self.index, adapted), range(len(self.groups)), self.native.products
+            key, groups, products = (self.index, adapted), range(len(plain.groups)), self.native.products
             made = packed_weights.of(key, self.weights.given, lambda: [plain.factors(i) for i in groups], products)
         if made is None and self.coded:
-            plain = replace(plain, matrices=[unpack(x, self.dtype) if isinstance(x, CodedMatrix) else x for x in matrices])
+            plain = replace(plain, matrices=[unpack(x, self.dtype) if isinstance(x, CodedMatrix) else x for x in plain.matrices])
         return plain if packed_weights is None else replace(plain, packed=made, decoding=True)
+
+    def _expand(self, plain: LayerWeights) -> LayerWeights:
+        """Return the weights with the groups of matrices that are not linear layers. Here there are none."""
+        return plain
 
     def addresses(self, packed_weights: PackedWeights, adapted: bool) -> list[int] | None:
         """Return the addresses of the layer's weights for `Kernels.decode_layers`.
@@ -284,10 +278,14 @@ class Layer:
     @property
     def kinds(self) -> tuple[tuple[int, torch.dtype], ...]:
         """(width, dtype) of each tensor that `forward` returns: first of the output, then of the tensors for `backward`."""
-        (out, *_), (down, *_) = ([self._linear[i] for i in self.groups[group]] for group in (_OUT, _DOWN))
-        width, after = down.out_features, [down.out_features for norm in self._norms[2:] if norm is not None]
-        own = [(n, self.dtype) for n in (width, self.row, out.in_features, width, 2 * self.inner, *after)]
-        return (*own[:3], (self.scores, torch.float32), *own[3:])
+        after = [self.width for norm in self._norms[2:] if norm is not None]
+        own = [(n, self.dtype) for n in (self.width, self.row, self._linear[self.groups[_OUT][0]].in_features, *after)]
+        return (*own[:3], (self.scores, torch.float32), *(self.feed_kinds if self.feeds else ()), *own[3:])
+
+    @property
+    def feed_kinds(self) -> list[tuple[int, torch.dtype]]:
+        """(width, dtype) of the tensors that `feed` returns for `feed_gradient`."""
+        return [(self.width, self.dtype), (2 * self.inner, self.dtype)]
 
     def forward(self, x: Tensor, how: PassArguments, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return (the layer's output [W, E], the tensors that `backward` needs besides x).
@@ -297,24 +295,28 @@ class Layer:
         """
         weights = self.current_weights(how.adapted, how.layout.packed_weights) if how.ready is None else how.ready[self.index]
         plain: list[Tensor] = []
-
-        def join(which: int, x: Tensor, base: Tensor) -> Tensor:
-            norm, out = weights.norms[2 + which], torch.empty_like(base)
-            if norm is None and self.residual == 1.0:
-                return weights.apply((_OUT, _DOWN)[which], x, out, residual=base)
-            weights.apply((_OUT, _DOWN)[which], x, out)
-            if norm is not None:
-                plain.append(out)
-            return self.native.products.add(base, self._norm(out, norm), self.residual)
-
         row = selection.gather_inputs(weights.apply(_QKV, self._norm(x, weights.norms[0]), x.new_empty(len(x), self.row)))
         mixed, normaliser = self.mix(row, weights.mixer, how)
         out = selection.gather_outputs(self.gate(row, mixed))
-        middle = join(0, out, selection.gather_outputs(selection.gather_inputs(x)))
+        middle = self._join(_OUT, weights, out, selection.gather_outputs(selection.gather_inputs(x)), plain)
+        y, own = self.feed(middle, weights, plain) if self.feeds else (middle, ())
+        return y, (row, mixed, normaliser, *own, *plain)
+
+    def _join(self, group: int, weights: LayerWeights, x: Tensor, base: Tensor, plain: list[Tensor]) -> Tensor:
+        """Return base + r·m(x · the matrix of a group). If there is a norm m, its input is added to `plain`."""
+        norm, out = weights.norms[2 + group // 2], torch.empty_like(base)
+        if norm is None and self.residual == 1.0:
+            return weights.apply(group, x, out, residual=base)
+        weights.apply(group, x, out)
+        if norm is not None:
+            plain.append(out)
+        return self.native.products.add(base, self._norm(out, norm), self.residual)
+
+    def feed(self, middle: Tensor, weights: LayerWeights, plain: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Compute the feed-forward layer. Return (the layer's output, the tensors that `feed_gradient` needs)."""
         normed = self._norm(middle, weights.norms[1])
-        both = weights.apply(_GATE_UP, normed, x.new_empty(len(normed), 2 * self.inner))
-        y = join(1, self.native.gated(both, self.gelu), middle)
-        return y, (row, mixed, normaliser, middle, both, *plain)
+        both = weights.apply(_GATE_UP, normed, middle.new_empty(len(normed), 2 * self.inner))
+        return self._join(_DOWN, weights, self.native.gated(both, self.gelu), middle, plain), (middle, both)
 
     @property
     def scores(self) -> int:
@@ -358,11 +360,23 @@ class Layer:
         `learns` is True for the weights that need a gradient. `kept` has the tensors from `forward`. The list is emptied, so that
         each tensor is freed after its last use. With `overwrite` the gradients may be written into these tensors.
         """
-        weights = self.current_weights(how.adapted)
-        row, mixed, normaliser, middle, both, *plain = kept
-        kept.clear()
-        made = _Gradients(self, weights, learns)
-        dout = made.before_residual(1, dy, plain)
+        made = WeightGradients(self, self.current_weights(how.adapted), learns)
+        row, mixed, normaliser = (kept.pop(0) for _ in range(3))
+        dx = self.feed_gradient(dy, kept, made, overwrite) if self.feeds else dy.clone()
+        dout, weights = made.before_residual(0, dx, kept), made.weights
+        made.learn(_OUT, [dout], selection.gather_outputs(self.gate(row, mixed)))
+        dmixed = selection.scatter_output_grads(weights.input_grad(_OUT, [dout]), len(row))
+        drow, dothers = self.mix_gradient(dmixed, row, mixed, normaliser, weights.mixer, how)
+        parts = self._split(_QKV, selection.sum_input_grads(drow, len(x)))
+        dx = selection.sum_input_grads(selection.scatter_output_grads(dx, len(row)), len(x))
+        made.learn(_QKV, parts, self._norm(x, weights.norms[0]))
+        made.add_through_norm(0, dx, x, weights.input_grad(_QKV, parts))
+        return dx, made.in_order(dothers)
+
+    def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: WeightGradients, overwrite: bool) -> Tensor:
+        """Return the gradient of the input of `feed` from that of its output. Remove the tensors of `feed` from `kept`."""
+        middle, both, weights = kept.pop(0), kept.pop(0), made.weights
+        dout = made.before_residual(1, dy, kept)
         dboth, gated = self.native.gradients.gated(both, weights.input_grad(_DOWN, [dout]), self.gelu, in_place=overwrite)
         del both
         parts = self._split(_GATE_UP, dboth)
@@ -373,15 +387,7 @@ class Layer:
         del dboth, parts
         dx = dy.clone()
         made.add_through_norm(1, dx, middle, dnormed)
-        dout = made.before_residual(0, dx, plain)
-        made.learn(_OUT, [dout], selection.gather_outputs(self.gate(row, mixed)))
-        dmixed = selection.scatter_output_grads(weights.input_grad(_OUT, [dout]), len(row))
-        drow, dothers = self.mix_gradient(dmixed, row, mixed, normaliser, weights.mixer, how)
-        parts = self._split(_QKV, selection.sum_input_grads(drow, len(x)))
-        dx = selection.sum_input_grads(selection.scatter_output_grads(dx, len(row)), len(x))
-        made.learn(_QKV, parts, self._norm(x, weights.norms[0]))
-        made.add_through_norm(0, dx, x, weights.input_grad(_QKV, parts))
-        return dx, made.in_order(dothers)
+        return dx
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Return the RMS norm of x; x itself without a weight."""
@@ -392,8 +398,8 @@ class Layer:
         return tuple(rows.split([self._linear[i].out_features for i in self.groups[group]], dim=1))
 
 
-class _Gradients:
-    """The gradients of a layer's weights, collected during its backward pass."""
+class WeightGradients:
+    """The gradients of a layer's weights, with the names in `LayerWeights`, collected during its backward pass."""
 
     def __init__(self, layer: Layer, weights: LayerWeights, learns: Sequence[bool]) -> None:
         self.layer, self.weights, self.learns = layer, weights, learns
@@ -402,6 +408,7 @@ class _Gradients:
         self.biases: list[Tensor | None] = [None] * count
         self.lora: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * count
         self.norms: list[Tensor | None] = [None] * len(weights.norms)
+        self.feed: Sequence[Tensor | None] = ()
 
     def learn(self, group: int, parts: Sequence[Tensor], x: Tensor) -> None:
         """Compute the gradients of a group's weights from those of its matrices' outputs, `parts`, and its input x."""
@@ -440,4 +447,4 @@ class _Gradients:
         norms = [one for one, weight in zip(self.norms, self.weights.norms, strict=True) if weight is not None]
         biases = [self.biases[i] for i in self.layer.biased]
         pairs = itertools.chain(*(self.lora[i] for i in self.layer.adapters))
-        return [*self.matrices, *norms, *others, *biases, *pairs]
+        return [*self.matrices[: len(self.layer._linear)], *norms, *others, *self.feed, *biases, *pairs]

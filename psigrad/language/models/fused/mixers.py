@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from psigrad.language.models.attention import FusedLayout
-from psigrad.language.models.fused.families import eps_of, first_of
-from psigrad.language.models.fused.layer import Layer, NormFunction, PassArguments
+from psigrad.language.models.fused.families import NormFunction, eps_of, first_of
+from psigrad.language.models.fused.layer import Layer, PassArguments
+from psigrad.language.models.fused.mixtures import ClampedExpertLayer, ExpertLayer
 from psigrad.language.models.hf_state import ConvolutionFunction, DeltaRule, Mamba2, Switch
 from psigrad.language.models.segments import ShortConvolution
 
@@ -57,6 +58,31 @@ class GatedAttention(Layer):
         """Return the gradient of `row` from those of the two parts that `_split_gate` returns."""
         dq, rest = dqkv.tensor_split([self.heads.queries * self.heads.dim], 1)
         return torch.cat([torch.stack([dq.view(dgate.shape), dgate], 2).flatten(1), rest], 1)
+
+
+class SinkAttention(Layer):
+    """Attention with one more score for each head, its sink, that has no value (gpt-oss)."""
+
+    others = ("sinks",)
+
+    def mix(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
+        """Compute attention, and multiply it by the share of the softmax that the sink leaves; see `Layer.mix`."""
+        mixed, sums = super().mix(row, (), how)
+        total = torch.logaddexp(sums, others[0].float())
+        share = (sums - total).exp()[:, :, None]
+        return (mixed.view(-1, self.heads.queries, self.heads.dim) * share).flatten(1).to(row.dtype), total
+
+    def mix_gradient(
+        self, dout: Tensor, row: Tensor, mixed: Tensor, normaliser: Tensor, others: Sequence[Tensor], how: PassArguments
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Return gradients as `Layer.mix_gradient` does, and that of the sinks."""
+        dots = (dout * mixed).view(-1, self.heads.queries, self.heads.dim).sum(2)
+        dsinks = -((others[0] - normaliser).exp() * dots).sum(0)
+        return super().mix_gradient(dout, row, mixed, normaliser, (), how)[0], [dsinks]
+
+
+class SinkExpertLayer(SinkAttention, ClampedExpertLayer):
+    """A layer of gpt-oss: attention with sinks, and clamped experts."""
 
 
 class HeadGatedAttention(GatedAttention):
@@ -163,7 +189,7 @@ class Mamba2Layer(StateLayer):
     silu(z) is normalised.
     """
 
-    mixer = ("mamba",)
+    mixer = ("mamba", "mixer")
     others = ("conv1d.weight", "conv1d.bias", "dt_bias", "A_log", "D", "norm.weight")
 
     def core(self, row: Tensor, others: Sequence[Tensor], layout: FusedLayout) -> Tensor:
@@ -179,10 +205,24 @@ class Mamba2Layer(StateLayer):
         return self.norm((out.flatten(1) * F.silu(z)).to(row.dtype), norm)
 
 
+class SquaredReLULayer(StateLayer):
+    """An MLP in the place of a mixer: down(relu(up(x))²) (So et al. 2021, arXiv:2109.08668)."""
+
+    mixer = ("mixer",)
+    projections = ((("up_proj",),), (("down_proj",),))
+
+    def core(self, row: Tensor, others: Sequence[Tensor], layout: FusedLayout) -> Tensor:
+        """Compute relu(row)²; see `StateLayer.core`."""
+        return row.relu().square()
+
+
 MIXERS: dict[str, type[Layer]] = {
+    "attention, experts": ExpertLayer,
+    "sinks, clamped experts": SinkExpertLayer,
     "gate per channel": GatedAttention,
     "gate per head": HeadGatedAttention,
     "convolution": ConvolutionLayer,
     "delta rule": DeltaRuleLayer,
     "mamba2": Mamba2Layer,
+    "squared ReLU": SquaredReLULayer,
 }

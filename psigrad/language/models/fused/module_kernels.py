@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 from psigrad.kernels.kernels import Kernels
 from psigrad.language.models.fused.caches import PackedWeights, Projection
-from psigrad.language.models.fused.families import eps_of
-from psigrad.language.models.fused.layer import NormFunction
+from psigrad.language.models.fused.families import NormFunction, eps_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
