@@ -197,7 +197,7 @@ def _of_bytes(data: bytes, path: Path | None = None) -> tuple[Picture, bool]:
         name = f"the file {path}" if path is not None else f"{len(data)} bytes"
         unknown = type(error).__name__ == "UnidentifiedImageError"  # its text has the address of an object
         why = f"expected {', '.join(images.FORMATS)}" if unknown else name_reason(error)
-        raise ValueError(f"is {name}, not a whole image that psigrad reads ({why})") from None
+        raise ValueError(f"is {name}, which cannot be read as an image ({why})") from None
     return Picture(hashlib.sha256(data).hexdigest(), *size, path, None if path is not None else data), moves
 
 

@@ -63,7 +63,7 @@ def _check_single(part: SplitSlice, name: str, own: str, single: Sequence[str]) 
     """Raise `UserError` if `part`, of a source without splits, is neither `own`, the split that `name` has, nor in `single`."""
     if canonical_split(part.name) not in (own, *single):
         cut = f"{own or single[0]}[:90%]"
-        raise UserError(f"{name} has no split {part.name!r}: it has no splits; remove the split, or give a slice: {cut}.")
+        raise UserError(f"{name} is a single split; remove the split {part.name!r}, or give a slice, such as {cut}.")
 
 
 def _suggest_file(path: Path) -> str:
@@ -94,7 +94,7 @@ def _folder(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
             raise UserError(f"The folder {path} has no files of the split {part.name!r}; name one of its splits: {found}.")
         if other := next((name for name, own in splits.items() if not own), ""):
             raise UserError(
-                f"The folder {path} has files of the splits {found}, but {other} names none; rename it or move it elsewhere."
+                f"The folder {path} has files of the splits {found}, but the name of {other} has none; rename or move it."
             )
     for name in read:
         yield from read_file(path / name, name)
@@ -142,8 +142,8 @@ def _hub(dataset: str, split: str, streaming: bool) -> Records:
         yield from part.take(records) if streaming else records
     except Exception as error:  # no network, no such name, split or configuration: datasets raises a dozen types
         raise UserError(
-            f"{show(dataset)} is neither a file or folder here{_suggest_file(Path(dataset))} nor a dataset that the hub could "
-            f"load (split {split!r}: {name_reason(error)}); check the name, the split and the network."
+            f"There is no file or folder {show(dataset)}, and no dataset of this name could be loaded from the hub (split "
+            f"{split!r}: {name_reason(error)}); check the name, the split and the network{_suggest_file(Path(dataset)) or '.'}"
         ) from error
 
 

@@ -130,8 +130,8 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
 def _check_seats(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
     if isinstance(algorithm, OnlinePreference) and count_seats(config) > 1:
         raise UserError(
-            f"{algorithm.name or 'The algorithm'} compares two completions of one prompt, but the seats of a game read different "
-            "prompts; choose a policy gradient, such as rloo."
+            f"{algorithm.name or 'The algorithm'} compares two completions of one prompt, but the players of a game read "
+            "different prompts; choose a policy gradient, such as rloo."
         )
     if not config.past_opponents:
         return
@@ -192,7 +192,7 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
             "teacher's prompts with --teacher-prompt."
         )
     if config.teacher_prompt and (isinstance(algorithm, OnlinePreference) or not algorithm.needs_reference):
-        raise UserError(f"The settings name a teacher_prompt, but {name} has no KL term; set algorithm.kl, or remove it.")
+        raise UserError(f"teacher_prompt is given, but {name} has no KL term; set algorithm.kl, or remove teacher_prompt.")
     if config.teacher_prompt and config.plays:
         raise UserError("teacher_prompt needs single completions, but the settings have episodes or agents; remove one of them.")
     if (config.agent or config.agent_command) and config.placement.environment_actors:
@@ -228,15 +228,15 @@ def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGrad
     if not isinstance(reference, Teacher):
         if spans and reference is not None:
             raise UserError(
-                "algorithm.kl.estimator is span, which is for another tokenizer, but the reference has the model's; set exact, "
-                "or k1+, which compares single tokens as span compares pieces of text."
+                "algorithm.kl.estimator is span, which is for a reference with another tokenizer, but this reference has the "
+                "model's; set algorithm.kl.estimator to exact, or to k1+, which compares single tokens."
             )
         return
     if isinstance(algorithm, OnlinePreference) or config.plays or config.evaluation.eval_kl:
         what = "eval_kl" if config.evaluation.eval_kl else "an environment or agent" if config.plays else "a preference method"
         raise UserError(
-            f"The reference {reference.name} is a server or has another tokenizer, but {what} needs a local reference with "
-            "the model's tokenizer; remove one of them."
+            f"The reference {reference.name} is a server or has another tokenizer, which {what} does not support; give a local "
+            "reference with the model's tokenizer."
         )
     reference.check(algorithm)
 
