@@ -149,7 +149,7 @@ def _figure(words: Sequence[str], place: Path, seed: int, metric: str, direction
         if found is not None and found.name.endswith("loss") and direction == "maximize":
             raise UserError(f"the sweep would maximise the held-out {found.name}; give --direction minimize.")
     if value != value:
-        raise UserError(f"{place} has no held-out {metric or 'metric'}; set eval_prompts, or name another --metric")
+        raise UserError(f"{place} has no held-out {metric or 'metric'}; set eval_prompts, or name another --metric.")
     return value
 
 

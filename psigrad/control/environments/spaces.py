@@ -70,7 +70,7 @@ def observations(space: Space) -> tuple[int, Callable[[Any], Array]]:
         keys, parts = list(_parts(space)), list(_parts(space).values())
         if sum(picture(part)[1] is not None for part in parts) > 1:
             raise UserError(
-                f"The observation has several images, {space}; expected at most one. Choose parts with "
+                f"The observation has several images, {space}; expected at most one. Choose one with "
                 "gymnasium.wrappers.FilterObservation, or stack the images as channels of one image."
             )
         flattened = [observations(part) for part in parts]

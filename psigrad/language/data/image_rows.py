@@ -168,7 +168,7 @@ def read(given: Any, base: Path) -> tuple[Picture, bool]:
         except binascii.Error as error:
             raise ValueError(f"is a data URL that is not base64 ({error})") from None
     if "://" in text[:16] and not text.startswith("file://"):
-        raise ValueError(f"is the URL {text[:60]}; images are not downloaded, so save it as a file and give the path")
+        raise ValueError(f"is the URL {text[:60]}; images are not downloaded, so save the image and give its path")
     try:
         path = _path(text, base)
         if not path.is_file():

@@ -53,8 +53,8 @@ def read_named(dataset: str, split: str, *, streaming: bool = False, single: Seq
     file, _, behind = dataset.partition(":")
     if kind_of_file(file):
         raise UserError(
-            f"The dataset {show(dataset)} has {show(behind)} after the file's name; expected a weight, which is a number "
-            "and needs several datasets: --dataset a.jsonl:0.7 b.jsonl:0.3."
+            f"The dataset {show(dataset)} has {show(behind)} after the file's name; expected a number, the "
+            "dataset's weight among several, as in --dataset a.jsonl:0.7 b.jsonl:0.3."
         )
     return _hub(dataset, split, streaming)
 
@@ -83,7 +83,7 @@ def _folder(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
     if unread := next(
         (name for name in names if name not in read and _UNREAD.intersection(Path(name.lower()).suffixes[-2:])), ""
     ):
-        raise UserError(f"The folder {path} has {read[0]} and {unread}, which cannot be read; convert it or move it elsewhere.")
+        raise UserError(f"The folder {path} has {read[0]}, but also {unread}, which cannot be read; convert or move {unread}.")
     splits = {name: split_of(name.rsplit(".", 1)[0]) for name in read}
     if not any(splits.values()):
         _check_single(part, f"The folder {path}", "", single)

@@ -73,7 +73,7 @@ def correct(
     if stated and config.lag:
         raise UserError(
             f"lag is {config.lag}, but the algorithm has no correction for completions of older weights; set "
-            "algorithm.correction to a part such as truncated_importance, or remove algorithm.correction to get that part."
+            "algorithm.correction to truncated_importance, or use lag=0."
         )
     if stated or (is_exact_sampler(sampler, model) and not config.lag):
         return algorithm
@@ -122,8 +122,8 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
             raise UserError(f"{name} is {getattr(config, name)}; it must be at least 1.")
     if config.num_minibatches > config.prompts_per_step:
         raise UserError(
-            f"num_minibatches is {config.num_minibatches} and a step has {config.prompts_per_step} groups; a minibatch takes "
-            "whole groups, so give at most as many minibatches as prompts_per_step."
+            f"num_minibatches is {config.num_minibatches}, but prompts_per_step is {config.prompts_per_step}, and a minibatch "
+            "takes all completions of a prompt; lower num_minibatches, or raise prompts_per_step."
         )
 
 
@@ -216,7 +216,7 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
             "remove one of them."
         )
     if config.reference_dtype and config.model.lora_rank and not config.reference:
-        raise UserError("reference_dtype has no effect with LoRA, where the reference is the model itself; remove it.")
+        raise UserError("With LoRA the reference is the model itself, so reference_dtype has no effect; remove it.")
 
 
 def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
@@ -269,6 +269,6 @@ def _check_critic(config: OnlineConfig, algorithm: PolicyGradient | OnlinePrefer
     adapts = isinstance(algorithm, PolicyGradient) and algorithm.adapts
     if adapts and config.num_iterations * config.num_minibatches == 1:
         raise UserError(
-            f"{algorithm.name or 'The algorithm'} adapts its penalty to how far several optimiser steps move the policy, but a "
-            "batch gets only one; set num_iterations or num_minibatches above 1."
+            f"{algorithm.name or 'The algorithm'} adapts its penalty to the policy's change while it trains on a batch, which "
+            "needs several optimiser steps; set num_iterations or num_minibatches above 1."
         )

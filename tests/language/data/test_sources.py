@@ -194,7 +194,7 @@ def test_a_folder_with_data_that_is_not_read_is_refused(name: str, tmp_path: Pat
     jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}])
     (tmp_path / "sub").mkdir()
     (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(UserError, match=f"has a.jsonl and {name}, which cannot be read"):
+    with pytest.raises(UserError, match=f"has a.jsonl, but also {name}, which cannot be read"):
         load(str(tmp_path), form="prompt-only")
 
 
@@ -347,7 +347,7 @@ def test_rows_of_another_form_are_told_once_with_the_form_that_they_fit(tmp_path
 @pytest.mark.parametrize("name", ["prompts.jsonl:0.5", "prompts.csv:x"])
 def test_what_stands_behind_a_file_name_is_not_asked_of_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("the hub was asked"))
-    with pytest.raises(UserError, match="expected a weight, which is a number and needs several datasets"):
+    with pytest.raises(UserError, match="expected a number, the dataset's weight among several"):
         load(name, form="prompt-only")
 
 
