@@ -224,7 +224,7 @@ def export(arguments: list[str]) -> int:
 def merge(arguments: list[str]) -> int:
     """Run `export --to merged`."""
     if "--to" in arguments:
-        raise UserError("merge writes the merged model; `psigrad export` takes --to.")
+        raise UserError("merge takes no --to, since it always writes merged weights; for others use `psigrad export --to`.")
     return export(arguments if flags.asks_for_help(arguments) else [*arguments, "--to", "merged"])
 
 

@@ -62,7 +62,7 @@ def convert_object(args: Any) -> Conversion:
     name = type(args).__name__
     if name not in METHODS or not hasattr(args, "per_device_train_batch_size"):
         raise UserError(
-            f"args is {kind_of(args)}; expected a configuration of TRL, such as {', '.join(METHODS)}, or settings by name."
+            f"args is {kind_of(args)}; expected one of TRL's {', '.join(METHODS)}; give other settings as keyword arguments."
         )
     fresh = type(args)(use_cpu=args.use_cpu, bf16=args.bf16, fp16=args.fp16)  # defaults differ between GPU and CPU
     values: dict[str, Any] = {"bf16": bool(args.bf16), "use_cpu": args.use_cpu}

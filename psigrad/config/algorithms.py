@@ -68,7 +68,7 @@ def change(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyGr
             parts["name"] = str(value)
         elif slot not in SLOTS:
             hint = nearest(slot, SLOTS) or "."
-            raise UserError(f"The algorithm has no part {slot!r}; expected preset, name or {', '.join(SLOTS)}{hint}")
+            raise UserError(f"The algorithm has no setting {slot!r}; expected preset, name or {', '.join(SLOTS)}{hint}")
         elif slot == "keep":
             parts[slot] = tuple(_part("keep", item, None) for item in value or ())
         else:
@@ -184,7 +184,7 @@ def _part(slot: str, value: Any, current: Any) -> Any:
     elif callable(value) or isinstance(value, tuple(DEFAULT_PART.values())):
         return value
     raise UserError(
-        f"The part {slot} is {value!r}; expected a name, module:object, or a mapping with `part` and its parameters"
+        f"algorithm.{slot} is {value!r}; expected a name, module:object, or a mapping with `part` and its parameters"
         f"{', or null' if slot in _OPTIONAL else ''}."
     )
 
@@ -209,19 +209,19 @@ def _build(part: Any, parameters: Mapping[str, Any]) -> Any:
     label = getattr(part, "__name__", str(part))
     if not (isinstance(part, type) and is_dataclass(part)):
         if parameters:
-            raise UserError(f"The part {label} takes no parameters and got {', '.join(parameters)}; give its name alone.")
+            raise UserError(f"{label} takes no parameters and got {', '.join(parameters)}; give its name alone.")
         return part
     allowed = [f.name for f in fields(part)]
     for key in parameters:
         if key not in allowed:
             hint = nearest(key, allowed) or "."
-            raise UserError(f"The part {label} has no parameter {key!r}; expected {', '.join(allowed) or 'none'}{hint}")
+            raise UserError(f"{label} has no parameter {key!r}; expected {', '.join(allowed) or 'none'}{hint}")
     if part is ratio.KL and isinstance(parameters.get("coefficient"), Mapping):
         parameters = {**parameters, "coefficient": _part("kl", {"part": "adaptive", **parameters["coefficient"]}, None)}
     try:
         return part(**parameters)
     except TypeError as error:
-        raise UserError(f"The part {label} got {parameters} ({error}); expected parameters {', '.join(allowed)}.") from error
+        raise UserError(f"{label} got {parameters} ({error}); expected the parameters {', '.join(allowed)}.") from error
 
 
 def _look_up(name: Any, choices: Mapping[str, T], kind: str, also: str = "") -> T:

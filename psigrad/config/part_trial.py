@@ -72,22 +72,22 @@ def try_parts(method: PolicyGradient) -> None:
         return method.surrogate(logp, logp - batch.logp_old, advantage, **needed)
 
     calls: list[tuple[str, Any, Callable[[], Any]]] = [
-        ("psi", method.psi, call_psi),
-        ("ratio", method.ratio, lambda: method.ratio(logp, batch.logp_old, mask)),
-        ("aggregate", method.aggregate, lambda: method.aggregate(mask, totals)),
+        ("algorithm.psi", method.psi, call_psi),
+        ("algorithm.ratio", method.ratio, lambda: method.ratio(logp, batch.logp_old, mask)),
+        ("algorithm.aggregate", method.aggregate, lambda: method.aggregate(mask, totals)),
     ]
     if "marks" not in needs_of(method.surrogate):
-        calls.append(("surrogate", method.surrogate, call_surrogate))
+        calls.append(("algorithm.surrogate", method.surrogate, call_surrogate))
     if (correction := method.correction) is not None:
-        calls.append(("correction", correction, lambda: correction(batch)))
-    for slot, part, call in calls:
+        calls.append(("algorithm.correction", correction, lambda: correction(batch)))
+    for setting, part, call in calls:
         if _is_custom(part):
-            _check(slot, part, _result(slot, part, call), ((rows, steps),))
+            _check(setting, part, _result(setting, part, call), ((rows, steps),))
     for keep in method.keep:
         if _is_custom(keep):
             arguments = (batch, advantage) if "advantage" in needs_of(keep) else (batch,)
-            found = _result("keep", keep, partial(keep, *arguments))
-            _check("keep", keep, found, ((rows,), (rows, steps)), torch.bool)
+            found = _result("algorithm.keep", keep, partial(keep, *arguments))
+            _check("algorithm.keep", keep, found, ((rows,), (rows, steps)), torch.bool)
     _result("algorithm", custom[0], lambda: _whole(method, batch, logp))
 
 
@@ -121,7 +121,7 @@ def _is_custom(part: Any) -> bool:
     return not home.startswith("psigrad.")
 
 
-def _result(slot: str, part: Any, call: Callable[[], Any]) -> Any:
+def _result(setting: str, part: Any, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except Exception as error:
@@ -129,11 +129,11 @@ def _result(slot: str, part: Any, call: Callable[[], Any]) -> Any:
         own = [frame for frame in frames if frame.filename == _file_of(part)]
         place = f"{own[-1].filename}, line {own[-1].lineno}" if own else _source_location(part)
         raise UserError(
-            f"The part {slot}, {_name(part)}, raised {name_reason(error)} on a test batch ({place}); fix it."
+            f"{setting} ({_name(part)}) raised {name_reason(error)} on a test batch ({place}); correct its code."
         ) from error
 
 
-def _check(slot: str, part: Any, found: Any, shapes: tuple[tuple[int, ...], ...], dtype: Any = None) -> None:
+def _check(setting: str, part: Any, found: Any, shapes: tuple[tuple[int, ...], ...], dtype: Any = None) -> None:
     """Raise `UserError` unless `found`, a part's result, is a tensor of one of the `shapes` and, if given, of `dtype`."""
     names = {1: "[N]", 2: "[N, T]"}
     expected = " or ".join(f"{names[len(shape)]} = {list(shape)}" for shape in shapes)
@@ -146,7 +146,7 @@ def _check(slot: str, part: Any, found: Any, shapes: tuple[tuple[int, ...], ...]
         given = f"a tensor of {found.dtype}"
     else:
         return
-    raise UserError(f"The part {slot}, {_name(part)}, returned {given}; expected {kind} {expected} ({_source_location(part)}).")
+    raise UserError(f"{setting} ({_name(part)}) returned {given}; expected {kind} {expected} ({_source_location(part)}).")
 
 
 def _name(part: Any) -> str:

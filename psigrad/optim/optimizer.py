@@ -413,7 +413,7 @@ def add_up(optimizers: Sequence[Optimizer], losses: Losses) -> None:
     for optimizer in optimizers:
         optimizer.finish_backward()
         if sum_gradients(optimizer.world, optimizer.unsharded, failed is not None):
-            raise PassOutOfMemoryError("A pass of a process ran out of memory.") from failed
+            raise PassOutOfMemoryError("A process ran out of memory in a forward or backward pass.") from failed
 
 
 def apply_together(rates: Sequence[tuple[Optimizer, float]], read: Read = to_list) -> list[float]:

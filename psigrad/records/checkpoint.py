@@ -247,7 +247,7 @@ def _verify_file(root: Path, name: str, entry: Mapping[str, Any], summed: bool =
     if file.stat().st_size != entry["bytes"]:
         raise CheckpointError(f"{root.name}/{name} has {file.stat().st_size} bytes, but {entry['bytes']} bytes were written.")
     if summed and (actual := sha256(file)) != entry["sha256"]:
-        raise CheckpointError(f"{root.name}/{name} has SHA-256 {actual[:16]}…; {entry['sha256'][:16]}… was written.")
+        raise CheckpointError(f"{root.name}/{name} has SHA-256 {actual[:16]}…, but {entry['sha256'][:16]}… was written.")
 
 
 def step_of(path: Path) -> int | None:

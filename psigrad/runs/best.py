@@ -60,7 +60,7 @@ class Best(Callback):
         found = comparison_figure(metrics, name, self.settings.greater_is_better)
         known = [key.removeprefix("eval/") for key in metrics if key.startswith("eval/")]
         if found is None and step and not self.figure and (name or not known):
-            near = nearest(name.removeprefix("eval_"), known) or f", which has {', '.join(known) or 'none'}."
-            raise UserError(f"metric_for_best_model is {name!r}, which is not a figure of this run's evaluation{near}")
+            near = nearest(name.removeprefix("eval_"), known) or f"; it has {', '.join(known) or 'none'}."
+            raise UserError(f"metric_for_best_model is {name!r}, but this run's evaluation has no such metric{near}")
         self.figure, value, greater = found or (self.figure, math.nan, True)
         return value, greater

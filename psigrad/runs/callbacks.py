@@ -335,7 +335,7 @@ def check_change(config: Any, name: str, value: Any) -> tuple[str, Any]:
     if dotted not in known:
         parts = " and ".join(f"numbers in {part}" for part in PARTS if hasattr(config, part))
         raise UserError(
-            f"{name} cannot be changed during a run; expected {', '.join(known)}{', ' if parts else ''}{parts}"
+            f"{name} cannot be changed during a run; a callback can change {', '.join(known)}{', ' if parts else ''}{parts}"
             f"{nearest(name, [*known, *(own.rpartition('.')[2] for own in known)]) or '.'}"
         )
     if dotted.startswith("sampling.") and getattr(config, "lag", False):

@@ -157,7 +157,7 @@ def _stack(given: Any, name: str) -> tuple[Matrix, int]:
         if stacked.ndim == 3 and stacked.shape[1] == stacked.shape[2]:
             stacked = stacked.reshape(-1, stacked.shape[2])
         elif stacked.ndim == 3 and stacked.shape[0] == stacked.shape[2]:
-            raise ValueError(f"{name} has shape {stacked.shape}, states first; expected (A, S, S); use MDP.from_state_first.")
+            raise ValueError(f"{name} has shape (S, A, S) = {stacked.shape}; expected (A, S, S); use MDP.from_state_first.")
     if stacked.ndim != 2 or stacked.shape[1] == 0 or stacked.shape[0] == 0 or stacked.shape[0] % stacked.shape[1]:
         raise ValueError(
             f"{name} has shape {stacked.shape}; expected an array (A, S, S), a list of A sparse matrices (S, S), or one matrix "
@@ -170,7 +170,9 @@ def _as(stacked: Matrix, given: Any, name: str) -> Matrix:
     """Return R(s, a, s') in any accepted form as (A·S, S), dense or CSR as the transitions are."""
     found, _ = _stack(given, name)
     if found.shape != stacked.shape:
-        raise ValueError(f"{name} R(s, a, s') stack to shape {found.shape}; expected {stacked.shape}, as the transitions.")
+        raise ValueError(
+            f"As (A·S, S), {name} R(s, a, s') has shape {found.shape}; expected {stacked.shape}, as transitions has."
+        )
     if sparse.issparse(stacked):
         return sparse.csr_array(found)
     return found.toarray() if sparse.issparse(found) else found
@@ -263,9 +265,9 @@ def _check(stacked: Matrix, rewards: FloatArray, gamma: float, terminal: BoolArr
         raise ValueError(f"gamma is {gamma}; expected a discount in [0, 1].")
     entries = stacked.data if sparse.issparse(stacked) else stacked
     if not np.isfinite(entries).all() or (entries.size and entries.min() < 0):
-        raise ValueError("transitions hold a negative or non-finite number; expected probabilities.")
+        raise ValueError("`transitions` has a negative or non-finite number; expected probabilities.")
     if end is not None and (end < 0).any():
-        raise ValueError("end holds a negative number; expected probabilities.")
+        raise ValueError("`end` has a negative number; expected probabilities.")
     if not np.isfinite(rewards).all():
         state, action = np.argwhere(~np.isfinite(rewards))[0]
         raise ValueError(

@@ -180,7 +180,7 @@ def batch_td(episodes: Iterable[Episode], n_states: int, gamma: float) -> FloatA
     model = counts[np.ix_(seen, seen)] / visits[seen, None]
     matrix = np.eye(seen.size) - gamma * model
     if seen.size and np.linalg.matrix_rank(matrix) < seen.size:
-        raise ValueError("The batch holds states from which no episode was seen to end, and gamma is 1; add whole episodes.")
+        raise ValueError("From some states of the batch no episode ends, and gamma is 1; add episodes that end, or lower gamma.")
     value[seen] = np.linalg.solve(matrix, paid[seen] / visits[seen])
     return value
 

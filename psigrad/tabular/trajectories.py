@@ -151,7 +151,7 @@ def all_paths(mdp: MDP, policy: ArrayLike, *, max_steps: int | None = None, most
         now = states[:, -1]
         total = int(found.count[now].sum())
         if total + n_done > most:
-            raise ValueError(f"There are more than {most:,} episodes; give max_steps or a smaller process, or raise `most`.")
+            raise ValueError(f"There are more than {most:,} episodes; give max_steps or a smaller MDP, or raise `most`.")
         parent = np.repeat(np.arange(now.size), found.count[now])
         within = np.arange(total) - np.repeat(np.cumsum(found.count[now]) - found.count[now], found.count[now])
         entry = found.first[now[parent]] + within

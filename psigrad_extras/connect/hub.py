@@ -111,7 +111,7 @@ def _model_of(folder: Path) -> Path:
     if not folder.is_dir():
         raise UserError(f"There is no folder {str(folder)!r}; name the output_dir of a run.")
     if not model.is_dir():
-        raise UserError(f"{str(folder)!r} holds no model/; name the output_dir of a finished run.")
+        raise UserError(f"{str(folder)!r} has no folder model; name the output_dir of a finished run.")
     if not any((model / name).exists() for name in ("config.json", "adapter_config.json")):
         raise UserError(f"{str(model)!r} holds no language model; psigrad push takes runs of language models.")
     return model

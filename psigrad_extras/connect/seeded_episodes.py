@@ -27,8 +27,8 @@ def begin(row: Mapping[str, Any], opened: Open) -> Observation | None:
     if opening != row["opening"]:
         before = row["opening"][:80]
         raise ValueError(
-            f"with one seed the server started an episode first with {before!r} and later with {opening[:80]!r}; use a server "
-            "whose first observation depends only on the seed"
+            f"for the same seed the server's first observation was {before!r} and is now {opening[:80]!r}; use a server whose "
+            "first observation depends only on the seed"
         )
     return None
 

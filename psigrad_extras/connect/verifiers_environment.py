@@ -91,7 +91,7 @@ class VerifiersEpisode:
         offered = [tool["function"] for tool in tools]
         self._parameters = {tool["name"]: (tool.get("parameters") or {}).get("properties") or {} for tool in offered}
         if self._said[: len(prompt)] != prompt or tools != (row.get("tools") or []):
-            raise ValueError("this task has another system prompt or other tools than the first; use a harness that keeps them")
+            raise ValueError("this task's system prompt or tools differ from the first task's; use another harness")
         return self._said[len(prompt) :] or None
 
     def step(self, completion: str) -> tuple[Observation, float, bool]:

@@ -161,7 +161,8 @@ def convert(
     else:
         found = ", ".join(first) or "none"
         raise UserError(
-            f"{dataset} has the columns {found}; expected prompt, completions, ranking or ratings; or prompt, completion, rating."
+            f"{dataset} has the columns {found}; expected prompt and completions with ranking or ratings, or prompt, completion "
+            "and rating."
         )
     write_jsonl(Path(output), made.rows)
     return Written(Path(output), len(made.rows), made.ties), made

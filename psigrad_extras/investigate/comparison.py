@@ -184,8 +184,8 @@ def _check_code(folder: Path, method: str, seed: int, code: Mapping[str, str]) -
     if before is not None and before != code:
         changed = ", ".join(name for name in pins.CODE if before.get(name) != code.get(name))
         raise UserError(
-            f"{folder} holds a result of {method}, seed {seed}, from other code (changed: {changed}), so it does not compare "
-            "with new results; name another folder with --output-dir, or change the code back."
+            f"{folder} holds a result of {method}, seed {seed}, from other code (changed: {changed}), so it cannot be "
+            "compared with new results; name another folder with --output-dir, or change the code back."
         )
 
 

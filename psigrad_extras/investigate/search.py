@@ -51,7 +51,7 @@ def space_of(text: str) -> tuple[str, Any]:
         )
     low, high = (read_value(end) for end in values.split("..", 1))
     if not all(isinstance(end, int | float) for end in (low, high)) or not -inf < low < high < inf or (log and low <= 0):
-        raise UserError(f"--search has {text!r}; expected two finite numbers, the lower first, both above 0 with log; {usage}.")
+        raise UserError(f"--search has {text!r}; expected finite LOW < HIGH, with LOW above 0 for log; {usage}.")
     whole = isinstance(low, int) and isinstance(high, int)
     return name, IntDistribution(low, high, log=log) if whole else FloatDistribution(low, high, log=log)
 
@@ -147,9 +147,9 @@ def _figure(words: Sequence[str], place: Path, seed: int, metric: str, direction
         found = headline(after)
         value = float("nan") if found is None else found.value
         if found is not None and found.name.endswith("loss") and direction == "maximize":
-            raise UserError(f"the held-out {found.name} should decrease; give --metric {found.name} to minimise it.")
+            raise UserError(f"the sweep would maximise the held-out {found.name}; give --direction minimize.")
     if value != value:
-        raise UserError(f"{place} has no held-out {metric or 'metric'}; set eval_prompts, or name another --metric")
+        raise UserError(f"{place} has no held-out {metric or 'metric'}; set eval_prompts, or name another --metric.")
     return value
 
 

@@ -160,7 +160,7 @@ class Rubric(Judge, Preparable):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.probabilities and (self.scale > 9 or not self.base_url):
-            raise UserError(f"rubric: probabilities need a base_url and a scale of at most 9; scale is {self.scale}.")
+            raise UserError(f"rubric: probabilities need base_url and scale <= 9; they are {self.base_url!r} and {self.scale}.")
         if not 1 <= self.scale <= 100:
             raise UserError(f"rubric: scale is {self.scale}; expected a scale from 1 to 100.")
 

@@ -76,15 +76,15 @@ def check(model: Pretrained, world: World) -> None:
     if size(config, "experts"):
         raise UserError("cp_size and tp_size do not support a mixture of experts; give tp_size=1 and cp_size=1.")
     heads, keys = layer_sizes(config, "heads"), layer_sizes(config, "key_heads")
-    if any(count % world.division.team for count in heads):
+    if odd := [count for count in heads if count % world.division.team]:
         raise UserError(
-            f"{type(config).__name__} has {max(heads)} attention heads, not a multiple of tp_size × cp_size = {tensor} × "
-            f"{context}; choose sizes whose product divides it."
+            f"{type(config).__name__} has {odd[0]} attention heads, not a multiple of tp_size × cp_size = {tensor} × "
+            f"{context}; choose sizes whose product divides {odd[0]}."
         )
-    if tensor > 1 and any(count % tensor for count in keys):
+    if tensor > 1 and (odd := [count for count in keys if count % tensor]):
         raise UserError(
-            f"The model has {min(keys)} key-value heads, which is not a multiple of tp_size={tensor}; give a tp_size that "
-            "divides it."
+            f"The model has {odd[0]} key-value heads, which is not a multiple of tp_size={tensor}; give a tp_size that "
+            f"divides {odd[0]}."
         )
     if tensor > 1 and model.adapter is not None:
         raise UserError("tp_size does not support adapters; use cp_size or placement.strategy=fsdp instead.")
@@ -100,12 +100,12 @@ def divide_layers(model: Pretrained, over: Any) -> None:
     plan = {name: style for name, style in (network.tp_plan or {}).items() if ".*." in name}
     if unknown := sorted(set(plan.values()) - _STYLES.keys()):
         raise UserError(
-            f"tp_size does not support {family}, whose plan in transformers has {', '.join(unknown)}; give tp_size=1."
+            f"tp_size does not support the styles {', '.join(unknown)} of transformers' plan for {family}; give tp_size=1."
         )
     patterns = {re.compile(re.escape(key).replace(r"\*", r"\d+")): style for key, style in plan.items()}
     found = [(m, style) for name, m in network.named_modules() for key, style in patterns.items() if key.fullmatch(name)]
     if not found:
-        raise UserError(f"tp_size does not support {family}, which has no plan in transformers; give tp_size=1, or use cp_size.")
+        raise UserError(f"transformers has no tensor-parallel plan for {family}; give tp_size=1, or use cp_size.")
     before = _probe(model)
     for module, style in found:
         _divide(module, *_STYLES[style], over)

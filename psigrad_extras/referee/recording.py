@@ -48,8 +48,8 @@ def record(config: OnlineConfig, folder: Path, steps: int, handed: Sequence[Step
     algorithm = method(config)
     if not isinstance(algorithm, PolicyGradient) or config.plays or config.asks:
         raise UserError(
-            "The referee compares only policy gradients without episodes; remove pairs, environment, tools and agent from the "
-            "settings."
+            "psigrad referee compares only policy-gradient methods on single completions; choose one, such as grpo, and remove "
+            "environment, tools and agent."
         )
     check(config, algorithm)
     data, run = replace(config.data, eval_dataset="", eval_split="test"), config.run
@@ -66,7 +66,7 @@ def record(config: OnlineConfig, folder: Path, steps: int, handed: Sequence[Step
         expected = sum(len(one["rows"]) for one in handed) or len(job.run.prompts)
         if len(job.run.prompts) != expected:
             raise UserError(
-                f"psigrad reads {len(job.run.prompts)} of the other side's {expected} rows; change the settings that drop rows."
+                f"psigrad keeps {len(job.run.prompts)} of the {expected} rows with samples; change the settings that drop rows."
             )
         total = config.run.steps(rows or expected, config.prompts_per_step)
         job = replace(job, run=replace(job.run, total_steps=total))

@@ -46,8 +46,8 @@ def devices_of(device: torch.device, count: int, environment: Mapping[str, str])
     every = named.split(",") if named else [str(number) for number in range(first + count)]
     if first + count > len(every):
         raise UserError(
-            f"tensor_parallel_size is {count} but the trainer on {device} sees only {len(every)} devices; lower it, or add "
-            "devices to CUDA_VISIBLE_DEVICES."
+            f"tensor_parallel_size is {count}, but CUDA_VISIBLE_DEVICES lists only {len(every) - first} devices from {device} "
+            "on; lower tensor_parallel_size, or list more devices."
         )
     return ",".join(every[first : first + count])
 
@@ -62,8 +62,8 @@ def check_setup(where: torch.device, tensor_parallel_size: int, sleep: bool) -> 
     on_gpu = where.type == "cuda"
     if sleep and not on_gpu:
         raise UserError(f"sampling.vllm_sleep frees a GPU's memory, but the model is on {where}; remove vllm_sleep.")
-    if on_gpu and (where.index or 0) + tensor_parallel_size > torch.cuda.device_count():
+    if on_gpu and tensor_parallel_size > (found := torch.cuda.device_count() - (where.index or 0)):
         raise UserError(
-            f"sampling.tensor_parallel_size is {tensor_parallel_size}, but this process has fewer GPUs from {where} on; lower "
-            "it, or make more GPUs visible."
+            f"sampling.tensor_parallel_size is {tensor_parallel_size}, but only {found} GPUs are visible from {where} on; lower "
+            "sampling.tensor_parallel_size, or make more GPUs visible."
         )

@@ -83,7 +83,7 @@ def fleiss_kappa(ratings: ArrayLike) -> float:
     m = n.sum(1)
     if m.min() != m.max() or m[0] < 2:
         raise ValueError(
-            f"The units have {m.min()} to {m.max()} answers; Fleiss' kappa takes the same number, 2 or more, of each."
+            f"The units have {m.min()} to {m.max()} answers; Fleiss' kappa needs the same number for each unit, 2 or more."
         )
     per_unit = (n * (n - 1)).sum(1) / (m * (m - 1))
     expected = np.square(n.sum(0) / n.sum()).sum()

@@ -196,4 +196,4 @@ def rollouts(folder: Path, kind: str | None, steps: range | None, damaged: list[
         answer = [{"role": "assistant", "content": text}] if talk else text
         yield place, {**row, "completion": answer, "sampler": f"step {row['step']}"}
     if none and damaged:
-        raise UserError(f"{damaged[0]} is not a rollout; expected step, prompt and completion.")
+        raise UserError(f"{damaged[0]} is not a rollout; expected an object with step, prompt and completion.")

@@ -196,7 +196,7 @@ MISTAKES = {
     "a tool without a docstring": ([*GRPO, "--tools", "mine.py:add"], "The tool '.*add' cannot be offered"),
     "minibatches without a group": (
         [*GRPO, "--prompts-per-step", "3", "--num-minibatches", "7"],
-        "a minibatch takes whole groups",
+        "a minibatch takes all completions of a prompt",
     ),
     "actions that do not fit": (["control", "dqn", "--env", "Pendulum-v1"], "needs discrete actions, one at a time"),
     "no run": (["report", "{tmp}"], "is not a run folder"),

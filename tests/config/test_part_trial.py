@@ -44,14 +44,14 @@ WRONG = {
 @pytest.mark.parametrize("slot", WRONG)
 def test_a_wrong_part_is_named_with_its_slot_and_line(slot):
     part, message = WRONG[slot]
-    with pytest.raises(UserError, match=rf"The part {slot}, .*{message}.*test_part_trial\.py, line \d+"):
+    with pytest.raises(UserError, match=rf"^algorithm\.{slot} \(.*{message}.*test_part_trial\.py, line \d+"):
         try_parts(replace(GRPO, **{slot: part}))
 
 
 def test_parts_that_fit_pass_and_a_part_inside_another_is_called():
     try_parts(replace(GRPO, psi=centred, surrogate=squared))
     assert PPO.critic is not None
-    with pytest.raises(UserError, match=r"part algorithm, .*size"):
+    with pytest.raises(UserError, match=r"^algorithm \(.*size"):
         try_parts(replace(PPO, critic=replace(PPO.critic, returns=lambda batch: batch.reward[:, :1].expand(2, 7))))
 
 
@@ -63,7 +63,7 @@ def test_the_made_batch_has_what_every_method_reads(name):
 
 def test_a_run_stops_before_it_makes_a_folder(tmp_path):
     config = OnlineConfig(reward=("exact",), algorithm={"preset": "grpo", "psi": lambda batch: torch.zeros(3)})
-    with pytest.raises(UserError, match="The part psi"):
+    with pytest.raises(UserError, match=r"algorithm\.psi \("):
         online.run(replace(config, run=replace(config.run, output_dir=str(tmp_path / "run"))))
     assert not (tmp_path / "run").exists()
 
@@ -115,5 +115,5 @@ def test_the_parts_of_the_page_fit_their_slots():
     try_parts(replace(GRPO, kl=names["CappedKL"]()))
     try_parts(replace(PPO, critic=names["absolute_error"]()))
     try_parts(names["mine"])
-    with pytest.raises(UserError, match="part algorithm, Shorter"):
+    with pytest.raises(UserError, match=r"^algorithm \(Shorter\)"):
         try_parts(replace(GRPO, kl=type("Shorter", (KL,), {"per_step": lambda self, logp, old, ref: logp[:, :2]})()))

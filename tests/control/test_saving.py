@@ -286,7 +286,7 @@ def test_a_setting_that_cannot_change_is_refused_by_name(tmp_path):
         def on_step_end(self, args, state, control, **kwargs):
             control.change(n_steps=4)
 
-    with pytest.raises(UserError, match="n_steps cannot be changed during a run; expected"):
+    with pytest.raises(UserError, match="n_steps cannot be changed during a run; a callback can change"):
         run.run(with_callbacks(config_of("ppo", tmp_path / "run"), Wrong()))
 
 

@@ -233,7 +233,7 @@ OPPONENTS = OnlineConfig(model=Model("m"), data=Data("d"), environment="kuhn", p
         (replace(OPPONENTS, environment="guess"), "the environment has only one seat"),
         (replace(OPPONENTS, model=Model("m", lora_rank=4)), "LoRA"),
         (replace(OPPONENTS, sampling=Sampling(sampler="vllm")), "use embedded"),
-        (replace(OPPONENTS, past_opponents=0.0, algorithm="online_dpo"), "the seats of a game read different"),
+        (replace(OPPONENTS, past_opponents=0.0, algorithm="online_dpo"), "the players of a game read different"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(config, why):

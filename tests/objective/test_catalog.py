@@ -134,7 +134,7 @@ def test_a_users_own_function_is_a_part(user_module: str) -> None:
         ({"preset": "grpo", "surrogate": "clpi"}, "did you mean 'clip'"),
         ({"preset": "grpo", "surrogate": {"part": "clip", "hihg": 1}}, "did you mean 'high'"),
         ({"preset": "grpo", "kl": {"coefficient": "many"}}, "not supported between"),
-        ({"preset": "grpo", "psi": None}, "The part psi is None"),
+        ({"preset": "grpo", "psi": None}, "algorithm.psi is None"),
         ({"preset": "grpo", "aggregate": {"n": 3}}, "mapping with `part`"),
         ({"preset": "grpo", "psi": {"part": "leave_one_out", "k": 3}}, "takes no parameters"),
         ({"preset": "grpo", "psi": "no_such_module:x"}, "cannot be imported"),
@@ -172,7 +172,7 @@ def test_parts_that_do_not_fit_are_refused_at_construction(change: dict, sentenc
 
 
 def test_whitening_refuses_a_psi_with_memory() -> None:
-    with pytest.raises(ValueError, match="psi with memory"):
+    with pytest.raises(ValueError, match="reads earlier batches"):
         whitened(moving_average())
 
 

@@ -209,8 +209,8 @@ def test_rewards_of_steps_are_standardised_over_the_group_and_summed_from_behind
         (covariance_penalty, {"coefficient": 0.0}, "coefficient"),
         (with_imitation, {"coefficient": 0.0}, "expected more than 0"),
         (with_imitation, {"surrogate": covariance_penalty()}, "chooses steps itself"),
-        (KL, {"estimator": "exact_js", "mixture": 1.0}, "the ends are exact_forward and exact"),
-        (KL, {"where": "reward", "estimator": "exact_forward"}, "only the value of k1, k2 or k3"),
+        (KL, {"estimator": "exact_js", "mixture": 1.0}, "for 0 use exact_forward, for 1 exact"),
+        (KL, {"where": "reward", "estimator": "exact_forward"}, "expected k1, k2 or k3, not importance-weighted"),
     ],
 )
 def test_parameters_that_cannot_be_are_refused(part, settings, message):

@@ -70,7 +70,7 @@ def test_what_no_evaluation_has_had_is_refused():
     best.on_evaluate(None, SimpleNamespace(step=0), Control(), before)
     best.on_evaluate(None, SimpleNamespace(step=1), Control(), {"eval/unscored": 4})  # a judge that is down
     for metric in ("exact", ""):
-        with pytest.raises(UserError, match=f"metric_for_best_model is '{metric}'.*which has none"):
+        with pytest.raises(UserError, match=f"metric_for_best_model is '{metric}'.*it has none"):
             told([{}], metric_for_best_model=metric)
 
 

@@ -252,7 +252,7 @@ def test_the_beta_of_a_preference_loss_can_change(job, tmp_path):
 
 
 REFUSED = [
-    ({"num_generations": 2}, "num_generations cannot be changed during a run; expected"),
+    ({"num_generations": 2}, "num_generations cannot be changed during a run; a callback can change"),
     ({"learning_rat": 1}, "did you mean 'optim.learning_rate'|did you mean 'learning_rate'"),
     ({"learning_rate": -1.0}, "learning_rate is changed to -1.0; expected at least 0"),
     ({"algorithm.kl.coefficient": "x"}, "is changed to 'x'; expected a number"),

@@ -216,7 +216,7 @@ def test_an_allowed_change_that_needs_a_part_that_no_checkpoint_has_is_refused(p
     config = online_config(job, tmp_path / "run")
     online.run(config)
     interrupted(tmp_path / "run")
-    with pytest.raises(UserError, match=rf"step-\d+ has no {part}, since the run's settings needed none"):
+    with pytest.raises(UserError, match=rf"step-\d+ has no {part}, since the run was started with settings that need none"):
         online.run(replace(config, **changed, run=replace(config.run, allow=tuple(changed))))
 
 

@@ -63,7 +63,7 @@ def test_rewards_of_an_outcome_may_have_another_form_than_the_transitions():
                 assert tabular.sample_paths(mdp, [0, 0, 0], 2, seed=0, max_steps=3).rewards.sum(1).tolist() == [7.0, 7.0]
             assert MDP(*given, 0.9).rewards[:, 0].tolist() == [1.0, 2.0, 4.0]
     for wrong in ({"rewards": paid[:, :2, :2]}, {"rewards": np.zeros((3, 1)), "rewards_next": paid[:, :2, :2]}):
-        with pytest.raises(ValueError, match=r"R\(s, a, s'\) stack to shape \(2, 2\); expected \(3, 3\), as the transitions"):
+        with pytest.raises(ValueError, match=r"R\(s, a, s'\) has shape \(2, 2\); expected \(3, 3\), as transitions has"):
             MDP(transitions, gamma=0.9, **wrong)
 
 
@@ -113,7 +113,7 @@ MISTAKES = {
     "start": ({"start": np.array([0.5, 0.6])}, "sum 1.1; expected 2 probabilities"),
     "no end": ({"gamma": 1.0}, "gamma is 1 and from state 0 no terminal state can be reached"),
     "sparse shapes": ({"transitions": [sparse.eye_array(2), sparse.eye_array(3)]}, r"expected \(S, S\) for each"),
-    "end": ({"end": np.full((2, 2), -0.1)}, "end holds a negative number"),
+    "end": ({"end": np.full((2, 2), -0.1)}, "`end` has a negative number"),
     "end shape": ({"end": np.zeros(2)}, r"expected finite numbers of shape \(2, 2\)"),
 }
 

@@ -237,7 +237,7 @@ def test_the_order_of_a_batch_does_not_matter(seed):
         (lambda: tabular.random_walk(4), "n is 4; expected an odd"),
         (lambda: tabular.inverse_visits(0.4), "power is 0.4"),
         (lambda: tabular.forest(1), "states is 1"),
-        (lambda: tabular.batch_td([episode([0, 0], [1], False)], 1, 1.0), "no episode was seen to end"),
+        (lambda: tabular.batch_td([episode([0, 0], [1], False)], 1, 1.0), "no episode ends"),
         (lambda: tabular.Simulator(WALK, max_steps=0), "max_steps is 0"),
         (lambda: tabular.Simulator(WALK).step(0), "call reset first"),
     ],

@@ -70,7 +70,7 @@ def observations(space: Space) -> tuple[int, Callable[[Any], Array]]:
         keys, parts = list(_parts(space)), list(_parts(space).values())
         if sum(picture(part)[1] is not None for part in parts) > 1:
             raise UserError(
-                f"The observation has several images, {space}; expected at most one. Choose parts with "
+                f"The observation has several images, {space}; expected at most one. Choose one with "
                 "gymnasium.wrappers.FilterObservation, or stack the images as channels of one image."
             )
         flattened = [observations(part) for part in parts]
@@ -79,7 +79,7 @@ def observations(space: Space) -> tuple[int, Callable[[Any], Array]]:
         return sum(size for size, _ in flattened), lambda o: np.concatenate([_scale(make(o[key])) for key, make in makers], 1)
     raise UserError(
         f"The observation space is {space}; expected Discrete, MultiDiscrete, MultiBinary, a Box of numbers or an image, or a "
-        "Dict or Tuple of these; wrap the environment, for example (wrappers=…) with gymnasium.wrappers.FlattenObservation or "
+        "Dict or Tuple of these. Wrap the environment, for example with wrappers=gymnasium.wrappers:FlattenObservation or "
         "minigrid.wrappers:ImgObsWrapper."
     )
 

@@ -80,23 +80,23 @@ def adjust(algorithm: PolicyGradient, config: ControlConfig) -> PolicyGradient:
     inner = algorithm.psi.psi if isinstance(algorithm.psi, whitened) else algorithm.psi
     whitens = isinstance(algorithm.psi, whitened) if normalize is None else bool(normalize)
     if config.gae_lambda is not None and not (hasattr(inner, "lam") or "action_value" in needs_of(inner)):
-        raise UserError(f"gae_lambda is {config.gae_lambda} and {algorithm.name} has no λ; remove it, or choose a2c or ppo.")
+        raise UserError(f"{algorithm.name} does not read gae_lambda={config.gae_lambda}; remove it, or choose a2c or ppo.")
     inner = _with(inner, gamma=config.gamma, lam=config.gae_lambda)
     psi = whitened(inner) if whitens else inner
     surrogate, critic, entropy = algorithm.surrogate, algorithm.critic, algorithm.entropy
     if clip_range is not None:
         if not isinstance(surrogate, clip):
-            raise UserError(f"clip_range is {clip_range} and {algorithm.name} does not clip; remove it, or choose ppo.")
+            raise UserError(f"clip_range is {clip_range}, but {algorithm.name} does not clip; remove clip_range or choose ppo.")
         surrogate = replace(surrogate, low=clip_range, high=clip_range)
     if config.clip_range_schedule != "constant" and not isinstance(surrogate, clip):
-        raise UserError(f"clip_range_schedule is linear and {algorithm.name} does not clip; remove it, or choose ppo.")
+        raise UserError(f"clip_range_schedule is linear, but {algorithm.name} does not clip; remove this setting, or choose ppo.")
     if ent_coef is not None:
         entropy = bonus(ent_coef) if ent_coef else None
     elif entropy is not None and not entropy.coefficient:
         entropy = None
     if vf_coef is not None:
         if critic is None:
-            raise UserError(f"vf_coef is {vf_coef} and {algorithm.name} has no critic; remove it, or choose a2c or ppo.")
+            raise UserError(f"vf_coef is {vf_coef}, but {algorithm.name} has no critic; remove vf_coef, or choose a2c or ppo.")
         critic = replace(critic, coefficient=2 * vf_coef)
     return replace(algorithm, psi=psi, surrogate=surrogate, critic=critic, entropy=entropy)
 

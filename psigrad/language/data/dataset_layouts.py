@@ -64,7 +64,7 @@ def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str)
         raise UserError(f"The columns {', '.join(twice)} are all renamed to {columns[twice[0]]}; rename only one of them.")
     if both := next((name for name, new in renamed.items() if is_template(columns.get(new, ""))), ""):
         new = columns[both]
-        raise UserError(f"columns makes {new!r} twice, from {both!r} and from the template {columns[new]!r}; remove one of them.")
+        raise UserError(f"columns fills {new!r} twice, from {both!r} and by the template {columns[new]!r}; remove one.")
     asked = [*renamed, *(name for text in columns.values() if is_template(text) for name in _FIELD.findall(text) if name)]
     if absent := [name for name in asked if at(name) is _MISSING]:
         name, wanted = absent[0], renamed.get(absent[0], "")

@@ -168,7 +168,7 @@ def read(given: Any, base: Path) -> tuple[Picture, bool]:
         except binascii.Error as error:
             raise ValueError(f"is a data URL that is not base64 ({error})") from None
     if "://" in text[:16] and not text.startswith("file://"):
-        raise ValueError(f"is the URL {text[:60]}; images are not downloaded, so save it as a file and give the path")
+        raise ValueError(f"is the URL {text[:60]}; images are not downloaded, so save the image and give its path")
     try:
         path = _path(text, base)
         if not path.is_file():
@@ -197,7 +197,7 @@ def _of_bytes(data: bytes, path: Path | None = None) -> tuple[Picture, bool]:
         name = f"the file {path}" if path is not None else f"{len(data)} bytes"
         unknown = type(error).__name__ == "UnidentifiedImageError"  # its text has the address of an object
         why = f"expected {', '.join(images.FORMATS)}" if unknown else name_reason(error)
-        raise ValueError(f"is {name}, not a whole image that psigrad reads ({why})") from None
+        raise ValueError(f"is {name}, which cannot be read as an image ({why})") from None
     return Picture(hashlib.sha256(data).hexdigest(), *size, path, None if path is not None else data), moves
 
 

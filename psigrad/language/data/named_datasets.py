@@ -54,8 +54,8 @@ def read_named(dataset: str, split: str, *, streaming: bool = False, single: Seq
     file, _, behind = dataset.partition(":")
     if kind_of_file(file):
         raise UserError(
-            f"The dataset {show(dataset)} has {show(behind)} after the file's name; expected a weight, which is a number "
-            "and needs several datasets: --dataset a.jsonl:0.7 b.jsonl:0.3."
+            f"The dataset {show(dataset)} has {show(behind)} after the file's name; expected a number, the "
+            "dataset's weight among several, as in --dataset a.jsonl:0.7 b.jsonl:0.3."
         )
     return _hub(dataset, split, streaming)
 
@@ -64,7 +64,7 @@ def _check_single(part: SplitSlice, name: str, own: str, single: Sequence[str]) 
     """Raise `UserError` if `part`, of a source without splits, is neither `own`, the split that `name` has, nor in `single`."""
     if canonical_split(part.name) not in (own, *single):
         cut = f"{own or single[0]}[:90%]"
-        raise UserError(f"{name} has no split {part.name!r}: it has no splits; remove the split, or give a slice: {cut}.")
+        raise UserError(f"{name} is a single split; remove the split {part.name!r}, or give a slice, such as {cut}.")
 
 
 def _suggest_file(path: Path) -> str:
@@ -90,7 +90,7 @@ def _folder(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
     if unread := next(
         (name for name in names if name not in read and _UNREAD.intersection(Path(name.lower()).suffixes[-2:])), ""
     ):
-        raise UserError(f"The folder {path} has {read[0]} and {unread}, which cannot be read; convert it or move it elsewhere.")
+        raise UserError(f"The folder {path} has {read[0]}, but also {unread}, which cannot be read; convert or move {unread}.")
     splits = {name: split_of(name.rsplit(".", 1)[0]) for name in read}
     if not any(splits.values()):
         _check_single(part, f"The folder {path}", "", single)
@@ -101,7 +101,7 @@ def _folder(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
             raise UserError(f"The folder {path} has no files of the split {part.name!r}; name one of its splits: {found}.")
         if other := next((name for name, own in splits.items() if not own), ""):
             raise UserError(
-                f"The folder {path} has files of the splits {found}, but {other} names none; rename it or move it elsewhere."
+                f"The folder {path} has files of the splits {found}, but the name of {other} has none; rename or move it."
             )
     for name in read:
         yield from read_file(path / name, name)
@@ -186,8 +186,8 @@ def _hub(dataset: str, split: str, streaming: bool) -> Records:
         yield from part.take(records) if streaming else records
     except Exception as error:  # no network, no such name, split or configuration: datasets raises a dozen types
         raise UserError(
-            f"{show(dataset)} is no file or folder here, and the hub could not load it (split {split!r}: {name_reason(error)}); "
-            f"check the name, the split and the network{_suggest_file(Path(dataset)) or '.'}"
+            f"There is no file or folder {show(dataset)}, and no dataset of this name could be loaded from the hub (split "
+            f"{split!r}: {name_reason(error)}); check the name, the split and the network{_suggest_file(Path(dataset)) or '.'}"
         ) from error
 
 

@@ -125,8 +125,8 @@ def part_of(checkpoint: Path | None, part: str) -> Path | None:
     """
     if checkpoint is not None and not (checkpoint / part).is_dir():
         raise UserError(
-            f"{checkpoint} has no {part}, since the run's settings needed none. Set them back to what the run was started "
-            "with, or choose another output_dir."
+            f"{checkpoint} has no {part}, since the run was started with settings that need none. Use those settings again, or "
+            "choose another output_dir."
         )
     return None if checkpoint is None else checkpoint / part
 
@@ -183,11 +183,11 @@ def _options(settings: Model, run: Run, world: World) -> dict[str, Any]:
 
 def _check_shards(settings: Model, lora: Lora | None, world: World) -> None:
     if world.lockstep and settings.quantize_base and lora is not None:
-        raise UserError("placement.strategy=fsdp cannot shard a quantised base (quantize_base); set it to ddp.")
+        raise UserError("placement.strategy=fsdp cannot shard a quantised base (quantize_base); set placement.strategy=ddp.")
     if world.lockstep and lora is not None and (lora.dora or lora.modules_to_save):
         raise UserError(
-            "The adapter has use_dora or lora_modules_to_save, which placement.strategy=fsdp cannot merge; set it to ddp, or "
-            "give a plain LoRA adapter."
+            "The adapter has use_dora or lora_modules_to_save, which placement.strategy=fsdp cannot merge; set "
+            "placement.strategy=ddp, or give a plain LoRA adapter."
         )
 
 

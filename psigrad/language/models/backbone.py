@@ -422,8 +422,8 @@ def _check_repeatable(model: Pretrained) -> None:
         one, other = (model._probe(model._texts(), packed=not model.why_padded).detach() for _ in range(2))
     if gap := float((one - other).abs().max()):
         raise UserError(
-            f"In training mode {type(model.network).__name__} draws random numbers that psigrad cannot switch off (two passes "
-            f"differ by {gap:.1g}); remove gradient_checkpointing and lora_dropout."
+            f"In training mode {type(model.network).__name__} draws random numbers that psigrad cannot switch off (two "
+            f"forward passes differ by {gap:.1g}); remove gradient_checkpointing and lora_dropout."
         )
 
 

@@ -231,7 +231,7 @@ def replay_routers(model: Any) -> RouterRecorder:
     hf = model.network
     name = type(hf).__name__
     if model.why_padded:
-        raise UserError(f"router_replay needs a model that runs packed ({model.why_padded}); remove router_replay.")
+        raise UserError(f"router_replay packs sequences, but this model pads them ({model.why_padded}); remove router_replay.")
     routing = RouterRecorder(hf)
     if not routing.routers or not routing.top_k:
         raise UserError(

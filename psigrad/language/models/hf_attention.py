@@ -47,7 +47,7 @@ def attention(
     if layout is None and plain:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if kwargs.get("position_bias") is not None:
-        raise ValueError("Packed passes do not support attention with position_bias; padded passes are used instead.")
+        raise ValueError("Attention with position_bias does not support packed sequences.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     how = SDPA if plain else functools.partial(modified_attention, softcap=softcap, sinks=sinks)
     if layout is None:

@@ -387,7 +387,7 @@ def configure_vision(tokenizer: Any, network: Any, path: str) -> None:
     if not hasattr(network, "get_image_features"):
         images.attach_image_format(tokenizer, None)
     elif images.image_format_of(tokenizer) is None and (why := attach(tokenizer, path)) and processor_files(path):
-        raise ValueError(f"its image processor cannot be loaded ({why}); fix it, or delete its files to read text alone")
+        raise ValueError(f"its image processor cannot be loaded: {why}; to read text alone, delete the image processor's files")
 
 
 def attach(tokenizer: Any, path: str, config: Any = None) -> str:
@@ -419,7 +419,7 @@ def tokenizer_of(processor: Any, config: Any) -> Any:
         with tempfile.TemporaryDirectory() as folder:
             processor.image_processor.save_pretrained(folder)
             if why := attach(tokenizer, folder, config):
-                raise UserError(f"The image processor cannot be loaded ({why}); fix it, or give the tokenizer alone.")
+                raise UserError(f"The image processor cannot be loaded ({why}); give another one, or give the tokenizer alone.")
     return tokenizer
 
 

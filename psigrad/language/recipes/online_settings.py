@@ -73,7 +73,7 @@ def correct(
     if stated and config.lag:
         raise UserError(
             f"lag is {config.lag}, but the algorithm has no correction for completions of older weights; set "
-            "algorithm.correction to a part such as truncated_importance, or remove algorithm.correction to get that part."
+            "algorithm.correction to truncated_importance, or use lag=0."
         )
     if stated or (is_exact_sampler(sampler, model) and not config.lag):
         return algorithm
@@ -122,16 +122,16 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
             raise UserError(f"{name} is {getattr(config, name)}; it must be at least 1.")
     if config.num_minibatches > config.prompts_per_step:
         raise UserError(
-            f"num_minibatches is {config.num_minibatches} and a step has {config.prompts_per_step} groups; a minibatch takes "
-            "whole groups, so give at most as many minibatches as prompts_per_step."
+            f"num_minibatches is {config.num_minibatches}, but prompts_per_step is {config.prompts_per_step}, and a minibatch "
+            "takes all completions of a prompt; lower num_minibatches, or raise prompts_per_step."
         )
 
 
 def _check_seats(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
     if isinstance(algorithm, OnlinePreference) and count_seats(config) > 1:
         raise UserError(
-            f"{algorithm.name or 'The algorithm'} compares two completions of one prompt, but the seats of a game read different "
-            "prompts; choose a policy gradient, such as rloo."
+            f"{algorithm.name or 'The algorithm'} compares two completions of one prompt, but the players of a game read "
+            "different prompts; choose a policy gradient, such as rloo."
         )
     if not config.past_opponents:
         return
@@ -192,7 +192,7 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
             "teacher's prompts with --teacher-prompt."
         )
     if config.teacher_prompt and (isinstance(algorithm, OnlinePreference) or not algorithm.needs_reference):
-        raise UserError(f"The settings name a teacher_prompt, but {name} has no KL term; set algorithm.kl, or remove it.")
+        raise UserError(f"teacher_prompt is given, but {name} has no KL term; set algorithm.kl, or remove teacher_prompt.")
     if config.teacher_prompt and config.plays:
         raise UserError("teacher_prompt needs single completions, but the settings have episodes or agents; remove one of them.")
     if (config.agent or config.agent_command) and config.placement.environment_actors:
@@ -216,7 +216,7 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
             "remove one of them."
         )
     if config.reference_dtype and config.model.lora_rank and not config.reference:
-        raise UserError("reference_dtype has no effect with LoRA, where the reference is the model itself; remove it.")
+        raise UserError("With LoRA the reference is the model itself, so reference_dtype has no effect; remove it.")
 
 
 def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
@@ -228,15 +228,15 @@ def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGrad
     if not isinstance(reference, Teacher):
         if spans and reference is not None:
             raise UserError(
-                "algorithm.kl.estimator is span, which is for another tokenizer, but the reference has the model's; set exact, "
-                "or k1+, which compares single tokens as span compares pieces of text."
+                "algorithm.kl.estimator is span, which is for a reference with another tokenizer, but this reference has the "
+                "model's; set algorithm.kl.estimator to exact, or to k1+, which compares single tokens."
             )
         return
     if isinstance(algorithm, OnlinePreference) or config.plays or config.evaluation.eval_kl:
         what = "eval_kl" if config.evaluation.eval_kl else "an environment or agent" if config.plays else "a preference method"
         raise UserError(
-            f"The reference {reference.name} is a server or has another tokenizer, but {what} needs a local reference with "
-            "the model's tokenizer; remove one of them."
+            f"The reference {reference.name} is a server or has another tokenizer, which {what} does not support; give a local "
+            "reference with the model's tokenizer."
         )
     reference.check(algorithm)
 
@@ -269,6 +269,6 @@ def _check_critic(config: OnlineConfig, algorithm: PolicyGradient | OnlinePrefer
     adapts = isinstance(algorithm, PolicyGradient) and algorithm.adapts
     if adapts and config.num_iterations * config.num_minibatches == 1:
         raise UserError(
-            f"{algorithm.name or 'The algorithm'} adapts its penalty to how far several optimiser steps move the policy, but a "
-            "batch gets only one; set num_iterations or num_minibatches above 1."
+            f"{algorithm.name or 'The algorithm'} adapts its penalty to the policy's change while it trains on a batch, which "
+            "needs several optimiser steps; set num_iterations or num_minibatches above 1."
         )

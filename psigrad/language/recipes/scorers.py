@@ -149,7 +149,7 @@ class RewardSetup:
             more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
             (row, fault), cure = (
                 bad[0],
-                "fix it, leave its answer empty if the reward does not apply, or skip it with --bad-rows skip",
+                "fix the row, leave its answer empty if the reward does not apply, or skip it with --bad-rows skip",
             )
             raise UserError(f"{row.source}: {fault.rstrip('.')}; {cure}{more}.")
         if bad and log is not None:
@@ -169,8 +169,8 @@ class RewardSetup:
         for spec, name in ((spec, name) for spec, own in zip(self.specs, self.needs, strict=True) for name in own):
             if name not in there and (new := renamed.get(name, "")):
                 raise UserError(
-                    f"{spec.name} needs the column {name!r}, which columns renames to {new!r}. To copy the column and keep its "
-                    f"old name, write {new}={{{name}}}."
+                    f"{spec.name} needs the column {name!r}, but the setting columns renames it to {new!r}. To copy the "
+                    f"column and keep its old name, write {new}={{{name}}}."
                 )
         missing = missing_golds(self.specs, list(self.weights.values()), (row.columns for row in rows), there)
         lacking: dict[str, list[str]] = {}
@@ -179,12 +179,12 @@ class RewardSetup:
                 lacking.setdefault(column, []).append(row.source)
         for column, places in lacking.items():
             shown = ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
-            text = f"dropped for an empty column {column!r}, which the reward needs: {shown}."
+            n = several(len(places), "row", "is", "are")
+            text = f"{n} dropped for an empty column {column!r}, which the reward needs: {shown}."
             if all(missing):
-                raise UserError(f"All {len(rows)} rows would be {text.rstrip('.')}; fill this column, or name another one.")
+                raise UserError(f"No row is left. {text.rstrip('.')}; fill this column, or name another one.")
             if log is not None:
                 kept = len(rows) - len(places)
-                text = f"{several(len(places), 'row', 'is', 'are')} {text}"
                 log("rows_left_out", text, column=column, without_gold=len(places), kept=kept)
         return [row for row, column in zip(rows, missing, strict=True) if not column] if lacking else rows
 

@@ -74,7 +74,7 @@ def read_tests(row: Mapping[str, Any]) -> RowTests:
                 first = first or UserError(why)
             elif found.checks:
                 return found
-    raise first or UserError(f"The row has no tests; give them in a column {', '.join(COLUMNS)}.")
+    raise first or UserError(f"The row has no tests; give them in one of the columns {', '.join(COLUMNS)}.")
 
 
 def _together(row: Mapping[str, Any], column: str) -> Any:

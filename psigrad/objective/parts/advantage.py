@@ -429,8 +429,8 @@ class whitened:
     def __post_init__(self) -> None:
         if isinstance(self.psi, StatefulPsi):
             raise ValueError(
-                f"whitened got {type(self.psi).__name__}, a psi with memory; expected a function that reads only the batch; "
-                "whitening removes a constant baseline anyway, so whiten total_return instead."
+                f"whitened got {type(self.psi).__name__}, which reads earlier batches; expected a psi without a state. "
+                "Whitening already subtracts the batch's mean, so use whitened(total_return)."
             )
 
     @property

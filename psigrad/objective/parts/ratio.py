@@ -354,11 +354,11 @@ class KL:
                 f"KL has coefficient={self.coefficient}; expected 0 or more; a negative one would push the policy away."
             )
         if not 0 < self.mixture < 1:
-            raise ValueError(f"KL has mixture={self.mixture}; expected between 0 and 1; the ends are exact_forward and exact.")
+            raise ValueError(f"KL has mixture={self.mixture}; expected between 0 and 1; for 0 use exact_forward, for 1 exact.")
         if self.where == "reward" and (self.estimator in (*MEASURED, "k1+", "k3+") or self.importance_weighted):
             raise ValueError(
-                f"KL in the reward has estimator={self.estimator!r}, importance_weighted={self.importance_weighted}; only the "
-                "value of k1, k2 or k3 at the sampled step can enter a reward; choose one of them, or where='loss'."
+                f"KL in the reward has estimator={self.estimator!r} and importance_weighted={self.importance_weighted}; expected "
+                "k1, k2 or k3, not importance-weighted; for any other KL set where='loss'."
             )
         if self.where == "loss" and self.estimator == "k1" and not self.importance_weighted:
             raise ValueError(
@@ -367,8 +367,8 @@ class KL:
             )
         if self.estimator in MEASURED and self.importance_weighted:
             raise ValueError(
-                f"KL has estimator={self.estimator!r} and importance_weighted=True; a sum over the "
-                "vocabulary has no sampled step to weight, so drop one of the two."
+                f"KL has estimator={self.estimator!r} and importance_weighted=True; importance weights need an "
+                "estimator at the sampled step; give k1, k2, k3, k1+ or k3+, or importance_weighted=False."
             )
 
     @property

@@ -113,7 +113,7 @@ def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=not dist.is_initialized())
     except (dcp.api.CheckpointException, RuntimeError, ValueError, KeyError) as error:
         why = f"The tensors in {folder} do not fit this run ({reason_of(error)})"
-        raise UserError(f"{why}; use the settings that it was started with.") from error
+        raise UserError(f"{why}; use the settings that the run was started with.") from error
     for tensor in tensors.values():
         torch.autograd.graph.increment_version(tensor)
 

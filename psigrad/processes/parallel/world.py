@@ -211,7 +211,7 @@ def join_world(
     if division is not None and (size % math.prod(division) or (division != Division() and not lockstep)):
         raise UserError(
             f"dp_replicate_size, tp_size and cp_size are {', '.join(map(str, division))}, but there are {size} processes; give "
-            "strategy=fsdp, and a number of processes that is a multiple of their product."
+            f"strategy=fsdp, and a number of processes that is a multiple of {math.prod(division)}."
         )
     if size == 1 and not lockstep:
         yield ALONE

@@ -107,7 +107,7 @@ def machine(
         try:
             size = int(torch.cuda.get_device_properties(device).total_memory)
         except (RuntimeError, AssertionError) as error:  # such as cuda:7 with two devices
-            raise UserError(f"device is {device!r}, but there are {torch.cuda.device_count()} CUDA devices; lower it.") from error
+            raise UserError(f"device is {device!r}, but only {torch.cuda.device_count()} GPUs are visible.") from error
     if not measure:
         return Machine(device, size, *(nominal(torch.cuda.get_device_name(device), dtype) if device != "cpu" and here else ()))
     peak, bandwidth = _speed(device, dtype, threads, roughly) if here else (0.0, 0.0)

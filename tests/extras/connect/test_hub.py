@@ -205,7 +205,7 @@ def test_tokens_that_are_missing_or_refused_are_one_sentence(result, hub, monkey
 
 
 def test_what_is_no_finished_run_is_refused(hub, tmp_path, capsys):
-    for folder, says in ((tmp_path / "none", "There is no folder"), (tmp_path, "holds no model/")):
+    for folder, says in ((tmp_path / "none", "There is no folder"), (tmp_path, "has no folder model")):
         assert cli.main(["push", str(folder), "x"]) == 2
         assert says in capsys.readouterr().err
     (tmp_path / "model").mkdir()

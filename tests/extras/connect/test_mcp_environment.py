@@ -77,7 +77,7 @@ def test_rows_open_as_the_server_does_and_a_group_begins_alike(asked):
     with pytest.raises(ValueError, match="the row gives the server's tool `reset` the arguments level; expected only seed"):
         made().reset({**rows[0], "reset": {"level": 2}})
     answers["reset"] = ("9", {})
-    with pytest.raises(ValueError, match="with one seed the server started an episode first with '4' and later with '9'"):
+    with pytest.raises(ValueError, match="the server's first observation was '4' and is now '9'"):
         made().reset(rows[0])
     answers["reset"] = ("", {})
     with pytest.raises(UserError, match="starts its episodes without a prompt; give a dataset"):

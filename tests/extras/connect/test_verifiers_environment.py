@@ -217,7 +217,7 @@ def test_rows_of_others_and_prompts_of_others_are_named():
     (found,) = playing.begin([{"prompt": [{"role": "user", "content": "hi"}]}])
     assert isinstance(found, Fault) and "the row has no task_idx" in found.reason
     (found,) = playing.begin([{"prompt": [{"role": "user", "content": "hi"}], TASK: 0}])
-    assert isinstance(found, Fault) and "has another system prompt or other tools" in found.reason
+    assert isinstance(found, Fault) and "system prompt or tools differ from the first" in found.reason
 
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):

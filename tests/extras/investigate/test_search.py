@@ -71,7 +71,7 @@ def test_a_failed_trial_is_counted_and_the_first_one_tells_why(tmp_path):
     assert len(calls) == len(study.trials) == 3 and [t.value is None for t in study.trials] == [False, True, False]
     with pytest.raises(UserError, match="has no held-out loss"):
         search.run(["sft"], X, tmp_path / "c", metric="loss", train=Trainer())
-    with pytest.raises(UserError, match="should decrease; give --metric loss"):
+    with pytest.raises(UserError, match="would maximise the held-out loss; give --direction minimize"):
         search.run(["sft"], X, tmp_path / "d", train=Trainer(loss=True))
 
 

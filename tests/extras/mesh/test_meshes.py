@@ -83,8 +83,8 @@ def test_what_cannot_be_divided_is_refused_by_name(monkeypatch):
         mesh.check(model, meshes.alone(context=3))
     with pytest.raises(UserError, match="2 key-value heads, which is not a multiple of tp_size=4"):
         mesh.check(model, meshes.alone(tensor=4))
-    moe = r"Qwen3MoeForCausalLM, whose plan in transformers has moe_tp_experts, packed_colwise; give"
-    for kind, why in (("gpt2", "GPT2LMHeadModel, which has no plan in transformers"), ("qwen3_moe", moe)):
+    moe = r"the styles moe_tp_experts, packed_colwise of transformers' plan for Qwen3MoeForCausalLM; give"
+    for kind, why in (("gpt2", "no tensor-parallel plan for GPT2LMHeadModel"), ("qwen3_moe", moe)):
         with pytest.raises(UserError, match=why):
             mesh.divide_layers(meshes.family(kind), None)
     model.why_padded = "its layers are recurrent"

@@ -94,7 +94,7 @@ def test_a_mistake_is_one_sentence(job, capsys):
         (["--trl", script, broken, broken], "at most one file"),
         (["--trl", script, "--python", str(python)], "has no supported TRL"),
         ([broken, broken], "nowhere"),
-        ([pairs, pairs], "policy gradients without episodes"),
+        ([pairs, pairs], "policy-gradient methods on single completions"),
         ([write(job, "a.yaml"), write(job, "a.yaml"), "--steps", "0"], "at least 1 step"),
     ):
         assert cli.main(["referee", *arguments]) == 2

@@ -39,7 +39,7 @@ def test_each_ranks_engine_is_on_the_ranks_device(device, count, visible, expect
 
 
 def test_more_devices_than_there_are_is_a_sentence():
-    with pytest.raises(UserError, match="tensor_parallel_size is 2 but the trainer on cuda:1 sees only 2 devices"):
+    with pytest.raises(UserError, match="is 2, but CUDA_VISIBLE_DEVICES lists only 1 devices from cuda:1 on"):
         devices_of(torch.device("cuda:1"), 2, {"CUDA_VISIBLE_DEVICES": "0,1"})
 
 
@@ -51,7 +51,7 @@ def test_an_engine_has_no_device_beyond_the_last(monkeypatch, device, count, fit
     if fits:
         check_setup(torch.device(device), count, sleep=False)
         return
-    with pytest.raises(UserError, match="tensor_parallel_size is 2, but this process has fewer GPUs from cuda:1 on"):
+    with pytest.raises(UserError, match="tensor_parallel_size is 2, but only 1 GPUs are visible from cuda:1 on"):
         check_setup(torch.device(device), count, sleep=False)
 
 

@@ -276,7 +276,9 @@ def test_a_reward_gets_a_copied_column_and_a_renamed_one_is_gone() -> None:
     assert copied.columns == {"a": row["a"], "answer": row["a"]} and renamed.columns == {"answer": row["a"]}
     setup = RewardSetup.of(OnlineConfig(reward=("exact",), data=Data(columns="q=prompt,answer=gold")))
     (gone,) = from_rows([{"q": "2?", "answer": "2"}], "prompt-only", columns=parse_columns("q=prompt,answer=gold")).rows
-    with pytest.raises(UserError, match=r"needs the column 'answer', which columns renames to 'gold'.*write gold=\{answer\}"):
+    with pytest.raises(
+        UserError, match=r"needs the column 'answer', but the setting columns renames it to 'gold'.*write gold=\{answer\}"
+    ):
         setup.judgeable([gone])
 
 
@@ -411,9 +413,9 @@ def test_a_fault_is_named_where_the_row_has_it(form: str, raw: dict[str, Any], a
     [
         (
             {"question": "prompt", "prompt": "{answer}"},
-            r"columns makes 'prompt' twice, from 'question' and from the template '\{answer\}'",
+            r"columns fills 'prompt' twice, from 'question' and by the template '\{answer\}'",
         ),
-        ("question=prompt,prompt={answer}", "columns makes 'prompt' twice"),
+        ("question=prompt,prompt={answer}", "columns fills 'prompt' twice"),
         ("prompt={question},prompt={answer}", "columns has 'prompt' twice"),
     ],
 )

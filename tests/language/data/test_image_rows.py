@@ -131,10 +131,10 @@ def refused(row, form="prompt-only"):
         ({"prompt": "a", "images": [RED, None]}, "rows:1: column images[1] is of type 'NoneType'"),
         ({"prompt": "a", "image": "gone.png"}, "rows:1: column image is 'gone.png', and there is no file"),
         ({"prompt": "a", "image": b""}, "rows:1: column image has no bytes"),
-        ({"prompt": "a", "image": b"%PDF-1.4 no image"}, "not a whole image that psigrad reads (expected PNG, JPEG"),
+        ({"prompt": "a", "image": b"%PDF-1.4 no image"}, "which cannot be read as an image (expected PNG, JPEG"),
         (
             {"prompt": "a", "image": encoded(draw("red", (64, 64)), "JPEG")[:-60]},
-            "bytes, not a whole image that psigrad reads (OSError",
+            "bytes, which cannot be read as an image (OSError",
         ),
         ({"prompt": "a", "image": "data:image/png;base64,???"}, "rows:1: column image is a data URL that is not base64"),
         (

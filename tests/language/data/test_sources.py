@@ -210,14 +210,14 @@ def test_a_folder_with_data_that_is_not_read_is_refused(name: str, tmp_path: Pat
     jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}])
     (tmp_path / "sub").mkdir()
     (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(UserError, match=f"has a.jsonl and {name}, which cannot be read"):
+    with pytest.raises(UserError, match=f"has a.jsonl, but also {name}, which cannot be read"):
         load(str(tmp_path), form="prompt-only")
 
 
 def test_a_file_of_no_split_beside_files_of_splits_is_refused(tmp_path: Path) -> None:
     for name in ("train", "test", "extra"):
         jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}])
-    with pytest.raises(UserError, match=r"files of the splits test, train, but extra\.jsonl names none"):
+    with pytest.raises(UserError, match=r"files of the splits test, train, but the name of extra\.jsonl has none"):
         load(str(tmp_path), form="prompt-only")
 
 
@@ -275,7 +275,7 @@ def test_a_file_without_splits_trains_as_train_and_evaluates_as_test_too(tmp_pat
     path = str(jsonl(tmp_path / "d.jsonl", RECORDS))
     rows, held = read_rows(Data(dataset=path, eval_dataset=path), "prompt-only", None, 0)
     assert len(rows) == len(held) == 5
-    with pytest.raises(UserError, match=r"d\.jsonl has no split 'test': it has no splits"):
+    with pytest.raises(UserError, match=r"d\.jsonl is a single split; remove the split 'test'"):
         read_rows(Data(dataset=path, split="test"), "prompt-only", 0, 0)
     own = str(jsonl(tmp_path / "test.jsonl", RECORDS))
     assert len(read_rows(Data(dataset=own, split="test[:2]"), "prompt-only", 0, 0)[0]) == 2
@@ -337,7 +337,7 @@ def test_a_name_that_is_neither_file_nor_reachable_says_so(monkeypatch: pytest.M
     with pytest.raises(UserError) as caught:
         load("my-promts", form="prompt-only")
     message = str(caught.value)
-    assert "no file or folder here" in message and "did you mean 'my-prompts'?" in message and "Couldn't reach the Hub" in message
+    assert "the network; did you mean 'my-prompts'?" in message and "Couldn't reach the Hub" in message
     assert "long trace" not in message
 
 
@@ -363,7 +363,7 @@ def test_rows_of_another_form_are_told_once_with_the_form_that_they_fit(tmp_path
 @pytest.mark.parametrize("name", ["prompts.jsonl:0.5", "prompts.csv:x"])
 def test_what_stands_behind_a_file_name_is_not_asked_of_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("the hub was asked"))
-    with pytest.raises(UserError, match="expected a weight, which is a number and needs several datasets"):
+    with pytest.raises(UserError, match="expected a number, the dataset's weight among several"):
         load(name, form="prompt-only")
 
 

@@ -262,7 +262,7 @@ def test_the_names_of_trls_trainers_are_taken(objects, job, tmp_path):
         ({"model": "m", "dataset": "a", "reward": 3}, "The reward is 3; expected a name, a function, or a list"),
         (
             {"model": "m", "dataset": "a", "args": object()},
-            "args is an? object; expected a configuration of TRL, such as GRPOConfig",
+            "args is an? object; expected one of TRL's GRPOConfig",
         ),
     ],
 )

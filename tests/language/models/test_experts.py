@@ -248,7 +248,7 @@ def test_what_cannot_be_followed_is_refused_by_name(tokenizer):
         replay_routers(dense)
     model = some_model("mixtral", tokenizer)
     model.why_padded = "it says so"
-    with pytest.raises(UserError, match=r"needs a model that runs packed \(it says so\)"):
+    with pytest.raises(UserError, match=r"packs sequences, but this model pads them \(it says so\)"):
         replay_routers(model)
     model = some_model("mixtral", tokenizer)
     for module in model.network.modules():

@@ -86,7 +86,7 @@ def test_rows_without_a_gold_are_dropped_and_counted_before_the_first_step(rewar
                 {"column": "answer", "without_gold": 3, "kept": 2},
             )
         ]
-        with pytest.raises(UserError, match=r"All 1 rows .* dropped for an empty column 'answer'.*: t\.csv:4; fill this column"):
+        with pytest.raises(UserError, match=r"No row is left\. 1 row is dropped.* column 'answer'.*: t\.csv:4; fill this column"):
             setup.judgeable(rows[4:])
 
 

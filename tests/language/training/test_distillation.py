@@ -215,12 +215,12 @@ def test_a_teacher_with_another_tokenizer_teaches_by_pieces_of_text(job, foreign
 
 
 def test_settings_that_do_not_fit_are_refused(job, foreign, tmp_path):
-    with pytest.raises(UserError, match=r"estimator is span.+the reference has the model's; set exact, or k1\+"):
+    with pytest.raises(UserError, match=r"estimator is span.+this reference has the model's; set .* to exact, or to k1\+"):
         distil(job, tmp_path / "same", 1, reference=str(job / "base"), algorithm=BY_TEXT)
     with pytest.raises(UserError, match=r"reference_model and reference_top_k are for a reference server, but reference is"):
         distil(job, tmp_path / "here", 1, reference=str(job / "base"), reference_model="x", reference_top_k=3)
     with pytest.raises(UserError, match=r"temperature is 0.7, but the server http://127.0.0.1:9/v1 returns"):
         distil(job, tmp_path / "warm", 1, reference="http://127.0.0.1:9/v1", sampling=Sampling(temperature=0.7))
-    with pytest.raises(UserError, match=r"foreign is a server or has another tokenizer, but eval_kl needs a local reference"):
+    with pytest.raises(UserError, match=r"foreign is a server or has another tokenizer, which eval_kl does not support"):
         made = replace(online_config(job, tmp_path / "kl", "distill"), reward=(), reference=foreign, algorithm=BY_TEXT)
         online.run(replace(made, evaluation=Evaluation(eval_kl=True)))
