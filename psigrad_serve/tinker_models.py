@@ -79,7 +79,7 @@ class TinkerDatum:
     def number(self, name: str, loss: str) -> Tensor:
         """Return the input `name` [T] of the loss. Raises `ApiError` if the client did not send it."""
         if name not in self.numbers:
-            raise ApiError(f"{loss} needs {name} in each datum, but one has none; add them.")
+            raise ApiError(f"{loss} needs {name} in every datum, but one datum lacks it; add it.")
         return self.numbers[name]
 
 

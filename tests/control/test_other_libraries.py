@@ -132,7 +132,7 @@ def test_a_policy_of_a_method_that_cannot_be_saved_acts_and_takes_the_method_fro
         assert evaluate_policy(loaded, n_eval_episodes=3) == evaluate_policy(agent, n_eval_episodes=3)
         with pytest.raises(
             UserError,
-            match=r"can act but not train, since its folder does not contain its method.*Pass the method to load as algorithm=",
+            match=r"can act but not train, since its folder does not contain its method.*Load it again with algorithm=",
         ):
             loaded.learn(16)
     with pytest.raises(UserError, match="a policy of mine, not of ppo"):

@@ -64,7 +64,8 @@ def layers_for(kind: Kind, image: Image | None) -> tuple[Convolution, ...]:
     found = LAYERS["nature" if kind == "nature" or (kind == "auto" and min(image.height, image.width) >= 36) else "small"]
     if min(_sizes(image, found)[-1]) < 1:
         shown = f"{image.height} × {image.width}"
-        raise UserError(f"The images have {shown} pixels, too few for cnn={kind}; choose another cnn, or none for plain numbers.")
+        advice = "set cnn=small or cnn=none" if kind == "nature" else "set cnn=none, which reads the pixels as a vector"
+        raise UserError(f"The images have {shown} pixels, too few for cnn={kind}; {advice}.")
     return found
 
 

@@ -405,7 +405,7 @@ class KahnemanTversky:
             raise ValueError(f"beta is {self.beta}; expected a number above 0; 0.1 is KTO's usual value.")
         if not (self.desirable_weight >= 0 and self.undesirable_weight >= 0):
             raise ValueError(
-                f"KTO has weights {self.desirable_weight}, {self.undesirable_weight}; expected numbers of at least 0."
+                f"desirable_weight={self.desirable_weight}, undesirable_weight={self.undesirable_weight}; expected both >= 0."
             )
 
     @property
