@@ -220,7 +220,7 @@ class TinkerModel:
         """Load a saved state, and with `optimizer` its optimiser's state; otherwise reset the optimiser. Clear the gradient."""
         state, named = load_file(folder / _STATE), self.model.trainable()
         if {f"weight.{name}" for name in named} != {name for name in state if name.startswith("weight.")}:
-            raise ApiError("The state belongs to an adapter with other layers; load it into a model of the same base and rank.")
+            raise ApiError("The saved state is of an adapter with other layers; load it into a model of the same base and rank.")
         self.optimizer = torch.optim.AdamW(named.values())
         with torch.no_grad():
             for name, p in named.items():

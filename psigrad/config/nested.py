@@ -139,7 +139,7 @@ def read_value(text: str, hint: Any = None, name: str = "a value") -> Any:
         try:
             return json.loads(text)
         except ValueError as error:
-            raise UserError(f"{name} is {text!r}, which starts like a JSON object but is not valid ({error}); fix it.") from None
+            raise UserError(f"{name} is {text!r}, which starts like a JSON object but is not valid JSON ({error}).") from None
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError:

@@ -316,7 +316,7 @@ gym.register("Line-v0", Line)
         ("Shape", (), "shape (3,), but its observation_space has the shape (1,)"),
         ("OldStep", (), "step (observation, reward, terminated, truncated, info)"),
         ("OldReset", (), "reset returns (observation, info)"),
-        ("Outside", (), "an observation that is not in its observation_space, Discrete(4)"),
+        ("Outside", (), "an observation outside its observation_space Discrete(4)"),
         ("Nan", (), "reward that is NaN"),
         ("Line", ("--video",), "render_mode"),
         ("Line-v9", (), "versioned environments"),

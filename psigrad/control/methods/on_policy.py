@@ -375,7 +375,7 @@ def _check(config: ControlConfig, algorithm: PolicyGradient) -> None:
     if algorithm.min_group_size > config.n_envs * config.n_episodes:
         raise UserError(f"{name} compares episodes of a rollout; set n_envs or n_episodes above 1.")
     if "action_value" in reads and algorithm.critic is not None and algorithm.critic.clip is not None:
-        raise UserError(f"{name} has critics of actions and critic.clip is for values of states; set critic.clip to null.")
+        raise UserError(f"critic.clip is for values of states, but the critic of {name} is for actions; set critic.clip to null.")
 
 
 def _per_step(algorithm: PolicyGradient) -> bool:

@@ -55,9 +55,7 @@ def layers_for(kind: Kind, image: Image | None) -> tuple[Convolution, ...]:
     """Return the convolutions of the setting `cnn` for an image; none without an image. Raises `UserError` if they do not fit."""
     if image is None:
         if kind in ("nature", "small"):
-            raise UserError(
-                f"cnn is {kind!r}, but the observations are not images; expected a Box of three dimensions; set cnn=auto."
-            )
+            raise UserError(f"cnn is {kind!r}, but the observations are not images (a Box of three dimensions); set cnn=auto.")
         return ()
     if kind == "none":
         return ()

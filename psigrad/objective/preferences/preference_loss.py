@@ -277,7 +277,7 @@ def sppo_hard(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 def _check_smoothing(share: float) -> None:
     if not 0 <= share < 0.5:
-        raise ValueError(f"label_smoothing is {share}; expected 0 <= label_smoothing < 0.5: the share of swapped labels.")
+        raise ValueError(f"label_smoothing is {share}; expected a share of swapped labels, at least 0 and below 0.5.")
 
 
 @dataclass(frozen=True)
