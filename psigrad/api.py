@@ -165,7 +165,7 @@ def score(
     """
     rewards = _as_tuple(reward)
     if bool(model) == bool(rewards):
-        raise UserError("score takes a reward model (model=) or reward functions (reward=); give one of them.")
+        raise UserError("score needs exactly one of model= (a reward model) and reward= (reward functions).")
     if rewards:
         from psigrad.language.recipes import score_rows
 

@@ -79,7 +79,7 @@ class TinkerDatum:
     def number(self, name: str, loss: str) -> Tensor:
         """Return the input `name` [T] of the loss. Raises `ApiError` if the client did not send it."""
         if name not in self.numbers:
-            raise ApiError(f"{loss} needs {name} in each datum, but one has none; add them.")
+            raise ApiError(f"{loss} needs {name} in every datum, but one datum lacks it; add it.")
         return self.numbers[name]
 
 
@@ -220,7 +220,7 @@ class TinkerModel:
         """Load a saved state, and with `optimizer` its optimiser's state; otherwise reset the optimiser. Clear the gradient."""
         state, named = load_file(folder / _STATE), self.model.trainable()
         if {f"weight.{name}" for name in named} != {name for name in state if name.startswith("weight.")}:
-            raise ApiError("The state belongs to an adapter with other layers; load it into a model of the same base and rank.")
+            raise ApiError("The saved state is of an adapter with other layers; load it into a model of the same base and rank.")
         self.optimizer = torch.optim.AdamW(named.values())
         with torch.no_grad():
             for name, p in named.items():

@@ -120,7 +120,7 @@ def _stretch(playback: Playback, first: int, count: int) -> dict[str, Any]:
 
 def _backup(playback: Playback, index: int, cell: tuple[int, int]) -> dict[str, Any]:
     if index >= len(playback.frames):
-        raise UserError(f"The playback has {len(playback.frames)} frames so far, but not number {index}; choose one of them.")
+        raise UserError(f"There is no frame {index}; the playback has {len(playback.frames)} frames so far, counted from 0.")
     frame, state = playback.frames[index], playback.spec.world.state(cell)
     found, actions = updates(playback, frame, state), model_backup(playback, frame, state)
     policy = evaluated_probabilities(playback, state)

@@ -65,7 +65,7 @@ def read_votes(rows: Iterable[Mapping[str, Any]], left_out: Counter[str]) -> lis
     for number, row in enumerate(rows, 1):
         found = list(_of_row(row, left_out))
         if not found and "prompt" not in row:
-            raise UserError(f"row {number} has no prompt; expected rows as the labelling desk exports them ({', '.join(row)}).")
+            raise UserError(f"row {number} has no prompt, only {[*row]}; expected rows that the labelling desk exported.")
         prompt = transcript_of(row["prompt"])
         for first, second, vote, models, criterion in found:
             a, b = sorted((first, second))
@@ -162,7 +162,8 @@ def report(judge: GroupRanking, rows: Iterable[Mapping[str, Any]], *, most: int 
     judged = [(unit, ranks) for unit in units if not isinstance(ranks := found[unit.prompt, unit.texts], Unscored)]
     once = [(unit, ranks) for unit, ranks in judged if shown[unit.prompt, unit.texts] is unit]
     if not judged:
-        raise UserError(f"The judge ranked no pair: {reasons[0].rstrip('.') if reasons else 'people agree on none'}.")
+        none = "no pair has a majority vote on one of the judge's criteria"
+        raise UserError(f"The judge ranked no pair: {reasons[0].rstrip('.') if reasons else none}.")
     made = [*_beside_people(judge, judged), *_beside_itself(judge, once, own or judge.model)]
     return JudgeReport(made, _slope(judge, once), {k: v for k, v in left_out.items() if v}, len(once))
 

@@ -138,7 +138,7 @@ def open_zoo_file(in_file: Mapping[str, Any], env: Any, source: str) -> dict[str
     name = env if env is not None else next(iter(sections))
     if name not in sections or (env is None and len(sections) > 1):
         asked = f"no section for the environment {env!r}" if env is not None else "a section for each of several environments"
-        raise UserError(f"{source} has {asked}; name one of {', '.join(sections)} by --env{nearest(str(name), sections) or '.'}")
+        raise UserError(f"{source} has {asked}; give --env one of {', '.join(sections)}{nearest(str(name), sections) or '.'}")
     found: dict[str, Any] = {"env": name}
     for key, value in sections[name].items():
         if isinstance(value, str) and key in _SCHEDULES and value.startswith("lin_"):  # decays linearly to 0

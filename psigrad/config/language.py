@@ -40,7 +40,7 @@ else:
     def _named(*classes: str) -> AfterValidator:
         def check(value: Any) -> Any:
             if not isinstance(value, str | Mapping) and not {c.__name__ for c in type(value).__mro__} & set(classes):
-                raise ValueError(f"expected a name, a mapping of parts, or a {classes[0]}")
+                raise ValueError(f"expected a preset's name, a mapping of names to values, or a {classes[0]}")
             return value
 
         return AfterValidator(check)

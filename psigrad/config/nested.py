@@ -39,7 +39,8 @@ def put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
             inner = values[parent] = {} if inner is None else {"part": inner}
         if not isinstance(inner, dict):
             raise UserError(
-                f"The {source} sets a field of {parent!r}, but {parent!r} is {inner!r}, which has no fields; remove one of them."
+                f"{name} ({source}) is a field of {parent!r}, but {parent} is {inner!r}, which has no fields; "
+                f"remove {name} or {parent}."
             )
         values = inner
     values[leaf] = deepcopy(value) if isinstance(value, dict) else value  # the caller's object must not change
@@ -80,7 +81,7 @@ class _Loader(yaml.SafeLoader):
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         super().flatten_mapping(node)  # replaces merges (<<) by their names, which merges of merges multiply
         if len(node.value) > MOST_VALUES:
-            raise yaml.MarkedYAMLError(problem=f"merges give more than {MOST_VALUES:,} names", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(problem=f"<< merges more than {MOST_VALUES:,} keys", problem_mark=node.start_mark)
 
 
 def _check_size(values: Any) -> None:
@@ -138,7 +139,7 @@ def read_value(text: str, hint: Any = None, name: str = "a value") -> Any:
         try:
             return json.loads(text)
         except ValueError as error:
-            raise UserError(f"{name} is {text!r}, which starts like a JSON object but is not valid ({error}); fix it.") from None
+            raise UserError(f"{name} is {text!r}, which starts like a JSON object but is not valid JSON ({error}).") from None
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from psigrad.config import algorithms
 from psigrad.config.fields import types_of
 from psigrad.config.nested import GivenSetting, put
-from psigrad.errors import UserError
+from psigrad.errors import UserError, kind_of
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,9 @@ def expand(
             continue
         root = describe_method(stated[setting])
         if root is None:
-            found = stated[setting]
+            found = repr(stated[setting]) if isinstance(stated[setting], str) else kind_of(stated[setting])
             raise UserError(
-                f"{one.name} changes a part of a preset, but {setting} is {found!r}; set the value in the code of that object."
+                f"{one.name} changes a preset, but {setting} is {found}; name a preset, or set the value in your object."
             )
         places = short[one.name].find(root)
         if not places and not needless(one):

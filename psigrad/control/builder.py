@@ -233,7 +233,7 @@ def _make_own_environments(folder: Path, config: ControlConfig, kept: Any) -> tu
     """
     try:
         if not config.env:
-            raise UserError(f"{folder} was trained on an environment without an id; pass the environment to load as env=….")
+            raise UserError(f"{folder} was trained on an environment without an id; load the policy with env=….")
         return config, vector.make(config.env, config.n_envs, config.vectorization, config.wrappers, **config.env_kwargs)
     except UserError as error:
         if kept is None:

@@ -116,12 +116,10 @@ def drop_foreign(settings: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"{name} is {value!r}, which has no equivalent in psigrad: {advice}; remove it.")
     for name, schedule in (("learning_rate", "lr_scheduler_type"), ("clip_range", "clip_range_schedule")):
         if callable(rest.get(name)):
-            raise UserError(f"{name} is a function; expected its first value, and {schedule}='linear' to let it fall to 0.")
+            raise UserError(f"{name} is a function; expected its initial value, with {schedule}='linear' for a decay to 0.")
     asked = str(rest.pop("device", "auto"))
     if asked not in ("auto", "cpu"):
-        raise UserError(
-            f"device is {asked!r}, but control runs on the CPU, which is faster for networks of this size; remove it."
-        )
+        raise UserError(f"device is {asked!r}, but control runs on the CPU, which is faster for small networks; remove device.")
     return rest
 
 

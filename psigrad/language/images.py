@@ -119,7 +119,8 @@ def register(picture: Picture) -> str:
     other = _by_first.setdefault(first_id(picture.digest), picture.digest)
     if other != picture.digest:
         raise UserError(
-            f"The images {_register[other].path} and {picture.path} share 46 bits of their SHA-256; change a pixel of one."
+            f"The images {_register[other].path} and {picture.path} have the same 46 bits of SHA-256 that identify an image; "
+            "change a pixel of one."
         )
     if picture.digest not in _register or picture.data is not None:
         _register[picture.digest] = _store(picture, _run[0]) if _run else picture
@@ -188,7 +189,7 @@ def picture(digest: str) -> Picture:
     if digest not in _register and (found := next(iter(_find_stored(digest)), None)) is not None:
         register(found)
     if digest not in _register:
-        raise UserError(f"The image {digest[:12]}… is not among the images of this run; read the rows with that image first.")
+        raise UserError(f"No image of this run has the SHA-256 {digest[:12]}…; load the dataset that contains it first.")
     return _register[digest]
 
 
@@ -208,7 +209,7 @@ def split_id(token: int) -> tuple[Picture, int]:
                 register(one)
     known = _by_first.get(first)
     if known is None:
-        raise UserError("A prompt has tokens of an image that this run has not read; read the rows with that image first.")
+        raise UserError("A prompt has tokens of an image that this run has not read; load the dataset that contains it first.")
     return _register[known], place
 
 
@@ -397,7 +398,7 @@ def rgb(image: Image) -> Image:
     found: Image.Image = ImageOps.exif_transpose(image)
     if 0 in found.size or found.mode == "F":
         raise ValueError(
-            f"the image has {found.width} × {found.height} pixels of mode {found.mode}; expected whole numbers, as in RGB"
+            f"the image has {found.width} × {found.height} pixels of mode {found.mode}; expected at least 1 pixel, in integers"
         )
     if found.mode.startswith("I"):
         grey = np.asarray(found).astype(np.float32).clip(0, 65535) / 257

@@ -417,5 +417,5 @@ def _name(part: object) -> str:
 
 def _require(tensor: Tensor | None, field: str, reader: str) -> Tensor:
     if tensor is None:
-        raise ValueError(f"`{field}` is missing and {reader} reads it; let the model compute it, or choose another part.")
+        raise ValueError(f"`{field}` is missing, but {reader} reads it; give it, or use an algorithm without {reader}.")
     return tensor

@@ -88,7 +88,7 @@ def check_settings(
     if now.get("run", {}).get("extend"):
         for change in longer:
             if change.before and (change.now or 0) < change.before:
-                raise UserError(f"{change}; run.extend trains beyond the end, so give more than {change.before}.")
+                raise UserError(f"{change}; run.extend makes a run longer, so set {change.name} above {change.before}.")
         refused = [c for c in refused if not c.is_length]
     if refused:
         # a mistyped model or data setting explains the rest
@@ -143,7 +143,7 @@ def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], 
         )
         names = " ".join(c.name for c in refused)
         raise UserError(
-            f"{folder} was trained with {what}. To resume it, use the same as before, accept the change with --allow {names}, "
+            f"{folder} was trained with {what}. To resume it, undo the change, accept it with --allow {names}, "
             "or choose another output_dir."
         )
     return changes

@@ -61,7 +61,9 @@ def settings_before(folder: Path) -> dict[str, Any] | None:
     if found is None and (newest := checkpoint.latest(folder / "checkpoints")).path is not None:
         return newest.manifest.get("settings")
     if found is None and file.exists():
-        raise RunFolderError(f"{file} is damaged, and there is no checkpoint; put a copy back, or choose another output_dir.")
+        raise RunFolderError(
+            f"{file} is damaged, and there is no checkpoint; copy it from a backup, or choose another output_dir."
+        )
     return found
 
 
@@ -179,8 +181,8 @@ class RunFolder:
         except checkpoint.CheckpointError as error:
             if checkpoint.latest(self.checkpoints).path is None:
                 raise RunFolderError(
-                    f"{self.path} is finished, but its model is damaged ({error} There is no checkpoint to write it from again); "
-                    "restore it, or choose another output_dir."
+                    f"{self.path} is finished, but its model is damaged ({error} There is no checkpoint to rebuild it from); "
+                    "copy the model from a backup, or choose another output_dir."
                 ) from None
             aside = self.path / "model.damaged"
             if model.exists():
@@ -414,6 +416,6 @@ def _errors_of(path: Path) -> Iterator[None]:
             raise
         what, why = getattr(error, "filename", None) or path, getattr(error, "strerror", None) or error
         raise RunFolderError(
-            f"{what} cannot be written: {why} ({checkpoint.free_bytes(path)} bytes are free); what was saved before is intact. "
-            "Fix that and start again: the run continues from its newest checkpoint."
+            f"{what} cannot be written: {why} ({checkpoint.free_bytes(path)} bytes are free). Everything saved before is intact. "
+            "Free space or fix the permissions, and start again: the run continues from its newest checkpoint."
         ) from error

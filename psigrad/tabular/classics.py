@@ -104,7 +104,7 @@ def forest(states: int = 3, *, old: float = 4.0, cut: float = 2.0, fire: float =
     Cutting resets the age. It pays `cut` in the oldest state, 1 in between, and 0 in the youngest.
     """
     if states < 2:
-        raise ValueError(f"states is {states}; expected at least 2 ages of the forest.")
+        raise ValueError(f"states is {states}; expected at least 2, one for each age of the forest.")
     transitions, rewards = np.zeros((2, states, states)), np.zeros((states, 2))
     for age in range(states):
         transitions[0, age, min(age + 1, states - 1)] += 1 - fire

@@ -106,8 +106,8 @@ class GameTree:
             known = self.sets.setdefault((position.seat, position.information), position.actions)
             if known != position.actions:
                 raise ValueError(
-                    f"Seat {position.seat} has the actions {known} and elsewhere {position.actions} in the information set "
-                    f"{position.information!r}; expected the same actions."
+                    f"In the information set {position.information!r}, seat {position.seat} has the actions {known} at one "
+                    f"position and {position.actions} at another; expected the same actions."
                 )
         return _Node(position, tuple(self._grow(game, (*history, action)) for action in position.actions))
 

@@ -62,9 +62,9 @@ class GridWorld:
                 )
         for what, (row, column) in named:
             if what != "wall" and (row, column) in self.walls:
-                raise ValueError(f"The {what} at ({row}, {column}) is in a wall; move one of them.")
+                raise ValueError(f"The {what} at ({row}, {column}) is in a wall; move the {what} or the wall.")
         if self.start is not None and self.ends and self.start in self.prizes:
-            raise ValueError(f"The start {self.start} is a cell where episodes end; move one of them.")
+            raise ValueError(f"The start {self.start} is a prize, where episodes end; move the start or the prize.")
 
     if not TYPE_CHECKING:  # A type checker would accept every name as existing.
 
@@ -333,9 +333,7 @@ class UnboundedGrid:
         Its cell (j − 1, i − 1) is (i, j) here. Raises ValueError for a grid with slip, since a `GridWorld` slips only sideways.
         """
         if self.slip:
-            raise ValueError(
-                f"The grid has slip={self.slip}, which GridWorld does not share; take a window of a grid without slip."
-            )
+            raise ValueError(f"slip is {self.slip}; expected 0 for a window, since a GridWorld slips only sideways.")
         found = {(j - 1, i - 1): self.prize((i, j)) for j in range(1, rows + 1) for i in range(1, columns + 1)}
         prizes = {cell: reward for cell, reward in found.items() if reward is not None}
         return GridWorld(rows, columns, prizes, step_reward=self.step_reward, start=(0, 0), gamma=gamma)

@@ -243,8 +243,8 @@ def solve(mdp: MDP, *, method: Method | None = None, value: ArrayLike | None = N
     method = method or ("policy_iteration" if small else "value_iteration")
     if gamma_is_one(mdp.gamma) and method != "policy_iteration":
         raise ValueError(
-            f"gamma is 1 and method is {method!r}, whose greedy policy may never end although its values are right; "
-            "use policy_iteration, or step through value_iteration for the values alone."
+            f"gamma is 1, where method {method!r} finds the values but may return a policy that never ends; use "
+            "policy_iteration, or for the values alone iterate over value_iteration(mdp)."
         )
     iterations = 0
     for sweep in _sweeps(mdp, method, value, epsilon):

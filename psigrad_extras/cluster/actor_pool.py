@@ -297,7 +297,7 @@ class ActorPool:
             owed.batch.losses[owed.job] += 1
             if owed.batch.losses[owed.job] == LOSSES:
                 began = f"{LOSSES} {self._name}s were lost one after another during the same job"
-                owed.batch.error = UserError(f"{began}. The reason of the last loss is {reason}. {said}".rstrip())
+                owed.batch.error = UserError(f"{began}; the last one: {reason}. {said}".rstrip())
             elif (id(owed.batch), owed.job) not in shared:
                 self.entries["again"] += 1
                 owed.batch.waiting.appendleft(owed.job)

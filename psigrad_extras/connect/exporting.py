@@ -46,6 +46,7 @@ model = {auto}.from_pretrained("{folder}")
 tokenizer = AutoTokenizer.from_pretrained("{folder}")
 ```
 """
+_BY_LLAMA_CPP = "use --to merged, and convert its folder with llama.cpp's convert_hf_to_gguf.py"
 _SERVED = """```
 ollama create NAME -f Modelfile
 llama-server -m {file} --jinja
@@ -139,10 +140,7 @@ def write_gguf(network: Any, tokenizer: Any, file: Path, quantization: str) -> f
     config = network.config
     if config.model_type not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
-        raise UserError(
-            f"psigrad writes GGUF files only for {known}, and this model is {config.model_type}; give llama.cpp's "
-            "convert_hf_to_gguf.py the folder of --to merged."
-        )
+        raise UserError(f"psigrad writes GGUF files only for {known}, and this model is {config.model_type}; {_BY_LLAMA_CPP}.")
     kind = _ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(file, kind.lower())
     writer.add_file_type(gguf.LlamaFileType[("" if quantization == "f32" else "MOSTLY_") + quantization.upper()].value
@@ -217,10 +215,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
 
     whole = json.loads(tokenizer.backend_tokenizer.to_str())
     if whole["model"]["type"] != "BPE" or whole["model"].get("byte_fallback"):
-        raise UserError(
-            "psigrad writes GGUF files only with byte-pair tokenizers; give llama.cpp's convert_hf_to_gguf.py the folder of "
-            "--to merged."
-        )
+        raise UserError(f"psigrad writes GGUF files only with byte-pair tokenizers; {_BY_LLAMA_CPP}.")
     added = tokenizer.added_tokens_decoder
     words = {index: word for word, index in tokenizer.get_vocab().items()}
     kinds = [gguf.TokenType.CONTROL if i in added and added[i].special else
@@ -254,10 +249,7 @@ def _cut(pre_tokenizer: Any) -> str:
     else:
         found = "smollm" if "Digits" in kinds else "gpt-2" if kinds.get("ByteLevel", {}).get("use_regex") else ""
     if not found or "ByteLevel" not in kinds:
-        raise UserError(
-            "psigrad does not know GGUF's name for the way in which this tokenizer splits words; give llama.cpp's "
-            "convert_hf_to_gguf.py the folder of --to merged."
-        )
+        raise UserError(f"psigrad does not know GGUF's name for the way in which this tokenizer splits words; {_BY_LLAMA_CPP}.")
     return found
 
 

@@ -137,7 +137,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         for _pair, context, continuation in requests:
             if len(continuation) > self.max_length:
                 raise UserError(
-                    f"A continuation has {len(continuation)} tokens, more than the model's {self.max_length} positions; "
+                    f"A task continues with {len(continuation)} tokens, more than the model's {self.max_length} positions; "
                     "remove the task, or give a model with more positions."
                 )
             asked.append((context[-(self.max_length + 1 - len(continuation)) :], continuation))
@@ -179,7 +179,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         room = self.max_length - params.max_tokens
         if room < 1:
             raise UserError(
-                f"The task writes {params.max_tokens} tokens, more than the model's {self.max_length} positions; remove the task."
+                f"A task generates up to {params.max_tokens} tokens, which leaves no room for a prompt in the model's "
+                f"{self.max_length} positions; remove the task, or give a model with more positions."
             )
         stream = engine.submit(self.tok_encode(asked[0])[-room:], params, seeds.derive(self.seed, "lm-eval", place))
         count = await stream.write(Writer(self.tokenizer, [stop for stop in until if stop]))
@@ -291,5 +292,7 @@ def _evaluated(config: LmEvalConfig, name: str, tasks: Sequence[Any], manager: T
             log_samples=True,
         )
     except (OSError, ConnectionError) as error:
-        raise UserError(f"The data of {', '.join(config.tasks)} could not be loaded; check it: {reason_of(error)}.") from error
+        raise UserError(
+            f"The data of {', '.join(config.tasks)} could not be loaded ({reason_of(error)}); check the network or the files."
+        ) from error
     return {key: found[key] for key in ("results", "samples", "versions", "n-samples")}

@@ -30,7 +30,7 @@ def adapt_named(given: str) -> type:
     seats = next((count for count in counts if _starts(name, count)), 0)
     if not seats or (players and not players.isdecimal()):
         raise UserError(
-            f"textarena's {name} does not start with {players or f'1 to {MOST_PLAYERS}'} players; give their number as {name}:3."
+            f"textarena's {name} does not start with {players or f'1 to {MOST_PLAYERS}'} players; give a number, as in {name}:3."
         )
     return type("TextArenaGame", (TextArenaGame,), {"name": name, "seats": seats})
 

@@ -295,8 +295,8 @@ def _settings(path: Path, number: int) -> OnlineConfig:
     config = from_dict(OnlineConfig, found, str(path / "config.json"))
     if config.asks and (config.model.dtype != "float32" or config.sampling.filtered):
         raise UserError(
-            f"{path} trained an agent in {config.model.dtype} or with top_p, top_k or min_p. A replay would have to run the "
-            "agent again; replay an agent run in float32 without these filters."
+            f"{path} ran an agent with dtype {config.model.dtype} or with top_p, top_k or min_p. Its replay would have to run "
+            "the agent again. Choose a run in float32 without these settings."
         )
     return replace(config, run=replace(config.run, allow=PINS, callbacks=()), placement=Placement())
 

@@ -83,8 +83,8 @@ def _parameters(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     known = list(inspect.signature(KINDS[kind]).parameters)[1:]
     given = {name: value for name, value in given.items() if value is not None}
     if set(given) != set(known):
-        what = f"{', '.join(given) or 'nothing'}; expected {', '.join(known) or 'nothing'}"
-        raise UserError(f"the instruction {kind} has the parameters {what}")
+        what = f"{', '.join(given) or 'none'}; expected {', '.join(known) or 'none'}"
+        raise UserError(f"the instruction {kind} got the parameters {what}")
     return {name: _read(kind, name, value) for name, value in given.items()}
 
 

@@ -245,7 +245,7 @@ class VLLMSampler(Sampler):
         gap, bound = distance(self.engine_log_probs(probe), exact), max(TOLERANCE, SPREAD * allowed)
         if not gap <= bound:
             raise UserError(
-                f"vLLM's log-probs differ from the trainer's in float32 by {gap:.2g} in the mean; expected at most {bound:.2g}. "
+                f"vLLM's log-probs differ from the trainer's in float32 by a mean of {gap:.2g}; expected at most {bound:.2g}. "
                 "vLLM has the same weights but computes this model differently; use sampler=embedded."
             )
         return gap

@@ -132,7 +132,7 @@ def test_a_policy_of_a_method_that_cannot_be_saved_acts_and_takes_the_method_fro
         assert evaluate_policy(loaded, n_eval_episodes=3) == evaluate_policy(agent, n_eval_episodes=3)
         with pytest.raises(
             UserError,
-            match=r"can act but not train, since its folder does not contain its method.*Pass the method to load as algorithm=",
+            match=r"can act but not train, since its folder does not contain its method.*Load it again with algorithm=",
         ):
             loaded.learn(16)
     with pytest.raises(UserError, match="a policy of mine, not of ppo"):
@@ -281,7 +281,7 @@ def test_a_settings_file_of_rl_zoo3_is_read(tmp_path):
     assert other.normalize_observations and other.normalize_rewards and other.total_timesteps == 99
     (tmp_path / "one.yml").write_text(ZOO.partition("Acrobot")[0])
     assert load(ControlConfig, tmp_path / "one.yml") == found
-    for env, said in (("CartPole-v0", "environment 'CartPole-v0'.*mean 'CartPole-v1'"), (None, "name one of CartPole-v1")):
+    for env, said in (("CartPole-v0", "environment 'CartPole-v0'.*mean 'CartPole-v1'"), (None, "give --env one of CartPole-v1")):
         with pytest.raises(UserError, match=said):
             load(ControlConfig, tmp_path / "ppo.yml", flags={"env": env} if env else {})
     (tmp_path / "kwargs.yml").write_text(ZOO.partition("Acrobot")[0] + '  policy_kwargs: "dict(net_arch=[64])"\n')

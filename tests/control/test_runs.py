@@ -311,12 +311,12 @@ gym.register("Line-v0", Line)
 @pytest.mark.parametrize(
     ("env", "more", "said"),
     [
-        ("Raises", (), "in step, raised KeyError: 'level' (broken.py, line 11)"),
+        ("Raises", (), "step raised KeyError: 'level' (broken.py, line 11)"),
         ("Unmade", (), "raised OSError: level.txt (broken.py, line 13) when it was made"),
-        ("Shape", (), "shape (3,), and its observation_space says (1,)"),
+        ("Shape", (), "shape (3,), but its observation_space has the shape (1,)"),
         ("OldStep", (), "step (observation, reward, terminated, truncated, info)"),
         ("OldReset", (), "reset returns (observation, info)"),
-        ("Outside", (), "an observation that is not in its observation_space, Discrete(4)"),
+        ("Outside", (), "an observation outside its observation_space Discrete(4)"),
         ("Nan", (), "reward that is NaN"),
         ("Line", ("--video",), "render_mode"),
         ("Line-v9", (), "versioned environments"),

@@ -389,7 +389,7 @@ def test_a_longer_run_is_asked_for_by_name(job, tmp_path):
     sft.run(sft_config(job, tmp_path / "run", max_steps=4))
     with pytest.raises(UserError, match=r"run\.max_steps was 4 and is 8.*give --extend"):
         sft.run(sft_config(job, tmp_path / "run", max_steps=8))
-    with pytest.raises(UserError, match=r"was 4 and is 2.*more than 4"):
+    with pytest.raises(UserError, match=r"was 4 and is 2.*set run.max_steps above 4"):
         sft.run(sft_config(job, tmp_path / "run", max_steps=2, extend=True))
     sft.run(sft_config(job, tmp_path / "run", max_steps=8, extend=True))
     assert max(row["step"] for row in lines(tmp_path / "run" / "metrics.jsonl")) == 8

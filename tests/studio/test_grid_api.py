@@ -312,7 +312,7 @@ def test_the_map_is_one_that_the_library_reads(studio, world):
 def test_a_frame_that_is_not_there_is_said_so(studio):
     content = {**playback_of(WORLDS["default"], "value_iteration"), "frame": 5000, "cell": [0, 0]}
     reply = studio.post("/api/grid/backup", content)
-    assert reply.status == 422 and "but not number 5000" in reply.json["error"]["message"]
+    assert reply.status == 422 and "no frame 5000" in reply.json["error"]["message"]
 
 
 def test_every_cell_a_wall_or_an_end_is_no_crash(studio):

@@ -148,7 +148,7 @@ def test_the_picture_shows_values_and_arrows():
         (lambda: GridWorld(2, 2), "is outside the 2×2 grid"),
         (lambda: GridWorld(slip=1.1), "slip is 1.1"),
         (lambda: GridWorld(walls=frozenset({(1, 6)})), r"The prize at \(1, 6\) is in a wall"),
-        (lambda: GridWorld(start=(1, 6)), "is a cell where episodes end"),
+        (lambda: GridWorld(start=(1, 6)), "is a prize, where episodes end"),
         (lambda: GridWorld().state((8, 0)), r"no cell \(8, 0\)"),
         (lambda: GridWorld().cell(64), "no state 64"),
         (lambda: GridWorld.from_text("..\n."), r"rows of lengths \[2, 1\]"),
@@ -161,7 +161,7 @@ def test_the_picture_shows_values_and_arrows():
         (lambda: UnboundedGrid(max_steps=0), "max_steps is 0"),
         (lambda: UnboundedGrid().prize((0, 1)), "count from"),
         (lambda: UnboundedGrid().step(0), "call reset first"),
-        (lambda: UnboundedGrid(slip=0.5).window(3, 3), "has slip=0.5"),
+        (lambda: UnboundedGrid(slip=0.5).window(3, 3), "slip is 0.5; expected 0 for a window"),
     ],
 )
 def test_a_mistake_is_one_sentence(make, sentence):

@@ -397,7 +397,7 @@ def test_a_loop_that_pays_for_ever_is_refused_without_discount():
 
 
 def test_without_discount_solve_takes_policy_iteration_only():
-    with pytest.raises(ValueError, match="gamma is 1 and method is 'value_iteration'"):
+    with pytest.raises(ValueError, match="gamma is 1, where method 'value_iteration'"):
         tabular.solve(corridor(0.0, 1.0), method="value_iteration")
 
 

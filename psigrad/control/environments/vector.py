@@ -93,8 +93,8 @@ class Absent(gym.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         """Raise `UserError`: there is no environment to play in."""
         raise UserError(
-            f"This policy was loaded without an environment: {self.reason.rstrip('.')}. Call agent.set_env(env), or pass env=… "
-            "to load."
+            f"This policy was loaded without an environment: {self.reason.rstrip('.')}. Call agent.set_env(env), or load it "
+            "again with env=…."
         )
 
 
@@ -198,21 +198,21 @@ class Environments:
     def _flat(self, raw: Any) -> Array:
         if self._space.shape is not None and np.shape(raw)[1:] != self._space.shape:
             raise UserError(
-                f"The environment gave an observation of shape {np.shape(raw)[1:]}, and its observation_space says "
-                f"{self._space.shape}; make them agree."
+                f"The environment gave an observation of shape {np.shape(raw)[1:]}, but its observation_space has the shape "
+                f"{self._space.shape}; change one of the two."
             )
         try:
             return self._flatten(raw)
         except IndexError as error:
             raise UserError(
-                f"The environment gave an observation that is not in its observation_space, {self._space}; make them agree."
+                f"The environment gave an observation outside its observation_space {self._space}; change one of the two."
             ) from error
 
     def _fault(self, did: str, error: Exception) -> UserError:
         if isinstance(error, UserError):
             return error
         hint = f" {RETURNS}" if "unpack" in str(error) else ""
-        return UserError(f"{reason_for(f'The environment, in {did},', error)}. Fix the environment.{hint}")
+        return UserError(f"The environment's {reason_for(did, error)}. Fix the environment.{hint}")
 
     @property
     def env(self) -> VectorEnv[Any, Any, Any] | Serial:

@@ -371,11 +371,11 @@ def _check(config: ControlConfig, algorithm: PolicyGradient) -> None:
             f"{name} has no ratio, so it can train on a rollout only once; set n_epochs=1 and batch_size=0, or choose ppo."
         )
     if isinstance(algorithm.surrogate, kl_penalty) and config.n_epochs * (1 + minibatches) == 1:
-        raise UserError(f"{name} adapts its penalty to how far several updates move the policy; set n_epochs above 1.")
+        raise UserError(f"n_epochs is 1, but {name} adapts its penalty to the effect of several updates; set n_epochs above 1.")
     if algorithm.min_group_size > config.n_envs * config.n_episodes:
         raise UserError(f"{name} compares episodes of a rollout; set n_envs or n_episodes above 1.")
     if "action_value" in reads and algorithm.critic is not None and algorithm.critic.clip is not None:
-        raise UserError(f"{name} has critics of actions and critic.clip is for values of states; set critic.clip to null.")
+        raise UserError(f"critic.clip is for values of states, but the critic of {name} is for actions; set critic.clip to null.")
 
 
 def _per_step(algorithm: PolicyGradient) -> bool:

@@ -238,8 +238,8 @@ class Actor(Trainer):
     def iterate(self, metrics: bool = True) -> dict[str, float]:
         """Raise `UserError`, since the method is unknown."""
         raise UserError(
-            f"This policy can act but not train, since its folder does not contain its method: {self.reason.rstrip('.')}. Pass "
-            "the method to load as algorithm=…."
+            f"This policy can act but not train, since its folder does not contain its method: {self.reason.rstrip('.')}. Load "
+            "it again with algorithm=…."
         )
 
 

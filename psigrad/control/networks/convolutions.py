@@ -55,16 +55,15 @@ def layers_for(kind: Kind, image: Image | None) -> tuple[Convolution, ...]:
     """Return the convolutions of the setting `cnn` for an image; none without an image. Raises `UserError` if they do not fit."""
     if image is None:
         if kind in ("nature", "small"):
-            raise UserError(
-                f"cnn is {kind!r}, but the observations are not images; expected a Box of three dimensions; set cnn=auto."
-            )
+            raise UserError(f"cnn is {kind!r}, but the observations are not images (a Box of three dimensions); set cnn=auto.")
         return ()
     if kind == "none":
         return ()
     found = LAYERS["nature" if kind == "nature" or (kind == "auto" and min(image.height, image.width) >= 36) else "small"]
     if min(_sizes(image, found)[-1]) < 1:
         shown = f"{image.height} × {image.width}"
-        raise UserError(f"The images have {shown} pixels, too few for cnn={kind}; choose another cnn, or none for plain numbers.")
+        advice = "set cnn=small or cnn=none" if kind == "nature" else "set cnn=none, which reads the pixels as a vector"
+        raise UserError(f"The images have {shown} pixels, too few for cnn={kind}; {advice}.")
     return found
 
 

@@ -321,7 +321,7 @@ def _csv_lines(file: IO[str], path: Path) -> Iterator[str]:
         if not (line := file.readline(MAX_LINE_BYTES + 2)):
             return
         if len(line.rstrip("\r\n")) > MAX_LINE_BYTES:
-            raise UserError(f"{path}:{number} is a line of over {MAX_LINE_BYTES} characters; check its line breaks.")
+            raise UserError(f"{path}:{number} is a line of over {MAX_LINE_BYTES:,} characters; check its line breaks.")
         expansion.add(len(line) + _ROW_BYTES)
         yield line
 

@@ -81,7 +81,7 @@ def from_rows(
     """
     if isinstance(iterable, Mapping):
         parts = ", ".join(map(str, iterable))
-        raise UserError(f"The dataset is a mapping of {parts}; give one of them: a name, or rows as a list or datasets.Dataset.")
+        raise UserError(f"The dataset is a mapping with the keys {parts}; give the rows of one key as a list or Dataset.")
     records = (RawRow(f"{source}:{i}", _to_plain(raw)) for i, raw in enumerate(keep_images_encoded(remove_format(iterable)), 1))
     return _collect(records, form, source, bad_rows, columns or {}, Path())
 

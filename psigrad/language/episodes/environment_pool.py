@@ -76,7 +76,7 @@ class EnvironmentPool(Playing):
         if isinstance(answers[0], Lost):
             late = f"did not return within {START_LIMIT:g} s"
             raise UserError(
-                f"The environment's rows() {f'ended its process ({answers[0].status})' if answers[0].status else late}."
+                f"The environment's rows() {f'ended its process ({answers[0].status})' if answers[0].status else late}; fix it."
             )
         if isinstance(answers[0], Fault):
             raise UserError(answers[0].reason)

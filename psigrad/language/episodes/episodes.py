@@ -339,7 +339,7 @@ def mark_images(tokenizer: Any, said: Any, step: Step | None = None) -> Any:
     try:
         read: Any = said if said is None or isinstance(said, Fault) else observation_text(said)
         if image_format is not None and image_format.placeholder in str(read):
-            raise ValueError(f"has the text {image_format.placeholder!r}, which marks the place of an image")
+            raise ValueError(f"has the text {image_format.placeholder!r}, which marks the place of an image; remove it")
     except ValueError as error:
         return Fault(f"the environment's observation {error}")
     return read if step is None else step._replace(observation=read)

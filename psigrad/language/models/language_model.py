@@ -425,7 +425,7 @@ def prepare(
 ) -> LanguageModel:
     """Return a `LanguageModel` for a transformers model in memory; see `load`. `is_known` is True if `fused.loader` loaded it."""
     if tokenizer.eos_token_id is None:
-        raise UserError("The tokenizer has no EOS token, so no completion could ever end; set tokenizer.eos_token and save it.")
+        raise UserError("The tokenizer has no EOS token, so completions would never end; set eos_token and save the tokenizer.")
     model = LanguageModel(network, tokenizer).prepare("CAUSAL_LM", lora, adapter, gradient_checkpointing, is_known, towers)
     model.full_logits = bool(model.why_padded and model._why_full_logits())
     return model

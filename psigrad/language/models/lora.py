@@ -188,7 +188,10 @@ def add_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, tow
                     hf, saved, is_trainable=True, config=config, autocast_adapter_dtype=not _in_half(hf, lora)
                 )
         except (ValueError, RuntimeError, KeyError, OSError) as error:
-            raise UserError(f"The adapter {str(saved)!r} does not fit its base: {reason_of(error)}.") from error
+            raise UserError(
+                f"The adapter {str(saved)!r} could not be loaded onto its base ({reason_of(error)}); check "
+                "base_model_name_or_path in its adapter_config.json."
+            ) from error
         check_untied(hf)
         return wrapped
     # the adapter names its base, and may be read from other working directories

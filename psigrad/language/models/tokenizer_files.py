@@ -30,7 +30,7 @@ def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     if not set(found.get_vocab()) - set(found.all_special_tokens):
         raise ValueError(
-            "the model has no tokenizer; save one in its folder by tokenizer.save_pretrained, or copy the original's files"
+            "the model has no tokenizer; save one in its folder with tokenizer.save_pretrained, or copy its base model's files"
         )
     from psigrad.language.models.vision import attach  # imported here, since few models have images
 
@@ -52,7 +52,7 @@ def check_tokenizer(path: str) -> None:
         for kind in ("normalizer", "decoder", "post_processor"):
             if (growth := _growth(held.get(kind))) > MOST_GROWTH:
                 raise ValueError(
-                    f"the {kind} of its tokenizer turns one character into {growth:.3g}, above the limit of {MOST_GROWTH:,}"
+                    f"the {kind} of its tokenizer turns one character into {growth:.3g} characters, more than {MOST_GROWTH:,}"
                 )
     if added > MOST_ADDED:
         raise ValueError(

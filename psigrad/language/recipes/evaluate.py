@@ -190,7 +190,7 @@ def _by_server(
     Return (the figures, the completions, the dataset rows).
     """
     if config.plays:
-        raise UserError("Episodes and agents need a local model; remove --server, or environment, tools and agent.")
+        raise UserError("environment, tools and agent need a local model; remove them, or remove --server.")
     if config.evaluation.eval_kl:
         raise UserError("eval_kl needs the model's own distribution, which a server does not return; remove eval_kl.")
     rows = rewards.judgeable(_rows(config, None, None), redaction.log)

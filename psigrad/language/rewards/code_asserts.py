@@ -291,7 +291,7 @@ class _Apart:
                 return type(node)([self.visit(part) for part in parts])
             case ast.ListComp(element, [loop]) | ast.GeneratorExp(element, [loop]) | ast.SetComp(element, [loop]):
                 return self._unroll(element, loop)
-        raise ValueError(f"this cannot be split into calls of the program and expected values: {ast.unparse(node)[:200]}")
+        raise ValueError(f"the calls of the program cannot be split from this; write `call == value`: {ast.unparse(node)[:200]}")
 
     def _unroll(self, element: ast.expr, loop: ast.comprehension) -> ast.expr:
         reader, parts = self._reader, list[ast.expr]()
@@ -327,7 +327,7 @@ class _Apart:
             compared = every_call and len(children) > len(beside) and sum(map(_is_given, children)) > 1
             if (len(children) > len(beside) > 0 and not made) or compared:
                 raise ValueError(
-                    "one call would get both a result of the program and another value, which may be the expected one: "
+                    "one call gets a result of the program and another value, perhaps the expected one; write `call == value`: "
                     f"{ast.unparse(part)[:200]}"
                 )
         self.inside.append(ast.unparse(node))
@@ -360,7 +360,7 @@ class _Outside(ast.NodeTransformer):
         """Compile an expression into a function of positional arguments, one for each of the names `given`."""
         for name in sorted(_names_in(node) - _bound_in(node) - {*given}):
             if self._names.get(name) is None:
-                raise ValueError(f"{name} cannot be evaluated outside the sandbox: {ast.unparse(node)[:200]}")
+                raise ValueError(f"{name} is unknown outside the sandbox; write a value instead: {ast.unparse(node)[:200]}")
         body = self.visit(copy.deepcopy(node))
         arguments = ast.arguments([], [ast.arg(name) for name in given], None, [], [], None, [])
         tree = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, body)))
@@ -370,7 +370,7 @@ class _Outside(ast.NodeTransformer):
     def generic_visit(self, node: ast.AST) -> ast.AST:
         """Visit a node whose type is in `_PARTS`. Raise `ValueError` for others."""
         if type(node).__name__ not in _PARTS.split():
-            raise ValueError(f"this expression cannot be evaluated outside the sandbox: {ast.unparse(node)[:200]}")
+            raise ValueError(f"this cannot run outside the sandbox; write a value instead: {ast.unparse(node)[:200]}")
         return super().generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
@@ -381,7 +381,7 @@ class _Outside(ast.NodeTransformer):
             case ast.Attribute(ast.Name(module), name) if isinstance(self._names.get(module), SimpleNamespace):
                 if name[:1] != "_" and vars(self._names[module]).get(name) is not None:
                     return node
-        raise ValueError(f"this expression cannot be evaluated outside the sandbox: {ast.unparse(node)[:200]}")
+        raise ValueError(f"this cannot run outside the sandbox; write a value instead: {ast.unparse(node)[:200]}")
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         """Replace an operator by a call of `values.arithmetic`, which is bounded."""

@@ -212,7 +212,7 @@ class Numeric:
         """Raise `UserError` for an answer that cannot be compared."""
         for gold in accepted(row.get("answer")):
             if gold_number(gold) is None:
-                raise UserError(f"the answer {gold[:80]!r} is more than a number; use the reward math for expressions")
+                raise UserError(f"the answer {gold[:80]!r} is no plain number; for expressions, use the reward 'math'")
 
     def _one(self, text: str, answer: Any) -> float | None:
         wanted = [number for gold in accepted(answer) if (number := gold_number(gold)) is not None]

@@ -277,7 +277,7 @@ def sppo_hard(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 def _check_smoothing(share: float) -> None:
     if not 0 <= share < 0.5:
-        raise ValueError(f"label_smoothing is {share}; expected 0 <= label_smoothing < 0.5: the share of swapped labels.")
+        raise ValueError(f"label_smoothing is {share}; expected a share of swapped labels, at least 0 and below 0.5.")
 
 
 @dataclass(frozen=True)
@@ -405,7 +405,7 @@ class KahnemanTversky:
             raise ValueError(f"beta is {self.beta}; expected a number above 0; 0.1 is KTO's usual value.")
         if not (self.desirable_weight >= 0 and self.undesirable_weight >= 0):
             raise ValueError(
-                f"KTO has weights {self.desirable_weight}, {self.undesirable_weight}; expected numbers of at least 0."
+                f"desirable_weight={self.desirable_weight}, undesirable_weight={self.undesirable_weight}; expected both >= 0."
             )
 
     @property

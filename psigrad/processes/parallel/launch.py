@@ -37,8 +37,8 @@ def check(processes: int) -> None:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1 and size != processes:
         raise UserError(
-            f"processes is {processes} and this process is one of {size}; from Python start your script with `torchrun "
-            f"--nproc-per-node={processes}`, or use the command line, which starts them itself."
+            f"processes is {processes}, but this process is one of {size}; start your Python script with `torchrun "
+            f"--nproc-per-node={processes}`, or use the command line, which starts the processes itself."
         )
 
 

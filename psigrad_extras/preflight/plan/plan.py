@@ -120,7 +120,7 @@ def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
     unsaid = (config.run.max_steps, config.run.num_train_epochs) == (default.max_steps, default.num_train_epochs)
     long = unsaid and made.seconds * work.steps > HOUR
     if ask is not None and long and not ask("Start? --max-steps shortens the run. [y/N] ").strip().lower().startswith("y"):
-        raise UserError("The run was not started; give --max-steps or --num-train-epochs to confirm its length.")
+        raise UserError("The run was not confirmed, so it did not start; set its length with --max-steps or --num-train-epochs.")
 
 
 def _instructions(config: Config) -> str:

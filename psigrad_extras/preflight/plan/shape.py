@@ -90,7 +90,7 @@ def shape_of(path: str, *, local: bool = False) -> Shape:
     except UserError:
         raise
     except LOADING_ERRORS as error:  # such as sizes that no tensor can have
-        raise UserError(f"The configuration of {path!r} does not describe a model ({reason_of(error)}); correct it.") from error
+        raise UserError(f"The configuration of {path!r} describes no model ({reason_of(error)}); correct its values.") from error
 
 
 @cache

@@ -230,7 +230,7 @@ def test_a_job_that_ends_every_worker_ends_the_run(ray):
         ray.dead.add(worker.number)
         return Ref(worker.number, None)
 
-    with pytest.raises(UserError, match=r"^6 workers were lost .* during the same job. The reason of the last loss is Lost"):
+    with pytest.raises(UserError, match=r"^6 workers were lost .* during the same job; the last one: Lost"):
         list(pool.run([deadly]))
     assert told.count("worker_lost") == pool.entries["lost"] == 6 and pool.entries["again"] == 5
 

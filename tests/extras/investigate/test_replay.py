@@ -223,5 +223,5 @@ def test_a_run_that_trained_an_agent_in_half_precision_is_refused(made, tmp_path
         own = settings.get("settings") or settings
         own |= {"agent_command": "true", "model": {**own["model"], "dtype": "bfloat16"}}
         file.write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="trained an agent in bfloat16"):
+    with pytest.raises(UserError, match="ran an agent with dtype bfloat16"):
         replay(folder, 6)

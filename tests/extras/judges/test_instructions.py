@@ -119,7 +119,7 @@ def test_sentences_by_hand(text, count):
         (["detectable_format:number_bullet_lists"], [{"num_bullets": "two"}], "num_bullets 'two'; expected a whole number"),
         (["keywords:existence"], [{"keywords": "river"}], "keywords 'river'; expected a list of words"),
         (["startend:end_checker"], [{"end_phrase": " "}], "end_phrase ' '; expected a text"),
-        (["punctuation:no_comma"], [{"num_words": 5}], "parameters num_words; expected nothing"),
+        (["punctuation:no_comma"], [{"num_words": 5}], "parameters num_words; expected none"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(ids, kwargs, said):

@@ -523,5 +523,5 @@ def test_both_answers_of_a_pair_are_on_one_side() -> None:
 
 
 def test_the_splits_of_a_dataset_are_no_rows() -> None:
-    with pytest.raises(UserError, match="a mapping of train, test; give one of them"):
+    with pytest.raises(UserError, match="a mapping with the keys train, test; give the rows of one"):
         from_rows({"train": "d.jsonl", "test": "t.jsonl"}, "prompt-only")

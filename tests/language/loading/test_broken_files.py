@@ -108,7 +108,7 @@ def test_a_tokenizer_that_backtracks_without_end_is_a_sentence(job, tmp_path, ca
 def test_settings_of_great_depth_are_a_sentence(tmp_path, capsys):
     bombs = {
         "nested too deeply": "a: " + "[" * 100_000,
-        "merges give more than 100,000 names": "a0: &a0 {x: 1, y: 2, z: 3}\n"
+        "<< merges more than 100,000 keys": "a0: &a0 {x: 1, y: 2, z: 3}\n"
         + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 12)),
         "has more than 100,000 values": "a0: &a0 [x]\n"
         + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)),

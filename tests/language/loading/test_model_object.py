@@ -299,5 +299,5 @@ def test_what_cannot_be_trained_in_place_is_refused_in_a_sentence(objects, job, 
 def test_a_folder_without_a_tokenizer_is_refused_though_transformers_makes_one_without_words(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     assert AutoTokenizer.from_pretrained(tmp_path)("Hello").input_ids in ([], [3])  # nothing, or unknown: the trap
-    with pytest.raises(UserError, match=r"the model has no tokenizer; save one in its folder by tokenizer\.save_pretrained"):
+    with pytest.raises(UserError, match=r"the model has no tokenizer; save one in its folder with tokenizer\.save_pretrained"):
         load_tokenizer(str(tmp_path))

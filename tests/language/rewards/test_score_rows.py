@@ -109,7 +109,7 @@ def test_a_row_whose_gold_is_not_read_whole_is_unscored_and_says_why():
     ]
     odd, time, none = score(["numeric"], rows)
     assert isinstance(odd.result, Unscored)
-    assert odd.row()["reason"] == r"numeric: the answer '2\\sqrt{3}' is more than a number; use the reward math for expressions"
+    assert odd.row()["reason"] == r"numeric: the answer '2\\sqrt{3}' is no plain number; for expressions, use the reward 'math'"
     assert time.row()["reward"] == 1.0 and time.row()["reason" if "reason" in time.row() else "parts"] == {"numeric": 1.0}
     assert "no reward function applies" in none.row()["reason"]
     wrong, *_ = score(["math"], rows[:1])

@@ -215,8 +215,8 @@ class Layer:
         for adapter in self.adapters.values():
             if adapter.module.merged or adapter.module.active_adapters != [adapter.name]:
                 raise ValueError(
-                    f"The adapter {adapter.name!r} has been merged into the weights or another was made active, which the fused "
-                    "decoder does not follow; undo that, or set model.decoder = None."
+                    f"The adapter {adapter.name!r} is merged into the weights, or another one is active. The fused decoder "
+                    "supports neither. Unmerge this adapter and make it active, or set model.decoder = None."
                 )
         return any(not adapter.module.disable_adapters for adapter in self.adapters.values())
 
