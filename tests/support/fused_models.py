@@ -13,6 +13,7 @@ from transformers import (
     BambaConfig,
     Exaone4Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
     Lfm2Config,
@@ -55,6 +56,12 @@ _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_g
 _DENSE = {"shared_intermediate_size": 96, "num_local_experts": 0, "num_experts_per_tok": 0}
 _MIXED = {"layer_types": ["linear_attention", "full_attention"], "hidden_size": 64}
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
+# Sliding layers have other heads than full ones. Scores have no factor, so a large epsilon bounds them.
+_GEMMA_4 = {"hidden_size": 64, "head_dim": 16, "global_head_dim": 24, "rms_norm_eps": 0.3}
+_SHARED = {
+    "layer_types": ["full_attention", *["sliding_attention"] * 2, *["full_attention"] * 2], "num_kv_shared_layers": 3,
+    "sliding_window": 5, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 280,
+}  # fmt: skip
 # Layers with a state, and attention whose output has a gate. The norm of a delta net has tiny inputs where queries and keys are
 # nearly orthogonal. A large epsilon bounds its gain, by which it multiplies rounding.
 HYBRIDS = {
@@ -62,6 +69,10 @@ HYBRIDS = {
     "lfm3": Lfm3Config(**COMMON, hidden_size=64, layer_types=["conv", "sliding_attention"], sliding_window=5, head_dim=16),
     "qwen3.5": Qwen3_5TextConfig(**COMMON, **_MIXED, **_DELTA, head_dim=16, rms_norm_eps=1e-2),
     "granite 4 hybrid": GraniteMoeHybridConfig(**COMMON, **_MIXED, **_DENSE, **_MAMBA, **_FACTORS),
+    "gemma4": Gemma4TextConfig(
+        **COMMON, **_GEMMA_4, **_LOCAL, attention_k_eq_v=True, num_global_key_value_heads=1, hidden_size_per_layer_input=0
+    ),
+    "gemma4 of shared keys": Gemma4TextConfig(**{**COMMON, "num_hidden_layers": 5}, **_GEMMA_4, **_SHARED),
     "bamba": BambaConfig(**COMMON, **_MAMBA, hidden_size=64, attn_layer_indices=[1]),
 }
 FORMS = {
@@ -93,6 +104,9 @@ def made_anew(config, tokenizer, dtype=torch.float32):
     for name, p in hf.named_parameters():  # biases of 0, norms of 1 and convolutions near 0 would hide mistakes
         if "bias" in name or "norm" in name or p.dim() == 3:
             torch.nn.init.normal_(p, mean=1.0 if "norm" in name else 0.0, std=0.3)
+    for name, constant in hf.named_buffers():
+        if "layer_scalar" in name:
+            constant.fill_(0.7)
     return prepare(hf.to(dtype), tokenizer)
 
 

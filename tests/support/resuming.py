@@ -83,12 +83,12 @@ def lagging_config(job: Path, output: Path, **run):
     return replace(online_config(job, output, **run), lag=2)
 
 
-def hybrid_config(job: Path, output: Path, **run):
-    """A model with layers that have a state, fused."""
+def family_config(job: Path, output: Path, family: str, **run):
+    """A model with layers that have a state, or that share keys, fused."""
     made = online_config(job, output, **run)
-    if not (folder := job / "hybrid").exists():
+    if not (folder := job / family).exists():
         tokenizer = AutoTokenizer.from_pretrained(job / "base")
-        network("qwen3_5_text", len(tokenizer)).save_pretrained(folder)
+        network(family, len(tokenizer)).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return replace(made, model=replace(made.model, path=str(folder)))
 
@@ -110,7 +110,8 @@ RECIPES = {"sft": (sft.run, sft_config), "grpo": (online.run, online_config)}
 MORE_RECIPES = {
     "ppo": (online.run, ppo_config),
     "ppo shared": (online.run, partial(ppo_config, critic_shared=True)),
-    "grpo hybrid": (online.run, hybrid_config),
+    "grpo hybrid": (online.run, partial(family_config, family="qwen3_5_text")),
+    "grpo shared keys": (online.run, partial(family_config, family="gemma4_text")),
     "following reference": (online.run, following_config),
     "episodes": (online.run, episodes_config),
     "past selves": (online.run, past_config),

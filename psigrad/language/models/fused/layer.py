@@ -9,7 +9,7 @@ adapter's small update.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from psigrad.language.models.packing import RowSelection
 _ATTENTION = ((("q_proj", "k_proj", "v_proj"), ("qkv_proj",)), (("o_proj",), ("out_proj",)))
 _GATES = (("gate_proj", "up_proj"), ("gate_up_proj",), ("input_linear",), ("w1", "w3"))
 _FEED_FORWARD = (_GATES, (("down_proj",), ("output_linear",), ("w2",)))
-_QKV, _OUT, _GATE_UP, _DOWN = range(4)
+_QKV, _OUT, _GATE_UP, _DOWN, INPUT_GATE, INPUT_PROJECTION = range(6)
 # The slice of `Layer.addresses` that has the ranks of the adapters.
 RANKS = slice(-5, -1)
 
@@ -68,12 +68,17 @@ class Weights:
 class PassArguments(NamedTuple):
     """The arguments of a forward pass: `angles` is the rotary embedding of each layer with attention, and `adapted` is True if
     the LoRA adapters are active. `ready` are the current weights of all layers; None if each layer has to collect its own.
+    `keys` are keys and values, by `Layer.order`, that later layers read. `tokens` has each token's row in the layers' `inputs`.
     """
 
     angles: Sequence[Angles]
     layout: FusedLayout
     adapted: bool
-    ready: Sequence[LayerWeights] | None = None
+    keys: dict[int, Tensor]
+    key_gradients: dict[int, Tensor]
+    inputs: Sequence[Tensor] = ()
+    tokens: RowSelection = RowSelection()
+    ready: Sequence[LayerWeights] | Mapping[int, LayerWeights] | None = None
 
 
 class NormFunction(torch.autograd.Function):
@@ -167,13 +172,14 @@ class Layer:
 
     With the norms n and m of inputs and outputs and the factor r of residuals, it computes h = x + r·m₁(mixer(n₁(x))) and
     y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))). A family may lack the norms n or m. The mixer is attention here; subclasses
-    (`mixers`) have others. `order` is the layer's number among those with attention.
+    (`mixers`) have others. `order` is the layer's number among those with keys and values of their own.
     """
 
     order = -1
-    # The names of the mixer's module, of the matrices before and after it, and of its other weights; alternatives in turn.
+    # The names of the mixer's module, the matrices around it and at the layer's end, and its other weights; alternatives in turn.
     mixer: tuple[str, ...] = ("self_attn",)
     projections: Sequence[Sequence[Sequence[str]]] = _ATTENTION
+    last: Sequence[str] = ()
     others: Sequence[str] = ("q_norm.weight", "q_layernorm.weight", "k_norm.weight", "k_layernorm.weight")
 
     def __init__(
@@ -183,6 +189,7 @@ class Layer:
         if getattr(module, "block_sparse_moe", None) is not None:
             raise Unsupported("it has experts")
         groups = [find(mixer, names) for names in self.projections] + [find(mlp, names) for names in _FEED_FORWARD]
+        groups += [find(module, ((name,),)) for name in self.last if hasattr(module, name)]
         ends = [0, *itertools.accumulate(map(len, groups))]
         self.groups = [tuple(range(a, b)) for a, b in itertools.pairwise(ends)]
         linear, adapters = zip(*map(split_adapter, itertools.chain(*groups)), strict=True)
@@ -191,7 +198,7 @@ class Layer:
         self.index, self.heads, self.native = index, heads, native
         self.window, self.gelu = family.window(config, index) or 0, family.gelu
         self.residual = float(getattr(module, "residual_multiplier", 1.0))
-        norms: list[Any] = [name and getattr(module, name) for name in (*family.before, *family.after)]
+        norms: list[Any] = [name and getattr(module, name, None) for name in (*family.before, *family.after)]
         self._norms = [None if isinstance(norm, nn.Identity) else norm for norm in norms]
         self.eps = next(eps_of(norm) for norm in self._norms if norm is not None)
         self.coded = {i: child.matrix for i, child in enumerate(linear) if isinstance(child, CodedLinear)}
@@ -358,10 +365,10 @@ class Layer:
         `learns` is True for the weights that need a gradient. `kept` has the tensors from `forward`. The list is emptied, so that
         each tensor is freed after its last use. With `overwrite` the gradients may be written into these tensors.
         """
-        weights = self.current_weights(how.adapted)
+        weights = self.current_weights(how.adapted) if how.ready is None else how.ready[self.index]
         row, mixed, normaliser, middle, both, *plain = kept
         kept.clear()
-        made = _Gradients(self, weights, learns)
+        made = WeightGradients(self, weights, learns)
         dout = made.before_residual(1, dy, plain)
         dboth, gated = self.native.gradients.gated(both, weights.input_grad(_DOWN, [dout]), self.gelu, in_place=overwrite)
         del both
@@ -392,7 +399,7 @@ class Layer:
         return tuple(rows.split([self._linear[i].out_features for i in self.groups[group]], dim=1))
 
 
-class _Gradients:
+class WeightGradients:
     """The gradients of a layer's weights, collected during its backward pass."""
 
     def __init__(self, layer: Layer, weights: LayerWeights, learns: Sequence[bool]) -> None:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from psigrad.language.models.attention import FusedLayout
 from psigrad.language.models.fused.families import eps_of, first_of
+from psigrad.language.models.fused.gemma4 import Gemma4Layer
 from psigrad.language.models.fused.layer import Layer, NormFunction, PassArguments
 from psigrad.language.models.hf_state import ConvolutionFunction, DeltaRule, Mamba2, Switch
 from psigrad.language.models.segments import ShortConvolution
@@ -185,4 +186,5 @@ MIXERS: dict[str, type[Layer]] = {
     "convolution": ConvolutionLayer,
     "delta rule": DeltaRuleLayer,
     "mamba2": Mamba2Layer,
+    "normalised values": Gemma4Layer,
 }
