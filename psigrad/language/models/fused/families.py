@@ -53,6 +53,7 @@ class Family:
     - `rope` returns the name of a layer's rotary embedding ("": the only one), or None if the layer does not rotate.
     - `mixer` returns the name in `mixers.MIXERS` of a layer's form; "": attention without a gate, and no experts.
     - `before` and `after` are the names of the norms of the inputs and of the outputs of attention and of the feed-forward layer.
+      A third norm in `after` is that of a layer's own inputs (`gemma4`).
     - `wide` is True if one norm covers the queries of all heads, and one the keys.
     - `offset` is added to the weights of norms.
     - `gelu` is True if the activation is GELU, in the form with tanh, in place of SiLU.
@@ -65,7 +66,7 @@ class Family:
     rope: Callable[[Any, int], str | None] = lambda config, layer: ""
     mixer: Callable[[Any, int], str] = lambda config, layer: ""
     before: tuple[str | None, str | None] = ("input_layernorm", "post_attention_layernorm")
-    after: tuple[str | None, str | None] = (None, None)
+    after: tuple[str | None, ...] = (None, None)
     wide: bool = False
     offset: float = 0.0
     gelu: bool = False
@@ -76,6 +77,13 @@ class Family:
 
 _ONLY_AFTER: Any = {"before": (None, None), "after": ("post_attention_layernorm", "post_feedforward_layernorm")}
 _BY_TYPE: Any = {"window": _by_layer, "rope": lambda config, layer: config.layer_types[layer]}
+_GEMMA_4 = Family(
+    **_BY_TYPE,
+    mixer=lambda config, layer: "normalised values",
+    before=("input_layernorm", "pre_feedforward_layernorm"),
+    after=(*_ONLY_AFTER["after"], "post_per_layer_input_norm"),
+    gelu=True,
+)
 # The architectures that the fused decoder supports. transformers' Llama ignores a sliding window in its configuration.
 FAMILIES = {
     "Llama": Family(loads=True),
@@ -117,6 +125,8 @@ FAMILIES = {
     "Gemma3Text": Family(
         **_BY_TYPE, before=("input_layernorm", "pre_feedforward_layernorm"), after=_ONLY_AFTER["after"], offset=1.0, gelu=True
     ),
+    "Gemma4Text": _GEMMA_4,
+    "Gemma4UnifiedText": _GEMMA_4,
 }
 
 
@@ -140,7 +150,7 @@ def at(module: Any, path: str) -> Any:
 def find(parent: Any, choices: Sequence[Sequence[str]]) -> list[Any]:
     """Return the modules of the first list of names that `parent` has. Raises `Unsupported` if it has none."""
     for names in choices:
-        if all(hasattr(parent, name) for name in names):
+        if all(getattr(parent, name, None) is not None for name in names):
             return [getattr(parent, name) for name in names]
     raise Unsupported(f"{kind_of(parent)} has no {' or '.join('/'.join(names) for names in choices)}")
 

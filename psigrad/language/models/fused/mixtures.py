@@ -21,7 +21,8 @@ from psigrad.errors import kind_of
 from psigrad.kernels.products import Products
 from psigrad.language.models.experts import FixedChoice
 from psigrad.language.models.fused.families import Unsupported
-from psigrad.language.models.fused.layer import Layer, LayerWeights, WeightGradients
+from psigrad.language.models.fused.layer import Layer
+from psigrad.language.models.fused.layer_weights import LayerWeights, WeightGradients
 
 
 class _Pairs:
