@@ -15,9 +15,8 @@ from torch import Tensor
 
 from psigrad.kernels.kernels import Kernels
 from psigrad.language.models.attention import PackedLayout
-from psigrad.language.models.fused.families import NormFunction, Unsupported, eps_of, split_adapter
-from psigrad.language.models.fused.layer import INPUT_GATE, INPUT_PROJECTION, Layer, PassArguments
-from psigrad.language.models.fused.layer_weights import LayerWeights, WeightGradients
+from psigrad.language.models.fused.families import LayerWeights, NormFunction, Unsupported, eps_of, split_adapter
+from psigrad.language.models.fused.layer import INPUT_GATE, INPUT_PROJECTION, Layer, PassArguments, WeightGradients
 from psigrad.language.models.fused.module_kernels import LinearFunction
 from psigrad.language.models.packing import RowSelection
 

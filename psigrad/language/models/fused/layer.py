@@ -22,8 +22,17 @@ from psigrad.kernels.processor import fast_bfloat16
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.coded_linear import CodedLinear, unpack
 from psigrad.language.models.fused.caches import PackedWeights, Version, version_of
-from psigrad.language.models.fused.families import Family, LoraDelta, Unsupported, at, eps_of, find, first_of, split_adapter
-from psigrad.language.models.fused.layer_weights import LayerWeights, WeightGradients
+from psigrad.language.models.fused.families import (
+    Family,
+    LayerWeights,
+    LoraDelta,
+    Unsupported,
+    at,
+    eps_of,
+    find,
+    first_of,
+    split_adapter,
+)
 from psigrad.language.models.packing import RowSelection
 
 # The matrices are in four groups by their input, under either of these names. The outputs of a group are stored side by side.
@@ -338,3 +347,55 @@ class Layer:
     def _split(self, group: int, rows: Tensor) -> tuple[Tensor, ...]:
         """Split `rows` [S, outputs of all matrices of a group] into one tensor per matrix. `group` is an index, such as _QKV."""
         return tuple(rows.split([self._linear[i].out_features for i in self.groups[group]], dim=1))
+
+
+class WeightGradients:
+    """The gradients of a layer's weights, with the names in `LayerWeights`, collected during its backward pass."""
+
+    def __init__(self, layer: Layer, weights: LayerWeights, learns: Sequence[bool]) -> None:
+        self.layer, self.weights, self.learns = layer, weights, learns
+        count = len(weights.matrices)
+        self.matrices: list[Tensor | None] = [None] * count
+        self.biases: list[Tensor | None] = [None] * count
+        self.lora: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * count
+        self.norms: list[Tensor | None] = [None] * len(weights.norms)
+        self.feed: Sequence[Tensor | None] = ()
+
+    def learn(self, group: int, parts: Sequence[Tensor], x: Tensor) -> None:
+        """Compute the gradients of a group's weights from those of its matrices' outputs, `parts`, and its input x."""
+        for i, dy in zip(self.layer.groups[group], parts, strict=True):
+            self.matrices[i] = self.layer.native.products.of(dy.t(), x) if self.learns[i] else None
+            self.biases[i] = None if self.weights.biases[i] is None else dy.sum(0)
+            if (delta := self.weights.lora[i]) is not None:
+                self.lora[i] = delta.gradients(dy, x)
+
+    def add_through_norm(self, which: int, dx: Tensor, x: Tensor, dnormed: Tensor) -> None:
+        """Add to dx the gradient of x from that of its norm; without a norm, from x itself."""
+        if self.weights.norms[which] is None:
+            dx += dnormed
+        else:
+            self.norms[which] = self._norm(which, dx, x, dnormed)
+
+    def before_residual(self, which: int, dy: Tensor, plain: list[Tensor]) -> Tensor:
+        """Return the gradient of a product whose result, normalised and times `residual`, is added to the residual stream.
+
+        `plain` has the inputs of these norms. The last one is removed.
+        """
+        dy = dy if self.layer.residual == 1.0 else dy * self.layer.residual
+        if self.weights.norms[2 + which] is None:
+            return dy
+        dx = torch.zeros_like(dy)
+        self.norms[2 + which] = self._norm(2 + which, dx, plain.pop(), dy)
+        return dx
+
+    def _norm(self, which: int, dx: Tensor, x: Tensor, dy: Tensor) -> Tensor:
+        weight, layer = self.weights.norms[which], self.layer
+        assert weight is not None
+        return layer.native.gradients.rms_norm(dx, x, weight, dy, layer.eps, layer.heads.offset)
+
+    def in_order(self, others: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return all gradients in the order of `Layer.weights`. `others` has the gradients of the mixer's other weights."""
+        norms = [one for one, weight in zip(self.norms, self.weights.norms, strict=True) if weight is not None]
+        biases = [self.biases[i] for i in self.layer.biased]
+        pairs = itertools.chain(*(self.lora[i] for i in self.layer.adapters))
+        return [*self.matrices[: len(self.layer._linear)], *norms, *others, *self.feed, *biases, *pairs]
