@@ -13,6 +13,7 @@ from transformers import (
     BambaConfig,
     Exaone4Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
@@ -59,8 +60,14 @@ _DENSE = {"shared_intermediate_size": 96, "num_local_experts": 0, "num_experts_p
 _MIXED = {"layer_types": ["linear_attention", "full_attention"], "hidden_size": 64}
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-# Layers with a state or with experts, and attention whose output has a gate. The norm of a delta net has tiny inputs where
-# queries and keys are nearly orthogonal. A large epsilon bounds its gain, by which it multiplies rounding.
+# Sliding layers have other heads than full ones. Scores have no factor, so a large epsilon bounds them.
+_GEMMA_4 = {"hidden_size": 64, "head_dim": 16, "global_head_dim": 24, "rms_norm_eps": 0.3}
+_SHARED = {
+    "layer_types": ["full_attention", *["sliding_attention"] * 2, *["full_attention"] * 2], "num_kv_shared_layers": 3,
+    "sliding_window": 5, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 280,
+}  # fmt: skip
+# Layers with a state, with experts or with shared keys, and attention whose output has a gate. The norm of a delta net has tiny
+# inputs where queries and keys are nearly orthogonal. A large epsilon bounds its gain, by which it multiplies rounding.
 HYBRIDS = {
     "lfm2": Lfm2Config(**COMMON, hidden_size=64, layer_types=["conv", "full_attention"], conv_bias=True),
     "lfm3": Lfm3Config(**COMMON, hidden_size=64, layer_types=["conv", "sliding_attention"], sliding_window=5, head_dim=16),
@@ -75,6 +82,10 @@ HYBRIDS = {
     ),
     "qwen3-moe": Qwen3MoeConfig(**COMMON, **_EXPERTS, hidden_size=40, head_dim=8),
     "qwen3-moe and a dense layer": Qwen3MoeConfig(**COMMON, **_EXPERTS, hidden_size=40, head_dim=8, mlp_only_layers=[0]),
+    "gemma4": Gemma4TextConfig(
+        **COMMON, **_GEMMA_4, **_LOCAL, attention_k_eq_v=True, num_global_key_value_heads=1, hidden_size_per_layer_input=0
+    ),
+    "gemma4 of shared keys": Gemma4TextConfig(**{**COMMON, "num_hidden_layers": 5}, **_GEMMA_4, **_SHARED),
     "bamba": BambaConfig(**COMMON, **_MAMBA, hidden_size=64, attn_layer_indices=[1]),
 }  # fmt: skip
 FORMS = {
@@ -106,6 +117,9 @@ def made_anew(config, tokenizer, dtype=torch.float32):
     for name, p in hf.named_parameters():  # biases of 0, norms of 1 and convolutions near 0 would hide mistakes
         if "bias" in name or "norm" in name or p.dim() == 3:
             torch.nn.init.normal_(p, mean=1.0 if "norm" in name else 0.0, std=0.3)
+    for name, constant in hf.named_buffers():
+        if "layer_scalar" in name:
+            constant.fill_(0.7)
     return prepare(hf.to(dtype), tokenizer)
 
 

@@ -84,7 +84,7 @@ def lagging_config(job: Path, output: Path, **run):
 
 
 def family_config(family: str, job: Path, output: Path, **run):
-    """A fused model of another family than Llama's, such as one with layers that have a state, or experts."""
+    """A fused model of another family than Llama's, such as one with layers that have a state, experts or shared keys."""
     made = online_config(job, output, **run)
     if not (folder := job / family).exists():
         tokenizer = AutoTokenizer.from_pretrained(job / "base")
@@ -113,6 +113,7 @@ MORE_RECIPES = {
     "grpo hybrid": (online.run, partial(family_config, "qwen3_5_text")),
     "grpo one part": (online.run, partial(family_config, "nemotron_h")),
     "grpo experts": (online.run, partial(family_config, "qwen3_moe")),
+    "grpo shared keys": (online.run, partial(family_config, "gemma4_text")),
     "following reference": (online.run, following_config),
     "episodes": (online.run, episodes_config),
     "past selves": (online.run, past_config),

@@ -129,7 +129,7 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
         decoder = Decoder(hf, recompute, vision=model.vision)
     except Unsupported as error:
         return None, str(error)
-    has_states = decoder.attentions < len(decoder.layers)
+    has_states = any(layer.order < 0 for layer in decoder.layers)
     inputs = _lay_out_chunks(model, texts) if has_states else lay_out(texts, model.device, packed=True)
 
     def own() -> Tensor:

@@ -30,6 +30,7 @@ CONFIGS = {
     "mistral": MistralConfig(**COMMON, hidden_size=48, sliding_window=5),
     "qwen3": Qwen3Config(**COMMON, hidden_size=40, head_dim=8),
     **{name: HYBRIDS[name] for name in ("lfm3", "qwen3.5", "granite 4 hybrid", "nemotron-h", "qwen3-moe and a dense layer")},
+    **{name: HYBRIDS[name] for name in ("gemma4", "gemma4 of shared keys")},
 }
 REQUESTS = [Request((5, 6, 7, 8, 9, 10), (1, 2, 3)), Request((11,), (4, 5, 6)), Request(tuple(range(2, 30)), (7, 8, 9))]
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partialmethod
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from psigrad.language.models import scalar_model
 from psigrad.language.models.fused import decoder
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.fused.families import FAMILIES, Unsupported
+from psigrad.language.models.fused.gemma4 import Gemma4Layer, LayerInputs
 from psigrad.language.models.fused.layer import Layer, compute_dtype
 from psigrad.language.models.fused.mixers import SinkAttention
 from psigrad.language.models.fused.mixtures import ClampedExpertLayer, ExpertLayer
@@ -51,9 +53,9 @@ def test_log_probs_and_every_gradient_equal_those_of_transformers(fused, inputs)
     assert_log_probs_and_gradients_are_transformers(fused, inputs)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "granite", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3", "granite", "gemma3", "gemma4 of shared keys"])
 def test_embeddings_whose_gradient_is_summed_apart_are_scaled_too(name, tokenizer, monkeypatch):
-    model = made({**CONFIGS, **FORMS}[name], tokenizer)
+    model = made({**CONFIGS, **FORMS, **HYBRIDS}[name], tokenizer)
     right = model.evaluate(some_groups()).logp
     called = []
     look_up = lambda weight, ids, padding, sums: called.append(1) or torch.nn.functional.embedding(ids, weight)  # noqa: E731
@@ -206,6 +208,7 @@ def test_negative_control_a_decoder_that_computes_something_else_is_not_used(tok
         ("qwen3.5", "Qwen3_5Text", {"offset": 0.0}),
         ("nemotron-h", "NemotronH", {"factors": lambda config, positions: 1 + positions}),
         ("qwen3-moe", "Qwen3Moe", {"offset": 1.0}),
+        ("gemma4 of shared keys", "Gemma4Text", {"window": lambda config, layer: None}),
         ("lfm3", "Lfm3", {"mixer": lambda config, layer: "" if layer else "convolution"}),
     ],
 )
@@ -242,6 +245,22 @@ def test_negative_control_other_experts_and_lost_sinks_are_not_used(name, owner,
     assert model.decoder is None and "outputs differ by" in model.why_unfused
 
 
+@pytest.mark.parametrize(
+    ("owner", "part", "wrong"),
+    [
+        (Gemma4Layer, "_scale", lambda own, layer, x: x),
+        (Gemma4Layer, "_values", lambda own, layer, row: own(layer, row[:, : layer.queries + layer.values])),
+        (Gemma4Layer, "_qkv", lambda own, layer, row, *given: own(layer, row.flip(0) if layer.source else row, *given)),
+        (LayerInputs, "__call__", lambda own, inputs, *given: own(inputs, *given)[::-1]),
+    ],
+    ids=["scale", "values", "shared keys", "inputs"],
+)
+def test_negative_control_parts_of_gemma_4_are_noticed(owner, part, wrong, tokenizer, monkeypatch):
+    monkeypatch.setattr(owner, part, partialmethod(lambda self, *given, own: wrong(own, self, *given), own=getattr(owner, part)))
+    model = made_anew(HYBRIDS["gemma4 of shared keys"], tokenizer)
+    assert model.decoder is None and "outputs differ by" in model.why_unfused
+
+
 def test_other_models_and_precisions_say_why_they_are_not_fused(tokenizer):
     cohere = made(CohereConfig(**COMMON, hidden_size=32), tokenizer)
     assert cohere.decoder is None and "CohereModel" in cohere.why_unfused
@@ -255,6 +274,10 @@ def test_other_models_and_precisions_say_why_they_are_not_fused(tokenizer):
         "mamba_n_heads": 8,
     }
     sparse = made(GraniteMoeHybridConfig(**COMMON, hidden_size=64, shared_intermediate_size=96, **experts), tokenizer)
+    assert sparse.decoder is None and "has experts" in sparse.why_unfused
+    gemma = copy.deepcopy(HYBRIDS["gemma4"])
+    gemma.enable_moe_block, gemma.num_experts, gemma.top_k_experts, gemma.moe_intermediate_size = True, 4, 2, 32
+    sparse = made(gemma, tokenizer)
     assert sparse.decoder is None and "has experts" in sparse.why_unfused
     convolutions = made(Lfm2Config(**COMMON, hidden_size=64, layer_types=["conv", "conv"]), tokenizer)
     assert convolutions.decoder is None and "no layer with attention" in convolutions.why_unfused

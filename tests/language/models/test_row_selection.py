@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fused_models import CONFIGS, FORMS, adapted, made
+from fused_models import CONFIGS, FORMS, HYBRIDS, adapted, made
 from transformers import AutoModelForSequenceClassification
 
 from psigrad.kernels.kernels import Kernels
@@ -66,10 +66,10 @@ def unlike(ours, theirs) -> float:
 
 @pytest.mark.parametrize("kinds", [5, pytest.param(60, marks=pytest.mark.slow)], ids=["equal tokens", "all unlike"])
 @pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
-@pytest.mark.parametrize("name", [*CONFIGS, "granite 4", "gemma3", "lora", "one layer"])
+@pytest.mark.parametrize("name", [*CONFIGS, "granite 4", "gemma3", "gemma4 of shared keys", "lora", "one layer"])
 def test_hidden_states_and_gradients_are_those_of_a_decoder_that_computes_all(name, wanted, kinds, tokenizer):
-    config = copy.deepcopy({**CONFIGS, **FORMS}[{"lora": "qwen2", "one layer": "llama"}.get(name, name)])
-    config.num_hidden_layers = 1 if name == "one layer" else 2
+    config = copy.deepcopy({**CONFIGS, **FORMS, **HYBRIDS}[{"lora": "qwen2", "one layer": "llama"}.get(name, name)])
+    config.num_hidden_layers = 1 if name == "one layer" else config.num_hidden_layers
     model = adapted(config, tokenizer) if name == "lora" else made(config, tokenizer)
     forward, rows = inputs(kinds), torch.tensor(wanted, dtype=torch.long)
     (ours, our_gradient), (theirs, their_gradient) = run(model, forward, rows), whole(model, forward, rows)

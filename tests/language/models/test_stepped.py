@@ -17,7 +17,8 @@ from psigrad.kernels.products import Products
 from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
 from psigrad.language.models.fused.decoder import Decoder
-from psigrad.language.models.fused.layer import RANKS, Layer, LayerWeights
+from psigrad.language.models.fused.families import LayerWeights
+from psigrad.language.models.fused.layer import RANKS, Layer
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups

@@ -411,21 +411,21 @@ class PackedWeights:
 
 
 class CachedPrompt:
-    """The keys and values of a prompt: one row per layer, first all keys, then all values, in float32.
+    """The keys and values of a prompt in float32: for each layer first all keys, then all values.
 
-    Within a row the order is that in which the decoding kernel reads (`Kernels.prompt_tables`).
+    Within a layer the order is that in which the decoding kernel reads (`Kernels.prompt_tables`).
     """
 
-    def __init__(self, length: int, layers: int, heads: Heads) -> None:
-        keys, values = table_sizes(length, heads)
+    def __init__(self, length: int, heads: Sequence[Heads]) -> None:
+        sizes = np.array([table_sizes(length, one) for one in heads])
+        ends = sizes.cumsum().reshape(sizes.shape)
         self.length = length
-        self.tables = torch.empty(layers, keys + values)
-        first, size = self.tables.data_ptr(), self.tables.element_size()
-        self.addresses = (first, first + size * keys, size * (keys + values))
-        """The addresses of the first layer's keys and values, and the distance between layers, in bytes."""
+        self.tables = torch.empty(int(ends[-1, -1]))
+        self.addresses = self.tables.data_ptr() + (ends - sizes) * self.tables.element_size()
+        """[layers, 2] the addresses of each layer's keys and values."""
 
 
 def prompt_addresses(prompts: list[CachedPrompt], layers: int) -> Tensor:
     """Return the memory addresses [layers, 2, G] of the prompts' keys and values."""
-    *first, stride = np.array([p.addresses for p in prompts], dtype=np.int64).reshape(-1, 3).T
-    return torch.from_numpy(np.stack(first) + np.arange(layers)[:, None, None] * stride)
+    found = np.array([p.addresses for p in prompts], dtype=np.int64).reshape(-1, layers, 2)
+    return torch.from_numpy(found.transpose(1, 2, 0).copy())

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from psigrad.kernels.kernels import Angles, Heads, kernels
+from psigrad.kernels.kernels import Angles, Heads, Kernels, kernels
 from psigrad.language.images import FIRST
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.fused.caches import ActivationCache, Block, CacheHit, PackedWeights, RowLayout, Version, versions
 from psigrad.language.models.fused.families import FAMILIES, Family, NormFunction, Unsupported, eps_of, first_of
 from psigrad.language.models.fused.layer import RANKS, Layer, PassArguments
 from psigrad.language.models.packing import RowSelection
-from psigrad.language.models.sizes import size
+from psigrad.language.models.sizes import layer_sizes, size
 from psigrad.language.models.towers import text_half, tower_parameters
 from psigrad.optim import gradients
 
@@ -120,25 +120,23 @@ class Decoder:
         attending = [i for i, mixer in enumerate(mixers) if hasattr(mixer, "scaling")]
         if not attending:
             raise Unsupported("it has no layer with attention")
-        self.attentions, first = len(attending), mixers[attending[0]]
-        """The number of layers with attention."""
-        ropes = [family.rope(config, i) for i in attending]
-        angles = self._angles = partial(_angles, base, config, family, ropes, int(first.head_dim))
-        turned = angles(torch.zeros(1, 1, dtype=torch.int64), torch.empty(0))[0].cosine.shape[1]
-        sizes = (size(config, "heads"), size(config, "key_heads"), int(first.head_dim))
-        form: Any = {"wide": family.wide, "offset": family.offset, "turned": turned}
         self.norm = first_of(base, ("norm", "embedding_norm", "final_layernorm", "norm_f"))
         self.eps = float(eps_of(self.norm))
-        heads = Heads(*sizes, self.eps, float(first.scaling), **form)
+        heads = _heads(base, config, family, {i: mixers[i] for i in attending}, self.eps)
         self.native, self.base, self.recompute, self.stored = native, base, recompute, torch.float32 if exact else network.dtype
         kinds = [_mixer(family.mixer(config, i)) for i in range(len(base.layers))]
         layers = enumerate(zip(kinds, base.layers, strict=True))
-        self.layers = [kind(i, module, heads, family, config, native, exact) for i, (kind, module) in layers]
-        for order, i in enumerate(attending):
-            self.layers[i].order = order
-        self.heads, self.dtype = heads, self.layers[0].weights.dtype
+        first = heads[attending[0]]
+        self.layers = [kind(i, module, heads.get(i, first), family, config, native, exact) for i, (kind, module) in layers]
+        keyed = _order([self.layers[i] for i in attending], [family.rope(config, i) for i in attending])
+        self.heads = [layer.heads for layer in keyed]
+        """The sizes of attention of each layer with keys and values of its own, by `Layer.order`."""
+        ropes = [family.rope(config, layer.index) for layer in keyed]
+        self._angles = partial(_angles, base, config, family, ropes, first.dim)
+        self.dtype, self.offset = self.layers[0].weights.dtype, family.offset
         self.at_once = {*kinds} == {Layer} and all(layer.feeds for layer in self.layers)
         self.sparse = any(layer.sparse for layer in self.layers)
+        self.layer_inputs = _layer_inputs(base, native)
         self.row_layout = RowLayout(tuple(layer.kinds for layer in self.layers))
         self.fill = None if vision is None else partial(vision.fill, network)
         self.parameters: list[nn.Parameter] = [*base.parameters(), *(tower_parameters(network) if vision is not None else ())]
@@ -174,23 +172,26 @@ class Decoder:
         if outputs is not None:
             selection[-1] = replace(selection[-1], output_rows=outputs)
         x = self._embed(ids).to(self.dtype)
-        angles = self._angles(position_ids.flatten()[None], x.new_empty(1))
-        how = PassArguments(angles, layout, self.adapted, balanced=router_logits is not None)
+        own = () if self.layer_inputs is None else self.layer_inputs(x, _look_up(self.base.embed_tokens_per_layer, ids))
+        angles, rows = self._angles(position_ids.flatten()[None], x.new_empty(1)), RowSelection(inputs)
+        balanced = router_logits is not None
+        how = PassArguments(angles, layout, self.adapted, {}, {}, [p.detach() for p in own], rows, balanced=balanced)
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters):
             for layer, at in zip(self.layers, selection, strict=True):
 
                 def run(x: Tensor, layer: Layer = layer, at: RowSelection = at) -> Tensor:
-                    made: Any = _LayerFunction.apply(layer, x, how, at, cached, self.recompute, *layer.weights.given)
+                    given = (*layer.weights.given, *own[layer.index : layer.index + 1])
+                    made: Any = _LayerFunction.apply(layer, x, how, at, cached, self.recompute, *given)
                     if isinstance(made, tuple) and router_logits is not None:
                         router_logits.append(made[1])
                     y: Tensor = made[0] if isinstance(made, tuple) else made
                     return y
 
                 x = self._with_weights(layer, run, x)
-            x = NormFunction.apply(self.native, x, self.norm.weight.to(self.dtype), self.eps, self.heads.offset)
+            x = NormFunction.apply(self.native, x, self.norm.weight.to(self.dtype), self.eps, self.offset)
         else:
             x = self._run(x, how, selection, keep) if cached is None else cached.output(cached.last, outputs)
-            x = self.native.rms_norm(x, self.norm.weight.to(self.dtype), self.eps, self.heads.offset)
+            x = self.native.rms_norm(x, self.norm.weight.to(self.dtype), self.eps, self.offset)
         x = x.to(self.stored)
         if back is not None:
             return x.index_select(0, back)
@@ -211,16 +212,7 @@ class Decoder:
     def _embed(self, input_ids: Tensor) -> Tensor:
         if self.fill is not None and bool((seen := input_ids >= FIRST).any()):
             return self.fill(self._embed(input_ids.masked_fill(seen, 0)), input_ids)[0]
-        table = self.base.get_input_embeddings()
-        plain = isinstance(table, nn.Embedding) and table.max_norm is None and not table.sparse
-        # For a small table the dense gradient is faster.
-        sums = gradients.sums_for(table.weight) if plain and len(table.weight) > input_ids.numel() else None
-        if sums is None:
-            rows: Tensor = table(input_ids)
-        else:
-            rows = gradients.embedding(table.weight, input_ids, table.padding_idx, sums)
-            if (factor := getattr(table, "embed_scale", None)) is not None:
-                rows = rows * factor.to(rows.dtype)  # Gemma's table does this itself
+        rows = _look_up(self.base.get_input_embeddings(), input_ids)
         multiplier = float(getattr(self.base, "embedding_multiplier", 1.0))  # Granite
         return rows if multiplier == 1.0 else rows * multiplier
 
@@ -271,7 +263,7 @@ class Decoder:
         made = block.addresses(start).expand(len(self.layers), -1).contiguous()
         first, rank = self.layers[0], int(weights[:, RANKS].max())
         factors: Any = {"eps": first.eps, "gelu": first.gelu, "residual": first.residual}
-        self.native.decode_layers(x, weights, made, slots, how.angles, self.heads, inner=first.inner, rank=rank, **factors)
+        self.native.decode_layers(x, weights, made, slots, how.angles, self.heads[0], inner=first.inner, rank=rank, **factors)
         if keep is not None:
             keep.add(rows, self.row_layout, now, None if room is not None else block.layers())
         return block.part(len(block.layout.kinds) - 1, 0, start, rows)
@@ -281,6 +273,56 @@ class Decoder:
         found = [layer.addresses(packed_weights, adapted) for layer in self.layers]
         packed = [row for row in found if row is not None]
         return torch.tensor(packed) if len(packed) == len(found) else None
+
+
+def _look_up(table: Any, ids: Tensor) -> Tensor:
+    """Return the rows `ids` of an embedding table, times its factor if it has one."""
+    plain = isinstance(table, nn.Embedding) and table.max_norm is None and not table.sparse
+    # For a small table the dense gradient is faster.
+    sums = gradients.sums_for(table.weight) if plain and len(table.weight) > ids.numel() else None
+    if sums is None:
+        rows: Tensor = table(ids)
+        return rows
+    rows = gradients.embedding(table.weight, ids, table.padding_idx, sums)
+    factor = getattr(table, "embed_scale", None)  # Gemma's table does this itself
+    return rows if factor is None else rows * factor.to(rows.dtype)
+
+
+def _heads(base: Any, config: Any, family: Family, attending: dict[int, Any], eps: float) -> dict[int, Heads]:
+    """Return the sizes of attention in each layer that has it, from its module."""
+    queries, keys = size(config, "heads"), layer_sizes(config, "key_heads")
+    ropes, start = [family.rope(config, i) for i in attending], torch.zeros(1, 1, dtype=torch.int64)
+    angles = _angles(base, config, family, ropes, int(next(iter(attending.values())).head_dim), start, torch.empty(0))
+    form: Any = {"wide": family.wide, "offset": family.offset}
+    return {
+        i: Heads(queries, keys[i], int(mixer.head_dim), eps, float(mixer.scaling), **form, turned=one.cosine.shape[1])
+        for (i, mixer), one in zip(attending.items(), angles, strict=True)
+    }
+
+
+def _order(layers: Sequence[Any], ropes: Sequence[str | None]) -> list[Layer]:
+    """Set the `order` of these layers with attention, and return those with keys and values of their own.
+
+    A layer without reads those of the last earlier one with the same name of a rotary embedding.
+    """
+    latest: dict[str | None, Layer] = {}
+    keyed: list[Layer] = []
+    for layer, rope in zip(layers, ropes, strict=True):
+        if not getattr(layer, "has_keys", True):
+            layer.read(latest[rope])
+            continue
+        layer.order, latest[rope] = len(keyed), layer
+        keyed.append(layer)
+    return keyed
+
+
+def _layer_inputs(base: Any, native: Kernels) -> Any:
+    """Return the `LayerInputs` of a model that has them, otherwise None."""
+    if not getattr(base, "hidden_size_per_layer_input", 0):
+        return None
+    from psigrad.language.models.fused.gemma4 import LayerInputs
+
+    return LayerInputs(base, native)
 
 
 def _mixer(name: str) -> type[Layer]:

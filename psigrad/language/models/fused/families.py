@@ -1,4 +1,4 @@
-"""The architectures that the fused decoder supports, and what it reads from the modules of transformers and peft."""
+"""The architectures that the fused decoder supports, and the weights that it reads from the modules of transformers and peft."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from psigrad.errors import kind_of
 from psigrad.kernels.kernels import Kernels
 from psigrad.kernels.products import Products
 from psigrad.language.models.coded_linear import CodedLinear
+from psigrad.language.models.fused.caches import PackedProjection, Projection
 
 
 class Unsupported(Exception):
@@ -53,6 +54,7 @@ class Family:
     - `rope` returns the name of a layer's rotary embedding ("": the only one), or None if the layer does not rotate.
     - `mixer` returns the name in `mixers.MIXERS` of a layer's form; "": attention without a gate, and no experts.
     - `before` and `after` are the names of the norms of the inputs and of the outputs of attention and of the feed-forward layer.
+      A third norm in `after` is that of a layer's own inputs (`gemma4`).
     - `wide` is True if one norm covers the queries of all heads, and one the keys.
     - `offset` is added to the weights of norms.
     - `gelu` is True if the activation is GELU, in the form with tanh, in place of SiLU.
@@ -65,7 +67,7 @@ class Family:
     rope: Callable[[Any, int], str | None] = lambda config, layer: ""
     mixer: Callable[[Any, int], str] = lambda config, layer: ""
     before: tuple[str | None, str | None] = ("input_layernorm", "post_attention_layernorm")
-    after: tuple[str | None, str | None] = (None, None)
+    after: tuple[str | None, ...] = (None, None)
     wide: bool = False
     offset: float = 0.0
     gelu: bool = False
@@ -76,6 +78,13 @@ class Family:
 
 _ONLY_AFTER: Any = {"before": (None, None), "after": ("post_attention_layernorm", "post_feedforward_layernorm")}
 _BY_TYPE: Any = {"window": _by_layer, "rope": lambda config, layer: config.layer_types[layer]}
+_GEMMA_4 = Family(
+    **_BY_TYPE,
+    mixer=lambda config, layer: "normalised values",
+    before=("input_layernorm", "pre_feedforward_layernorm"),
+    after=(*_ONLY_AFTER["after"], "post_per_layer_input_norm"),
+    gelu=True,
+)
 # The architectures that the fused decoder supports. transformers' Llama ignores a sliding window in its configuration.
 FAMILIES = {
     "Llama": Family(loads=True),
@@ -117,6 +126,8 @@ FAMILIES = {
     "Gemma3Text": Family(
         **_BY_TYPE, before=("input_layernorm", "pre_feedforward_layernorm"), after=_ONLY_AFTER["after"], offset=1.0, gelu=True
     ),
+    "Gemma4Text": _GEMMA_4,
+    "Gemma4UnifiedText": _GEMMA_4,
 }
 
 
@@ -140,7 +151,7 @@ def at(module: Any, path: str) -> Any:
 def find(parent: Any, choices: Sequence[Sequence[str]]) -> list[Any]:
     """Return the modules of the first list of names that `parent` has. Raises `Unsupported` if it has none."""
     for names in choices:
-        if all(hasattr(parent, name) for name in names):
+        if all(getattr(parent, name, None) is not None for name in names):
             return [getattr(parent, name) for name in names]
     raise Unsupported(f"{kind_of(parent)} has no {' or '.join('/'.join(names) for names in choices)}")
 
@@ -198,6 +209,74 @@ class LoraDelta:
         """Return (the gradient of A, the gradient of B), from the gradient dy of the output and the input x."""
         multiply = self.products.of
         return multiply(multiply(dy, self.b).t(), x), multiply(dy.t(), multiply(x, self.a.t())).mul_(self.scale)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """A layer's weights in its compute dtype. `lora` has the LoRA term for each of the `matrices`, or None.
+
+    `norms` are those of the inputs and of the outputs of attention and of the feed-forward layer; None for an absent one. `mixer`
+    are other weights of the mixer, such as the norms of queries and keys, and `feed` those of the feed-forward layer: its router
+    and experts. `groups` has the indices of each group's matrices.
+    """
+
+    groups: Sequence[Sequence[int]]
+    matrices: list[Tensor]
+    norms: list[Tensor | None]
+    mixer: list[Tensor]
+    biases: list[Tensor | None]
+    lora: list[LoraDelta | None]
+    native: Kernels
+    packed: list[PackedProjection] | None = None
+    """The packed matrices of each group; None if they are not packed."""
+    feed: Sequence[Tensor] = ()
+    decoding: bool = False
+    """True in decoding. Products of few rows may then be summed in another order than in training, which is faster."""
+
+    def apply(self, group: int, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Write to `out` the products of x with each matrix of a group, concatenated, plus biases, LoRA terms and `residual`."""
+        if self.packed is not None:
+            return self.packed[group].multiply(x, out, residual, self.native.products)
+        members = self.groups[group]
+        parts = out.split([len(self.matrices[i]) for i in members], dim=1)
+        for i, part in zip(members, parts, strict=True):
+            bias, delta = self.biases[i], self.lora[i]
+            base = bias if residual is None else residual
+            self.native.products.linear(x, self.matrices[i], part, base, exact=not self.decoding)
+            if bias is not None and residual is not None:
+                part += bias
+            if delta is not None:
+                delta.add(part, x)
+        return out
+
+    def factors(self, group: int) -> Projection:
+        """Return the matrices, biases and LoRA matrices of a group, in the form that `PackedWeights` packs."""
+        members = self.groups[group]
+        heights = [self.matrices[i].shape[0] for i in members]
+        biases, deltas = [self.biases[i] for i in members], [self.lora[i] for i in members]
+        like = next(x for x in self.norms if x is not None)
+        width, bias, low = self.matrices[members[0]].shape[1], None, None
+        if any(b is not None for b in biases):
+            bias = torch.cat([like.new_zeros(n) if b is None else b.detach() for b, n in zip(biases, heights, strict=True)])
+        if any(delta is not None for delta in deltas):
+            a = [like.new_zeros(0, width) if delta is None else delta.a for delta in deltas]
+            b = [like.new_zeros(n, 0) if delta is None else delta.b for delta, n in zip(deltas, heights, strict=True)]
+            # The kernels sum bfloat16 numbers in pairs. A pair must not span two adapters, which training multiplies separately.
+            odd = [len(x) % 2 for x in a]
+            a = [nn.functional.pad(x, (0, 0, 0, more)) for x, more in zip(a, odd, strict=True)]
+            low = torch.cat(a), torch.block_diag(*(nn.functional.pad(x, (0, more)) for x, more in zip(b, odd, strict=True)))
+        return Projection([self.matrices[i] for i in members], bias, low)
+
+    def input_grad(self, group: int, parts: Sequence[Tensor]) -> Tensor:
+        """Return the gradient of a group's input from the gradients of its matrices' outputs, `parts`."""
+        multiply, total = self.native.products.of, None
+        for i, part in zip(self.groups[group], parts, strict=True):
+            total = multiply(part, self.matrices[i], total, base=total)
+        assert total is not None
+        for i, part in zip(self.groups[group], parts, strict=True):
+            if (delta := self.lora[i]) is not None:
+                delta.add_input_grad(total, part)
+        return total
 
 
 def split_adapter(child: Any) -> tuple[nn.Linear, Adapter | None]:

@@ -9,8 +9,8 @@ adapter's small update.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,15 +21,25 @@ from psigrad.kernels.kernels import Angles, Heads, Kernels
 from psigrad.kernels.processor import fast_bfloat16
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.coded_linear import CodedLinear, unpack
-from psigrad.language.models.fused.caches import PackedProjection, PackedWeights, Projection, Version, version_of
-from psigrad.language.models.fused.families import Family, LoraDelta, Unsupported, at, eps_of, find, first_of, split_adapter
+from psigrad.language.models.fused.caches import PackedWeights, Version, version_of
+from psigrad.language.models.fused.families import (
+    Family,
+    LayerWeights,
+    LoraDelta,
+    Unsupported,
+    at,
+    eps_of,
+    find,
+    first_of,
+    split_adapter,
+)
 from psigrad.language.models.packing import RowSelection
 
 # The matrices are in four groups by their input, under either of these names. The outputs of a group are stored side by side.
 _ATTENTION = ((("q_proj", "k_proj", "v_proj"), ("qkv_proj",)), (("o_proj",), ("out_proj",)))
 _GATES = (("gate_proj", "up_proj"), ("gate_up_proj",), ("input_linear",), ("w1", "w3"))
 _FEED_FORWARD = (_GATES, (("down_proj",), ("output_linear",), ("w2",)))
-_QKV, _OUT, _GATE_UP, _DOWN = range(4)
+_QKV, _OUT, _GATE_UP, _DOWN, INPUT_GATE, INPUT_PROJECTION = range(6)
 # The slice of `Layer.addresses` that has the ranks of the adapters.
 RANKS = slice(-5, -1)
 
@@ -67,82 +77,19 @@ class Weights:
 class PassArguments(NamedTuple):
     """The arguments of a forward pass: `angles` is the rotary embedding of each layer with attention, and `adapted` is True if
     the LoRA adapters are active, `balanced` if the loss reads the logits of routers. `ready` are the current weights of all
-    layers; None if each layer has to collect its own.
+    layers; None if each layer has to collect its own. `keys` are keys and values, by `Layer.order`, that later layers read, and
+    `key_gradients` their gradients. `tokens` has each token's row in the layers' `inputs`.
     """
 
     angles: Sequence[Angles]
     layout: FusedLayout
     adapted: bool
-    ready: Sequence[LayerWeights] | None = None
+    keys: dict[int, Tensor]
+    key_gradients: dict[int, Tensor]
+    inputs: Sequence[Tensor] = ()
+    tokens: RowSelection = RowSelection()
+    ready: Sequence[LayerWeights] | Mapping[int, LayerWeights] | None = None
     balanced: bool = False
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """A layer's weights in its compute dtype. `lora` has the LoRA term for each of the `matrices`, or None.
-
-    `norms` are those of the inputs and of the outputs of attention and of the feed-forward layer; None for an absent one. `mixer`
-    are other weights of the mixer, such as the norms of queries and keys, and `feed` those of the feed-forward layer: its router
-    and experts. `groups` has the indices of each group's matrices.
-    """
-
-    groups: Sequence[Sequence[int]]
-    matrices: list[Tensor]
-    norms: list[Tensor | None]
-    mixer: list[Tensor]
-    biases: list[Tensor | None]
-    lora: list[LoraDelta | None]
-    native: Kernels
-    packed: list[PackedProjection] | None = None
-    """The packed matrices of each group; None if they are not packed."""
-    feed: Sequence[Tensor] = ()
-    decoding: bool = False
-    """True in decoding. Products of few rows may then be summed in another order than in training, which is faster."""
-
-    def apply(self, group: int, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Write to `out` the products of x with each matrix of a group, concatenated, plus biases, LoRA terms and `residual`."""
-        if self.packed is not None:
-            return self.packed[group].multiply(x, out, residual, self.native.products)
-        members = self.groups[group]
-        parts = out.split([len(self.matrices[i]) for i in members], dim=1)
-        for i, part in zip(members, parts, strict=True):
-            bias, delta = self.biases[i], self.lora[i]
-            base = bias if residual is None else residual
-            self.native.products.linear(x, self.matrices[i], part, base, exact=not self.decoding)
-            if bias is not None and residual is not None:
-                part += bias
-            if delta is not None:
-                delta.add(part, x)
-        return out
-
-    def factors(self, group: int) -> Projection:
-        """Return the matrices, biases and LoRA matrices of a group, in the form that `PackedWeights` packs."""
-        members = self.groups[group]
-        heights = [self.matrices[i].shape[0] for i in members]
-        biases, deltas = [self.biases[i] for i in members], [self.lora[i] for i in members]
-        like = next(x for x in self.norms if x is not None)
-        width, bias, low = self.matrices[members[0]].shape[1], None, None
-        if any(b is not None for b in biases):
-            bias = torch.cat([like.new_zeros(n) if b is None else b.detach() for b, n in zip(biases, heights, strict=True)])
-        if any(delta is not None for delta in deltas):
-            a = [like.new_zeros(0, width) if delta is None else delta.a for delta in deltas]
-            b = [like.new_zeros(n, 0) if delta is None else delta.b for delta, n in zip(deltas, heights, strict=True)]
-            # The kernels sum bfloat16 numbers in pairs. A pair must not span two adapters, which training multiplies separately.
-            odd = [len(x) % 2 for x in a]
-            a = [nn.functional.pad(x, (0, 0, 0, more)) for x, more in zip(a, odd, strict=True)]
-            low = torch.cat(a), torch.block_diag(*(nn.functional.pad(x, (0, more)) for x, more in zip(b, odd, strict=True)))
-        return Projection([self.matrices[i] for i in members], bias, low)
-
-    def input_grad(self, group: int, parts: Sequence[Tensor]) -> Tensor:
-        """Return the gradient of a group's input from the gradients of its matrices' outputs, `parts`."""
-        multiply, total = self.native.products.of, None
-        for i, part in zip(self.groups[group], parts, strict=True):
-            total = multiply(part, self.matrices[i], total, base=total)
-        assert total is not None
-        for i, part in zip(self.groups[group], parts, strict=True):
-            if (delta := self.lora[i]) is not None:
-                delta.add_input_grad(total, part)
-        return total
 
 
 class Layer:
@@ -150,16 +97,18 @@ class Layer:
 
     With the norms n and m of inputs and outputs and the factor r of residuals, it computes h = x + r·m₁(mixer(n₁(x))) and
     y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))), or y = h if `feeds` is False. A family may lack the norms n or m. The mixer
-    is attention here; subclasses (`mixers`) have others. `order` is the layer's number among those with attention.
+    is attention here; subclasses (`mixers`) have others. `order` is the layer's number among those with keys and values of their
+    own.
     """
 
     order = -1
     # The names of the mixer's module, of the matrices before and after it, and of its other weights; alternatives in turn.
     mixer: tuple[str, ...] = ("self_attn", "mixer")
     projections: Sequence[Sequence[Sequence[str]]] = _ATTENTION
-    # The same of the feed-forward layer, and True if it has experts.
+    # The same of the feed-forward layer, and True if it has experts. `last` names the matrices at the layer's end.
     feed_forward: Sequence[Sequence[Sequence[str]]] = _FEED_FORWARD
     feed_others: Sequence[str] = ()
+    last: Sequence[str] = ()
     sparse = False
     others: Sequence[str] = ("q_norm.weight", "q_layernorm.weight", "k_norm.weight", "k_layernorm.weight")
 
@@ -172,6 +121,7 @@ class Layer:
             raise Unsupported("it has experts")
         self.feeds, feed = mlp is not None, [] if mlp is None else self.feed_forward
         groups = [find(mixer, names) for names in self.projections] + [find(mlp, names) for names in feed]
+        groups += [find(module, ((name,),)) for name in self.last if hasattr(module, name)]
         ends = [0, *itertools.accumulate(map(len, groups))]
         self.groups = [tuple(range(a, b)) for a, b in itertools.pairwise(ends)]
         linear, adapters = zip(*map(split_adapter, itertools.chain(*groups)), strict=True)
@@ -180,7 +130,7 @@ class Layer:
         self.index, self.heads, self.native = index, heads, native
         self.window, self.gelu = family.window(config, index) or 0, family.gelu
         self.residual = float(getattr(module, "residual_multiplier", 1.0))
-        norms: list[Any] = [name and getattr(module, name) for name in (*family.before, *family.after)]
+        norms: list[Any] = [name and getattr(module, name, None) for name in (*family.before, *family.after)]
         self._norms = [None if isinstance(norm, nn.Identity) else norm for norm in norms]
         self.eps = next(eps_of(norm) for norm in self._norms if norm is not None)
         self.coded = {i: child.matrix for i, child in enumerate(linear) if isinstance(child, CodedLinear)}
@@ -360,10 +310,11 @@ class Layer:
         `learns` is True for the weights that need a gradient. `kept` has the tensors from `forward`. The list is emptied, so that
         each tensor is freed after its last use. With `overwrite` the gradients may be written into these tensors.
         """
-        made = WeightGradients(self, self.current_weights(how.adapted), learns)
+        weights = self.current_weights(how.adapted) if how.ready is None else how.ready[self.index]
+        made = WeightGradients(self, weights, learns)
         row, mixed, normaliser = (kept.pop(0) for _ in range(3))
         dx = self.feed_gradient(dy, kept, made, overwrite) if self.feeds else dy.clone()
-        dout, weights = made.before_residual(0, dx, kept), made.weights
+        dout = made.before_residual(0, dx, kept)
         made.learn(_OUT, [dout], selection.gather_outputs(self.gate(row, mixed)))
         dmixed = selection.scatter_output_grads(weights.input_grad(_OUT, [dout]), len(row))
         drow, dothers = self.mix_gradient(dmixed, row, mixed, normaliser, weights.mixer, how)

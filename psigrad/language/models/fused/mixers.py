@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from psigrad.language.models.attention import FusedLayout
 from psigrad.language.models.fused.families import NormFunction, eps_of, first_of
+from psigrad.language.models.fused.gemma4 import Gemma4Layer
 from psigrad.language.models.fused.layer import Layer, PassArguments
 from psigrad.language.models.fused.mixtures import ClampedExpertLayer, ExpertLayer
 from psigrad.language.models.hf_state import ConvolutionFunction, DeltaRule, Mamba2, Switch
@@ -225,4 +226,5 @@ MIXERS: dict[str, type[Layer]] = {
     "delta rule": DeltaRuleLayer,
     "mamba2": Mamba2Layer,
     "squared ReLU": SquaredReLULayer,
+    "normalised values": Gemma4Layer,
 }

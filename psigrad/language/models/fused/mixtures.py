@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from psigrad.errors import kind_of
 from psigrad.kernels.products import Products
 from psigrad.language.models.experts import FixedChoice
-from psigrad.language.models.fused.families import Unsupported
-from psigrad.language.models.fused.layer import Layer, LayerWeights, WeightGradients
+from psigrad.language.models.fused.families import LayerWeights, Unsupported
+from psigrad.language.models.fused.layer import Layer, WeightGradients
 
 
 class _Pairs:

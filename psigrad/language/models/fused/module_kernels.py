@@ -59,7 +59,7 @@ class ModuleKernels:
             return F.linear(x, weight, bias)
         rows = x.reshape(-1, x.shape[-1])
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-            made: Tensor = _Linear.apply(self, rows, weight, bias)
+            made: Tensor = LinearFunction.apply(self, rows, weight, bias)
         else:
             made = self.multiply(rows, weight, bias)
         return made.view(*x.shape[:-1], len(weight))
@@ -137,18 +137,21 @@ def _is_gated(module: Any) -> bool:
     return bool(torch.equal(right, F.linear(hidden, down.weight)))
 
 
-class _Linear(torch.autograd.Function):
+class LinearFunction(torch.autograd.Function):
     """A linear layer computed by kernels, with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, parts: ModuleKernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, parts: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x · weightᵀ + bias by `parts.multiply`; `parts` has the kernels as `native`."""
         ctx.parts = parts
         ctx.save_for_backward(x, weight)
-        return parts.multiply(x, weight, bias)
+        made: Tensor = parts.multiply(x, weight, bias)
+        return made
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        """Return a gradient for each input of `forward` that needs one."""
         x, weight = ctx.saved_tensors
         multiply, (_, wants_x, wants_weight, wants_bias) = ctx.parts.native.products.of, ctx.needs_input_grad
         dy = dy.contiguous()

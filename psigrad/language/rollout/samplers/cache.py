@@ -279,20 +279,20 @@ class SharedCache(StateCache):
     between slots. Rows keep their order of arrival, so rows of one prompt are adjacent.
     """
 
-    def __init__(self, slots: int, longest: int, layers: int, heads: Heads, dtype: torch.dtype) -> None:
+    def __init__(self, slots: int, longest: int, heads: Sequence[Heads], dtype: torch.dtype) -> None:
         """Create empty slots. `longest` is the capacity of a slot in tokens, without the tokens of its prompt.
 
-        `layers` is the number of layers with attention.
+        `heads` are the sizes of attention in each layer with keys and values of its own.
         """
         super().__init__(slots)
-        self.longest, self.layers, self.heads = longest, layers, heads
+        self.longest, self.layers, self.heads = longest, len(heads), heads
         self.packed_weights = PackedWeights()
-        self.slot_tables = [torch.empty(2, slots, heads.keys, 0, heads.dim, dtype=dtype) for _ in range(layers)]
+        self.slot_tables = [torch.empty(2, slots, one.keys, 0, one.dim, dtype=dtype) for one in heads]
         self.prompts: dict[int, CachedPrompt] = {}
         self.prompt = np.zeros(0, dtype=np.int64)
         self.lengths = np.zeros(0, dtype=np.int64)
         self.slots = np.zeros(0, dtype=np.int64)
-        self._addresses = torch.zeros(layers, dtype=torch.long)
+        self._addresses = torch.zeros(len(heads), dtype=torch.long)
         self._free = np.arange(slots)
         self._num_prompts = 0
         self._arrangement: Arrangement | None = None
@@ -315,7 +315,7 @@ class SharedCache(StateCache):
 
         `shifts` is not read: it is 0 for all models with fused layers, since none of them has M-RoPE.
         """
-        new = [CachedPrompt(length, self.layers, self.heads) for length in prompts.pieces.prefixes.tolist()]
+        new = [CachedPrompt(length, self.heads) for length in prompts.pieces.prefixes.tolist()]
         self.prompts |= {self._num_prompts + i: prompt for i, prompt in enumerate(new)}
         self.prompt = np.concatenate([self.prompt, self._num_prompts + copies.numpy()])
         self.lengths = np.concatenate([self.lengths, np.zeros(len(copies), dtype=np.int64)])
@@ -367,11 +367,11 @@ class SharedCache(StateCache):
 
         A slot has room for at least `tokens` tokens. The tensors are enlarged layer by layer, so at most one is in memory twice.
         """
-        *shape, have, dim = self.slot_tables[0].shape
+        have = self.slot_tables[0].shape[3]
         if have < tokens:
             capacity = -(-min(self.longest, tokens + max(GROWTH, tokens // 2)) // BLOCK) * BLOCK
             for i, old in enumerate(self.slot_tables):
-                self.slot_tables[i] = old.new_empty(*shape, capacity, dim)
+                self.slot_tables[i] = old.new_empty(*old.shape[:3], capacity, old.shape[4])
                 self.slot_tables[i][..., :have, :] = old
             self._addresses = torch.tensor([x.data_ptr() for x in self.slot_tables])
         return self.slot_tables, self._addresses
@@ -428,7 +428,7 @@ def new_cache(model: LanguageModel, slots: int, longest: int, behind: int = 0) -
     """Return an empty cache for sequences of up to `longest` tokens. At most `behind` (0: all) of these come after the prompt."""
     if model.decoder is None:
         return KVCache(slots, longest, None if model.module_kernels is None else PackedWeights())
-    return SharedCache(slots, behind or longest, model.decoder.attentions, model.decoder.heads, model.decoder.dtype)
+    return SharedCache(slots, behind or longest, model.decoder.heads, model.decoder.dtype)
 
 
 def prefill(
