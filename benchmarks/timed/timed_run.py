@@ -139,7 +139,7 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
         prompts=prompts,
         params=SamplingParams(max_tokens=work.completion_tokens),
         rollout=ScoredRollout(collector, Inline(), reward_view(model.tokenizer, collector.plays)),
-        annotators=annotators_of(reference),
+        annotators=annotators_of(algorithm, reference),
         total_steps=100000,
         critic=critic,
     )

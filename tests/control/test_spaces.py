@@ -141,6 +141,6 @@ def test_a_choice_outside_its_space_is_refused_by_training_and_by_predict(space,
         assert not space.contains(wrong)
         with pytest.raises(UserError, match="expected a value in the observation_space"):
             agent.predict(wrong)
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="not in its observation_space"):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="outside its observation_space"):
             patch.setattr(World, "seen", wrong)
             agent.learn(4)

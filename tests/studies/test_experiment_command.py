@@ -82,7 +82,7 @@ MISTAKES = {
     "world": (["bias", "--world", "gird"], "There is no world 'gird'; expected walk or grid; did you mean 'grid'"),
     "few episodes": (["bias", "--episodes", "30", "--seeds", "1"], "raise --episodes to about 380"),
     "clip": (["clip", "--low", "1.5"], "clip has low=1.5"),
-    "a file for a folder": (["clip", "--out", "{file}"], "cannot be written: .*Choose another --out"),
+    "a file for a folder": (["clip", "--out", "{file}"], "file is a file; choose a new or an empty folder as --out"),
 }
 
 

@@ -82,7 +82,7 @@ def with_player(run, player):
 
 def with_reference(run, reference):
     """The run with another reference, or none."""
-    return replace(run, annotators=annotators_of(reference))
+    return replace(run, annotators=annotators_of(run.algorithm, reference))
 
 
 def make(tokenizer, algorithm="grpo", *, function=early_letters, seed=3, steps=4, **settings) -> OnlineRun:
@@ -112,7 +112,7 @@ def make(tokenizer, algorithm="grpo", *, function=early_letters, seed=3, steps=4
         algorithm=method,
         model=model,
         rollout=rollout_of(EmbeddedSampler(model), model, InlineScorer([reward(function)])),
-        annotators=annotators_of(reference),
+        annotators=annotators_of(method, reference),
         optimizer=Optimizer(model.trainable(), config.optim),
         prompts=prompts,
         params=SamplingParams(max_tokens=6),

@@ -268,7 +268,10 @@ def is_beside_towers(adapter: Path) -> bool:
     """Return True if a saved adapter was trained on a model with towers, in which `language_model` is one module of several."""
     import peft
 
-    return any(".language_model." in name for name in peft.load_peft_weights(str(adapter), device="cpu"))
+    try:
+        return any(".language_model." in name for name in peft.load_peft_weights(str(adapter), device="cpu"))
+    except Exception:  # a missing or broken file, which loading the adapter names
+        return False
 
 
 def merge_adapter(network: PreTrainedModel, adapter: nn.Module | None) -> Any:

@@ -51,6 +51,8 @@ from psigrad.language.training.online.annotators.past_policies import PastPolici
 from psigrad.language.training.online.annotators.reference import Reference
 from psigrad.language.training.online.annotators.values import Values
 from psigrad.language.training.online.online_run import Annotator, OnlineRun, ValueModel
+from psigrad.objective import PolicyGradient
+from psigrad.objective.preferences.preference_loss import OnlinePreference
 from psigrad.optim import Optimizer
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.records.pins import hash_code
@@ -144,7 +146,7 @@ def open_job(
             params=sampling_params(config.sampling, model, (prompt.row for prompt in prompts)),
             total_steps=config.run.steps(len(prompts), config.prompts_per_step),
             rollout=_rollout(config, model, sampler, scorer, player, world, past),
-            annotators=annotators_of(own_reference, past),
+            annotators=annotators_of(algorithm, own_reference, past),
             critic=critic,
             executor=stack.enter_context(executor_of(config, sampler, world)),
             world=world,
@@ -205,13 +207,16 @@ def _rollout(
     )
 
 
-def annotators_of(reference: LanguageModel | Teacher | None, past: PastPolicies | None = None) -> list[Annotator]:
+def annotators_of(
+    algorithm: PolicyGradient | OnlinePreference, reference: LanguageModel | Teacher | None, past: PastPolicies | None = None
+) -> list[Annotator]:
     """Return the annotators of a run. Each adds its column only if the algorithm needs the column."""
     if reference is None:
         first: list[Annotator] = []
     else:
         first = [TeacherReference(reference) if isinstance(reference, Teacher) else Reference(reference)]
-    return [*first, OldLogProbs(), OldEntropy(), Values(), *([] if past is None else [past])]
+    critic: list[Annotator] = [Values()] if algorithm.needs_critic else []
+    return [*first, OldLogProbs(), OldEntropy(), *critic, *([] if past is None else [past])]
 
 
 @contextlib.contextmanager

@@ -145,7 +145,7 @@ def test_a_long_run_that_nobody_asked_for_is_begun_on_a_yes_alone(job, tmp_path,
     assert not asked, "it is short"
     monkeypatch.setattr(plan, "HOUR", 0)
     plan.foretell(unsaid, answer("y"))
-    with pytest.raises(UserError, match="The run was not started"):
+    with pytest.raises(UserError, match="The run was not confirmed"):
         plan.foretell(unsaid, answer(""))
     assert len(asked) == 2
     plan.foretell(unsaid)  # no terminal, no question

@@ -23,7 +23,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_check_shows_the_first_rows_of_any_form(chat: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(check, "run", lambda config, told: [])
+    monkeypatch.setattr(check, "run", lambda config, told, **how: [])
     monkeypatch.setattr(check, "report", lambda findings, **how: json.dumps([list(row) for row in how["rows"]]))
     file = tmp_path / "a.jsonl"
     talk = {"conversations": [{"from": "human", "value": "say a:"}, {"from": "gpt", "value": "a"}]}
@@ -61,7 +61,7 @@ def test_check_shows_the_first_rows_of_any_form(chat: Path, tmp_path: Path, caps
     ],
 )
 def test_check_shows_what_a_method_trains_on(method, reads, chat: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(check, "run", lambda config, told: [])
+    monkeypatch.setattr(check, "run", lambda config, told, **how: [])
     monkeypatch.setattr(check, "report", lambda findings, **how: "")
     row = {"prompt": "say a:", "answer": "a", "completion": "a", "chosen": "a", "rejected": "b", "label": True}
     row |= {"completions": ["a", "b"], "labels": [True, False]}

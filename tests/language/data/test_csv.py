@@ -78,8 +78,8 @@ def test_bad_rows_may_be_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ("x" * (2**25 + 1), "rows.csv:2 is a line of over 33554432 characters"),
-        ("a," * (2**24 + 1), "rows.csv:2 is a line of over 33554432 characters"),
+        ("x" * (2**25 + 1), "rows.csv:2 is a line of over 33,554,432 characters"),
+        ("a," * (2**24 + 1), "rows.csv:2 is a line of over 33,554,432 characters"),
         ('"' + ("x" * 2**20 + "\n") * 32 + 'x"', r"is not CSV \(field larger than field limit \(33554432\)\)"),
     ],
     ids=["cell", "cells", "lines"],

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM as Causal
 from transformers import (
     LlamaConfig,
-    MixtralConfig,
     OPTConfig,
     Phi3Config,
+    PhimoeConfig,
     Qwen2_5_VLConfig,
     T5Config,
 )
@@ -129,12 +129,12 @@ def test_what_cannot_be_trained_is_refused_in_a_sentence(kind, tmp_path):
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 1, "eos_token_id": 0}
 OPT = OPTConfig(**SMALL, vocab_size=300, ffn_dim=64, max_position_embeddings=128, word_embed_proj_dim=32, dropout=0.3)
-MIXTRAL = MixtralConfig(
-    **SMALL, vocab_size=300, intermediate_size=64, num_key_value_heads=2, num_local_experts=4, router_jitter_noise=0.3
+PHIMOE = PhimoeConfig(
+    **SMALL, vocab_size=300, intermediate_size=64, num_key_value_heads=2, num_local_experts=4, input_jitter_noise=0.3
 )
 
 
-@pytest.mark.parametrize("config", [OPT, MIXTRAL], ids=["dropout by a function", "noise on the router"])
+@pytest.mark.parametrize("config", [OPT, PHIMOE], ids=["dropout by a function", "noise on the router"])
 def test_nothing_is_random_when_activations_are_recomputed(config, tokenizer, monkeypatch):
     """Gradient checkpointing needs training mode, in which these draw random numbers that are no `nn.Dropout`."""
     config = deepcopy(config)

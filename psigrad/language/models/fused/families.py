@@ -15,6 +15,7 @@ from psigrad.kernels.kernels import Kernels
 from psigrad.kernels.products import Products
 from psigrad.language.models.coded_linear import CodedLinear
 from psigrad.language.models.fused.caches import PackedProjection, Projection
+from psigrad.language.models.sizes import size
 
 
 class Unsupported(Exception):
@@ -33,7 +34,7 @@ def _mixer(state: str, attention: str = "") -> Callable[[Any, int], str]:
 
 def _experts(config: Any, layer: int) -> str:
     """Return the mixer of a layer of Qwen's mixtures of experts, some of whose layers may have none."""
-    dense = layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step or not config.num_experts
+    dense = layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step or not size(config, "experts")
     return "" if dense else "attention, experts"
 
 

@@ -23,9 +23,7 @@ class Values(Annotator):
     """The annotator that adds the critic's values V of the state before each token, from the critic before its update."""
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Add the column `value`, if the algorithm reads it."""
-        if not run.algorithm.needs_critic:
-            return batch
+        """Add the column `value`."""
         critic = run.model if run.critic is None else run.critic.model
         return replace(batch, value=compute_values(critic, batch, run.config.micro_batch_tokens, cache, run.world))
 
