@@ -135,17 +135,25 @@ def _commands(recipes: tuple[str, ...]) -> str:
 
 
 def _row(name: str, uses: dict[str, Setting], only: tuple[str, ...] = tuple(RECIPES)) -> str:
-    """Return one line of a table. If the default differs between commands, the line names those with another than the first."""
-    recipe, first = next(iter(uses.items()))
+    """Return one line of a table. It names the commands whose type, default or meaning differs."""
+    first = next(iter(uses.values()))
     others = [f"{_default(one.default)} ({r})" for r, one in uses.items() if one.default != first.default]
+    kind = _kind(first.annotated)
+    unlike = [r for r, one in uses.items() if _kind(one.annotated) != kind]
+    kinds = [f"{_kind(uses[unlike[0]].annotated)} ({', '.join(unlike)})"] if unlike else []
     on_gpu = next((found[name] for r in uses if name in (found := device_defaults(RECIPES[r], "cuda"))), None)
     if on_gpu is not None:
         others.append(f"{_default(on_gpu)} (training on a GPU)")
     default = ", ".join([_default(first.default), *others])
-    about = help_of(RECIPES[recipe], name).replace("<", "&lt;")
-    about += "" if len(only) == len(RECIPES) else f" {_commands(only)}."
+    meanings: dict[str, list[str]] = {}
+    for r in uses:
+        meanings.setdefault(help_of(RECIPES[r], name).replace("<", "&lt;"), []).append(r)
+    if len(meanings) > 1:
+        about = " ".join(f"{', '.join(commands)}: {text}" for text, commands in meanings.items())
+    else:
+        about = next(iter(meanings)) + ("" if len(only) == len(RECIPES) else f" {_commands(only)}.")
     about += "".join(f" *{word}*" for mark, word in CHANGES.items() if mark in first.marks)
-    return f"| `{name}` | {_kind(first.annotated)} | {default} | {about} |"
+    return f"| `{name}` | {', '.join([kind, *kinds])} | {default} | {about} |"
 
 
 def _kind(hint: Any) -> str:

@@ -288,8 +288,8 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     """With dynamic sampling: the reward function whose values must differ in a group (verl's filter_groups.metric); empty: the
     sum of all rewards but soft_overlong."""
     router_replay: bool = False
-    """Train a mixture of experts with the experts that each token used when it was sampled (R3, arXiv:2510.11370). It works with
-    the embedded sampler and single completions."""
+    """Train a mixture of experts with the experts that each token used when it was sampled (R3, arXiv:2510.11370). It needs
+    the embedded sampler, and does not work with episodes or agents."""
     keep_activations_gb: Annotated[PositiveOrZero | None, RECORDED] = None
     """Memory, in 1e9 bytes, for activations that training reuses from sampling (fused decoder only, not with gradient
     checkpointing). With 0, or if the activations need more, training runs its own forward pass. By default a quarter of the

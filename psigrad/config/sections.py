@@ -169,8 +169,8 @@ class Optim:
 
     optimizer: Literal["adamw", "adamw_8bit", "muon", "adafactor"] = "adamw"
     """Optimiser of the weights; by default adamw. adamw_8bit: AdamW with 8-bit moments (bitsandbytes' formula), except for
-    embeddings. muon: torch.optim.Muon for matrices other than embeddings and heads, AdamW for all other weights, with the
-    learning rates of adamw. adafactor: transformers' Adafactor, which keeps almost no state."""
+    embeddings. muon: torch.optim.Muon for matrices other than embeddings and heads, AdamW for all other weights. Muon's
+    updates are scaled so that AdamW's learning rates fit. adafactor: transformers' Adafactor, which keeps almost no state."""
     bf16_stochastic_round: Annotated[bool, Needs("optim.optimizer=adamw", "optim.optimizer=adamw_8bit")] = False
     """Update bfloat16 weights without float32 copies. Each weight is rounded up or down at random, so that rounding adds no bias.
     It saves 4 bytes per weight. The name is torchao's."""
@@ -206,7 +206,7 @@ class Sampling:
     max_completion_length: Annotated[Count, MAIN] = 256
     """Maximum tokens in one completion, including EOS. TRL: 512."""
     temperature: Annotated[PositiveOrZero, LIVE, MAIN] = 1.0
-    """Softmax temperature; 0 is greedy (evaluation only)."""
+    """Softmax temperature of training samples, above 0. Evaluation uses eval_temperature."""
     top_p: Annotated[float, Gt(0), Le(1), LIVE] = 1.0
     """Sample from the smallest set of tokens whose total probability reaches this (nucleus sampling)."""
     top_k: Annotated[CountOrZero, LIVE] = 0
@@ -358,7 +358,8 @@ class Run:
     save_minutes: Annotated[PositiveOrZero, RECORDED, LIVE] = 10.0
     """Also write a checkpoint when this many minutes have passed since the last one; 0: never by time."""
     logging_steps: Annotated[CountOrZero, RECORDED, STEPS] = 10
-    """If the output is not a terminal: print a line of metrics every this many steps, or after ten seconds; 0: never."""
+    """If the output is not a terminal: print a line of metrics every this many steps, or sooner if ten seconds have passed
+    since the last line; 0: never."""
     watchdog_minutes: Annotated[PositiveOrZero, RECORDED] = 30.0
     """Report a phase of the run that lasts longer than this many minutes, and write all stacks to stacks.txt; 0: never."""
     async_save: Annotated[bool, RECORDED, DeviceDefault(cuda=True)] = False

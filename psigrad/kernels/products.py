@@ -107,9 +107,10 @@ class Products:
         """
         kind = weight.panels.dtype
         if not _fits(x, weight.shape, out, base, kind):
-            shapes = [tuple(t.shape) for t in (x, out, base) if t is not None]
+            given = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in (x, out, base) if t is not None)
             raise ValueError(
-                f"x, out and base have the shapes {shapes} and {x.dtype}, which do not fit a packed {kind} matrix {weight.shape}."
+                f"x, out and base are {given}. A packed matrix [N, K] of the shape {weight.shape} takes x [M, K], out [M, N] and "
+                f"base [M, N] or [N], all {kind} with contiguous rows."
             )
         call = self._call.multiply_packed if kind == torch.float32 else self._call.multiply_packed_bf16
         call(*_product(x, weight.panels, weight.shape, out, base))

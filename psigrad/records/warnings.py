@@ -164,10 +164,11 @@ def _correction(figures: Figures, memory: Memory) -> float | None:
     return None if weight is None else abs(1 - weight)
 
 
-def _entropy_left(figures: Figures, memory: Memory) -> float | None:
-    """Return the share of the initial entropy that the policy has lost. The initial entropy is the mean of the first five rows.
+def _entropy_lost(figures: Figures, memory: Memory) -> float | None:
+    """Return 1 - entropy / initial entropy, the share that the policy has lost. The initial entropy is the mean of five rows.
 
-    Return None in these rows, and in rows without an entropy or without a reward, since imitation is supposed to lose entropy.
+    Return None for the first five rows and for rows without an entropy. Return None without a reward too, since imitation is
+    supposed to lose entropy.
     """
     value = figures.get("entropy", figures.get("surprise"))
     learns_by_reward = "reward" in figures or "return" in figures
@@ -284,7 +285,7 @@ RULES = (
     Rule("cut_and_rewarded", _cut_while_rewarded, above=0.1, until=0.05, patience=2, worst="longest", signal="truncated"),
     Rule("mismatch", _uncorrected, above=0.01, until=0.005, patience=2, signal="mismatch", grave=True),
     Rule("corrected", _correction, above=0.1, until=0.05, patience=2, signal="mismatch"),
-    Rule("entropy", _entropy_left, above=0.9, until=0.85, patience=3, signal="entropy"),
+    Rule("entropy", _entropy_lost, above=0.9, until=0.85, patience=3, signal="entropy"),
     Rule("clipped", _of("clipped"), above=0.3, until=0.2, patience=3, signal="clipped"),
     Rule("critic", _below_zero_late, above=0.0, until=-0.1, patience=5, signal="explained_variance"),
     Rule("grad_norm", _grad_norm_z, above=4.0, until=2.0, signal="grad_norm", min_count=4),

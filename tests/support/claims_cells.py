@@ -44,11 +44,11 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
         "λ 0.95 beats λ 1 on CartPole": "0.95 against 1",
         "λ 0.95 beats λ 0 on CartPole": "0.95 against 0",
     }),
-    "RAFT loses more than RLOO and PPO by noise in the reward": ("noise", {
+    "Noise in the reward hurts RAFT more than RLOO and PPO": ("noise", {
         "RAFT loses more than RLOO by noise 1": "RLOO",
         "RAFT loses more than PPO by noise 1": "PPO",
     }),
-    "RAFT loses more than RLOO and PPO by a larger β": ("noise", {
+    "A larger β hurts RAFT more than RLOO and PPO": ("noise", {
         "RAFT loses more than RLOO by β 0.5": "RLOO",
         "RAFT loses more than PPO by β 0.5": "PPO",
     }),

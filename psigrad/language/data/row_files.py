@@ -90,7 +90,7 @@ class _Expansion:
         self.most = max(LEAST_BYTES, MOST_GROWTH * path.stat().st_size) if compressed else sys.maxsize
 
     def add(self, size: int) -> None:
-        """Count a row, or a batch of them. Raises `UserError` beyond the limit."""
+        """Add `size` bytes to the count. Raises `UserError` if the sum exceeds the limit for this file, `most`."""
         self.made += size
         if self.made > self.most:
             raise UserError(

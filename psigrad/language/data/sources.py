@@ -110,8 +110,9 @@ def hold_out(parts: Sequence[Sequence[Row]], counts: Sequence[int], seed: int = 
     """Return (the rows of each part to train on, held-out rows of all parts), in the order of the source.
 
     About `counts` rows of each part are held out, drawn with `seed`. The rows of a prompt, in any part, are all trained on or all
-    held out. Prompts are drawn in random order, and skipped if they would exceed a count. If this leaves no prompt of a part,
-    draw one with at most twice the wanted rows. If no prompt has so few, draw single rows; both answers of a pair stay together.
+    held out. Prompts are drawn in random order, and skipped if they would exceed a count. If every prompt of a part was skipped,
+    hold out one that has at most twice the wanted rows. If none is that small, hold out single rows; only then can a prompt be
+    in both. The two answers of a pair stay together.
 
     Raise UserError if no row is left to train on.
     """

@@ -194,7 +194,7 @@ class TeacherReference(Annotator):
         self.teacher.store_pieces(ends > 0, theirs, batch.logp_old)
 
     def divergence(self, run: OnlineRun, batch: Batch, micro: MicroBatch) -> Divergence | None:
-        """Return the `Divergence` from the teacher's most probable tokens, which the policy's forward pass then computes.
+        """Return a `Divergence` that holds the teacher's most probable tokens. The policy's forward pass computes its value.
 
         Return None if the KL term does not need these tokens. See `Annotator`.
         """

@@ -63,9 +63,9 @@ def ends_in(file: Path) -> list[int]:
 
 
 def _rows(x: Any, permuted: list[int]) -> Any:
-    """Reorder the rows of a query or key matrix. llama.cpp interleaves the halves of each head, which transformers does not.
+    """Put the rows of a query or key matrix into transformers' order. In llama.cpp's order, the halves of a head are interleaved.
 
-    `permuted` has the number of heads, or is empty if the rows already have transformers' order.
+    `permuted` is [number of heads], or [] if the rows already have transformers' order.
     """
     for heads in permuted:
         x = x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
