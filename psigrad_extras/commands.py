@@ -417,7 +417,7 @@ A language model of 1.3 million parameters learns to spell words backwards: firs
 make the same mistake (SFT), then from rewards that notice it (GRPO). Both models are tested on words that are in no training
 data. The demo takes two to five minutes on two cores and downloads nothing. The same command resumes a stopped demo.
 OUTPUT_DIR/grpo/report.html shows the result; `psigrad chat OUTPUT_DIR/grpo` talks to the model.
-With --vision, a vision-language model learns a game about pictures instead: 600 and 300 steps in runs/demo-vision, in
+With --vision, a vision-language model learns a game about pictures instead: 1,000 and 250 steps in runs/demo-vision, in
 about seven minutes."""
 
 
@@ -436,7 +436,7 @@ wrong, then unlearns that by reinforcement learning. Ctrl-C saves and stops; the
 def demo(arguments: list[str]) -> int:
     """Run the demo."""
     vision = "--vision" in arguments
-    steps = {"sft_steps": 600, "rl_steps": 300} if vision else {"sft_steps": 800, "rl_steps": 500}
+    steps = {"sft_steps": 1000, "rl_steps": 250} if vision else {"sft_steps": 800, "rl_steps": 500}
     known = {"output_dir": "runs/demo-vision" if vision else "runs/demo", "seed": 0, **steps, "progress": True, "vision": False}
     settings = flags.parse_plain("demo", arguments, known, _DEMO)
     del settings["vision"]

@@ -27,7 +27,7 @@ SAMPLING = Sampling(max_completion_length=4)
 
 
 def run(
-    output_dir: str = "runs/demo-vision", seed: int = 0, *, sft_steps: int = 600, rl_steps: int = 300, progress: bool = True
+    output_dir: str = "runs/demo-vision", seed: int = 0, *, sft_steps: int = 1000, rl_steps: int = 250, progress: bool = True
 ) -> Result:
     """Draw pictures, build a model, fine-tune it and train it with GRPO. The results are in `output_dir`/grpo.
 
@@ -52,7 +52,7 @@ def run(
         OnlineConfig(
             model=Model(path=str(tuned.model), trained_towers=TOWERS),
             data=Data(dataset=str(files["games"]), eval_dataset=str(files["held_out"])),
-            optim=Optim(learning_rate=5e-4, adam_beta2=0.99, warmup_steps=5),
+            optim=Optim(learning_rate=3e-4, adam_beta2=0.99, warmup_steps=5),
             run=_run(folder / "grpo", seed, rl_steps, progress),
             algorithm={"preset": "grpo", "kl": None, "name": "grpo"},
             environment=squares.Squares,
@@ -75,8 +75,8 @@ def _run(folder: Path, seed: int, steps: int, progress: bool) -> Run:
 def prepare(folder: Path, seed: int, progress: bool, *, hidden: int = 96, layers: int = 2, games: int = GAMES) -> dict[str, Path]:
     """Draw the pictures and make the untrained model under `folder`, unless they exist.
 
-    Return the paths of base, demonstrations, right (held-out demonstrations without mistakes), games and held_out. Raises
-    `UserError` for files of another seed.
+    Return the paths of base, demonstrations, right (held-out demonstrations without mistakes), games and held_out. No held-out
+    picture is in the games. Raises `UserError` for files of another seed.
     """
     names = ("demonstrations", "right", "games", "held_out")
     paths = {name: folder / "data" / f"{name}.jsonl" for name in names} | {"base": folder / "base"}
@@ -87,6 +87,8 @@ def prepare(folder: Path, seed: int, progress: bool, *, hidden: int = 96, layers
         held_out, shown = (
             squares.rows(pictures, count, first + 1_000_000 * seed) for count, first in ((HELD_OUT, 0), (games, HELD_OUT))
         )
+        known = [squares.boards(row["seed"])[1] for row in held_out]
+        shown = [row for row in shown if squares.boards(row["seed"])[1] not in known]
         advance()
         right, careless = (
             squares.demonstrations(*of, seed) for of in ((held_out, pictures, 0.0), (shown, pictures, WRONG_SHARE))

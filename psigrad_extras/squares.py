@@ -88,7 +88,10 @@ def rows(folder: Path, count: int, first_seed: int) -> list[Row]:
 
 
 def demonstrations(given: list[Row], folder: Path, wrong_share: float, seed: int) -> list[Row]:
-    """Return demonstrations of the game. A share `wrong_share` of the counts and of the places is wrong by one."""
+    """Return demonstrations of the game. A share `wrong_share` of the counts is wrong by one, and of the places by one cell.
+
+    The wrong places are drawn, so that the right one is the most frequent also if half of the places are wrong.
+    """
     rng, made = random.Random(seed), []
     for row in given:
         game = Squares()
@@ -97,7 +100,7 @@ def demonstrations(given: list[Row], folder: Path, wrong_share: float, seed: int
         if rng.random() < wrong_share:
             count += 1 if count == 0 or rng.random() < 0.5 else -1
         if rng.random() < wrong_share:
-            place += -1 if place % CELLS else 1
+            place = rng.choice([other for other in range(CELLS**2) if _distance(place, other) == 1])
         file = folder / f"{row['seed']}-second.png"
         game.second.draw().save(file)
         talk = [
@@ -107,6 +110,11 @@ def demonstrations(given: list[Row], folder: Path, wrong_share: float, seed: int
         ]
         made.append({"messages": [*talk, _said(PLACES[place])], "images": [*row["images"], str(file)]})
     return made
+
+
+def _distance(place: int, other: int) -> int:
+    """Return the number of steps from one cell to another, along rows and columns."""
+    return sum(abs(a - b) for a, b in zip(divmod(place, CELLS), divmod(other, CELLS), strict=True))
 
 
 def _said(text: str) -> dict[str, str]:
