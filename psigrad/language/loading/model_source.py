@@ -327,7 +327,7 @@ def _without_weights(path: str) -> Path:
 
 
 def _identity(files: list[Path], *more: str) -> str:
-    digest = hashlib.sha256("\n".join(more).encode())
+    digest = hashlib.sha256("\n".join(("2", *more)).encode())  # count up when conversions change: copies are then made again
     for file in files:
         with file.open("rb") as stream:
             digest.update(f"{file.name}\0{hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
