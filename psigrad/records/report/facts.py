@@ -27,7 +27,7 @@ def facts(run: RunData) -> list[tuple[str, str]]:
     commands = list(dict.fromkeys(str(event["command"]) for event in starts if event.get("command")))
     machine = next((m for event in reversed(starts) if isinstance(m := event.get("machine"), dict)), {})
     last = run.last_event("started", "resumed")
-    limits = [f"{machine[name]} {name}" for name in ("cores", "threads") if machine.get(name)]
+    limits = [f"{n} {name}{'s' * (n != 1)}" for name in ("core", "thread") if (n := machine.get(f"{name}s"))]
     on = (machine.get("processor"), *limits, last.get("instructions"), machine.get("gpu"))
     again = run.last_event("forward_again")  # training did not reuse the activations of sampling
     slower = (str(last.get("slower") or ""), str(again.get("why")) if again else "")

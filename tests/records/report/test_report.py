@@ -200,7 +200,7 @@ def test_the_page_says_when_how_long_by_what_command_and_where(run, page):
     assert "2023-11-14 22:13:20 UTC, resumed once" in text
     assert "1 min 10 s, of which 1 min 0 s in steps and evaluations" in text
     assert "psigrad grpo --x '<b>'" in text and "psigrad 9.9, torch 2.0" in text
-    assert "a processor, 2 cores, 1 threads, AMX tiles" in text
+    assert "a processor, 2 cores, 1 thread, AMX tiles" in text
 
 
 def test_conversations_are_shown_as_messages(run, page):
