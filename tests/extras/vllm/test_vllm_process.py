@@ -59,12 +59,14 @@ def test_an_engine_that_is_lost_is_started_again_and_nothing_is_sampled_twice(en
     assert ids(sampler.sample(REQUESTS, PARAMS)) == expected(sampler.model)
 
 
-def test_one_that_is_lost_while_nobody_asks_is_started_again_with_the_weights_of_then(engine, capfd):
-    sampler = engine()
+def test_one_that_is_lost_while_nobody_asks_is_started_again_with_the_weights_of_then(engine):
+    told = []
+    sampler = engine(log=lambda kind, text, **fields: told.append((kind, text)))
     os.kill(sampler._worker.process.pid, signal.SIGKILL)
     nudge(sampler.model)
     assert ids(sampler.sample(REQUESTS, PARAMS)) == expected(sampler.model)
-    assert "vLLM's engine was lost" in capfd.readouterr().err
+    ((kind, text),) = told
+    assert kind == "engine_lost" and text.startswith("vLLM's engine was lost") and sampler.losses == 1
 
 
 @pytest.mark.parametrize(
