@@ -32,7 +32,9 @@ SIZES = {
     "num_key_value_heads": 4,
     "head_dim": 32,
     "vocab_size": 4096,
-    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),  # TRL drops out by default
+    **dict.fromkeys(
+        ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "residual_dropout"), 0.0
+    ),  # TRL drops out by default
 }
 WORK = Workload(
     "",

@@ -158,6 +158,9 @@ class Data:
     """Maximum tokens of a prompt. A row with a longer prompt is rejected. 0: no limit but the model's."""
     bad_rows: Literal["stop", "skip"] = "stop"
     """Handling of a malformed row: stop the run, or skip the row and count it."""
+    image_urls: bool = False
+    """Download images that rows give as http or https URLs, once, into the cache. Use it only with rows that you trust, since
+    this machine then opens every address in them."""
     num_proc: Annotated[CountOrZero, FREE] = 0
     """Processes that tokenize the rows, if there are thousands of rows; 0: one per core. The tokens of files are cached for the
     next start (docs/data.md)."""

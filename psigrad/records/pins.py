@@ -138,8 +138,10 @@ def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], 
     changes = [Change(name, before[name], value) for name, value in now.items() if before.get(name, value) != value]
     refused = [change for change in changes if change.name not in set(allow)]
     if refused:
+        rows = {"dataset": "other rows or images in dataset", "eval_dataset": "other rows or images in eval_dataset"}
         what = " and ".join(
-            f"{c.name} {c.before} (now {c.now})" if len(c.now) < 32 else f"another {c.name.replace('_', ' ')}" for c in refused
+            rows.get(c.name, f"another {c.name.replace('_', ' ')}") if len(c.now) >= 32 else f"{c.name} {c.before} (now {c.now})"
+            for c in refused
         )
         names = " ".join(c.name for c in refused)
         raise UserError(

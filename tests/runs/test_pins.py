@@ -230,7 +230,7 @@ def test_a_finished_run_says_what_has_changed_since(changed, copied, tmp_path, c
     else:
         rows = copied / made.data.dataset
         rows.write_text("".join(reversed(rows.read_text().splitlines(keepends=True))))
-    with pytest.raises(UserError, match=f"was trained with another {changed}"):
+    with pytest.raises(UserError, match={"reward": "another reward", "dataset": "other rows or images in dataset"}[changed]):
         online.run(made)
     online.run(replace(made, run=replace(made.run, allow=(changed,))))
     assert "is finished; nothing was done" in capsys.readouterr().err
@@ -410,7 +410,7 @@ def test_a_start_that_is_refused_leaves_the_settings_as_they_were(job, tmp_path)
     sft.run(config)
     settings = (tmp_path / "run" / "config.json").read_bytes()
     data.write_bytes(data.read_bytes() + data.read_bytes().splitlines()[0] + b"\n")
-    with pytest.raises(UserError, match="another dataset"):
+    with pytest.raises(UserError, match="other rows or images in dataset"):
         sft.run(longer)
     assert (tmp_path / "run" / "config.json").read_bytes() == settings and not events(tmp_path / "run", "settings_changed")
     sft.run(replace(longer, run=replace(longer.run, allow=("dataset", "eval_dataset"))))

@@ -47,7 +47,7 @@ def insert_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mappi
     column, held = next(iter(given.items()), ("", []))
     several_given = isinstance(held, list | tuple)
     held = list(held) if several_given else [held]
-    conversations = [name for name in (*_ASKED, *_ANSWERS) if _is_conversation(raw.get(name))]
+    conversations = [name for name in (*_ASKED, *_ANSWERS) if is_conversation(raw.get(name))]
     has_images = bool(held) or any(is_image(part) for name in conversations for turn in raw[name] for part in _parts(turn))
     refuse_marks(raw, fail, "\ufffc" if has_images else "")
     if not has_images:
@@ -168,7 +168,8 @@ def read(given: Any, base: Path) -> tuple[Picture, bool]:
         except binascii.Error as error:
             raise ValueError(f"is a data URL that is not base64 ({error})") from None
     if "://" in text[:16] and not text.startswith("file://"):
-        raise ValueError(f"is the URL {text[:60]}; images are not downloaded, so save the image and give its path")
+        advice = "save the image and give its path (training downloads images if data.image_urls is true)"
+        raise ValueError(f"is the URL {text[:60]}; {advice}")
     try:
         path = _path(text, base)
         if not path.is_file():
@@ -304,7 +305,8 @@ def _data_url(data: bytes) -> str:
     return f"data:{images.media_type(data)};base64,{base64.b64encode(data).decode()}"
 
 
-def _is_conversation(value: Any) -> bool:
+def is_conversation(value: Any) -> bool:
+    """Return True if a column's value is a list of messages."""
     return isinstance(value, list) and bool(value) and all(isinstance(turn, Mapping) for turn in value)
 
 

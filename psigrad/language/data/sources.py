@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from psigrad.config import Data
 from psigrad.config.sections import parse_columns
 from psigrad.errors import UserError, nearest, several
-from psigrad.language.data import dataset_layouts, image_rows
+from psigrad.language.data import dataset_layouts, image_rows, image_urls
 from psigrad.language.data.chat.messages import is_trained
 from psigrad.language.data.dataset_layouts import Log, to_turns
 from psigrad.language.data.dataset_rows import FORMS, MAX_DEPTH, BadRow, Row, RowError, find_form, rows_of
@@ -50,6 +50,7 @@ def load(
     max_rows: int = 0,
     columns: Mapping[str, str] | None = None,
     single: Sequence[str] = SINGLE,
+    urls: bool = False,
 ) -> LoadedRows:
     """Load the rows of a JSONL, JSON, Parquet, CSV or TSV file, a folder of them or of `Dataset.save_to_disk`, or a hub dataset.
 
@@ -57,7 +58,8 @@ def load(
     validation, test and their usual variants), only the files of the split are read. In a source without splits, such as a file,
     the split in its name and each name in `single` stand for all rows. A hub configuration is named after a colon:
     "openai/gsm8k:main". "task:NAME" makes rows of a reasoning-gym task. With `max_rows` only the first rows are read, and a hub
-    dataset is streamed. `columns` renames some columns (`dataset_layouts.map_columns`).
+    dataset is streamed. `columns` renames some columns (`dataset_layouts.map_columns`). `urls` downloads images that rows name by
+    URL (`image_urls.download`).
 
     Raise UserError naming file, line, column and reason. With `bad_rows="skip"`, malformed rows are skipped and returned as
     `skipped`; only an unreadable file raises an error.
@@ -65,7 +67,8 @@ def load(
     records = read_named(dataset, split, streaming=max_rows > 0, single=single)
     place = Path(dataset).expanduser()
     base = place if place.is_dir() else place.parent if place.is_file() else Path()
-    return _collect(islice(records, max_rows) if max_rows else records, form, dataset, bad_rows, columns or {}, base)
+    records = islice(records, max_rows) if max_rows else records
+    return _collect(records, form, dataset, bad_rows, columns or {}, base, urls)
 
 
 def from_rows(
@@ -74,6 +77,7 @@ def from_rows(
     source: str = "rows",
     bad_rows: Literal["stop", "skip"] = "stop",
     columns: Mapping[str, str] | None = None,
+    urls: bool = False,
 ) -> LoadedRows:
     """Check rows in memory: a list of dicts, a `datasets.Dataset`, any iterable of mappings. See `load` for the arguments.
 
@@ -83,7 +87,7 @@ def from_rows(
         parts = ", ".join(map(str, iterable))
         raise UserError(f"The dataset is a mapping with the keys {parts}; give the rows of one key as a list or Dataset.")
     records = (RawRow(f"{source}:{i}", _to_plain(raw)) for i, raw in enumerate(keep_images_encoded(remove_format(iterable)), 1))
-    return _collect(records, form, source, bad_rows, columns or {}, Path())
+    return _collect(records, form, source, bad_rows, columns or {}, Path(), urls)
 
 
 def remove_format(rows: Any) -> Any:
@@ -185,7 +189,9 @@ def _prompt_key(row: Row) -> bytes:
     return blake2b(json.dumps(read, sort_keys=True, default=repr).encode(), digest_size=16).digest()
 
 
-def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Mapping[str, str], base: Path) -> LoadedRows:
+def _collect(
+    records: Records, form: str, name: str, bad_rows: str, columns: Mapping[str, str], base: Path, urls: bool
+) -> LoadedRows:
     """Check the records of the dataset `name`, as `load` describes. Images' paths are relative to their row's file, in `base`."""
     if form not in (known := ["sft", *FORMS]):
         raise UserError(f"The dataset form {form!r} is unknown; it must be one of {', '.join(known)}{nearest(form, known)}")
@@ -194,7 +200,7 @@ def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Map
     rows, bad, fits, hint = [], [], "", ""
     recognised: Counter[str] = Counter()
     renamed = {new: name for name, new in columns.items() if name != new and not dataset_layouts.is_template(new)}
-    for record in records:
+    for record in image_urls.download(records, columns) if urls else records:
         if isinstance(record, BadRow):
             bad.append(record)
             continue
@@ -377,9 +383,10 @@ def _read_one(data: Data, form: str, dataset: Any, split: str, single: Sequence[
         part = parse_split(split)
         some = part.take(remove_format(dataset)) if part.is_slice and not isinstance(dataset, Mapping) else dataset
         some = islice(remove_format(some), data.max_rows) if data.max_rows else some
-        return from_rows(some, form, bad_rows=data.bad_rows, columns=columns)
+        return from_rows(some, form, bad_rows=data.bad_rows, columns=columns, urls=data.image_urls)
     if not dataset:
         raise UserError(
             "No dataset was given; name a JSONL or Parquet file, a folder or a hub dataset with --dataset (data.dataset)."
         )
-    return load(dataset, form=form, split=split, bad_rows=data.bad_rows, max_rows=data.max_rows, columns=columns, single=single)
+    how: dict[str, Any] = {"bad_rows": data.bad_rows, "max_rows": data.max_rows, "urls": data.image_urls}
+    return load(dataset, form=form, split=split, columns=columns, single=single, **how)

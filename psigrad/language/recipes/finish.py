@@ -28,7 +28,7 @@ from psigrad.language.models.towers import tower_names, write
 from psigrad.language.recipes.learners import Learner, begin
 from psigrad.language.recipes.loops import SampledEvaluation, train_offline
 from psigrad.language.recipes.memory_check import check_offline
-from psigrad.language.recipes.row_limits import check_images
+from psigrad.language.recipes.row_limits import check_features, check_images
 from psigrad.language.recipes.run_pins import collect_pins
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.rollout.types import ReplicaSampler, Sampler, State
@@ -73,6 +73,7 @@ def train_on_rows(
     the model or tokenizer that the user passed as an object.
     """
     check_images(config, model, prepared.rows)
+    check_features(model, (*prepared.rows, *prepared.held_out))
     learner = Learner(model, optimizer_of(model, config, journal.world))
     note_rows(config, model, prepared.rows, journal, checkpoint)
     pins, counted = collect_pins(config, model.tokenizer, prepared, judges), (len(prepared.rows), len(prepared.held_out))

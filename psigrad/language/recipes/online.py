@@ -259,7 +259,9 @@ def _prepare_rows(
     tools = schemas(list_tools(config))
     room = model.max_length, reserved_tokens(config)
     settings = ["online", *room, config.evaluation.eval_prompts, config.run.seed, tools, judges, needs]
-    return prepare(config.data, model.tokenizer, settings, journal, make)
+    found = prepare(config.data, model.tokenizer, settings, journal, make)
+    row_limits.check_features(model, (*found.rows, *found.held_out))
+    return found
 
 
 def longest_of(config: OnlineConfig, prepared: PreparedRows[Any], evaluator: Evaluator | None) -> int:

@@ -8,11 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from psigrad.config import Data, OnlineConfig, Placement, PreferenceConfig, RewardConfig, Sampling, SFTConfig
 from psigrad.config.algorithms import resolve_loss
 from psigrad.errors import UserError
+from psigrad.language import images
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_layouts import Log, to_model_rows, to_turns
 from psigrad.language.data.dataset_rows import Row, RowError
@@ -138,6 +140,19 @@ def check_images(config: Any, model: Pretrained | None = None, rows: Iterable[Ro
         given = next((f"{row.source} has an image" for row in rows if digests_of(row)), "") if model.vision is not None else ""
     if given:
         raise UserError(f"{given}, but {why}, or train without images.")
+
+
+def check_features(model: Pretrained, rows: Iterable[Row]) -> None:
+    """Raise `UserError` if the vision tower computes another number of features for an image than its prompt has image tokens.
+
+    Of the images of `rows`, one is computed for each number of tokens. Sharded models are checked at the first step.
+    """
+    if model.vision is None or model.shard_root is not None:
+        return
+    found = (images.picture(digest) for row in rows for digest in digests_of(row))
+    with torch.no_grad():
+        for one in {model.vision.count(picture): picture for picture in found}.values():
+            model.vision.features(model.network, [one])
 
 
 def token_limit(config: SFTConfig | RewardConfig | PreferenceConfig, model: LanguageModel | ScalarModel) -> int:

@@ -125,7 +125,7 @@ def refused(row, form="prompt-only"):
         ({"prompt": [say(PART)]}, "rows:1: column prompt has 1 image part without an image, but 0 images are"),
         (
             {"prompt": "a", "images": ["https://a.b/c.png"]},
-            "rows:1: column images[0] is the URL https://a.b/c.png; images are not",
+            "rows:1: column images[0] is the URL https://a.b/c.png; save the image",
         ),
         ({"prompt": "a", "image": 3}, "rows:1: column image is of type 'int'"),
         ({"prompt": "a", "images": [RED, None]}, "rows:1: column images[1] is of type 'NoneType'"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -137,7 +138,7 @@ def test_a_resume_is_refused_where_an_image_has_changed(pictured, tmp_path):
     file, held = pictured / "0-0.png", (pictured / "0-0.png").read_bytes()
     Image.new("RGB", (24, 16), "blue").save(file)
     try:
-        with pytest.raises(UserError, match=r"image|dataset"):
+        with pytest.raises(UserError, match="other rows or images in dataset"):
             online.run(grpo(pictured, tmp_path / "run"))
     finally:
         file.write_bytes(held)
@@ -176,3 +177,25 @@ def test_rows_with_images_are_refused_before_the_first_sampling_and_rows_of_text
     with pytest.raises(UserError, match=r"train.jsonl:1 has an image"):
         psigrad.evaluate(model=pictured / "base", dataset=pictured / "train.jsonl", split="train", reward=digits,
                          sampler="transformers")  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["sft", "grpo"])
+@pytest.mark.parametrize("pictured", ["qwen3_vl"], indirect=True)
+def test_an_image_processor_of_another_model_is_refused_though_no_step_would_read_an_image(pictured, tmp_path, recipe):
+    base = shutil.copytree(pictured / "base", tmp_path / "base")
+    file = base / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"merge_size": 1}))
+    lines = (pictured / "train.jsonl").read_text().splitlines()
+    texts = [line for line in lines if not json.loads(line)["images"]]
+    run, config = RECIPES[recipe]
+
+    def train(name, lines):
+        (pictured / f"{name}.jsonl").write_text("\n".join(lines))
+        made = config(pictured, tmp_path / name)
+        data = replace(made.data, dataset=str(pictured / f"{name}.jsonl"), eval_dataset=str(pictured / "texts.jsonl"))
+        run(replace(made, model=replace(made.model, path=str(base)), data=data, run=replace(made.run, max_steps=1)))
+
+    train("texts", texts)
+    with pytest.raises(UserError, match=r"tower gives \d+ features for 1 images, but the prompts have \d+ image tokens"):
+        train("last", [*texts * 20, lines[0]])
+    assert not (tmp_path / "last" / "metrics.jsonl").read_text()

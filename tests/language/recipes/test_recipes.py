@@ -267,7 +267,7 @@ def test_python_trains_on_rows(job, tmp_path):
     assert figures["eval/prompts"] == 3
 
 
-@pytest.mark.parametrize("change", ["setting", "dataset", "eval dataset"])
+@pytest.mark.parametrize("change", ["setting", "dataset", "eval_dataset"])
 def test_a_run_does_not_go_on_with_something_else(change, job, tmp_path):
     data, held = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
     for file in (data, held):
@@ -284,7 +284,7 @@ def test_a_run_does_not_go_on_with_something_else(change, job, tmp_path):
     else:
         changed = data if change == "dataset" else held
         changed.write_text(changed.read_text().replace("say ", "says "))
-        with pytest.raises(UserError, match=f"was trained with another {change}"):
+        with pytest.raises(UserError, match=f"was trained with other rows or images in {change}"):
             sft.run(config(4))
 
 
