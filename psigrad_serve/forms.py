@@ -61,7 +61,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p"), (1,)),
     **dict.fromkeys(("min_tokens", "prompt_logprobs"), (0,)),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt"), (True,)),
-    **dict.fromkeys(("ignore_eos", "use_beam_search", "include_stop_str_in_output", "continue_final_message", "echo"), (False,)),
+    **dict.fromkeys(("ignore_eos", "use_beam_search", "early_stopping", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("continue_final_message", "echo"), (False,)),
     **dict.fromkeys(("stop", "stop_sequences", "tools"), ([],)),
 }
 """Fields that would affect sampling but are not supported -> their values without effect, which are accepted."""

@@ -6,16 +6,15 @@ import textwrap
 
 from psigrad.cli import flags
 from psigrad.config.nested import put, read_value
-from psigrad.errors import UserError
+from psigrad.errors import UserError, nearest
 from psigrad.extras import command
+from psigrad.records.warnings import texts
 
 CREDIT = "a session is one trajectory; its reward is credited once to every token sampled in it, in all branches"
 
 
 def describe_warning(name: str) -> str:
     """Return the meaning of a warning of a run, or "" for another name. The name may have dashes or underscores."""
-    from psigrad.records.warnings import texts
-
     if (entry := texts().get(name.replace("-", "_"))) is None:
         return ""
     example = f"\n\nA command that raises it: psigrad {entry['example']}" if "example" in entry else ""
@@ -49,8 +48,15 @@ def explain(arguments: list[str]) -> int:
     if not 1 <= len(methods) <= 2:
         raise UserError(f"explain got {len(methods)} names and takes one or two; the usage is {usage}.")
     from psigrad.config import algorithms
+    from psigrad.config.methods import list_declarations
     from psigrad.objective.catalog import METHODS
 
+    for name in (str(method["preset"]) for method in methods):
+        if ":" not in name and name not in (known := {*list_declarations(), *texts()}):
+            raise UserError(
+                f"{name} is neither a method nor a warning; `psigrad --all` lists the methods, and docs/debugging.md the "
+                f"warnings{nearest(name, known) or '.'}"
+            )
     print(algorithms.explain(methods[0], *methods[1:]))
     if methods[0]["preset"] in METHODS:
         print(f"agents (--agent): {CREDIT}\n")

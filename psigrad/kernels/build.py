@@ -73,6 +73,7 @@ def library() -> ctypes.CDLL | str:
         path = cache_folder("native") / f"{_key(found)}.so"
         with _lock(path.parent):
             if not _sound(path):
+                print("psigrad: compiling the CPU kernels, once on this machine; this takes about a minute.", file=sys.stderr)
                 _compile(found, path)
         return ctypes.CDLL(str(path))
     except subprocess.CalledProcessError as error:

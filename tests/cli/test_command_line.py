@@ -259,7 +259,8 @@ MISTAKES = {
         ["rloo", "--reward", "exact", "--config", str(ROOT / "examples" / "grpo.yaml")],
         "The command is rloo, but the settings name the algorithm grpo; run `psigrad grpo`",
     ),
-    "unknown preset": (["explain", "grop"], "There is no method 'grop'.*did you mean 'grpo'"),
+    "unknown preset": (["explain", "grop"], "grop is neither a method nor a warning.*did you mean 'grpo'"),
+    "unknown warning": (["explain", "dead_group"], "dead_group is neither a method nor a warning.*did you mean 'dead_groups'"),
 }
 
 
