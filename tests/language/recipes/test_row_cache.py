@@ -88,6 +88,13 @@ def test_packed_things_are_a_sequence() -> None:
         found[4]
 
 
+def test_more_rows_than_one_batch_come_back_in_order(tmp_path: Path) -> None:
+    items = [[i] for i in range(2049)]
+    row_cache.write(tmp_path / "a.arrow", PreparedRows([], [], items, [[7]]), ["told"], 10**9)
+    found, told = row_cache.read(tmp_path / "a.arrow") or (None, None)
+    assert found is not None and [*found.items] == items and [*found.held_out_items] == [[7]] and told == ["told"]
+
+
 @pytest.fixture
 def tokenizer() -> Any:
     found = tiny.tokenizer(["ab c"] * 9, 280)
@@ -193,10 +200,13 @@ def test_what_a_kill_left_is_no_file_of_rows_and_goes(home: Path, tokenizer: Any
     (file,) = files(home)
     left = file.with_name(f".{file.name}.0badcafe")
     left.write_bytes(file.read_bytes()[:99])
-    os.utime(left, (0, 0))
+    fresh = left.with_suffix(".1badcafe")
+    fresh.write_bytes(b"of a process that may still write")
+    for leftover, minutes in ((left, 61), (fresh, 59)):
+        os.utime(leftover, (0, time.time() - 60 * minutes))
     file.unlink()
     start()
-    assert start.times == 2 and files(home) == [file]
+    assert start.times == 2 and files(home) == [fresh, file]
 
 
 def test_a_disk_that_is_full_only_means_that_nothing_is_kept(home: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from psigrad.language.data.row_rendering import Segment, render
 from psigrad.language.data.templates import CHATML
 from psigrad.language.episodes.environments import InProcess
 from psigrad.language.episodes.episodes import Episodes
+from psigrad.language.models import tiny
 from psigrad.language.recipes import conversation, online, sft
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows
 from psigrad.language.rewards import RewardError
@@ -215,3 +216,10 @@ def test_dirty_rows_end_no_run_and_are_named(job: Path, tmp_path: Path, capsys: 
     assert state["unscored"] == [[n, 16] for n in faults]
     with pytest.raises(RewardError, match=r"rows t\.csv:[789]\b.*JSONDecodeError.*\(tiny_rewards\.py, line"):
         online.run(replace(config, max_unscored=0.0, run=replace(config.run, output_dir=str(tmp_path / "strict"))))
+
+
+def test_a_long_text_is_displayed_by_its_first_and_last_thousand_characters() -> None:
+    tokenizer = tiny.tokenizer(["a b"], 270)
+    texts = ["a" * 2000, "a" * 1000 + "c" + "b" * 1000]
+    found = [render(tokenizer, Row("a:1", prompt=text))[0].pieces[0].text for text in texts]
+    assert found == [texts[0], f"{'a' * 1000} … {'b' * 1000}"]
