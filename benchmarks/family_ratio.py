@@ -1,7 +1,8 @@
 """How many times as fast as TRL psigrad trains each family of models: `python benchmarks/family_ratio.py [llama gemma2 …]`.
 
-GRPO steps of a small model of the family with random weights: equal loss and gradient first, then steps of both in turn. A line
-of --json is written as each family ends, and one that has a line is not measured again. `docs/make/families.py` shows the ratios.
+GRPO steps of a small model of the family with random weights: equal loss and gradient first, then steps of both in turn. A name
+with @100M stands for a model of about 100 million parameters. A line of --json is written as each family ends, and one that has
+a line is not measured again. `docs/make/families.py` shows the ratios.
 """
 
 from __future__ import annotations
@@ -32,9 +33,24 @@ SIZES = {
     "num_key_value_heads": 4,
     "head_dim": 32,
     "vocab_size": 4096,
-    **dict.fromkeys(
-        ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "residual_dropout"), 0.0
-    ),  # TRL drops out by default
+    # TRL drops out by default
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "residual_dropout"), 0.0),
+    "mamba_d_head": 64,
+    "mamba_d_ssm": 512,
+    "vocab_size_per_layer_input": 4096,
+}
+LARGE = "@100M"
+LARGE_SIZES = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 12,
+    "head_dim": 64,
+    "vocab_size": 16384,
+    "shared_intermediate_size": 2048,
+    "moe_intermediate_size": 768,
+    "mamba_n_heads": 24,
+    "mamba_d_ssm": 1536,
 }
 WORK = Workload(
     "",
@@ -50,7 +66,10 @@ def make(name: str, work: Workload, folder: Path) -> None:
     """The files of a workload on a model of this family."""
     source = folder / "source"
     source.mkdir()
-    families.config(name, **SIZES, mamba_d_head=64, mamba_d_ssm=512, vocab_size_per_layer_input=4096).save_pretrained(source)
+    own, sizes = families.FAMILIES[name.removesuffix(LARGE)][1], SIZES
+    if name.endswith(LARGE):  # lists have an entry for each of four layers
+        sizes = {**SIZES, **LARGE_SIZES, **{key: 4 * value for key, value in own.items() if isinstance(value, list)}}
+    families.config(name.removesuffix(LARGE), **sizes).save_pretrained(source)
     prepare(work, str(source), folder)
 
 
@@ -83,7 +102,9 @@ def said(found: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure what was asked for and is missing."""
-    given = ask(__doc__, families.FAMILIES, families.MEASURED, dtype="float32", pairs=7)
+    known = [*families.FAMILIES, *(f"{name}{LARGE}" for name in families.FAMILIES)]
+    given = ask(__doc__, known, families.MEASURED, dtype="float32", pairs=7)
+    given = given if sys.argv[1:] and given.names != known else replace(given, names=list(families.FAMILIES))
     for name in given.names:
         if not given.taken(family=name):
             given.keep(measure(name, given.dtype, given.threads, given.pairs), family=name)
