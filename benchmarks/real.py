@@ -154,7 +154,7 @@ WORKS = {
         _hybrid("R9", "LFM2-350M", "LiquidAI/LFM2-350M"),
         replace(
             _hybrid("R10", "Granite-4-hybrid-350M", "ibm-granite/granite-4.0-h-350m"),
-            trl=((2, False), (4, False), (4, True)),  # with 4 rows TRL's process takes 20 GB
+            trl=((4, False), (4, True)),  # with 4 rows TRL's process takes 20 GB
         ),
     )
 }
