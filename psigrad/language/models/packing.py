@@ -73,9 +73,10 @@ def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[
 
 
 def _evenly(lengths: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
-    """Return equally many micro-batches for each rank, with about the same number of tokens; the largest come first.
+    """Split rows into micro-batches of about equally many tokens, the largest first; see `pack_by_tokens`.
 
-    To even out their sizes, the token limit is the smallest, in steps of 3 %, that needs no more micro-batches than `budget`.
+    The number of micro-batches is at most the lowest multiple of `ranks` that suffices for `budget` tokens each. The token limit
+    starts at an equal share of all tokens, and grows in steps of 3 % up to the `budget` until this number suffices.
     """
     tokens = sum(lengths)
     rounds = max(1, math.ceil(len(pack_by_tokens(lengths, budget)) / ranks))
@@ -225,7 +226,7 @@ class RowSelection:
         return x if self.input_rows is None else x.index_select(0, self.input_rows)
 
     def sum_input_grads(self, dx: Tensor, count: int) -> Tensor:
-        """Return the gradient of the `count` input rows. It sums the gradients dx [S, …] of the tokens that share a row."""
+        """Return the gradient of the `count` input rows: for each row, the sum of dx [S, …] over the tokens that read it."""
         return dx if self.input_rows is None else dx.new_zeros(count, dx.shape[1]).index_add_(0, self.input_rows, dx)
 
     def gather_outputs(self, x: Tensor) -> Tensor:
@@ -233,7 +234,7 @@ class RowSelection:
         return x if self.output_rows is None else x.index_select(0, self.output_rows)
 
     def scatter_output_grads(self, dx: Tensor, tokens: int) -> Tensor:
-        """Return the gradient [S, …] of S = `tokens` tokens: dx [W, …] at the output rows, else 0. It may be dx itself."""
+        """Return the gradient [S, …] of S = `tokens` tokens: dx [W, …] at the output rows, else 0. The result can be dx."""
         return dx if self.output_rows is None else dx.new_zeros(tokens, dx.shape[1]).index_copy_(0, self.output_rows, dx)
 
 
