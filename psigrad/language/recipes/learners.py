@@ -146,9 +146,7 @@ def _numbers(state: State) -> dict[str, Any]:
 
 
 def restore(path: Path, learners: Learners) -> State:
-    """Restore the optimisers from a verified checkpoint, and return the run's state in it. The caller loads the models from
-    `path`.
-    """
+    """Restore the optimisers from a verified checkpoint, and return the run's state in it. The caller loads the models."""
     for learner in learners:
         if not isinstance(learner, Learner):
             continue
@@ -221,7 +219,7 @@ class CheckpointWriter:
 
 
 def _in_thread(work: Callable[[], None]) -> Future[None]:
-    """Run `work` in a thread and return its future. It is a daemon thread, so Python can exit while it waits for another rank."""
+    """Run `work` in a daemon thread, so that Python can exit while the thread waits for another rank. Return its future."""
     found: Future[None] = Future()
 
     def run() -> None:
