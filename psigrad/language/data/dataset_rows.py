@@ -108,7 +108,7 @@ class RowError(UserError):
 
 
 def show(value: object, limit: int = 60) -> str:
-    """Return a short form of any value, safe to print: lone surrogates and control characters are escaped."""
+    """Return `repr(value)` in at most `limit` characters, safe to print: lone surrogates and control characters are escaped."""
     text = repr(value)
     text = text if len(text) <= limit else text[: limit - 1] + "…"
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
@@ -175,7 +175,7 @@ def column_names(rows: Iterable[Row]) -> list[str]:
 
 
 def name_columns(raw: Mapping[str, Any]) -> str:
-    """Return the names of a row's columns as text for an error message, at most twelve."""
+    """Return the names of a row's columns, at most twelve, as text for an error message."""
     return ", ".join(show(name)[1:-1] for name in list(raw)[:12]) or "none"
 
 

@@ -66,7 +66,8 @@ class ModelObject:
     def save_start(self, folder: Path, world: World, allowed: bool) -> None:
         """Save the initial weights in `folder`. If `folder` already has initial weights, load them into the network instead.
 
-        Raises `UserError` if the run in that folder started from other weights, unless `allowed`.
+        Raises `UserError` with fsdp, and if the run in that folder started from a model of another class, or from other weights
+        without `allowed`.
         """
         network = self.network
         assert network is not None

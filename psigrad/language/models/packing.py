@@ -339,7 +339,7 @@ def lay_out(inputs: Groups | Rows, device: torch.device, packed: bool) -> Forwar
 
 
 def pad(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInputs:
-    """Return one right-padded batch, as for transformers' own forward pass. Each row is a prompt with one completion."""
+    """Return one right-padded batch, as for transformers' own forward pass. A row of `Groups` is a prompt with one completion."""
     sequences, targets = [], _TargetLists()
     if isinstance(inputs, Groups):
         flat = [(p, c) for p, group in zip(inputs.prompts, inputs.completions, strict=True) for c in group]

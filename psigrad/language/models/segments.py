@@ -26,9 +26,7 @@ class Recurrence(Protocol):
     """
 
     def scan(self, inputs: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (outputs [N, L, ...], states [N, ...] after the last token) for inputs [N, L, ...]. `state` [N, ...] is the
-        state before the first token; None means zeros.
-        """
+        """Return (outputs [N, L, ...], final states [N, ...]) of the inputs [N, L, ...] from the initial `state`; None: zeros."""
 
     def step(self, inputs: Tensors, state: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (outputs, states) [N, ...] after one more token per sequence. Without gradient `state` may change in place.

@@ -208,7 +208,7 @@ class CheckpointWriter:
     def _await_all_ranks(self, job: Future[None]) -> float | None:
         """Wait until the writes of all ranks have ended, or one has failed. `job` is this rank's write.
 
-        Return None, or after a failure the seconds to wait for other ranks. A stalled rank is detected here as well; otherwise
+        Return None, or the seconds to wait for other ranks if one has failed. A stalled rank is detected here as well; otherwise
         the write would block for hours.
         """
         states = [0]

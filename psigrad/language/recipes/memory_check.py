@@ -52,7 +52,7 @@ def check_offline(run: OfflineRun) -> None:
 
 
 def _fullest(run: OnlineRun) -> Groups:
-    """Return the micro-batch with the most tokens, if the longest prompts all get completions of maximum length."""
+    """Return the largest micro-batch of a step whose prompts are the longest and all get completions of maximum length."""
     config = run.config
     count = math.ceil(config.prompts_per_step / config.num_minibatches)
     prompts = sorted((p.ids for p in run.prompts), key=len)[-count:]

@@ -289,7 +289,7 @@ def _look_up(table: Any, ids: Tensor) -> Tensor:
 
 
 def _heads(base: Any, config: Any, family: Family, attending: dict[int, Any], eps: float) -> dict[int, Heads]:
-    """Return {layer: the sizes of its attention}, from `attending`, {layer: its attention module}. `eps` is that of norms."""
+    """Return {layer: the sizes of its attention} from `attending`, {layer: its module}. `eps` is the epsilon of the norms."""
     queries, keys = size(config, "heads"), layer_sizes(config, "key_heads")
     ropes, start = [family.rope(config, i) for i in attending], torch.zeros(1, 1, dtype=torch.int64)
     angles = _angles(base, config, family, ropes, int(next(iter(attending.values())).head_dim), start, torch.empty(0))

@@ -177,9 +177,9 @@ def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -
 def _to_record(requests: list[Request], params: SamplingParams, max_batch: int, most: int, before: Room | None) -> Room:
     """Return the capacity of a cache for recorded decoding steps, rounded up so that the next call may have longer prompts.
 
-    It has at most `max_batch` slots of at most `most` tokens. Long prompts are stored once for their group. Short prompts, or
-    prompts with one completion, are stored once only if the cache of the last call (`before`) did so, since another kind of cache
-    would need new recordings.
+    The cache has at most `max_batch` slots of at most `most` tokens. Long prompts are stored once for their group. Short prompts,
+    or prompts with one completion, are stored once only if the cache of the last call (`before`) did so, since another kind of
+    cache would need new recordings.
     """
 
     def rounded(tokens: int) -> int:
@@ -292,7 +292,7 @@ class _Batch:
         self._draw(logits, new)
 
     def decode(self) -> int:
-        """Decode one token, or several with CUDA graphs, for every sequence in the batch. Return their total number."""
+        """Decode one token, or several with CUDA graphs, for every sequence in the batch. Return the total number of tokens."""
         counts = self.counts[self.sequences]
         last = self.ids[self.sequences, counts - 1]
         if self.graphs is not None:
@@ -320,7 +320,7 @@ class _Batch:
         return self.kept if self.kept is not None and self.kept.open else None
 
     def name_rows(self) -> None:
-        """Register prompts and completions in the activation cache, with the row of each token but a completion's last."""
+        """Register in the activation cache which of its rows each token has. The last token of a completion has none."""
         if self.kept is None or self.rows is None or not self.kept.open:
             return
         rows, logps = self.rows, self.logprobs[0]
