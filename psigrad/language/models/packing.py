@@ -49,11 +49,11 @@ def batch_at(step: int, batch_size: int, n: int, seed: int) -> list[int]:
 def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[list[int]]:
     """Split rows of these token `lengths` into micro-batches of at most `budget` tokens; every index occurs exactly once.
 
-    With several `ranks`, micro-batches are assigned to them in turn, so that each rank gets about the same number of tokens.
+    If several `ranks` take the micro-batches in turn, each rank gets about the same number of tokens.
 
     The algorithm is first-fit decreasing (Johnson 1973): it needs at most 11/9 of the fewest possible micro-batches, plus one. A
-    row above the budget gets its own micro-batch. The longest row is in the first micro-batch, so that a run that lacks memory
-    fails at once.
+    row above the budget gets its own micro-batch. The first micro-batch has the longest row, or with several `ranks` the most
+    tokens, so that a run that lacks memory fails at once.
     """
     if budget < 1:
         raise UserError(f"A micro-batch of {budget} tokens is not possible; give micro_batch_tokens of at least 1.")

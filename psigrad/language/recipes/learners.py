@@ -79,7 +79,7 @@ def stage(state: State, learners: Learners, world: World, *, copies: bool) -> Wr
     """Return a function that writes a checkpoint of the current state.
 
     With `copies`, everything that training changes is copied to host memory, so the function may run while steps continue. Raises
-    `NonFiniteError` if the weights contain values from which no run should continue.
+    `NonFiniteError` if a weight is not finite.
     """
     for learner in learners:
         if isinstance(learner, Follower):

@@ -384,7 +384,7 @@ class Collected:
         return self
 
     def to_json(self) -> str:
-        """Return the collection as JSON, with floats in full precision."""
+        """Return the collection as JSON, with floats in full precision and without the trajectories' `holders`."""
         place = {id(t): n for n, t in enumerate(self.trajectories)}
         groups = [[place[id(t)] for t in group] for group in self.groups]
         rest = {"groups": groups, "cursor": self.cursor, "entries": self.entries}
