@@ -337,9 +337,9 @@ def _mixer(name: str) -> type[Layer]:
 def _angles(
     base: Any, config: Any, family: Family, ropes: Sequence[str | None], dim: int, position_ids: Tensor, like: Tensor
 ) -> list[Angles]:
-    """Return the rotary embedding of each layer with attention at the positions [1, S]. `like` has the computation's dtype.
+    """Return the rotary embedding at the positions [1, S] for each of `ropes`, the names of the layers' embeddings.
 
-    `ropes` are the names of the layers' embeddings. A layer with the name None gets `dim` angles of 0 per position.
+    The name None stands for `dim` angles of 0 at each position. `like` has the computation's dtype.
     """
     factors = None if family.factors is None else family.factors(config, position_ids[0].float())
     tables: dict[str | None, Angles] = {}

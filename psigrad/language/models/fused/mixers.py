@@ -140,9 +140,9 @@ class StateLayer(Layer):
         return switch
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the RMS norm of x [S, …], times `weight`.
+        """Return the RMS norm of x [S, …], times `weight`. Each group of neighbouring elements has its own norm.
 
-        Each group of neighbouring elements has its own norm. Its size is the `group_size` of the mixer's norm, else len(weight).
+        A group has `group_size` elements if the mixer's norm has this attribute, else len(weight).
         """
         module = first_of(self._mixer, ("norm", "o_norm"))
         width = getattr(module, "group_size", len(weight))
