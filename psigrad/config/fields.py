@@ -46,9 +46,7 @@ PATH, WRITTEN = Mark.PATH, Mark.WRITTEN
 
 
 class DeviceDefault:
-    """A note on a setting: its default in training runs on a type of device, as in `Annotated[str,
-    DeviceDefault(cuda="bfloat16")]`.
-    """
+    """A note on a setting: its default when training on a type of device: `Annotated[str, DeviceDefault(cuda="bfloat16")]`."""
 
     def __init__(self, **values: Any) -> None:
         self.values = values
@@ -150,7 +148,7 @@ def unread_by(cls: Any, algorithm: str) -> set[str]:
 
 
 def idle(config: Any) -> dict[str, str]:
-    """Return {name: sentence} for each changed setting without effect: no setting that its `Needs` note names is set."""
+    """Return {name: message} for each changed setting that has no effect, because no setting in its `Needs` note is set."""
     found, settings = {}, settings_of(type(config))
     for name, mark in _notes(type(config), Needs):
         value = _value(config, name)

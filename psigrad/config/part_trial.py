@@ -134,7 +134,10 @@ def _result(setting: str, part: Any, call: Callable[[], Any]) -> Any:
 
 
 def _check(setting: str, part: Any, found: Any, shapes: tuple[tuple[int, ...], ...], dtype: Any = None) -> None:
-    """Raise `UserError` unless `found`, a part's result, is a tensor of one of the `shapes` and, if given, of `dtype`."""
+    """Raise `UserError` unless `found`, the result of a part, is a tensor of one of the `shapes` and, if given, of `dtype`.
+
+    The message names the part and its `setting`.
+    """
     names = {1: "[N]", 2: "[N, T]"}
     expected = " or ".join(f"{names[len(shape)]} = {list(shape)}" for shape in shapes)
     kind = "a boolean tensor" if dtype is not None else "a tensor"

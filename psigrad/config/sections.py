@@ -241,7 +241,7 @@ class Sampling:
     """With sampler=embedded on a GPU: record decoding steps once per batch size and replay them."""
 
     def vllm_memory_alone(self, gpus: float = 1.0) -> float:
-        """Return the share of GPU memory for a vLLM engine on `gpus` GPUs (or a share of one) that no trainer uses."""
+        """Return the share of a GPU's memory that a vLLM engine gets on `gpus` GPUs (or a share of one) without a trainer."""
         return 0.8 * min(1.0, gpus) if self.vllm_memory == Sampling.vllm_memory else self.vllm_memory
 
     @property
@@ -282,7 +282,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Placement:
-    """The processes and machines of a run. They change results by rounding at most."""
+    """The processes and machines of a run. These settings change results by rounding at most."""
 
     processes: Annotated[Count, RECORDED, MAIN] = 1
     """Processes of this machine that train together, each on its share of every step. On several machines, start them with

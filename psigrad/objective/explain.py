@@ -59,7 +59,7 @@ def _preference(loss: Preference | KahnemanTversky) -> str:
 
 
 def _head(method: Explained, name: str = "") -> list[str]:
-    """Return the lines with the method's name and formula."""
+    """Return the lines with a method's name and formula. A given `name` replaces the method's own name."""
     name = name or method.name or "custom method"
     if isinstance(method, PolicyGradient):
         return [f"{name} minimises", "    " + _formula(method)]

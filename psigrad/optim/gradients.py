@@ -96,15 +96,15 @@ class Sums:
         return False
 
     def finish(self) -> None:
-        """End a step's backward passes. If a weight has a gradient and uses stored by `defers`, add the uses' gradients to it."""
+        """End a step's backward passes. If a weight has a gradient, add the gradients of its stored uses (see `defers`) to it."""
         for weight in [w for w in self.uses if w.grad is not None]:
             self._store(weight)
         self.tensors = {weight: total for weight, total in self.tensors.items() if weight.grad is total}
 
     def blocks(self, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (rows, gradient of these rows) for a weight whose uses `defers` stored. Each block overwrites the previous one.
+        """Yield (rows, gradient of these rows) of a weight, computed from its stored uses (see `defers`).
 
-        The caller may change rows of the weight after their block was yielded.
+        Each gradient overwrites the previous one. The caller may change rows of the weight after they were yielded.
         """
         height = max(1, BLOCK_ELEMENTS // weight[0].numel())
         room = torch.empty_like(weight[:height])
@@ -143,7 +143,7 @@ def in_place(*sums: Sums) -> Iterator[None]:
 def sums_for(weight: Tensor) -> Sums | None:
     """Return the `Sums` for the gradients of `weight`; None if autograd must sum them.
 
-    It returns None outside `in_place`, and for a weight in half precision, whose sum would lose small terms. Call it in the
+    The result is None outside `in_place`, and for a weight in half precision, whose sum would lose small terms. Call this in the
     forward pass, because backward passes may run in another thread, where `in_place` is not set.
     """
     return _sums_of(weight) if weight.dtype in (torch.float32, torch.float64) else None

@@ -77,7 +77,7 @@ class Weight:
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradient that the next step applies: that of `master` if it has one, otherwise that of `local`."""
+        """The gradient that the next step applies: `master.grad`, or `local.grad` if that is None."""
         return self.local.grad if self.master.grad is None else self.master.grad
 
     def tensors(self) -> dict[str, Tensor]:
@@ -419,7 +419,8 @@ def add_up(optimizers: Sequence[Optimizer], losses: Losses) -> None:
 def apply_together(rates: Sequence[tuple[Optimizer, float]], read: Read = to_list) -> list[float]:
     """Update the weights of several optimisers, given as (optimiser, learning rate). Each clips its own gradient norm.
 
-    Return the norms before clipping, read by `read`. If one is not finite, only the first optimiser's `nonfinite` changes.
+    Return the norms before clipping, which `read` copies to the CPU. If one is not finite, no weight changes, and the first
+    optimiser's count `nonfinite` grows by 1.
     """
     norms = [optimizer.norm(read) for optimizer, _ in rates]
     if not all(map(math.isfinite, norms)):

@@ -81,7 +81,7 @@ def read_steps(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def last_event(events: Path, *kinds: str) -> dict[str, Any]:
-    """Return the last event of these kinds; empty if there is none."""
+    """Return the last event of these `kinds` in the last megabyte of the file; empty if there is none."""
     with events.open("rb") as stream:
         stream.seek(max(0, events.stat().st_size - (1 << 20)))
         lines = stream.read().splitlines()

@@ -146,9 +146,7 @@ def newest_checkpoint(journal: Journal) -> Path | None:
 
 
 def _verify_together(world: World, root: Path) -> checkpoint.Latest:
-    """Return the newest checkpoint in `root` that verifies. Rank 0 lists the checkpoints, and each rank hashes a share of the
-    files.
-    """
+    """Return the newest checkpoint in `root` that verifies. Rank 0 lists checkpoints; each rank hashes a share of the files."""
 
     def check(path: Path) -> dict[str, Any]:
         manifest, fault = dict[str, Any](), ""
@@ -165,7 +163,7 @@ def _verify_together(world: World, root: Path) -> checkpoint.Latest:
 
 
 def save_checkpoint(journal: Journal, step: int, write: Callable[[Path], None], run: Run, meta: Mapping[str, Any]) -> None:
-    """Flush the run's rows, save a checkpoint of the files of `write` with `meta` in its manifest, and delete old ones."""
+    """Flush the run's rows, save a checkpoint of what `write` writes, with `meta` in its manifest, and delete old checkpoints."""
     journal.folder.flush()
     path = checkpoint.save(journal.folder.checkpoints, step, write, meta={**meta, **folder_facts(journal)})
     checkpoint.prune(journal.folder.checkpoints, run.save_total_limit)

@@ -108,7 +108,7 @@ class RowError(UserError):
 
 
 def show(value: object, limit: int = 60) -> str:
-    """Return a short form of any value, safe to print: lone surrogates and control characters are escaped."""
+    """Return `repr(value)` in at most `limit` characters, safe to print: lone surrogates and control characters are escaped."""
     text = repr(value)
     text = text if len(text) <= limit else text[: limit - 1] + "…"
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
@@ -141,7 +141,7 @@ def validate(raw: object, form: str, source: str, *, empty: bool = False) -> Row
 def rows_of(raw: object, form: str, source: str) -> list[Row]:
     """Return the checked rows of one raw row: one row, or two for a preference pair if the form is unpaired-preference.
 
-    The two rows have one labelled answer each, as in TRL. Raise `RowError`.
+    The two rows have one labelled answer each, as in TRL. Raise `RowError`, which names the `source`, for an invalid row.
     """
     is_pair = isinstance(raw, Mapping) and raw.get("completion") is None and {"chosen", "rejected"} <= raw.keys()
     if form != "unpaired-preference" or not is_pair:
@@ -175,12 +175,12 @@ def column_names(rows: Iterable[Row]) -> list[str]:
 
 
 def name_columns(raw: Mapping[str, Any]) -> str:
-    """Return the names of a row's columns as text for an error message."""
+    """Return the names of a row's columns, at most twelve, as text for an error message."""
     return ", ".join(show(name)[1:-1] for name in list(raw)[:12]) or "none"
 
 
 def _refuse_several_missing(check: _Check, raw: Mapping[str, Any], needs: Sequence[str]) -> None:
-    """Raise one `RowError` that names all missing columns, if more than one is missing."""
+    """Raise one `RowError` that names all missing columns of `needs`, if more than one is missing."""
     first, *others = [name for name in needs if name not in raw] or [""]
     if others:
         are = "are" if others[1:] else "is"
@@ -225,7 +225,7 @@ def _pair(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split_prompt(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the common beginning of `chosen` and `rejected` as `prompt`, and the remainder of both."""
+    """Return the common start of `chosen` and `rejected` as `prompt`, and the rest of both. Raise `RowError` if there is none."""
     chosen, rejected = check.present(raw, "chosen"), check.present(raw, "rejected")
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         check.fail("rejected", f"is {_kind(rejected)} and chosen is {_kind(chosen)}; both must be strings or lists of messages")
@@ -267,9 +267,7 @@ def _steps(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Form:
-    """A form of rows: the names of the `columns` that it reads and of those that it `needs`. `fields` checks and returns a row's
-    fields.
-    """
+    """A form of rows: the `columns` that it reads and those that it `needs`. `fields` checks a row and returns its fields."""
 
     columns: tuple[str, ...]
     fields: Callable[[_Check, Mapping[str, Any]], dict[str, Any]]

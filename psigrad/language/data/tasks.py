@@ -36,9 +36,7 @@ def can_spell(name: str, settings: dict[str, Any]) -> bool:
 
 
 def spell_rows(size: int, seed: int, *, min_word_len: int = SHORTEST, max_word_len: int) -> list[dict[str, Any]]:
-    """Return `size` rows that ask to spell a word of `min_word_len` to `max_word_len` letters backward. Row i depends on `seed` +
-    i only.
-    """
+    """Return `size` rows: spell a word of `min_word_len` to `max_word_len` letters backward. Row i depends on `seed` + i only."""
     known, found = [word for word in load_words() if min_word_len <= len(word) <= max_word_len], []
     lengths = {"difficulty": {"word_len": (min_word_len, max_word_len)}}
     for i in range(size):
@@ -50,7 +48,7 @@ def spell_rows(size: int, seed: int, *, min_word_len: int = SHORTEST, max_word_l
 
 
 def score_spelling(text: str, entry: dict[str, Any]) -> float:
-    """Return 1 for the answer in any letter case, otherwise the share of correct letters by position.
+    """Return 1 if `text` is the answer of the row `entry` in any letter case, else the share of correct letters by position.
 
     The answer followed by more text gives 0.8.
     """

@@ -54,9 +54,7 @@ class ModelObject:
 
     @property
     def dtype(self) -> str:
-        """The precision of the network as a value of the setting `dtype`. Raises `UserError` for a precision that cannot be
-        trained.
-        """
+        """The network's precision, as a value of the setting `dtype`. Raises `UserError` for one that cannot be trained."""
         assert self.network is not None
         name = next((name for name, dtype in DTYPES.items() if dtype == self.network.dtype and name != "float64"), None)
         if name is None:
@@ -68,7 +66,8 @@ class ModelObject:
     def save_start(self, folder: Path, world: World, allowed: bool) -> None:
         """Save the initial weights in `folder`. If `folder` already has initial weights, load them into the network instead.
 
-        Raises `UserError` if the run in that folder started from other weights, unless `allowed`.
+        Raises `UserError` with fsdp, and if the run in that folder started from a model of another class, or from other weights
+        without `allowed`.
         """
         network = self.network
         assert network is not None
@@ -103,9 +102,7 @@ class ModelObject:
 
     @contextlib.contextmanager
     def restore_after(self) -> Iterator[None]:
-        """Restore the network's original attention, dropout and training mode after the block. The trained weights stay, and a
-        new adapter is merged into them.
-        """
+        """Restore the network's original attention, dropout and training mode after the block. Merge a new adapter into it."""
         network: Any = self.network
         if network is None:
             yield
@@ -145,7 +142,7 @@ def weights_digest(network: nn.Module) -> str:
 
 
 def digest_weights(digest: Any, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Update a hashlib digest with these weights, in order of their names."""
+    """Update the hashlib object `digest` with the weights `named`, (name, tensor) pairs, in order of their names."""
     for name, tensor in sorted(named):
         digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

@@ -127,7 +127,7 @@ class LanguageModel(Pretrained):
         return super().trainable() | head
 
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
-        """Return the logits [N, T] of the completions' tokens. Log-probs would hide differences between small logits."""
+        """Return the logit of each completion token in `texts`, [N, T]. Log-probs would hide differences between small ones."""
         self.switch(self.train_mode and torch.is_grad_enabled())
         forward = lay_out(texts, self.device, packed)
 
@@ -302,7 +302,7 @@ class LanguageModel(Pretrained):
         return self.evaluate(inputs).logp, Top(*(x.new_zeros(*shape, x.shape[-1]).index_put(at, x) for x in columns))
 
     def _with_values(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
-        """Return (hidden states, head, V): the result of `_target_hidden`, and the value V [M] of the state before each target.
+        """Return (hidden states, head, V): the results of `_target_hidden`, and the value V [M] of the state before each target.
 
         V is in at least float32.
         """
@@ -317,7 +317,7 @@ class LanguageModel(Pretrained):
     def _target_hidden(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return (the hidden states [M, E] that predict the targets, the head that maps them to logits).
 
-        If transformers must compute the logits of a padded pass (not `_applies_head`), return (these logits [M, V], an identity).
+        In a padded pass whose logits transformers must compute, return (these logits [M, V], an identity).
         """
         if inputs.layout is not None or self._applies_head:
             return self.target_hidden(inputs), self.output_head()

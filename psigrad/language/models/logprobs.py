@@ -29,7 +29,8 @@ CHUNK_ON_GPU, TILE_ON_GPU = 4, 256
 class _Logits(torch.autograd.Function):
     """The autograd function h·Wᵀ by `kernels.multiply`, which unlike PyTorch compiles no code for each new number of tokens.
 
-    Its argument `sums` adds the chunks' gradients of the weight in float32; a sum in half precision would lose small terms.
+    Each chunk of tokens has its own gradient of W. The argument `sums` sums these gradients in float32, since a sum in half
+    precision would lose small terms.
     """
 
     @staticmethod
@@ -143,7 +144,7 @@ class _Figures:
 
 
 class _RowLogProbs(torch.autograd.Function):
-    """The autograd function log π(a) of tokens a for a GPU, in large chunks of complete rows of logits.
+    """The autograd function log π(a) of tokens a, in large chunks of complete rows of logits, as suits a GPU.
 
     Its arguments `best` and `mixed` request the most probable tokens and the entropies as well. Neither has a gradient.
     """

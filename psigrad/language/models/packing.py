@@ -49,11 +49,11 @@ def batch_at(step: int, batch_size: int, n: int, seed: int) -> list[int]:
 def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[list[int]]:
     """Split rows of these token `lengths` into micro-batches of at most `budget` tokens; every index occurs exactly once.
 
-    With several `ranks`, micro-batches are assigned to them in turn, so that each rank gets about the same number of tokens.
+    If several `ranks` take the micro-batches in turn, each rank gets about the same number of tokens.
 
     The algorithm is first-fit decreasing (Johnson 1973): it needs at most 11/9 of the fewest possible micro-batches, plus one. A
-    row above the budget gets its own micro-batch. The longest row is in the first micro-batch, so that a run that lacks memory
-    fails at once.
+    row above the budget gets its own micro-batch. The first micro-batch has the longest row, or with several `ranks` the most
+    tokens, so that a run that lacks memory fails at once.
     """
     if budget < 1:
         raise UserError(f"A micro-batch of {budget} tokens is not possible; give micro_batch_tokens of at least 1.")
@@ -73,9 +73,10 @@ def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[
 
 
 def _evenly(lengths: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
-    """Return equally many micro-batches for each rank, with about the same number of tokens; the largest come first.
+    """Split rows into micro-batches of about equally many tokens, the largest first; see `pack_by_tokens`.
 
-    To even out their sizes, the token limit is the smallest, in steps of 3 %, that needs no more micro-batches than `budget`.
+    The number of micro-batches is at most the lowest multiple of `ranks` that suffices for `budget` tokens each. The token limit
+    starts at an equal share of all tokens, and grows in steps of 3 % up to the `budget` until this number suffices.
     """
     tokens = sum(lengths)
     rounds = max(1, math.ceil(len(pack_by_tokens(lengths, budget)) / ranks))
@@ -225,7 +226,7 @@ class RowSelection:
         return x if self.input_rows is None else x.index_select(0, self.input_rows)
 
     def sum_input_grads(self, dx: Tensor, count: int) -> Tensor:
-        """Return the gradient of the `count` input rows. It sums the gradients dx [S, …] of the tokens that share a row."""
+        """Return the gradient of the `count` input rows: for each row, the sum of dx [S, …] over the tokens that read it."""
         return dx if self.input_rows is None else dx.new_zeros(count, dx.shape[1]).index_add_(0, self.input_rows, dx)
 
     def gather_outputs(self, x: Tensor) -> Tensor:
@@ -233,7 +234,7 @@ class RowSelection:
         return x if self.output_rows is None else x.index_select(0, self.output_rows)
 
     def scatter_output_grads(self, dx: Tensor, tokens: int) -> Tensor:
-        """Return the gradient [S, …] of S = `tokens` tokens: dx [W, …] at the output rows, else 0. It may be dx itself."""
+        """Return the gradient [S, …] of S = `tokens` tokens: dx [W, …] at the output rows, else 0. The result can be dx."""
         return dx if self.output_rows is None else dx.new_zeros(tokens, dx.shape[1]).index_copy_(0, self.output_rows, dx)
 
 
@@ -338,7 +339,7 @@ def lay_out(inputs: Groups | Rows, device: torch.device, packed: bool) -> Forwar
 
 
 def pad(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInputs:
-    """Return one right-padded batch, as for transformers' own forward pass. Each row is a prompt with one completion."""
+    """Return one right-padded batch, as for transformers' own forward pass. A row of `Groups` is a prompt with one completion."""
     sequences, targets = [], _TargetLists()
     if isinstance(inputs, Groups):
         flat = [(p, c) for p, group in zip(inputs.prompts, inputs.completions, strict=True) for c in group]

@@ -26,9 +26,7 @@ class Recurrence(Protocol):
     """
 
     def scan(self, inputs: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (outputs [N, L, ...], states [N, ...] after the last token) for inputs [N, L, ...]. `state` [N, ...] is the
-        state before the first token; None means zeros.
-        """
+        """Return (outputs [N, L, ...], final states [N, ...]) of the inputs [N, L, ...] from the initial `state`; None: zeros."""
 
     def step(self, inputs: Tensors, state: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (outputs, states) [N, ...] after one more token per sequence. Without gradient `state` may change in place.
@@ -37,7 +35,10 @@ class Recurrence(Protocol):
         """
 
     def scan_trees(self, inputs: Tensors, trees: Trees) -> tuple[Tensor, Tensor] | None:
-        """Return (outputs [S, ...], states) for a packed row's inputs [S, ...] by C++ kernels; None if none supports them."""
+        """Return (outputs [S, ...], states) of a packed row with the inputs [S, ...]; None if no C++ kernel supports them.
+
+        `trees`, made by the function `trees`, has the row's segments, and those whose final states are returned.
+        """
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class ShortConvolution:
     """A causal depthwise convolution along sequences, with its activation. Each output reads a token and the K - 1 before it.
 
     `weight` is [C, K]. `kernel(x, windows)` computes the convolution in C++ for x [S, C] and the rows of x that each token reads,
-    `windows` [S, K] (-1: none). It returns None if it does not support these tensors.
+    `windows` [S, K] (-1: none). The `kernel` returns None if it does not support these tensors.
     """
 
     weight: Tensor
@@ -59,7 +60,7 @@ class ShortConvolution:
 
 
 def waves(pieces: Any) -> list[Wave]:
-    """Cut a packed row (`attention.Pieces`) into segments, and return them in waves.
+    """Cut a packed row (`attention.Pieces`) into segments, and return them in waves. The segments of a wave can run in parallel.
 
     A segment continues a segment of an earlier wave, or none. Segments are numbered consecutively over all waves. A shared prefix
     is cut at each position where a sequence branches off.

@@ -83,7 +83,7 @@ def count_seats(config: Played) -> int:
 
 
 def start_environments(config: Played, form: CallForm) -> Playing:
-    """Return the environments that answer the policy: psigrad's own games in this process, all others in workers."""
+    """Return the environments, which read calls in the syntax `form`: psigrad's own games in this process, others in workers."""
     factory: Any
     if server := _server(config):
         factory = extras.load("mcp environment").episodes_of(server, config.worker_env, form)
@@ -103,10 +103,10 @@ def start_environments(config: Played, form: CallForm) -> Playing:
 
 
 def read_episode_rows(config: OnlineConfig, episodes: Player | None, tokenizer: Any, log: Log) -> tuple[list[Row], list[Row]]:
-    """Return (training rows, held-out rows) as the model reads them, from the dataset or from the environment.
+    """Return (training rows, held-out rows) as the model reads them, from the dataset or from the environment of `episodes`.
 
-    If the environment makes the rows, the first ones are held out. Their number is the same as for a dataset of this size. Each
-    row has the tools' schemas. Raises `UserError` if no rows are left to train on.
+    If the environment makes the rows, the first ones are held out, as many as from a dataset of the same size. Each row has the
+    schemas of the tools. Raises `UserError` if no rows are left to train on.
     """
     own, asked = environment_rows(config, episodes), config.evaluation.eval_prompts
     if own is None:
@@ -135,7 +135,7 @@ def _server(config: Played) -> str:
 
 
 def list_tools(config: Played) -> list[Tool]:
-    """Return the tools that the policy may call: those in the settings, or those of the MCP server. Raises `UserError`."""
+    """Return the policy's tools, from the settings or the MCP server. Raises `UserError` if one cannot be loaded."""
     if server := _server(config):
         return list(extras.load("mcp environment").episodes_of(server, config.worker_env).tools)
     return resolve(config.tools, config.worker_env)

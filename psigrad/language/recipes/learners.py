@@ -79,7 +79,7 @@ def stage(state: State, learners: Learners, world: World, *, copies: bool) -> Wr
     """Return a function that writes a checkpoint of the current state.
 
     With `copies`, everything that training changes is copied to host memory, so the function may run while steps continue. Raises
-    `NonFiniteError` if the weights contain values from which no run should continue.
+    `NonFiniteError` if a weight is not finite.
     """
     for learner in learners:
         if isinstance(learner, Follower):
@@ -146,9 +146,7 @@ def _numbers(state: State) -> dict[str, Any]:
 
 
 def restore(path: Path, learners: Learners) -> State:
-    """Restore the optimisers from a verified checkpoint, and return the run's state in it. The caller loads the models from
-    `path`.
-    """
+    """Restore the optimisers from a verified checkpoint, and return the run's state in it. The caller loads the models."""
     for learner in learners:
         if not isinstance(learner, Learner):
             continue
@@ -210,7 +208,7 @@ class CheckpointWriter:
     def _await_all_ranks(self, job: Future[None]) -> float | None:
         """Wait until the writes of all ranks have ended, or one has failed. `job` is this rank's write.
 
-        Return None, or after a failure the seconds to wait for other ranks. A stalled rank is detected here as well; otherwise
+        Return None, or the seconds to wait for other ranks if one has failed. A stalled rank is detected here as well; otherwise
         the write would block for hours.
         """
         states = [0]
@@ -221,7 +219,7 @@ class CheckpointWriter:
 
 
 def _in_thread(work: Callable[[], None]) -> Future[None]:
-    """Run `work` in a thread and return its future. It is a daemon thread, so Python can exit while it waits for another rank."""
+    """Run `work` in a daemon thread, so that Python can exit while the thread waits for another rank. Return its future."""
     found: Future[None] = Future()
 
     def run() -> None:

@@ -43,7 +43,7 @@ def check_online(run: OnlineRun) -> None:
 
 
 def check_offline(run: OfflineRun) -> None:
-    """Run a forward and backward pass on the micro-batch of the longest row, in a step of the longest rows; see `_trial`."""
+    """Run a forward and backward pass on a micro-batch with the longest row, from a step on the longest rows; see `_trial`."""
     task = run.task
     longest = sorted(range(len(task)), key=lambda i: -task.tokens([i]))[: run.config.batch_size]
     with _trial([run.optimizer]):
@@ -52,7 +52,7 @@ def check_offline(run: OfflineRun) -> None:
 
 
 def _fullest(run: OnlineRun) -> Groups:
-    """Return the micro-batch with the most tokens, if the longest prompts all get completions of maximum length."""
+    """Return the largest micro-batch of a step whose prompts are the longest and all get completions of maximum length."""
     config = run.config
     count = math.ceil(config.prompts_per_step / config.num_minibatches)
     prompts = sorted((p.ids for p in run.prompts), key=len)[-count:]
@@ -69,9 +69,9 @@ def _fullest(run: OnlineRun) -> Groups:
 
 @contextlib.contextmanager
 def _trial(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Run a `with` block. Then clear the gradients of `optimizers`, and restore the random state.
+    """Clear the gradients of `optimizers` and restore the random state after the `with` block.
 
-    Raises `UserError` if the device's memory runs out.
+    Raises `UserError` if the block runs out of the device's memory.
     """
     try:
         with torch.random.fork_rng(devices=[]), in_place(*(o.sums for o in optimizers)):

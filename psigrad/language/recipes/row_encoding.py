@@ -62,7 +62,7 @@ class Encoder(Generic[R]):
     """Called with all rows before they are encoded one by one, for work that is faster on many rows at once."""
 
     def __call__(self, rows: Sequence[R]) -> tuple[list[Any], list[BadRow], Counter[str]]:
-        """Encode some rows, and return (encoded rows, rows that could not be encoded, the sums of `filter`'s counts)."""
+        """Return (the encoded rows, a `BadRow` for each row that cannot be encoded, the sums of the counts from `filter`)."""
         found, refused, counts = [], list[BadRow](), Counter[str]()
         with cache_specials(self.tokenizer):
             if self.encode_batch is not None:
@@ -154,7 +154,7 @@ def prepare(
     """Return the rows that `make` prepares, or read them from the cache of an earlier start with the same files and settings.
 
     The messages that were logged when the cache was written are logged again. With several ranks, rank 0 prepares the rows
-    first, and the ranks on its disk then read them from the cache, which is memory-mapped.
+    first. A rank that shares its disk then reads the memory-mapped cache; any other rank prepares the rows itself.
     """
     folder = journal.folder.path / "images"
     images.store_in(folder)
@@ -198,7 +198,7 @@ def _prepare_or_load(path: Path | None, log: Log, make: Callable[[Log], Prepared
 
 
 def sum_parts(prepared: PreparedRows[Any]) -> dict[str, str]:
-    """Return the SHA-256 of the training rows and of the held-out rows, by the names of `pins.PINS`."""
+    """Return {"dataset": the SHA-256 of the training rows, "eval_dataset": the SHA-256 of the held-out rows}."""
     names = [f.name for f in fields(Row) if f.name not in ("source", "plain_prompt")]
     parts = {"dataset": prepared.rows, "eval_dataset": prepared.held_out}
     return pins.hash_parts(
@@ -207,7 +207,7 @@ def sum_parts(prepared: PreparedRows[Any]) -> dict[str, str]:
 
 
 def _drop_images(row: Row) -> Row:
-    """Return a row without its column of images. The placeholders in its text already contain the images' SHA-256."""
+    """Return the row for hashing: without the columns of its images, if placeholders in its text contain the images' SHA-256."""
     own = {name: value for name, value in row.columns.items() if name not in images.COLUMNS}
     return replace(row, columns=own) if len(own) < len(row.columns) and digests_of(row) else row
 

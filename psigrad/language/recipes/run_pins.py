@@ -53,7 +53,7 @@ def static_pins(config: Config, judges: Sequence[RewardSetup | None] = ()) -> di
 
 
 def _data(given: Any) -> str:
-    """Return the hashes of a dataset's files, or of rows from Python; "" for a dataset of the hub."""
+    """Return the hashes of the files that `given` names, or of rows given in Python; "" for data that are not on this machine."""
     if isinstance(given, list | tuple) and not all(isinstance(one, str) for one in given):
         return pins.hash_parts({"rows": given})["rows"]
     names = [share.dataset for share in parse_mixture(given) if isinstance(share.dataset, str) and share.dataset]

@@ -199,7 +199,7 @@ class Dialogue(ABC):
 
     @abstractmethod
     def turns(self, next_turns: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
-        """Sample the next turn of these episodes, and yield (episode, completion) as each turn ends."""
+        """Sample one turn of each episode in `next_turns`, {episode: request}. Yield (episode, completion) as each turn ends."""
 
 
 class RestartedDialogue(Dialogue):
@@ -219,7 +219,7 @@ class RestartedDialogue(Dialogue):
                     yield i, completion
 
     def _begin(self, next_turns: Mapping[int, NextTurn]) -> tuple[list[Request], list[list[int]]]:
-        """Return (requests for these turns, lists of the episodes that each request is for)."""
+        """Return (the requests for these turns, the episodes of each request). Neighbours with equal tokens share a request."""
         requests: list[Request] = []
         owners: list[list[int]] = []
         for i in sorted(next_turns):
@@ -384,7 +384,7 @@ class Collected:
         return self
 
     def to_json(self) -> str:
-        """Return the collection as JSON, with floats in full precision."""
+        """Return the collection as JSON, with floats in full precision and without the trajectories' `holders`."""
         place = {id(t): n for n, t in enumerate(self.trajectories)}
         groups = [[place[id(t)] for t in group] for group in self.groups]
         rest = {"groups": groups, "cursor": self.cursor, "entries": self.entries}

@@ -210,7 +210,7 @@ class process_group_mean:
 
 
 def _choose_ratio(of_N: Tensor, among_N: Tensor, k: int) -> Tensor:
-    """Return C(of, k) / C(among, k), a ratio of binomial coefficients, in float64; 0 if `of` < k."""
+    """Return C(of_N, k) / C(among_N, k) [N], ratios of binomial coefficients, in float64; 0 where `of_N` < k."""
     ratio_N = torch.ones(of_N.shape, dtype=torch.float64, device=of_N.device)
     for i in range(k):
         ratio_N = ratio_N * (of_N - i).clamp(min=0) / (among_N - i).clamp(min=1)

@@ -288,7 +288,7 @@ def _samples(run: RunData) -> Table | None:
 
 
 def thumbnails(run: Path, text: str) -> list[str]:
-    """Return, as data URIs, the images that a text names, at most 96 pixels wide and high. Skip images that cannot be read."""
+    """Return at most eight images that a text names, as data URIs of up to 96 × 96 pixels. Skip images that cannot be read."""
     from PIL import Image
 
     found, folder = list[str](), run / "images"

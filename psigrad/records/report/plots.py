@@ -51,7 +51,7 @@ _SPREAD = Plot("Rewards", "Share of completions by reward.", ())
 def smooth(values: Sequence[float], weight: float = 0.0) -> list[float]:
     """Return the exponential moving average with bias correction: Σ w^i·x_i / Σ w^i, with x_i the value i steps back.
 
-    The default weight w is 0.9, and larger for series of more than 800 values.
+    `weight` is w. With 0, w is 0.9, and larger for series of more than 800 values.
     """
     weight = weight or max(0.9, 1 - 80 / max(1, len(values)))
     out, total, norm = [], 0.0, 0.0
@@ -81,9 +81,7 @@ def draw(runs: Sequence[RunData]) -> list[tuple[Plot, str]]:
 
 
 def _worth_drawing(values: Sequence[float]) -> bool:
-    """Return True if a curve has two points or more and is not zero everywhere. Clip ratios of on-policy runs, for example, are
-    zero.
-    """
+    """Return True if a curve has at least two points and is not zero everywhere, unlike clip ratios of on-policy runs."""
     return len(values) > 1 and any(values)
 
 
@@ -146,9 +144,7 @@ def _band(axes: Any, run: RunData, name: str, colour: str) -> None:
 
 
 def _spread(axes: Any, run: RunData) -> None:
-    """Draw, as stacked areas over training, the share of the completions with each reward, or with rewards in each of five
-    ranges.
-    """
+    """Draw the shares of completions with each reward, or in each of five ranges of rewards, as stacked areas over the steps."""
     steps = sorted(run.rewards)
     every = [reward for step in steps for reward in run.rewards[step]]
     low, high, values = min(every), max(every), sorted(set(every))
@@ -194,7 +190,7 @@ def _phases(axes: Any, run: RunData) -> None:
 
 
 def _stack(axes: Any, steps: Sequence[int], layers: Any, colours: Any, strengths: Any, ink: str = "") -> None:
-    """Draw stacked areas from `layers`, which are (label, values) pairs, with the labels at their right ends.
+    """Draw stacked areas over `steps` from `layers`, which are (label, values) pairs, with the labels at their right ends.
 
     `colours` and `strengths` (opacities) are those of the layers. `ink` is the colour of all labels; "": that of their layers.
     """
@@ -234,7 +230,7 @@ def _limits(axes: Any) -> None:
 
 
 def _tick(value: float, digits: int = 4) -> str:
-    """Return a number in few characters, such as 3e-4 for 0.0003. matplotlib's own labels may put an offset in a corner."""
+    """Return a number in at most `digits` digits, such as 3e-4 for 0.0003. matplotlib's labels may have an offset in a corner."""
     text = f"{value:.{digits}g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.{digits - 1}e}"
     return re.sub(r"(\.\d*?)0*e", r"\1e", text).replace(".e", "e").replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 
@@ -242,7 +238,7 @@ def _tick(value: float, digits: int = 4) -> str:
 def picture(title: str, paint: Callable[[Any], None]) -> str:
     """Return the SVG that `paint(axes)` draws. Its colours are the page's variables, so that it also suits dark mode.
 
-    The SVG's metadata is removed, since it contains addresses.
+    `title` is its text for screen readers. The SVG's metadata is removed, since it contains addresses.
     """
     import matplotlib
 

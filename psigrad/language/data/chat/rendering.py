@@ -31,9 +31,9 @@ class RenderSettings:
 
 
 def set_render_settings(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], today: date, rows: int = 0) -> None:
-    """Set the template arguments and the date for all later renderings. A row's own arguments take precedence.
+    """Set `kwargs`, the template's arguments, and the date `today` for all later renderings. Arguments of a row take precedence.
 
-    `rows` is the number of rows of the model's embedding; `check_embedded` rejects tokens beyond them. 0 means unknown.
+    `rows` is the number of token ids for which the model has an embedding (0: unknown). `check_embedded` rejects larger ids.
     """
     setattr(tokenizer, RENDER_SETTINGS, RenderSettings(dict(kwargs), today, rows))
 
@@ -126,7 +126,7 @@ def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str
 
 
 def row_error(row: Row, path: str, why: str) -> RowError:
-    """Return an error for a row that the template cannot render. It names the file, the line and the path in the row."""
+    """Return an error for a row that the template cannot render: `why`, with the file, the line and the `path` in the row."""
     return RowError(BadRow(row.source, row.raw_path(path), why))
 
 
@@ -146,7 +146,7 @@ def template_error(row: Row, error: Exception) -> RowError:
 
 
 def _set_clock(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-    """Make `strftime_now` return the run's day.
+    """Make the function `strftime_now` of templates return the run's day.
 
     transformers passes only plain data to templates, so the function is replaced in the compiled template's globals.
     """
@@ -162,7 +162,7 @@ def _set_clock(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
 def without_panic(encode: Callable[[Any], Any], text: str | list[str]) -> Any:
     """Return `encode(text)`. Raise `UserError` if the tokenizer's Rust code panics.
 
-    Its regular expressions do so after 10 million steps at one character, about 0.1 s, so no text is encoded without end.
+    Its regular expressions panic after 10 million steps at one character, about 0.1 s, so no text is encoded without end.
     """
     try:
         return encode(text)

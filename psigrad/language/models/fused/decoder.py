@@ -222,7 +222,7 @@ class Decoder:
         return any(layer.adapted for layer in self.layers)
 
     def _run(self, x: Tensor, how: PassArguments, selection: Sequence[RowSelection], keep: ActivationCache | None) -> Tensor:
-        """Run all layers without gradient, add their activations to `keep`, and return the last layer's output."""
+        """Run all layers without gradient, each on its rows in `selection`. Store activations in `keep`; return the output."""
         now = versions(self.parameters) if keep is not None or how.layout.packed_weights is not None else []
         y = self._step(x, how, keep, now) if self.at_once and not self.in_shards else None
         if y is not None:
@@ -248,8 +248,8 @@ class Decoder:
     def _step(self, x: Tensor, how: PassArguments, keep: ActivationCache | None, now: list[Version]) -> Tensor | None:
         """Run one decoding step through all layers in one kernel call, which writes activations directly into the cache `keep`.
 
-        Return the last layer's output. Return None, without computing anything, if this is no decoding step or matrices are not
-        packed.
+        Return the last layer's output. Return None, without computing anything, if this is no decoding step or a matrix cannot be
+        packed. `now` are the current versions of the weights (`versions`).
         """
         packed_weights, slots, rows = how.layout.packed_weights, how.layout.slots, len(x)
         if packed_weights is None or slots is None:
@@ -269,7 +269,7 @@ class Decoder:
         return block.part(len(block.layout.kinds) - 1, 0, start, rows)
 
     def _addresses(self, packed_weights: PackedWeights, adapted: bool) -> Tensor | None:
-        """Return the addresses of all layers' weights for `Kernels.decode_layers`; None if a matrix can't be packed."""
+        """Return the addresses of all layers' weights, with LoRA if `adapted`, for the kernels; None if one can't be packed."""
         found = [layer.addresses(packed_weights, adapted) for layer in self.layers]
         packed = [row for row in found if row is not None]
         return torch.tensor(packed) if len(packed) == len(found) else None
@@ -289,7 +289,7 @@ def _look_up(table: Any, ids: Tensor) -> Tensor:
 
 
 def _heads(base: Any, config: Any, family: Family, attending: dict[int, Any], eps: float) -> dict[int, Heads]:
-    """Return the sizes of attention in each layer that has it, from its module."""
+    """Return {layer: the sizes of its attention} from `attending`, {layer: its module}. `eps` is the epsilon of the norms."""
     queries, keys = size(config, "heads"), layer_sizes(config, "key_heads")
     ropes, start = [family.rope(config, i) for i in attending], torch.zeros(1, 1, dtype=torch.int64)
     angles = _angles(base, config, family, ropes, int(next(iter(attending.values())).head_dim), start, torch.empty(0))
@@ -301,9 +301,9 @@ def _heads(base: Any, config: Any, family: Family, attending: dict[int, Any], ep
 
 
 def _order(layers: Sequence[Any], ropes: Sequence[str | None]) -> list[Layer]:
-    """Set the `order` of these layers with attention, and return those with keys and values of their own.
+    """Return those of the attention layers `layers` that compute keys and values, and number them (`Layer.order`).
 
-    A layer without reads those of the last earlier one with the same name of a rotary embedding.
+    Any other layer reads those of the last earlier layer with the same rotary embedding, whose name `ropes` has for each layer.
     """
     latest: dict[str | None, Layer] = {}
     keyed: list[Layer] = []
@@ -337,7 +337,10 @@ def _mixer(name: str) -> type[Layer]:
 def _angles(
     base: Any, config: Any, family: Family, ropes: Sequence[str | None], dim: int, position_ids: Tensor, like: Tensor
 ) -> list[Angles]:
-    """Return the rotary embedding of each layer with attention at the positions [1, S]. `like` has the computation's dtype."""
+    """Return the rotary embedding at the positions [1, S] for each of `ropes`, the names of the layers' embeddings.
+
+    The name None stands for `dim` angles of 0 at each position. `like` has the computation's dtype.
+    """
     factors = None if family.factors is None else family.factors(config, position_ids[0].float())
     tables: dict[str | None, Angles] = {}
     for name in dict.fromkeys(ropes):

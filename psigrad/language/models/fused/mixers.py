@@ -35,13 +35,13 @@ class GatedAttention(Layer):
         return super().mix(self._split_gate(row)[0], others, how)
 
     def gate(self, row: Tensor, mixed: Tensor) -> Tensor:
-        """Return the output of attention times its gate."""
+        """Return `mixed`, the output of attention, times the sigmoid of the gate in the projections `row`."""
         return (mixed.view(-1, self.heads.queries, self.heads.dim) * self._split_gate(row)[1].sigmoid()).flatten(1)
 
     def mix_gradient(
         self, dout: Tensor, row: Tensor, mixed: Tensor, normaliser: Tensor, others: Sequence[Tensor], how: PassArguments
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Return gradients as `Layer.mix_gradient` does, with that of the gate in its place in `row`."""
+        """Return gradients as `Layer.mix_gradient` does. The gradient of `row` includes that of the gate."""
         qkv, gate = self._split_gate(row)
         share, shape = gate.sigmoid(), (-1, self.heads.queries, self.heads.dim)
         dmixed = (dout.view(shape) * share).flatten(1)
@@ -56,7 +56,7 @@ class GatedAttention(Layer):
         return torch.cat([q.flatten(1), row[:, width:]], 1), gate
 
     def _join_gate(self, dqkv: Tensor, dgate: Tensor) -> Tensor:
-        """Return the gradient of `row` from those of the two parts that `_split_gate` returns."""
+        """Return the gradient of `row` from the gradients of [q|k|v] and of the gate; see `_split_gate`."""
         dq, rest = dqkv.tensor_split([self.heads.queries * self.heads.dim], 1)
         return torch.cat([torch.stack([dq.view(dgate.shape), dgate], 2).flatten(1), rest], 1)
 
@@ -106,10 +106,10 @@ class StateLayer(Layer):
 
     @abstractmethod
     def core(self, row: Tensor, others: Sequence[Tensor], layout: FusedLayout) -> Tensor:
-        """Return the input of the output's projection [S, …] from the projections `row` [S, …] and the mixer's other weights."""
+        """Return the mixer's output [S, …] before the output projection, from its projections `row` [S, …]; see `Layer.mix`."""
 
     def mix(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
-        """Return (`core`, no scores); see `Layer.mix`."""
+        """Return (the result of `core`, a tensor [S, 0] since there are no scores); see `Layer.mix`."""
         return self.core(row, others, how.layout), torch.empty(len(row), 0)
 
     def mix_gradient(
@@ -134,13 +134,16 @@ class StateLayer(Layer):
 
     @cached_property
     def switch(self) -> Switch:
-        """The `Switch` of recurrences, with the kernels."""
+        """The holder of the C++ kernels in which this layer's recurrence runs."""
         switch = Switch()
         switch.native = self.native
         return switch
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the RMS norm of x [S, …] over groups of as many neighbours as the mixer's norm has."""
+        """Return the RMS norm of x [S, …], times `weight`. Each group of neighbouring elements has its own norm.
+
+        A group has `group_size` elements if the mixer's norm has this attribute, else len(weight).
+        """
         module = first_of(self._mixer, ("norm", "o_norm"))
         width = getattr(module, "group_size", len(weight))
         ones = weight if width == len(weight) else torch.ones(width, dtype=x.dtype)

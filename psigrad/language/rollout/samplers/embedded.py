@@ -175,10 +175,11 @@ def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -
 
 
 def _to_record(requests: list[Request], params: SamplingParams, max_batch: int, most: int, before: Room | None) -> Room:
-    """Return the capacity that recorded steps need. It is rounded up, so that slightly longer prompts fit in the next call.
+    """Return the capacity of a cache for recorded decoding steps, rounded up so that the next call may have longer prompts.
 
-    A slot has at most `most` tokens. Long prompts are stored once for their group. Short prompts, or prompts with one completion,
-    are stored once only if the cache of the last call (`before`) did so, since another kind of cache would need new recordings.
+    The cache has at most `max_batch` slots of at most `most` tokens. Long prompts are stored once for their group. Short prompts,
+    or prompts with one completion, are stored once only if the cache of the last call (`before`) did so, since another kind of
+    cache would need new recordings.
     """
 
     def rounded(tokens: int) -> int:
@@ -262,9 +263,9 @@ class _Batch:
         return self.cache.prompts - self.cache.count if isinstance(self.cache, GroupedCache) else len(self.waiting)
 
     def admit(self) -> None:
-        """Prefill as many waiting groups as there are free slots for, and draw their first tokens.
+        """Prefill the waiting groups for which there are free slots, and draw their first tokens.
 
-        On a GPU they have at most `prefill_limit` tokens, or one prompt has more. The caller then calls `admit` again.
+        On a GPU, one call prefills at most `prefill_limit` prompt tokens, or one longer prompt. The rest waits for the next call.
         """
         groups: list[tuple[int, np.ndarray]] = []
         room, most = self.max_batch - self.sequences.size, self._free_prompts()
@@ -291,7 +292,7 @@ class _Batch:
         self._draw(logits, new)
 
     def decode(self) -> int:
-        """Decode a token for every sequence in the batch, or several if steps are recorded. Returns the number of tokens."""
+        """Decode one token, or several with CUDA graphs, for every sequence in the batch. Return the total number of tokens."""
         counts = self.counts[self.sequences]
         last = self.ids[self.sequences, counts - 1]
         if self.graphs is not None:
@@ -319,7 +320,7 @@ class _Batch:
         return self.kept if self.kept is not None and self.kept.open else None
 
     def name_rows(self) -> None:
-        """Register prompts and completions in the activation cache, with the row of each token but a completion's last."""
+        """Register in the activation cache which of its rows each token has. The last token of a completion has none."""
         if self.kept is None or self.rows is None or not self.kept.open:
             return
         rows, logps = self.rows, self.logprobs[0]

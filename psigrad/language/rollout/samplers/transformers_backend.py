@@ -37,7 +37,7 @@ class _Drawer(LogitsProcessor):
 
 
 class TransformersSampler(PolicyWeights):
-    """A sampler that runs `model.generate` on left-padded batches of at most `max_batch` sequences. See `Sampler` for `exact`."""
+    """A sampler that runs transformers' `generate` on left-padded batches of up to `max_batch` sequences. See `Sampler.exact`."""
 
     engine = f"transformers {__version__}"
 
@@ -90,7 +90,7 @@ class TransformersSampler(PolicyWeights):
 
 
 def _completion(ids: list[int], logprobs: list[float], sampling: list[float], stops: set[int], seed: int) -> Completion:
-    """Return the completion up to its first stop token, unpadded. `sampling` has the log-probs after filters such as top-k."""
+    """Return the completion up to its first stop token, inclusive. `sampling` has the log-probs after filters such as top-k."""
     count = next((t + 1 for t, token in enumerate(ids) if token in stops), len(ids))
     reason: FinishReason = "stop" if ids[count - 1] in stops else "length"
     return Completion(tuple(ids[:count]), tuple(logprobs[:count]), tuple(sampling[:count]), reason, seed)

@@ -42,7 +42,7 @@ class RewardTask:
         return [partial(self._loss, [rows[k] for k in part], len(rows)) for part in parts]
 
     def scores(self, rows: Sequence[int]) -> Tensor:
-        """Return the scores [n, 2] of these pairs: chosen answers in column 0, rejected ones in column 1."""
+        """Return the scores [n, 2] of the pairs at the indices `rows`: chosen answers in column 0, rejected ones in column 1."""
         picked = [self.pairs[i] for i in rows]
         return self.model.scores(Groups([p.prompt for p in picked], [[p.chosen.ids, p.rejected.ids] for p in picked])).view(-1, 2)
 
@@ -62,7 +62,7 @@ class RewardTask:
         return {name: float(term) for name, term in loss.terms.items()}, (lead[:, 0] - lead[:, 1]).tolist()
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float | str]:
-        """Return loss, accuracy, its 95 % interval, a text of the hits (`marks_of`), and the calibration of σ(margin)."""
+        """Return loss, accuracy with its 95 % interval, a mark per pair (`marks_of`), and σ(margin)'s calibration; see `Task`."""
         lead = torch.zeros(len(self), dtype=torch.float64)
         parts = pack_by_tokens([p.tokens for p in self.pairs], budget, num_teams(world))
         found = map_shared(world, parts, self._judge)
@@ -104,7 +104,7 @@ class ProcessRewardTask:
         return process_loss(logits, labels, total)
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
-        """Return loss and accuracy over the steps of all solutions."""
+        """Return loss and accuracy over the steps of all solutions, in passes of at most `budget` tokens; see `Task`."""
         return sum_terms(map_shared(world, self.shares(range(len(self)), budget, num_teams(world)), terms_of))
 
 
