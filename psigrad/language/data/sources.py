@@ -271,7 +271,7 @@ def quotas(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def mix(parts: Sequence[Sequence[Row]], weights: Sequence[float | None], seed: int) -> list[Row]:
-    """Return as many rows as all datasets have together, divided between the datasets by their weights.
+    """Return as many rows as all `parts` (datasets) have together, divided between the datasets by their weights.
 
     Without weights, every row occurs once. With weights, a dataset of n rows has a quota of q rows, and each of its rows occurs
     ⌊q/n⌋ or ⌈q/n⌉ times. The seed and the position of the dataset decide which rows occur once more. Training shuffles the rows
@@ -328,7 +328,7 @@ def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: L
 
 
 def read_dataset(data: Data, form: str, dataset: Any, split: str, log: Log | None = None) -> LoadedRows:
-    """Return the `LoadedRows` of one dataset, or of several in sequence. Raise `UserError` if no name was given."""
+    """Return the `LoadedRows` of one or several datasets, in sequence. Raise `UserError` if `dataset` is an empty string."""
     parts = _read_each(data, form, parse_mixture(dataset), split, log)
     return LoadedRows([row for part in parts for row in part.rows], [bad for part in parts for bad in part.skipped])
 
@@ -346,7 +346,7 @@ def form_of(data: Data) -> str:
 def _read_each(
     data: Data, form: str, shares: Sequence[MixturePart], split: str, log: Log | None, single: Sequence[str] = SINGLE
 ) -> list[LoadedRows]:
-    """Return the `LoadedRows` of each of the `shares`. `log` receives the recognised layouts and the number of skipped rows."""
+    """Return the `LoadedRows` of each dataset in `shares`. Log the layouts and the skipped rows. `single`: see `load`."""
     parts = [_read_one(data, form, share.dataset, split, single) for share in shares]
     if log is None:
         return parts
