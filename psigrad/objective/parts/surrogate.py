@@ -361,7 +361,7 @@ class with_imitation:
         return steps * (int(batch.mask.sum()) / max(int(steps.sum()), 1))
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, marks: Tensor, **given: Tensor) -> Tensor:
-        """Return the loss [N, T] of each step. `marks` is the result of the method `marks`; `given` are inputs of L'."""
+        """Return the loss [N, T] of each step. `marks` is the result of `self.marks`. The wrapped surrogate receives `given`."""
         return self.surrogate(logp, log_ratio, advantage, **given) - self.coefficient * marks * logp
 
 
@@ -423,7 +423,7 @@ def measure_kl(logp: Tensor, logp_old: Tensor, mask: Tensor) -> float:
 
 
 def adapt(penalty: kl_penalty, state: Mapping[str, float], kl: float) -> dict[str, float]:
-    """Return the method's state with β adapted to `kl`, the result of `measure_kl` after an update."""
+    """Return the method's `state` with the β of its `penalty` adapted to `kl`, the result of `measure_kl` after an update."""
     coefficient = state[PENALTY_KEY]
     if penalty.target is not None and kl > 1.5 * penalty.target:
         coefficient *= 2

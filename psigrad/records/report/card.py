@@ -67,7 +67,7 @@ def text(folder: str | Path, repository: str = "") -> str:
 
 
 def _auto(run: RunData) -> str:
-    """Return the class that loads the model; "" for a reward model that reads images, for which transformers has no class."""
+    """Return the name of the class that loads the model; "" for a reward model that reads images, which no class loads."""
     found = auto_class(run.path / "model")
     return "" if kind_of(run.config) == "reward" and found == "AutoModelForImageTextToText" else found
 
@@ -87,7 +87,7 @@ def method_of(run: RunData) -> str:
 
 
 def _front(run: RunData, base: ModelOrigin, name: str) -> dict[str, Any]:
-    """Return the metadata of the card that the hub reads."""
+    """Return the metadata that the hub reads, for the first lines of the card. `name` is the model's name."""
     reward = kind_of(run.config) == "reward"
     adapter = not (run.path / "model" / "config.json").exists() and (run.path / "model" / "adapter_config.json").exists()
     sees = auto_class(run.path / "model") == "AutoModelForImageTextToText"
@@ -108,7 +108,7 @@ def _front(run: RunData, base: ModelOrigin, name: str) -> dict[str, Any]:
 
 
 def _index(run: RunData, name: str, task: str) -> list[dict[str, Any]]:
-    """Return the held-out metrics after training, in the format of the hub's `model-index`."""
+    """Return the held-out metrics after training as the hub's `model-index`. `name` is the model's, `task` its pipeline tag."""
     last = (run.evaluations or [{}])[-1]
     metrics = [
         {"name": f"held-out {stem}", "type": stem, "value": value}
@@ -161,7 +161,7 @@ def _trained(run: RunData, base: ModelOrigin) -> str:
 
 
 def _facts(run: RunData, base: ModelOrigin, pins: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, text) of each fact of the training: base model, data, rewards, times and machine."""
+    """Return (name, text) of each fact of the training: base model, data, rewards, times and machine. `pins`: see `_pins`."""
     start = _start(run)
     data = ", ".join(f"[{name}](https://huggingface.co/datasets/{hub})" if hub else f"`{name}`" for name, hub in _datasets(run))
     rows = number(start.get("rows"))
