@@ -126,7 +126,7 @@ class _Saves(Generic[S]):
         return state
 
     def step(self, state: S) -> Outcome[S]:
-        """Take and record one step. If it fails before it has changed a weight, save the previous state."""
+        """Take and record one step. If it fails before it changes a weight, save the previous state (except with lockstep)."""
         try:
             outcome = self.loop.step(state)
             self.journal.record(outcome)

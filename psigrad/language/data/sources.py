@@ -358,7 +358,7 @@ def _read_each(
 
 
 def describe_skipped(bad: Sequence[BadRow]) -> str:
-    """Return a sentence on skipped rows: the number for each reason, with the first row of each."""
+    """Return a sentence on the skipped rows `bad`: the number for each of the most common reasons, with the first row of each."""
     first: dict[str, BadRow] = {}
     counts: Counter[str] = Counter()
     for row in bad:

@@ -175,7 +175,7 @@ def differentiates_ratio(surrogate: Surrogate) -> bool:
 
 
 def clip_fractions(surrogate: Surrogate, log_ratio: Tensor, advantage: Tensor) -> dict[str, Tensor]:
-    """Return {TRL's name of a clip metric: mask [N,T]}, True on the steps that a `clip` or a `truncated_weight` bounds."""
+    """Return {TRL's name of a clip metric: mask [N, T] of the steps that `clip` bounds, or `truncated_weight` where A > 0}."""
     surrogate = innermost(surrogate)
     ratio = exp_ratio(log_ratio.detach())
     if isinstance(surrogate, clip):

@@ -211,7 +211,7 @@ def _settings(run: RunData) -> dict[str, Any]:
 
 
 def _base(run: RunData) -> ModelOrigin:
-    """Return the base model of the training. If psigrad trained it too, return the hub model that its model card names."""
+    """Return the base model of the training. The hub name of a local model is that of the base model in its model card."""
     name = str(run.settings.get("model.path") or "")
     pin, local = str(_pins(run).get("model") or ""), Path(name)
     if name and (len(pin) == _COMMIT or (not pin and not local.exists() and _HUB_NAME.fullmatch(name))):
@@ -258,7 +258,7 @@ def _pins(run: RunData) -> Mapping[str, Any]:
 
 
 def _publish(card: str, run: RunData) -> str:
-    """Replace absolute paths in the card by their last part. Absolute paths are useless to readers and reveal the user's name."""
+    """Replace absolute paths of settings in `card` by their last part, and the home folder by ~. They reveal the user's name."""
     leaves = [leaf for value in run.settings.values() for leaf in (value if isinstance(value, list) else [value])]
     for path in sorted((leaf for leaf in leaves if isinstance(leaf, str) and leaf.startswith("/")), key=len, reverse=True):
         card = card.replace(path, Path(path).name)
