@@ -42,7 +42,7 @@ class Names(Protocol):
 
 
 class PlainNames:
-    """The names of psigrad alone. Those of other libraries are unknown."""
+    """The names of psigrad's settings alone. Names of other libraries are unknown."""
 
     def dotted_name(self, cls: Any, name: str) -> str:
         """Return the dotted name of a setting of `cls`. Return an unknown name unchanged."""
@@ -54,10 +54,7 @@ class PlainNames:
     def of_file(
         self, cls: Any, in_file: Mapping[str, Any], flags: Mapping[str, Any], source: str
     ) -> tuple[dict[str, Any], list[GivenSetting]]:
-        """Return (the file's settings that are nested in sections, its settings that are given by name without a section).
-
-        `model: PATH` becomes `model.path`.
-        """
+        """See `Names.of_file`. `model: PATH` becomes `model.path`. `flags` is not read."""
         nested: dict[str, Any] = {}
         flat: list[GivenSetting] = []
         hints = types_of(cls)

@@ -202,7 +202,7 @@ def _either(*finders: Callable[[Part], Places]) -> Callable[[Part], Places]:
 
 
 def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
-    """Return a function for `Shortcut.find`. It finds the parameter `field` of the part in `slot`; 0 if the slot is empty."""
+    """Return a function for `Shortcut.find` that finds `field` of the part in `slot`. Its value counts as 0 in an empty slot."""
 
     def places(root: Part) -> Places:
         if root.name != "PolicyGradient":
@@ -242,7 +242,7 @@ def _preference_weight(root: Part) -> Places:
 
 
 def _preference(*fields: str) -> Callable[[Part], Places]:
-    """Return a function for `Shortcut.find`. It finds the `fields` of a preference loss, also of the one inside online DPO."""
+    """Return a function for `Shortcut.find` that finds `fields` of a preference loss, also of the one inside online DPO."""
 
     def places(root: Part) -> Places:
         if root.name == "OnlinePreference":
@@ -254,7 +254,7 @@ def _preference(*fields: str) -> Callable[[Part], Places]:
 
 
 def find_slot(slot: str) -> Callable[[Part], Places]:
-    """Return a function for `Shortcut.find`. It finds a method's `slot`, and the name of the part in it, or None if empty."""
+    """Return a function for `Shortcut.find` that returns [(`slot`, name of the part in that slot; None if it is empty)]."""
 
     def places(root: Part) -> Places:
         part = root.parameters.get(slot)
@@ -267,7 +267,7 @@ _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
 def find_grouped(root: Part) -> Places:
-    """Return (dotted path, divisor) of psis that subtract group means; the divisor is the std of "batch", "group" or "none"."""
+    """Return [(dotted path, divisor)] of psis that subtract group means: the std of the "batch" or "group", or "none"."""
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
         for place, part in find_parts(root)

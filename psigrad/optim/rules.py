@@ -167,7 +167,7 @@ class Muon:
         return {"momentum_buffer": torch.zeros_like(p)}
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Update all matrices."""
+        """Update the matrices in `updates` in place."""
         for decay in dict.fromkeys(u.weight_decay for u in updates):
             group = [u for u in updates if u.weight_decay == decay]
             muon(
@@ -208,7 +208,7 @@ class Adafactor:
         return {"step": torch.zeros(()), "exp_avg_sq_row": rows, "exp_avg_sq_col": columns}
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Update all parameters, one after the other."""
+        """Update the parameters in `updates` in place, one after the other."""
         if step.divisor != 1.0:
             torch._foreach_div_([u.gradient for u in updates], step.divisor)
         for u in updates:
@@ -264,9 +264,10 @@ _OWN_WARM_UP = ("cosine_warmup_with_min_lr", "warmup_stable_decay")
 
 @lru_cache(maxsize=16)
 def _factor(name: str, arguments: str, warmup: int, total: int, peak: float) -> Callable[[int], float]:
-    """Return the function from a step to its learning rate, as a multiple of `peak`, by transformers' schedule `name`.
+    """Return a function from a step to its learning rate divided by `peak`, by transformers' schedule `name`.
 
-    `arguments` is lr_scheduler_kwargs as JSON. Raises `UserError` if the schedule does not accept it.
+    `arguments` is lr_scheduler_kwargs as JSON. `warmup` and `total` are numbers of steps. Raises `UserError` if the schedule does
+    not accept these arguments.
     """
     from transformers.optimization import get_scheduler
 

@@ -152,9 +152,9 @@ def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], 
 
 
 def identify_model(path: str, revision: str = "") -> str | None:
-    """Return the identity of the model at `path`: a hub model's commit, or the SHA-256 of a folder's files.
+    """Return the identity of the model at `path`: a hub model's commit, or the SHA-256 of a file or of a folder's files.
 
-    Return None if the model is not on this machine.
+    `revision` is a hub model's branch, tag or commit; "": main. Return None if the model is not on this machine.
     """
     if Path(path).is_dir():
         return _folder_hash(Path(path))

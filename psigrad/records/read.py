@@ -115,7 +115,7 @@ class RunData:
 
     @property
     def compared(self) -> list[dict[int, Sample]]:
-        """[{step: sample}, …] for the held-out rows with a sample at each step of `samples`; rows with a changed reward first."""
+        """{step: sample} of each held-out row with a sample at all steps in `samples`; rows whose reward changed come first."""
         steps = list(self.samples)
         common = [row for row in (self.samples[steps[0]] if steps else ()) if all(row in self.samples[s] for s in steps)]
         rows = [{step: self.samples[step][row] for step in steps} for row in common]
@@ -162,7 +162,7 @@ def brief(value: float) -> str:
 
 
 def show_interval(mean: Any, low: float, high: float, show: Callable[[Any], str] = show_number) -> str:
-    """Return a mean and its interval as text, such as `1.5 [1.2, 1.8]`."""
+    """Return a mean and its interval as text, such as `1.5 [1.2, 1.8]`. `show` formats each of the three numbers."""
     return show(mean) + (f" [{show(low)}, {show(high)}]" if low < high < math.inf else "")
 
 
@@ -225,7 +225,8 @@ def _rollouts(
 ) -> tuple[dict[int, list[float]], Counter[tuple[str, str]], dict[int, dict[str, Sample]], dict[int, dict[int, float]]]:
     """Return the fields (`rewards`, `troubles`, `samples`, `held_out`) of `RunData` from the rows of `files`.
 
-    Files can be far larger than memory, so rows are read one by one. At the end, the rows for `samples` are read again.
+    `samples` and `held_out` are {step: {row: …}}. Files can be far larger than memory, so rows are read one by one. At the end,
+    the rows for `samples` are read again.
     """
     rewards: dict[int, list[float]] = {}
     troubles: Counter[tuple[str, str]] = Counter()
@@ -300,10 +301,7 @@ def _text_of(message: Mapping[str, Any]) -> str:
 
 
 def _label(part: Mapping[str, Any]) -> str:
-    """Return a label for a content part that is not text: its type.
-
-    The label of an image also has its size and the start of its SHA-256.
-    """
+    """Return the type of a content part that is not text. For an image, add its size and the start of its SHA-256."""
     said = f" {part.get('width')}×{part.get('height')} {str(part['sha256'])[:6]}" if "sha256" in part else ""
     return f"{part.get('type', 'part')}{said}"
 

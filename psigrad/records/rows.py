@@ -62,8 +62,8 @@ def headline(row: Mapping[str, Any]) -> Headline | None:
 def comparison_figure(row: Mapping[str, Any], name: str = "", greater: bool | None = None) -> tuple[str, float, bool] | None:
     """Return (name, value, True if greater is better) of the figure by which the evaluations of a run are compared.
 
-    The figure is `name`, with or without "eval/" or "eval_" before it, or else the headline. Return None if the row lacks it. If
-    `greater` is None, greater is better unless the name ends in loss.
+    The figure is `name`, with or without "eval/" or "eval_" before it. If `name` is "", it is the row's `headline`. Return None
+    if the row lacks it. If `greater` is None, greater is better unless the name ends in loss.
     """
     stem = name.removeprefix("eval_").removeprefix("eval/").removesuffix("/mean")
     if not stem:

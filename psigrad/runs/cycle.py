@@ -115,9 +115,7 @@ class _Saves(Generic[S]):
         return self.journal.callbacks.after_evaluation(replace(state, evaluated=True))
 
     def after(self, state: S, last: bool) -> S:
-        """Save after a step if `control.should_save` is set, after the last step, or if the disk is nearly full. Return the
-        state.
-        """
+        """Save if `control.should_save` is set, after the last step (`last`), or if the disk is nearly full. Return the state."""
         if not state.nonfinite:
             self.last_finite = state
         if self.journal.callbacks.control.should_save or (last and self.last_finite.step > self.saved):
@@ -128,7 +126,7 @@ class _Saves(Generic[S]):
         return state
 
     def step(self, state: S) -> Outcome[S]:
-        """Take and record one step. If it fails before it has changed a weight, save the previous state."""
+        """Take and record one step. If it fails before it changes a weight, save the previous state (except with lockstep)."""
         try:
             outcome = self.loop.step(state)
             self.journal.record(outcome)

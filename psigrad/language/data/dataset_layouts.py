@@ -87,8 +87,9 @@ def is_template(text: str) -> bool:
 
 
 def translate(raw: Mapping[str, Any], form: str, source: str) -> tuple[dict[str, Any], list[str]]:
-    """Return (the row in TRL's columns, a note on each recognised layout). Other columns stay. Raise `RowError` for a row that
-    contradicts itself.
+    """Return (the row `raw` in TRL's columns for a dataset of this `form`, a note on each recognised layout).
+
+    Other columns stay. Raise `RowError`, which names `source`, for a row that contradicts itself.
     """
     row, found = dict(raw), []
     for step in (_conversations, _alpaca, _split_messages, _unify_kinds, _system_turn):
@@ -133,10 +134,7 @@ _PAIR = (("chosen", "completion"), ("rejected", "rejected"))
 
 
 def _conversations(row: dict[str, Any], form: str, source: str) -> str:
-    """Rename ShareGPT's column `conversations` to `messages`. `dataset_rows` later reads the {"from", "value"} turns.
-
-    The row itself is changed. Return a note for the log, or "" if nothing changed.
-    """
+    """Rename ShareGPT's column `conversations` or `conversation` to `messages`, in place. Return a note for the log, or ""."""
     for name in ("conversations", "conversation"):
         if isinstance(row.get(name), list) and row[name] and row.get("messages") is None and row.get("prompt") is None:
             row["messages"] = row.pop(name)
@@ -161,9 +159,9 @@ def _alpaca(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def _split_messages(row: dict[str, Any], form: str, source: str) -> str:
-    """Split the row's `messages` into its prompt and last answer. If other columns have the answers, all messages are the prompt.
+    """Split the row's `messages` into its prompt and last answer, unless rows of this `form` keep `messages`.
 
-    The row itself is changed. Return a note for the log, or "" if nothing changed.
+    If other columns have the answers, all messages are the prompt. The row itself is changed. Return a note for the log, or "".
     """
     said = row.get("messages")
     if form in ("sft", "messages", "stepwise") or not isinstance(said, list) or not said or row.get("prompt") is not None:
@@ -182,7 +180,7 @@ def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
     """Convert the row's prompt and answers so that all are text, or all are messages.
 
     In ultrafeedback_binarized the prompt is text, and the answers are conversations that begin with it. The row itself is
-    changed. Return a note for the log, or "" if there is nothing to report.
+    changed, and errors name `source`. Return a note for the log, or "" if there is nothing to report.
     """
     prompt, names = row.get("prompt"), _answers(row, form)
     row |= {name: [row[name]] for name in names if isinstance(row[name], Mapping)}
@@ -213,7 +211,7 @@ def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
 def _system_turn(row: dict[str, Any], form: str, source: str) -> str:
     """Make the text of a system column the first turn of the row's conversation. With a plain prompt, `to_turns` uses the column.
 
-    The row itself is changed. Return a note for the log, or "" if there is none.
+    The row itself is changed, and errors name `source`. Return a note for the log, or "" if there is none.
     """
     name, text = system_of(row)
     if not text or form == "stepwise":
@@ -252,8 +250,9 @@ def to_model_rows(
 ) -> list[list[Row]]:
     """Return the rows of each part as the tokenizer's model reads them: plain prompts become user turns (`to_turns`).
 
-    With `plain_prompts` or without a template they stay unchanged. Log which of the two happens, unless both conditions hold.
-    Without a tokenizer, the model is a server's and is assumed to have a template.
+    With `plain_prompts` or without a template they stay unchanged. Log how many prompts become turns, and how many stay, unless
+    `plain_prompts` is set for a tokenizer without a template. Without a tokenizer, a server's model is assumed to have a
+    template.
     """
     made = [[to_turns(tokenizer, row, plain_prompts) for row in part] for part in parts]
     rows = [row for part in made for row in part]
@@ -280,8 +279,9 @@ def to_model_rows(
 def to_turns(tokenizer: PreTrainedTokenizerBase | None, row: Row, plain_prompts: bool = False) -> Row:
     """Return the row with its plain prompt as a user turn and its plain answers as assistant turns.
 
-    This applies if the tokenizer has a chat template. A prompt with special tokens is already rendered and stays unchanged.
-    Without a template, the text of a system column is put before the prompt. A row that was converted before stays unchanged.
+    This applies if the tokenizer has a chat template, `plain_prompts` is False, and the prompt has no special tokens, which show
+    that it is already rendered. Otherwise only the text of a system column is put before the prompt. A row that was converted
+    before stays unchanged.
     """
     if not isinstance(row.prompt, str) or row.plain_prompt is not None:
         return row
@@ -313,10 +313,7 @@ def _text_of(turn: Mapping[str, Any], source: str) -> str:
 
 
 def _common_lead(answers: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return the common turns of conversations before the answer in which they differ.
-
-    For a single conversation, return the turns before its first answer.
-    """
+    """Return the turns that the conversations `answers` share before they differ; of a single one, those before its answer."""
     lead: list[Any] = []
     for turns in itertools.islice(zip(*answers, strict=False), min(map(len, answers)) - 1):
         is_answer = isinstance(turns[0], Mapping) and role_of(turns[0]) == "assistant"

@@ -75,10 +75,7 @@ def insert_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mappi
 
 
 def _anchored(given: Any, base: Path) -> Any:
-    """Return the absolute path of an image that is given as a path, since reward functions run in another folder.
-
-    Return any other image unchanged.
-    """
+    """Return the image `given`. Make a path absolute, from `base`, since reward functions run in another folder."""
     path = (given.get("bytes") or given.get("path")) if isinstance(given, Mapping) else given
     return str(_path(path, base)) if isinstance(path, str | os.PathLike) and not str(path).startswith("data:") else given
 
@@ -88,7 +85,10 @@ def _path(text: str | os.PathLike[str], base: Path) -> Path:
 
 
 def _put_first(made: dict[str, Any], conversations: list[str], marks: str, column: str, fail: Fail) -> None:
-    """Put `marks` before the first user's text in the columns `conversations` of the row `made`, or else before its prompt."""
+    """Put `marks` before the first user's text of the row `made`: in its `conversations`, or else in its prompt, a text.
+
+    `conversations` are columns. Errors name `column`, which contains the images.
+    """
     asked = [name for name in conversations if name in _ASKED] or [name for name in conversations if made.get("prompt") is None]
     for name in asked:
         place = next((i for i, turn in enumerate(made[name]) if role_of(turn) == "user"), None)
@@ -113,9 +113,10 @@ class _Reader:
         self.base, self.fail, self.found, self.moves = base, fail, list[Any](), False
 
     def turn(self, turn: Any, where: str, rest: Iterator[str]) -> Any:
-        """Return a message with a mark for each image part: its own image's, or else the next of `rest`, the column's marks.
+        """Return the message `turn` with a mark in place of each image.
 
-        `where` is the message's place in the row, for errors.
+        An image part without an image gets the next mark of `rest`, the marks of the images in the row's image column. `where` is
+        the message's place in the row, for errors.
         """
         if not any(map(is_image, _parts(turn))):
             return turn
@@ -342,7 +343,10 @@ def _text(part: Any) -> Any:
 
 
 def refuse_marks(raw: Mapping[str, Any], fail: Fail, further: str) -> None:
-    """Call `fail` for a text with an image mark, or with any U+FFFC if `further` is not "". Do not recurse: rows may be deep."""
+    """Call `fail` for a text with an image mark. If `further` is not "", as for rows with images, call it for any U+FFFC.
+
+    Do not recurse: rows may be deep.
+    """
     stack: list[tuple[str, Any]] = list(raw.items())
     while stack:
         path, value = stack.pop()

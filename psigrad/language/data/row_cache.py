@@ -138,7 +138,7 @@ def serialise(batch: pa.RecordBatch) -> tuple[int, bytes]:
 
 
 def deserialise(bits: int, data: bytes) -> pa.RecordBatch:
-    """Return the batch that `serialise` turned into bytes."""
+    """Return the batch that `serialise` turned into (`bits`, `data`)."""
     import pyarrow as pa
 
     return pa.ipc.read_record_batch(pa.py_buffer(data), _schema(bits))
@@ -254,9 +254,7 @@ def _batches(part: Sequence[Any], packed: Callable[[Any], tuple[str, list[int]]]
 
 
 def _evict(newest: Path, max_bytes: int) -> None:
-    """Delete the least recently used files beyond `max_bytes` bytes, and temporary files that a killed process left an hour
-    ago.
-    """
+    """Delete the least recently used files beyond `max_bytes`, and temporary files an hour older than the file `newest`."""
     kept = sorted(newest.parent.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)
     used = 0
     for file in kept:

@@ -55,7 +55,7 @@ def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") 
 
 
 def first_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], separator: str = "\n") -> list[RenderedRow]:
-    """Return the texts that the model reads for the first three rows. A row that cannot be rendered gives the reason instead."""
+    """Return the texts that the model reads for the first three rows (`render`). A row that fails gives the reason instead."""
     found: list[RenderedRow] = []
     for row in rows[:SHOWN]:
         try:

@@ -277,7 +277,7 @@ def quotas(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def mix(parts: Sequence[Sequence[Row]], weights: Sequence[float | None], seed: int) -> list[Row]:
-    """Return as many rows as all datasets have together, divided between the datasets by their weights.
+    """Return as many rows as all `parts` (datasets) have together, divided between the datasets by their weights.
 
     Without weights, every row occurs once. With weights, a dataset of n rows has a quota of q rows, and each of its rows occurs
     ⌊q/n⌋ or ⌈q/n⌉ times. The seed and the position of the dataset decide which rows occur once more. Training shuffles the rows
@@ -334,7 +334,7 @@ def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: L
 
 
 def read_dataset(data: Data, form: str, dataset: Any, split: str, log: Log | None = None) -> LoadedRows:
-    """Return the `LoadedRows` of one dataset, or of several in sequence. Raise `UserError` if no name was given."""
+    """Return the `LoadedRows` of one or several datasets, in sequence. Raise `UserError` if `dataset` is an empty string."""
     parts = _read_each(data, form, parse_mixture(dataset), split, log)
     return LoadedRows([row for part in parts for row in part.rows], [bad for part in parts for bad in part.skipped])
 
@@ -352,7 +352,7 @@ def form_of(data: Data) -> str:
 def _read_each(
     data: Data, form: str, shares: Sequence[MixturePart], split: str, log: Log | None, single: Sequence[str] = SINGLE
 ) -> list[LoadedRows]:
-    """Return the `LoadedRows` of each of the `shares`. `log` receives the recognised layouts and the number of skipped rows."""
+    """Return the `LoadedRows` of each dataset in `shares`. Log the layouts and the skipped rows. `single`: see `load`."""
     parts = [_read_one(data, form, share.dataset, split, single) for share in shares]
     if log is None:
         return parts
@@ -364,7 +364,7 @@ def _read_each(
 
 
 def describe_skipped(bad: Sequence[BadRow]) -> str:
-    """Return a sentence on skipped rows: the number for each reason, with the first row of each."""
+    """Return a sentence on the skipped rows `bad`: the number for each of the most common reasons, with the first row of each."""
     first: dict[str, BadRow] = {}
     counts: Counter[str] = Counter()
     for row in bad:

@@ -70,7 +70,7 @@ def make(
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise an error for sampling settings out of range, before anything is loaded."""
+    """Raise `ValueError` for sampling settings out of range, before anything is loaded."""
     SamplingParams(sampling.max_completion_length, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
 

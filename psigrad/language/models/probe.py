@@ -98,7 +98,7 @@ def attend(model: Any, choice: str) -> None:
 
 
 def with_gradient(model: Any) -> list[Tensor]:
-    """Return a model's outputs on its probe texts, and for each trained parameter the gradient of their sum, divided by its norm.
+    """Return [a model's outputs on its probe texts, then their sum's gradient for each trained parameter, scaled to norm 1].
 
     For sharded weights no gradients are returned, because a probe does not run the hooks that compute them.
     """
@@ -110,7 +110,7 @@ def with_gradient(model: Any) -> list[Tensor]:
 
 
 def check_gap(model: Any, own: list[Tensor]) -> None:
-    """Raise `ValueError` if the outputs and gradients of `with_gradient` now differ from `own`, its earlier result."""
+    """Raise `ValueError` if `with_gradient(model)` now differs from its earlier result `own` by more than rounding."""
     found = with_gradient(model)
     slopes = (float((a - b).abs().max()) for a, b in zip(found[1:], own[1:], strict=True))
     gap = max(distance(found[0], own[0]), *slopes, 0.0)
@@ -150,10 +150,10 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
 
 @torch.no_grad()
 def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
-    """Return (kernels, reason): kernels for a packed model's modules (`ModuleKernels`), None if they change outputs on `texts`.
+    """Return (the native kernels of a packed model's modules, or None if they change its outputs on `texts`; `reason`).
 
-    Also enable the kernels of the model's recurrent layers if they do not change the outputs. `reason` says why the kernels of
-    recurrent layers are disabled; empty if they are not. On a GPU, attach modules that launch fewer kernels (`GpuParts`) instead.
+    Also enable the kernels of recurrent layers if they do not change the outputs; otherwise `reason` says why they are disabled.
+    On a GPU, attach modules that launch fewer kernels (`GpuParts`) instead of native kernels, and return (None, "").
     """
     from psigrad.language.models.fused.gpu_parts import GpuParts
     from psigrad.language.models.fused.module_kernels import ModuleKernels
@@ -191,7 +191,7 @@ def _lay_out_chunks(model: Any, texts: Groups) -> ForwardInputs:
 
 @torch.no_grad()
 def _enable(parts: Any, model: Any, inputs: ForwardInputs) -> None:
-    """Set `parts.on` to True if the replacement forward methods in `parts` keep the model's outputs, otherwise to False."""
+    """Set `parts.on`: True if the replacement methods in `parts` keep the model's outputs on `inputs`, otherwise False."""
     model.network.eval()  # the dropout of a new adapter is active until then
 
     def numbers(on: bool) -> Tensor:
@@ -267,7 +267,7 @@ def draw_texts(hf: PreTrainedModel, first: int, vocabulary: int, length: int) ->
 
 @contextlib.contextmanager
 def in_precision(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
-    """Run the model in another precision inside this context.
+    """Run the model in the precision `dtype` inside this context.
 
     A layer's weights are cast only while the layer runs, to save memory. Weights outside layers are cast at once. float32
     products do not use TF32.

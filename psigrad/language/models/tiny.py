@@ -36,8 +36,8 @@ Architecture = Literal["qwen3", "llama", "gpt2", "gpt_neox"]
 def tokenizer(corpus: Iterable[str], vocabulary: int = 256, *, digits_alone: bool = True) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer on `corpus`, with distinct EOS and PAD tokens and the special tokens of ChatML.
 
-    It can encode any text, because the 256 bytes are in its alphabet. `digits_alone` makes every digit a separate token, so that
-    each number has only one tokenisation.
+    It has at most `vocabulary` tokens, but never fewer than 260. It can encode any text, because the 256 bytes are in its
+    alphabet. `digits_alone` makes every digit a separate token, so that each number has only one tokenisation.
     """
     bpe = Tokenizer(models.BPE())
     steps = [pre_tokenizers.Digits(individual_digits=True)] if digits_alone else []
@@ -66,7 +66,7 @@ def model(
     eos_token_id: int = 0,
     pad_token_id: int = 1,
 ) -> PreTrainedModel:
-    """Return a randomly initialised causal language model of a transformers architecture, with grouped queries if supported."""
+    """Return a randomly initialised causal language model, with grouped queries if supported. `tied` ties head and embedding."""
     common: dict[str, Any] = {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
@@ -99,9 +99,10 @@ def model(
 def save_vision_model(
     corpus: Iterable[str], folder: Path, *, pixels: int, patch: int, hidden: int = 64, layers: int = 2, seed: int = 0
 ) -> None:
-    """Save a randomly initialised Idefics 3 with its tokenizer and image processor in `folder`.
+    """Save a randomly initialised Idefics 3 in `folder`, with an image processor and a tokenizer trained on `corpus`.
 
-    An image of `pixels` × `pixels` has one token for each patch of `patch` × `patch`; larger images are scaled down.
+    An image of `pixels` × `pixels` has one token for each patch of `patch` × `patch`; larger images are scaled down. The text
+    model and the vision tower each have `layers` layers of width `hidden`.
     """
     from transformers.models.idefics3.configuration_idefics3 import Idefics3Config
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil

@@ -188,7 +188,7 @@ def _plain(name: str) -> str:
 
 
 def file_of(path: str, name: str) -> Path | None:
-    """Return a file of a folder or hub model; None if it has no such file."""
+    """Return the path of the file `name` of the model at `path`, a folder or hub name; None if it has no such file."""
     from transformers.utils import cached_file
 
     quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")}

@@ -43,7 +43,7 @@ from psigrad.runs.result import Result
 
 
 def run(config: PreferenceConfig, given: ModelObject | None = None) -> Result:
-    """Train `config.model` on preference rows by `config.loss`. KTO takes unpaired-preference rows.
+    """Train `config.model`, or the model object `given`, on preference rows by `config.loss`. KTO takes unpaired-preference rows.
 
     The reference's log-probs are computed once, before training, and cached on disk by content. No reference model stays in
     memory. Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError` on mistakes of the user.
@@ -73,7 +73,9 @@ def _reference(
 ) -> LanguageModel | None:
     """Return the model that computes the reference's log-probs before training; None if they are not needed.
 
-    It is the model of `config.reference`, or the trained model itself while its weights are the initial ones.
+    It is the model of `config.reference`, or the trained model itself if its weights without the adapter are the initial ones. A
+    full fine-tuning that resumes from a `checkpoint`, or has eval_kl, loads the initial model again. Raises `UserError` for a
+    reference that `loss` does not use.
     """
     if config.reference and not loss.needs_reference:
         raise UserError(f"The settings name a reference model, but {loss.name} uses none; remove reference.")

@@ -30,10 +30,11 @@ from psigrad.runs.result import Result
 
 
 def run(config: RewardConfig, given: ModelObject | None = None) -> Result:
-    """Train `config.model` with a scalar head on preference rows, or with `process` on stepwise rows.
+    """Train `config.model`, or the model object `given`, with a scalar head on preference rows.
 
-    `model/` in the run folder opens with transformers' `AutoModelForSequenceClassification`. Resumes from the newest checkpoint
-    of the run folder if there is one. Raises `UserError` on mistakes of the user.
+    With `config.process`, train on stepwise rows instead. `model/` in the run folder opens with transformers'
+    `AutoModelForSequenceClassification`. Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError`
+    on mistakes of the user.
     """
     with session.open_run(config, "reward") as journal:
         if (done := session.load_finished(config, journal, static_pins(config))) is not None:
@@ -76,8 +77,9 @@ def score_rows(
 ) -> list[dict[str, Any]]:
     """Return the prompt-completion rows in order, with the reward model's score r(x, y) as `reward`; higher is better.
 
-    `rows` is a file, folder or hub dataset, or rows from Python; `columns` renames their columns. `budget` is the most tokens of
-    a forward pass. `bad_rows="skip"` drops malformed rows. Raises `UserError` if `model` has no trained scalar head.
+    `rows` is a file, folder or hub dataset with a `split`, or rows from Python; `columns` renames their columns. `budget` is the
+    most tokens of a forward pass. `bad_rows="skip"` drops malformed rows. Raises `UserError` if `model` has no trained scalar
+    head.
     """
     data = Data(dataset=rows, columns=columns, split=split, bad_rows=bad_rows)
     config = RewardConfig(model=Model(path=model), data=data, run=Run(device=device))

@@ -59,12 +59,12 @@ def score(
     columns: str | Mapping[str, str] = "",
     bad_rows: Literal["stop", "skip"] = "stop",
 ) -> list[RowScore]:
-    """Score each prompt-completion row by the reward functions, in order, one at a time, in a worker process.
+    """Score prompt-completion rows by reward functions, in a worker process, one row after another. Return the scores in order.
 
-    `rows` is a file, folder or hub dataset, or rows from Python, whose columns `columns` renames. The functions receive all other
-    columns beside prompt and completion. `tokenizer` names a model whose tokenizer makes the argument `completion_ids`; without a
-    tokenizer that argument is empty. `bad_rows="skip"` drops malformed rows. Raises `UserError` if a reward counts tokens and no
-    tokenizer is given.
+    `rows` is a file, folder or hub dataset with a `split`, or rows from Python; `columns` renames columns. The functions receive
+    all other columns beside prompt and completion. A reward is the sum of the functions' values, with `weights` (default 1). A
+    call may take `timeout` seconds. `tokenizer` names a model whose tokenizer makes the argument `completion_ids`, otherwise
+    empty. `bad_rows="skip"` drops malformed rows. Raises `UserError` if a reward counts tokens and no tokenizer is given.
     """
     if not rewards:
         raise UserError("No reward was given; name one with --reward, such as exact or my_module:my_reward.")
@@ -113,7 +113,7 @@ def summary(scores: Sequence[RowScore]) -> str:
 
 
 def _ids(tokenizer: str) -> Callable[[Row], list[int]]:
-    """Return a function (row) -> the token ids of the row's completion."""
+    """Return a function (row) -> the token ids of the row's completion, or no ids if `tokenizer` is ""."""
     if not tokenizer:
         return lambda row: []
     loaded = load_tokenizer(tokenizer)

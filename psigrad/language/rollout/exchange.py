@@ -106,7 +106,7 @@ def pack(rows: Sequence[Trajectory]) -> bytes:
 
 
 def unpack(data: bytes) -> list[Trajectory]:
-    """Return the trajectories that `pack` serialised. Without tokens, a trajectory's log-probs and mask are memoryviews."""
+    """Return the trajectories that `pack` serialised. Log-probs and mask are tuples, or memoryviews if there are no tokens."""
     arrays = safetensors.numpy.load(data)
     held, at = json.loads(arrays["rest"].tobytes().decode("utf-8", "surrogatepass")), dict.fromkeys(arrays, 0)
 

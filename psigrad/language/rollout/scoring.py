@@ -208,8 +208,8 @@ def check_unscored(
 def explain_unscored(reasons: Sequence[str | None], sources: Sequence[str] = (), above: str = "") -> str:
     """Return a sentence with the number of unscored completions, the most common reason, and the rows where it occurred.
 
-    `reasons` are as in `check_unscored`. `sources[i]` is the file and line of the row of completion i. `above` is inserted after
-    the number.
+    `reasons` are as in `check_unscored`. `sources[i]` is the file and line of the row of completion i. `above` is text after the
+    number, such as ", above max_unscored 0.1".
     """
     counts: dict[str, list[int]] = {}
     for i, reason in enumerate(reasons):

@@ -86,7 +86,7 @@ class gamma_weight(SamplerWeighted):
             )
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor, logp_sampler: Tensor) -> Tensor:
-        """Return the loss [N, T] of each step. No gradient passes through the weight φ(W)."""
+        """Return the loss [N, T] of each step. No gradient passes through the weight φ(W) in the formula of the class."""
         steps = zero_outside(mask, (logp.detach() - logp_sampler).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
         log_weight_N = steps.sum(1, keepdim=True).clamp(LEAST_LOG_WEIGHT, MAX_LOG_RATIO)
         k = torch.where(advantage < 0, log_ratio.new_tensor(self.k_negative), self.k_positive)

@@ -175,7 +175,7 @@ def differentiates_ratio(surrogate: Surrogate) -> bool:
 
 
 def clip_fractions(surrogate: Surrogate, log_ratio: Tensor, advantage: Tensor) -> dict[str, Tensor]:
-    """Return {TRL's name of a clip metric: mask [N,T]}, True on the steps that a `clip` or a `truncated_weight` bounds."""
+    """Return {TRL's name of a clip metric: mask [N, T] of the steps that `clip` bounds, or `truncated_weight` where A > 0}."""
     surrogate = innermost(surrogate)
     ratio = exp_ratio(log_ratio.detach())
     if isinstance(surrogate, clip):
@@ -361,7 +361,7 @@ class with_imitation:
         return steps * (int(batch.mask.sum()) / max(int(steps.sum()), 1))
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, marks: Tensor, **given: Tensor) -> Tensor:
-        """Return the loss [N, T] of each step. `marks` is the result of the method `marks`; `given` are inputs of L'."""
+        """Return the loss [N, T] of each step. `marks` is the result of `self.marks`. The wrapped surrogate receives `given`."""
         return self.surrogate(logp, log_ratio, advantage, **given) - self.coefficient * marks * logp
 
 
@@ -423,7 +423,7 @@ def measure_kl(logp: Tensor, logp_old: Tensor, mask: Tensor) -> float:
 
 
 def adapt(penalty: kl_penalty, state: Mapping[str, float], kl: float) -> dict[str, float]:
-    """Return the method's state with β adapted to `kl`, the result of `measure_kl` after an update."""
+    """Return the method's `state` with the β of its `penalty` adapted to `kl`, the result of `measure_kl` after an update."""
     coefficient = state[PENALTY_KEY]
     if penalty.target is not None and kl > 1.5 * penalty.target:
         coefficient *= 2

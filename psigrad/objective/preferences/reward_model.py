@@ -74,7 +74,7 @@ def process_loss(logits: Tensor, labels: Tensor, total_steps: int) -> Loss:
 
     `labels` are in [0, 1] and have the shape of `logits`. `total_steps` is the number of all labels of the optimiser step.
 
-    Formula: −label·log σ(z) − (1 − label)·log(1 − σ(z))
+    Formula: Σ (−label·log σ(z) − (1 − label)·log(1 − σ(z))) / total_steps, with the logits z
 
     Source: Lightman et al. 2023, Let's verify step by step, arXiv:2305.20050.
     """

@@ -177,8 +177,8 @@ def convert_errors() -> Iterator[None]:
 def silent_ranks(store: Any, rank: int, size: int, seconds: float) -> list[int]:
     """Return the ranks that have ended or hang: those that do not report to the `store` within `seconds`.
 
-    Each rank that has lost another one calls this function, which also reports that this rank waits. If the store itself does
-    not answer, return rank 0, whose machine hosts the store.
+    Each rank that has lost another one calls this function, which also reports that this rank waits. If the store itself does not
+    answer, return [0], the rank whose machine hosts the store, or [] on rank 0.
     """
     try:
         store.set_timeout(timedelta(seconds=seconds))

@@ -67,7 +67,7 @@ def text(folder: str | Path, repository: str = "") -> str:
 
 
 def _auto(run: RunData) -> str:
-    """Return the class that loads the model; "" for a reward model that reads images, for which transformers has no class."""
+    """Return the name of the class that loads the model; "" for a reward model that reads images, which no class loads."""
     found = auto_class(run.path / "model")
     return "" if kind_of(run.config) == "reward" and found == "AutoModelForImageTextToText" else found
 
@@ -87,7 +87,7 @@ def method_of(run: RunData) -> str:
 
 
 def _front(run: RunData, base: ModelOrigin, name: str) -> dict[str, Any]:
-    """Return the metadata of the card that the hub reads."""
+    """Return the metadata that the hub reads, for the first lines of the card. `name` is the model's name."""
     reward = kind_of(run.config) == "reward"
     adapter = not (run.path / "model" / "config.json").exists() and (run.path / "model" / "adapter_config.json").exists()
     sees = auto_class(run.path / "model") == "AutoModelForImageTextToText"
@@ -108,7 +108,7 @@ def _front(run: RunData, base: ModelOrigin, name: str) -> dict[str, Any]:
 
 
 def _index(run: RunData, name: str, task: str) -> list[dict[str, Any]]:
-    """Return the held-out metrics after training, in the format of the hub's `model-index`."""
+    """Return the held-out metrics after training as the hub's `model-index`. `name` is the model's, `task` its pipeline tag."""
     last = (run.evaluations or [{}])[-1]
     metrics = [
         {"name": f"held-out {stem}", "type": stem, "value": value}
@@ -161,7 +161,7 @@ def _trained(run: RunData, base: ModelOrigin) -> str:
 
 
 def _facts(run: RunData, base: ModelOrigin, pins: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, text) of each fact of the training: base model, data, rewards, times and machine."""
+    """Return (name, text) of each fact of the training: base model, data, rewards, times and machine. `pins`: see `_pins`."""
     start = _start(run)
     data = ", ".join(f"[{name}](https://huggingface.co/datasets/{hub})" if hub else f"`{name}`" for name, hub in _datasets(run))
     rows = number(start.get("rows"))
@@ -211,7 +211,7 @@ def _settings(run: RunData) -> dict[str, Any]:
 
 
 def _base(run: RunData) -> ModelOrigin:
-    """Return the base model of the training. If psigrad trained it too, return the hub model that its model card names."""
+    """Return the base model of the training. The hub name of a local model is that of the base model in its model card."""
     name = str(run.settings.get("model.path") or "")
     pin, local = str(_pins(run).get("model") or ""), Path(name)
     if name and (len(pin) == _COMMIT or (not pin and not local.exists() and _HUB_NAME.fullmatch(name))):
@@ -258,7 +258,7 @@ def _pins(run: RunData) -> Mapping[str, Any]:
 
 
 def _publish(card: str, run: RunData) -> str:
-    """Replace absolute paths in the card by their last part. Absolute paths are useless to readers and reveal the user's name."""
+    """Replace absolute paths of settings in `card` by their last part, and the home folder by ~. They reveal the user's name."""
     leaves = [leaf for value in run.settings.values() for leaf in (value if isinstance(value, list) else [value])]
     for path in sorted((leaf for leaf in leaves if isinstance(leaf, str) and leaf.startswith("/")), key=len, reverse=True):
         card = card.replace(path, Path(path).name)

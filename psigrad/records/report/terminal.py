@@ -103,7 +103,7 @@ def print_completions(
 
 
 def print_before_and_after(run: RunData | str | Path, console: Console | None = None, max_rows: int = 6) -> None:
-    """Print completions of the same held-out prompts at the first and the last evaluation; changed rewards come first."""
+    """Print completions of `max_rows` held-out prompts at the first and last evaluation, those with a changed reward first."""
     run = run if isinstance(run, RunData) else load(run)
     rows, steps = run.compared, sorted({*list(run.samples)[:1], *list(run.samples)[-1:]})
     cells = [

@@ -141,9 +141,10 @@ def cache_specials(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 def _backend_of(tokenizer: PreTrainedTokenizerBase, added: list[Any]) -> tuple[re.Pattern[str] | None, Any]:
     """Return (`cuts`, `backend`) of the tokenizer's `Specials`. `added` are its added tokens.
 
-    The library `tokenizers` splits a text at added tokens, and then processes each piece alone. If several begin at the same
-    position, the longest counts. `cuts` has only tokens at which every text is split, whatever precedes them. This excludes
-    tokens that are matched in normalised text. If a token may be part of another or must be a separate word, `cuts` is None.
+    `backend` is the tokenizer of the library `tokenizers`; both results are None if a text is encoded in another way. The library
+    splits a text at added tokens, and then processes each piece alone. If several begin at the same position, the longest counts.
+    `cuts` matches only tokens at which every text is split, whatever precedes them; tokens matched in normalised text are
+    excluded. If a token may be part of another or must be a separate word, `cuts` is None.
     """
     from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
@@ -220,10 +221,10 @@ def _probe(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], spe
 def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, str]:
     """Return (`turn_end`, `turn_next`) of a `Dialect` from two renderings of a turn with the content `SENTINEL`.
 
-    In `last`, the turn is the last one; in `followed`, another turn follows. `turn_end` is the text from the content to a token
-    that `special` matches: the last such token that both share, or else the last one in `last` (gpt-oss: <|return|>). In both
-    cases `turn_next` equals it. If `last` has none, `turn_end` ends at the first one of the next turn (GLM: <|user|>), and
-    `turn_next` is the part that `last` lacks.
+    In `last`, the turn is the last one; in `followed`, another turn follows. Both results are the text from the content to the
+    end of a token that `special` matches. It is the last such token that both renderings share, or else the last one in `last`
+    (gpt-oss: <|return|>). If `last` has none, `turn_end` ends at the first one in `followed` (GLM: <|user|>), and `turn_next` is
+    `turn_end` without the text that both renderings share.
     """
     ending, behind = last.rpartition(SENTINEL)[2], followed.rpartition(SENTINEL)[2]
     shared = next((i for i, (a, b) in enumerate(zip(ending, behind, strict=False)) if a != b), min(len(ending), len(behind)))

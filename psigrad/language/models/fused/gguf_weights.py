@@ -73,7 +73,7 @@ def _rows(x: Any, permuted: list[int]) -> Any:
 
 
 def _read_coded(kind: str, data: Any, permuted: list[int]) -> CodedMatrix | None:
-    """Return a quantised matrix in psigrad's codes, with the same dequantised numbers; None if psigrad has none for `kind`."""
+    """Return `data` of GGUF type `kind` as a `CodedMatrix` of equal values; None if there is none. `permuted`: see `_rows`."""
     if kind not in _FORMS:
         return None
     size, form, bits, levels = _FORMS[kind]

@@ -55,7 +55,7 @@ class KVCache(StateCache):
     exact = False
 
     def __init__(self, slots: int, longest: int, packed_weights: PackedWeights | None = None) -> None:
-        """Create empty slots. `longest` is the capacity of a slot, in tokens."""
+        """Create `slots` empty slots of `longest` tokens each. `packed_weights` caches the model's packed weight matrices."""
         super().__init__(slots)
         self.slots, self.longest, self.packed_weights = slots, longest, packed_weights
         self.layers: dict[Key, tuple[Tensor, Tensor]] = {}
@@ -132,7 +132,7 @@ class _CallCounter:
         self._calls: Counter[tuple[str, int]] = Counter()
 
     def next_call(self, kind: str, layer: int) -> Key:
-        """Count a call of a layer for a `kind` of state, and return the call's key in the cache."""
+        """Count a call of a layer, and return its key in the cache. `kind` is "attention", "convolution" or "recurrence"."""
         self._calls[kind, layer] += 1
         return kind, layer, self._calls[kind, layer] - 1
 
@@ -182,7 +182,7 @@ class Prefill(StatePrefill):
         return self.prompts.attend(layer, q, k, v, scale, window, how)
 
     def _keep(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Copy keys and values [S, H_kv, D] of the prompts into the new slots that continue them."""
+        """Copy keys and values [S, H_kv, D] of the S prompt tokens to the new slots. A slot gets those of its own prompt."""
         width = self.prompts.prefix_rows.shape[1]
         rows = self.prompts.prefix_rows[self.copies].clamp(min=0)
         stored = self.cache.reserve(self.next_call("attention", layer), k.transpose(0, 1)[None], v.transpose(0, 1)[None], width)
@@ -425,7 +425,7 @@ class SharedDecode(StateDecode):
 
 
 def new_cache(model: LanguageModel, slots: int, longest: int, behind: int = 0) -> KVCache | SharedCache:
-    """Return an empty cache for sequences of up to `longest` tokens. At most `behind` (0: all) of these come after the prompt."""
+    """Return an empty cache of `slots` sequences of at most `longest` tokens; at most `behind` (0: all) follow the prompt."""
     if model.decoder is None:
         return KVCache(slots, longest, None if model.module_kernels is None else PackedWeights())
     return SharedCache(slots, behind or longest, model.decoder.heads, model.decoder.dtype)

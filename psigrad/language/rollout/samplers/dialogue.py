@@ -23,7 +23,7 @@ class SlotCache(KVCache):
     """A `KVCache` of numbered slots. `select_slots` moves slots to the front, to be decoded. Others keep their tokens."""
 
     def __init__(self, slots: int, longest: int, packed_weights: PackedWeights | None = None) -> None:
-        """Create empty slots. `longest` is the capacity of a slot, in tokens."""
+        """Create `slots` empty slots of `longest` tokens each. `packed_weights` caches the model's packed weight matrices."""
         super().__init__(slots, longest, packed_weights)
         self._numbers = np.arange(slots)
         """[slots] the number of the slot that each row of the tensors belongs to."""
@@ -85,7 +85,7 @@ class CachedDialogue(Dialogue):
 
     @torch.inference_mode()
     def turns(self, next_turns: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
-        """Sample the next turn of these episodes with the cached keys and values; see `Dialogue.turns`."""
+        """Sample the next turn of the episodes in `next_turns`, from cached keys and values if possible; see `Dialogue.turns`."""
         self.model.switch(training=False)
         unread = {}
         for i, (ids, _, restart) in next_turns.items():

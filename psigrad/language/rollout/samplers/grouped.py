@@ -42,7 +42,7 @@ class GroupedCache(KVCache):
             x.zero_()
 
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> GroupedPrefill:
-        """Add slots as `KVCache.prefill` does, without `shifts`: models with M-RoPE, which need it, use no CUDA graphs."""
+        """Add slots as `KVCache.prefill` does. `shifts` is not read: models with M-RoPE, which need it, use no CUDA graphs."""
         self.shifts = torch.cat([self.shifts.to(copies.device), torch.zeros_like(copies)])
         return GroupedPrefill(self, prompts, copies)
 
@@ -66,7 +66,7 @@ class GroupedCache(KVCache):
         return order
 
     def seats(self, size: int) -> Seats:
-        """Return the grid of the first `size` slots and their prompts, with its sides rounded up to powers of two."""
+        """Return the `Seats` of the active slots, padded to `size` slots. Both sides of the grid are rounded to powers of two."""
         members = np.bincount(self.owners, minlength=self.count)
         rows, most = (1 << (int(n) - 1).bit_length() for n in (self.count, members.max()))
         by_owner = self.owners.argsort(kind="stable")
@@ -104,7 +104,7 @@ class GroupedPrefill(Prefill):
         cache.behind = np.concatenate([cache.behind, lengths[own]])
 
     def _keep(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Copy keys and values [S, H_kv, D] of the prompts into their rows of `tables`."""
+        """Copy keys and values [S, H_kv, D] of the S prompt tokens into the cache's `tables`, in one row for each prompt."""
         cache, rows = self.grouped, self.prompts.prefix_rows.clamp(min=0)
         key = self.next_call("attention", layer)
         if key not in cache.tables:
@@ -120,13 +120,13 @@ class GroupedDecode(Decode):
     def __init__(
         self, cache: GroupedCache, places: Tensor, columns: int, width: int, seats: Sequence[Tensor], members: int
     ) -> None:
-        """Prepare a `Decode` that also reads `width` tokens of each prompt. `seats` are `Seats` of `members` slots per prompt."""
+        """Prepare a `Decode` that also reads `width` tokens of each prompt. `seats` (tensors) and `members` are as in `Seats`."""
         self.grid, self.seat, self.behind = seats
         super().__init__(cache, places, columns, cache.longest, self.behind)
         self.grouped, self.prompt_width, self.members = cache, width, members
 
     def mask(self, window: int | None) -> Tensor:
-        """Return [active, 1, 1, prompt_width + width], True where a new token attends to a token of its prompt or its slot."""
+        """Return [active, 1, 1, prompt_width + columns], True where a new token attends to a token of its prompt or slot."""
         if window not in self._masks:
             columns = torch.arange(self.prompt_width, device=self.places.device)[None]
             seen = columns < self.behind[:, None]
@@ -161,7 +161,7 @@ class GroupedDecode(Decode):
         return both.reshape(batch, 1, heads, v.shape[3])
 
     def _by_group(self, x: Tensor, table: Tensor) -> Tensor:
-        """Multiply each slot's matrices in x [active, H_kv, R, A] by those of its prompt in `table` [P, H_kv, A, B]."""
+        """Return `x` [active, H_kv, R, A] @ `table` [P, H_kv, A, B], where each slot uses the matrices of its prompt."""
         wide: Tensor = x.index_select(0, self.grid).unflatten(0, (-1, self.members)).transpose(1, 2)
         made: Tensor = (wide.flatten(2, 3) @ table).unflatten(2, (self.members, -1)).transpose(1, 2)
         return made.flatten(0, 1).index_select(0, self.seat)

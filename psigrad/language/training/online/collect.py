@@ -36,9 +36,9 @@ UNSCORED, NO_SIGNAL, EARLIER = "dropped: unscored", "dropped: equal rewards", "d
 def next_collection(
     run: OnlineRun, state: State, clock: Clock, cache: ActivationCache | None
 ) -> tuple[Collected, tuple[Pending, ...]]:
-    """Start sampling up to step s + lag, s = `state.step`. Return (the completions for step s, the pending ones for later steps).
+    """Start sampling for steps s = `state.step` to s + `config.lag`. Return (completions for s, pending ones for later steps).
 
-    Threads of `run.executor` sample and score the later ones while earlier steps train. Without an executor, the sampler may
+    Threads of `run.executor` sample and score for later steps while earlier ones train. Without an executor, the sampler may
     store activations in `cache`, for training to reuse.
     """
     pending = list(state.pending)
@@ -162,10 +162,7 @@ def penalise_truncated(trajectory: Trajectory, penalty: float) -> Trajectory:
 
 
 def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int) -> Iterator[list[Trajectory]]:
-    """Yield groups of `group_size` consecutive completions, without their unscored ones.
-
-    Skip a group in which fewer than `smallest` completions remain.
-    """
+    """Yield groups of `group_size` consecutive completions without unscored ones. Skip those with fewer than `smallest`."""
     for start in range(0, len(trajectories), group_size):
         group = [t for t in trajectories[start : start + group_size] if t.reward is not None and t.completion.ids]
         if len(group) >= smallest:
@@ -173,14 +170,14 @@ def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int)
 
 
 def update_ledger(ledger: Mapping[str, int], cursor: int, collected: Collected) -> dict[str, int]:
-    """Return the ledger, {outcome: number of prompts}, of `cursor` prompts plus those of `collected`; see `check_balance`."""
+    """Return `ledger`, {outcome: number of the first `cursor` prompts}, plus the prompts of `collected`; see `check_balance`."""
     entries = add_entries(open_ledger(ledger, cursor), collected.entries)
     check_balance(entries, collected.cursor)
     return entries
 
 
 def open_ledger(ledger: Mapping[str, int], cursor: int) -> dict[str, int]:
-    """Return the ledger, {outcome: number of prompts}. If it is empty, count the first `cursor` prompts as drawn before it."""
+    """Return `ledger`, {outcome: number of prompts}. If it is empty, return one that counts `cursor` prompts as drawn earlier."""
     if ledger or not cursor:
         return dict(ledger)
     return {ISSUED: cursor, EARLIER: cursor}

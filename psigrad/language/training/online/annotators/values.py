@@ -23,7 +23,7 @@ class Values(Annotator):
     """The annotator that adds the critic's values V of the state before each token, from the critic before its update."""
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Add the column `value`."""
+        """Add the column `value` [N, T]: the critic's values, as `compute_values` returns them."""
         critic = run.model if run.critic is None else run.critic.model
         return replace(batch, value=compute_values(critic, batch, run.config.micro_batch_tokens, cache, run.world))
 
@@ -31,7 +31,10 @@ class Values(Annotator):
 def compute_values(
     critic: LanguageModel | ScalarModel, batch: Batch, budget: int, cache: ActivationCache | None = None, world: World = ALONE
 ) -> Tensor:
-    """Return the critic's values [N, T] of the state before each token. A language model's values are from its value head."""
+    """Return the critic's values [N, T] of the state before each token. A language model's values are from its value head.
+
+    A forward pass has at most `budget` tokens. A language model reads activations from `cache` if it has them.
+    """
 
     def of(inputs: Groups) -> Tensor:
         if isinstance(critic, ScalarModel):
