@@ -291,10 +291,7 @@ class Grid(Vision):
         return rows * columns
 
     def shift(self, ids: Sequence[int]) -> int:
-        """Return the position of the next token after `ids`, minus the number of `ids`.
-
-        An image of h × w features advances the position by max(h, w).
-        """
+        """Return the position after `ids`, minus the number of `ids`. An image of h × w features takes max(h, w) positions."""
         found = 0
         for token in ids:
             if token >= FIRST:
