@@ -79,7 +79,7 @@ def _forbidden(ids: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _drawn(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> DrawnTokens:
-    """Draw one token per row as `draw` does, but on a CPU perhaps one of `params.forbidden`, which `draw` then draws again."""
+    """Draw one token per row as `draw` does. On a CPU it may be one of `params.forbidden`, which `draw` then replaces."""
     if logits.device.type != "cpu":
         return _draw(logits, params, seeds_u64, counter)
     native = kernels()
