@@ -148,7 +148,7 @@ def read_value(text: str, hint: Any = None, name: str = "a value") -> Any:
 
 @cached
 def names_of(cls: Any) -> dict[str, str]:
-    """Return {name: dotted name} for both names of each setting, `max_steps` and `run.max_steps`. Sections map to themselves."""
+    """Return {name: dotted name} with both names of a setting of `cls`, max_steps and run.max_steps. A section maps to itself."""
     meant = {
         **{dotted: dotted for dotted, _ in field_types(cls)},
         **{name: other or name for name, other in unread_settings(cls).items()},
