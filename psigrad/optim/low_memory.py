@@ -116,7 +116,7 @@ def _signed(number: int) -> int:
 
 
 def split(master: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Return (`dither(master, first)`, the lower 16 bits of `master` as int16) of float32 numbers [n]. `join` is the inverse."""
+    """Split a float32 `master` [n] into (`dither(master, first)`, its lower 16 bits as int16). `join` is the inverse."""
     return dither(master, first), master.view(torch.int32).to(torch.int16)
 
 

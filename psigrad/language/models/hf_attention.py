@@ -278,7 +278,9 @@ def unpad(packed: PackedLayout, how: str) -> Layout:
 
 
 def _list_blocks(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each row of the mask `blocks` [Q, K], (the number of True [1, 1, Q], all columns [1, 1, Q, K], True first)."""
+    """Return the mask `blocks` [Q, K] as FlexAttention reads it: (the number of True in each row [1, 1, Q], the columns of each
+    row [1, 1, Q, K], with those of True first).
+    """
     return blocks.sum(1)[None, None], (~blocks).argsort(1, kind="stable")[None, None]
 
 

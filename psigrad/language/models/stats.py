@@ -101,9 +101,10 @@ class TokenStatsRequest:
         return not (slopes or self.mean_logp) and self.reference_head is None
 
     def of(self, logits: Tensor, ids: Tensor, reference_hidden: Tensor | Top | None) -> tuple[Tensor, ...]:
-        """Return (logp, entropy, kl, hit, mean_logp) [M] of `TokenStats` from logits [M, V] and ids [M]. Empty: not requested.
+        """Return (logp, entropy, kl, hit, mean_logp) [M] of `TokenStats` from logits [M, V] and ids [M].
 
-        `reference_hidden` are the reference's hidden states for `reference_head`, or its `Top`.
+        Those that were not requested are empty tensors. `reference_hidden` are the reference's hidden states for
+        `reference_head`, or its `Top`.
         """
         raw, logits = logits, upcast(logits)
         logits = logits if self.temperature == 1.0 else logits / self.temperature

@@ -176,7 +176,7 @@ def _learners(
 
 
 def _past_policies(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World) -> PastPolicies | None:
-    """Return the policy's opponents in games: frozen copies of it, from the checkpoint if it has any. None: the run has none."""
+    """Return the policy's opponents in games: frozen copies of it, from the checkpoint if it has any; None if there are none."""
     if not config.past_opponents:
         return None
     places = [part_of(checkpoint, f"past-{n}") for n in range(config.past_kept)]
