@@ -18,7 +18,7 @@ from psigrad.paths import check_output
 
 
 def train(name: str) -> Callable[[list[str]], int]:
-    """Return the command that trains by the method `name`, a function from arguments to an exit status."""
+    """Return the command that trains with the method `name`. It takes a list of arguments and returns an exit status."""
 
     def run(arguments: list[str]) -> int:
         method = declaration(name)

@@ -214,7 +214,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
 
 
 def _convert_types(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with lone values of tuple fields as tuples, paths as text, and the defaults of `cls` added to sections."""
+    """Return `values` with a single value of a tuple field as a tuple, paths as text, and sections with the defaults of `cls`."""
     hints = types_of(cls)
     made: dict[str, Any] = {}
     for name, value in values.items():

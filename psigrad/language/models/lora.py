@@ -107,7 +107,7 @@ def is_adapted(name: str, targets: Sequence[str]) -> bool:
 
 
 def _peft_targets(targets: Sequence[str]) -> str | list[str]:
-    """Return `target_modules` as peft takes them. Raises `UserError` for an invalid pattern, or a pattern beside other names."""
+    """Return `target_modules` as peft takes them. Raises `UserError` for an invalid pattern, or a pattern among other names."""
     patterns = [target for target in targets if target != "all-linear" and _is_pattern(target)]
     if patterns and len(targets) > 1:
         raise UserError(

@@ -107,7 +107,7 @@ class Vision:
         raise NotImplementedError
 
     def pixels(self, pictures: Sequence[Picture]) -> tuple[Tensor, ...]:
-        """Return what the image processor computes for these images: the vision tower's arguments, in the order of `inputs`."""
+        """Return the image processor's results for these images: the vision tower's arguments, in the order of `self.inputs`."""
         made = self.processor(images=[one.open() for one in pictures], return_tensors="pt")
         return tuple(made[name] for name in self.inputs)
 

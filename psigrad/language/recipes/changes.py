@@ -33,7 +33,7 @@ def change_settings(run: R, changes: Mapping[str, Any]) -> R:
 
 
 def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
-    """Return a run with these settings changed by `change_settings`. Set the new values in the run's optimisers too."""
+    """Return the run with `changes` to its settings, made by `change_settings`, and to the settings of its optimisers."""
     if not changes:
         return run
     made: Any = change_settings(run, changes)
@@ -44,7 +44,7 @@ def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
 
 
 def _change_method(run: Any, head: str, rest: str, value: float) -> Any:
-    """Return the run with one number of its method set to `value`. `head` is "algorithm" or "loss", `rest` the path in it."""
+    """Return the run with one number of its method set to `value`. `head` is "algorithm" or "loss", `rest` the path below it."""
     name = f"{head}.{rest}"
     if head == "loss":
         tasks = {own: task for own in ("task", "held_out") if (task := getattr(run, own)) is not None}

@@ -79,10 +79,10 @@ class ModelScorer:
         return [self._result(value) for value in score_all(self.model, pairs, self.micro_batch_tokens)]
 
     def _row(self, samples: Samples, i: int) -> Row:
-        """Return a completion as a dataset row. If the prompt is text but the completion is messages, make the prompt a user
-        turn.
+        """Return completion `i` as a dataset row.
 
-        For a model without a chat template, make the completion text instead.
+        If its prompt is text but the completion is messages, make the prompt a user turn. For a model without a chat template,
+        convert the completion to text instead.
         """
         prompt, completion = samples.prompts[i], samples.completions[i]
         if isinstance(prompt, str) and not isinstance(completion, str):

@@ -125,7 +125,7 @@ class ExpertLayer(Layer):
         return made
 
     def _multiply(self, which: int, x: Tensor, width: int, pairs: _Pairs, weights: LayerWeights) -> Tensor:
-        """Return the products [W·k, `width`] of sorted rows x with their experts' [gate|up] (`which` is 0) or down (1)."""
+        """Return the products [W·k, `width`] of `x`, a row per pair, with the experts' [gate|up] (`which` is 0) or down (1)."""
         out = x.new_empty(len(x), width)
         for e, rows in pairs.spans:
             weights.apply(2 + 2 * e + which, x[rows], out[rows])

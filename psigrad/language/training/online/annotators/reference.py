@@ -36,7 +36,7 @@ class Reference(Annotator):
         return replace(batch, logp_ref=logp)
 
     def divergence(self, run: OnlineRun, batch: Batch, micro: MicroBatch) -> Divergence | None:
-        """Return the reference of an exact KL, or None if the method has no exact KL; see `Annotator`."""
+        """Return the `Divergence` from the reference for an exact KL; None if the method has no exact KL. See `Annotator`."""
         return exact_kl(run.algorithm, self.model, reference_inputs_of(batch, micro))
 
     def after_step(self, run: OnlineRun, number: int) -> None:
