@@ -18,7 +18,7 @@ from psigrad.paths import check_output
 
 
 def train(name: str) -> Callable[[list[str]], int]:
-    """Return the command that trains by the method `name`, a function from arguments to an exit status."""
+    """Return the command that trains with the method `name`. It takes a list of arguments and returns an exit status."""
 
     def run(arguments: list[str]) -> int:
         method = declaration(name)
@@ -129,7 +129,7 @@ def tasks(arguments: list[str]) -> int:
 
 
 def check_method(preset: str, given: Any, setting: str = "algorithm") -> None:
-    """Raise `UserError` if `given` names another method than the command `preset`: `psigrad rloo --config grpo.yaml`."""
+    """Raise `UserError` if `given`, the value of `setting`, names another method than `preset`, which is the command's name."""
     named = given.get("preset", preset) if isinstance(given, dict) else given
     if isinstance(named, str) and named != preset and named in list_declarations():
         raise UserError(

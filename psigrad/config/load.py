@@ -46,9 +46,9 @@ def load(
 ) -> T:
     """Load settings of class `cls`.
 
-    Flags beat overrides, overrides beat the YAML file, the file beats `defaults`, and these beat the defaults of the class.
-    The keys of `flags` are dotted names or their last parts ("optim.learning_rate" or "learning_rate"). `names` may also know
-    the names of other libraries. Raises `UserError` that names the file or override, the field, the value and what was expected.
+    Flags beat overrides, overrides beat the YAML file, the file beats `defaults`, and these beat the defaults of the class. The
+    keys of `flags` are dotted names or their last parts ("optim.learning_rate" or "learning_rate"). `names` translates other
+    libraries' names. Raises `UserError` that names the file or override, the field, the value and what was expected.
     """
     types = dict(field_types(cls))
     values, given = names.of_file(cls, read_file(path) if path else {}, flags or {}, str(path))
@@ -113,10 +113,7 @@ def has_cuda() -> bool:
 
 
 def _merge(below: Any, above: Any) -> Any:
-    """Merge a file's value `above` over a method's default `below`, and return the result.
-
-    A section is merged name by name. Any other value of the file replaces the default.
-    """
+    """Return a file's value `above` merged over the default `below`: a section name by name, any other value as a whole."""
     sections = isinstance(below, dict) and isinstance(above, dict) and "preset" not in below
     return {**below, **above} if sections else above
 
@@ -140,7 +137,9 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 
 
 def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str] = frozenset(), names: Names = OWN) -> T:
-    """Build a `cls` from `values`. Errors name the file `source`, but not for the settings in `beside`, which are not from it."""
+    """Return a `cls` with `values`. Errors name their file, `source`, but not for the settings in `beside`, which are not from
+    it. `names` translates a name that `cls` lacks, so that an error can suggest the right one.
+    """
 
     def locate(name: str) -> str:
         return f"{source}: {name}" if source and name not in beside else name
@@ -215,7 +214,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
 
 
 def _convert_types(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with lone values of tuple fields as tuples, paths as text, and the defaults of `cls` added to sections."""
+    """Return `values` with a single value of a tuple field as a tuple, paths as text, and sections with the defaults of `cls`."""
     hints = types_of(cls)
     made: dict[str, Any] = {}
     for name, value in values.items():

@@ -130,8 +130,8 @@ def read_value(text: str, hint: Any = None, name: str = "a value") -> Any:
     """Read a value as YAML. Return the text itself if YAML cannot read it, or if `hint` says that the setting is text.
 
     So `output_dir=2024` stays text. A setting that accepts text and mappings, such as `metric`, is text unless the value starts
-    like a mapping. A tuple of texts is text unless it starts like a list: `report_to=[]`. A value that starts like a JSON object,
-    {"…, must be valid JSON, since YAML would read a misspelt `fals` in it as text. Raises `UserError` that names the setting.
+    like a mapping. A tuple of texts is text unless it starts like a list: `report_to=[]`. A value that starts with {" must be
+    valid JSON, since YAML would read a misspelt `fals` in it as text. Raises `UserError` that names the setting.
     """
     if hint is str or (str in get_args(hint) and not text.startswith("[" if get_origin(hint) is tuple else "{")):
         return text
@@ -148,7 +148,7 @@ def read_value(text: str, hint: Any = None, name: str = "a value") -> Any:
 
 @cached
 def names_of(cls: Any) -> dict[str, str]:
-    """Return {name: dotted name} for both names of each setting, `max_steps` and `run.max_steps`. Sections map to themselves."""
+    """Return {name: dotted name} with both names of a setting of `cls`, max_steps and run.max_steps. A section maps to itself."""
     meant = {
         **{dotted: dotted for dotted, _ in field_types(cls)},
         **{name: other or name for name, other in unread_settings(cls).items()},

@@ -46,7 +46,7 @@ def levels(signed: bool) -> Tensor:
 
 @functools.cache
 def middles(signed: bool) -> Tensor:
-    """Return for each level the largest number that is rounded to it: the middle between it and the next, ∞ for the last level.
+    """Return the largest number that is rounded to each of `levels(signed)`: the middle between it and the next, ∞ for the last.
 
     Unlike in bitsandbytes, a second moment above 0 is never rounded to 0, because the next step is divided by its root plus ε.
     """
@@ -116,12 +116,12 @@ def _signed(number: int) -> int:
 
 
 def split(master: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Split float32 numbers [n] into (`dither(master, first)`, their lower 16 bits as int16). `join` is the inverse."""
+    """Split a float32 `master` [n] into (`dither(master, first)`, its lower 16 bits as int16). `join` is the inverse."""
     return dither(master, first), master.view(torch.int32).to(torch.int16)
 
 
 def join(stored: Tensor, remainder: Tensor, first: int = 0) -> Tensor:
-    """Return the float32 numbers [n] that `split(…, first)` divided into `stored`, in bfloat16, and a 16-bit `remainder`."""
+    """Return the float32 numbers [n] that `split`, with the same `first`, divided into `stored` and a 16-bit `remainder`."""
     low = remainder.int().bitwise_and_(0xFFFF)
     carried = _thresholds(first, stored).add_(low).bitwise_right_shift_(16)
     return (stored.view(torch.int16).int() - carried).bitwise_left_shift_(16).bitwise_or_(low).view(torch.float32)
@@ -133,9 +133,9 @@ def _first_thresholds(device: torch.device) -> Tensor:
 
 
 def copy_masters(weights: Sequence[tuple[Tensor, Tensor, int]]) -> None:
-    """Copy masters to their weights, given as (weight, master, index of the first element in the whole weight).
+    """Copy float32 masters to their weights. `weights` has (weight, master, index of its first element in the unsharded weight).
 
-    A bfloat16 weight is rounded by `dither`: by the kernels where there are any, or else small weights together and large ones in
+    A bfloat16 weight is rounded by `dither`, if possible in C++. In torch, small weights are rounded together, and large ones in
     chunks. A float16 weight is rounded to the nearest number.
     """
     small = []
@@ -231,7 +231,7 @@ class LowMemoryAdamW:
         )
 
     def _step_by_torch(self, w: AdamWWeight, remainder: Tensor | None, step: StepSize) -> None:
-        """Update one weight, or with `remainder` (`join`) its float32 master, by torch, a chunk of elements at a time.
+        """Update one weight by torch, a chunk of elements at a time. With `remainder`, update its float32 master (see `join`).
 
         This is used on other devices than the CPU. Tests compare the CPU's kernel with it.
         """

@@ -188,7 +188,7 @@ def _traces(path: Path, files: Mapping[str, Any]) -> list[Any]:
 def verify(path: Path, rank: int = 0, size: int = 1) -> dict[str, Any]:
     """Return the manifest of a checkpoint whose files are all unchanged. Raise `CheckpointError` naming a changed file.
 
-    With several processes (`size`), each hashes only every `size`-th file. If none raises, the caller must call `trust` on each.
+    With `size` processes, each hashes only every `size`-th file. If none of them raises, each must call `trust` afterwards.
     """
     manifest = read_manifest(path)
     check_format(path, manifest)

@@ -54,7 +54,7 @@ class Best(Callback):
     def _figure(self, metrics: Mapping[str, Any], step: int) -> tuple[float, bool]:
         """Return (the figure by which evaluations are compared, True if a greater value is better).
 
-        If the settings name none, the first evaluation decides which figure it is.
+        If the settings name none, the first evaluation decides. Raises `UserError` if the first one after step 0 lacks it.
         """
         name = self.figure or self.settings.metric_for_best_model
         found = comparison_figure(metrics, name, self.settings.greater_is_better)

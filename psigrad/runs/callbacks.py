@@ -69,7 +69,7 @@ class Callback:
         """Handle the end of each evaluation. `metrics` has figures as "eval/…", and as "eval_…" for transformers."""
 
     def on_save(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
-        """Handle each saved checkpoint; `checkpoint` is its folder."""
+        """Handle each saved checkpoint. `kwargs["checkpoint"]` is its folder."""
 
     def on_train_end(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
         """Handle the end of the last step, before the final model is written."""
@@ -171,7 +171,7 @@ class Callbacks:
             self._rows.append(dict(row))
 
     def begin(self, state: S, total: int) -> S:
-        """Restore each callback's state, then call `on_init_end` and `on_train_begin`. `total` is the run's number of steps."""
+        """Restore the callbacks, and call `on_init_end` and `on_train_begin`. The run has `total` steps. Return the new state."""
         if not self.callbacks:
             return state
         self.visible_state.max_steps = total
@@ -189,16 +189,19 @@ class Callbacks:
         return self._call_all("on_train_begin", self._call_all("on_init_end", state))
 
     def step_begin(self, state: S) -> S:
-        """Call `on_step_begin` of all callbacks."""
+        """Call `on_step_begin` of all callbacks. Return `state` with the changes that they requested."""
         return self._call_all("on_step_begin", state) if self.callbacks else state
 
     def step_end(self, state: S, evaluate: bool, save: bool) -> S:
-        """Call `on_step_end` of all callbacks. `evaluate` and `save` are True if due; callbacks may change both in `control`."""
+        """Call `on_step_end` of all callbacks. Return `state` with the changes that they requested.
+
+        `evaluate` and `save` are True if an evaluation or a checkpoint is due. Callbacks may change both (`Control`).
+        """
         self.control.should_evaluate, self.control.should_save = evaluate, save
         return self._call_all("on_step_end", state) if self.callbacks else state
 
     def after_evaluation(self, state: S) -> S:
-        """Call `on_evaluate` of all callbacks with the figures of the evaluation."""
+        """Call `on_evaluate` of all callbacks with the new figures. Return `state` with the changes that they requested."""
         if not self.callbacks:
             return state
         metrics = {k: v for row in self._rows for k, v in row.items() if k.startswith("eval/")}
@@ -214,11 +217,11 @@ class Callbacks:
         return state
 
     def after_save(self, state: S, checkpoint: Any) -> S:
-        """Call `on_save` of all callbacks with the folder of the saved checkpoint."""
+        """Call `on_save` of all callbacks with the folder `checkpoint`. Return `state` with the changes that they requested."""
         return self._call_all("on_save", state, checkpoint=checkpoint) if self.callbacks else state
 
     def end(self, state: S) -> S:
-        """Call `on_train_end` of all callbacks."""
+        """Call `on_train_end` of all callbacks. Return `state` with the changes that they requested."""
         return self._call_all("on_train_end", state) if self.callbacks else state
 
     def collect_memory(self, state: S) -> S:
@@ -303,7 +306,7 @@ class Callbacks:
             self.folder.event("stop_asked", step=step, callback=name)
 
     def _on_rank_0(self, work: Callable[[], None], state: S) -> S:
-        """Run `work`, which calls callbacks, on rank 0. Then apply their requests on all ranks, or raise on all if it failed."""
+        """Run `work`, which calls callbacks, on rank 0. Return `state` with their requests. Raise on all ranks if it failed."""
         failure = ""
         if self.world.rank == 0:
             try:
@@ -380,10 +383,7 @@ def load(callback: Any, state: Any) -> None:
 
 
 def resolve(given: Any) -> Any:
-    """Return the callback that a setting gives as object, class, "module:Class", or {"callback": …, parameter: value}.
-
-    Raise `UserError` for anything else.
-    """
+    """Return the callback `given` as object, class, "module:Class" or {"callback": …, parameter: value}, or raise `UserError`."""
     parameters: dict[str, Any] = {}
     found = given
     if isinstance(found, Mapping):

@@ -54,7 +54,7 @@ def encode_steps(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = 
 
 
 def longest_text(made: Pair | LabelledAnswer | Steps) -> int:
-    """Return the number of tokens in the longest text of a pair, or in a prompt with its only answer."""
+    """Return the number of tokens of a prompt with its answer; for a pair, with the longest of its answers' texts."""
     if not isinstance(made, Pair):
         return made.tokens
     return len(made.prompt) + max(len(text.ids) for side in (made.chosen, made.rejected) for text in side.texts)

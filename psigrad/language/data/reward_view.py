@@ -82,7 +82,7 @@ def _hidden(message: Message, hide: Callable[..., str]) -> Message:
 
 
 def score(scorer: Scorer | None, trajectories: Sequence[Trajectory], rows: Mapping[int, Row]) -> list[Trajectory]:
-    """Return the trajectories with their rewards. `rows[t.row]` is the dataset row of trajectory t, whose columns rewards get."""
+    """Return the trajectories with the scorer's and the environment's rewards. `rows[t.row]` is trajectory t's dataset row."""
     view = reward_view(plays=any(t.mask for t in trajectories))
     rewards = PendingRewards(scorer, view({t.row: rows[t.row] for t in trajectories}))
     rewards.add_all(trajectories)

@@ -104,7 +104,7 @@ class _DuplicateKeyError(ValueError):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of a JSON text. Raise an error for a duplicate key, of which Python silently keeps the last value."""
+    """Return the dictionary of a JSON object's name-value `pairs`. Raise an error for a repeated name, which Python accepts."""
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
@@ -180,7 +180,7 @@ def _json(path: Path, name: str) -> Records:
 
 
 def _refuse_one_object(data: bytes, path: Path) -> None:
-    """Raise `UserError` for one object over several lines. JSON lines in a `.json` file are common and allowed."""
+    """Raise `UserError` if `data`, the content of a file, is one JSON object over several lines. JSON lines are allowed."""
     try:
         one_object = b"\n" in data.strip() and isinstance(json.loads(data), dict)
     except (ValueError, RecursionError):
@@ -220,8 +220,8 @@ def _skip(text: str, at: int) -> int:
 
 
 def _end_of(text: str, at: int) -> int:
-    """Return the end of the JSON value at `at`, which `_DECODER` rejected, by Python's decoder. Raise `JSONDecodeError` if
-    Python's decoder rejects it too.
+    """Return the index after the JSON value at text[at:], which `_DECODER` rejected because of a repeated key, for example. Raise
+    `JSONDecodeError` if Python's own decoder rejects the value too.
     """
     try:
         return _PLAIN.raw_decode(text, at)[1]

@@ -90,10 +90,10 @@ def examples(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0, 
     - conversational prompt-completion: loss on the assistant turns of the completion;
     - messages: loss on every assistant turn whose `weight` (`train`, `loss_mask`) is not 0.
 
-    An assistant turn is its content and the token that ends it, not the line break that a template writes after it. If the
-    template rewrites earlier turns, a conversation gives several examples: each turn in the context in which it is sampled. Raise
-    `RowError` for a turn without such a context, and for one that does not end with a special token. Raise it also for a turn of
-    which the template leaves out a part.
+    An assistant turn is its content and the token that ends it, not the line break that a template writes after it. An empty
+    thought that the template adds has a loss only with `empty_thinking`. If the template rewrites earlier turns, a conversation
+    gives several examples: each turn in the context in which it is sampled. Raise `RowError` for a turn without such a context,
+    for a turn that does not end with a special token, and for one of which the template leaves out a part.
     """
     if isinstance(row.completion, str):
         made = [_plain(tokenizer, row, row.completion)]
@@ -132,7 +132,7 @@ def encode_batch(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, emp
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool) -> tuple[Conversation, list[list[Piece]]]:
-    """Return (a row's conversation, the pieces to encode of each of its contexts). `encode_batch` may have prepared both."""
+    """Return (a row's conversation, the pieces to encode of each of its `contexts`), from `encode_batch` if it prepared them."""
     made: tuple[Conversation, list[list[Piece]]] | None = dialect.specials_of(tokenizer).conversations.pop(id(row), None)
     if made is None or made[0].row is not row:
         conversation = Conversation(tokenizer, row)
@@ -145,7 +145,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool) 
 
 
 def example(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0) -> Example:
-    """Return the last of the `examples` of a row. Its context is the conversation as the model reads it at the last turn."""
+    """Return the last of the row's `examples`, cut at `max_length`. Its context is what the model reads at the last turn."""
     return examples(tokenizer, row, max_length)[-1]
 
 
@@ -188,10 +188,7 @@ def observation_ids(tokenizer: PreTrainedTokenizerBase, row: Row, observation: s
 
 @dataclass(frozen=True)
 class Reading:
-    """The input of the policy before a turn: its `text` and `ids`.
-
-    `ids` are the tokens after the previous input, or all tokens if `restart`.
-    """
+    """The input of the policy before a turn: its `text`, and its `ids` after the previous input (all `ids` if `restart`)."""
 
     text: str
     ids: list[int]
@@ -261,10 +258,7 @@ def hidden_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def opened_thought(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> str:
-    """Return the tag of an open thought at the end of a prompt; empty if there is none.
-
-    DeepSeek-R1's template, for example, writes <think> before every answer.
-    """
+    """Return the tag of a thought that a prompt leaves open, as DeepSeek-R1's template leaves <think>; "" if there is none."""
     found = OPEN.search(images.decode(tokenizer, prompt_ids[-16:], clean_up_tokenization_spaces=False))
     return found.group() if found else ""
 

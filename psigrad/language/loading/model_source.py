@@ -264,7 +264,7 @@ def _download(path: str, revision: str) -> Path:
 
 @lru_cache(maxsize=8)
 def _adapter_on_hub(path: str, revision: str = "", *, local: bool = False) -> Path | None:
-    """Return the folder of the downloaded hub adapter `path`; None if it is no adapter. `local` means an earlier download."""
+    """Download a hub adapter and return its folder; None if `path` names none. With `local`, use only an earlier download."""
     from huggingface_hub import snapshot_download
     from transformers.utils import cached_file
 
@@ -399,7 +399,7 @@ def _convert_gguf(file: Path, folder: Path) -> None:
 
 
 def _convert_tokenizer(file: Path, folder: Path) -> None:
-    """Convert the configuration and the tokenizer of a GGUF file, but not its weights."""
+    """Write the configuration and tokenizer of a GGUF file to `folder`, in transformers' format. Do not convert its weights."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     config: Any = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)

@@ -108,10 +108,7 @@ class Teacher:
         self._pieces[:] = [ends, theirs, (d.sum() - d) / others]
 
     def add_kl(self, evaluation: PolicyOutputs, rows: Tensor) -> PolicyOutputs:
-        """Return `evaluation`, the policy's outputs for these rows of the batch, with the KL of the text pieces added.
-
-        Return it unchanged if `store_pieces` has stored no pieces.
-        """
+        """Return `evaluation`, the policy's outputs for these rows of the batch, with the KL of stored text pieces, if any."""
         if not self._pieces:
             return evaluation
         ends, theirs, baseline = (copy_to(x[rows], evaluation.logp.device) for x in self._pieces)
@@ -143,9 +140,9 @@ class Teacher:
         return ends, theirs
 
     def _translate(self, prompt: tuple[int, ...], ids: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-        """Return (a completion in the teacher's tokens, the ends of its text pieces in both tokenizations).
+        """Return (the completion `ids` in the teacher's tokens, the ends of its text pieces in both tokenizations).
 
-        An end is (the number of the policy's tokens, the number of the teacher's tokens) up to it.
+        An end is (the number of the policy's tokens, the number of the teacher's tokens) up to it. `prompt` has teacher tokens.
         """
         eos, finished = self.tokenizer.eos_token_id, bool(ids) and ids[-1] in self.policy.eos_token_ids
         body = ids[:-1] if finished else ids
@@ -208,7 +205,7 @@ class TeacherReference(Annotator):
     def add_terms(
         self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, sums: LossSums
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Return (`part`, `outputs` with the KL by pieces of text). `outputs` are the results of a forward pass."""
+        """Return (`part`, `outputs` with the KL by pieces of text). `rows` are the rows of the batch that `outputs` has."""
         return part, self.teacher.add_kl(outputs, rows)
 
 
@@ -218,10 +215,7 @@ def is_address(reference: str) -> bool:
 
 
 def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, list[int]]:
-    """Return (the tokens' text up to the last complete character, the length of that text after each token).
-
-    The length is -1 where a token ends inside a character.
-    """
+    """Return (the tokens' text up to the last complete character, its length after each token, or -1 inside a character)."""
     text, ends, new = "", [], []
     before = ids[0] if ids else 0
     for token in ids:

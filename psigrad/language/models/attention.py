@@ -82,7 +82,8 @@ class Layout(StateLayout, Protocol):
     ) -> Tensor:
         """Compute attention within each sequence: the output [1, S, H, D] from q [1, H, S, D] and k and v [1, H_kv, S, D].
 
-        `how` computes it for padded tensors: `scaled_dot_product_attention` or `modified_attention`.
+        `layer` is the number of the layer, `scale` multiplies q · k, and `window` is a sliding window in tokens (None: no
+        window). `how` is the function for padded tensors: `scaled_dot_product_attention` or `modified_attention`.
         """
 
 
@@ -155,23 +156,23 @@ class Pieces(NamedTuple):
 
     @property
     def lengths(self) -> np.ndarray:
-        """[B + N] the number of tokens of each piece, in the order of the row."""
+        """[B + N] the number of tokens of each prefix, then of each sequence."""
         return np.concatenate([self.prefixes, self.sequences])
 
     @property
     def starts(self) -> np.ndarray:
-        """[B + N] the position in the row where each piece starts."""
+        """[B + N] the position in the row where each prefix starts, then where each sequence starts."""
         lengths = self.lengths
         return np.asarray(lengths.cumsum() - lengths)
 
     @property
     def before(self) -> np.ndarray:
-        """[B + N] the number of prefix tokens that each piece attends to; 0 for a prefix itself."""
+        """[B + N] the number of prefix tokens before a piece: 0 for each prefix, then `seen` for each sequence."""
         return np.concatenate([0 * self.prefixes, self.seen])
 
     @property
     def base(self) -> np.ndarray:
-        """[B + N] the position in the row where the prefix of each piece starts; 0 for a prefix itself."""
+        """[B + N] 0 for each prefix, then for each sequence the position in the row where its prefix starts."""
         return np.concatenate([0 * self.prefixes, self.starts[self.prefix] if len(self.prefixes) else self.prefix])
 
 
@@ -257,7 +258,7 @@ class PackedLayout:
     def _sequence_mask(self, window: int | None) -> Tensor:
         """Return the mask [N, 1, L, P + L] of attention from sequences to their prefixes and themselves.
 
-        A token attends to the tokens that its sequence continues, to the earlier tokens of its sequence, and to itself.
+        A token attends to itself and the tokens before it in its text, but only to the last `window` of these (None: to all).
         """
         n, length = self.sequence_rows.shape
         device = self._order.device
@@ -390,7 +391,7 @@ class PackedLayout:
         return on_device(order, self.device), on_device(inverse, self.device), shapes
 
     def mix(self, layer: AttentionLayer, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the attention of `attend` by the C++ kernel. `FusedLayout.mix` has the shapes."""
+        """Compute attention by the C++ kernel; see `FusedLayout.mix`."""
         return layer.native.attention(rotated, qkv, self.spans, layer.heads, layer.window)
 
     @cached_property
@@ -406,7 +407,7 @@ class PackedLayout:
         return Spans(spans[:count], members)
 
     def _mask(self, window: int | None) -> Tensor:
-        """Return `_sequence_mask`, built once for all layers."""
+        """Return `_sequence_mask(window)`. It is computed once and shared by all layers with this sliding window."""
         if window not in self._masks:
             self._masks[window] = self._sequence_mask(window)
         return self._masks[window]

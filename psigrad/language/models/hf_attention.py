@@ -225,7 +225,7 @@ class FlexLayout(_Unpadded):
         return tuple(on_device(x, self.packed.device) for x in columns)  # type: ignore[return-value]
 
     def blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return two masks [Q, K] over blocks of BLOCK queries and of BLOCK keys.
+        """Return two masks [Q, K] over blocks of BLOCK queries and BLOCK keys, for a sliding `window` in tokens (None: none).
 
         The first is True where some query attends to some key, the second where all queries attend to all keys.
         """
@@ -278,8 +278,8 @@ def unpad(packed: PackedLayout, how: str) -> Layout:
 
 
 def _list_blocks(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a mask [Q, K] of blocks as FlexAttention reads it: (the number of True in each row [1, 1, Q], the columns of each
-    row [1, 1, Q, K], those where the mask is True first).
+    """Return the mask `blocks` [Q, K] as FlexAttention reads it: (the number of True in each row [1, 1, Q], the columns of each
+    row [1, 1, Q, K], with those of True first).
     """
     return blocks.sum(1)[None, None], (~blocks).argsort(1, kind="stable")[None, None]
 

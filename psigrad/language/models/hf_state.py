@@ -58,7 +58,10 @@ class Switch:
 
 
 def _convolution(own: Function, layer: int, switch: Switch) -> Function:
-    """Return the replacement of `own`, transformers' `causal_conv1d_fn`, in layer number `layer`. `switch` has its kernels."""
+    """Return a function that replaces `own`, transformers' `causal_conv1d_fn`, in the layer with number `layer`.
+
+    If the mixer passes a layout, it computes packed sequences, by the C++ kernels in `switch` if possible.
+    """
 
     def convolve(
         hidden_states: Tensor,
@@ -105,7 +108,7 @@ def _delta_rule(own: Function, layer: int, switch: Switch) -> Function:
 
 
 def _mamba2(own: Function, layer: int, switch: Switch) -> Function:
-    """Return the replacement of `own`, transformers' `mamba2_chunk_scan`, in layer number `layer`. `switch` has its kernels."""
+    """Return a function that replaces `own`, transformers' `mamba2_chunk_scan`; see `_convolution`."""
 
     def scan(
         hidden_states: Tensor,
@@ -205,7 +208,7 @@ class _Scan(torch.autograd.Function):
 def _scan(
     switch: Switch, trees: Trees, delta_rule: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Return (outputs, states) of `StateKernels.chunks` from states of 0; None if the kernel is disabled or does not fit."""
+    """Return (outputs, states) of `StateKernels.chunks` from states of 0; None if `switch` has no kernels for these tensors."""
     native = switch.native
     if native is None or g.dim() != 2 or v.dtype not in native.dtypes or not q.dtype == k.dtype == v.dtype:
         return None

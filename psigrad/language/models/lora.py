@@ -58,9 +58,9 @@ class Lora:
 
     Formula: s = alpha / rank, or alpha / √rank with `rslora`. With `dora` each row of W + s·B A is scaled to a trained length.
 
-    `target_modules` are names as in peft. "all-linear" means every linear layer but the head, and but the outputs of mixers that
-    peft refuses in models with Mamba. A single regular expression means the modules whose full name it matches. The modules in
-    `modules_to_save` are trained in full.
+    `target_modules` are names as in peft. "all-linear" means every linear layer except the head. In models with Mamba, it also
+    excludes the mixers' outputs, which peft rejects. A single regular expression means the modules whose full name it matches.
+    The modules in `modules_to_save` are trained in full.
 
     Source: Hu et al. 2021, LoRA, arXiv:2106.09685; Kalajdzievski 2023, rsLoRA, arXiv:2312.03732; Liu et al. 2024, DoRA,
     arXiv:2402.09353.
@@ -107,7 +107,7 @@ def is_adapted(name: str, targets: Sequence[str]) -> bool:
 
 
 def _peft_targets(targets: Sequence[str]) -> str | list[str]:
-    """Return `target_modules` as peft takes them. Raises `UserError` for an invalid pattern, or a pattern beside other names."""
+    """Return `target_modules` as peft takes them. Raises `UserError` for an invalid pattern, or a pattern among other names."""
     patterns = [target for target in targets if target != "all-linear" and _is_pattern(target)]
     if patterns and len(targets) > 1:
         raise UserError(
@@ -174,7 +174,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 def add_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, towers: Sequence[str] = ()) -> nn.Module:
     """Add new LoRA layers, or those saved in the folder `saved`, to a model. Return the peft wrapper of the model.
 
-    Modules outside the text half, such as a vision tower, get no LoRA layers, except those named in `towers`.
+    Modules outside the text half, such as a vision tower, get LoRA layers only if in `towers`. `task` is peft's task_type.
     """
     import peft
 
@@ -341,7 +341,7 @@ class DropoutMasks:
         self.seed = seeds.derive("dropout", *parts)
 
     def read(self, inputs: ForwardInputs) -> None:
-        """Store the hashes of a forward pass's tokens, for its masks. A pass without gradient has no dropout and needs none."""
+        """Store the hashes of a forward pass's tokens, from which its dropout masks are computed. Do nothing without gradient."""
         if self.used and torch.is_grad_enabled():
             whole = inputs.token_hashes is None
             self.tokens = hash_tokens(inputs.input_ids, inputs.position_ids, inputs.layout) if whole else inputs.token_hashes
@@ -388,7 +388,7 @@ class CountedDropout(nn.Module):
 def hash_tokens(ids: Tensor, positions: Tensor, layout: Any = None) -> Tensor:
     """Return a hash of the text up to each token [B, S]: Σ_i w(id_i, i) modulo 2^64, with w a pseudo-random function.
 
-    A token has the same hash in a packed row, in a padded row, and after a prompt that other sequences share.
+    `positions` [B, S] are the i. A token's hash is the same in a packed row (`layout`), a padded row, and after a shared prompt.
     """
     sums = seeds.words_on_device(ids, positions).cumsum(-1)
     if not isinstance(layout, PackedLayout):  # padding is at the end, and no text follows it

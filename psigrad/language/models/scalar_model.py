@@ -211,7 +211,10 @@ def prepare(
     is_known: bool = False,
     towers: Sequence[str] = (),
 ) -> ScalarModel:
-    """Return a `ScalarModel` for a transformers model in memory. `is_known` is True if `fused.loader.load` loaded it."""
+    """Return a `ScalarModel` for a transformers model in memory.
+
+    `is_known` is True if `fused.loader.load` loaded the model. The other arguments are those of `load`.
+    """
     network.config.pad_token_id = _padding(tokenizer)
     model = ScalarModel(network, tokenizer)
     if not model.per_token:

@@ -55,7 +55,7 @@ class Top:
         return Top(self.ids[where], self.logp[where])
 
     def compare(self, logits: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (log π, log π_ref) [M, k + 1] of the k tokens, and in the last column of all other tokens together.
+        """Return (log π, log π_ref) [M, k + 1] of the reference's k most probable tokens and, last, of all others together.
 
         `logits` [M, V] are the policy's, and `normaliser` [M] is their log-sum-exp.
         """
@@ -101,9 +101,10 @@ class TokenStatsRequest:
         return not (slopes or self.mean_logp) and self.reference_head is None
 
     def of(self, logits: Tensor, ids: Tensor, reference_hidden: Tensor | Top | None) -> tuple[Tensor, ...]:
-        """Return (logp, entropy, kl, hit, mean_logp) [M] from logits [M, V] and ids [M]; empty tensors if not requested.
+        """Return (logp, entropy, kl, hit, mean_logp) [M] of `TokenStats` from logits [M, V] and ids [M].
 
-        `reference_hidden` are the reference's hidden states for `reference_head`, or its `Top`.
+        Those that were not requested are empty tensors. `reference_hidden` are the reference's hidden states for
+        `reference_head`, or its `Top`.
         """
         raw, logits = logits, upcast(logits)
         logits = logits if self.temperature == 1.0 else logits / self.temperature

@@ -107,7 +107,7 @@ class Vision:
         raise NotImplementedError
 
     def pixels(self, pictures: Sequence[Picture]) -> tuple[Tensor, ...]:
-        """Return what the image processor computes for these images: the vision tower's arguments, in the order of `inputs`."""
+        """Return the image processor's results for these images: the vision tower's arguments, in the order of `self.inputs`."""
         made = self.processor(images=[one.open() for one in pictures], return_tensors="pt")
         return tuple(made[name] for name in self.inputs)
 
@@ -291,10 +291,7 @@ class Grid(Vision):
         return rows * columns
 
     def shift(self, ids: Sequence[int]) -> int:
-        """Return the position of the next token after `ids`, minus the number of `ids`.
-
-        An image of h × w features advances the position by max(h, w).
-        """
+        """Return the position after `ids`, minus the number of `ids`. An image of h × w features takes max(h, w) positions."""
         found = 0
         for token in ids:
             if token >= FIRST:

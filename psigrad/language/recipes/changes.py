@@ -14,10 +14,7 @@ R = TypeVar("R")
 
 
 def change_settings(run: R, changes: Mapping[str, Any]) -> R:
-    """Return a run (`OnlineRun` or `OfflineRun`) with these settings changed.
-
-    Raises `UserError` for a setting whose value is not a number.
-    """
+    """Return an `OnlineRun` or `OfflineRun` with `changes` {setting: value}. Raises `UserError` if a setting is not a number."""
     made: Any = run
     for name, value in changes.items():
         head, _, rest = name.partition(".")
@@ -36,7 +33,7 @@ def change_settings(run: R, changes: Mapping[str, Any]) -> R:
 
 
 def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
-    """Return a run with these settings changed by `change_settings`. Set the new values in the run's optimisers too."""
+    """Return the run with `changes` to its settings, made by `change_settings`, and to the settings of its optimisers."""
     if not changes:
         return run
     made: Any = change_settings(run, changes)
@@ -47,7 +44,7 @@ def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
 
 
 def _change_method(run: Any, head: str, rest: str, value: float) -> Any:
-    """Return the run with one number of its method set to `value`. `head` is "algorithm" or "loss", `rest` the path in it."""
+    """Return the run with one number of its method set to `value`. `head` is "algorithm" or "loss", `rest` the path below it."""
     name = f"{head}.{rest}"
     if head == "loss":
         tasks = {own: task for own in ("task", "held_out") if (task := getattr(run, own)) is not None}
@@ -62,7 +59,7 @@ def _change_method(run: Any, head: str, rest: str, value: float) -> Any:
 
 
 def _replace_in(thing: Any, path: list[str], value: Any, name: str) -> Any:
-    """Return a copy of a frozen dataclass with `value` in the nested field at `path`."""
+    """Return a copy of the dataclass `thing` with `value` in the nested field at `path`. Errors call this setting `name`."""
     known = [f.name for f in fields(thing)] if is_dataclass(thing) else []
     if path[0] not in known:
         raise UserError(f"{name} cannot be changed: there is no {path[0]!r}{nearest(path[0], known) or '.'}")

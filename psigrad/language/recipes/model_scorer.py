@@ -70,9 +70,7 @@ class ModelScorer:
         return self._where_it_fits(pairs, self._by_texts)
 
     def _where_it_fits(self, pairs: Sequence[tuple[Ids, Ids]], score: Callable[..., list[Result]]) -> list[Result]:
-        """Apply `score` to the texts that fit the model's positions. Return the results, with `Unscored` for texts that do not
-        fit.
-        """
+        """Apply `score` to the texts that fit the model's positions. Return its results, and `Unscored` for each other text."""
         long = [describe_overflow(self.model, pair) for pair in pairs]
         found = iter(score([pair for pair, why in zip(pairs, long, strict=True) if not why]))
         return [Unscored(f"the reward model {self.name} cannot read {why}") if why else next(found) for why in long]
@@ -81,10 +79,10 @@ class ModelScorer:
         return [self._result(value) for value in score_all(self.model, pairs, self.micro_batch_tokens)]
 
     def _row(self, samples: Samples, i: int) -> Row:
-        """Return a completion as a dataset row. If the prompt is text but the completion is messages, make the prompt a user
-        turn.
+        """Return completion `i` as a dataset row.
 
-        For a model without a chat template, make the completion text instead.
+        If its prompt is text but the completion is messages, make the prompt a user turn. For a model without a chat template,
+        convert the completion to text instead.
         """
         prompt, completion = samples.prompts[i], samples.completions[i]
         if isinstance(prompt, str) and not isinstance(completion, str):
@@ -141,7 +139,7 @@ class ModelScorer:
 
 
 def describe_overflow(model: ScalarModel, pair: tuple[Ids, Ids]) -> str:
-    """Return a message about a text that exceeds the model's positions; empty if it fits."""
+    """Return a message if the tokens of both texts of `pair` together exceed the model's positions; empty if they fit."""
     tokens = sum(map(len, pair))
     return f"{tokens} tokens, since it has {model.max_length} positions" if tokens > model.max_length else ""
 

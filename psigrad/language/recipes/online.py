@@ -107,7 +107,8 @@ def open_job(
 ) -> Iterator[Job]:
     """Load the parts of a new run, or of one that resumes from a checkpoint. `setup` is the reward and the held-out metric.
 
-    Without `scores`, nothing is scored or evaluated. With `reference`, load a reference even if the algorithm needs none.
+    `given` is a model in memory to train in place of `config.model`. Without `scores`, nothing is scored or evaluated. With
+    `reference`, load a reference even if the algorithm needs none.
     """
     algorithm, (rewards, metric), evaluator = method(config), setup, None
     with contextlib.ExitStack() as stack:
@@ -175,10 +176,7 @@ def _learners(
 
 
 def _past_policies(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World) -> PastPolicies | None:
-    """Return the opponents of the policy in games, which are frozen copies of it (past selves); None if the run has none.
-
-    They are loaded from the checkpoint if there is one.
-    """
+    """Return the policy's opponents in games: frozen copies of it, from the checkpoint if it has any; None if there are none."""
     if not config.past_opponents:
         return None
     places = [part_of(checkpoint, f"past-{n}") for n in range(config.past_kept)]
@@ -243,7 +241,10 @@ def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterato
 def _prepare_rows(
     config: OnlineConfig, model: LanguageModel, journal: Journal, episodes: Player | None, setup: Setup
 ) -> PreparedRows[Any]:
-    """Return the training and held-out rows that the rewards of `setup` can score, and the tokens of the training prompts."""
+    """Return the training and held-out rows that the rewards of `setup` can score, and the tokens of the training prompts.
+
+    `episodes` is the player of the environment or game; None for single completions.
+    """
     rewards, metric = setup
 
     def make(log: Log) -> PreparedRows[Any]:

@@ -134,9 +134,9 @@ class RewardSetup:
     def judgeable(self, rows: Sequence[Row], log: Log | None = None) -> Sequence[Row]:
         """Return the rows that the functions can score.
 
-        A row without a gold answer is dropped and counted, since no function would apply to it. A row whose gold answer can be
-        parsed only in part raises `UserError` with its place in the file; with `bad_rows: skip` it is dropped and counted. Such
-        an answer would reward wrong completions.
+        A row without a gold answer is dropped and counted, since no function would apply to it. A gold answer that can be parsed
+        only in part would reward wrong completions. Its row raises `UserError` with its place in the file. With `bad_rows: skip`
+        it is dropped and counted, unless all rows are like this.
         """
         rows = self._with_golds(rows, log)
         if not any(hasattr(function, "check_row") for function in self.functions):

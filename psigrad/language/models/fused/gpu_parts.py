@@ -22,26 +22,21 @@ if TYPE_CHECKING:
 
 
 class GpuParts:
-    """Forward methods with fewer kernels for a network's modules. `GpuParts(network)` replaces the modules' own.
-
-    They are used while `on` is True.
-    """
+    """Forward methods with fewer kernels. `GpuParts(network)` gives them to the network's modules, for use while `on` is True."""
 
     def __init__(self, network: PreTrainedModel) -> None:
         self.on = True
         replace_forwards(network, self._forward_of)
 
     def _forward_of(self, module: Any) -> Callable[..., Tensor] | None:
-        """Return a forward method with fewer kernels for a module; None if there is none for the module."""
+        """Return a forward method for the module that launches fewer kernels than its own; None if there is none."""
         if norm_offset(module, _rms_norm) == 0.0:
             return self._norm(type(module).forward)
         adapts = hasattr(module, "lora_A") and type(getattr(module, "base_layer", None)) is nn.Linear
         return self._adapted(type(module).forward) if adapts else None
 
     def runs(self, x: Tensor, *weights: Tensor) -> bool:
-        """Return True for unsharded tensors of one dtype on a GPU. Return False inside torch.compile, which fuses the modules'
-        own code.
-        """
+        """Return True for unsharded tensors of one dtype on a GPU, except in torch.compile, which fuses the modules' code."""
         plain = all(type(w) in (nn.Parameter, Tensor) and w.dtype == x.dtype for w in weights)
         return self.on and x.is_cuda and plain and not torch.compiler.is_compiling()
 

@@ -39,7 +39,7 @@ class _Pairs:
         """The expert and the sorted pairs of each expert that has any."""
 
     def sum(self, rows: Tensor, tokens: int) -> Tensor:
-        """Return the sum [W, E] over each token's pairs of `rows` [W·k, E]."""
+        """Return the sum [W, E] over the k pairs of each of the W = `tokens` tokens. `rows` [W·k, E] are sorted by expert."""
         return rows.index_select(0, self.inverse).view(tokens, -1, rows.shape[1]).sum(1)
 
 
@@ -71,7 +71,7 @@ class _WithoutHooks(nn.Module):
 class ExpertLayer(Layer):
     """A layer with experts: y = h + r·Σ_e w_e·down_e(act(gate_e(n)) · up_e(n)) over a token's experts e, with n = n₂(h).
 
-    The router returns its logits, the weights w_e, and the chosen experts.
+    The router returns its logits, the weights w_e, and the chosen experts. r is the model's residual multiplier.
     """
 
     sparse = True
@@ -89,7 +89,7 @@ class ExpertLayer(Layer):
         self._names = [path.partition(".")[2] for path in self.feed_others if path.startswith(f"{self.router}.")]
 
     def _expand(self, plain: LayerWeights) -> LayerWeights:
-        """Return the weights with two more groups for each expert: [gate|up], then down."""
+        """Return `plain` with two more groups for each expert, of one matrix each: its [gate|up], then its down."""
 
         def alternate(both: Sequence[Tensor]) -> list[Tensor]:
             return list(itertools.chain(*zip(*(x.unbind() for x in both), strict=True)))
@@ -114,9 +114,9 @@ class ExpertLayer(Layer):
         return [(self.width, self.dtype), (2 * inner * chosen, self.dtype), (chosen, torch.int64), (experts, self.dtype)]
 
     def _route(self, normed: Tensor, given: Sequence[Tensor], again: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (the logits [W, experts], the weights [W, k], the chosen experts [W, k]) of the router with the weights `given`.
+        """Return the router's (logits [W, experts], weights w_e [W, k], chosen experts [W, k]) for `normed` [W, E].
 
-        `again` is True in the backward pass, which must not call the hooks that record or replace the choice.
+        `given` are the router's parameters. `again` is True in the backward pass, where no hook may record or replace the choice.
         """
         router = getattr(self._mlp, self.router)
         names = [f"router.{name}" if again else name for name in self._names]
@@ -125,22 +125,25 @@ class ExpertLayer(Layer):
         return made
 
     def _multiply(self, which: int, x: Tensor, width: int, pairs: _Pairs, weights: LayerWeights) -> Tensor:
-        """Return the products [W·k, `width`] of sorted rows x with their experts' [gate|up] (`which` is 0) or down (1)."""
+        """Return the products [W·k, `width`] of `x`, a row per pair, with the experts' [gate|up] (`which` is 0) or down (1)."""
         out = x.new_empty(len(x), width)
         for e, rows in pairs.spans:
             weights.apply(2 + 2 * e + which, x[rows], out[rows])
         return out
 
     def activate(self, both: Tensor) -> Tensor:
-        """Return the input of an expert's matrix down from its [gate|up]."""
+        """Return the input of the experts' down matrices from `both`, the outputs of their [gate|up] matrices."""
         return self.native.gated(both, self.gelu)
 
     def activate_gradient(self, both: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (the gradient of `both`, the result of `activate`) from the gradient of this result. It may overwrite both."""
+        """Return (the gradient of `both`, `activate(both)`) from `dy`, that of `activate(both)`. May overwrite the arguments."""
         return self.native.gradients.gated(both, dy, self.gelu, in_place=True)
 
     def feed(self, middle: Tensor, weights: LayerWeights, plain: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Compute the mixture; see `Layer.feed`. The tensors are `middle`, the experts' [gate|up], the choice and the logits."""
+        """Compute the feed-forward layer of experts; see `Layer.feed`.
+
+        The returned tensors are `middle`, the experts' [gate|up], the chosen experts, and the router's logits.
+        """
         normed, (experts, _, inner) = self._norm(middle, weights.norms[1]), self._sizes
         with _KernelLinear(self.native.products):
             logits, share, choice = self._route(normed, weights.feed[: len(self._names)])
@@ -155,7 +158,7 @@ class ExpertLayer(Layer):
         return y, (middle, both.index_select(0, pairs.inverse).view(len(middle), -1), choice, logits)
 
     def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: WeightGradients, overwrite: bool) -> Tensor:
-        """Return the gradient of the input of `feed`; see `Layer.feed_gradient`. `kept` has the gradient of the logits."""
+        """Return the gradient of `feed`'s input; see `Layer.feed_gradient`. `kept` has the logits' gradient, not the logits."""
         middle, both, choice, dlogits = (kept.pop(0) for _ in range(4))
         weights, (experts, chosen, inner) = made.weights, self._sizes
         dout, normed, pairs = made.before_residual(1, dy, kept), self._norm(middle, weights.norms[1]), _Pairs(choice, experts)
@@ -178,15 +181,15 @@ class ExpertLayer(Layer):
         return dx
 
     def _input_grads(self, which: int, dy: Tensor, width: int, pairs: _Pairs, weights: LayerWeights) -> Tensor:
-        """Return the gradient [W·k, `width`] of the input x of `_multiply` from that of its result."""
+        """Return the gradient [W·k, `width`] of `x` in `_multiply(which, x, …)` from `dy`, the gradient of the result."""
         out = dy.new_empty(len(dy), width)
         for e, rows in pairs.spans:
             self.native.products.of(dy[rows], weights.matrices[len(self._linear) + 2 * e + which], out[rows])
         return out
 
     def _learn(self, made: WeightGradients, dys: Sequence[Tensor], xs: Sequence[Tensor], pairs: _Pairs) -> list[Tensor | None]:
-        """Return the gradients of the experts' [gate|up] and down, and of their biases, from those of their outputs, `dys`, and
-        their inputs; None for frozen weights.
+        """Return the gradients of the experts' [gate|up] and down, then of their biases, from the gradients `dys` of the outputs
+        of [gate|up] and down, and from their inputs `xs`. The gradient of a frozen matrix is None.
         """
         found: list[Tensor | None] = []
         first = len(self._linear) + sum(norm is not None for norm in made.weights.norms) + len(self.others) + len(self._names)
@@ -205,7 +208,7 @@ class ExpertLayer(Layer):
 class ClampedExpertLayer(ExpertLayer):
     """A layer with the experts of gpt-oss, whose matrices have biases: act is (up + 1)·gate·sigmoid(α·gate), both clamped.
 
-    Numbers of gate and up alternate.
+    The outputs of [gate|up] alternate: one of gate, one of up.
     """
 
     feed_others = (
@@ -216,7 +219,7 @@ class ClampedExpertLayer(ExpertLayer):
     transposed = True
 
     def activate(self, both: Tensor) -> Tensor:
-        """Return the input of down; see `ExpertLayer.activate`."""
+        """Return (up + 1)·gate·sigmoid(α·gate) for the outputs `both` of [gate|up]; see `ExpertLayer.activate`."""
         limit, alpha = self._mlp.experts.limit, self._mlp.experts.alpha
         gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
         return (up + 1) * (gate * torch.sigmoid(gate * alpha))

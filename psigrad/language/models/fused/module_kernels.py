@@ -65,7 +65,7 @@ class ModuleKernels:
         return made.view(*x.shape[:-1], len(weight))
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """Return x · weightᵀ + bias. In a decoding step it multiplies by the packed weight if `packed` has room for it."""
+        """Return x · weightᵀ + bias, in `out` if given. In a decoding step, use the packed weight if `packed` has room for it."""
         out, products = x.new_empty(len(x), len(weight)) if out is None else out, self.native.products
         if self.packed is not None and not torch.is_grad_enabled():
             made = self.packed.of(id(weight), [weight], lambda: [Projection([weight.detach()], bias, None)], products)
@@ -142,7 +142,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parts: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x · weightᵀ + bias by `parts.multiply`; `parts` has the kernels as `native`."""
+        """Return x · weightᵀ + bias, computed by the method `multiply` of `parts`, such as a `ModuleKernels`."""
         ctx.parts = parts
         ctx.save_for_backward(x, weight)
         made: Tensor = parts.multiply(x, weight, bias)

@@ -25,7 +25,7 @@ from psigrad.processes.parallel.world import ALONE, World, map_shared, num_teams
 def answer_logps(
     model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]], cache: ActivationCache | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (log π [N] of every answer, summed over its target tokens; the number [N] of these tokens)."""
+    """Return (log π of every answer, summed over its target tokens; the number of these), both [N]. `cache`: see `evaluate`."""
     texts = [[text for answer in group for text in answer.texts] for group in answers]
     logp = model.evaluate(Groups(prompts, [[text.ids for text in group] for group in texts]), cache=cache).logp
     mask = torch.zeros(logp.shape, dtype=torch.bool)
@@ -127,7 +127,10 @@ class PreferenceTask:
         return {**sum_terms(terms for terms, _ in found), **{f"rewards/accuracies/{name}": value for name, value in more.items()}}
 
     def _judge(self, targets: int, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
-        """Return (the loss terms, [1 for a correct pair, ½ for a tie, else 0]). `targets` counts all chosen answers' tokens."""
+        """Return (these pairs' part of the loss terms, [1 for a correct pair, ½ for a tie, else 0]).
+
+        `targets` is the number of target tokens in the chosen answers of the whole task.
+        """
         evaluated = self.evaluate(rows)
         terms = self.loss.loss(evaluated, len(self), targets).terms
         return {name: float(term) for name, term in terms.items()}, self.loss.correct(evaluated).tolist()

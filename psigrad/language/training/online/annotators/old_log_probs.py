@@ -52,7 +52,7 @@ class LogProbGap:
         self._sum, self._max, self._count, self._unequal = math.fsum(sums), max(largest), sum(counts), sum(unequal)
 
     def check(self, step: int, bound: float) -> None:
-        """Raise `UserError` if the mean difference is above `bound`: the completions are then not from the trained policy."""
+        """Raise a `UserError` naming `step` if the mean difference exceeds `bound`: then another policy sampled the tokens."""
         if not self.mean <= bound:
             raise UserError(
                 f"At step {step} sampler and trainer disagree by {self.mean:.2g} in mean log-probability, above the limit "
@@ -61,7 +61,7 @@ class LogProbGap:
             )
 
     def figures(self) -> dict[str, float]:
-        """Return the metrics of the gap; none if no token was compared."""
+        """Return the mean difference, the greatest, and the share of tokens that differ; {} if no token was compared."""
         if not self._count:
             return {}
         name = "sampling/sampling_logp_difference"
@@ -105,7 +105,10 @@ class OldLogProbs(Annotator):
     def add_terms(
         self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, sums: LossSums
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Compare `outputs` with the sampler in the first optimiser step. If there is no other step, set `logp_old` as well."""
+        """Compare `outputs` with the sampler's log-probs in the first optimiser step on a collection.
+
+        If a collection has only one optimiser step, return `part` with the log-probs of `outputs` as `logp_old`.
+        """
         if sums.steps == 0 and (own := self._compared) is not None:
             sums.later(outputs.logp, partial(self.gap.add, sampled=own.logp_old[rows], mask=own.mask[rows]))
         if run.single_pass:
@@ -113,7 +116,7 @@ class OldLogProbs(Annotator):
         return part, outputs
 
     def figures(self, run: OnlineRun, step: int) -> dict[str, float]:
-        """Return the metrics of the gap; see `Annotator`. Raises `UserError` if the gap is above the run's bound."""
+        """Return the metrics of the `LogProbGap`; see `Annotator`. Raises `UserError` if the gap exceeds the run's bound."""
         self.gap.gather(run.world)
         self.gap.check(step + 1, run.max_gap)
         return self.gap.figures()
@@ -147,6 +150,6 @@ def compute_log_probs(
 ) -> Tensor:
     """Return the log-probs [N, T] under `model` of the rows where `row_mask` [N] is True (None: all rows), and 0 elsewhere.
 
-    They are computed in forward passes of `budget` tokens.
+    They are computed in forward passes of `budget` tokens, which may read activations from `cache`.
     """
     return compute_by_row(batch, budget, lambda x: model.evaluate(x, temperature=temperature, cache=cache).logp, row_mask, world)

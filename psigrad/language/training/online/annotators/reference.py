@@ -36,7 +36,7 @@ class Reference(Annotator):
         return replace(batch, logp_ref=logp)
 
     def divergence(self, run: OnlineRun, batch: Batch, micro: MicroBatch) -> Divergence | None:
-        """Return the reference of an exact KL, or None if the method has no exact KL; see `Annotator`."""
+        """Return the `Divergence` from the reference for an exact KL; None if the method has no exact KL. See `Annotator`."""
         return exact_kl(run.algorithm, self.model, reference_inputs_of(batch, micro))
 
     def after_step(self, run: OnlineRun, number: int) -> None:
@@ -46,17 +46,17 @@ class Reference(Annotator):
 
 
 def exact_kl(algorithm: object, model: LanguageModel, inputs: Groups | None = None) -> Divergence | None:
-    """Return the `Divergence` from the reference `model`, which reads `inputs`, if the KL sums over the vocabulary; else None."""
+    """Return a `Divergence` from the reference `model`; None if the algorithm has no KL that sums over the vocabulary.
+
+    `inputs` are the reference's inputs, if its prompts differ from the policy's.
+    """
     if not isinstance(algorithm, PolicyGradient) or not algorithm.needs_exact_kl or algorithm.kl is None:
         return None
     return Divergence(model, algorithm.kl.estimator, algorithm.kl.mixture, inputs)
 
 
 def reference_log_probs(model: LanguageModel, batch: Batch, budget: int, temperature: float, world: World = ALONE) -> Tensor:
-    """Return the log-probs [N, T] under the reference, computed in forward passes of `budget` tokens.
-
-    If `model` has a LoRA adapter, the reference is the model without it.
-    """
+    """Return the reference's log-probs [N, T], in passes of `budget` tokens. A LoRA model's reference is its base model."""
     with model.without_adapter() if model.is_own_reference else torch.no_grad():
         of = lambda x: model.evaluate(x, temperature=temperature).logp  # noqa: E731
         return compute_by_row(batch, budget, of, world=world, inputs=inputs_for_reference)
