@@ -208,8 +208,8 @@ class divergence_rejection:
 
     Formula: c_t = 1 if (1/|y|)·Σ_u (w_u − 1 − log w_u) ≤ limit else 0, with w_u = π_old(a_u|s_u) / π_sampler(a_u|s_u)
 
-    The mean is the k3 estimate of KL(π_sampler‖π_old) per step. Its terms are never negative, so they cannot cancel. In a
-    product of ratios they can.
+    The mean is the k3 estimate of KL(π_sampler‖π_old) per step. Its terms are never negative, so they cannot cancel, unlike
+    the factors of a product of ratios.
 
     Source: verl, rollout correction (rejection by k3 over a sequence); Schulman 2020, Approximating KL divergence.
 

@@ -104,9 +104,9 @@ def _stdev(values: Sequence[float]) -> float:
 
 
 def staleness(trajectories: Sequence[Trajectory], step: int, lag: int) -> dict[str, float]:
-    """Return the metric for the mean age, in steps, of the weights that sampled the completions.
+    """Return {"sampling/staleness": the age, in steps, of the weights that sampled the completions}; {} if `lag` is 0.
 
-    Raises `RuntimeError` if the age is not the lag, which would be a bug in psigrad.
+    Raises `RuntimeError` if the age is not min(`lag`, `step`), which would be a bug in psigrad.
     """
     if not lag or not trajectories:
         return {}

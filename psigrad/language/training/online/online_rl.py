@@ -140,7 +140,7 @@ def cache_limit(run: OnlineRun) -> float:
 
 
 def note_overflow(run: OnlineRun, cache: ActivationCache | None, sampled: Sequence[Trajectory]) -> dict[str, str]:
-    """Return a note {kind: text} if the activations of `sampled` exceed the cache's limit. It names a limit that suffices."""
+    """Return {kind: note} if the activations of `sampled` exceed the cache's limit, else {}. The note names one that suffices."""
     limit, decoder = cache_limit(run), run.model.decoder
     if cache is None or decoder is None or cache.bytes <= limit:
         return {}
