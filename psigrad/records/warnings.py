@@ -22,7 +22,7 @@ _CORRECTION = "sampling/importance_sampling_ratio/mean"
 
 
 class SignalNames:
-    """The names of signals (metrics such as the reward) for a run's metric keys. Only a signal's first key gets its name."""
+    """A map from a run's metric keys to signals such as "reward". Of several keys of a signal, only the first gets its name."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}

@@ -163,7 +163,7 @@ def device(run: Run) -> str:
 
 
 def pins_of(run: Run, kernels: object) -> dict[str, str]:
-    """Return what a resumed run must share: threads and kernels, which change the last bits of sums, and the type of device.
+    """Return what must not change when a run is resumed: threads and kernels, which change the last bits of sums, and the device.
 
     `kernels` are psigrad's compiled kernels, or a string with the reason why they are off.
     """

@@ -157,7 +157,7 @@ class ScoredRollout:
         clock: Clock,
         cache: ActivationCache | None,
     ) -> list[Trajectory]:
-        """Sample and score trajectories of the prompts with the indices in `share`."""
+        """Sample and score trajectories of the prompts with the indices in `share`. For the other arguments see `__call__`."""
         mine = [prompts[i] for i in share]
         scoring = PendingRewards(self.scorer, self.to_samples({p.index: p.row for p in mine}))
         groups: dict[int, list[Trajectory]] = {}

@@ -225,7 +225,7 @@ class divergence_rejection:
             raise ValueError(f"divergence_rejection has limit={self.limit}; expected more than 0 nats per step.")
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Return [N, T]: 1, or 0 on the dropped sequences."""
+        """Return weights [N, T]: 1 on the steps of sequences within `limit`, 0 on all other and on masked steps."""
         gap = _gap(batch)
         k3 = zero_outside(batch.mask, exp_ratio(gap) - 1 - gap)
         mean_N = k3.sum(1, keepdim=True) / batch.mask.sum(1, keepdim=True).clamp(min=1)

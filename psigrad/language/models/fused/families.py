@@ -150,7 +150,7 @@ def at(module: Any, path: str) -> Any:
 
 
 def find(parent: Any, choices: Sequence[Sequence[str]]) -> list[Any]:
-    """Return the modules of the first list of names that `parent` has. Raises `Unsupported` if it has none."""
+    """Return the modules of `parent` with the names of the first list in `choices` that it has. Raises `Unsupported` if none."""
     for names in choices:
         if all(getattr(parent, name, None) is not None for name in names):
             return [getattr(parent, name) for name in names]
@@ -197,12 +197,12 @@ class LoraDelta:
     products: Products
 
     def add(self, y: Tensor, x: Tensor) -> None:
-        """Compute y ← y + s·x·Aᵀ·Bᵀ."""
+        """Compute y ← y + s·x·Aᵀ·Bᵀ in place, with the LoRA matrices A and B and the scale s."""
         multiply = self.products.of
         multiply(multiply(x, self.a.t()), self.b.t(), y, base=y)
 
     def add_input_grad(self, dx: Tensor, dy: Tensor) -> None:
-        """Compute dx ← dx + s·dy·B·A."""
+        """Compute dx ← dx + s·dy·B·A in place, with the LoRA matrices A and B and the scale s."""
         multiply = self.products.of
         multiply(multiply(dy, self.b), self.a, dx, base=dx)
 

@@ -182,8 +182,8 @@ def rollout_rows(
 ) -> Sequence[Mapping[str, Any]]:
     """Return a row of rollouts.jsonl for every completion of the step.
 
-    A row has an advantage if its completion was trained on, which gave `learned`. It also has values per token if it is in the
-    first `record_tokens` groups. If `record_prompts` is not 0, only that many prompts, the first ones, get rows. Each process
+    A row has an advantage, from the update `learned`, if its completion was trained on. It also has values per token if it is in
+    the first `record_tokens` groups. If `record_prompts` is not 0, only that many prompts, the first ones, get rows. Each process
     makes the rows of its own completions, and rank 0 returns all rows.
     """
     written = collected.trajectories
