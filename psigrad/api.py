@@ -125,7 +125,10 @@ def _from_trl(args: Any, method: Any, settings: Mapping[str, Any], *, has_eval_d
 
 
 def _in_memory(objects: ModelObject, named: Mapping[str, Any], recipe: str) -> dict[str, Any]:
-    """Return the settings of a model given as an object: output folder, path, precision. `named` are the user's settings."""
+    """Return settings for the model in memory, `objects`: output folder, path of the initial weights, precision, and vision.
+
+    `named` are the user's settings. If they have no output folder, a new one is named after `recipe`.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not named.get("run.output_dir"):
         raise UserError("Several processes train a model that is given as an object; give all of them the same output_dir.")
     folder = Path(named.get("run.output_dir") or new_folder(recipe))

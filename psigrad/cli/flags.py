@@ -199,7 +199,7 @@ def _options(parser: _Parser) -> list[str]:
 
 
 def _values(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the given flags, each in the type of its setting."""
+    """Return `given` without the flags that are None (not given). Each value is converted to the type of its setting."""
     settings = settings_of(cls)
     found: dict[str, Any] = {}
     for name, value in given.items():
@@ -212,7 +212,7 @@ def _values(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(value: Any, hint: Any, name: str) -> Any:
-    """Return a flag's value for the setting `name` of type `hint`: text unchanged, otherwise parsed as YAML (1e-5, {a: b})."""
+    """Return a flag's `value` for the setting `name`: unchanged if the type `hint` is text, otherwise parsed as YAML (1e-5)."""
     if isinstance(value, list):
         return [_read(v, get_args(hint)[0] if get_args(hint) else hint, name) for v in value]
     return value if isinstance(value, bool) else read_value(value, hint, name)
@@ -244,9 +244,9 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
 
 
 def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) -> None:
-    """Add a flag for every shortcut to a part of the algorithm, including parts that this method lacks.
+    """Add a flag for each shortcut to a part of the algorithm. Help lists all parts of `method` if `every`, else the main ones.
 
-    Giving the flag of a missing part raises an error later, which explains the reason.
+    The flags of parts that `method` lacks are added too: using one raises an error later, which explains the reason.
     """
     known = shortcuts.shortcuts_of(cls)
     group = parser.add_argument_group("parts of the method; `psigrad explain` shows them all") if known else parser
@@ -269,9 +269,9 @@ def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) ->
 
 
 def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool, told: bool) -> None:
-    """Add a flag for every setting, section by section. `defaults` are a method's defaults by name.
+    """Add a flag for each setting, section by section. `defaults` are a method's defaults by name.
 
-    Help texts are read from the source code only if `told` is True, since reading takes time.
+    Help lists all settings if `every`, else those marked `MAIN`. It lists none if `told` is False: reading the texts takes time.
     """
     groups: dict[str, Any] = {}
     ordered = sorted(settings_of(cls).items(), key=lambda one: not one[0].startswith(("model.", "data.")))

@@ -418,7 +418,7 @@ def _powers(n_steps: int, discount: float, dtype: torch.dtype, device: torch.dev
 
 
 def next_chosen(x_NT: Tensor, mask_NT: Tensor, last_N: Tensor) -> Tensor:
-    """Return [N, T]: at each step, x of the first later step where `mask_NT` is True; the row's `last_N` if there is none."""
+    """Return [N, T]: x of the first later step where `mask_NT` is True, `last_N` if there is none; 0 on masked steps."""
     n_steps = x_NT.shape[1]
     if n_steps and not _holes(mask_NT):
         ahead_NT = torch.cat([x_NT[:, 1:], last_N[:, None]], dim=1)

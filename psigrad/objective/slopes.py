@@ -78,10 +78,7 @@ def has_slopes(algorithm: PolicyGradient) -> bool:
 
 
 def slopes(algorithm: PolicyGradient, prepared: Prepared, totals: Totals) -> Slopes | None:
-    """Return the closed-form gradient of a method for which `has_slopes` is True.
-
-    Return None if a step of the batch is masked, or if a filter dropped a row.
-    """
+    """Return the closed-form gradient of a method with `has_slopes`; None if a step is masked or a filter dropped a row."""
     surrogate, batch = algorithm.surrogate, prepared.batch
     if not prepared.is_full and not bool((batch.mask & prepared.keep[:, None]).all()):
         return None

@@ -52,9 +52,9 @@ def _strict(value: Any) -> Any:
 
 
 def settings_before(folder: Path) -> dict[str, Any] | None:
-    """Return the settings of the run in a folder, or of its newest checkpoint if config.json is damaged or missing.
+    """Return the settings of the run in `folder`, or of its newest checkpoint if config.json is damaged or missing.
 
-    Return None if there is no run, or if its checkpoint stores no settings, as in older versions.
+    Return None if there is no run. Raise `RunFolderError` if config.json is damaged and there is no checkpoint.
     """
     file = folder / "config.json"
     found = parse_row(file.read_bytes()) if file.exists() else None
@@ -233,10 +233,7 @@ class RunFolder:
         self._append("rollouts", b"".join(map(to_line, told)))
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write one row of events.jsonl, with the time.
-
-        All fields are redacted except `rows`, which are rows of the dataset.
-        """
+        """Write one row of events.jsonl, with the time. All fields are redacted except `rows`, which are rows of the dataset."""
         if kind in ("started", "resumed") and self._changes:  # not earlier: a start that fails changes nothing
             changes, self._changes = {c.name: [c.before, c.now] for c in self._changes}, []
             self._write_settings(self.settings)
@@ -324,9 +321,7 @@ class RunFolder:
         return f"The disk of {self.path} has {free} bytes free, and a checkpoint takes {needed}."
 
     def save_model(self, write: Callable[[Path], None]) -> Path:
-        """Write the final `model/` with `write(folder)` and return its path. A crash leaves either the old model or the complete
-        new one.
-        """
+        """Write the final `model/` by `write(folder)`. Return its path. A crash leaves the old model or the complete new one."""
         with _errors_of(self.path):
             self._check_unmoved()
             checkpoint.replace_folder(self.path / "model", write)

@@ -22,7 +22,7 @@ _CORRECTION = "sampling/importance_sampling_ratio/mean"
 
 
 class SignalNames:
-    """The names of signals (metrics such as the reward) for a run's metric keys. Only a signal's first key gets its name."""
+    """A map from a run's metric keys to signals such as "reward". Of several keys of a signal, only the first gets its name."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}
@@ -144,17 +144,14 @@ def _mean(values: Collection[float]) -> float:
 
 
 def _not_finite(figures: Figures, memory: Memory) -> float | None:
-    """Return how many training metrics of a row are not finite, plus 1 for a skipped step; None if it has only held-out ones."""
+    """Return how many training metrics of a row are not finite, plus 1 if the step was skipped; None if the row has none."""
     found = sum(not math.isfinite(value) for name, value in figures.items() if not name.startswith("eval/"))
     found += "loss" in figures and figures.get("updates") == 0  # the step was skipped, because its gradient was not finite
     return float(found) if found or any(not name.startswith(("eval/", "held_out")) for name in figures) else None
 
 
 def _uncorrected(figures: Figures, memory: Memory) -> float | None:
-    """Return the difference between the log-probs of sampler and trainer.
-
-    Return None if the row lacks it, or if importance weights correct for it.
-    """
+    """Return the log-probs' mismatch between sampler and trainer; None if it is missing, or corrected by importance weights."""
     return None if _CORRECTION in figures else _of("mismatch")(figures, memory)
 
 
@@ -198,9 +195,7 @@ def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
 
 
 def _below_zero_late(figures: Figures, memory: Memory) -> float | None:
-    """Return minus the explained variance. Return None in the first ten rows, since a critic may still learn the scale of
-    returns.
-    """
+    """Return minus the explained variance; None in the first ten rows, since a critic may still learn the scale of returns."""
     if (value := _finite(figures, "explained_variance")) is None:
         return None
     memory.cooldown += 1
@@ -303,7 +298,7 @@ _SCORES = ("held_out", "reward", "accuracy")
 
 @dataclass
 class _RuleState:
-    """The state of a warning rule: its memory, the numbers of rows beyond its thresholds, and its current warning."""
+    """The state of a warning rule: its memory, two counts of consecutive rows (above and below thresholds), and its warning."""
 
     memory: Memory = field(default_factory=Memory)
     over: int = 0

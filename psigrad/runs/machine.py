@@ -68,7 +68,7 @@ def provenance(device: str) -> dict[str, Any]:
 
 
 def command() -> str:
-    """Return the command line of this process: `psigrad grpo --model …`, or the script that calls psigrad."""
+    """Return the command line of this process: `psigrad grpo --model …`, the script that calls psigrad, or "a notebook"."""
     program, *arguments = sys.argv or [""]
     path = Path(program)
     if path.stem == "psigrad" or path.parts[-2:] == ("psigrad", "__main__.py"):
@@ -97,7 +97,7 @@ def _version(library: str) -> str | None:
 def prepare_torch(run: Run, *, recompute: bool = False) -> None:
     """Set torch's threads and malloc's limits for the run. Raise `UserError` if the device is missing.
 
-    With `recompute` (gradient checkpointing), freed memory of large tensors is given back to the system.
+    With `recompute` (gradient checkpointing) or `run.max_memory`, freed memory of large tensors is given back to the system.
     """
     torch.set_num_threads(run.threads or default_threads())
     for kept in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
@@ -163,7 +163,7 @@ def device(run: Run) -> str:
 
 
 def pins_of(run: Run, kernels: object) -> dict[str, str]:
-    """Return what a resumed run must share: threads and kernels, which change the last bits of sums, and the type of device.
+    """Return what must not change when a run is resumed: threads and kernels, which change the last bits of sums, and the device.
 
     `kernels` are psigrad's compiled kernels, or a string with the reason why they are off.
     """

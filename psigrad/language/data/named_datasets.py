@@ -61,7 +61,7 @@ def read_named(dataset: str, split: str, *, streaming: bool = False, single: Seq
 
 
 def _check_single(part: SplitSlice, name: str, own: str, single: Sequence[str]) -> None:
-    """Raise `UserError` if `part`, of a source without splits, is neither `own`, the split that `name` has, nor in `single`."""
+    """Raise `UserError` unless `part` names the only split of the source `name`: by its name, `own`, or by a name in `single`."""
     if canonical_split(part.name) not in (own, *single):
         cut = f"{own or single[0]}[:90%]"
         raise UserError(f"{name} is a single split; remove the split {part.name!r}, or give a slice, such as {cut}.")
@@ -132,8 +132,8 @@ def _read_saved(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
 def _reject_compressed(path: Path) -> None:
     """Raise `UserError` for a saved dataset with compressed buffers, which pyarrow expands without a limit.
 
-    `datasets` writes none. A message's metadata is a flatbuffer: the field 2 of its root is the record batch, whose field 3 is
-    the compression. A dictionary batch (field 1 of the root is 2) has its record batch in the field 1.
+    `datasets` writes none. The metadata of an Arrow message is a flatbuffer. Field 2 of its root is a record batch, or a
+    dictionary batch, whose field 1 is the record batch. Field 3 of a record batch is the compression.
     """
     import pyarrow as pa
 
@@ -192,7 +192,7 @@ def _hub(dataset: str, split: str, streaming: bool) -> Records:
 
 
 def go_offline_without_network() -> None:
-    """Switch to downloaded files if the hub's name does not resolve, as without a network.
+    """Make huggingface_hub use only downloaded files if the hub's host name does not resolve, which means no network.
 
     Otherwise huggingface_hub tries each file five times, a minute in total, before it uses the downloaded one.
     """

@@ -203,7 +203,7 @@ def load_shard(model: LanguageModel | ScalarModel, world: World, device: str, fo
 def load_scalar_model(
     settings: Model, run: Run, checkpoint: Path | None, world: World = ALONE, given: ModelObject | None = None
 ) -> ScalarModel:
-    """Load a reward model to train: a model with a scalar head, which is new if the model at `settings.path` has none."""
+    """Load a reward model to train; see `load_model`. The scalar head is new if the model at `settings.path` has none."""
     if not settings.path:
         raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
     saved = SavedWeights.of(checkpoint)
@@ -303,7 +303,10 @@ def load_online_reference(
 def load_start(
     config: Any, model: LanguageModel, checkpoint: Path | None, world: World, dtype: str = "", saved: Path | None = None
 ) -> LanguageModel:
-    """Return the model that training started from, or that in `saved`, frozen, in `dtype`. Return a LoRA model unchanged."""
+    """Return the model in the folder `saved`, or else the run's initial model, frozen, in `dtype` ("": that of `model`).
+
+    In a new run (`checkpoint` is None), `model` is the initial model, so it may be copied. A LoRA `model` is returned itself.
+    """
     dtype = dtype or config.model.dtype
     if model.is_own_reference:
         return model

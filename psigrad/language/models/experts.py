@@ -29,8 +29,8 @@ class LoadBalancing:
 
     Formula: E · Σ_e f_e · P_e, with f_e the number of tokens sent to expert e and P_e the sum of its router probabilities
 
-    f_e and P_e are summed over all layers and divided by the number of tokens times layers. The loss is k if all experts are used
-    equally.
+    f_e and P_e are summed over all layers and divided by the number of tokens times layers. If all E experts are used equally,
+    the loss is the number of experts per token.
 
     Source: Fedus et al. 2021, Switch Transformer, arXiv:2101.03961; transformers' `load_balancing_loss_func`.
     """
@@ -46,10 +46,7 @@ class LoadBalancing:
         return {"output_router_logits": True} if torch.is_grad_enabled() else {}
 
     def compute(self, output: Any, mask: Tensor | None = None) -> None:
-        """Compute and store the auxiliary loss from the router logits, [S, E] per layer, in a forward pass's `output`.
-
-        `mask` [B, S] excludes padding.
-        """
+        """Store the auxiliary loss of the router logits in `output`, [S, E] per layer. `mask` [B, S] excludes padding."""
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         logits = getattr(output, "router_logits", None)
@@ -147,7 +144,7 @@ class RouterRecorder:
                 self._followed = before
 
     def read(self, inputs: Groups, device: torch.device) -> Tensor | None:
-        """Return the recorded choices [layers, S, k] in the order of the packed tokens; None if none were recorded."""
+        """Return the experts [layers, S, k] stored in `inputs`, k for each of S packed tokens; None if `inputs` stores none."""
         if inputs.experts is None:
             return None
         texts = [prompt for prompt, _ in inputs.experts] + [own for _, group in inputs.experts for own in group]
@@ -190,17 +187,17 @@ class Routes:
         self.written = np.zeros(shape, dtype=routing.dtype)
 
     def _found(self, seen: list[tuple[Tensor, Tensor]]) -> np.ndarray:
-        """Return the experts in `seen` as an array [S, layers, k]."""
+        """Return the experts in `seen`, a list of one (weights, experts) [S, k] per layer, as an array [S, layers, k]."""
         found: np.ndarray = torch.stack([choice for _, choice in seen], 1).cpu().numpy().astype(self.router_recorder.dtype)
         return found
 
     def read(self, requests: Sequence[int], lengths: Sequence[int], seen: list[tuple[Tensor, Tensor]]) -> None:
-        """Record the experts of a pass over the prompts of `requests`, one after another, which have `lengths` tokens."""
+        """Record the experts in `seen`, from a pass over joined prompts. The prompt of `requests[i]` has `lengths[i]` tokens."""
         parts = np.split(self._found(seen), np.cumsum(lengths)[:-1])
         self.prompts |= {r: _text(part) for r, part in zip(requests, parts, strict=True)}
 
     def write(self, sequences: np.ndarray, places: np.ndarray, seen: list[tuple[Tensor, Tensor]]) -> None:
-        """Record the experts of one token of each of the `sequences`. `places` are the tokens' indices in their completions."""
+        """Record the experts in `seen` of one new token per sequence: token `places[i]` of the completion `sequences[i]`."""
         self.written[sequences, places] = self._found(seen)
 
     def of(self, request: int, sequence: int, count: int) -> dict[str, str]:
@@ -213,9 +210,7 @@ def _text(choices: np.ndarray) -> str:
 
 
 def routers_of(network: Any) -> list[nn.Module]:
-    """Return the router modules of all layers, in order: modules that transformers lists as routers and that return
-    (logits, weights, experts).
-    """
+    """Return all routers, in order: modules that transformers lists as routers and that return (logits, weights, experts)."""
     known = (getattr(type(network.base_model), "_can_record_outputs", None) or {}).get("router_logits")
     recorders: list[Any] = known if isinstance(known, list) else [known]
     kinds = tuple(one.target_class for one in recorders if getattr(one, "index", None) == 0)

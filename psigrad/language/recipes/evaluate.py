@@ -218,7 +218,7 @@ def _choose(
 ) -> Report:
     """Return the report on all completions. With `best_of`, return the report on the best completion of each prompt instead.
 
-    `figures` are those of all completions. If a metric is set, it scores the best completions.
+    `figures` are those of all completions. If `config` sets a metric, that metric scores the best completions.
     """
     if not isinstance(config, EvalConfig) or config.best_of == 1:
         return Report(figures, trajectories, rows)

@@ -46,7 +46,7 @@ class Evaluator:
     skip_special_tokens: bool = True
 
     def __call__(self, model: LanguageModel, sampler: Sampler, version: int) -> tuple[dict[str, float], list[Trajectory]]:
-        """Sample and score the held-out prompts. Return (the `eval/…` figures, the completions)."""
+        """Sample and score the held-out prompts after `version` optimiser steps. Return (the `eval/…` figures, completions)."""
         collector = collector_of(sampler.snapshot(), model, self.player, needs_reward=self.scorer is None)
         view = reward_view(model.tokenizer, collector.plays, self.skip_special_tokens)
         rollout = ScoredRollout(collector, self.scorer, view, self.world)
@@ -103,9 +103,9 @@ class Evaluator:
 def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric: str) -> dict[str, Any]:
     """Return the metric's mean over prompts with its 95 % interval, pass@k, and lengths.
 
-    pass@k is returned for k = 1, 2, 4, … up to `num_generations`, if that is above 1 and every value of the metric is 0 or 1. If
-    the metric is a sum of several reward functions, the mean of each is returned too. Unscored completions are excluded and
-    counted. The interval is over prompts, since completions of one prompt are not independent.
+    pass@k is returned for k = 1, 2, 4, … up to `num_generations` or 64, if there are several completions per prompt and every
+    value of the metric is 0 or 1. If the metric is a sum of several reward functions, the mean of each is returned too. Unscored
+    completions are excluded and counted. The interval is over prompts, since completions of one prompt are not independent.
     """
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
     values = scored_groups(trajectories, num_generations)
@@ -147,7 +147,7 @@ def describe_sensitivity(values: Sequence[Sequence[float]], metric: str) -> str:
 
 
 def _over_prompts(name: str, values: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return the mean over prompts of each prompt's mean value, and the mean's 95 % interval if it can be computed."""
+    """Return `name`/mean, the mean of each prompt's mean value, and its 95 % interval, `name`/low and `name`/high."""
     if not values:
         return {}
     means = [math.fsum(group) / len(group) for group in values]

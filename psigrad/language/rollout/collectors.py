@@ -157,7 +157,7 @@ class ScoredRollout:
         clock: Clock,
         cache: ActivationCache | None,
     ) -> list[Trajectory]:
-        """Sample and score trajectories of the prompts with the indices in `share`."""
+        """Sample and score trajectories of the prompts with the indices in `share`. For the other arguments see `__call__`."""
         mine = [prompts[i] for i in share]
         scoring = PendingRewards(self.scorer, self.to_samples({p.index: p.row for p in mine}))
         groups: dict[int, list[Trajectory]] = {}
@@ -187,7 +187,7 @@ class PendingRewards:
         self._places: dict[int, int] = {}
 
     def add_all(self, trajectories: Sequence[Trajectory]) -> None:
-        """Add all trajectories, group by group. A trajectory with `k` = 0 starts a group, even if the same row came before."""
+        """Add all trajectories, group by group. A group starts where `Trajectory.k` is 0, even if the same row came before."""
         starts = [i for i, t in enumerate(trajectories) if t.k == 0 or i == 0]
         for start, end in itertools.pairwise([*starts, len(trajectories)]):
             self.add(trajectories[start:end])

@@ -56,7 +56,7 @@ class LossSums:
         return loss.value
 
     def of(self, share: Callable[[], Loss], weight: float = 1.0) -> Tensor:
-        """Return the loss of a micro-batch, `share()`, and `add` it. If `weight` is 0, only return 0 times the loss."""
+        """Return the loss of a micro-batch, `share()`, and `add` it. With `weight` 0, return 0 · loss and do not `add` it."""
         loss = share()
         return self.add(loss) if weight else 0.0 * loss.value
 
@@ -91,7 +91,7 @@ class LossSums:
             self.norms.append(norms)
 
     def figures(self) -> dict[str, Any]:
-        """Return the terms under TRL's names, each as its mean over the optimiser steps that had a loss."""
+        """Return the mean of each term over the steps that had a loss, the mean gradient norms, and the number of `updates`."""
         figures: dict[str, Any] = {name: value / self._with_signal for name, value in self._total.items()}
         figures["updates"] = len(self.norms)
         for name, norms in zip(("grad_norm", "critic/grad_norm"), zip(*self.norms, strict=True), strict=False):

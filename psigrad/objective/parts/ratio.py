@@ -208,8 +208,8 @@ class divergence_rejection:
 
     Formula: c_t = 1 if (1/|y|)·Σ_u (w_u − 1 − log w_u) ≤ limit else 0, with w_u = π_old(a_u|s_u) / π_sampler(a_u|s_u)
 
-    The mean is the k3 estimate of KL(π_sampler‖π_old) per step. Its terms are never negative, so they cannot cancel. In a
-    product of ratios they can.
+    The mean is the k3 estimate of KL(π_sampler‖π_old) per step. Its terms are never negative, so they cannot cancel, unlike
+    the factors of a product of ratios.
 
     Source: verl, rollout correction (rejection by k3 over a sequence); Schulman 2020, Approximating KL divergence.
 
@@ -225,7 +225,7 @@ class divergence_rejection:
             raise ValueError(f"divergence_rejection has limit={self.limit}; expected more than 0 nats per step.")
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Return [N, T]: 1, or 0 on the dropped sequences."""
+        """Return weights [N, T]: 1 on the steps of sequences within `limit`, 0 on all other and on masked steps."""
         gap = _gap(batch)
         k3 = zero_outside(batch.mask, exp_ratio(gap) - 1 - gap)
         mean_N = k3.sum(1, keepdim=True) / batch.mask.sum(1, keepdim=True).clamp(min=1)

@@ -40,10 +40,7 @@ def num_replicas(x: Tensor, size: int) -> int:
 
 @torch.no_grad()
 def local_parameter(parameter: Any) -> nn.Parameter:
-    """Return a parameter that consists of this process's rows of a sharded one and shares their memory.
-
-    A parameter that is not sharded is returned unchanged.
-    """
+    """Return a parameter that shares the memory of this process's rows of a sharded one. Return any other one unchanged."""
     if not is_sharded(parameter):
         whole: nn.Parameter = parameter
         return whole

@@ -102,7 +102,7 @@ def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
 def _pairs(run: RunData, before: int, after: int, *means: float) -> list[tuple[float, float]]:
     """Return (metric before, metric after) for each prompt that the evaluations at the steps `before` and `after` both scored.
 
-    Return [] if the recorded completions do not have the two `means` of the evaluations. Rows are then missing or damaged.
+    `means` is the metric's mean in each evaluation. Return [] if recorded rows have other means: rows are missing or damaged.
     """
     ends = [run.held_out.get(step, {}) for step in (before, after)]
     for rows, mean in zip(ends, means, strict=True):
@@ -131,7 +131,7 @@ def _unpaired(first: Interval, last: Interval) -> Interval:
 
 
 def _change(name: str, first: Interval, last: Interval, change: Interval, rows: float) -> tuple[str, Mood, list[str]]:
-    """Return (judgement, mood, texts) for the metric `name` of two evaluations, `first` and `last`, of `rows` rows each."""
+    """Return (judgement, its mood, texts) on the `change` of the metric `name` from `first` to `last`, over `rows` rows."""
     said = [f"held-out {name} {show_interval(*first, brief)} → {show_interval(*last, brief)}"]
     if not math.isfinite(change.mean):
         return "Unknown", "bad", said

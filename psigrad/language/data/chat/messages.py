@@ -59,10 +59,10 @@ def is_trained(message: Message) -> bool:
 
 
 def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
-    """Return the `messages` of a fine-tuning row, with weights if one of the row's other `columns` lists them (`WEIGHTS`).
+    """Return the `messages` of a fine-tuning row, None for a prompt-completion row. Add the weights that a column may have.
 
-    A row with a completion has no messages: `messages` is None and is returned. Reject a mask of tokens, and a weight of the
-    whole row other than 1, by `fail(path, reason)`, which raises.
+    `columns` are the row's other columns. Weights are in one that is named in `WEIGHTS`, as a list with one weight per message.
+    By `fail(path, reason)`, which raises, reject a mask over tokens, and a single weight for the row other than 1.
     """
     weighed = messages
     for name, given in columns.items():

@@ -175,7 +175,7 @@ def contexts(conversation: Conversation, *, empty_thinking: bool = False) -> lis
 
 
 def _render_turn(conversation: Conversation, messages: Sequence[Message], empty_thinking: bool) -> tuple[str, str, list[Span]]:
-    """Return (the prompt of the last message, the text up to the message's end, its trained spans); see `contexts`."""
+    """Return (the last message's prompt, the text to that message's end, trained spans); for `empty_thinking` see `contexts`."""
     said = messages[-1]
     before, blocks = conversation.render(messages[:-1], generation_prompt=True), conversation.blocks(messages)
     text = as_rendered = conversation.render(messages)
@@ -267,9 +267,9 @@ def check_rendered(
 ) -> None:
     """Raise `RowError` if the template leaves out part of a row. The error names the turn and the field.
 
-    `texts[j]` is the rendering in which message j is looked up. For a trained turn it is that turn alone, since a question may
-    have the same words. A text of the message is present if the rendering contains it, or changes if it is removed.
-    If not `every_field`, the template may leave out fields other than texts, calls and thoughts.
+    `texts[j]` is the rendering in which message j is looked up. For a trained turn (j in `trained`) it is that turn alone, since
+    a question may have the same words. A part of a message is present if `texts[j]` contains it, or if a rendering without the
+    part differs. If not `every_field`, the template may leave out fields other than texts, calls and thoughts.
     """
     for j, message in enumerate(messages):
         part = messages[: j + 1] if j in trained else messages

@@ -153,7 +153,7 @@ class ActivationCache:
 
     @property
     def open(self) -> bool:
-        """True if the cache still stores rows, because its limit has not been exceeded."""
+        """True while the cache stores rows, that is, until its limit is exceeded or a weight changes."""
         return self.bytes <= self.limit
 
     def next_row(self, count: int) -> int:
@@ -164,9 +164,9 @@ class ActivationCache:
         return len(self._taken) * SLAB
 
     def reserve(self, count: int, parts: RowLayout) -> tuple[Block, int] | None:
-        """Return (slab, row in the slab) where the next `count` rows start, or None if they do not fit into one slab.
+        """Return (slab, row in the slab) at which the caller may write the next `count` rows, with the layout `parts`.
 
-        A kernel can write the activations there. The caller must then call `add`.
+        After writing them, the caller must call `add`. Return None for more than `SLAB` rows, the size of a slab.
         """
         if count > SLAB:
             return None
@@ -174,7 +174,7 @@ class ActivationCache:
         return self._slab(slab, parts), place
 
     def add(self, count: int, parts: RowLayout, now: list[Version], layers: Layers | None = None) -> None:
-        """Add the next `count` rows, copied from `layers`. If `layers` is None, the rows are already at `reserve`'s position.
+        """Add `count` rows with the layout `parts`, copied from `layers`; None: the caller has written them, see `reserve`.
 
         `now` are the versions of the weights that computed the activations.
         """
@@ -200,7 +200,7 @@ class ActivationCache:
         return self.slabs[index]
 
     def register(self, prompt: tuple[int, ...], prompt_rows: np.ndarray, completions: Iterable[CachedCompletion]) -> None:
-        """Record the cache rows of a prompt's tokens, `prompt_rows` [P], and of its completions, for `find`."""
+        """Record for `find` the completions of `prompt`, and `prompt_rows` [P], the cache row's number for each prompt token."""
         if self.slabs:
             self._prompts[prompt] = prompt_rows
             self._completions |= {(prompt, written.ids): written for written in completions}
@@ -400,10 +400,7 @@ class PackedWeights:
         return packed
 
     def table(self, key: Hashable, now: list[Version], make: Callable[[], T | None]) -> T | None:
-        """Return the result of `make`, which all layers share, cached until `key` or the weights' versions `now` change.
-
-        Return None if `make` returns None.
-        """
+        """Return the result of `make`, cached until `key` or the weights' versions `now` change. A None is not cached."""
         if self._table is None or self._table[:2] != (key, now):
             made = make()
             self._table = None if made is None else (key, now, made)

@@ -27,13 +27,13 @@ def _by_layer(config: Any, layer: int) -> int | None:
 
 
 def _mixer(state: str, attention: str = "") -> Callable[[Any, int], str]:
-    """Return the function `Family.mixer` of a family with these mixers in layers with a state and in layers with attention."""
+    """Return a `Family.mixer`: `state` for layers with a recurrent state, "squared ReLU" for an MLP, `attention` for others."""
     kinds = {"conv": state, "linear_attention": state, "mamba": state, "mlp": "squared ReLU"}
     return lambda config, layer: kinds.get(config.layer_types[layer], attention)
 
 
 def _experts(config: Any, layer: int) -> str:
-    """Return the mixer of a layer of Qwen's mixtures of experts, some of whose layers may have none."""
+    """Return the mixer of a layer of Qwen's mixtures of experts: "" for a layer without experts."""
     dense = layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step or not size(config, "experts")
     return "" if dense else "attention, experts"
 
@@ -138,7 +138,7 @@ def eps_of(module: Any) -> Any:
 
 
 def first_of(module: Any, names: Sequence[str]) -> Any:
-    """Return the first of these attributes that the module has and that is not None; None if there is none."""
+    """Return the first attribute in `names` that the module has and that is not None; None if there is none."""
     return next((child for name in names if (child := getattr(module, name, None)) is not None), None)
 
 
@@ -150,7 +150,7 @@ def at(module: Any, path: str) -> Any:
 
 
 def find(parent: Any, choices: Sequence[Sequence[str]]) -> list[Any]:
-    """Return the modules of the first list of names that `parent` has. Raises `Unsupported` if it has none."""
+    """Return the modules of `parent` with the names of the first list in `choices` that it has. Raises `Unsupported` if none."""
     for names in choices:
         if all(getattr(parent, name, None) is not None for name in names):
             return [getattr(parent, name) for name in names]
@@ -197,12 +197,12 @@ class LoraDelta:
     products: Products
 
     def add(self, y: Tensor, x: Tensor) -> None:
-        """Compute y ← y + s·x·Aᵀ·Bᵀ."""
+        """Compute y ← y + s·x·Aᵀ·Bᵀ in place, with the LoRA matrices A and B and the scale s."""
         multiply = self.products.of
         multiply(multiply(x, self.a.t()), self.b.t(), y, base=y)
 
     def add_input_grad(self, dx: Tensor, dy: Tensor) -> None:
-        """Compute dx ← dx + s·dy·B·A."""
+        """Compute dx ← dx + s·dy·B·A in place, with the LoRA matrices A and B and the scale s."""
         multiply = self.products.of
         multiply(multiply(dy, self.b), self.a, dx, base=dx)
 
@@ -235,7 +235,7 @@ class LayerWeights:
     """True in decoding. Products of few rows may then be summed in another order than in training, which is faster."""
 
     def apply(self, group: int, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Write to `out` the products of x with each matrix of a group, concatenated, plus biases, LoRA terms and `residual`."""
+        """Write x·Wᵀ of each matrix W in `groups[group]` to `out`, side by side, plus biases, LoRA terms and `residual`."""
         if self.packed is not None:
             return self.packed[group].multiply(x, out, residual, self.native.products)
         members = self.groups[group]
@@ -251,7 +251,7 @@ class LayerWeights:
         return out
 
     def factors(self, group: int) -> Projection:
-        """Return the matrices, biases and LoRA matrices of a group, in the form that `PackedWeights` packs."""
+        """Return the matrices, biases and LoRA matrices of `groups[group]`, in the form that `PackedWeights` packs."""
         members = self.groups[group]
         heights = [self.matrices[i].shape[0] for i in members]
         biases, deltas = [self.biases[i] for i in members], [self.lora[i] for i in members]
@@ -269,7 +269,7 @@ class LayerWeights:
         return Projection([self.matrices[i] for i in members], bias, low)
 
     def input_grad(self, group: int, parts: Sequence[Tensor]) -> Tensor:
-        """Return the gradient of a group's input from the gradients of its matrices' outputs, `parts`."""
+        """Return the gradient of the matrices' input in `groups[group]` from `parts`, the gradient of each matrix's output."""
         multiply, total = self.native.products.of, None
         for i, part in zip(self.groups[group], parts, strict=True):
             total = multiply(part, self.matrices[i], total, base=total)

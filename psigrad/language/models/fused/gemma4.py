@@ -24,8 +24,8 @@ from psigrad.language.models.packing import RowSelection
 class Gemma4Layer(Layer):
     """A layer of Gemma 4, whose values are normalised without a weight. If it has no matrix of values, it uses that of keys.
 
-    Without both matrices, `source` is an earlier layer whose keys and values it reads. With the y of `Layer` and the layer's
-    input p, the output is s·(y + n(W·(gelu(G·y) ⊙ p))), otherwise s·y. s is a constant.
+    Without both matrices, `source` is an earlier layer whose keys and values it reads. From the output y of `Layer` it computes
+    s·(y + n(W·(gelu(G·y) ⊙ p))) if it has its own input p, and s·y otherwise: W and G are matrices, n is a norm, s a constant.
     """
 
     projections = ((("q_proj", "k_proj", "v_proj"), ("q_proj", "k_proj"), ("q_proj",)), (("o_proj",),))
@@ -43,7 +43,7 @@ class Gemma4Layer(Layer):
         self._module = module
 
     def read(self, source: Gemma4Layer) -> None:
-        """Read the keys and values of an earlier layer, `source`, in place of the layer's own."""
+        """Make this layer use the keys and values of an earlier layer, `source`, in place of its own."""
         self.order, self.source, source.reader = source.order, source, self
 
     @property
@@ -56,8 +56,8 @@ class Gemma4Layer(Layer):
     def forward(self, x: Tensor, how: PassArguments, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return (the output, tensors for `backward`); see `Layer.forward`.
 
-        The first of these tensors also has the keys and values of `source`. With an input the last three are the input of its
-        norm, y, and [gate|p].
+        If `self.source` is set, the first of these tensors also has the keys and values of that layer. If the layer has its own
+        input p, the last three are the input of n, y, and [G·y|p], in the terms of the class.
         """
         weights = self._weights(how)
         y, (row, *parts) = super().forward(x, how._replace(ready={self.index: weights}), selection)
@@ -83,7 +83,7 @@ class Gemma4Layer(Layer):
         selection: RowSelection,
         overwrite: bool,
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the gradients that `Layer.backward` does, and last that of the layer's input, if it has one."""
+        """Return the gradients as `Layer.backward` does. The list ends with that of the layer's own input p, if it has one."""
         weights, dy = self._weights(how), self._scale(dy)
         how = how._replace(ready={self.index: weights})
         if not self.has_input:
@@ -115,7 +115,7 @@ class Gemma4Layer(Layer):
     def mix_gradient(
         self, dout: Tensor, row: Tensor, mixed: Tensor, normaliser: Tensor, others: Sequence[Tensor], how: PassArguments
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Return gradients as `Layer.mix_gradient` does. Those of keys and values of `source` are added up for its own call."""
+        """Return gradients as `Layer.mix_gradient` does. Those of `self.source`'s keys and values go to `how.key_gradients`."""
         (qkv, rotated), gradients, angles = self._qkv(row, others, how), self.native.gradients, how.angles[self.order]
         assert isinstance(how.layout, PackedLayout)
         drow = gradients.attention(dout, mixed, normaliser, rotated, qkv, how.layout.spans, self.heads, self.window)
@@ -140,7 +140,7 @@ class Gemma4Layer(Layer):
     def _qkv(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
         """Return ([q|k|v] with normalised values, the rotated queries and keys) from the projections [q|k|v] or [q|k].
 
-        With a `source` the keys in `row` are already rotated, and the values normalised.
+        If `self.source` is set, the keys in `row` are already rotated, and the values normalised.
         """
         angles, end = how.angles[self.order], self.queries + self.values
         if self.source is None:
@@ -152,7 +152,7 @@ class Gemma4Layer(Layer):
         return row, torch.cat([queries, row[:, self.queries : end]], 1)
 
     def _values(self, row: Tensor) -> Tensor:
-        """Return the values [S·H_kv, D] of `row`, its last numbers. Without a matrix of values these are the keys."""
+        """Return the values [S·H_kv, D], the last columns of `row`. Without a matrix of values, these columns are the keys."""
         return row[:, -self.values :].contiguous().view(-1, self.heads.dim)
 
     def _weights(self, how: PassArguments) -> LayerWeights:
@@ -164,9 +164,9 @@ class Gemma4Layer(Layer):
 
 
 class LayerInputs:
-    """The inputs p of all layers: (n(W·x / √E) + e) / √2, from a token's embedding x and its row e of another table.
+    """The inputs p of all layers: (n(W·x / √E) + e) / √2, from a token's embedding x [E] and its row e in a second table.
 
-    They depend only on the token, so a packed row computes them once for equal tokens.
+    W is a projection, n an RMS norm. p depends only on the token, so a packed row computes it once for equal tokens.
     """
 
     def __init__(self, base: Any, native: Kernels) -> None:
@@ -174,7 +174,7 @@ class LayerInputs:
         split_adapter(base.per_layer_model_projection)
 
     def __call__(self, x: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
-        """Return each layer's input [S, P] from the embeddings x [S, E] and the rows [S, layers·P] of the other table."""
+        """Return each layer's input p [S, P] from the embeddings x [S, E] and the `rows` [S, layers·P] of the second table."""
         base: Any = self.base
         linear, adapter = split_adapter(base.per_layer_model_projection)
         y = self._linear(x, linear.weight)

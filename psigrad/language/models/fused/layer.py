@@ -63,7 +63,7 @@ class Weights:
         self._cast: list[Tensor] = [p.detach() for p in self.given]
 
     def now(self) -> list[Tensor]:
-        """Return the weights in the dtype of the computation, with their current values, in the given order."""
+        """Return the weights in the dtype of the computation, with their current values, in the order of `given`."""
         if all(p.dtype in (self.dtype, torch.uint8) for p in self.given):
             return self.given
         if self.exact:
@@ -75,10 +75,10 @@ class Weights:
 
 
 class PassArguments(NamedTuple):
-    """The arguments of a forward pass: `angles` is the rotary embedding of each layer with attention, and `adapted` is True if
-    the LoRA adapters are active, `balanced` if the loss reads the logits of routers. `ready` are the current weights of all
-    layers; None if each layer has to collect its own. `keys` are keys and values, by `Layer.order`, that later layers read, and
-    `key_gradients` their gradients. `tokens` has each token's row in the layers' `inputs`.
+    """The arguments of a forward pass. `adapted` is True if the LoRA adapters are active, `balanced` if the loss reads the logits
+    of routers. `ready` are the current weights of all layers; None if each layer has to collect its own. By `Layer.order`,
+    `angles` are rotary embeddings, `keys` the keys and values that later layers read, and `key_gradients` their gradients.
+    `inputs` are the layers' own inputs (Gemma 4), and `tokens` selects each token's row of them.
     """
 
     angles: Sequence[Angles]
@@ -97,8 +97,7 @@ class Layer:
 
     With the norms n and m of inputs and outputs and the factor r of residuals, it computes h = x + r·m₁(mixer(n₁(x))) and
     y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))), or y = h if `feeds` is False. A family may lack the norms n or m. The mixer
-    is attention here; subclasses (`mixers`) have others. `order` is the layer's number among those with keys and values of their
-    own.
+    is attention here; subclasses (`mixers`) have others. `order` numbers the layers that compute their own keys and values.
     """
 
     order = -1
@@ -148,7 +147,7 @@ class Layer:
         return given + biases + [weight for adapter in self.adapters.values() for weight in adapter.weights]
 
     def reread(self) -> None:
-        """Read the modules' parameters again. In a sharded model each pass has new tensors, which `Weights` cannot notice."""
+        """Read the parameters of transformers' modules again. A sharded model has new parameter tensors in each pass."""
         self.weights = Weights(self._read_weights())
 
     @property
@@ -158,10 +157,7 @@ class Layer:
 
     @property
     def adapted(self) -> bool:
-        """True if the layer has LoRA adapters and they are enabled.
-
-        Raises `ValueError` if the adapters have been merged, or if other adapters are active than when this layer was created.
-        """
+        """True if the layer has LoRA adapters that are enabled. Raises `ValueError` if they are merged or others are active."""
         for adapter in self.adapters.values():
             if adapter.module.merged or adapter.module.active_adapters != [adapter.name]:
                 raise ValueError(
@@ -194,11 +190,11 @@ class Layer:
         return plain if packed_weights is None else replace(plain, packed=made, decoding=True)
 
     def _expand(self, plain: LayerWeights) -> LayerWeights:
-        """Return the weights with the groups of matrices that are not linear layers. Here there are none."""
+        """Return `plain`. A subclass adds the matrices that are not in linear layers, such as those of experts."""
         return plain
 
     def addresses(self, packed_weights: PackedWeights, adapted: bool) -> list[int] | None:
-        """Return the addresses of the layer's weights for `Kernels.decode_layers`.
+        """Return the addresses of the layer's weights for `Kernels.decode_layers`, with those of the LoRA terms if `adapted`.
 
         Return None if the weights cannot be packed, or if the projection of attention's output has a bias.
         """
@@ -253,7 +249,7 @@ class Layer:
         return y, (row, mixed, normaliser, *own, *plain)
 
     def _join(self, group: int, weights: LayerWeights, x: Tensor, base: Tensor, plain: list[Tensor]) -> Tensor:
-        """Return base + r·m(x · the matrix of a group). If there is a norm m, its input is added to `plain`."""
+        """Return base + r·m(x·Wᵀ), with r and m as in `Layer` and the W of `group`. If m exists, append its input to `plain`."""
         norm, out = weights.norms[2 + group // 2], torch.empty_like(base)
         if norm is None and self.residual == 1.0:
             return weights.apply(group, x, out, residual=base)
@@ -263,14 +259,14 @@ class Layer:
         return self.native.products.add(base, self._norm(out, norm), self.residual)
 
     def feed(self, middle: Tensor, weights: LayerWeights, plain: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Compute the feed-forward layer. Return (the layer's output, the tensors that `feed_gradient` needs)."""
+        """Return (the layer's output, tensors for `feed_gradient`). `middle` is the residual stream; for `plain` see `_join`."""
         normed = self._norm(middle, weights.norms[1])
         both = weights.apply(_GATE_UP, normed, middle.new_empty(len(normed), 2 * self.inner))
         return self._join(_DOWN, weights, self.native.gated(both, self.gelu), middle, plain), (middle, both)
 
     @property
     def scores(self) -> int:
-        """The number of heads whose scores `mix` sums up."""
+        """The number of log-sum-exps that `mix` returns for each token: one for each query head."""
         return self.heads.queries
 
     def mix(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
@@ -288,7 +284,10 @@ class Layer:
     def mix_gradient(
         self, dout: Tensor, row: Tensor, mixed: Tensor, normaliser: Tensor, others: Sequence[Tensor], how: PassArguments
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Return (the gradient of `row`, those of `others`) from that of the result of `gate`, `dout`."""
+        """Return (the gradient of `row`, the gradients of `others`) from `dout`, the gradient of the result of `gate`.
+
+        `mixed` and `normaliser` are the results of `mix`.
+        """
         angles, layout = how.angles[self.order], how.layout
         assert isinstance(layout, PackedLayout)
         rotated = self.native.rotary(row, others, angles, self.heads)
@@ -325,7 +324,10 @@ class Layer:
         return dx, made.in_order(dothers)
 
     def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: WeightGradients, overwrite: bool) -> Tensor:
-        """Return the gradient of the input of `feed` from that of its output. Remove the tensors of `feed` from `kept`."""
+        """Return the gradient of the input of `feed` from `dy`, that of its output. Add those of the weights to `made`.
+
+        Remove the tensors of `feed` from `kept`. With `overwrite` the gradients may be written into them.
+        """
         middle, both, weights = kept.pop(0), kept.pop(0), made.weights
         dout = made.before_residual(1, dy, kept)
         dboth, gated = self.native.gradients.gated(both, weights.input_grad(_DOWN, [dout]), self.gelu, in_place=overwrite)
@@ -362,7 +364,7 @@ class WeightGradients:
         self.feed: Sequence[Tensor | None] = ()
 
     def learn(self, group: int, parts: Sequence[Tensor], x: Tensor) -> None:
-        """Compute the gradients of a group's weights from those of its matrices' outputs, `parts`, and its input x."""
+        """Store the gradients of the weights in `group`, from `parts`, the gradient of each matrix's output, and the input x."""
         for i, dy in zip(self.layer.groups[group], parts, strict=True):
             self.matrices[i] = self.layer.native.products.of(dy.t(), x) if self.learns[i] else None
             self.biases[i] = None if self.weights.biases[i] is None else dy.sum(0)
@@ -370,16 +372,16 @@ class WeightGradients:
                 self.lora[i] = delta.gradients(dy, x)
 
     def add_through_norm(self, which: int, dx: Tensor, x: Tensor, dnormed: Tensor) -> None:
-        """Add to dx the gradient of x from that of its norm; without a norm, from x itself."""
+        """Add to `dx` the gradient of x from `dnormed`, that of n(x). The norm n (None: identity) is `weights.norms[which]`."""
         if self.weights.norms[which] is None:
             dx += dnormed
         else:
             self.norms[which] = self._norm(which, dx, x, dnormed)
 
     def before_residual(self, which: int, dy: Tensor, plain: list[Tensor]) -> Tensor:
-        """Return the gradient of a product whose result, normalised and times `residual`, is added to the residual stream.
+        """Return the gradient of p = x·Wᵀ from `dy`, that of base + r·m(p) in `Layer._join`.
 
-        `plain` has the inputs of these norms. The last one is removed.
+        `which` is the index of m among the norms of outputs. If m exists, p is the last tensor of `plain`, and is removed.
         """
         dy = dy if self.layer.residual == 1.0 else dy * self.layer.residual
         if self.weights.norms[2 + which] is None:
@@ -394,7 +396,7 @@ class WeightGradients:
         return layer.native.gradients.rms_norm(dx, x, weight, dy, layer.eps, layer.heads.offset)
 
     def in_order(self, others: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return all gradients in the order of `Layer.weights`. `others` has the gradients of the mixer's other weights."""
+        """Return all gradients in the order of `Layer.weights`. `others` are those of the weights named by `Layer.others`."""
         norms = [one for one, weight in zip(self.norms, self.weights.norms, strict=True) if weight is not None]
         biases = [self.biases[i] for i in self.layer.biased]
         pairs = itertools.chain(*(self.lora[i] for i in self.layer.adapters))

@@ -134,7 +134,7 @@ def load(
 def _put_codes(
     network: PreTrainedModel, each: Iterator[tuple[str, Tensor | CodedMatrix]], dtype: torch.dtype, kind: Kind
 ) -> dict[str, Tensor]:
-    """Put the quantised matrices of `each` (name, tensor) into new `CodedLinear` layers. Return all other tensors by name."""
+    """Put the quantised matrices (of `kind`) in `each` (name, tensor) into `network`. Return the others by name, as `dtype`."""
     rest = {}
     for name, read in each:
         if isinstance(read, CodedMatrix):
@@ -154,9 +154,9 @@ def _of_gguf(path: str, config: PreTrainedConfig, wanted: set[str]) -> Iterator[
 def _code_layers(
     places: Mapping[str, str], wanted: Iterable[str], dtype: torch.dtype, kind: Kind
 ) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
-    """Yield (name, tensor) of the `wanted` tensors in safetensors files one by one, with the layers' matrices quantised.
+    """Yield (name, tensor) of the `wanted` tensors one by one, with the layers' matrices quantised as `kind`.
 
-    Matrices are cast to `dtype` before they are quantised, as in `coded_linear.code_linears`. `places` is each tensor's file.
+    `places` maps a tensor's name to its safetensors file. All are first cast to `dtype`, as in `coded_linear.code_linears`.
     """
     for name in wanted:
         with safe_open(places[name], "pt") as alone:  # closing the file frees its pages

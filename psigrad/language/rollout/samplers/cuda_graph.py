@@ -58,9 +58,9 @@ class CudaGraphDecoding:
     """Recorded decoding steps of a model (CUDA graphs), and their cache, whose slots have full capacity from the start.
 
     Both persist between calls, since a recording contains the memory addresses of the cache and of the weights. A recording is
-    specific to one distribution and one shape: 1, 2, 4, … slots, the number of tokens read from each, and the size of the grid
-    of `Seats`, if prompts are stored once. Empty slots write keys and values where the next prompt will overwrite them, and
-    their draws are ignored.
+    specific to one sampling distribution and one shape: 1, 2, 4, … slots, the number of tokens read from each, and, if prompts
+    are stored once, the numbers that `_seated` returns. Empty slots write keys and values where the next prompt will overwrite
+    them, and their draws are ignored.
     """
 
     def __init__(self, model: LanguageModel, room: Room, wanted: Room | None = None, record: Recorder | None = None) -> None:
@@ -83,7 +83,7 @@ class CudaGraphDecoding:
         return self.wanted.covers(room) and self.weights == weight_addresses(self.model)
 
     def begin(self, params: SamplingParams) -> None:
-        """Empty all slots, and select the decoding steps that were recorded for this distribution and for the active adapters."""
+        """Empty all slots. Select the steps recorded for the sampling distribution of `params` and for the active adapters."""
         self.cache.clear()
         self.params = replace(params, max_tokens=1, stop_token_ids=())
         drawn_from = self.params, active_adapters(self.model)
@@ -116,8 +116,8 @@ class CudaGraphDecoding:
         return min(between if _NARROWEST < wanted <= between else wide, most)
 
     def _seated(self, size: int) -> tuple[int, ...]:
-        """Copy the arrays of `Seats` for `size` slots to the device. Return (the number of places in their grid, the completions
-        per prompt in it, the cached tokens that a step reads of each prompt); () without `GroupedCache`.
+        """Copy the grid of prompts × completions (`Seats`) for `size` slots to the device. Return (the number of its places, the
+        completions per prompt, the cached tokens that a step reads of each prompt). If the cache is no `GroupedCache`, return ().
         """
         if not isinstance(self.cache, GroupedCache):
             return ()
@@ -146,7 +146,7 @@ class CudaGraphDecoding:
         return GroupedDecode(self.cache, places, columns, width, self._seats[len(places), grid], members)
 
     def _step(self, params: SamplingParams, size: int, columns: int, *seated: int) -> None:
-        """Decode a token for the first `size` slots, which read `columns` cached tokens each. `seated` is `_seated`'s result.
+        """Decode a token for the first `size` slots, which read `columns` cached tokens each. For `seated` see `_seated`.
 
         No operation waits for the CPU, so a CUDA graph can record the step.
         """

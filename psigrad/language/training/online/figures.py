@@ -104,9 +104,9 @@ def _stdev(values: Sequence[float]) -> float:
 
 
 def staleness(trajectories: Sequence[Trajectory], step: int, lag: int) -> dict[str, float]:
-    """Return the metric for the mean age, in steps, of the weights that sampled the completions.
+    """Return {"sampling/staleness": the age, in steps, of the weights that sampled the completions}; {} if `lag` is 0.
 
-    Raises `RuntimeError` if the age is not the lag, which would be a bug in psigrad.
+    Raises `RuntimeError` if the age is not min(`lag`, `step`), which would be a bug in psigrad.
     """
     if not lag or not trajectories:
         return {}
@@ -182,8 +182,8 @@ def rollout_rows(
 ) -> Sequence[Mapping[str, Any]]:
     """Return a row of rollouts.jsonl for every completion of the step.
 
-    A row has an advantage if its completion was trained on, which gave `learned`. It also has values per token if it is in the
-    first `record_tokens` groups. If `record_prompts` is not 0, only that many prompts, the first ones, get rows. Each process
+    A row has an advantage, from the update `learned`, if its completion was trained on. It also has values per token if it is in
+    the first `record_tokens` groups. If `record_prompts` is not 0, only that many prompts, the first ones, get rows. Each process
     makes the rows of its own completions, and rank 0 returns all rows.
     """
     written = collected.trajectories

@@ -75,7 +75,7 @@ class Pick:
 def pick_pairs(groups: Sequence[Sequence[Trajectory]], world: World = ALONE) -> Pick:
     """Return one pair per group: the first completion with the highest and the first with the lowest reward.
 
-    Groups in which all rewards are equal have no pair.
+    Groups in which all rewards are equal have no pair. All processes of `world` must call this, to exchange the pairs' tokens.
     """
     rows = [t for group in groups for t in group]
     chosen, rejected, first = [], [], 0

@@ -140,7 +140,7 @@ def cache_limit(run: OnlineRun) -> float:
 
 
 def note_overflow(run: OnlineRun, cache: ActivationCache | None, sampled: Sequence[Trajectory]) -> dict[str, str]:
-    """Return a note {kind: text} if the activations of `sampled` exceed the cache's limit. It names a limit that suffices."""
+    """Return {kind: note} if the activations of `sampled` exceed the limit of `cache`, else {}. The note names a higher limit."""
     limit, decoder = cache_limit(run), run.model.decoder
     if cache is None or decoder is None or cache.bytes <= limit:
         return {}
@@ -158,7 +158,8 @@ def learn(
 ) -> UpdateResult:
     """Take all optimiser steps on one collection. Rows whose gradient is 0 skip the forward pass.
 
-    If the gradients of all rows are 0, the step has a gradient of 0: AdamW still moves the weights by its momentum.
+    If the gradients of all rows are 0, the step has a gradient of 0: AdamW still moves the weights by its momentum. `cache` has
+    the activations that sampling stored, which training reuses. `lr` is the learning rate of the policy.
     """
     config, algorithm = run.config, run.algorithm
     if not isinstance(algorithm, PolicyGradient):
