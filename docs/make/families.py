@@ -210,9 +210,9 @@ def others_text(found: dict[str, str]) -> str:
     heads = {
         "fused": "**Fused**",
         "packed": "**Packed**",
-        "padded, differs": "**Padded**, since the packed path's log-probs differ from the model's own",
-        "padded, fails": "**Padded**, since the packed path does not support its modules",
-        "none": "**Not tried**, since no small model could be made",
+        "padded, differs": "**Padded**, since packed outputs differ from the model's own",
+        "padded, fails": "**Padded**, since their modules do not support packed rows",
+        "none": "**Not tried**, since no small random model could be built",
     }
     return "\n\n".join(f"{head}: {', '.join(lists[kind])}." for kind, head in heads.items() if kind in lists)
 
@@ -299,7 +299,7 @@ def page() -> str:
     """Return docs/families.md with its tables."""
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     rows = [
-        "| family | `model_type` | computed | gap | sampler's | beside TRL |",
+        "| family | `model_type` | computed | gap | sampler's gap | beside TRL |",
         "|---|---|---|---|---|---|",
     ]
     rows += [tried(row, name, tokenizer, f"| {FAMILIES[name][0]} | `{name}` | not run: {{}} | | | |") for name in FAMILIES]
