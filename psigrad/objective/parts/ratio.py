@@ -344,6 +344,11 @@ class KL:
     TRL's GKD beta.
     """
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """The parameters that this estimator does not read."""
+        return () if self.estimator == "exact_js" else ("mixture",)
+
     def __post_init__(self) -> None:
         if self.where not in ("reward", "loss"):
             raise ValueError(f"KL has where={self.where!r}; expected 'reward' or 'loss'.")
