@@ -66,7 +66,7 @@ def page() -> str:
             parts += _table("setting", COLUMNS, [_row(name, found[name]) for name in names])
         rest = {name: recipes for recipes, names in groups.items() if recipes not in large for name in names}
         if rest:
-            parts += ["Of the commands that each row names:", ""] if large else []
+            parts += ["Only the commands that each row names:", ""] if large else []
             rows = [_row(name, found[name], recipes) for name, recipes in rest.items()]
             parts += _table("setting", COLUMNS, rows)
     return fill(PAGE.read_text(), settings="\n".join(parts), defaults=_beside(), parts=_parts(), names=_others())
@@ -132,12 +132,14 @@ def _written(value: Any) -> str:
 
 def _commands(recipes: tuple[str, ...]) -> str:
     """Return the commands that have a setting, in words."""
+    if recipes == tuple(RECIPES):
+        return "All commands"
     if recipes == tuple(RECIPES)[:4]:
         return "Only training"
     return "Not control" if recipes == tuple(RECIPES)[:6] else f"Only {', '.join(recipes)}"
 
 
-def _row(name: str, uses: dict[str, Setting], only: tuple[str, ...] = tuple(RECIPES)) -> str:
+def _row(name: str, uses: dict[str, Setting], only: tuple[str, ...] = ()) -> str:
     """Return one line of a table. It names the commands whose type, default or meaning differs."""
     first = next(iter(uses.values()))
     unequal: dict[str, list[str]] = {}
@@ -157,7 +159,7 @@ def _row(name: str, uses: dict[str, Setting], only: tuple[str, ...] = tuple(RECI
     if len(meanings) > 1:
         about = " ".join(f"{', '.join(commands)}: {text}" for text, commands in meanings.items())
     else:
-        about = next(iter(meanings)) + ("" if len(only) == len(RECIPES) else f" {_commands(only)}.")
+        about = next(iter(meanings)) + (f" {_commands(only)}." if only else "")
     about += "".join(f" *{word}*" for mark, word in CHANGES.items() if mark in first.marks)
     return f"| `{name}` | {', '.join([kind, *kinds])} | {default} | {about} |"
 

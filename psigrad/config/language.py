@@ -100,7 +100,7 @@ class RewardSettings:
     """Wall-clock seconds that a reward function may take for a group before its worker is killed. Then each completion of the
     group is scored alone, within the same limit."""
     reward_workers: Annotated[Count, RECORDED, _SCORED] = 1
-    """Number of processes that score completions."""
+    """Processes that score completions."""
     worker_memory_gb: Annotated[PositiveOrZero, RECORDED, _WORKERS] = 16.0
     """Memory limit of each process that runs your rewards, environments or tools, in 1e9 bytes; 0: no limit."""
     skip_special_tokens: Annotated[bool, Needs(*_SCORED.settings, "reward_model")] = True
@@ -125,7 +125,7 @@ class EpisodeSettings:
     environment_timeout: Annotated[Positive, RECORDED, _PLAYED] = 10.0
     """Wall-clock seconds that one call of an environment or tool may take before its process is killed."""
     environment_workers: Annotated[Count, RECORDED, _PLAYED] = 1
-    """Number of processes that run environments and tools."""
+    """Processes that run environments and tools."""
     environment_sandbox: Annotated[bool, RECORDED, _ENCLOSED] = False
     """Run environments, tools and agents in bubblewrap: no network, write access to a temporary folder only, read access to
     Python, the working folder and their own folders. An agent still reaches the policy."""
@@ -239,7 +239,7 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     reference_tokenizer: Annotated[str, PATH] = ""
     """If `reference` is a server: folder or hub name of its model's tokenizer; empty: the policy's."""
     reference_top_k: Count = 20
-    """If `reference` is a server: number of tokens per position whose log-probs it returns. The exact KL counts all others as one
+    """If `reference` is a server: tokens per position whose log-probs it returns. The exact KL counts all others as one
     token."""
     reference_dtype: Literal["", "float32", "bfloat16"] = ""
     """Precision of the reference; empty: the model's."""
@@ -255,7 +255,7 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     """With past_opponents: copy the policy as a new past self every this many steps. The first past self is the policy at the
     start of the run."""
     past_kept: Annotated[Count, Needs("past_opponents")] = 1
-    """With past_opponents: number of newest past selves to draw from. Each one's full weights stay in memory."""
+    """With past_opponents: newest past selves to draw from. Each one's full weights stay in memory."""
     teacher_prompt: str = ""
     """Column of the dataset with another prompt for the reference; empty: the policy's prompt. In self-distillation this prompt
     contains the solution."""
@@ -269,7 +269,7 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     """Peak learning rate of a separate critic. 0: the policy's rate or 0.05 / width of the model, whichever is larger (about 1e-5
     for 7B parameters)."""
     critic_warmup_steps: CountOrZero = 0
-    """Number of first steps in which a separate critic learns and the policy does not change."""
+    """First steps in which a separate critic learns and the policy does not change."""
     missing_eos_penalty: Annotated[PositiveOrZero, LIVE] = 0.0
     """Penalty subtracted from the reward of every completion that the length limit cut."""
     max_unscored: Share = 0.1
@@ -302,11 +302,11 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     """Stop if the log-probs of sampler and trainer differ by more nats than this, on average over a step's tokens. 0: 1e-3 in
     float32, 0.1 in bfloat16."""
     record_tokens: Annotated[CountOrZero, RECORDED, LIVE] = 4
-    """Number of prompts per step whose completions get log-prob, entropy and advantage of each token in rollouts.jsonl."""
+    """Prompts per step whose completions get log-prob, entropy and advantage of each token in rollouts.jsonl."""
     record_prompts: Annotated[CountOrZero, RECORDED, LIVE] = 0
-    """Number of prompts per step whose completions are written to rollouts.jsonl; 0: all."""
+    """Prompts per step whose completions are written to rollouts.jsonl; 0: all."""
     show_completions: Annotated[CountOrZero, RECORDED] = 0
-    """Print this many completions of a step with their rewards, every logging_steps steps; 0: none. TRL: log_completions."""
+    """Print this many completions of a step with their rewards, every logging_steps steps; 0: none."""
     record_rows: Annotated[CountOrZero, RECORDED] = 0
     """Keep about this many rows of completions: the oldest files of rollouts.jsonl, which is split at every gigabyte, are
     deleted. 0: keep all."""
@@ -429,7 +429,7 @@ class LmEvalConfig(PackingSettings):
     num_fewshot: CountOrZero = 0
     """Examples before each question; 0: the task's own number."""
     limit: CountOrZero = 0
-    """Number of documents of each task to use, the first ones; 0: all."""
+    """Documents of each task to use, the first ones; 0: all."""
     apply_chat_template: bool = False
     """Format each question as a conversation with the chat template."""
     chat_template_kwargs: str | dict[str, Any] = ""

@@ -108,7 +108,7 @@ class Model:
     use_dora: Annotated[bool, _ADAPTER] = False
     """Also learn the length of each row of the adapted matrices (DoRA)."""
     lora_modules_to_save: Annotated[tuple[str, ...], _ADAPTER] = ()
-    """Modules to train in full besides the adapter, and to save with it, such as lm_head."""
+    """Modules to train in full and save with the adapter, such as lm_head."""
     lora_save: Annotated[Literal["both", "merged", "adapter"], RECORDED] = "adapter"
     """Contents of model/ at the end: the adapter, the full model with the adapter merged in, or both, with the adapter in
     model/adapter. A reward model is always saved in full."""
@@ -126,7 +126,7 @@ class Model:
     or flash-attn's) and "flex" (FlexAttention) compute only the scores that are needed; "sdpa" pads. "auto" takes the first that
     runs and equals "sdpa". On a CPU it is "sdpa"."""
     compile_layers: Annotated[bool, RECORDED] = False
-    """On a GPU, compile each kind of layer once by torch.compile, for training and sampling. It takes a minute at the start."""
+    """On a GPU, compile each kind of layer by torch.compile, for training and sampling. It takes a minute at the start."""
     gradient_checkpointing: Annotated[bool, RECORDED, DeviceDefault(cuda=True)] = False
     """Recompute activations in the backward pass. It saves memory and takes a third more time, for a small model with a
     vocabulary of 150,000 nearly twice the time."""
@@ -138,7 +138,7 @@ class Data:
 
     dataset: Annotated[str | Any, PATH, SEVERAL, MAIN] = ""
     """JSONL, JSON, Parquet or CSV file, a folder of such files, hub name, or task:NAME for a task of reasoning-gym; from Python
-    also rows. Rows have one of TRL's dataset forms. Several datasets may each have a weight: a.jsonl:0.7 b.jsonl:0.3."""
+    also rows. Rows have one of TRL's forms. Several datasets may each have a weight: a.jsonl:0.7 b.jsonl:0.3."""
     columns: Annotated[str | Mapping[str, str], AfterValidator(lambda given: parse_columns(given) or "")] = ""
     """New names of columns: `question=prompt` reads the column question as prompt, and `prompt={question} Think first.` builds
     the prompt from question. In YAML and Python also a mapping."""
@@ -153,13 +153,13 @@ class Data:
     eval_split: Annotated[str, Needs("data.eval_dataset")] = "test"
     """Split of `eval_dataset` to read, or a slice of it. A file has one split, named train or test."""
     max_rows: CountOrZero = 0
-    """Maximum rows to read of each dataset; a dataset of the hub is then streamed instead of downloaded in full. 0: all."""
+    """Maximum rows to read of each dataset; a dataset of the hub is then streamed. 0: all."""
     max_prompt_length: CountOrZero = 0
     """Maximum tokens of a prompt. A row with a longer prompt is rejected. 0: no limit but the model's."""
     bad_rows: Literal["stop", "skip"] = "stop"
     """stop: end with an error at a malformed row; skip: skip the row and count it."""
     num_proc: Annotated[CountOrZero, FREE] = 0
-    """Number of processes that tokenize a dataset of thousands of rows or more; 0: one per core. The tokens of files are cached
+    """Processes that tokenize a dataset of thousands of rows or more; 0: one per core. The tokens of files are cached
     for the next start (docs/data.md)."""
 
 
@@ -168,9 +168,9 @@ class Optim:
     """The optimiser and its schedule."""
 
     optimizer: Literal["adamw", "adamw_8bit", "muon", "adafactor"] = "adamw"
-    """adamw; adamw_8bit: AdamW with 8-bit moments (bitsandbytes' formula), except for embeddings; muon: torch.optim.Muon for
-    matrices, with updates scaled so that AdamW's learning rates fit, and AdamW for embeddings, heads and all other weights;
-    adafactor: transformers' Adafactor, which keeps almost no state."""
+    """Optimiser of the weights. adamw_8bit: AdamW with 8-bit moments (bitsandbytes' formula), except for embeddings. muon:
+    torch.optim.Muon for matrices except embeddings and heads, with updates scaled so that AdamW's learning rates fit; AdamW for
+    all other weights. adafactor: transformers' Adafactor, which keeps almost no state."""
     bf16_stochastic_round: Annotated[bool, Needs("optim.optimizer=adamw", "optim.optimizer=adamw_8bit")] = False
     """Update bfloat16 weights without float32 copies, which saves 4 bytes per weight. Each weight is rounded up or down at
     random, so that rounding adds no bias."""
@@ -230,7 +230,7 @@ class Sampling:
     """With sampler=vllm: after each update, compare the engine's weights bit for bit with the weights that were sent. false:
     compare only log-probs, at the start."""
     tensor_parallel_size: Annotated[Count, RECORDED] = 1
-    """With sampler=vllm: number of devices over which each engine splits the model."""
+    """With sampler=vllm: devices over which each engine splits the model."""
     max_decode_batch: Annotated[Count, RECORDED] = 256
     """Maximum number of sequences decoded at once; the others wait. On a GPU psigrad's own sampler halves the number until the
     sequences' keys and values fit into half of the free memory."""
@@ -254,7 +254,7 @@ class Evaluation:
     eval_steps: Annotated[CountOrZero, LIVE, STEPS, MAIN] = 0
     """Evaluate every this many steps; 0: at the end only."""
     eval_prompts: CountOrZero | None = None
-    """Number of held-out prompts. 0: no evaluation in training; all rows in `eval` and `sample`. Not given: a tenth of the
+    """Held-out prompts. 0: no evaluation in training; all rows in `eval` and `sample`. Not given: a tenth of the
     dataset, at most 64 prompts (256 comparisons)."""
     num_generations_eval: Annotated[Count, MAIN, DRAWS] = 1
     """Completions per held-out prompt; more than one gives pass@k."""
@@ -268,11 +268,11 @@ class Evaluation:
     metric_for_best_model: Annotated[str, _BEST] = ""
     """Held-out metric that decides which evaluation is best, such as loss or exact; empty: the metric of the run's verdict."""
     greater_is_better: Annotated[bool | None, _BEST] = None
-    """True if a greater value of that metric is better. Not given: true unless its name ends in loss."""
+    """True if a greater value of metric_for_best_model is better. Not given: true unless its name ends in loss."""
     early_stopping_patience: Annotated[CountOrZero, Needs("evaluation.eval_steps")] = 0
-    """End the run after this many evaluations in a row without improvement; 0: never."""
+    """End the run after this many evaluations in a row without improvement of metric_for_best_model; 0: never."""
     early_stopping_threshold: Annotated[PositiveOrZero, Needs("evaluation.early_stopping_patience")] = 0.0
-    """Minimum improvement of the metric that counts for early_stopping_patience."""
+    """Minimum improvement of metric_for_best_model that counts for early_stopping_patience."""
     eval_kl: bool = False
     """Also measure the exact KL to the starting model. A copy of that model stays in memory."""
 
@@ -288,13 +288,13 @@ class Placement:
     """ddp: each process holds the full model; fsdp: each holds a shard of its weights, gradients and optimiser state (PyTorch's
     fully_shard)."""
     dp_replicate_size: Annotated[Count, RECORDED, _SHARDS] = 1
-    """With fsdp: number of groups of processes that each hold the full model in shards (HSDP). Layers are gathered within a
+    """With fsdp: groups of processes that each hold the full model in shards (HSDP). Layers are gathered within a
     group; gradients are summed over all groups."""
     tp_size: Annotated[Count, RECORDED, _SHARDS] = 1
-    """With fsdp: number of processes that compute every layer together, each some of its heads and columns, by transformers' plan
+    """With fsdp: processes that compute every layer together, each some of its heads and columns, by transformers' plan
     for the model family (tensor parallelism)."""
     cp_size: Annotated[Count, RECORDED, _SHARDS] = 1
-    """With fsdp: number of processes that share the tokens of every row, and in attention the heads (context parallelism,
+    """With fsdp: processes that share the tokens of every row, and in attention the heads (context parallelism,
     Ulysses)."""
     reduce_once: Annotated[bool, RECORDED, Needs("placement.strategy=fsdp")] = False
     """With fsdp: sum gradients over the processes once per optimiser step, not in each pass. It saves messages, but each process
@@ -305,24 +305,24 @@ class Placement:
     """Address of a Ray cluster to sample on. auto: a running cluster, or else one that is started on this machine. Empty: the
     training processes sample too."""
     samplers: Annotated[CountOrZero, RECORDED, _CLUSTER] = 0
-    """With a cluster: number of processes that sample; 0: as many as fit, and more when the cluster grows."""
+    """With a cluster: processes that sample; 0: as many as fit, and more when the cluster grows."""
     sampler_cpus: Annotated[Count, RECORDED, _CLUSTER] = 1
     """With a cluster: CPU cores per sampling process."""
     sampler_gpus: Annotated[PositiveOrZero, RECORDED, _CLUSTER] = 0.0
     """With a cluster: GPUs per sampling process; below 1, several share one."""
     weight_transfer: Annotated[Literal["auto", "object_store", "nccl", "gloo"], RECORDED, _CLUSTER] = "auto"
-    """With a cluster: transfer of weights to vLLM's engines: between GPUs (nccl), between CPUs (gloo), or by Ray's object_store;
-    auto: nccl if trainer and engines have GPUs."""
+    """With a cluster: transfer of weights to vLLM's engines: between GPUs (nccl), CPUs (gloo), or by Ray's object_store; auto:
+    nccl if trainer and engines have GPUs."""
     parcel_prompts: Annotated[Count, RECORDED, _CLUSTER] = 2
     """With a cluster: prompts that are sent to a process together. Their completions are decoded in one batch."""
     scorers: Annotated[CountOrZero, RECORDED] = 0
-    """With a cluster: number of processes on it that run the reward functions, each with its own `reward_workers`; 0: the
+    """With a cluster: processes on it that run the reward functions, each with its own `reward_workers`; 0: the
     trainer's machine runs them."""
     scorer_cpus: Annotated[Count, RECORDED, Needs("placement.scorers")] = 1
     """With a cluster: CPU cores per scoring process."""
     environment_actors: Annotated[CountOrZero, RECORDED] = 0
-    """With a cluster: number of processes on it that run the environment or the tools, each with its own `environment_workers`;
-    0: the trainer's machine runs them."""
+    """With a cluster: processes on it that run environments or tools, each with its own `environment_workers`; 0: the trainer's
+    machine runs them."""
     environment_cpus: Annotated[Count, RECORDED, Needs("placement.environment_actors")] = 1
     """With a cluster: CPU cores per environment process."""
 
@@ -348,13 +348,14 @@ class Run:
     output_dir: Annotated[str, WRITTEN, FREE, MAIN] = ""
     """Run folder; empty: runs/<recipe>-<time>."""
     max_steps: Annotated[CountOrZero, LENGTH, MAIN] = 0
-    """Steps of the run: optimiser steps, in online methods rounds of sampling and training. 0: num_train_epochs decides."""
+    """Steps of the run: optimiser steps, in online methods rounds of sampling and training. 0: num_train_epochs decides. control:
+    set total_timesteps instead."""
     num_train_epochs: Annotated[Positive, LENGTH, MAIN, Needs("run.max_steps=0")] = 1.0
-    """Passes over the data, if max_steps is 0; half a pass is 0.5."""
+    """Passes over the data, if max_steps is 0; half a pass is 0.5. Not for control."""
     seed: Annotated[int, MAIN] = 0
     """Seed of the run. Every other seed is derived from it."""
     save_steps: Annotated[CountOrZero, RECORDED, LIVE, STEPS] = 0
-    """Write a checkpoint every this many steps; 0: by time only (save_minutes)."""
+    """Write a checkpoint every this many steps; 0: only by time (save_minutes)."""
     save_minutes: Annotated[PositiveOrZero, RECORDED, LIVE] = 10.0
     """Also write a checkpoint when this many minutes have passed since the last one; 0: never by time."""
     logging_steps: Annotated[CountOrZero, RECORDED, STEPS] = 10
@@ -366,7 +367,7 @@ class Run:
     """Write checkpoints in a thread while training continues. Without effect if there are callbacks, which receive a finished
     checkpoint."""
     save_total_limit: Annotated[Count, RECORDED] = 2
-    """Number of checkpoints to keep. The newest undamaged one is never deleted."""
+    """Checkpoints to keep. The newest undamaged one is never deleted."""
     resume: Annotated[Literal["auto", "never", "must"], FREE] = "auto"
     """auto: resume from the newest checkpoint if there is one; never: fail if there is one; must: fail if there is none."""
     extend: Annotated[bool, FREE] = False

@@ -353,7 +353,7 @@ SHORTCUTS = {
     ),
     "scale_rewards": Shortcut(
         "advantage within groups",
-        "divide the advantages by the standard deviation of the rewards of their group or batch, or none",
+        "standard deviation of rewards that divides the advantages: of the group, of the batch, or none",
         find_grouped,
         _by_std,
     ),

@@ -25,7 +25,7 @@ class Network:
     critic: Annotated[Literal["separate", "shared"], _NOT_DQN] = "separate"
     """separate: a critic has its own hidden layers; shared: it is a value head on the policy's layers."""
     n_critics: Annotated[Count, _NOT_DQN] = 1
-    """Number of critics in the ensemble. The value is their mean, and each is trained independently."""
+    """Critics in the ensemble. The value is their mean, and each is trained independently."""
     cnn: Literal["auto", "nature", "small", "none"] = "auto"
     """Convolutions before the layers, shared by policy and critics, if an observation is an image: nature (Mnih et al. 2015; from
     36 × 36 pixels on), small (three of 2 × 2); auto: the one that fits; none: the pixels as plain numbers.
@@ -39,7 +39,7 @@ class Dqn:
     """The settings that only DQN reads."""
 
     buffer_size: Count = 100_000
-    """Number of transitions kept for replay."""
+    """Transitions kept for replay."""
     learning_starts: CountOrZero = 1_000
     """Transitions collected before the first update."""
     train_freq: Count = 4
@@ -97,7 +97,7 @@ class ControlConfig:
     total_timesteps: Annotated[Count, LENGTH, MAIN] = 100_000
     """Steps of the policy, summed over all copies."""
     n_envs: Annotated[Count, MAIN] = 8
-    """Number of copies of the environment that are stepped together. With `tuned`, the default depends on the algorithm and the
+    """Copies of the environment that are stepped together. With `tuned`, the default depends on the algorithm and the
     environment."""
     n_steps: Annotated[CountOrZero, MAIN, _NOT_DQN] = 32
     """Steps of each copy per rollout; 0: complete episodes."""
