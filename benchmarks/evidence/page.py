@@ -126,7 +126,7 @@ def better_lines(done: Sequence[Pair]) -> Iterator[str]:
     for name, score in SCORES.items():
         count = sum(score(pair[TRL]) > score(pair[PSIGRAD]) for pair in done)
         beyond = f" ({sum(difference(pair).high < 0 for pair in done)} of them beyond the interval)" if name == "pass@1" else ""
-        yield f"- {name}: {count} of {len(done)} pairs{beyond}" if done else f"- {name}: {MISSING}"
+        yield f"- {name}: {count}{beyond}" if done else f"- {name}: {MISSING}"
 
 
 def pair_rows(found: dict[tuple[str, int], Pair | None]) -> Iterator[str]:

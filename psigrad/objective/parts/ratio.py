@@ -346,8 +346,8 @@ class KL:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """The parameters that this estimator does not read."""
-        return () if self.estimator == "exact_js" else ("mixture",)
+        """The parameters that have no effect with this estimator in this place."""
+        return ("mixture",) * (self.estimator != "exact_js") + ("importance_weighted",) * (self.where == "reward")
 
     def __post_init__(self) -> None:
         if self.where not in ("reward", "loss"):
