@@ -184,7 +184,7 @@ def tables(result: ClipResult) -> drawing.Printed:
         pushes = (f"{push:+.3g}" if push else "0" for push in row.pushes)
         table.add_row(row.name, f"{row.advantage:+d}", *pushes, silent, "yes" if row.logged else "in part")
     yield table
-    yield drawing.note("logged: whether a run's clip_ratio counts exactly the steps without gradient")
+    yield drawing.note("logged: does a run's clip_ratio count exactly the steps without gradient?")
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:

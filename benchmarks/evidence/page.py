@@ -102,11 +102,12 @@ def difference(pair: Pair) -> Interval:
 
 def claim_rows(records: Sequence[Record], done: Sequence[Pair]) -> Iterator[str]:
     """Yield the table of claims."""
-    yield "| claim | verdict | psigrad | TRL 1.16 | meaning of the figure, and the rule |\n|---|---|---|---|---|"
+    yield "| claim | verdict | psigrad | TRL 1.16 | meaning of the figure, and its bound |\n|---|---|---|---|---|"
     report = find(records, kind="referee")
     state = MISSING if not report else "**does not hold**" if report["parts"] else "**holds**"
-    rule = "two steps in float32 after training, by [`psigrad referee`](referee.md); holds if all tensors are equal"
-    yield f"| Both compute the same steps. | {state} | {report['report'][-1].strip() if report else ''} | | {rule} |"
+    rule = "two steps in float32, compared by [`psigrad referee`](referee.md); holds if all tensors are equal"
+    cell = "" if not report else report["report"][-1].strip() if report["parts"] else "all tensors are equal"
+    yield f"| Both compute the same steps. | {state} | {cell} | | {rule} |"
     for says, name, base, bound in CLAIMS:
         score, cost = SCORES[name], name not in ("pass@1", "pass@8", "everyday items")
         state, cells = f"{MISSING} ({len(done)} of {PAIRS} pairs)", ["", ""]
@@ -114,22 +115,24 @@ def claim_rows(records: Sequence[Record], done: Sequence[Pair]) -> Iterator[str]
             found = [over_seeds(score(pair[side]) - score(pair[base]) for pair in done) for side in (PSIGRAD, TRL)]
             state = "**holds**" if found[0].low > bound else "**does not hold**" if found[0].high < bound else "**undecided**"
             cells = [around(found[0], cost), around(found[1]) if base == BEFORE else ""]
-        meaning = f"TRL's {name} over psigrad's" if cost else f"points of {name}, less {('before', '', 'TRL')[base]}"
-        yield f"| {says} | {state} | {' | '.join(cells)} | {meaning}; holds above {1 if cost else round(100 * bound)} |"
+        shares = f"rise of {name}, in points" if base == BEFORE else f"psigrad's {name} minus TRL's, in points"
+        meaning = f"TRL's {name} divided by psigrad's" if cost else shares
+        least = 1 if cost else f"{100 * bound:.0f}".replace("-", "−")
+        yield f"| {says} | {state} | {' | '.join(cells)} | {meaning}; holds above {least} |"
 
 
 def better_lines(done: Sequence[Pair]) -> Iterator[str]:
     """Yield a line for each score: in how many pairs TRL's was better."""
     for name, score in SCORES.items():
         count = sum(score(pair[TRL]) > score(pair[PSIGRAD]) for pair in done)
-        yield f"- {name}: in {count} of {len(done)} pairs" if done else f"- {name}: {MISSING}"
-    if done:
-        yield f"- pass@1 beyond the paired interval: in {sum(difference(pair).high < 0 for pair in done)} of {len(done)} pairs"
+        beyond = f" ({sum(difference(pair).high < 0 for pair in done)} of them beyond the interval)" if name == "pass@1" else ""
+        yield f"- {name}: {count}{beyond}" if done else f"- {name}: {MISSING}"
 
 
 def pair_rows(found: dict[tuple[str, int], Pair | None]) -> Iterator[str]:
     """Yield the table of pairs."""
-    yield "| task, seed | pass@1, % | psigrad − TRL | pass@8, % | everyday, % | time | processor time | MiB |"
+    yield "| task, seed | pass@1, % | pass@1: psigrad − TRL, points | pass@8, % | everyday items, % | time, TRL / psigrad | \
+processor time, TRL / psigrad | peak MiB: psigrad, TRL |"
     yield "|---" * 8 + ("|" if found else f"|\n| | {MISSING} |" + " |" * 6)
     for (task, seed), pair in found.items():
         if pair is None:
@@ -143,12 +146,13 @@ def pair_rows(found: dict[tuple[str, int], Pair | None]) -> Iterator[str]:
 
 def pilot_rows(records: Sequence[Record]) -> Iterator[str]:
     """Yield the table of candidates."""
-    yield "| candidate | pass@1 | pass@8 | pass@8 after SFT | |\n|---|---|---|---|---|"
+    tried = any(one["sft"] for one in records if one["kind"] == "pilot")
+    yield f"| candidate | pass@1 | pass@8 |{' pass@8 after SFT |' * tried} |\n|---|---|---|{'---|' * tried}---|"
     for task in tasks.CANDIDATES:
         before, after = (find(records, kind="pilot", task=task, sft=sft) for sft in (False, True))
         one, eight = (f"{100 * pass_at(before, k):.1f} %" if before else MISSING for k in (1, 8))
-        tuned = f"{100 * pass_at(after, 8):.1f} %" if after else ""
-        yield f"| {task} | {one} | {eight} | {tuned} | {'chosen' if task in dict(chosen(records)) else ''} |"
+        tuned = f" {100 * pass_at(after, 8):.1f} % |" if after else " |" * tried
+        yield f"| {task} | {one} | {eight} |{tuned} {'chosen' if task in dict(chosen(records)) else ''} |"
 
 
 def text(records: Sequence[Record], page: str) -> str:
@@ -162,7 +166,11 @@ def text(records: Sequence[Record], page: str) -> str:
         "claims": claim_rows(records, done), "better": better_lines(done), "pairs": pair_rows(found),
         "pilot": pilot_rows(records), "state": [f"{len(done)} of {PAIRS} pairs of runs are done."],
         "machine": [f"Processor: {machines}. Load average: {min(loads)} to {max(loads)}." if runs else f"Processor: {MISSING}."],
-        "sizes": [f"- {name.lower().replace('_', ' ')}: {value}" for name, value in tasks.SIZES.items()],
+        "sizes": [
+            f"A run takes {tasks.STEPS} steps of {tasks.PROMPTS} prompts × {tasks.GROUP} completions of ≤ {tasks.TOKENS} tokens. "
+            f"The learning rate is {tasks.RATE:g} and falls linearly to 0. The system prompt is “{tasks.SYSTEM}”",
+            f"The held-out set has {tasks.HELD_OUT} prompts, the pilot {tasks.PILOT}; each gets {tasks.DRAWS} completions.",
+        ],
     }  # fmt: skip
     return fill(page, **{name: "\n".join(part) for name, part in parts.items()})
 

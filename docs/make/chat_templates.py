@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -336,28 +335,12 @@ def outcome(name: str, column: str) -> str:
     return "yes"
 
 
-def counts(found: dict[str, dict[str, str]]) -> str:
-    """Return how many of the templates that write calls pass, or drop what transformers drops, in each check of calls."""
-    calling = [cells for name, cells in found.items() if writes_calls(name)]
-    said = []
-    for column in ("two rounds", "two calls", "thoughts with calls", "words beside a call"):
-        cells = Counter(own[column] for own in calling)
-        dropped = f" ({cells['dropped']} of them dropped)" if cells["dropped"] else ""
-        said.append(f"{column} {cells['yes'] + cells['dropped']}{dropped}")
-    wrong = sum(cell == "wrong" for cells in found.values() for cell in cells.values())
-    right = ", ".join(said)
-    begin = f"{len(calling)} templates write calls. Number of them that pass or drop the field: {right}."
-    return f"{begin} Wrong outcomes, over all {len(found)} templates: {wrong}."
-
-
 def table() -> str:
     """The templates that are right in every column, and for the others the columns that are not."""
     found = {name: {column: outcome(name, column) for column in COLUMNS} for name in names()}
     right = [f"`{name}`" for name, cells in found.items() if set(cells.values()) == {"yes"}]
     lines = [
         f"{len(right)} of {len(found)} pass all {len(COLUMNS)} checks: {', '.join(right)}.",
-        "",
-        counts(found),
         "",
         "The others:",
         "",

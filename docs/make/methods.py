@@ -23,9 +23,10 @@ from filled import fill
 DOCS = Path(__file__).parents[1]
 TABLE = DOCS / "methods" / "table.md"
 
-SLOT_NAMES = {*MEANING.values(), "score", "link"}
+SLOT_NAMES = {*MEANING.values(), "score", "link", "loss"}
 COUNTED = "over the policy's steps t in the trajectories i that no filter dropped; "  # table.md has this line, once for all pages
 COMMON = ("ratio", "aggregate", "KL")  # slots whose parts many methods share: their formula is enough
+SHARED = ("`token`", "`none`", "`token_mean`", "`sequence_mean`", "`KL(")  # parts of these whose papers are not the method's
 UNMEASURED = "No curve has been measured yet."
 
 
@@ -47,8 +48,8 @@ def _template(name: str) -> str:
 
 def _formula(name: str) -> str:
     """Return the formula that a method minimises, part by part. `psigrad explain` prints the same with each part's source."""
-    papers = ", ".join(f"arXiv:{paper}" for paper in _papers(name))
-    return f"## Formula\n\n{_sections(algorithms.explain(name))}" + (f"\n\nPapers: {papers}." if papers else "")
+    paper = f"The method is that of arXiv:{OWN[name]}.\n\n" if name in OWN else ""
+    return f"## Formula\n\n{paper}{_sections(algorithms.explain(name))}"
 
 
 def _sections(explained: str) -> str:
@@ -59,6 +60,10 @@ def _sections(explained: str) -> str:
     for line in _unwrapped(explained):
         indent, text = len(line) - len(line.lstrip()), line.strip()
         slot, colon, part = text.partition(": ")
+        if text.startswith("Source: ") and (papers := re.findall(r"arXiv:\d{4}\.\d{5}", text)):
+            last = max(n for n, block in enumerate(out) if block.startswith(("**", "with `")))
+            if not any(part in out[last] for part in SHARED):
+                out[last] += f" ({', '.join(dict.fromkeys(papers))})"
         if not text or text.startswith(("Source: ", "agents (--agent)", COUNTED)):
             continue
         if indent == 0:
@@ -114,7 +119,7 @@ def table() -> str:
 CLOSED = ("reinforce_total_return", "reinforce_reward_to_go", "reinforce_moving_average", "pass_at_k", "distill")
 
 
-OWN = {"vc_ppo": ("2503.01491",)}  # a paper whose parts are others'
+OWN = {"vc_ppo": "2503.01491"}  # a paper whose parts are others'
 
 
 @functools.cache
@@ -122,12 +127,6 @@ def _enumerated() -> set[str]:
     """Return the methods whose gradient the tests sum over all batches."""
     source = (DOCS.parent / "tests" / "objective" / "test_enumerated_gradients.py").read_text()
     return set(source.split("FORMULAS = [")[1].split("]")[0].replace(",", " ").split())
-
-
-def _papers(name: str) -> list[str]:
-    """Return the arXiv numbers that `explain` names, each once."""
-    text = " ".join(algorithms.explain(name).split())
-    return list(dict.fromkeys([*OWN.get(name, ()), *re.findall(r"arXiv:(\d{4}\.\d{5})", text)]))
 
 
 def _proof(name: str) -> str:

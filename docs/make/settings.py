@@ -45,7 +45,7 @@ COLUMNS = "type | default | meaning"
 def _beside() -> str:
     """Return the table of defaults beside those of other libraries."""
     rows = [f"| `{name}` | {ours} | {theirs} (`{whose}`) |" for name, ours, theirs, whose in beside()]
-    return "\n".join(_table("setting", "here | there", rows))
+    return "\n".join(_table("setting", "psigrad | the other library", rows))
 
 
 def page() -> str:
@@ -66,7 +66,7 @@ def page() -> str:
             parts += _table("setting", COLUMNS, [_row(name, found[name]) for name in names])
         rest = {name: recipes for recipes, names in groups.items() if recipes not in large for name in names}
         if rest:
-            parts += ["Others:", ""] if large else []
+            parts += ["Only the commands that each row names:", ""] if large else []
             rows = [_row(name, found[name], recipes) for name, recipes in rest.items()]
             parts += _table("setting", COLUMNS, rows)
     return fill(PAGE.read_text(), settings="\n".join(parts), defaults=_beside(), parts=_parts(), names=_others())
@@ -85,7 +85,7 @@ def _parts() -> str:
         for name in SHORTCUTS
     }
     rows = [f"| `{n}` | {', '.join(places[n])} | {s.help} |" for n, s in SHORTCUTS.items()]
-    return "\n".join(_table("name", "stands for | meaning", rows))
+    return "\n".join(_table("short name", "dotted names | meaning", rows))
 
 
 def _others() -> str:
@@ -111,8 +111,11 @@ def _others() -> str:
             computed.setdefault(row.rule, []).append(f"`{row.name}`")
     return "\n".join(
         [
+            "Names of other libraries, and the settings that they set:\n",
             *_table("names", "setting", [f"| {', '.join(given)} | `{means}` |" for means, given in names.items()]),
+            "A name with a value that sets something else:\n",
             *_table("name and value", "setting", [f"| {', '.join(given)} | {means} |" for means, given in meant.items()]),
+            "Names from which psigrad computes its settings:\n",
             *_table("names", "are converted into", [f"| {', '.join(given)} | {rule} |" for rule, given in computed.items()]),
         ]
     )
@@ -129,15 +132,20 @@ def _written(value: Any) -> str:
 
 def _commands(recipes: tuple[str, ...]) -> str:
     """Return the commands that have a setting, in words."""
+    if recipes == tuple(RECIPES):
+        return "All commands"
     if recipes == tuple(RECIPES)[:4]:
         return "Only training"
     return "Not control" if recipes == tuple(RECIPES)[:6] else f"Only {', '.join(recipes)}"
 
 
-def _row(name: str, uses: dict[str, Setting], only: tuple[str, ...] = tuple(RECIPES)) -> str:
+def _row(name: str, uses: dict[str, Setting], only: tuple[str, ...] = ()) -> str:
     """Return one line of a table. It names the commands whose type, default or meaning differs."""
     first = next(iter(uses.values()))
-    others = [f"{_default(one.default)} ({r})" for r, one in uses.items() if one.default != first.default]
+    unequal: dict[str, list[str]] = {}
+    for r, one in uses.items():
+        unequal.setdefault(_default(one.default), []).append(r)
+    others = [f"{value} ({', '.join(of)})" for value, of in list(unequal.items())[1:]]
     kind = _kind(first.annotated)
     unlike = [r for r, one in uses.items() if _kind(one.annotated) != kind]
     kinds = [f"{_kind(uses[unlike[0]].annotated)} ({', '.join(unlike)})"] if unlike else []
@@ -151,7 +159,7 @@ def _row(name: str, uses: dict[str, Setting], only: tuple[str, ...] = tuple(RECI
     if len(meanings) > 1:
         about = " ".join(f"{', '.join(commands)}: {text}" for text, commands in meanings.items())
     else:
-        about = next(iter(meanings)) + ("" if len(only) == len(RECIPES) else f" {_commands(only)}.")
+        about = next(iter(meanings)) + (f" {_commands(only)}." if only else "")
     about += "".join(f" *{word}*" for mark, word in CHANGES.items() if mark in first.marks)
     return f"| `{name}` | {', '.join([kind, *kinds])} | {default} | {about} |"
 
@@ -171,7 +179,7 @@ def _kind(hint: Any) -> str:
     if type(None) in values:
         return f"{_kind(values[0])} or null"
     if values and all(isinstance(value, str | bool) for value in values):
-        return ", ".join(f"`{json.dumps(value) if isinstance(value, bool) else value}`" for value in values)
+        return ", ".join(f"`{value if isinstance(value, str) and value else json.dumps(value)}`" for value in values)
     words = {bool: "bool", str: "str", int: "int", float: "float"}
     return words.get(hint, "str or mapping" if str in values else "any" if hint is not Any else "str or mapping")
 

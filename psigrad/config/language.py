@@ -81,8 +81,9 @@ class PackingSettings:
     """The setting that limits the size of a forward pass."""
 
     micro_batch_tokens: Annotated[CountOrZero, RECORDED, MAIN, DeviceDefault(cuda=0)] = 4096
-    """Tokens per forward pass. A step is split into such passes, which changes no gradient. On a CPU a few thousand are fastest.
-    0: as many as fit in the device's free memory; on a GPU this also switches gradient_checkpointing off if that is faster."""
+    """Tokens per forward pass. A step is split into such passes, which changes no gradient. On a CPU a few thousand tokens are
+    fastest. 0: as many as fit in the device's free memory; on a GPU this also switches gradient_checkpointing off if that is
+    faster."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +97,15 @@ class RewardSettings:
     reward_weights: tuple[float, ...] = ()
     """One weight per reward function, then one per reward model; empty: all 1."""
     reward_timeout: Annotated[Positive, RECORDED, _SCORED] = 10.0
-    """Wall-clock seconds that a function may take for a group before its worker is killed. Then each completion of the group is
-    scored alone, within the same limit."""
+    """Wall-clock seconds that a reward function may take for a group before its worker is killed. Then each completion of the
+    group is scored alone, within the same limit."""
     reward_workers: Annotated[Count, RECORDED, _SCORED] = 1
-    """Number of processes that score completions."""
+    """Processes that score completions."""
     worker_memory_gb: Annotated[PositiveOrZero, RECORDED, _WORKERS] = 16.0
     """Memory limit of each process that runs your rewards, environments or tools, in 1e9 bytes; 0: no limit."""
     skip_special_tokens: Annotated[bool, Needs(*_SCORED.settings, "reward_model")] = True
-    """Hide the tokenizer's special tokens from rewards, as TRL does. Otherwise rewards read the special tokens that a policy
-    writes inside a turn, such as <think> in some vocabularies."""
+    """Remove the tokenizer's special tokens from the text that rewards read. false: rewards also read those inside a turn, such
+    as <think> in some vocabularies."""
     worker_env: Annotated[tuple[str, ...], RECORDED, _WORKERS] = ()
     """Names of extra environment variables for the processes that run your rewards, environments or tools, such as
     OPENAI_API_KEY. By default these processes get no secrets."""
@@ -115,32 +116,32 @@ class EpisodeSettings:
     """The settings of episodes with several turns: the environment, tools or agent that the policy interacts with."""
 
     environment: Annotated[str | Callable[..., Any], MAIN] = ""
-    """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text). From
-    other libraries: openenv:ADDRESS, verifiers:TASKSET, textarena:GAME, or an MCP server as "mcp:COMMAND" or mcp:http://…
-    In kuhn and pennies, games with several players (seats), the policy plays all of them."""
+    """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text); kuhn and
+    pennies are games in which the policy plays every player (seat). From other libraries: openenv:ADDRESS, verifiers:TASKSET,
+    textarena:GAME, or an MCP server as "mcp:COMMAND" or mcp:http://…"""
     tools: Annotated[tuple[str | Callable[..., Any], ...], MAIN] = ()
     """Tools that the policy may call, offered through the chat template: typed Python functions as module:function, and all
     tools of an MCP server as "mcp:COMMAND" or mcp:http://…"""
     environment_timeout: Annotated[Positive, RECORDED, _PLAYED] = 10.0
     """Wall-clock seconds that one call of an environment or tool may take before its process is killed."""
     environment_workers: Annotated[Count, RECORDED, _PLAYED] = 1
-    """Number of processes that run environments and tools."""
+    """Processes that run environments and tools."""
     environment_sandbox: Annotated[bool, RECORDED, _ENCLOSED] = False
-    """Run environments, tools and agents in bubblewrap: no network, write access to a temporary folder only, and read access to
-    Python, the working folder and their own folders. An agent can still reach the policy."""
+    """Run environments, tools and agents in bubblewrap: no network, write access to a temporary folder only, read access to
+    Python, the working folder and their own folders. An agent still reaches the policy."""
     environment_files: Annotated[tuple[str, ...], PATH, RECORDED, Needs("environment_sandbox")] = ()
     """With environment_sandbox: extra files and folders that environments, tools and agents may read."""
     max_turns: Annotated[Count, _PLAYED] = 8
     """Maximum number of the policy's turns in an episode. A longer episode is cut."""
     max_turn_length: Annotated[CountOrZero, _PLAYED] = 0
-    """Maximum tokens of one turn of the policy; max_completion_length then limits all turns of an episode together. 0:
+    """Maximum tokens of one turn of the policy; max_completion_length then limits the sum over an episode's turns. 0:
     max_completion_length limits each turn."""
     max_observation_length: Annotated[CountOrZero, _PLAYED] = 0
-    """Maximum tokens of one answer of an environment or tool. A longer answer is cut. 0: as many as leave room for another
-    turn."""
+    """Maximum tokens of one answer of an environment or tool; a longer answer is cut. 0: as many as leave room for another turn.
+    """
     turns_together: Annotated[bool, RECORDED, _PLAYED] = False
-    """Sample the next turns only when all episodes have their answers. It is slower, but no batch depends on how long an answer
-    took."""
+    """Sample the next turns only when all episodes have their answers. It is slower, but the order in which answers arrive then
+    changes no batch."""
     agent: Annotated[str | Callable[..., Any], MAIN] = ""
     """A custom agent that calls the policy over HTTP: module:function or file.py:function, which takes the row and a client or a
     base_url. It returns its reward, or None to leave the reward to the reward functions."""
@@ -152,7 +153,7 @@ class EpisodeSettings:
     agent_workers: Annotated[Count, RECORDED, _ASKED] = 4
     """Concurrent sessions of the agent, each in its own process."""
     agent_calls: Annotated[Count, _ASKED] = 64
-    """Maximum requests of one session. An agent that sends more has no reward."""
+    """Maximum requests of one session. An agent that sends more gets no reward."""
 
     @property
     def plays(self) -> bool:
@@ -177,7 +178,7 @@ class ServerSettings:
     server_timeout: Annotated[Positive, _SERVED] = 600.0
     """Seconds that one request to the server may take."""
     server_attempts: Annotated[Count, _SERVED] = 5
-    """Attempts for one completion while the server is busy, down or broken. Then the command ends."""
+    """Attempts for one completion, while the server is busy, down or broken, before the command ends."""
     server_concurrency: Annotated[Count, _SERVED] = 16
     """Concurrent requests to the server."""
 
@@ -220,8 +221,8 @@ class SFTConfig(_SectionsForRows, PackingSettings, RewardSettings):
     label_smoothing_factor: BelowOne = 0.0
     """Share of the target probability that is spread evenly over all tokens of the vocabulary. The held-out loss ignores it."""
     train_empty_thinking: bool = False
-    """Also train on the empty thought that some chat templates write before an answer that has no thought (Qwen3:
-    <think></think>). Otherwise the empty thought is context, as in sampling with thinking disabled."""
+    """Also train on the empty thought that some chat templates write before an answer without a thought (Qwen3: <think></think>).
+    Otherwise it is context, as in sampling with thinking disabled."""
 
 
 @dataclass(frozen=True)
@@ -231,46 +232,48 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     algorithm: Algorithm = "grpo"
     """Preset name, or {preset: grpo, part: value, …}, or a PolicyGradient."""
     reference: Annotated[str, PATH] = ""
-    """Reference policy of the KL term, such as a teacher: a folder or hub name; empty: the model that training starts from. Or
-    the address of an OpenAI-compatible server that returns the log-probs of a prompt, such as http://localhost:8000/v1."""
+    """Reference policy of the KL term, such as a teacher: a folder, a hub name, or the address of an OpenAI-compatible server
+    that returns the log-probs of a prompt, such as http://localhost:8000/v1; empty: the model that training starts from."""
     reference_model: str = ""
-    """Name of the model on the reference server; empty: the only one that it serves."""
+    """If `reference` is a server: name of its model; empty: the only one that it serves."""
     reference_tokenizer: Annotated[str, PATH] = ""
-    """Folder or hub name of the tokenizer of the model on the reference server; empty: the policy's."""
+    """If `reference` is a server: folder or hub name of its model's tokenizer; empty: the policy's."""
     reference_top_k: Count = 20
-    """Number of tokens per position whose log-probs the reference server returns. The exact KL treats all others as a single
+    """If `reference` is a server: tokens per position whose log-probs it returns. The exact KL counts all others as one
     token."""
     reference_dtype: Literal["", "float32", "bfloat16"] = ""
     """Precision of the reference; empty: the model's."""
     ref_model_sync_steps: CountOrZero = 0
     """Move the reference towards the policy every this many steps; 0: never."""
     ref_model_mixup_alpha: Annotated[Share, Needs("ref_model_sync_steps")] = 0.6
-    """Share α of the policy in the moved reference, which becomes α · policy + (1 - α) · reference. 1 copies the policy; a small
-    α after every step gives an exponential moving average."""
+    """With ref_model_sync_steps: the reference becomes α · policy + (1 - α) · reference. 1 copies the policy; a small α after
+    every step gives an exponential moving average."""
     past_opponents: Share = 0.0
-    """In games with several players (seats): share of the prompts that are played against a past self, a frozen copy of the
-    policy. In each such game the policy learns in one seat. 0: the policy plays all seats and learns in each."""
+    """In games with several players (seats): share of prompts played against a past self, a frozen copy of the policy. The policy
+    then learns in one seat. 0: it plays all seats and learns in each."""
     past_every: Annotated[Count, Needs("past_opponents")] = 50
-    """Steps after which the policy is copied as a new past self. The first past self is the policy at the start of the run."""
+    """With past_opponents: copy the policy as a new past self every this many steps. The first past self is the policy at the
+    start of the run."""
     past_kept: Annotated[Count, Needs("past_opponents")] = 1
-    """Number of newest past selves to draw from. Each one's full weights stay in memory."""
+    """With past_opponents: newest past selves to draw from. Each one's full weights stay in memory."""
     teacher_prompt: str = ""
-    """Column of the dataset with the prompt that the reference reads instead of the policy's, such as one with the solution
-    (self-distillation); empty: both read the same prompt."""
+    """Column of the dataset with another prompt for the reference; empty: the policy's prompt. In self-distillation this prompt
+    contains the solution."""
     critic: Annotated[str, PATH] = ""
-    """Folder or hub name of a reward model or language model that the critic starts from; empty: the policy's own weights."""
+    """In methods with a critic: folder or hub name of a reward model or language model that it starts from; empty: the policy's
+    own weights."""
     critic_shared: bool = False
-    """Put a value head on the policy's backbone instead of training a separate critic. It takes less memory, and value gradients
-    flow into the policy."""
+    """Put a value head on the policy's backbone instead of training a separate critic. It takes less memory; the critic's
+    gradients also change the policy."""
     critic_learning_rate: Annotated[PositiveOrZero, LIVE] = 0.0
-    """Peak learning rate of a separate critic. 0: the larger of the policy's rate and 0.05 / width of the model. For a
-    model of 7B parameters the latter is about 1e-5."""
+    """Peak learning rate of a separate critic. 0: the policy's rate or 0.05 / width of the model, whichever is larger (about 1e-5
+    for 7B parameters)."""
     critic_warmup_steps: CountOrZero = 0
-    """Initial steps in which a separate critic learns and the policy does not change."""
+    """First steps in which a separate critic learns and the policy does not change."""
     missing_eos_penalty: Annotated[PositiveOrZero, LIVE] = 0.0
     """Penalty subtracted from the reward of every completion that the length limit cut."""
     max_unscored: Share = 0.1
-    """Share of the last 200 completions whose reward may fail (an exception, a time-out) before the run stops."""
+    """The run stops if the rewards of more than this share of the last 200 completions fail (an exception, a time-out)."""
     prompts_per_step: Annotated[Count, MAIN] = 16
     """Prompts collected per step."""
     num_generations: Annotated[Count, MAIN] = 8
@@ -281,30 +284,32 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     """Optimiser steps per pass; each takes an equal share of the groups."""
     lag: CountOrZero = 0
     """Train each step on completions sampled with the weights of this many steps ago, so that sampling and training overlap. It
-    needs a correction (algorithm.correction). 0: sample with the current weights."""
+    needs a correction (algorithm.correction)."""
     max_refills: Annotated[CountOrZero, LIVE] = 4
-    """With dynamic sampling: maximum extra collections per step. After them, train on the groups whose rewards differ."""
+    """With dynamic sampling: maximum number of extra collections per step. If groups are still missing, the step trains on those
+    whose rewards differ."""
     filter_metric: str = ""
-    """With dynamic sampling: the reward function whose values must differ in a group (verl's filter_groups.metric); empty: the
-    sum of all rewards but soft_overlong."""
+    """With dynamic sampling: the reward function whose values must differ in a group; empty: the sum of all rewards but
+    soft_overlong."""
     router_replay: bool = False
-    """Train a mixture of experts with the experts that each token used when it was sampled (R3, arXiv:2510.11370). It needs
-    the embedded sampler, and does not work with episodes or agents."""
+    """Train a mixture of experts with the experts that each token used when it was sampled (R3, arXiv:2510.11370). Only with the
+    embedded sampler, without episodes or agents."""
     keep_activations_gb: Annotated[PositiveOrZero | None, RECORDED] = None
-    """Memory, in 1e9 bytes, for activations that training reuses from sampling (fused decoder only, not with gradient
-    checkpointing). With 0, or if the activations need more, training runs its own forward pass. By default a quarter of the
-    memory that the model leaves free, chosen once at the start of the run."""
+    """Memory, in 1e9 bytes, to keep activations of sampling for training. 0, or too little for all of them: training computes
+    them again. Not given: a quarter of the memory that the model leaves free at the start. Only for families that run fused
+    (docs/families.md), without gradient checkpointing."""
     max_logp_difference: PositiveOrZero = 0.0
-    """Stop if the log-probs of sampler and trainer differ by more than this on average; 0: 1e-3 in float32, 0.1 in bfloat16."""
+    """Stop if the log-probs of sampler and trainer differ by more nats than this, on average over a step's tokens. 0: 1e-3 in
+    float32, 0.1 in bfloat16."""
     record_tokens: Annotated[CountOrZero, RECORDED, LIVE] = 4
-    """Number of prompts per step whose completions have values per token in rollouts.jsonl: log-probs, entropy, advantage."""
+    """Prompts per step whose completions get log-prob, entropy and advantage of each token in rollouts.jsonl."""
     record_prompts: Annotated[CountOrZero, RECORDED, LIVE] = 0
-    """Number of prompts per step whose completions are written to rollouts.jsonl; 0: all."""
+    """Prompts per step whose completions are written to rollouts.jsonl; 0: all."""
     show_completions: Annotated[CountOrZero, RECORDED] = 0
-    """Print this many completions of a step with their rewards, every logging_steps steps; 0: none. TRL: log_completions."""
+    """Print this many completions of a step with their rewards, every logging_steps steps; 0: none."""
     record_rows: Annotated[CountOrZero, RECORDED] = 0
-    """Keep about this many rows of completions: rollouts.jsonl is split at every gigabyte, and the oldest files are deleted. 0:
-    keep all."""
+    """Keep about this many rows of completions: the oldest files of rollouts.jsonl, which is split at every gigabyte, are
+    deleted. 0: keep all."""
 
 
 @dataclass(frozen=True)
@@ -325,8 +330,7 @@ class RewardConfig(PackingSettings):
     step_separator: Annotated[str, Needs("process")] = "\n"
     """Text that ends a step, in process reward models."""
     center_rewards_coefficient: PositiveOrZero = 0.0
-    """Weight of (r_w + r_l)², the squared sum of the rewards of the better and the worse answer. It pulls the mean reward to 0.
-    """
+    """Weight of (r_w + r_l)² in the loss, with the rewards of the better and the worse answer. It pulls the mean reward to 0."""
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
     """Share of the comparisons whose label is assumed to be wrong."""
     batch_size: Annotated[Count, MAIN] = 16
@@ -347,7 +351,7 @@ class PreferenceConfig(_SectionsForRows, PackingSettings, RewardSettings):
     reference: Annotated[str, PATH, MAIN] = ""
     """Folder or hub name of the reference policy; empty: the model that training starts from."""
     cache_reference: bool = True
-    """Cache the reference's log-probs on disk, keyed by content, for the next run with the same model and data."""
+    """Cache the reference's log-probs on disk, for the next run with the same model and data."""
     batch_size: Annotated[Count, MAIN] = 16
     """Pairs (KTO: completions) per optimiser step."""
     max_length: Annotated[CountOrZero, MAIN] = 1024
@@ -372,7 +376,8 @@ class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetting
     num_fewshot: Annotated[CountOrZero, Needs("benchmark")] = 0
     """With a benchmark: worked examples before each question."""
     likelihood: bool = False
-    """Answer with the letter of the choice that the model finds most likely, as lm-eval does, instead of sampling an answer."""
+    """With questions of several choices, such as mmlu: answer with the letter that the model finds likeliest, as lm-eval does,
+    instead of sampling."""
     fewshot_dataset: Annotated[str, PATH, Needs("num_fewshot")] = ""
     """Dataset whose first rows are the examples; empty: the first rows of `dataset`, which are then not used as questions."""
     output: Annotated[str, WRITTEN, MAIN] = ""
@@ -424,7 +429,7 @@ class LmEvalConfig(PackingSettings):
     num_fewshot: CountOrZero = 0
     """Examples before each question; 0: the task's own number."""
     limit: CountOrZero = 0
-    """Number of documents of each task to use, the first ones; 0: all."""
+    """Documents of each task to use, the first ones; 0: all."""
     apply_chat_template: bool = False
     """Format each question as a conversation with the chat template."""
     chat_template_kwargs: str | dict[str, Any] = ""

@@ -75,7 +75,7 @@ class Model:
     revision: str = ""
     """Branch, tag or commit of a hub model; empty: the newest commit."""
     trust_remote_code: bool = False
-    """Run the Python code that comes with a model, with all your permissions. Set it only for models whose code you have read."""
+    """Run the Python code that comes with a model, with all your permissions. Read that code first."""
     chat_template_path: Annotated[str, PATH] = ""
     """Chat template to use instead of the tokenizer's: a Jinja file, or the folder or hub name of a model with a template. It is
     saved with the model."""
@@ -85,30 +85,30 @@ class Model:
     eos_token: str = ""
     """Token that ends a text, instead of the tokenizer's EOS. It is saved with the model."""
     dtype: Annotated[Literal["float32", "bfloat16"], MAIN, DeviceDefault(cuda="bfloat16")] = "float32"
-    """Precision of the weights and of the forward pass; on a GPU bfloat16 by default, as in TRL. The optimiser updates float32
-    copies (masters) of bfloat16 weights. On a GPU, float32 products use TF32."""
+    """Precision of the weights and of the forward pass. The optimiser updates float32 copies (masters) of bfloat16 weights. On a
+    GPU, float32 products use TF32."""
     quantize_base: Literal["", "nf4", "int8", "gguf"] = ""
     """Quantise the base of a LoRA adapter: to 4 bits (nf4, as in QLoRA), to 8 bits (int8), or in the types of a GGUF file (gguf).
-    TRL: load_in_4bit, load_in_8bit."""
+    """
     adapter: Literal["continue", "merge"] = "continue"
-    """Use of an adapter that is given as the model: continue to train it, or merge it into its base and train all weights. With
-    lora_rank it is merged, and a new adapter is added."""
+    """If the model is given as an adapter: continue to train it, or merge it into its base and train all weights. With lora_rank
+    it is merged, and a new adapter is trained."""
     lora_rank: Annotated[CountOrZero, MAIN] = 0
     """Rank of a new LoRA adapter (peft); 0 trains every weight, or the adapter that is given as the model."""
     lora_alpha: Annotated[Positive, _ADAPTER] = 16.0
-    """LoRA scaling: the update is multiplied by lora_alpha / lora_rank."""
+    """LoRA scaling: the adapter's update is multiplied by lora_alpha / lora_rank."""
     lora_dropout: Annotated[BelowOne, _ADAPTER] = 0.0
-    """Dropout on the adapter's input. Its masks depend only on the seed, the step, the text and the layer. Above 0, the policy
-    ratio of the first step is no longer 1."""
+    """Dropout on the adapter's input. Its masks depend only on the seed, the step, the text and the layer. Above 0 the ratio
+    π/π_old differs from 1 even before a batch's first update, since sampling has no dropout."""
     lora_target_modules: Annotated[tuple[str, ...], _ADAPTER] = ("all-linear",)
     """Names of the modules that get an adapter; "all-linear" is every linear layer but the head. A single regular expression must
     match a module's whole name, as in peft."""
     use_rslora: Annotated[bool, _ADAPTER] = False
-    """Multiply the update by lora_alpha / √lora_rank instead (rank-stabilised LoRA)."""
+    """Rank-stabilised LoRA: multiply the adapter's update by lora_alpha / √lora_rank instead of lora_alpha / lora_rank."""
     use_dora: Annotated[bool, _ADAPTER] = False
     """Also learn the length of each row of the adapted matrices (DoRA)."""
     lora_modules_to_save: Annotated[tuple[str, ...], _ADAPTER] = ()
-    """Modules to train in full besides the adapter, and to save with it, such as lm_head."""
+    """Modules to train in full and save with the adapter, such as lm_head."""
     lora_save: Annotated[Literal["both", "merged", "adapter"], RECORDED] = "adapter"
     """Contents of model/ at the end: the adapter, the full model with the adapter merged in, or both, with the adapter in
     model/adapter. A reward model is always saved in full."""
@@ -119,17 +119,17 @@ class Model:
     """Modules outside the language model that are also trained, such as connector or vision_model. With lora_rank, adapters on
     their linear layers are trained instead. All other modules are frozen."""
     router_aux_loss_coef: PositiveOrZero | None = None
-    """Weight of the loss that balances the load of a mixture of experts, in every method but reward models; empty: the weight in
-    the model's configuration. 0: none."""
+    """Weight of the loss that balances the load of a mixture of experts; empty: the weight in the model's configuration. 0: none.
+    """
     attention: Annotated[Literal["auto", "sdpa", "varlen", "flex"], RECORDED] = "auto"
-    """Attention over packed sequences outside the fused decoder. On a GPU, "varlen" (torch's kernel, or flash-attn's) and "flex"
-    (FlexAttention) compute only the scores that are needed; "sdpa" pads. "auto" takes the first that runs and equals "sdpa". On a
-    CPU it is "sdpa"."""
+    """Attention over packed sequences, in families that do not run fused (docs/families.md). On a GPU, "varlen" (torch's kernel,
+    or flash-attn's) and "flex" (FlexAttention) compute only the scores that are needed; "sdpa" pads. "auto" takes the first that
+    runs and equals "sdpa". On a CPU it is "sdpa"."""
     compile_layers: Annotated[bool, RECORDED] = False
-    """On a GPU, compile each kind of layer once by torch.compile, for training and sampling. It takes a minute at the start."""
+    """On a GPU, compile each kind of layer by torch.compile, for training and sampling. It takes a minute at the start."""
     gradient_checkpointing: Annotated[bool, RECORDED, DeviceDefault(cuda=True)] = False
-    """Recompute activations in the backward pass; on a GPU by default, as in TRL. It saves memory and takes a third more time, or
-    nearly twice the time for a small model with a vocabulary of 150,000."""
+    """Recompute activations in the backward pass. It saves memory and takes a third more time, for a small model with a
+    vocabulary of 150,000 nearly twice the time."""
 
 
 @dataclass(frozen=True)
@@ -138,32 +138,32 @@ class Data:
 
     dataset: Annotated[str | Any, PATH, SEVERAL, MAIN] = ""
     """JSONL, JSON, Parquet or CSV file, a folder of such files, hub name, or task:NAME for a task of reasoning-gym; from Python
-    also rows. Rows have one of TRL's dataset forms. Several datasets may each have a weight: a.jsonl:0.7 b.jsonl:0.3."""
+    also rows. Rows have one of TRL's forms. Several datasets may each have a weight: a.jsonl:0.7 b.jsonl:0.3."""
     columns: Annotated[str | Mapping[str, str], AfterValidator(lambda given: parse_columns(given) or "")] = ""
     """New names of columns: `question=prompt` reads the column question as prompt, and `prompt={question} Think first.` builds
     the prompt from question. In YAML and Python also a mapping."""
     plain_prompts: bool = False
-    """Send plain prompts to a chat model unchanged. Otherwise each prompt is a user turn of the chat template, and plain answers
-    are the assistant's turns. A model without a template gets them unchanged."""
+    """Send plain prompts to a chat model unchanged. Otherwise a prompt is a user turn of the chat template, and a plain answer
+    the assistant's turn. A model without a template gets them unchanged."""
     split: str = "train"
-    """Split of `dataset` to read, or a slice of it: train[:90%], train[100:]. A file counts as the split
-    train, and in `eval` and `sample` also as test."""
+    """Split of `dataset` to read, or a slice of it: train[:90%], train[100:]. A file has one split, named train (for `eval` and
+    `sample` also test)."""
     eval_dataset: Annotated[str | Any, PATH, SEVERAL] = ""
     """Held-out rows for evaluation; empty: `eval_prompts` rows of `dataset`, drawn at random, are held out."""
     eval_split: Annotated[str, Needs("data.eval_dataset")] = "test"
-    """Split of `eval_dataset` to read, or a slice of it. In a file, test and train both mean all rows."""
+    """Split of `eval_dataset` to read, or a slice of it. A file has one split, named train or test."""
     max_rows: CountOrZero = 0
-    """Maximum rows to read of each dataset; a dataset of the hub is then streamed instead of downloaded in full. 0: all."""
+    """Maximum rows to read of each dataset; a dataset of the hub is then streamed. 0: all."""
     max_prompt_length: CountOrZero = 0
     """Maximum tokens of a prompt. A row with a longer prompt is rejected. 0: no limit but the model's."""
     bad_rows: Literal["stop", "skip"] = "stop"
-    """Handling of a malformed row: stop the run, or skip the row and count it."""
+    """stop: end with an error at a malformed row; skip: skip the row and count it."""
     image_urls: bool = False
     """Download images that rows give as http or https URLs, once, into the cache. Use it only with rows that you trust, since
     this machine then opens every address in them."""
     num_proc: Annotated[CountOrZero, FREE] = 0
-    """Processes that tokenize the rows, if there are thousands of rows; 0: one per core. The tokens of files are cached for the
-    next start (docs/data.md)."""
+    """Processes that tokenize a dataset of thousands of rows or more; 0: one per core. The tokens of files are cached
+    for the next start (docs/data.md)."""
 
 
 @dataclass(frozen=True)
@@ -171,22 +171,22 @@ class Optim:
     """The optimiser and its schedule."""
 
     optimizer: Literal["adamw", "adamw_8bit", "muon", "adafactor"] = "adamw"
-    """Optimiser of the weights; by default adamw. adamw_8bit: AdamW with 8-bit moments (bitsandbytes' formula), except for
-    embeddings. muon: torch.optim.Muon for matrices other than embeddings and heads, AdamW for all other weights. Muon's
-    updates are scaled so that AdamW's learning rates fit. adafactor: transformers' Adafactor, which keeps almost no state."""
+    """Optimiser of the weights. adamw_8bit: AdamW with 8-bit moments (bitsandbytes' formula), except for embeddings. muon:
+    torch.optim.Muon for matrices except embeddings and heads, with updates scaled so that AdamW's learning rates fit; AdamW for
+    all other weights. adafactor: transformers' Adafactor, which keeps almost no state."""
     bf16_stochastic_round: Annotated[bool, Needs("optim.optimizer=adamw", "optim.optimizer=adamw_8bit")] = False
-    """Update bfloat16 weights without float32 copies. Each weight is rounded up or down at random, so that rounding adds no bias.
-    It saves 4 bytes per weight. The name is torchao's."""
+    """Update bfloat16 weights without float32 copies, which saves 4 bytes per weight. Each weight is rounded up or down at
+    random, so that rounding adds no bias."""
     learning_rate: Annotated[PositiveOrZero, LIVE, MAIN] = 1e-6
     """Peak learning rate."""
     weight_decay: Annotated[PositiveOrZero, LIVE] = 0.0
     """Decoupled weight decay, on matrices only."""
     adam_beta1: BelowOne = 0.9
-    """Decay of the first moment."""
+    """Decay β₁ of Adam's mean of gradients."""
     adam_beta2: BelowOne = 0.999
-    """Decay of the second moment."""
+    """Decay β₂ of Adam's mean of squared gradients."""
     adam_epsilon: Positive = 1e-8
-    """Number added to the root of the second moment."""
+    """Number ε that Adam adds to the root of the mean squared gradient."""
     max_grad_norm: Annotated[PositiveOrZero, LIVE] = 1.0
     """Clip the global gradient norm to this; 0: never."""
     lr_scheduler_type: Schedule = "linear"
@@ -198,8 +198,8 @@ class Optim:
     warmup_steps: Annotated[CountOrZero, STEPS] = 0
     """Steps of linear warm-up. The first step has the rate learning_rate / (warmup_steps + 1); in transformers it has 0."""
     rehearse: Annotated[bool, RECORDED] = False
-    """Run one forward and backward pass over the longest samples before the first step, and discard its gradients. A lack of
-    memory then shows at once."""
+    """Run a forward and backward pass over the longest samples before the first step, and discard its gradients, so that a lack
+    of memory shows at once."""
 
 
 @dataclass(frozen=True)
@@ -207,36 +207,36 @@ class Sampling:
     """The sampling of completions."""
 
     max_completion_length: Annotated[Count, MAIN] = 256
-    """Maximum tokens in one completion, including EOS. TRL: 512."""
+    """Maximum tokens in one completion, including EOS."""
     temperature: Annotated[PositiveOrZero, LIVE, MAIN] = 1.0
     """Softmax temperature of training samples, above 0. Evaluation uses eval_temperature."""
     top_p: Annotated[float, Gt(0), Le(1), LIVE] = 1.0
     """Sample from the smallest set of tokens whose total probability reaches this (nucleus sampling)."""
     top_k: Annotated[CountOrZero, LIVE] = 0
-    """Keep the k most probable tokens; 0: all."""
+    """Sample from the k most probable tokens; 0: from all."""
     min_p: Annotated[Share, LIVE] = 0.0
-    """Keep tokens with at least this share of the most probable token's probability."""
+    """Sample only tokens with at least this share of the most probable token's probability."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids of extra tokens that end a completion, besides the model's EOS."""
     sampler: Annotated[str, MAIN] = "embedded"
-    """Sampler of the completions: embedded (psigrad's), transformers (its generate), vllm (its engine, in a separate process), or
-    a custom module:Class."""
+    """embedded: psigrad's sampler; transformers: its generate; vllm: its engine, in a separate process; or a custom module:Class.
+    """
     vllm_memory: Annotated[float, Gt(0), Lt(1), RECORDED, Needs("sampling.sampler=vllm")] = 0.4
     """With sampler=vllm: share of the GPU's memory for vLLM's weights and cache. In a cluster, whose samplers share no GPU, the
     default is 0.8."""
     vllm_sleep: Annotated[bool, RECORDED] = False
     """With sampler=vllm on the GPU that trains: vLLM frees its memory while the run trains."""
     vllm_device: Annotated[str, RECORDED, Needs("sampling.sampler=vllm")] = ""
-    """With sampler=vllm: the engine's first GPU, such as cuda:1; empty: the GPU that trains. With a lag, a run of one process
-    then samples while it trains."""
+    """With sampler=vllm: the engine's first GPU, such as cuda:1; empty: the GPU that trains. On another GPU a run of one process
+    with a lag samples while it trains."""
     vllm_readback: Annotated[bool, RECORDED, Needs("sampling.sampler=vllm")] = True
-    """With sampler=vllm: after each update, compare the engine's weights bit for bit with the weights that were sent. Off:
-    compare only log-probs at the start."""
+    """With sampler=vllm: after each update, compare the engine's weights bit for bit with the weights that were sent. false:
+    compare only log-probs, at the start."""
     tensor_parallel_size: Annotated[Count, RECORDED] = 1
-    """With sampler=vllm: number of devices over which each engine splits the model."""
+    """With sampler=vllm: devices over which each engine splits the model."""
     max_decode_batch: Annotated[Count, RECORDED] = 256
-    """Sequences decoded at once. The others wait and enter as sequences finish. On a GPU psigrad's own sampler halves the number
-    until their keys and values take at most half of the free memory."""
+    """Maximum number of sequences decoded at once; the others wait. On a GPU psigrad's own sampler halves the number until the
+    sequences' keys and values fit into half of the free memory."""
     cuda_graphs: bool = True
     """With sampler=embedded on a GPU: record decoding steps once per batch size and replay them."""
 
@@ -257,8 +257,8 @@ class Evaluation:
     eval_steps: Annotated[CountOrZero, LIVE, STEPS, MAIN] = 0
     """Evaluate every this many steps; 0: at the end only."""
     eval_prompts: CountOrZero | None = None
-    """Number of held-out prompts. 0: no evaluation in training, and all rows in `eval` and `sample`. Not given: up to 64 prompts
-    (256 comparisons), at most a tenth of the dataset."""
+    """Held-out prompts. 0: no evaluation in training; all rows in `eval` and `sample`. Not given: a tenth of the
+    dataset, at most 64 prompts (256 comparisons)."""
     num_generations_eval: Annotated[Count, MAIN, DRAWS] = 1
     """Completions per held-out prompt; more than one gives pass@k."""
     eval_temperature: Annotated[PositiveOrZero, DRAWS] = 1.0
@@ -266,16 +266,16 @@ class Evaluation:
     metric: Reward = ""
     """`module:function` or built-in that scores held-out completions; empty: the reward."""
     load_best_model_at_end: Annotated[bool, Needs("evaluation.eval_steps")] = False
-    """Save the weights of the best evaluation at the end, not the last ones. Their checkpoint is written at that evaluation. It
-    is kept in addition to the checkpoints of save_total_limit."""
+    """At the end, save the weights of the best evaluation instead of the last weights. A checkpoint of them is written at that
+    evaluation and kept in addition to save_total_limit."""
     metric_for_best_model: Annotated[str, _BEST] = ""
-    """Held-out metric that decides which evaluation is best, such as loss or exact; empty: the first metric of the report."""
+    """Held-out metric that decides which evaluation is best, such as loss or exact; empty: the metric of the run's verdict."""
     greater_is_better: Annotated[bool | None, _BEST] = None
-    """True if a greater value of that metric is better. Not given: true unless its name ends in loss."""
+    """True if a greater value of metric_for_best_model is better. Not given: true unless its name ends in loss."""
     early_stopping_patience: Annotated[CountOrZero, Needs("evaluation.eval_steps")] = 0
-    """End the run after this many evaluations in a row without improvement; 0: never."""
+    """End the run after this many evaluations in a row without improvement of metric_for_best_model; 0: never."""
     early_stopping_threshold: Annotated[PositiveOrZero, Needs("evaluation.early_stopping_patience")] = 0.0
-    """Minimum difference that counts as an improvement."""
+    """Minimum improvement of metric_for_best_model that counts for early_stopping_patience."""
     eval_kl: bool = False
     """Also measure the exact KL to the starting model. A copy of that model stays in memory."""
 
@@ -288,44 +288,44 @@ class Placement:
     """Processes of this machine that train together, each on its share of every step. On several machines, start them with
     torchrun or SLURM and leave this at 1."""
     strategy: Annotated[Literal["ddp", "fsdp"], RECORDED] = "ddp"
-    """Distribution of the model: each process holds the full model (ddp), or a shard of its weights, gradients and optimiser
-    state (fsdp, PyTorch's fully_shard)."""
+    """ddp: each process holds the full model; fsdp: each holds a shard of its weights, gradients and optimiser state (PyTorch's
+    fully_shard)."""
     dp_replicate_size: Annotated[Count, RECORDED, _SHARDS] = 1
-    """With fsdp: number of groups of processes that each hold the full model in shards (HSDP). Layers are gathered within a
-    group, and gradients are summed over all groups."""
+    """With fsdp: groups of processes that each hold the full model in shards (HSDP). Layers are gathered within a
+    group; gradients are summed over all groups."""
     tp_size: Annotated[Count, RECORDED, _SHARDS] = 1
-    """With fsdp: number of processes that compute every layer together. Each computes some of the layer's heads and columns, by
-    transformers' plan for the model family (tensor parallelism)."""
+    """With fsdp: processes that compute every layer together, each some of its heads and columns, by transformers' plan
+    for the model family (tensor parallelism)."""
     cp_size: Annotated[Count, RECORDED, _SHARDS] = 1
-    """With fsdp: number of processes among which the tokens of every row are divided, and the heads in attention (context
-    parallelism, Ulysses)."""
+    """With fsdp: processes that share the tokens of every row, and in attention the heads (context parallelism,
+    Ulysses)."""
     reduce_once: Annotated[bool, RECORDED, Needs("placement.strategy=fsdp")] = False
-    """With fsdp: sum gradients over the processes once per optimiser step, instead of in each pass. It saves messages, but each
-    process holds the whole float32 gradient."""
+    """With fsdp: sum gradients over the processes once per optimiser step, not in each pass. It saves messages, but each process
+    holds the whole float32 gradient."""
     timeout_minutes: Annotated[Positive, RECORDED] = 30.0
-    """Minutes that a process waits for another one before it ends."""
+    """Minutes that a process waits for another one before it ends with an error."""
     cluster: Annotated[str, RECORDED] = ""
     """Address of a Ray cluster to sample on. auto: a running cluster, or else one that is started on this machine. Empty: the
     training processes sample too."""
     samplers: Annotated[CountOrZero, RECORDED, _CLUSTER] = 0
-    """With a cluster: number of processes that sample; 0: as many as fit, and more when the cluster grows."""
+    """With a cluster: processes that sample; 0: as many as fit, and more when the cluster grows."""
     sampler_cpus: Annotated[Count, RECORDED, _CLUSTER] = 1
     """With a cluster: CPU cores per sampling process."""
     sampler_gpus: Annotated[PositiveOrZero, RECORDED, _CLUSTER] = 0.0
     """With a cluster: GPUs per sampling process; below 1, several share one."""
     weight_transfer: Annotated[Literal["auto", "object_store", "nccl", "gloo"], RECORDED, _CLUSTER] = "auto"
-    """With a cluster: transfer of weights to vLLM's engines: between GPUs (nccl), between CPUs (gloo), or by Ray's object_store;
-    auto: nccl if both have GPUs."""
+    """With a cluster: transfer of weights to vLLM's engines: between GPUs (nccl), CPUs (gloo), or by Ray's object_store; auto:
+    nccl if trainer and engines have GPUs."""
     parcel_prompts: Annotated[Count, RECORDED, _CLUSTER] = 2
     """With a cluster: prompts that are sent to a process together. Their completions are decoded in one batch."""
     scorers: Annotated[CountOrZero, RECORDED] = 0
-    """With a cluster: number of its processes that run the reward functions, each with its own `reward_workers`; 0: the
+    """With a cluster: processes on it that run the reward functions, each with its own `reward_workers`; 0: the
     trainer's machine runs them."""
     scorer_cpus: Annotated[Count, RECORDED, Needs("placement.scorers")] = 1
     """With a cluster: CPU cores per scoring process."""
     environment_actors: Annotated[CountOrZero, RECORDED] = 0
-    """With a cluster: number of its processes that run the environment or the tools, each with its own `environment_workers`; 0:
-    the trainer's machine runs them."""
+    """With a cluster: processes on it that run environments or tools, each with its own `environment_workers`; 0: the trainer's
+    machine runs them."""
     environment_cpus: Annotated[Count, RECORDED, Needs("placement.environment_actors")] = 1
     """With a cluster: CPU cores per environment process."""
 
@@ -351,32 +351,33 @@ class Run:
     output_dir: Annotated[str, WRITTEN, FREE, MAIN] = ""
     """Run folder; empty: runs/<recipe>-<time>."""
     max_steps: Annotated[CountOrZero, LENGTH, MAIN] = 0
-    """Optimiser steps (SFT) or collect-and-update steps (online); 0: num_train_epochs decides."""
+    """Steps of the run: optimiser steps, in online methods rounds of sampling and training. 0: num_train_epochs decides. control:
+    set total_timesteps instead."""
     num_train_epochs: Annotated[Positive, LENGTH, MAIN, Needs("run.max_steps=0")] = 1.0
-    """Passes over the data, if max_steps is 0; half a pass is 0.5. TRL: 3."""
+    """Passes over the data, if max_steps is 0; half a pass is 0.5. Not for control."""
     seed: Annotated[int, MAIN] = 0
     """Seed of the run. Every other seed is derived from it."""
     save_steps: Annotated[CountOrZero, RECORDED, LIVE, STEPS] = 0
-    """Write a checkpoint every this many steps; 0: by time only (save_minutes)."""
+    """Write a checkpoint every this many steps; 0: only by time (save_minutes)."""
     save_minutes: Annotated[PositiveOrZero, RECORDED, LIVE] = 10.0
     """Also write a checkpoint when this many minutes have passed since the last one; 0: never by time."""
     logging_steps: Annotated[CountOrZero, RECORDED, STEPS] = 10
-    """If the output is not a terminal: print a line of metrics every this many steps, or sooner if ten seconds have passed
-    since the last line; 0: never."""
+    """If the output is not a terminal: print a line of metrics every this many steps, or when ten seconds have passed since the
+    last line, if that is sooner; 0: never."""
     watchdog_minutes: Annotated[PositiveOrZero, RECORDED] = 30.0
     """Report a phase of the run that lasts longer than this many minutes, and write all stacks to stacks.txt; 0: never."""
     async_save: Annotated[bool, RECORDED, DeviceDefault(cuda=True)] = False
-    """Write checkpoints in a thread while training continues. It has no effect with callbacks, since they receive a finished
+    """Write checkpoints in a thread while training continues. Without effect if there are callbacks, which receive a finished
     checkpoint."""
     save_total_limit: Annotated[Count, RECORDED] = 2
-    """Number of checkpoints to keep. The newest one that verifies is never deleted."""
+    """Checkpoints to keep. The newest undamaged one is never deleted."""
     resume: Annotated[Literal["auto", "never", "must"], FREE] = "auto"
-    """auto: resume from the newest checkpoint if there is one; never: fail if the folder has one; must: fail if it has none."""
+    """auto: resume from the newest checkpoint if there is one; never: fail if there is one; must: fail if there is none."""
     extend: Annotated[bool, FREE] = False
     """Continue a run beyond its end to a larger max_steps (control: total_timesteps). The schedule adapts to the new end."""
     allow: Annotated[tuple[str, ...], FREE] = ()
-    """Names of what may have changed since the run was started: a setting, or dataset, model, reward, threads and so on. The
-    change is recorded."""
+    """Settings that may differ from those at the start of the run. Other names: dataset, model, reward, threads and so on; an
+    unknown name raises an error that lists them. The change is recorded."""
     callbacks: Annotated[tuple[str | Any, ...], RECORDED] = ()
     """Callbacks with the interface of transformers' TrainerCallback: module:Class or file.py:Class, {callback: module:Class,
     parameter: value}; from Python also objects."""
@@ -387,8 +388,8 @@ class Run:
     device: Annotated[str, MACHINE] = "auto"
     """Device to compute on. auto: cuda if available, else cpu."""
     max_memory: Annotated[str, MACHINE] = ""
-    """Memory limit, such as 8GB: micro-batches are made smaller and activations are recomputed until the run fits. Empty: no
-    limit."""
+    """Limit on the memory of the device that trains, such as 8GB: micro-batches are made smaller and activations are recomputed
+    until the run fits. Empty: no limit."""
     progress: Annotated[bool, FREE] = True
     """Show progress bars and tables."""
     report: Annotated[bool, FREE] = True

@@ -325,8 +325,8 @@ _CLIPS = ("clip", "dual_clip", "geometric_clip")
 SHORTCUTS = {
     "beta": Shortcut(
         "KL term",
-        "weight of the KL to the reference (0: none); in preference losses, β; in orpo, weight of the odds-ratio term; in "
-        "distillation, 0 is the forward KL, 1 the reverse KL, and values between mix them",
+        "weight of the KL to the reference (0: none); dpo and other losses: β; orpo: weight of the odds-ratio term; distill: 0 "
+        "is the forward KL, 1 the reverse KL, between them a mixture",
         _either(_kl_weight, _preference_weight),
         _write_kl_weight,
         main=True,
@@ -338,22 +338,22 @@ SHORTCUTS = {
     ),
     "kl_in": Shortcut("KL term", "where the KL term acts: loss or reward", find_parameter("where", "KL")),
     "use_bias_correction_kl": Shortcut(
-        "KL term", "weight the KL of each step by the ratio", find_parameter("importance_weighted", "KL"), switch=True
+        "KL term", "weight the KL of each step by the ratio π/π_old", find_parameter("importance_weighted", "KL"), switch=True
     ),
     "epsilon": Shortcut(
         "clip of the ratio",
-        "how far the ratio may move from 1 on both sides",
+        "how far the ratio π/π_old may move from 1 on both sides",
         _either(find_parameter("low", *_CLIPS), find_parameter("high", *_CLIPS)),
         main=True,
     ),
     "epsilon_high": Shortcut(
         "upper bound of the ratio",
-        "how far the ratio may rise above 1; in cispo, the largest weight",
+        "how far the ratio π/π_old may rise above 1; cispo: the largest weight",
         _either(find_parameter("high", *_CLIPS), find_parameter("cap", "truncated_weight")),
     ),
     "scale_rewards": Shortcut(
         "advantage within groups",
-        "standard deviation that divides the advantages: group, batch or none",
+        "standard deviation of rewards that divides the advantages: of the group, of the batch, or none",
         find_grouped,
         _by_std,
     ),
@@ -365,7 +365,7 @@ SHORTCUTS = {
     ),
     "importance_sampling_level": Shortcut(
         "ratio",
-        "unit of the ratio: token, sequence or trajectory",
+        "unit of the ratio π/π_old: token, sequence or trajectory",
         find_slot("ratio"),
         lambda root, place, value: _RATIOS.get(value, value),
     ),
@@ -381,10 +381,14 @@ SHORTCUTS = {
     "ent_coef": Shortcut("entropy bonus", "weight of the mean entropy", _may_have("entropy", "coefficient")),
     "vf_coef": Shortcut("critic", "weight of the critic's loss", find_parameter("coefficient", "value_loss")),
     "cliprange_value": Shortcut(
-        "critic", "how far a value may move before its loss is clipped; null: no clip", find_parameter("clip", "value_loss")
+        "critic",
+        "how far a value of the critic may move before its loss is clipped; null: no clip",
+        find_parameter("clip", "value_loss"),
     ),
     "gae_lambda": Shortcut(
-        "generalised advantage estimation", "λ: 0 has most bias, 1 most variance", find_parameter("lam", "gae", slots=("psi",))
+        "generalised advantage estimation",
+        "λ: 0 has the most bias, 1 the most variance",
+        find_parameter("lam", "gae", slots=("psi",)),
     ),
     "gamma": Shortcut(
         "discount",

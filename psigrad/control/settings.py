@@ -25,7 +25,7 @@ class Network:
     critic: Annotated[Literal["separate", "shared"], _NOT_DQN] = "separate"
     """separate: a critic has its own hidden layers; shared: it is a value head on the policy's layers."""
     n_critics: Annotated[Count, _NOT_DQN] = 1
-    """Number of critics in the ensemble. The value is their mean, and each is trained independently."""
+    """Critics in the ensemble. The value is their mean, and each is trained independently."""
     cnn: Literal["auto", "nature", "small", "none"] = "auto"
     """Convolutions before the layers, shared by policy and critics, if an observation is an image: nature (Mnih et al. 2015; from
     36 × 36 pixels on), small (three of 2 × 2); auto: the one that fits; none: the pixels as plain numbers.
@@ -39,9 +39,9 @@ class Dqn:
     """The settings that only DQN reads."""
 
     buffer_size: Count = 100_000
-    """Number of transitions kept for replay. Stable-Baselines3: 1,000,000."""
+    """Transitions kept for replay."""
     learning_starts: CountOrZero = 1_000
-    """Transitions collected before the first update. Stable-Baselines3: 100."""
+    """Transitions collected before the first update."""
     train_freq: Count = 4
     """Transitions between updates."""
     gradient_steps: int = 1
@@ -92,39 +92,38 @@ class ControlConfig:
     wrappers: tuple[str, ...] = ()
     """Wrappers of each copy, the first one innermost: module:Class or file.py:Class, called with the environment."""
     vectorization: Literal["auto", "serial", "sync", "async", "vector_entry_point"] = "auto"
-    """Method of stepping the copies: a plain loop (serial), or one of Gymnasium's; auto: the environment's own vector form from
-    8 copies on.
-    """
+    """serial: step the copies in a plain loop; sync, async, vector_entry_point: Gymnasium's methods; auto: the environment's own
+    vector form from 8 copies on, otherwise serial."""
     total_timesteps: Annotated[Count, LENGTH, MAIN] = 100_000
     """Steps of the policy, summed over all copies."""
     n_envs: Annotated[Count, MAIN] = 8
-    """Number of copies of the environment that are stepped together. With `tuned`, the algorithm and the environment
-    set it."""
+    """Copies of the environment that are stepped together. With `tuned`, the default depends on the algorithm and the
+    environment."""
     n_steps: Annotated[CountOrZero, MAIN, _NOT_DQN] = 32
     """Steps of each copy per rollout; 0: complete episodes."""
     n_episodes: Annotated[Count, _NOT_DQN] = 1
     """With n_steps 0: episodes of each copy per rollout."""
     batch_size: Annotated[CountOrZero, MAIN] = 0
-    """Steps per minibatch (transitions for DQN); 0: the full rollout."""
+    """Steps per minibatch (transitions for DQN). 0: the full rollout."""
     n_epochs: Annotated[Count, MAIN, _GRADIENTS] = 1
     """Passes over a rollout."""
     gamma: Annotated[Discount, MAIN] = 0.99
-    """Discount γ per step, of the method's advantage estimator."""
+    """Discount γ per step."""
     gae_lambda: Annotated[Discount | None, _NOT_DQN] = None
-    """λ of generalised advantage estimation, if the method uses it; null: the preset's."""
+    """λ of generalised advantage estimation, in methods that use it; null: the preset's."""
     normalize_advantage: Annotated[Literal[True, False, "minibatch"] | None, _NOT_DQN] = None
     """Whiten advantages (mean 0, standard deviation 1) over the rollout, or over each minibatch as in Stable-Baselines3; null: as
     in the preset."""
     clip_range: Annotated[PositiveOrZero | None, MAIN, _GRADIENTS] = None
-    """PPO's ε; null: the preset's."""
+    """Distance ε from 1 at which PPO clips the ratio; null: the preset's."""
     clip_range_schedule: Annotated[Literal["constant", "linear"], _GRADIENTS] = "constant"
-    """Schedule of ε; linear: it falls to 0 over the run."""
+    """Schedule of clip_range; linear: it falls to 0 over the run."""
     ent_coef: Annotated[PositiveOrZero | None, MAIN, _GRADIENTS] = None
-    """Weight of the mean entropy; null: the preset's."""
+    """Weight of the entropy bonus; null: the preset's."""
     vf_coef: Annotated[PositiveOrZero | None, _NOT_DQN] = None
     """Weight of the critic's mean squared error; null: the preset's."""
     target_kl: Annotated[Positive | None, LIVE, _GRADIENTS] = None
-    """Stop the passes over a rollout once the KL(old‖new) of a minibatch is above 1.5 times this."""
+    """Stop the passes over a rollout once the KL(old‖new) of a minibatch is above 1.5 times this; null: never."""
     learning_rate: Annotated[PositiveOrZero, MAIN, LIVE] = 3e-4
     """Initial learning rate."""
     lr_scheduler_type: Literal["constant", "linear"] = "constant"
@@ -132,7 +131,7 @@ class ControlConfig:
     optimizer: Literal["adam", "rmsprop"] = "adam"
     """Optimiser: Adam, or RMSprop as in A3C (smoothing 0.99)."""
     adam_epsilon: Positive = 1e-5
-    """Number added to the root of the second moment, in either optimiser. Stable-Baselines3: 1e-8 for DQN."""
+    """Number that Adam or RMSprop adds to the root of the mean squared gradient."""
     max_grad_norm: Annotated[PositiveOrZero, LIVE] = 0.5
     """Clip the gradient's norm to this; 0: never."""
     network: Network = field(default_factory=Network)
@@ -143,7 +142,8 @@ class ControlConfig:
     normalize_rewards: Annotated[bool, MAIN] = False
     """Divide rewards by the running standard deviation of the discounted return."""
     log_interval: Count = 1
-    """Rollouts (for DQN: train_freq collections) per line of metrics.jsonl. Checkpoints and evaluations happen between lines."""
+    """Rollouts (for DQN: rounds of train_freq transitions) per line of metrics.jsonl. Checkpoints and evaluations happen between
+    lines."""
     eval_episodes: Annotated[CountOrZero, MAIN] = 100
     """Episodes per evaluation; 0: no evaluation."""
     eval_steps: Annotated[CountOrZero, STEPS, LIVE] = 0

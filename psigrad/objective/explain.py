@@ -49,11 +49,11 @@ def explain(method: Explained, other: Explained | None = None) -> str:
 
 def _preference(loss: Preference | KahnemanTversky) -> str:
     if isinstance(loss, KahnemanTversky):
-        return "\n".join([*_head(loss), *_part_lines(loss, "    "), "", label(loss)]) + "\n"
+        return "\n".join([*_head(loss), "", f"loss: {label(loss)}", *_part_lines(loss, "    ")]) + "\n"
     lines = [*_head(loss), ""]
     lines += [f"score: {label(loss.score)}", *_part_lines(loss.score, "    "), ""]
     lines += [f"link: {label(loss.link)}", *_part_lines(loss.link, "    "), ""]
-    lines.append(f"margin: {loss.margin:g}" if loss.margin else "margin: none, unless the data has one for each pair")
+    lines.append(f"margin: {loss.margin:g}" if loss.margin else "margin: 0, or the pair's own")
     lines.append("reference: needed, computed once" if loss.needs_reference else "reference: none is needed")
     return "\n".join(lines) + "\n"
 
@@ -137,9 +137,10 @@ def _part_lines(part: Any, indent: str) -> list[str]:
 
 
 def label(part: Any) -> str:
-    """Return a part's name with its parameters: clip(low=0.2, high=0.28)."""
+    """Return a part's name with the parameters that it reads: clip(low=0.2, high=0.28)."""
     if is_dataclass(part) and not isinstance(part, type):
-        inside = ", ".join(f"{f.name}={_show(getattr(part, f.name))}" for f in fields(part))
+        unread = ("name", *getattr(part, "unread", ()))
+        inside = ", ".join(f"{f.name}={_show(getattr(part, f.name))}" for f in fields(part) if f.name not in unread)
         return f"{type(part).__name__}({inside})"
     return str(getattr(part, "__name__", part))
 

@@ -21,7 +21,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 IMAGES = DOCS / "images" / "experiments"
 # claim: its experiment, and of each of its tests the condition that tells it from the others ("" where there is one test)
 ROWS: dict[str, tuple[str, dict[str, str]]] = {
-    "A baseline leaves the expected gradient alone": ("", {"expectation": ""}),
+    "A baseline does not change the expected gradient": ("", {"expectation": ""}),
     "A baseline lowers the variance of the gradient; the reward to go lowers it further": ("", {
         "baseline": "baseline",
         "to go": "reward to go",
@@ -32,7 +32,7 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
         "RLOO is at least as good as REINFORCE": "RLOO against REINFORCE",
         "REINFORCE is at least as good as PPO": "REINFORCE against PPO",
         "RLOO is better than PPO": "RLOO against PPO",
-        "RLOO is better than PPO of one pass": "RLOO against PPO of one pass",
+        "RLOO is better than PPO of one pass": "RLOO against PPO with one pass",
     }),
     "RLOO needs fewer samples than RAFT": ("methods", {"RLOO needs fewer samples than RAFT": ""}),
     "For language models PPO is best near λ = 1": ("lambda", {
@@ -54,10 +54,10 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
     }),
     "RLOO takes 50–70 % less memory than PPO": ("memory", {"RLOO takes 50 to 70 % less memory than PPO": ""}),
     "RLOO is 2–3 times as fast as PPO": ("memory", {
-        "RLOO is 2 to 3 times as fast as PPO of one pass": "PPO of one pass",
-        "RLOO is 2 to 3 times as fast as PPO of four passes": "PPO of four passes",
+        "RLOO is 2 to 3 times as fast as PPO of one pass": "PPO with one pass",
+        "RLOO is 2 to 3 times as fast as PPO of four passes": "PPO with four passes",
     }),
-    "After the first token most of the probability lies on few tokens": ("action_space", {
+    "After the first token most of the probability is on few tokens": ("action_space", {
         "after SFT: more than 90% of the probability is on 16 tokens after the first": "after SFT",
         "after RLOO: more than 90% of the probability is on 16 tokens after the first": "after RLOO",
         "SmolLM2: more than 90% of the probability is on 16 tokens after the first": "SmolLM2",
@@ -115,7 +115,7 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
         "online DPO learns more than DPO from as many samples": "online DPO",
         "RLOO learns more than DPO from as many samples": "RLOO",
     }),
-    "An exploited reward is noticed by the run's warnings": ("loopholes", {
+    "The run's warnings report an exploited reward": ("loopholes", {
         "90 % of the exploiting runs are noticed (all rewards)": "all runs",
         "90 % of the exploiting runs are noticed (rewards not tuned on)": "runs not used for tuning",
     }),
@@ -126,7 +126,7 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
     "Honest runs raise few false alarms, measured after the rules were set": ("false_alarms", {
         "at most 5% of honest runs raise an alarm": "",
     }),
-    "A reward that is exploited within the first steps is noticed": ("false_alarms", {
+    "A reward that is exploited within the first steps is reported": ("false_alarms", {
         "90% of the rewards exploited at once are noticed": "",
     }),
     "Checked rewards teach a pretrained model, and break nothing else": ("pretrained", {
@@ -140,7 +140,7 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
     "Online RL learns more than DPO from as many samples, on a pretrained model": ("pretrained", {
         "RLVR learns more than DPO from as many samples": "",
     }),
-    "A pupil learns from its teacher with a fraction of the samples": ("pretrained", {
+    "A student learns from its teacher with a fraction of the samples": ("pretrained", {
         "a pupil reaches its teacher with a fraction of the samples": "",
     }),
     "The clip stops the gradient in two cases and no other": ("", {"clip": ""}),

@@ -222,7 +222,7 @@ def leave_one_out(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class group_mean:
-    """The return minus the mean return of its group, divided by the group's standard deviation if `std` is true.
+    """The return minus its group's mean, divided by the group's standard deviation if `std` is true.
 
     Formula: A_t = (R_i − mean(R)) / (std(R) + eps), or R_i − mean(R) if std is false
 

@@ -148,7 +148,7 @@ class top_k:
 
 @dataclass(frozen=True)
 class top_entropy:
-    """Train only on the steps of the batch at which the policy was least sure.
+    """Train only on the steps of the batch at which the policy was least sure. The other steps still count in w.
 
     Formula: keep t  ⇔  H(π_old(·|s_t)) is at least the (1 − share) quantile of this entropy over all steps of the batch
 
@@ -183,7 +183,7 @@ class clip_covariance:
     """Drop a few of the steps that lower the entropy most: likely ones with a high advantage, or unlikely ones with a low one.
 
     Formula: C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A))
-             drop share · (number of all steps) of the steps with low < C_t < high, chosen at random
+             of the steps with low < C_t < high, drop at random as many as `share` of all steps
 
     The random choice is a hash of the log-probs, so the same steps are dropped whatever the order of the batch's rows.
 

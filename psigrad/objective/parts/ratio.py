@@ -344,6 +344,11 @@ class KL:
     TRL's GKD beta.
     """
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """The parameters that have no effect with this estimator in this place."""
+        return ("mixture",) * (self.estimator != "exact_js") + ("importance_weighted",) * (self.where == "reward")
+
     def __post_init__(self) -> None:
         if self.where not in ("reward", "loss"):
             raise ValueError(f"KL has where={self.where!r}; expected 'reward' or 'loss'.")

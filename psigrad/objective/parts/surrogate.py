@@ -74,7 +74,7 @@ def unclipped(logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class clip(RatioSurrogate):
-    """The clipped surrogate: a step has no gradient once its ratio has moved far enough in the direction of its advantage.
+    """The clipped surrogate: no gradient once the ratio has moved far enough in the advantage's direction.
 
     Formula: L_t = −min(ρ_t·A_t, clip(ρ_t, 1 − low, 1 + high)·A_t)
 
@@ -288,7 +288,8 @@ class geometric_clip(RatioSurrogate):
 class covariance_penalty(RatioSurrogate):
     """The importance-weighted surrogate, with a penalty on changes of the few steps that lower the entropy most.
 
-    Formula: L_t = −ρ_t·A_t + [t ∈ M]·coefficient·|log ρ_t|, M the share of all steps that has the greatest
+    Formula: L_t = −ρ_t·A_t + [t ∈ M]·coefficient·|log ρ_t|
+             M is the given share of all steps, those with the greatest C_t
              C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A))
 
     The penalty needs several passes or minibatches. In the first pass ρ_t = 1, where it has no gradient.

@@ -37,7 +37,6 @@ def page() -> dict[str, dict[str, str]]:
         for outcome, columns in zip(maker.OUTCOMES, cells, strict=True):
             found[name.strip("`")] |= dict.fromkeys([] if columns == "–" else columns.split(", "), outcome)
     assert summary.strip().startswith(f"{len(found) - len(rows)} of {len(found)} pass all {len(maker.COLUMNS)} checks")
-    assert summary.strip().endswith(maker.counts(found))
     return found
 
 
