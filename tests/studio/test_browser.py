@@ -226,7 +226,7 @@ def test_side_by_side_with_one_chart(opened):
     page.locator(".panel button", has_text="Remove").nth(2).click()
     expect(page.locator(".panel")).to_have_count(3)
     page.select_option("#measure", "residual")
-    expect(page.locator(".chart")).to_have_attribute("aria-label", re.compile("^Change in a step"))
+    expect(page.locator(".chart")).to_have_attribute("aria-label", re.compile("^Largest change in a step"))
 
 
 # ---- changing the world

@@ -61,10 +61,9 @@ class Math:
     r"""A reward of 1 if the completion's answer equals an accepted answer mathematically, otherwise 0.
 
     The column `answer` holds one answer or a list. Numbers are compared as in `numeric`, words as words, and all else by
-    math-verify, which decides if two expressions are equal. The completion's answer is its last \boxed{…}, or the text after its
-    last ####, in its last <answer>, or after "the answer is". Otherwise it is its last fenced LaTeX, or its last line. Units must
-    agree if both name one. The reward is None if the row's answer is null or cannot be parsed completely. `check_row` rejects the
-    latter.
+    math-verify, which decides if two expressions are equal. The completion's answer is its marked answer (`find_marked`), the
+    text after "the answer is", its last fenced LaTeX, or its last line. Units must agree if both name one. The reward is None if
+    the row's answer is null or cannot be parsed completely. `check_row` rejects the latter.
     """
 
     def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:

@@ -193,9 +193,10 @@ def _digits(text: str) -> str:
 class Numeric:
     r"""A reward of 1 if the completion's number equals the column `answer`, or one of a list in it; otherwise 0.
 
-    The completion's number is the last one in its last \boxed{…}, in its last <answer>, after its last ####, or in the whole
-    text. An integer must match exactly, and other numbers within `tolerance` times their size. The reward is None if the row's
-    answer is null or is not just a number. `check_row` rejects the latter.
+    The completion's number is the last one in its last \boxed{…}, otherwise after its last ####, otherwise in the whole text. If
+    the completion has an <answer>…</answer>, only the last one is searched. An integer must match exactly, and other numbers
+    within `tolerance` times their size. The reward is None if the row's answer is null or is not just a number. `check_row`
+    rejects the latter.
     """
 
     tolerance: float = 1e-6

@@ -64,7 +64,7 @@ export class Chart {
 
   tell(shown, at) {
     const values = shown.map((one) => `${one.title}: ${number(one.frames[Math.min(at, one.frames.length - 1)][this.field])}`);
-    this.node.setAttribute("aria-label", `${this.field === "error" ? "Error to the exact values" : "Change in a step"} by step. At step ${at}: ${values.join("; ")}.`);
+    this.node.setAttribute("aria-label", `${this.field === "error" ? "Largest error of a value" : "Largest change in a step"} by step. At step ${at}: ${values.join("; ")}.`);
     this.legend.replaceChildren(...shown.map((one) => el("li", {}, el("span", { class: `key c${one.colour}` }), one.title)));
   }
 }
