@@ -81,9 +81,8 @@ class PackingSettings:
     """The setting that limits the size of a forward pass."""
 
     micro_batch_tokens: Annotated[CountOrZero, RECORDED, MAIN, DeviceDefault(cuda=0)] = 4096
-    """Tokens per forward pass. A step is split into such passes, which changes no gradient. On a CPU a few thousand tokens are
-    fastest. 0: as many as fit in the device's free memory; on a GPU this also switches gradient_checkpointing off if that is
-    faster."""
+    """Tokens per forward pass. A step is split into such passes, which changes no gradient. On a CPU a few thousand are fastest.
+    0: as many as fit in the device's free memory; on a GPU this also switches gradient_checkpointing off if that is faster."""
 
 
 @dataclass(frozen=True)
