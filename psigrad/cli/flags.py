@@ -176,7 +176,8 @@ def parse_names_and_output(command: str, arguments: Sequence[str]) -> tuple[list
 def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] | None = None) -> None:
     """Raise `UserError` for the first unknown argument of `rest`, if any.
 
-    If it is a flag, the message names the methods of the settings `cls` that have it, or the most similar flag. Otherwise the
+    If it is a flag, the message names the training methods that have it and share the settings class `cls`, or the most similar
+    flag. Otherwise the
     message says that a flag or `expected` should be in its place.
     """
     for text in rest:

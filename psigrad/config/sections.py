@@ -227,8 +227,8 @@ class Sampling:
     vllm_sleep: Annotated[bool, RECORDED] = False
     """With sampler=vllm on the GPU that trains: vLLM frees its memory while the run trains."""
     vllm_device: Annotated[str, RECORDED, Needs("sampling.sampler=vllm")] = ""
-    """With sampler=vllm: the engine's first GPU, such as cuda:1; empty: the GPU that trains. On another GPU a run of one process
-    with a lag samples while it trains."""
+    """With sampler=vllm: the engine's first GPU, such as cuda:1; empty: the GPU that trains. On another GPU, sampling
+    and training overlap if `lag` is above 0 and the run has one process."""
     vllm_readback: Annotated[bool, RECORDED, Needs("sampling.sampler=vllm")] = True
     """With sampler=vllm: after each update, compare the engine's weights bit for bit with the weights that were sent. false:
     compare only log-probs, at the start."""
@@ -376,8 +376,8 @@ class Run:
     extend: Annotated[bool, FREE] = False
     """Continue a run beyond its end to a larger max_steps (control: total_timesteps). The schedule adapts to the new end."""
     allow: Annotated[tuple[str, ...], FREE] = ()
-    """Settings that may differ from those at the start of the run. Other names: dataset, model, reward, threads and so on; an
-    unknown name raises an error that lists them. The change is recorded."""
+    """Settings that may differ from those at the start of the run. Besides settings, name what else a run pins, such as
+    dataset, model, reward or threads; an unknown name raises an error that lists them. The change is recorded."""
     callbacks: Annotated[tuple[str | Any, ...], RECORDED] = ()
     """Callbacks with the interface of transformers' TrainerCallback: module:Class or file.py:Class, {callback: module:Class,
     parameter: value}; from Python also objects."""

@@ -126,14 +126,16 @@ class _Saves(Generic[S]):
         return state
 
     def step(self, state: S) -> Outcome[S]:
-        """Take and record one step. If it fails before it changes a weight, save the previous state (except with lockstep)."""
+        """Take and record one step. If it fails before it changes a weight, save the previous state, unless processes step
+        together (`lockstep`), since all would have to write.
+        """
         try:
             outcome = self.loop.step(state)
             self.journal.record(outcome)
             check_gradients(outcome.state.nonfinite, outcome.state.step)
         except Exception as error:
             rescued = self.loop.updates() == self.last_updates
-            if rescued and not self.journal.world.lockstep:  # all would have to write, and one has failed
+            if rescued and not self.journal.world.lockstep:
                 self._rescue()
             if is_out_of_memory(error):
                 at = self.last_finite.step if rescued else self.saved

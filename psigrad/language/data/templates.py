@@ -112,10 +112,10 @@ def examples(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0, 
 
 
 def encode_batch(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, empty_thinking: bool = False) -> None:
-    """Render the conversations among `rows`, and encode in one call the texts that `examples`, with the same arguments, needs.
+    """Render the conversations among `rows`, and encode in one call all texts that later calls of `examples` will need.
 
     Do nothing outside of `dialect.cache_specials`. One call is faster: running a template between the encodings of texts evicts
-    the encoder's data from the processor's caches.
+    the encoder's data from the CPU's caches.
     """
     known, texts = dialect.specials_of(tokenizer), dict[str, None]()
     if known.prefix_ids is None or known.cuts is None or not _is_plain(known.backend):

@@ -114,7 +114,8 @@ class _Unpadded:
 class VarlenLayout(_Unpadded):
     """A packed layout that computes attention by a kernel for pieces of different lengths, without padding; see `Layout`.
 
-    Every prefix and every sequence is a piece. The keys and values of a sequence's prefix are copied before the sequence's own.
+    Every prefix and every sequence is a piece. The keys and values of a sequence's prefix are copied in front of
+    the sequence's own.
     Only the scores that are needed are computed.
     """
 

@@ -169,7 +169,7 @@ class RewardSetup:
         for spec, name in ((spec, name) for spec, own in zip(self.specs, self.needs, strict=True) for name in own):
             if name not in there and (new := renamed.get(name, "")):
                 raise UserError(
-                    f"{spec.name} needs the column {name!r}, but the setting columns renames it to {new!r}. To copy the "
+                    f"{spec.name} needs the column {name!r}, but data.columns renames it to {new!r}. To copy the "
                     f"column and keep its old name, write {new}={{{name}}}."
                 )
         missing = missing_golds(self.specs, list(self.weights.values()), (row.columns for row in rows), there)

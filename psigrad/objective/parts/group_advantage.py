@@ -96,7 +96,7 @@ def over_group_mean(batch: Batch) -> Tensor:
 class pass_at_k:
     """The pass@k advantage, averaged over all choices of k completions of the group that include this one.
 
-    Formula: with G completions of which m are wrong (return ≤ right), P = 1 − C(m, k)/C(G, k) and σ = √(P·(1 − P)):
+    Formula: with G completions of which m are wrong (return ≤ `right`), P = 1 − C(m, k)/C(G, k) and σ = √(P·(1 − P)):
              A_t = (1 − P)/σ where y is right, (1 − P − C(m − 1, k − 1)/C(G − 1, k − 1))/σ where it is wrong, and 0 where σ = 0
 
     A group is rewarded for one right answer among k, not for repeating it.

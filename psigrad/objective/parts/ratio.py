@@ -52,7 +52,7 @@ def bound(log_ratio: Tensor) -> Tensor:
 
 
 def none(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
-    """No ratio: the batch is treated as on-policy.
+    """Return log ρ = 0 [N, T]: no ratio, as if the batch were on-policy.
 
     Formula: ρ_t = 1
 
@@ -65,7 +65,7 @@ def none(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
 
 
 def token(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
-    """One ratio for each step.
+    """Return log ρ [N, T], with one ratio for each step.
 
     Formula: ρ_t = π(a_t|s_t) / π_old(a_t|s_t)
 
@@ -78,7 +78,7 @@ def token(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
-    """One length-normalised ratio for the whole sequence; each step passes gradient to its own log-probability.
+    """Return log ρ [N, T], with one length-normalised ratio for a sequence. A step's gradient goes to its own log-prob alone.
 
     Formula: ρ_t = sg[ (Π_u π(a_u|s_u)/π_old(a_u|s_u))^(1/|y|) ] · π(a_t|s_t) / sg[π(a_t|s_t)]; sg stops the gradient
 
@@ -96,7 +96,7 @@ def sequence(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
 
 
 def trajectory(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
-    """One ratio for the whole completion, taken as a single action. Use it with the sequence_mean aggregate.
+    """Return log ρ [N, T], with one ratio for a completion as a single action. Use it with the sequence_mean aggregate.
 
     Formula: ρ_t = Π_u π(a_u|s_u) / π_old(a_u|s_u)
 

@@ -352,7 +352,7 @@ class with_imitation:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The extra inputs that `__call__` receives: the marks, and those that the wrapped surrogate needs."""
+        """The extra inputs that `__call__` receives: `marks`, and those that the wrapped surrogate needs."""
         return frozenset({"marks"}) | frozenset(getattr(self.surrogate, "needs", ()))
 
     def marks(self, batch: Batch, advantage: Tensor) -> Tensor:

@@ -131,7 +131,10 @@ def _unpaired(first: Interval, last: Interval) -> Interval:
 
 
 def _change(name: str, first: Interval, last: Interval, change: Interval, rows: float) -> tuple[str, Mood, list[str]]:
-    """Return (judgement, its mood, texts) on the `change` of the metric `name` from `first` to `last`, over `rows` rows."""
+    """Return (verdict, good/bad/plain, sentences that explain it) on the `change` of the metric `name` from `first` to `last`.
+
+    `rows` is the number of held-out rows.
+    """
     said = [f"held-out {name} {show_interval(*first, brief)} → {show_interval(*last, brief)}"]
     if not math.isfinite(change.mean):
         return "Unknown", "bad", said

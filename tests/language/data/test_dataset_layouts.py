@@ -277,7 +277,7 @@ def test_a_reward_gets_a_copied_column_and_a_renamed_one_is_gone() -> None:
     setup = RewardSetup.of(OnlineConfig(reward=("exact",), data=Data(columns="q=prompt,answer=gold")))
     (gone,) = from_rows([{"q": "2?", "answer": "2"}], "prompt-only", columns=parse_columns("q=prompt,answer=gold")).rows
     with pytest.raises(
-        UserError, match=r"needs the column 'answer', but the setting columns renames it to 'gold'.*write gold=\{answer\}"
+        UserError, match=r"needs the column 'answer', but data.columns renames it to 'gold'.*write gold=\{answer\}"
     ):
         setup.judgeable([gone])
 

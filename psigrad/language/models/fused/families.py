@@ -27,7 +27,7 @@ def _by_layer(config: Any, layer: int) -> int | None:
 
 
 def _mixer(state: str, attention: str = "") -> Callable[[Any, int], str]:
-    """Return a `Family.mixer`: `state` for layers with a recurrent state, "squared ReLU" for an MLP, `attention` for others."""
+    """Return a function that names a layer's mixer: `state` if it keeps a state, "squared ReLU" for an MLP, else `attention`."""
     kinds = {"conv": state, "linear_attention": state, "mamba": state, "mlp": "squared ReLU"}
     return lambda config, layer: kinds.get(config.layer_types[layer], attention)
 
