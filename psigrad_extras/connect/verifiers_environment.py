@@ -42,8 +42,8 @@ def adapt(environment: Mapping[str, Any] | Callable[[], Any], call_family: str =
     Wordle = adapt({"taskset": {"id": "textarena", "game": "Wordle-v0"}, "player": agent})
     ```
 
-    The harness psigrad-chat is a chat without tools in the environment's worker. Any other harness works if it only appends to its
-    conversation and never rewrites it. The taskset supplies the rows. The last turn gets the trace's reward.
+    The harness psigrad-chat is a chat without tools in the environment's worker. Any other harness works if it only
+    appends to its conversation and never rewrites it. The taskset supplies the rows. The last turn gets the trace's reward.
     `max_turns` must not be below the environment's own limit. `call_family` names the syntax of tool calls, such as Hermes.
     Without it, all known syntaxes are tried.
     """
