@@ -29,14 +29,14 @@ class Names(Protocol):
     ) -> tuple[dict[str, Any], list[GivenSetting]]:
         """Return (the file's settings that are nested in sections, its settings that are given by name without a section).
 
-        `in_file` is the content of the file `source`. `flags` are the settings of the command line.
+        `in_file` is the content of the file `source`. `flags` are the command line's settings; their `env` can select a section.
         """
         ...
 
     def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[GivenSetting]) -> list[GivenSetting]:
         """Return the settings `given` under dotted names, with shortcuts expanded.
 
-        `given` overrides `values`, which are already nested. Raises `UserError` if a shortcut's part is missing.
+        `given` overrides `values`, which are already nested. Raises `UserError` if the method has no part that the shortcut sets.
         """
         ...
 

@@ -231,8 +231,8 @@ class PolicyGradient:
     def _choose(self, batch: Batch, advantage: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return three fields of `Prepared`: `keep` [N], the rows to train on, and `counts` and `marks` [N, T].
 
-        `counts` are the steps with a surrogate loss; None if no filter drops single steps. `marks` is the
-        result of the surrogate's method `marks`; None if it has none.
+        `counts` is True on the steps with a surrogate loss; None if no filter drops single steps. `marks` has the steps that the
+        surrogate's method `marks` chooses, as a mask or as weights; None if the surrogate has no such method.
         """
         keep, counts = batch.present, None
         for part in self.keep:

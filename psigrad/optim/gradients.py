@@ -96,7 +96,7 @@ class Sums:
         return False
 
     def finish(self) -> None:
-        """End a step's backward passes. If a weight has a gradient, add the gradients of its stored uses (see `defers`) to it."""
+        """End a step's backward passes. Add the gradients of stored uses to `.grad`; if that is None, leave them to `blocks`."""
         for weight in [w for w in self.uses if w.grad is not None]:
             self._store(weight)
         self.tensors = {weight: total for weight, total in self.tensors.items() if weight.grad is total}
@@ -129,8 +129,9 @@ _SUMS: ContextVar[tuple[Sums, ...]] = ContextVar("sums of gradients that are wri
 
 @contextlib.contextmanager
 def in_place(*sums: Sums) -> Iterator[None]:
-    """Inside this context, let the backward pass add gradients of vocabulary-sized weights directly to `.grad` or `sums`.
+    """Inside this context, let `sums` add up the gradients of vocabulary-sized weights, in place of autograd.
 
+    Each of `sums` is for some weights, usually those of one optimizer. Without `sums`, one new `Sums` is for all weights.
     `torch.autograd.grad` and hooks on parameters do not receive these gradients.
     """
     token = _SUMS.set(sums or (Sums(),))
@@ -168,7 +169,7 @@ class _Rows:
 
     @property
     def size(self) -> int:
-        """The number of elements of dy."""
+        """The number of elements of `dy`, the tensor that this use stores."""
         return self.dy.numel()
 
     @torch.no_grad()

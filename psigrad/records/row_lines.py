@@ -40,9 +40,9 @@ def rollout_files(folder: Path) -> list[Path]:
 
 
 def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
-    """Rename rollouts.jsonl, which has `rows` rows up to step `last`, to a part.
+    """Rename rollouts.jsonl, which has `rows` rows up to step `last`; see `RolloutPart`.
 
-    Then delete the oldest parts, as long as the remaining ones have at least `keep` rows. With `keep` 0 nothing is deleted.
+    Then delete the oldest renamed files while the others have at least `keep` rows in all. With `keep` 0 nothing is deleted.
     """
     os.replace(folder / "rollouts.jsonl", folder / f"rollouts-{last:08d}-{rows}.jsonl")
     parts = parts_of(folder)
@@ -51,10 +51,10 @@ def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
 
 
 def restore_parts(folder: Path, step: int, written: int | None) -> None:
-    """Undo `rename_part` when a run returns to the checkpoint of `step`. Parts with later rows are removed.
+    """Undo each `rename_part` since the checkpoint of `step` was saved, for a run that returns to this checkpoint.
 
-    The part that contains the step becomes rollouts.jsonl again. So does a part that ends with the step and has `written` rows,
-    the number in the checkpoint's manifest: it was renamed after the checkpoint was saved.
+    The file that was rollouts.jsonl at that time gets this name again and replaces all later files. It ends after `step`, or it
+    ends with `step` and has `written` rows, the number in the checkpoint's manifest.
     """
     for part in reversed(parts_of(folder)):
         if part.last > step or (part.last == step and part.rows == written):
@@ -107,11 +107,11 @@ def end_last_line(file: Path, *, cut: bool = True) -> None:
 
 
 def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
-    """Truncate a file to its rows up to step `step`. `written` is the number of these rows that were written, None if unknown.
+    """Truncate a file to its rows up to step `step`. The run has written `written` such rows; None if the number is unknown.
 
-    Rows are in the order of their steps. If they are not, the fewest rows whose removal restores the order count as damaged, and
-    are moved to FILE.damaged. Lines after the last remaining row are deleted. If fewer than `written` rows remain, these lines
-    are moved too, since a missing row may be among them.
+    Damaged lines are moved to FILE.damaged: lines that are not rows, and the fewest rows whose removal puts the other rows in the
+    order of their steps. Lines after the last remaining row are deleted. If fewer than `written` rows remain, a missing row may
+    be among those lines, so they are moved to FILE.damaged instead.
     """
     end_last_line(file, cut=False)
     ends, steps, end = array("q", [0]), array("q"), 0
@@ -134,10 +134,10 @@ def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
 
 
 def truncate_large(file: Path, step: int, written: int | None, end: int | None) -> Truncation | None:
-    """Truncate a large file to its first `end` bytes, which hold its `written` rows up to step `step`, without reading all of it.
+    """Truncate a large file to its first `end` bytes without reading all of it, which takes 15 seconds per gigabyte.
 
-    Reading takes a quarter of a minute per gigabyte. Return None and change nothing if the file is small, or if no row of `step`
-    or before ends at byte `end`. In these cases use `truncate_to_step`.
+    According to the checkpoint, these bytes are the `written` rows up to step `step`. If the checkpoint does not say, if the file
+    is small, or if no row of `step` or before ends at byte `end`, return None and change nothing. Then use `truncate_to_step`.
     """
     if written is None or end is None or end < _LARGE or not file.is_file() or file.stat().st_size < end:
         return None

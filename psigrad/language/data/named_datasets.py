@@ -61,7 +61,7 @@ def read_named(dataset: str, split: str, *, streaming: bool = False, single: Seq
 
 
 def _check_single(part: SplitSlice, name: str, own: str, single: Sequence[str]) -> None:
-    """Raise `UserError` unless `part` names the only split of the source `name`: by its name, `own`, or by a name in `single`."""
+    """Raise `UserError` unless `part` names the only split of the source `name`: by the split's own name, or one of `single`."""
     if canonical_split(part.name) not in (own, *single):
         cut = f"{own or single[0]}[:90%]"
         raise UserError(f"{name} is a single split; remove the split {part.name!r}, or give a slice, such as {cut}.")
@@ -166,7 +166,7 @@ def _flatbuffer_field(buffer: bytes, table: int, number: int) -> int:
 
 
 def keep_images_encoded(rows: Any) -> Iterable[Any]:
-    """Return the rows of a `datasets.Dataset` with images as encoded bytes: pixels take more memory and have no SHA-256."""
+    """Return the rows of a `datasets.Dataset` with images as encoded bytes, whose SHA-256 is the name of an image in psigrad."""
     if "Image(" not in str(getattr(rows, "features", "")):
         return rows  # type: ignore[no-any-return]
     return (row for batch in rows.with_format("arrow").iter(64) for row in batch.to_pylist())

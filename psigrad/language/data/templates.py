@@ -132,7 +132,7 @@ def encode_batch(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, emp
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool) -> tuple[Conversation, list[list[Piece]]]:
-    """Return (a row's conversation, the pieces to encode of each of its `contexts`), from `encode_batch` if it prepared them."""
+    """Return (a row's conversation, its pieces to encode by context). Reuse results of `encode_batch`; see also `examples`."""
     made: tuple[Conversation, list[list[Piece]]] | None = dialect.specials_of(tokenizer).conversations.pop(id(row), None)
     if made is None or made[0].row is not row:
         conversation = Conversation(tokenizer, row)
@@ -145,7 +145,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool) 
 
 
 def example(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0) -> Example:
-    """Return the last of the row's `examples`, cut at `max_length`. Its context is what the model reads at the last turn."""
+    """Return the last of the row's `examples`, the one with the last turn, cut at `max_length` tokens (0: never)."""
     return examples(tokenizer, row, max_length)[-1]
 
 
@@ -188,7 +188,7 @@ def observation_ids(tokenizer: PreTrainedTokenizerBase, row: Row, observation: s
 
 @dataclass(frozen=True)
 class Reading:
-    """The input of the policy before a turn: its `text`, and its `ids` after the previous input (all `ids` if `restart`)."""
+    """The input of the policy before a turn: the complete `text`, and the new `ids` since the last turn, or all if `restart`."""
 
     text: str
     ids: list[int]

@@ -37,7 +37,7 @@ class Recurrence(Protocol):
     def scan_trees(self, inputs: Tensors, trees: Trees) -> tuple[Tensor, Tensor] | None:
         """Return (outputs [S, ...], states) of a packed row with the inputs [S, ...]; None if no C++ kernel supports them.
 
-        `trees`, made by the function `trees`, has the row's segments, and those whose final states are returned.
+        `trees`, from the function `trees`, lists the row's segments and marks those whose final states are returned.
         """
 
 

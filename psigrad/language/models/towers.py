@@ -74,7 +74,7 @@ def freeze_towers(network: Any, learns: Sequence[str] = ()) -> None:
 
 
 def check_names(names: Sequence[str], learns: Sequence[str]) -> list[str]:
-    """Return the `names` of modules whose last part is not in `learns`. Raises `UserError` if `learns` names no such module."""
+    """Return the dotted `names` whose last part is not in `learns`. Raises `UserError` if an entry of `learns` matches none."""
     short = {name.rpartition(".")[2]: name for name in names}
     for name in learns:
         if name not in short:
@@ -106,7 +106,7 @@ class Towers:
 
     @classmethod
     def find(cls, path: str, network: Any) -> Self | None:
-        """Return the towers of the checkpoint at `path`, from which `network` was loaded; None if all of it was loaded."""
+        """Return the towers of the checkpoint at `path`, from which `network` was loaded; None if all tensors were loaded."""
         from transformers import PreTrainedConfig
 
         config, _ = PreTrainedConfig.get_config_dict(path)
@@ -177,7 +177,7 @@ def tower_names(network: Any) -> list[str]:
 
 
 def lora_exclusion(network: nn.Module, learns: Sequence[str] = ()) -> str | None:
-    """Return a regular expression for the modules that get no adapter: the towers except `learns`; None without towers."""
+    """Return a regular expression for modules without adapter: the towers that `learns` does not list; None if there are none."""
     names = check_names(towers_of(network), learns)
     return rf"({'|'.join(map(re.escape, names))})(\..*)?" if names else None
 

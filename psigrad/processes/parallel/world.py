@@ -57,7 +57,7 @@ class Division(NamedTuple):
 
 
 class World(Protocol):
-    """The communication of one process with the others that train together. It has the number `rank` of `size` processes."""
+    """The communication of one process, which has the number `rank`, with all `size` processes that train together."""
 
     rank: int
     """The number of this process: 0 … size - 1. Rank 0 writes the run folder."""

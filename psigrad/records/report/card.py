@@ -67,7 +67,7 @@ def text(folder: str | Path, repository: str = "") -> str:
 
 
 def _auto(run: RunData) -> str:
-    """Return the name of the class that loads the model; "" for a reward model that reads images, which no class loads."""
+    """Return the name of transformers' class that loads the model; "" for a reward model that reads images: no class loads it."""
     found = auto_class(run.path / "model")
     return "" if kind_of(run.config) == "reward" and found == "AutoModelForImageTextToText" else found
 
@@ -123,7 +123,7 @@ def _index(run: RunData, name: str, task: str) -> list[dict[str, Any]]:
 
 
 def _held_out_figures(run: RunData) -> Iterator[tuple[str, str]]:
-    """Yield (name, key of metrics.jsonl) of the card's held-out metrics: means, metrics with an interval, and the loss."""
+    """Yield (name, key in metrics.jsonl) of the card's held-out metrics: those with a mean or an interval, and the loss."""
     keys = run.keys("eval/")
     for key in keys:
         stem = key.removesuffix("/mean")
@@ -211,7 +211,7 @@ def _settings(run: RunData) -> dict[str, Any]:
 
 
 def _base(run: RunData) -> ModelOrigin:
-    """Return the base model of the training. The hub name of a local model is that of the base model in its model card."""
+    """Return the base model of the training. A local model's hub name is the `base_model` in its model card."""
     name = str(run.settings.get("model.path") or "")
     pin, local = str(_pins(run).get("model") or ""), Path(name)
     if name and (len(pin) == _COMMIT or (not pin and not local.exists() and _HUB_NAME.fullmatch(name))):
@@ -258,7 +258,7 @@ def _pins(run: RunData) -> Mapping[str, Any]:
 
 
 def _publish(card: str, run: RunData) -> str:
-    """Replace absolute paths of settings in `card` by their last part, and the home folder by ~. They reveal the user's name."""
+    """Hide the user's name in `card`: replace absolute paths of settings by their last part, and the home folder by ~."""
     leaves = [leaf for value in run.settings.values() for leaf in (value if isinstance(value, list) else [value])]
     for path in sorted((leaf for leaf in leaves if isinstance(leaf, str) and leaf.startswith("/")), key=len, reverse=True):
         card = card.replace(path, Path(path).name)

@@ -141,8 +141,8 @@ def cache_specials(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 def _backend_of(tokenizer: PreTrainedTokenizerBase, added: list[Any]) -> tuple[re.Pattern[str] | None, Any]:
     """Return (`cuts`, `backend`) of the tokenizer's `Specials`. `added` are its added tokens.
 
-    `backend` is the tokenizer of the library `tokenizers`; both results are None if a text is encoded in another way. The library
-    splits a text at added tokens, and then processes each piece alone. If several begin at the same position, the longest counts.
+    `backend` is the tokenizer of the library `tokenizers`; both results are None if the tokenizer does not use this library.
+    The library splits a text at added tokens, at the longest if several begin at one position, and processes each piece alone.
     `cuts` matches only tokens at which every text is split, whatever precedes them; tokens matched in normalised text are
     excluded. If a token may be part of another or must be a separate word, `cuts` is None.
     """
@@ -221,10 +221,10 @@ def _probe(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], spe
 def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, str]:
     """Return (`turn_end`, `turn_next`) of a `Dialect` from two renderings of a turn with the content `SENTINEL`.
 
-    In `last`, the turn is the last one; in `followed`, another turn follows. Both results are the text from the content to the
-    end of a token that `special` matches. It is the last such token that both renderings share, or else the last one in `last`
-    (gpt-oss: <|return|>). If `last` has none, `turn_end` ends at the first one in `followed` (GLM: <|user|>), and `turn_next` is
-    `turn_end` without the text that both renderings share.
+    In `last`, the turn is the last one; in `followed`, another turn follows. `special` matches special tokens. Usually, both
+    results are the text after the content, up to the last special token that both renderings share. If they share none, the last
+    one in `last` takes its place (gpt-oss: <|return|>). If `last` has none, `turn_end` is the text of `followed` up to its first
+    special token (GLM: <|user|>), and `turn_next` is the rest of `turn_end` after the text that both renderings share.
     """
     ending, behind = last.rpartition(SENTINEL)[2], followed.rpartition(SENTINEL)[2]
     shared = next((i for i, (a, b) in enumerate(zip(ending, behind, strict=False)) if a != b), min(len(ending), len(behind)))

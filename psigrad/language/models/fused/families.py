@@ -33,7 +33,7 @@ def _mixer(state: str, attention: str = "") -> Callable[[Any, int], str]:
 
 
 def _experts(config: Any, layer: int) -> str:
-    """Return the mixer of a layer of Qwen's mixtures of experts: "" for a layer without experts."""
+    """Return the mixer's name in a layer of Qwen's mixtures of experts: "attention, experts", or "" without experts."""
     dense = layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step or not size(config, "experts")
     return "" if dense else "attention, experts"
 
@@ -59,7 +59,7 @@ class Family:
     - `wide` is True if one norm covers the queries of all heads, and one the keys.
     - `offset` is added to the weights of norms.
     - `gelu` is True if the activation is GELU, in the form with tanh, in place of SiLU.
-    - `halves` is True if the rotary embedding has one number for both halves of a head.
+    - `halves` is True if the rotary embedding module returns D/2 cosines and sines, which both halves of a head [D] share.
     - `factors` returns the factor of the queries at each position; None: 1.
     - `loads` is True if `load` can read the weights.
     """
@@ -218,7 +218,7 @@ class LayerWeights:
 
     `norms` are those of the inputs and of the outputs of attention and of the feed-forward layer; None for an absent one. `mixer`
     are other weights of the mixer, such as the norms of queries and keys, and `feed` those of the feed-forward layer: its router
-    and experts. `groups` has the indices of each group's matrices.
+    and experts. Each group of `groups` has the indices of the matrices that multiply one input, such as those of q, k and v.
     """
 
     groups: Sequence[Sequence[int]]

@@ -56,8 +56,8 @@ class Gemma4Layer(Layer):
     def forward(self, x: Tensor, how: PassArguments, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return (the output, tensors for `backward`); see `Layer.forward`.
 
-        If `self.source` is set, the first of these tensors also has the keys and values of that layer. If the layer has its own
-        input p, the last three are the input of n, y, and [G·y|p], in the terms of the class.
+        If `self.source` is set, its keys and values are appended to the first tensor. If the layer has its own input p, three
+        tensors are added at the end: the argument of n, y itself, and [G·y|p], as in the formula of the class.
         """
         weights = self._weights(how)
         y, (row, *parts) = super().forward(x, how._replace(ready={self.index: weights}), selection)
@@ -138,9 +138,9 @@ class Gemma4Layer(Layer):
         return drow, dothers
 
     def _qkv(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
-        """Return ([q|k|v] with normalised values, the rotated queries and keys) from the projections [q|k|v] or [q|k].
+        """Return ([q|k|v] with normalised values, the rotated queries and keys) from `row`, the projections [q|k|v] or [q|k].
 
-        If `self.source` is set, the keys in `row` are already rotated, and the values normalised.
+        If `self.source` is set, the keys in `row` are already rotated, and the values normalised. `others` are weights of norms.
         """
         angles, end = how.angles[self.order], self.queries + self.values
         if self.source is None:

@@ -91,8 +91,8 @@ class KVCache(StateCache):
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> Prefill:
         """Add n slots, of which slot i continues prompt `copies[i]`, and return the layout of the prompts' forward pass.
 
-        `shifts` [B] is the position of the token after each prompt minus the prompt's length. It is 0 unless the prompt has
-        images (M-RoPE).
+        `shifts` has one number per prompt: the position of the token after the prompt, minus the prompt's length. The number is
+        0 unless the prompt has images (M-RoPE).
         """
         new = torch.zeros_like(copies) if shifts is None else shifts[copies]
         self.shifts = torch.cat([self.shifts.to(new.device), new])
@@ -199,7 +199,7 @@ class StateDecode(_CallCounter):
         self.where: Where = slice(count) if rows is None else rows
 
     def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
-        """Return the convolution `how` of each new token [active, C] with its slot's window, and move the window by one token."""
+        """Return the convolution `how` of each new input in x [active, C] with its slot's last inputs, and store the new one."""
         windows = self.states.states[self.next_call("convolution", layer)]
         wide = torch.cat([windows[self.where], x[:, None]], 1)
         windows[self.where] = wide[:, 1:]
@@ -306,7 +306,7 @@ class SharedCache(StateCache):
     def exact(self) -> bool:
         """True if the layers produce the same bits as in training.
 
-        This holds if the matrices are packed for the kernels, with which training multiplies as well.
+        This holds if the matrices are packed. Training then multiplies by the same kernels as decoding.
         """
         return self.packed_weights.bytes > 0
 
@@ -377,7 +377,7 @@ class SharedCache(StateCache):
         return self.slot_tables, self._addresses
 
     def arrangement(self) -> Arrangement:
-        """Return the active rows in groups of one prompt each. The result is cached until the rows change."""
+        """Return the active rows, grouped by their prompts. The result is cached until the rows change."""
         if self._arrangement is None:
             first = np.flatnonzero(np.diff(self.prompt, prepend=-1, append=-1))
             prompts = [self.prompts[number] for number in self.prompt[first[:-1]].tolist()]
@@ -425,7 +425,7 @@ class SharedDecode(StateDecode):
 
 
 def new_cache(model: LanguageModel, slots: int, longest: int, behind: int = 0) -> KVCache | SharedCache:
-    """Return an empty cache of `slots` sequences of at most `longest` tokens; at most `behind` (0: all) follow the prompt."""
+    """Return an empty cache of `slots` sequences of at most `longest` tokens, of which `behind` (0: all) can follow a prompt."""
     if model.decoder is None:
         return KVCache(slots, longest, None if model.module_kernels is None else PackedWeights())
     return SharedCache(slots, behind or longest, model.decoder.heads, model.decoder.dtype)

@@ -55,9 +55,7 @@ class Task(Protocol):
         ...
 
     def held_out(self, budget: int, world: World = ALONE) -> Mapping[str, float | str]:
-        """Return metrics over all rows; the caller disables gradients. Each process of the world computes its share of the
-        passes, and all receive the result. A metric that is a text comes from `marks_of`.
-        """
+        """Return metrics over all rows, computed by all processes together; texts come from `marks_of`. Call without gradient."""
         ...
 
 
@@ -120,7 +118,7 @@ def step(run: OfflineRun, state: State) -> Outcome[State]:
 
 
 def learn(run: OfflineRun, rows: Sequence[int], lr: float) -> tuple[float | None, LossSums]:
-    """Take one optimiser step on these rows. Return (the gradient's norm, or None if it is not finite; the sums of the loss)."""
+    """Take one optimiser step on these rows. Return (the gradient's norm, None if it is not finite; the loss and its terms)."""
     world, sums = run.world, LossSums(run.world)
     passes = run.task.shares(rows, run.config.micro_batch_tokens, num_teams(world))
     shares = shard(world, [partial(add_balance_loss, run.task.model, share, len(passes)) for share in passes])
@@ -135,7 +133,7 @@ def terms_of(share: Share) -> dict[str, float]:
 
 
 def marks_of(hits: Iterable[float]) -> str:
-    """Return a text with one character per pair, for comparisons in reports: 1 if ranked right, 0 if wrong, h for a tie."""
+    """Return one character per pair, for comparisons in reports: 1 for a hit of 1 (ranked right), 0 for 0, h for 0.5 (a tie)."""
     return "".join("0h1"[round(2 * hit)] for hit in hits)
 
 

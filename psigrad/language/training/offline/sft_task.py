@@ -71,7 +71,7 @@ class Bundle:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of a forward pass over the texts, in which the trunk counts once."""
+        """The number of tokens of a forward pass over `texts`, in which the shared `trunk` counts once."""
         return len(self.trunk) + sum(len(text.ids) - start for text, start in zip(self.texts, self.starts, strict=True))
 
 

@@ -35,7 +35,7 @@ def learn_preferences(
     lr: float,
     cache: ActivationCache | None,
 ) -> UpdateResult:
-    """Take all optimiser steps on the pairs of `groups`, one step's completions. A group of equal rewards has no pair.
+    """Take all optimiser steps of one training step, on pairs of its completions `groups`. A group of equal rewards has no pair.
 
     Source: Guo et al. 2024, Direct language model alignment from online AI feedback, arXiv:2402.04792.
     """

@@ -29,7 +29,7 @@ class Reference(Annotator):
         self.reference = self.model = model
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Add the column `logp_ref`, unless the KL is a sum over the vocabulary, which the policy's passes then compute."""
+        """Add the column `logp_ref` if a policy gradient reads it. With an exact KL, `divergence` takes its place."""
         if not run.algorithm.needs_reference or not isinstance(run.algorithm, PolicyGradient) or run.algorithm.needs_exact_kl:
             return batch
         logp = reference_log_probs(self.model, batch, run.config.micro_batch_tokens, run.params.temperature, run.world)
@@ -40,7 +40,7 @@ class Reference(Annotator):
         return exact_kl(run.algorithm, self.model, reference_inputs_of(batch, micro))
 
     def after_step(self, run: OnlineRun, number: int) -> None:
-        """Move the reference towards the policy every `ref_model_sync_steps` steps."""
+        """After step `number`, move the reference towards the policy if `ref_model_sync_steps` divides `number`."""
         if run.config.ref_model_sync_steps and number % run.config.ref_model_sync_steps == 0:
             move_towards(self.model, run.model, run.config.ref_model_mixup_alpha)
 
