@@ -142,6 +142,7 @@ def test_of_a_packed_batch_it_is_that_of_transformers_padded_one(name, packed, t
     assert float(control.detach()) != pytest.approx(float(theirs.detach()), rel=1e-5), "padding would count"
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_of_kept_activations_it_is_that_of_a_forward_pass(name, tokenizer):
     model = some_model(name, tokenizer)

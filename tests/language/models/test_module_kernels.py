@@ -14,6 +14,7 @@ from psigrad.language.models.fused.module_kernels import ModuleKernels
 from psigrad.language.models.hf_state import DeltaRule, Mamba2
 from psigrad.language.models.language_model import Lora, prepare
 
+pytestmark = pytest.mark.needs("compiler")
 FAMILIES = ["gemma2", "gemma4_text", "ernie4_5", "glm4", "granitemoe", "lfm3", "qwen3_5_text", "nemotron_h", "gpt2"]
 # psigrad computes in them a linear layer, an RMS norm by its weight or by 1 + weight, and a feed-forward part with SiLU.
 RUNS = {"ernie4_5": {"_linear", "_norm.0", "_feed_forward"}, "gemma2": {"_linear", "_norm.1"}, "gpt2": set()}
