@@ -153,7 +153,10 @@ WORKS = {
             _hybrid("R8", "Qwen3.5-0.8B", "Qwen/Qwen3.5-0.8B"),
             trl=((2, False), (4, True)),  # with 4 rows and float32 weights TRL's process takes more than 22 GB
         ),
-        _hybrid("R8L", "By LoRA of rank 16, Qwen3.5-0.8B", "Qwen/Qwen3.5-0.8B", lora_rank=16),
+        replace(
+            _hybrid("R8L", "By LoRA of rank 16, Qwen3.5-0.8B", "Qwen/Qwen3.5-0.8B", lora_rank=16),
+            trl=((4, False), (4, True)),  # with 4 rows TRL's process takes 17 GB
+        ),
         _hybrid("R9", "LFM2-350M", "LiquidAI/LFM2-350M"),
         replace(
             _hybrid("R10", "Granite-4-hybrid-350M", "ibm-granite/granite-4.0-h-350m"),
