@@ -137,8 +137,8 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 
 
 def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str] = frozenset(), names: Names = OWN) -> T:
-    """Return a `cls` with `values`. Errors name their file, `source`, but not for the settings in `beside`, which are not from
-    it. `names` translates a name that `cls` lacks, so that an error can suggest the right one.
+    """Return a `cls` with `values`. Errors name the file `source`, except for settings in `beside`, which are from overrides or
+    flags. `names` translates a name that `cls` lacks, so that an error can suggest the right one.
     """
 
     def locate(name: str) -> str:
@@ -171,7 +171,7 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
 
 
 def _drop_unread(cls: type[Any], values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return `values` without the settings that the command does not read (`unread_settings`). Their replacements get the values.
+    """Return `values` without settings that the command does not read. If `unread_settings` has a replacement, it gets the value.
 
     Raises `UserError` if such a setting has no replacement and its value is neither False nor the default. Raises it also if the
     replacement is given with another value.
@@ -214,7 +214,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
 
 
 def _convert_types(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with a single value of a tuple field as a tuple, paths as text, and sections with the defaults of `cls`."""
+    """Return `values` with tuples for single values of tuple fields, text for paths, and the defaults of `cls` in sections."""
     hints = types_of(cls)
     made: dict[str, Any] = {}
     for name, value in values.items():
@@ -231,7 +231,7 @@ def _convert_types(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _brief(value: Any) -> str:
-    """Return a value's `repr` for a message, or only its type if the `repr` is long, as a model's is."""
+    """Return a value's `repr` for a message, or only its type if the `repr` is longer than 200 characters."""
     return text if len(text := repr(value)) <= 200 else f"{kind_of(value)}"
 
 

@@ -18,7 +18,7 @@ TrainingConfig = SFTConfig | RewardConfig | PreferenceConfig | OnlineConfig
 
 
 class Declaration(NamedTuple):
-    """A method as a command: its settings class, its defaults and its one-line summary."""
+    """A training method as a command: its settings class, its defaults and its one-line summary."""
 
     summary: str
     settings: type[Any]
@@ -47,7 +47,7 @@ def list_declarations() -> dict[str, Declaration]:
 
 
 def declaration(name: str) -> Declaration:
-    """Return the method of that name. Raises `UserError` with the nearest name if there is none."""
+    """Return the training method of that name. Raises `UserError` with the nearest name if there is none."""
     if name == "control":
         raise UserError(
             "control is not a method for language models; from Python use psigrad.control.PPO('CartPole-v1').learn()."
@@ -60,8 +60,8 @@ def declaration(name: str) -> Declaration:
 def of_spec(spec: Any) -> Declaration:
     """Return the declaration of an algorithm, given as a name, as {"preset": name, …} or as an object with a `name`.
 
-    Anything else, such as "module:name", is a custom online method. Its defaults set only `algorithm`, to `spec`. A plain name
-    that no method has raises `UserError`.
+    Anything else, such as "module:name", is a custom online method, whose declaration has the defaults {"algorithm": `spec`}. A
+    plain name that no method has raises `UserError`.
     """
     name = spec.get("preset", "") if isinstance(spec, Mapping) else spec if isinstance(spec, str) else getattr(spec, "name", "")
     if name in list_declarations():
@@ -89,7 +89,7 @@ _COUNTERPARTS: dict[tuple[type[Any], str], str] = {
 
 
 def other_methods(cls: type[Any], name: str) -> str:
-    """Return a hint, starting with a colon, if `name` is a setting of other methods than those of class `cls`; otherwise ""."""
+    """Return a hint for a setting `name` that `cls` lacks, such as ": it is a setting of the online methods."; else ""."""
     if cls not in _FAMILIES:
         return ""
     leaf = name.rpartition(".")[2]

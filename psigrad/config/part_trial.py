@@ -88,11 +88,11 @@ def try_parts(method: PolicyGradient) -> None:
             arguments = (batch, advantage) if "advantage" in needs_of(keep) else (batch,)
             found = _result("algorithm.keep", keep, partial(keep, *arguments))
             _check("algorithm.keep", keep, found, ((rows,), (rows, steps)), torch.bool)
-    _result("algorithm", custom[0], lambda: _whole(method, batch, logp))
+    _result("algorithm", custom[0], lambda: _compute_loss(method, batch, logp))
 
 
-def _whole(method: PolicyGradient, batch: Batch, logp: Tensor) -> None:
-    """Compute the method's loss on one micro-batch, and its gradient."""
+def _compute_loss(method: PolicyGradient, batch: Batch, logp: Tensor) -> None:
+    """Compute the method's loss of `batch` and its gradient by `logp`, the policy's log-probs, only to find errors."""
     state = method.initial_state()
     prepared = method.prepare(batch, state)
     outputs = PolicyOutputs(logp, entropy=batch.entropy, value=batch.value, kl=torch.zeros_like(logp) + 0 * logp)
@@ -102,7 +102,7 @@ def _whole(method: PolicyGradient, batch: Batch, logp: Tensor) -> None:
 
 
 def _parts_within(thing: Any) -> list[Any]:
-    """Return the parts of a method, and the parts that they contain."""
+    """Return the parts of `thing`, a method or a dataclass part, and the parts within those."""
     found: list[Any] = []
     for field in fields(thing):
         value = getattr(thing, field.name)

@@ -30,11 +30,11 @@ _EMBEDDING = re.compile(r"embed|wte|wpe", re.IGNORECASE)
 
 @functools.cache
 def levels(signed: bool) -> Tensor:
-    """Return the 256 levels to which a moment, divided by the largest in its block, is rounded.
+    """Return the 256 levels of an 8-bit moment. A moment is divided by the largest |moment| of its block before it is rounded.
 
-    The levels are 0, 1, and for i = 0 … 6 the middles of 2^(6 − i) equal parts of [0.1, 1] · 10⁻ⁱ, each with both signs. If
-    `signed` is False, as for the second moment, there are twice as many parts instead of two signs. This is dynamic tree
-    quantisation (Dettmers et al. 2022, arXiv:2110.02861) as in bitsandbytes.
+    If `signed` (the first moment), they are 0, 1, and ± the middles of 2^(6 − i) equal parts of [0.1, 1] · 10⁻ⁱ for i = 0 … 6.
+    Otherwise (the second moment) the middles are positive, of 2^(7 − i) parts. This is dynamic tree quantisation (Dettmers et
+    al. 2022, arXiv:2110.02861) as in bitsandbytes.
     """
     found = [0.0, 1.0]
     for i in range(7):
@@ -46,7 +46,7 @@ def levels(signed: bool) -> Tensor:
 
 @functools.cache
 def middles(signed: bool) -> Tensor:
-    """Return the largest number that is rounded to each of `levels(signed)`: the middle between it and the next, ∞ for the last.
+    """Return for each of `levels(signed)` the largest number that is rounded to it: the middle to the next level, or ∞.
 
     Unlike in bitsandbytes, a second moment above 0 is never rounded to 0, because the next step is divided by its root plus ε.
     """
@@ -74,7 +74,7 @@ def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
 def round_stochastically(x: Tensor, seed: int, first: int = 0) -> Tensor:
     """Round x [n] to bfloat16, each number at random to one of its two neighbours, so that the expected value is x.
 
-    The random number for element i depends only on `seed` and `first` + i. The arithmetic is modulo 2³², in place.
+    The random number for x[i] depends only on `seed` and `first` + i, its index in the parameter.
     """
     i = _counted(first, x).bitwise_xor_(_signed(seed))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
@@ -85,13 +85,13 @@ def round_stochastically(x: Tensor, seed: int, first: int = 0) -> Tensor:
 def dither(x: Tensor, first: int = 0) -> Tensor:
     """Round x [n] to bfloat16, each number to one of its two neighbours by a threshold that depends only on its index.
 
+    `first` is the index of x[0] in the parameter, of which x may be a part.
     Formula: |x_i| = a + f·(b − a), with neighbours a ≤ |x_i| < b, becomes b if f + u_i ≥ 1, else a. The threshold u_i is the
              fractional part, to 16 bits, of φ·(`first` + i), with φ = 0.618….
 
-    Any run of thresholds is spread evenly over [0, 1). If many weights move by 1 % of b − a, 1 % of them change, so that together
-    they move as far as their masters. Rounded to nearest, none would change before it has moved by half of b − a, which
-    takes many steps at the learning rates of fine-tuning. Unlike random numbers, thresholds add no noise from step
-    to step.
+    Neighbouring thresholds are spread evenly over [0, 1). If many masters move by 1 % of b − a, 1 % of the weights change, so
+    together they move as far as the masters. Rounded to nearest, a weight would change only after its master has moved by half
+    of b − a, which takes many steps of fine-tuning. Unlike random numbers, thresholds add no noise from step to step.
     """
     return _round_up_from(_thresholds(first, x), x)
 
@@ -106,7 +106,7 @@ def _thresholds(first: int, x: Tensor) -> Tensor:
 
 
 def _round_up_from(draw: Tensor, x: Tensor) -> Tensor:
-    """Round |x| up to a bfloat16 number if its lower 16 bits plus `draw` reach 2¹⁶, else down. Overwrites `draw`."""
+    """Return x in bfloat16. |x| is rounded up if x's lower 16 bits plus `draw` (overwritten) reach 2¹⁶, otherwise down."""
     return draw.add_(x.view(torch.int32)).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
 
 
@@ -116,7 +116,7 @@ def _signed(number: int) -> int:
 
 
 def split(master: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Split a float32 `master` [n] into (`dither(master, first)`, its lower 16 bits as int16). `join` is the inverse."""
+    """Return (`dither(master, first)`, the lower 16 bits of the float32 `master` [n] as int16). `join` is the inverse."""
     return dither(master, first), master.view(torch.int32).to(torch.int16)
 
 
@@ -161,7 +161,7 @@ def has_remainder(p: Tensor) -> bool:
     """Return True if the float32 master of `p` is stored as the bfloat16 weight plus a 16-bit remainder.
 
     This is so for large bfloat16 weights on a GPU. Weight, gradient and optimiser state then take 14 bytes a parameter instead of
-    20. If gradients of several passes are summed in float32, they take 16 bytes instead of 18.
+    the 20 with a master. If gradients of several passes are summed in float32, they take 16 bytes instead of 18.
     """
     return p.dtype == torch.bfloat16 and p.device.type != "cpu" and p.numel() >= SPLIT
 
@@ -190,7 +190,7 @@ class LowMemoryAdamW:
 
     @property
     def by_rows(self) -> bool:
-        """True if rows of a weight can be updated separately. 8-bit moments and stochastic rounding prevent this."""
+        """True if blocks of rows can be updated separately, which 8-bit moments and stochastic rounding prevent."""
         return self.remainders and not self.eight_bits
 
     def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
@@ -203,7 +203,7 @@ class LowMemoryAdamW:
         return {**state, "remainder": torch.zeros(p.shape, dtype=torch.int16, device=p.device)} if self.remainders else state
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Take a step on all parameters, by the kernels where possible, otherwise by torch."""
+        """Take a step on all parameters, by the C++ kernel where possible, otherwise by torch."""
         weights = [self._weight(u) for u in updates]
         native = [w for w in weights if _has_kernel(w)]
         if native:
@@ -258,9 +258,9 @@ class LowMemoryAdamW:
     def _step_chunk(
         self, x: Tensor, g: Tensor, stored: list[Tensor], scales: Sequence[Tensor | None], w: AdamWWeight, step: StepSize
     ) -> Tensor:
-        """Return the new values of `x`, a chunk of the weight `w` with the gradient `g`. Write their new moments to `stored`.
+        """Return `x`, a chunk of the weight `w`, after an AdamW step with its gradient `g`.
 
-        If the moments are quantised, their codes are written to `stored` and their scales to `scales`.
+        `stored` has the chunk's first and second moment, or their codes if `scales` has their scales. Both are overwritten.
         """
         beta1, beta2 = self.betas
         moments = [m if s is None else decode(_blocks(m), s, i == 0).view(-1)[: len(x)]
@@ -277,7 +277,7 @@ class LowMemoryAdamW:
         return x
 
     def _step_fused(self, x: Tensor, g: Tensor, moments: list[Tensor], w: AdamWWeight, step: StepSize) -> None:
-        """Update `x`, a chunk of the float32 master of `w`, in place by torch's fused AdamW kernel. `g` is its gradient."""
+        """Update `x`, a chunk of the master of `w` with gradient `g`, and its `moments` in place by torch's fused AdamW."""
         fused: Any = adamw
         count, divisor = torch.full((), w.step - 1.0, device=x.device), torch.full((), step.divisor, device=x.device)
         fused([x], [g], moments[:1], moments[1:], [], [count], fused=True, grad_scale=divisor if step.divisor != 1.0 else None,

@@ -71,8 +71,8 @@ def check_settings(
 ) -> list[Change]:
     """Return the settings that differ between a run (`before`) and its continuation (`now`), if all of them may differ.
 
-    Raise `UserError` naming the settings that must not differ. The marks on the fields of the class `settings` define which
-    settings may differ; without a class none may. A missing setting counts as its default.
+    Raise `UserError` naming the settings that must not differ. The fields of the class `settings` are marked if they may
+    differ; without a class none may. A missing setting counts as its default.
     """
     old, new, default = (
         rename_preset({name: value for name, value in flatten(one).items() if value != {}})
@@ -104,12 +104,12 @@ def check_settings(
     return changes
 
 
-def _read_allowed(now: Mapping[str, Any], leaves: Mapping[str, Any]) -> set[str]:
-    """Return the names in `run.allow` of the settings `now`. Raise `UserError` for one that is neither a pin nor in `leaves`."""
+def _read_allowed(now: Mapping[str, Any], known: Mapping[str, Any]) -> set[str]:
+    """Return the names in `now`'s `run.allow`. Raise `UserError` for a name that is neither a pin nor a setting of `known`."""
     names = set(now.get("run", {}).get("allow", ()))
-    known = {*PINS, *leaves, *(name.rpartition(".")[2] for name in leaves)}
-    for name in sorted(names - known):
-        raise UserError(f"run.allow has {name!r}; expected one of {', '.join(PINS)}, or a setting{nearest(name, known) or '.'}")
+    valid = {*PINS, *known, *(name.rpartition(".")[2] for name in known)}
+    for name in sorted(names - valid):
+        raise UserError(f"run.allow has {name!r}; expected one of {', '.join(PINS)}, or a setting{nearest(name, valid) or '.'}")
     return names
 
 
@@ -183,7 +183,7 @@ def _file_hash(file: Path) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _cached_hash(file: Path, *stat: int) -> str:
-    """Return the SHA-256 of a file, cached by its path and `stat`: a run asks for it several times, and a large file is slow."""
+    """Return the SHA-256 of a file. The cached value is used while its `stat` (size, time of change, inode) is the same."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -22,7 +22,7 @@ _CORRECTION = "sampling/importance_sampling_ratio/mean"
 
 
 class SignalNames:
-    """A map from a run's metric keys to signals such as "reward". Of several keys of a signal, only the first gets its name."""
+    """A map from a run's metric keys to names of signals (`records.signals`). A second key of a signal is mapped to itself."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}
@@ -35,7 +35,7 @@ class SignalNames:
         return len(self._of)
 
     def of(self, key: str) -> str:
-        """Return the name of the signal that `key` belongs to; `key` if there is none or an earlier key has the name."""
+        """Return the name of the signal that `key` belongs to, or `key` if it belongs to none or an earlier key got this name."""
         if key not in self._of:
             name = name_of(key)
             self._of[key] = key if name in self._given else name
@@ -120,7 +120,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class RunWarning:
-    """A warning of a rule, raised at `step` and withdrawn at `ended` (None: not yet). `value` is the measure's worst value."""
+    """A warning of a rule, from `step` to step `ended` (None: not yet). `value` is the measure's largest, at `worst_step`."""
 
     rule: str
     step: float
@@ -144,14 +144,14 @@ def _mean(values: Collection[float]) -> float:
 
 
 def _not_finite(figures: Figures, memory: Memory) -> float | None:
-    """Return how many training metrics of a row are not finite, plus 1 if the step was skipped; None if the row has none."""
+    """Return how many training metrics of a row are not finite, plus 1 if the step was skipped. Return None in held-out rows."""
     found = sum(not math.isfinite(value) for name, value in figures.items() if not name.startswith("eval/"))
     found += "loss" in figures and figures.get("updates") == 0  # the step was skipped, because its gradient was not finite
     return float(found) if found or any(not name.startswith(("eval/", "held_out")) for name in figures) else None
 
 
 def _uncorrected(figures: Figures, memory: Memory) -> float | None:
-    """Return the log-probs' mismatch between sampler and trainer; None if it is missing, or corrected by importance weights."""
+    """Return the mean gap of the sampler's and the trainer's log-probs; None without one, or if importance weights correct it."""
     return None if _CORRECTION in figures else _of("mismatch")(figures, memory)
 
 
@@ -179,10 +179,10 @@ def _entropy_lost(figures: Figures, memory: Memory) -> float | None:
 
 
 def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
-    """Return the z-score of the gradient norm's logarithm among the previous 50 rows; None before there are 20 rows.
+    """Return (x − mean of x) / standard deviation of x, with x the logarithm of the gradient norm; None before 20 rows.
 
-    Steps with norm 0 are left out. A standard deviation below log √2 counts as log √2. The logarithm is used
-    because norms are skewed. Without it, half of the successful runs have an outlier.
+    Mean and deviation are over the previous 50 rows with a norm above 0. A deviation below log √2 counts as log √2. The
+    logarithm is used because norms are skewed. Without it, half of the successful runs have an outlier.
     """
     if not (norm := _finite(figures, "grad_norm")):
         return None
@@ -195,7 +195,7 @@ def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
 
 
 def _below_zero_late(figures: Figures, memory: Memory) -> float | None:
-    """Return minus the explained variance; None in the first ten rows, since a critic may still learn the scale of returns."""
+    """Return minus the critic's explained variance; None in the first ten rows, while it may still learn the scale of returns."""
     if (value := _finite(figures, "explained_variance")) is None:
         return None
     memory.cooldown += 1
@@ -298,7 +298,7 @@ _SCORES = ("held_out", "reward", "accuracy")
 
 @dataclass
 class _RuleState:
-    """The state of a warning rule: its memory, two counts of consecutive rows (above and below thresholds), and its warning."""
+    """The state of a warning rule. `over` counts consecutive rows above `Rule.above`, `under` those at or below `Rule.until`."""
 
     memory: Memory = field(default_factory=Memory)
     over: int = 0
@@ -319,7 +319,7 @@ class Watch:
         self._first: dict[str, float] = {}
 
     def update(self, step: float, figures: Figures) -> None:
-        """Process one row of metrics."""
+        """Apply all rules to the row of metrics `figures` of `step`. Raise and withdraw warnings."""
         for rule in RULES:
             standing = self._standing[rule.name]
             value = rule.measure(figures, standing.memory)

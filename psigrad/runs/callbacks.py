@@ -46,7 +46,7 @@ class Callback:
     changes settings from the next step on.
 
     A callback with state that must survive a stop has `state_dict()`, which returns a value that JSON can represent, and
-    `load_state_dict(held)`.
+    `load_state_dict(value)`, which restores it.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
@@ -56,11 +56,7 @@ class Callback:
         """Handle the start of each step."""
 
     def on_step_end(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
-        """Handle the end of each step.
-
-        `control.should_evaluate` and `control.should_save` are True if an evaluation or a checkpoint is due. Set or clear them to
-        change this.
-        """
+        """Handle the end of a step. `control.should_evaluate` and `control.should_save`, True if due, may be set or cleared."""
 
     def on_log(self, args: Any, state: Any, control: Control, logs: Mapping[str, Any], **kwargs: Any) -> None:
         """Handle each row of metrics, passed as `logs`."""
@@ -89,7 +85,7 @@ class Control:
     check: Callable[[str, Any], tuple[str, Any]] = field(default=lambda name, value: (name, value), repr=False)
 
     def change(self, **settings: Any) -> None:
-        """Change settings from the next step on, by leaf name or dotted name.
+        """Change settings from the next step on, given by dotted name or its last part.
 
         Examples are `change(learning_rate=1e-6)` and `change(**{"algorithm.kl.coefficient": 0.1})`. Raise `UserError` for a
         setting that cannot be changed during a run.
@@ -98,7 +94,7 @@ class Control:
 
 
 class Arguments:
-    """The callbacks' `args`: a run's settings by leaf name, and the `TrainingArguments` that transformers' callbacks read."""
+    """The callbacks' `args`: settings by short name, as `args.learning_rate`, and transformers' `TrainingArguments`."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -171,7 +167,7 @@ class Callbacks:
             self._rows.append(dict(row))
 
     def begin(self, state: S, total: int) -> S:
-        """Restore the callbacks, and call `on_init_end` and `on_train_begin`. The run has `total` steps. Return the new state."""
+        """Restore the callbacks' states. Call `on_init_end` and `on_train_begin`. `total`: the run's last step. Return a new state."""
         if not self.callbacks:
             return state
         self.visible_state.max_steps = total
@@ -251,7 +247,7 @@ class Callbacks:
         return change
 
     def _value_before(self, setting: str) -> Any:
-        """Return a setting's value before a callback's change; None for a parameter of the algorithm at its first change."""
+        """Return a setting's value before a callback's change; None at the first change of a parameter of algorithm or loss."""
         if setting in self.changed_values or setting.partition(".")[0] in PARTS:
             return self.changed_values.get(setting)
         return getattr(self.args, setting.rpartition(".")[2])
@@ -306,7 +302,7 @@ class Callbacks:
             self.folder.event("stop_asked", step=step, callback=name)
 
     def _on_rank_0(self, work: Callable[[], None], state: S) -> S:
-        """Run `work`, which calls callbacks, on rank 0. Return `state` with their requests. Raise on all ranks if it failed."""
+        """Run `work`, which calls callbacks, on rank 0. Return `state` with their changes. Raise on all ranks if it failed."""
         failure = ""
         if self.world.rank == 0:
             try:
@@ -383,7 +379,10 @@ def load(callback: Any, state: Any) -> None:
 
 
 def resolve(given: Any) -> Any:
-    """Return the callback `given` as object, class, "module:Class" or {"callback": …, parameter: value}, or raise `UserError`."""
+    """Return a callback, `given` as object, class, "module:Class" or {"callback": …, parameter: value}.
+
+    Raise `UserError` if it cannot be created, or has no method of `EVENTS`.
+    """
     parameters: dict[str, Any] = {}
     found = given
     if isinstance(found, Mapping):

@@ -25,7 +25,7 @@ LEFT = 20.0
 
 @dataclass(frozen=True)
 class Loop(Generic[S]):
-    """The functions and facts that `cycle` needs of one kind of training, such as online RL."""
+    """One kind of training, such as online RL, for `cycle`: its functions, its length, and the interval of evaluations."""
 
     name: str
     """The label of the progress bar."""
@@ -47,11 +47,11 @@ def cycle(loop: Loop[S], state: S, settings: Run, journal: Journal) -> S:
     """Take steps from `state` to the loop's last step. Evaluate and save at the intervals of the settings.
 
     `eval_steps` and `save_steps` count iterations of this loop. Callbacks receive every event, and their requests are carried
-    out. All rows of step s are in the run folder before checkpoint s is, so a resumed run repeats no row and lacks none.
+    out. All rows of step s are written before checkpoint s, so a resumed run repeats no row and lacks none.
 
     A request to stop takes effect between steps, or interrupts an evaluation, which the resumed run repeats. The state is saved,
     then `Stopped` is raised. If a step fails before it has changed a weight, the previous state is saved before the error
-    propagates. If the disk is almost full, the run is saved and ends while one more checkpoint fits.
+    propagates. If the disk is low, save the state while a checkpoint fits, and raise `UserError`.
     """
     hooks, shown = journal.callbacks, settings.progress and journal.world.rank == 0
     state = hooks.begin(state, loop.total)
@@ -96,13 +96,13 @@ class _Saves(Generic[S]):
         return not state.nonfinite and bool((minutes and spent >= 60 * minutes) or (every and state.turns % every == 0))
 
     def keep(self, state: S) -> S:
-        """Save a checkpoint of the state and call the callbacks. Return the state with the settings that they changed."""
+        """Save a checkpoint of the state and call the callbacks. Return the state with the settings that callbacks changed."""
         self.loop.save(self.journal.callbacks.collect_memory(state))
         self.saved, self.saved_at = state.step, time.monotonic()
         return self.journal.callbacks.after_save(state, self.journal.folder.checkpoints / f"step-{state.step:08d}")
 
     def evaluate(self, state: S) -> S:
-        """Evaluate and call the callbacks. Return the state with the settings that they changed.
+        """Evaluate and call the callbacks. Return the state with the settings that the callbacks changed.
 
         If a requested stop interrupts the evaluation, save the state and raise `Stopped`. The saved state is marked as not
         evaluated, so the resumed run evaluates first.
@@ -115,7 +115,7 @@ class _Saves(Generic[S]):
         return self.journal.callbacks.after_evaluation(replace(state, evaluated=True))
 
     def after(self, state: S, last: bool) -> S:
-        """Save if `control.should_save` is set, after the last step (`last`), or if the disk is nearly full. Return the state."""
+        """Save if `control.should_save` is set, or after the `last` step. If the disk is low, save and raise `UserError`."""
         if not state.nonfinite:
             self.last_finite = state
         if self.journal.callbacks.control.should_save or (last and self.last_finite.step > self.saved):
@@ -149,9 +149,9 @@ class _Saves(Generic[S]):
 
     @contextlib.contextmanager
     def rescue(self) -> Iterator[None]:
-        """If a callback fails in the block, save the newest state. Then wait for checkpoints that are written in the background.
+        """At the end of the block, wait for checkpoints that are written in the background. If a callback failed, save first.
 
-        The state is valid, because the callback fails on all ranks and changes no weight. Without a failure, only wait.
+        The newest state is valid then, because the callback failed on all ranks and changed no weight.
         """
         try:
             yield

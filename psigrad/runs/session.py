@@ -187,7 +187,7 @@ def note_end(journal: Journal, **noted: Any) -> None:
 
 
 def note_start(run: Run, journal: Journal, checkpoint: Path | None, step: int, pinned: Mapping[str, str], **noted: Any) -> None:
-    """Write the event `started`, or `resumed` from `checkpoint`: step, command, machine, `noted`, and code hashes of `pinned`."""
+    """Write the event `started`, or `resumed` given a `checkpoint`: step, command, machine, `noted`, code hashes in `pinned`."""
     here = machine.provenance(device(run))
     del here["when"]  # an event has its own time
     kind = "started" if checkpoint is None else "resumed"
@@ -212,7 +212,7 @@ def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: 
 
 
 def evaluations(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (the first evaluation of a run, the evaluation of its final weights), each with its step; ({}, {}) without any."""
+    """Return (metrics of a run's first evaluation, metrics of that of its final weights), with "step"; ({}, {}) without any."""
     kept = find_best_step([last_event(folder / "events.jsonl", *KEEPS)])
     rows = merge_by_step(row for row in read_steps(folder / "metrics.jsonl") if any(name.startswith("eval/") for name in row))
     ordered = [rows[step] for step in sorted(rows) if step <= kept]

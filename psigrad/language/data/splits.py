@@ -44,7 +44,7 @@ class SplitSlice(NamedTuple):
 
 
 def parse_split(split: str) -> SplitSlice:
-    """Parse a split, with or without a slice. Raise `UserError` for an invalid slice."""
+    """Parse a split such as train, or train[:90%] with a slice. Raise `UserError` for an invalid slice."""
     if "[" not in split or "+" in split:  # the hub parses a sum of splits
         return SplitSlice(split)
     found = _SLICE.fullmatch(split.strip())

@@ -134,7 +134,7 @@ def part_of(checkpoint: Path | None, part: str) -> Path | None:
 def _prepare_given(
     prepare: Callable[..., M], given: ModelObject, settings: Model, run: Run, checkpoint: Path | None, world: World
 ) -> M:
-    """Return the model that `prepare` builds from a network in memory, whose initial weights are saved at `settings.path`."""
+    """Save the initial weights of `given`, a network in memory, at `settings.path`. Return the model that `prepare` makes."""
     given.save_start(Path(settings.path), world, "model" in run.allow)
     network: Any = given.network
     lora = lora_of(settings)
@@ -303,9 +303,10 @@ def load_online_reference(
 def load_start(
     config: Any, model: LanguageModel, checkpoint: Path | None, world: World, dtype: str = "", saved: Path | None = None
 ) -> LanguageModel:
-    """Return the model in the folder `saved`, or else the run's initial model, frozen, in `dtype` ("": that of `model`).
+    """Return the run's initial model, or the one in the folder `saved`, frozen, in `dtype` ("": that of the settings `config`).
 
-    In a new run (`checkpoint` is None), `model` is the initial model, so it may be copied. A LoRA `model` is returned itself.
+    `model` is the trained model. In a new run (`checkpoint` is None) it is the initial one and is copied. A LoRA `model` is
+    returned itself, since without its adapter it is the initial model.
     """
     dtype = dtype or config.model.dtype
     if model.is_own_reference:
@@ -373,7 +374,7 @@ def configure_chat(
 
 
 def _first_day(checkpoint: Path) -> str | None:
-    """Return the date stored in a checkpoint, or None. `checkpoint` is the checkpoint's folder, or that of a model inside it."""
+    """Return the run's first day from a checkpoint's manifest, or None. `checkpoint` may also be the folder of a model in it."""
     whole = next((folder for folder in (checkpoint, checkpoint.parent) if (folder / MANIFEST).exists()), None)
     day: str | None = None if whole is None else json.loads((whole / MANIFEST).read_text()).get("date")
     return day

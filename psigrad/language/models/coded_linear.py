@@ -59,7 +59,7 @@ class CodedLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """The function x · Wᵀ + b of a frozen quantised W, which the backward pass dequantises again instead of storing it."""
+    """The function x · Wᵀ + b of a frozen quantised W. To save memory, the backward pass dequantises W a second time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: CodedMatrix, bias: Tensor | None) -> Tensor:

@@ -54,8 +54,8 @@ class TrajectoryCollector(Protocol):
     ) -> Iterator[list[tuple[int, list[Trajectory]]]]:
         """Sample `num_generations` trajectories of each prompt. Yield lists of (prompt's index, its trajectories) as groups end.
 
-        `seed_of(i, k)` is the seed of completion k of prompt i, and `version` the number of optimiser steps of the weights. A
-        sampler may store activations in `cache` for the trainer.
+        `seed_of(i, k)` is the seed of completion k of prompt i. `version` is the number of training steps that the weights have
+        taken. A sampler may store activations in `cache` for the trainer.
         """
         ...
 
@@ -187,7 +187,7 @@ class PendingRewards:
         self._places: dict[int, int] = {}
 
     def add_all(self, trajectories: Sequence[Trajectory]) -> None:
-        """Add all trajectories, group by group. A group starts where `Trajectory.k` is 0, even if the same row came before."""
+        """Add all trajectories, group by group. A trajectory with `k` = 0 starts a group; a row may have several."""
         starts = [i for i, t in enumerate(trajectories) if t.k == 0 or i == 0]
         for start, end in itertools.pairwise([*starts, len(trajectories)]):
             self.add(trajectories[start:end])
@@ -204,7 +204,7 @@ class PendingRewards:
             self._scoring.poll()
 
     def assign_to(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Wait for the scores, and return the trajectories with their rewards. All of them must have been added before."""
+        """Wait for the scores, and return the trajectories with their rewards. All must have been passed to `add` before."""
         results: Sequence[Result] = [Scored(0.0)] * len(trajectories) if self._scoring is None else self._scoring.results()
         return [add_reward(t, results[self._places[id(t)]]) for t in trajectories]
 

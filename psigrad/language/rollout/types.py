@@ -64,7 +64,7 @@ class Completion:
     """One sampled completion.
 
     `sampling_logprobs[t]` is the log-probability of token t under the exact distribution it was drawn from (after temperature,
-    top-k, top-p, min-p). `logprobs[t]` is its log-probability under the policy after temperature only. The trainer recomputes it.
+    top-k, top-p, min-p). `logprobs[t]` is its log-probability after temperature only, as in training.
     """
 
     ids: tuple[int, ...]
@@ -203,7 +203,7 @@ class Dialogue(ABC):
 
 
 class RestartedDialogue(Dialogue):
-    """A `Dialogue` for any sampler. For each turn, the sampler completes all earlier tokens of the episode as a new prompt."""
+    """A `Dialogue` for any sampler. Each turn is a new request, whose prompt consists of all earlier tokens of the episode."""
 
     def __init__(self, sampler: Sampler, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> None:
         self.sampler, self.params = sampler, params
@@ -219,7 +219,7 @@ class RestartedDialogue(Dialogue):
                     yield i, completion
 
     def _begin(self, next_turns: Mapping[int, NextTurn]) -> tuple[list[Request], list[list[int]]]:
-        """Return (the requests for these turns, the episodes of each request). Neighbours with equal tokens share a request."""
+        """Return (the requests for these turns, the episodes of each request). Adjacent episodes with equal tokens share one."""
         requests: list[Request] = []
         owners: list[list[int]] = []
         for i in sorted(next_turns):
@@ -234,7 +234,7 @@ class RestartedDialogue(Dialogue):
         return requests, owners
 
     def _steps(self, requests: list[Request], owners: list[list[int]]) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample as `Sampler.steps` does. `owners[i]` are request i's episodes; a subclass that adds requests extends it too."""
+        """Sample as `Sampler.steps` does. `owners[i]` are the episodes of request i. Subclasses may append to both lists."""
         return self.sampler.steps(requests, self.params)
 
 
@@ -271,9 +271,9 @@ class ReplicaSampler(Sampler):
 
 
 class Cut(NamedTuple):
-    """A record of an environment's answer that was too long. It was shortened ("cut"), or "dropped", which ends the episode.
+    """An environment's answer that was too long. It was shortened (`kind` "cut"), or "dropped", which ended the episode.
 
-    `turn` is the number of the policy's turn before the answer; 0 for the environment's opening.
+    `turn` is the number of policy turns before the answer, 0 for the environment's opening.
     """
 
     turn: int
@@ -289,7 +289,7 @@ class Branch(NamedTuple):
 
 
 class CompletionSpan(NamedTuple):
-    """The tokens of a completion that follow one prompt: `ids` begin at token `start` of the completion."""
+    """A part of a completion whose tokens, `ids`, follow the same prompt. It begins at token `start` of the completion."""
 
     start: int
     prompt_ids: tuple[int, ...]
@@ -300,9 +300,9 @@ class CompletionSpan(NamedTuple):
 class Trajectory:
     """One scored completion of one prompt, ready for training and for `rollouts.jsonl`.
 
-    It is number `k` of the group of dataset row `row`, sampled by the weights after `version` optimiser steps. In an episode of
-    several turns, the completion has the tokens of the policy and of the environment. A session of an agent is one trajectory
-    with a `Branch` for each change of context.
+    It is completion number `k` of the dataset row with index `row`. The weights after `version` training steps sampled it. In an
+    episode of several turns, the completion has the tokens of the policy and of the environment. A session of an agent is one
+    trajectory with a `Branch` for each change of context.
     """
 
     row: int
@@ -342,7 +342,7 @@ class Trajectory:
 
     @property
     def source_rank(self) -> int:
-        """The rank that made the trajectory; rank 0 if all ranks have its tokens."""
+        """The rank that records the trajectory: the one that sampled it, or rank 0 if all ranks have its tokens."""
         return self.holders[0] if self.holders else 0
 
     @property
@@ -384,7 +384,7 @@ class Collected:
         return self
 
     def to_json(self) -> str:
-        """Return the collection as JSON, with floats in full precision and without the trajectories' `holders`."""
+        """Return the collection as JSON, with floats in full precision and without `Trajectory.holders`."""
         place = {id(t): n for n, t in enumerate(self.trajectories)}
         groups = [[place[id(t)] for t in group] for group in self.groups]
         rest = {"groups": groups, "cursor": self.cursor, "entries": self.entries}

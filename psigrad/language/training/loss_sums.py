@@ -56,7 +56,7 @@ class LossSums:
         return loss.value
 
     def of(self, share: Callable[[], Loss], weight: float = 1.0) -> Tensor:
-        """Return the loss of a micro-batch, `share()`, and `add` it. With `weight` 0, return 0 · loss and do not `add` it."""
+        """Return a micro-batch's loss, computed by `share()`, and `add` it. With `weight` 0, return 0 · loss and add nothing."""
         loss = share()
         return self.add(loss) if weight else 0.0 * loss.value
 
@@ -80,7 +80,7 @@ class LossSums:
             use(x)
 
     def end_step(self, norms: list[float] | None) -> None:
-        """End an optimiser step. `norms` are its gradient norms, or None if one was not finite."""
+        """End an optimiser step. `norms` are its gradient norms, [policy] or [policy, critic]; None if one was not finite."""
         self.steps += 1
         self._transfer()  # nothing is left if a norm was read
         self.last, self._read = sum_figures(self.world, self._read), {}
@@ -104,9 +104,9 @@ def within_memory(
 ) -> tuple[T, dict[str, Any], dict[str, str]]:
     """Return (the result of `learn(run)`, settings, notes). If memory runs out, retry with smaller micro-batches.
 
-    Each retry clears `optimizers` and halves the tokens of a micro-batch, which changes gradients only by rounding. The returned
-    settings are the run's `changes` with the new size, which later steps and a resumed run use. The notes are
-    {kind of event: log message} for each retry.
+    Each retry clears `optimizers` and halves the tokens of a micro-batch, which changes gradients only by rounding. `changes` are
+    the settings changed earlier in the run. The returned settings are `changes` with the new size, for later steps and a resumed
+    run. The notes are {kind of event: log message}, one for each retry.
 
     Raise the memory error if a weight has changed, if the smallest size is not enough, or if other processes did not fail.
     """

@@ -45,7 +45,7 @@ class TemplateLimit(UserError):
 
 
 class _Spent(threading.local):
-    """The work of this thread's rendering so far, and its limits. Outside of `limit_rendering` there is no limit."""
+    """The processor time `until` which this thread's rendering may run, and the characters that it has `made`."""
 
     until, made = math.inf, -math.inf
 
@@ -58,8 +58,8 @@ _exceeded: dict[str, list[str]] = {}
 def limit_rendering(template: str) -> Iterator[None]:
     """Apply the limits to a rendering of this template inside this block.
 
-    Raise `TemplateLimit` if the rendering exceeds a limit. psigrad renders dozens of probes, so a template that has exceeded a
-    limit `_TRIES` times raises the error at once.
+    Raise `TemplateLimit` if the rendering exceeds a limit. psigrad renders dozens of conversations to find a template's features.
+    Therefore a template that has exceeded a limit `_TRIES` times raises the error without being rendered.
     """
     if len(before := _exceeded.get(template, [])) == _TRIES:
         raise TemplateLimit(before[0])
@@ -213,7 +213,7 @@ _MULTIPLYING = ("replace", "indent", "expandtabs", "join", "format")
 
 
 def _check_arguments(name: str, values: Sequence[Any]) -> None:
-    """Raise `TemplateLimit` if `values`, the arguments of function `name`, have too large a number or give too long a result."""
+    """Raise `TemplateLimit` if a number in `values`, the arguments of function `name`, is too large, or the result too long."""
     counts = [value for value in values if type(value) is int]
     if counts and max(map(abs, counts)) > LARGEST:
         raise TemplateLimit("calls a function with a number that is too large")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GpuParts:
-    """Forward methods with fewer kernels. `GpuParts(network)` gives them to the network's modules, for use while `on` is True."""
+    """Forward methods with fewer kernels. `GpuParts(network)` attaches them to RMS norms and LoRA layers; `on` enables them."""
 
     def __init__(self, network: PreTrainedModel) -> None:
         self.on = True
@@ -36,7 +36,7 @@ class GpuParts:
         return self._adapted(type(module).forward) if adapts else None
 
     def runs(self, x: Tensor, *weights: Tensor) -> bool:
-        """Return True for unsharded tensors of one dtype on a GPU, except in torch.compile, which fuses the modules' code."""
+        """Return True if the new forward methods are used: for unsharded tensors of one dtype on a GPU, outside torch.compile."""
         plain = all(type(w) in (nn.Parameter, Tensor) and w.dtype == x.dtype for w in weights)
         return self.on and x.is_cuda and plain and not torch.compiler.is_compiling()
 
@@ -71,7 +71,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Ten
 
 
 class _Adapted(torch.autograd.Function):
-    """The function x · Wᵀ + bias + s · x · Aᵀ · Bᵀ of frozen W and bias. The kernels of the products also scale by s and add."""
+    """The function x · Wᵀ + bias + s · x · Aᵀ · Bᵀ of frozen W and bias; s is LoRA's scaling, applied in a product's kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float) -> Tensor:

@@ -20,7 +20,7 @@ BACKEND = "inductor"
 
 
 def compile_layers(model: Any) -> None:
-    """Compile the layers of a packed model on a GPU. Layers of one kind share a version, which supports all lengths.
+    """Compile the layers of a packed model on a GPU. Layers of one kind share compiled code for all lengths.
 
     Attention is not compiled: it reads a layout in the memory of the CPU, and has its own kernels. The layers remain uncompiled
     if the compiled ones do not run or differ in outputs or gradients. `model.why_uncompiled` is then the reason.

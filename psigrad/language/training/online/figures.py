@@ -150,10 +150,10 @@ class TokenFigures:
     def rows(self) -> list[dict[str, Any]]:
         """Return columns of rollouts.jsonl for every row of the batch.
 
-        `kept` is False if a filter dropped the row, and otherwise absent. The first rows also have lists with a value for each
-        token up to the policy's last one; it is 0 for tokens that the policy did not choose. `trained_logprobs` are from the last
-        pass over the row, before the optimiser step. `ref_logprobs` are under the reference. `entropy` is exact, in nats.
-        `advantages` are present if they differ between tokens.
+        `kept` is False if a filter dropped the row, and otherwise absent. The first rows, whose log-probs are stored here, also
+        have lists with a value for each token up to the policy's last one, 0 for tokens that the policy did not choose.
+        `trained_logprobs` are the policy's in the last pass over the row, `ref_logprobs` the reference's. `entropy` is exact, in
+        nats. `advantages` are present if they differ between tokens.
         """
         rows: list[dict[str, Any]] = [{} if keep else {"kept": False} for keep in self.prepared.keep.tolist()]
         batch = self.prepared.batch

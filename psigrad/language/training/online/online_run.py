@@ -56,7 +56,7 @@ class Annotator:
         return batch
 
     def divergence(self, run: OnlineRun, batch: Batch, micro: MicroBatch) -> Divergence | None:
-        """Return the divergence from a reference that the policy's pass sums over the vocabulary; None if it computes none."""
+        """Return a request for a divergence from a reference in the policy's pass over `micro`; None if none is needed."""
         return None
 
     def add_terms(
@@ -64,8 +64,8 @@ class Annotator:
     ) -> tuple[Prepared, PolicyOutputs]:
         """Return (`part`, `outputs`) with the annotator's changes, such as a KL term.
 
-        `part` has the `rows` of a prepared batch, and `outputs` are the policy's outputs for them. `sums.steps`
-        counts the optimiser steps so far.
+        `part` is a micro-batch: the rows with the indices `rows` of a prepared batch. `outputs` are the policy's outputs for it.
+        `sums.steps` counts the optimiser steps on this collection so far.
         """
         return part, outputs
 

@@ -27,7 +27,7 @@ COMPARE_EVERY, COMPARED = 4, 20
 
 
 class LogProbGap:
-    """The absolute difference between the trainer's and the sampler's log-probs, in nats, over the compared tokens."""
+    """The mean and maximum of |trainer's log-prob − sampler's log-prob|, in nats, over the tokens given to `add`."""
 
     def __init__(self) -> None:
         self._sum, self._max, self._count, self._unequal = 0.0, 0.0, 0, 0
@@ -80,7 +80,7 @@ class OldLogProbs(Annotator):
         self._compared: Batch | None = None
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Recompute `logp_old` if needed. Compare trainer and sampler here if `add_terms` cannot compare them."""
+        """Recompute `logp_old` if needed. Compare the trainer's and the sampler's log-probs here if `add_terms` cannot."""
         self.gap = LogProbGap()
         model, budget, temperature, world = run.model, run.config.micro_batch_tokens, run.params.temperature, run.world
         reused = cache is not None and bool(cache.slabs)  # then training and sampling have the same log-probs
@@ -123,7 +123,7 @@ class OldLogProbs(Annotator):
 
 
 class OldEntropy(Annotator):
-    """The annotator that adds the entropy of each token's distribution before the update, for methods that read it."""
+    """The annotator that adds the entropy of each token's distribution under the weights before the update."""
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
         """Add the column `entropy`, in nats, if the method reads it."""
