@@ -124,7 +124,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], source: str) -> T:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return the settings as plain JSON values. Loading them gives the same settings.
+    """Return the settings as plain JSON values. Loading them gives the same settings, but for rows that were given from Python.
 
     Functions become "module:name", rows given from Python "rows:<count>:<SHA-256>".
     """

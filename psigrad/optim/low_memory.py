@@ -300,7 +300,7 @@ def _has_kernel(w: AdamWWeight) -> bool:
 def _tables() -> tuple[Tensor, ...]:
     """Return six lookup tables for the kernels, three for the signed first moment, then three for the unsigned second moment.
 
-    The three are the `levels`, the `middles` between them, and the lowest level for each cell (a small interval of numbers).
+    The three are the `levels`, the `middles` between them, and for each cell (an interval) the lowest level that it reaches.
     """
     # A cell is the interval of floats with the same upper 16 bits, from 2^-24 to 1. There is no middle below 2^-24.
     edges = ((torch.arange((24 << 7) + 2) + (103 << 7)) << 16).to(torch.int32).view(torch.float32)

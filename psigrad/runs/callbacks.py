@@ -94,7 +94,7 @@ class Control:
 
 
 class Arguments:
-    """The callbacks' `args`: settings by short name, as `args.learning_rate`, and transformers' `TrainingArguments`."""
+    """The callbacks' `args`: settings as `args.learning_rate`, and the `TrainingArguments` that transformers' callbacks read."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -167,7 +167,7 @@ class Callbacks:
             self._rows.append(dict(row))
 
     def begin(self, state: S, total: int) -> S:
-        """Restore the callbacks' states. Call `on_init_end` and `on_train_begin`. `total`: the run's last step. Return a new state."""
+        """Restore the callbacks' states. Call `on_init_end` and `on_train_begin` of a run of `total` steps. Return the state."""
         if not self.callbacks:
             return state
         self.visible_state.max_steps = total
@@ -370,7 +370,7 @@ def collect_memory(callback: Any) -> Any:
 
 
 def load(callback: Any, state: Any) -> None:
-    """Restore a callback's state that `collect_memory` returned."""
+    """Restore a callback's `state`, the value that `collect_memory(callback)` returned."""
     if hasattr(callback, "load_state_dict"):
         callback.load_state_dict(state)
         return

@@ -172,7 +172,7 @@ def save_checkpoint(journal: Journal, step: int, write: Callable[[Path], None], 
 
 
 def folder_facts(journal: Journal) -> dict[str, Any]:
-    """Return the facts about the run folder that a checkpoint's manifest stores: settings, and numbers of rows and bytes."""
+    """Return the facts about the run folder that a checkpoint's manifest stores: settings, and each file's rows and bytes."""
     return {"settings": journal.folder.settings, "rows": dict(journal.folder.rows), "ends": journal.folder.ends()}
 
 

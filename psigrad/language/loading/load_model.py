@@ -157,7 +157,7 @@ def _prepare_given(
 
 
 def _choose_kernels(model: LanguageModel | ScalarModel, settings: Model) -> None:
-    """Set the attention of a model, and compile its layers if the settings enable it."""
+    """Set a model's attention implementation, and compile its layers if the settings enable it."""
     model.attend(settings.attention)
     if settings.compile_layers:
         from psigrad.language.models.fused.inductor import compile_layers  # imported here, since few runs compile

@@ -126,7 +126,7 @@ class ScoredRollout:
         clock: Clock | None = None,
         cache: ActivationCache | None = None,
     ) -> list[Trajectory]:
-        """Return `num_generations` scored trajectories of each prompt, in order; in games, of each player (seat) of each prompt.
+        """Return `num_generations` scored trajectories of each prompt, in order. In games, each player (seat) has as many.
 
         `clock` measures sampling as "time/sample", and the wait for rewards after sampling as "time/score". For the other
         arguments see `TrajectoryCollector.collect`.

@@ -180,7 +180,7 @@ def rollout_rows(
     record_tokens: int,
     record_prompts: int = 0,
 ) -> Sequence[Mapping[str, Any]]:
-    """Return a row of rollouts.jsonl for every completion of the step.
+    """Return a row of rollouts.jsonl for every completion of the step. `prompts` are all prompts of the run, by `Prompt.index`.
 
     A row has an advantage, from the update `learned`, if its completion was trained on. It also has values per token if it is in
     the first `record_tokens` groups. If `record_prompts` is not 0, only that many prompts, the first ones, get rows. Each process

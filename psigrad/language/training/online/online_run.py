@@ -52,7 +52,7 @@ class Annotator:
     """The reference model."""
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Return the batch with additional columns [N, T]. `step` is the number of completed steps."""
+        """Return the batch with additional columns [N, T]. `step` counts completed steps; `cache` has sampling's activations."""
         return batch
 
     def divergence(self, run: OnlineRun, batch: Batch, micro: MicroBatch) -> Divergence | None:
@@ -70,7 +70,7 @@ class Annotator:
         return part, outputs
 
     def figures(self, run: OnlineRun, step: int) -> dict[str, float]:
-        """Return metrics after the last optimiser step on a collection. Raises `UserError` if the run must not continue."""
+        """Return metrics after training on a collection. `step` is as in `columns`. Raise `UserError` to end the run."""
         return {}
 
     def after_step(self, run: OnlineRun, number: int) -> None:
