@@ -46,7 +46,7 @@ class Evaluator:
     skip_special_tokens: bool = True
 
     def __call__(self, model: LanguageModel, sampler: Sampler, version: int) -> tuple[dict[str, float], list[Trajectory]]:
-        """Sample and score the held-out prompts after `version` optimiser steps. Return (the `eval/…` figures, completions)."""
+        """Sample and score the held-out prompts after `version` training steps. Return (the `eval/…` figures, completions)."""
         collector = collector_of(sampler.snapshot(), model, self.player, needs_reward=self.scorer is None)
         view = reward_view(model.tokenizer, collector.plays, self.skip_special_tokens)
         rollout = ScoredRollout(collector, self.scorer, view, self.world)

@@ -98,7 +98,7 @@ def _collect_after(
 def collect(run: OnlineRun, cursor: int, version: int, clock: Clock, cache: ActivationCache | None = None) -> Collected:
     """Sample and score completions of `prompts_per_step` prompts, the first of which is prompt number `cursor` of the run.
 
-    `version` is the number of optimiser steps that the sampling weights have taken. With dynamic sampling (DAPO, Yu et al. 2025),
+    `version` is the number of training steps that the sampling weights have taken. With dynamic sampling (DAPO, Yu et al. 2025),
     prompts whose completions all have the same metric (`metric_of`) are replaced by new prompts, at most `max_refills` times.
     """
     config = run.config
