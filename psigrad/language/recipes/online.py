@@ -107,8 +107,7 @@ def open_job(
 ) -> Iterator[Job]:
     """Load the parts of a new run, or of one that resumes from a checkpoint. `setup` is the reward and the held-out metric.
 
-    `given` is a model in memory to train in place of `config.model`. Without `scores`, nothing is scored or evaluated. With
-    `reference`, load a reference even if the algorithm needs none.
+    `given` is a model in memory to train. Without `scores`, nothing is scored. With `reference`, a reference is always loaded.
     """
     algorithm, (rewards, metric), evaluator = method(config), setup, None
     with contextlib.ExitStack() as stack:
