@@ -105,9 +105,9 @@ def open_job(
     scores: bool = True,
     reference: bool = False,
 ) -> Iterator[Job]:
-    """Load the parts of a new run, or of one that resumes from a checkpoint. `setup` is the reward and the held-out metric.
+    """Load the parts of a new or resumed run. `setup` is the reward and the held-out metric, and `given` a model in memory.
 
-    `given` is a model in memory to train. Without `scores`, nothing is scored. With `reference`, a reference is always loaded.
+    Without `scores`, nothing is scored or evaluated. With `reference`, load a reference even if the algorithm needs none.
     """
     algorithm, (rewards, metric), evaluator = method(config), setup, None
     with contextlib.ExitStack() as stack:
