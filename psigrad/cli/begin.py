@@ -19,7 +19,7 @@ KINDS = {
 
 
 def init(arguments: list[str]) -> int:
-    """Write a project: data, a reward with its test, settings, a README."""
+    """Run `psigrad init KIND [FOLDER]`: write a project with settings, tests and a README. Return the exit status, 0."""
     if flags.asks_for_help(arguments):
         listed = "\n".join(f"  {kind:<12} {what}" for kind, (what, _) in KINDS.items())
         usage = f"psigrad init {'|'.join(KINDS)} [FOLDER]"

@@ -62,7 +62,7 @@ class UpdateRule(Protocol):
         ...
 
     def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
-        """Return the initial state of a parameter, by name."""
+        """Return the initial state of the parameter `p`, called `name`, as {name of a state tensor: tensor}."""
         ...
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:

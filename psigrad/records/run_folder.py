@@ -94,7 +94,7 @@ class RunFolder:
     ) -> Iterator[RunFolder]:
         """Create the folder at `path`, or resume the run in it, and hold its lock while the block runs.
 
-        `settings` is the class of the settings, whose marks define the permitted changes of a resumed run. A start that raises
+        `settings` is the settings class, whose fields are marked if a resumed run may change them. A start that raises
         `UserError` before the run has begun leaves no new folder. Raise `RunFolderError` if another process has locked the
         folder, or if it contains other files or another run (each setting that differs is named). Raise it also if `resume`
         is "never" and there are checkpoints, or "must" and there are none. "auto" allows both.
@@ -169,10 +169,10 @@ class RunFolder:
         row_lines.replace_file(self.path / "config.json", [(json.dumps(settings, indent=1) + "\n").encode()])
 
     def _holds_model(self, files: Mapping[str, Any]) -> bool:
-        """Return True if the files of a finished run's model are unchanged.
+        """Return True if a finished run's model still has the sizes and hashes in `files`, as its "finished" event records them.
 
-        If they are not, rename the model's folder, so that the model is written again from the newest checkpoint. Raise
-        `RunFolderError` if there is no checkpoint.
+        If not, rename the model's folder, so that the model is written again from the newest checkpoint. Raise `RunFolderError`
+        if there is no checkpoint.
         """
         model = self.path / "model"
         try:
@@ -233,7 +233,7 @@ class RunFolder:
         self._append("rollouts", b"".join(map(to_line, told)))
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write one row of events.jsonl, with the time. All fields are redacted except `rows`, which are rows of the dataset."""
+        """Write a row of events.jsonl: the time, `kind` and `fields`. Secrets are hidden, except in `rows` of the dataset."""
         if kind in ("started", "resumed") and self._changes:  # not earlier: a start that fails changes nothing
             changes, self._changes = {c.name: [c.before, c.now] for c in self._changes}, []
             self._write_settings(self.settings)
@@ -248,8 +248,8 @@ class RunFolder:
     def _check_unmoved(self) -> None:
         """Check that the folder and its files of rows are the ones that this process has open.
 
-        A file that was deleted or replaced is written again. If a file was shortened, log a message. Raise `RunFolderError` if
-        the folder was moved or deleted.
+        Write a deleted or replaced file again, from the open one. If a file was shortened, log a message. Raise
+        `RunFolderError` if the folder was moved or deleted.
         """
         if row_lines.identity(self.path) != self._identity:
             raise RunFolderError(
@@ -368,7 +368,7 @@ def truncate(folder: RunFolder, rows: Mapping[str, int], ends: Mapping[str, int]
 
 
 def _reject_link(path: Path, is_right: Callable[[Path], bool], expected: str) -> None:
-    """Raise `RunFolderError` if `path` is a link, or if it exists and `is_right(path)` is False, as for a pipe."""
+    """Raise `RunFolderError` if `path` is a link, or exists but fails `is_right`. `expected` names the right kind of file."""
     if path.is_symlink():
         raise RunFolderError(f"{path} is a link; a run folder holds its own files, so remove the link.")
     if path.exists() and not is_right(path):

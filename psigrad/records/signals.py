@@ -15,7 +15,7 @@ _ALL = ("sft", "reward", "preference", "online", "control")
 
 @dataclass(frozen=True)
 class Signal:
-    """One figure: its name, title, explanation and unit, and the keys under which trainers write the figure."""
+    """A figure of a run for display: its name, title, explanation and unit, and the keys of metrics.jsonl that have it."""
 
     name: str
     group: str

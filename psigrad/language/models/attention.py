@@ -24,7 +24,7 @@ SDPA: Any = F.scaled_dot_product_attention
 class AttentionLayer(Protocol):
     """The properties of a fused layer that `FusedLayout.mix` reads. `window` is the sliding window in tokens; 0: no window.
 
-    `order` is the layer's number among the layers with attention.
+    `order` is the index among the layers that compute keys and values. A layer that reuses another's keys has that one's `order`.
     """
 
     order: int
@@ -120,9 +120,8 @@ def rows_at(x: Tensor, index: Tensor) -> Tensor:
 
 
 class _Take(torch.autograd.Function):
-    """The function `rows_at(x, index)` for an `index` that has every row of x at most once. `inverse` is the inverse of `index`.
-
-    The backward pass is then `rows_at(grad, inverse)`, a gather. Autograd would use a scatter, which is slower.
+    """The function `rows_at(x, index)` for an `index` that takes no row of x twice. Row i of x is row `inverse[i]` of the output,
+    or is not taken (-1). The gradient of x is then `rows_at(grad, inverse)`, a gather. Autograd's scatter is slower.
     """
 
     @staticmethod
@@ -204,12 +203,12 @@ class PackedLayout:
 
     @cached_property
     def prefix_rows(self) -> Tensor:
-        """[B, P] positions of the prefixes in the packed row, -1 where a prefix is shorter."""
+        """[B, P] the position in the packed row of each prefix's tokens; -1: padding."""
         return _table(self.pieces.prefixes, 0, self.device)
 
     @cached_property
     def sequence_rows(self) -> Tensor:
-        """[N, L] positions of the sequences in the packed row, -1 where a sequence is shorter."""
+        """[N, L] the position in the packed row of each sequence's tokens; -1: padding."""
         return _table(self.pieces.sequences, int(self.pieces.prefixes.sum()), self.device)
 
     @cached_property
@@ -316,10 +315,10 @@ class PackedLayout:
         return how.finish(made).index_select(0, own)
 
     def _windows(self, taps: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (rows [E], begin [S], windows [S, taps]), the tables of indices by which a convolution gathers packed tokens.
+        """Return (rows [E], begin [S], windows [S, taps]), the positions of the packed tokens that a convolution reads.
 
-        For each prefix and sequence, `rows` lists the `taps - 1` tokens before it (-1: none), then its own tokens. The window of
-        token s is windows[s], the `taps` entries of `rows` from begin[s] on.
+        For each prefix and then each sequence, `rows` lists the `taps - 1` tokens before it in its text (-1: none), then its own
+        tokens. Token s reads the `taps` entries of `rows` from begin[s] on. These are windows[s], and the last one is s.
         """
         if taps not in self._taps:
             pieces, before = self.pieces, np.arange(1 - taps, 0)
@@ -362,7 +361,7 @@ class PackedLayout:
         return waves(self.pieces)
 
     def _trees(self, every: bool) -> Trees:
-        """Return the row's segments as trees, cached. With `every` the C++ kernels return the states after all segments."""
+        """Return the row's segments as trees, cached. For `every` see `scan_with_states`."""
         if every not in self._forests:
             self._forests[every] = trees(self._waves, every)
         return self._forests[every]
@@ -375,9 +374,9 @@ class PackedLayout:
     def segments(self) -> tuple[Tensor, Tensor, list[tuple[tuple[int, int], Tensor | None]]]:
         """The row's segments: (`order`, `inverse` [S], waves). A recurrence runs all segments of a wave at once, padded.
 
-        A prefix is cut where a sequence branches off. `order` has the packed position of each token of all waves (-1: padding).
-        `inverse` is its inverse. A wave is ((number of segments, tokens of the longest), source). The source has the number of
-        the earlier segment that each segment continues, -1 for none. It is None if no segment of the wave continues another.
+        A prefix is cut where a sequence branches off. `order` lists the packed positions of the waves' tokens (-1: padding), and
+        `inverse` the place of each packed token in `order`. A wave is ((number of segments, tokens of the longest), source).
+        `source` has for each segment the index of the segment that it continues (-1: none). It is None if all would be -1.
         """
         tables, shapes = [], []
         for wave in self._waves:

@@ -32,7 +32,7 @@ Function = Callable[..., Any]
 def attach(network: nn.Module) -> None:
     """Let the recurrent layers of `network` call psigrad's functions, which read layouts, in place of transformers'.
 
-    Each recurrent layer gets the attribute `has_state`, the `Switch` of its kernels.
+    The attribute `has_state` of each recurrent layer is set to the `Switch` that holds its kernels.
     """
     for module in network.modules():
         own: Any = inspect.unwrap(type(module).forward)
@@ -60,7 +60,7 @@ class Switch:
 def _convolution(own: Function, layer: int, switch: Switch) -> Function:
     """Return a function that replaces `own`, transformers' `causal_conv1d_fn`, in the layer with number `layer`.
 
-    If the mixer passes a layout, it computes packed sequences, by the C++ kernels in `switch` if possible.
+    With a layout, the function convolves packed sequences, by the C++ kernels in `switch` if possible. Else it calls `own`.
     """
 
     def convolve(
@@ -208,7 +208,7 @@ class _Scan(torch.autograd.Function):
 def _scan(
     switch: Switch, trees: Trees, delta_rule: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Return (outputs, states) of `StateKernels.chunks` from states of 0; None if `switch` has no kernels for these tensors."""
+    """Run `StateKernels.chunks` from zero states. Return (outputs, states that `trees` names), or None if no kernel can run."""
     native = switch.native
     if native is None or g.dim() != 2 or v.dtype not in native.dtypes or not q.dtype == k.dtype == v.dtype:
         return None

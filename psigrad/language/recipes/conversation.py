@@ -83,7 +83,7 @@ def count_seats(config: Played) -> int:
 
 
 def start_environments(config: Played, form: CallForm) -> Playing:
-    """Return the environments, which read calls in the syntax `form`: psigrad's own games in this process, others in workers."""
+    """Return the environments: psigrad's own games in this process, others in workers. `form` is the syntax of tool calls."""
     factory: Any
     if server := _server(config):
         factory = extras.load("mcp environment").episodes_of(server, config.worker_env, form)

@@ -69,8 +69,8 @@ def train_on_rows(
 ) -> Result:
     """Train on the rows of `task`, from the `checkpoint` if there is one, and save the model. All offline recipes end with this.
 
-    `generated` samples and scores completions at each evaluation. `judges` are the reward and the held-out metric. `given` has
-    the model or tokenizer that the user passed as an object.
+    `prepared` has the rows of `task` and of `held_out`, whose loss is evaluated. `generated` evaluates by sampled completions.
+    `judges` are the reward and the held-out metric. `given` is the user's model object, if any.
     """
     check_images(config, model, prepared.rows)
     check_features(model, (*prepared.rows, *prepared.held_out))
@@ -206,7 +206,7 @@ def write_model(model: LanguageModel | ScalarModel, folder: Path, saved_form: st
 
 
 def write_card(folder: Path) -> None:
-    """Write README.md into the folder of the weights, where users expect it. A failure to write it does not end the run."""
+    """Write README.md into the folder of the weights, where users expect it. If it cannot be written, print the reason."""
     from psigrad.records.report import card
 
     model = folder / "model"

@@ -115,9 +115,9 @@ def _logps(
     answers: Sequence[Sequence[Answer]],
     world: World,
 ) -> list[list[float]]:
-    """Return the reference's log-prob of each answer of each prompt.
+    """Return the log-prob under `reference` of each answer of each prompt.
 
-    They are read from the disk cache if they were computed before for the same weights and tokens.
+    With `cache_reference`, log-probs of the same weights and tokens are read from the disk if an earlier run computed them.
     """
     assert reference is not None
     if not config.cache_reference:

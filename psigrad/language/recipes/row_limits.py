@@ -80,9 +80,10 @@ def log_rewrites(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], log: L
 def add_teacher_prompts(
     prompts: Sequence[Prompt], config: OnlineConfig, model: LanguageModel, reference: LanguageModel | Teacher | None
 ) -> Sequence[Prompt]:
-    """Add to each prompt the tokens that the reference reads, if it reads another column or has another tokenizer.
+    """Add to each prompt the tokens that the reference reads, if `teacher_prompt` is set or the reference is a `Teacher`.
 
-    Otherwise return the prompts unchanged. Raises `UserError` for a row that lacks the column or leaves no room for a completion.
+    Otherwise return the prompts unchanged. Raises `UserError` if a row lacks the column that `teacher_prompt` names, or if this
+    text leaves no room for a completion.
     """
     column, completion = config.teacher_prompt, config.sampling.max_completion_length
     if reference is None or not (column or isinstance(reference, Teacher)):

@@ -66,17 +66,17 @@ class RewardSetup:
 
     @classmethod
     def of_metric(cls, config: Scored) -> RewardSetup | None:
-        """Return the rewards that consist of the held-out metric alone; None if `evaluation.metric` is empty."""
+        """Return a setup with `evaluation.metric`, the held-out metric, as its only reward; None if this setting is empty."""
         return cls.of(config, (config.evaluation.metric,)) if config.evaluation.metric else None
 
     @property
     def functions(self) -> list[Callable[..., Any]]:
-        """The reward functions, whose code a run pins."""
+        """The reward functions. Their code must be unchanged when the run resumes."""
         return [spec.function for spec in self.specs]
 
     @property
     def metric(self) -> str:
-        """The name of the value in reports: the name of the only reward, or "reward" for several rewards and for episodes."""
+        """The name of the mean reward in reports: that of the only reward, or "reward" for several rewards and for episodes."""
         plays = isinstance(self.config, EpisodeSettings) and bool(self.config.environment or self.config.asks)
         return next(iter(self.weights)) if len(self.weights) == 1 and not plays else "reward"
 
@@ -134,9 +134,9 @@ class RewardSetup:
     def judgeable(self, rows: Sequence[Row], log: Log | None = None) -> Sequence[Row]:
         """Return the rows that the functions can score.
 
-        A row without a gold answer is dropped and counted, since no function would apply to it. A gold answer that can be parsed
-        only in part would reward wrong completions. Its row raises `UserError` with its place in the file. With `bad_rows: skip`
-        it is dropped and counted, unless all rows are like this.
+        Rows without a gold answer are dropped and counted, since no function applies to them. A row is bad if its gold answer can
+        be parsed only in part, since wrong completions would then be rewarded. Raises `UserError` with the place of the first bad
+        row. With `bad_rows: skip`, bad rows are dropped and counted instead, unless all rows are bad.
         """
         rows = self._with_golds(rows, log)
         if not any(hasattr(function, "check_row") for function in self.functions):
@@ -159,7 +159,7 @@ class RewardSetup:
 
     @property
     def needs(self) -> list[list[str]]:
-        """For each reward function, the columns that it needs. Empty with a reward model, which can score every row."""
+        """The columns that each reward function needs; [] if there is a reward model, since this can score every row."""
         return [] if self.config.reward_model else [needed_columns(function) for function in self.functions]
 
     def _with_golds(self, rows: Sequence[Row], log: Log | None) -> Sequence[Row]:
@@ -205,10 +205,9 @@ def describe_hidden_tokens(config: Scored, tokenizer: PreTrainedTokenizerBase | 
 
 
 def samples_of(rows: Sequence[Row], names: Sequence[str]) -> Samples:
-    """Return dataset rows, with their own completions, as the `Samples` that reward functions receive.
+    """Return dataset rows as the `Samples` that reward functions receive. The completions are the rows' own, or "" without one.
 
-    `names` are the columns to include, usually all columns of the dataset (`column_names`). The value is None if a row lacks a
-    column.
+    `names` are the columns to include, usually all columns of the dataset (`column_names`). A row's missing column is None.
     """
     columns = {name: [row.columns.get(name) for row in rows] for name in names}
     return Samples([row.prompt for row in rows], [row.completion or "" for row in rows], [[]] * len(rows), columns)
@@ -225,7 +224,7 @@ def _name_of(path: str) -> str:
 
 
 def _load_model(path: str, name: str, config: Scored, tokenizer: PreTrainedTokenizerBase | None) -> ModelScorer:
-    """Load a frozen reward model. It scores the policy's tokens directly if both have the same tokenizer and chat template."""
+    """Load a frozen reward model called `name`. It reads the policy's tokens if tokenizer and chat template are the policy's."""
     model = load_trained_scalar_model(replace(config.model, path=path, revision="", quantize_base=""), config.run)
     model.network.requires_grad_(False)
     own = model.tokenizer
@@ -235,7 +234,7 @@ def _load_model(path: str, name: str, config: Scored, tokenizer: PreTrainedToken
 
 
 def _resolve(given: Reward, tokens: int) -> RewardSpec:
-    """Resolve a reward. A length reward's limit defaults to `tokens`, and its soft_punish_cache to a quarter of the limit."""
+    """Resolve a reward. For length rewards, the limit defaults to `tokens`, and soft_punish_cache to a quarter of the limit."""
     asked: Any = {"reward": given} if isinstance(given, str) else given
     name = asked.get("reward") if isinstance(asked, Mapping) else None
     if name not in ("length", "soft_overlong"):

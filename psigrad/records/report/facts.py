@@ -99,7 +99,7 @@ def format_time(seconds: float) -> str:
 
 
 def describe_method(run: RunData) -> str:
-    """Return one line on the run: its method, its model and the size of a step."""
+    """Return one line on the run, such as "grpo on MODEL against REWARD: 8 prompts × 8 completions per step"."""
     given = run.settings
     model = f"{given.get('model.path', 'a model')}" + (f", LoRA of rank {r}" if (r := given.get("model.lora_rank")) else "")
     kind = kind_of(run.config)

@@ -63,7 +63,7 @@ def verdict(run: RunData) -> Verdict:
 
 
 def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
-    """Return (the judgement, its mood, texts with the figures behind it). The mood is good, bad or plain."""
+    """Return (judgement, mood, list of texts for the evidence), the parts of a `Verdict`, from a run's metrics."""
     metric, rows = run.held_out_metric, run.evaluations
     for stem, key in ((metric, f"{metric}/mean"), *((share, share) for share in _PAIRS)):
         judged = [row for row in rows if stem and key in row and (stem == metric or f"{stem}/low" in row)]
@@ -74,8 +74,8 @@ def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
                 pairs, unit = _pairs(run, judged[0]["step"], judged[-1]["step"], first.mean, last.mean), "prompts"
             else:
                 marks = f"{stem.replace('eval/', 'held_out/')}/pairs"
-                pairs, unit = _marked(judged[0].get(marks), judged[-1].get(marks)), "pairs"
-            rows_judged = len(pairs) or _rows_judged(run, judged[-1])
+                pairs, unit = _ranked(judged[0].get(marks), judged[-1].get(marks)), "pairs"
+            rows_judged = len(pairs) or _least_rows(run, judged[-1])
             change = paired_difference(*zip(*pairs, strict=True)) if pairs else _unpaired(first, last)
             word, mood, said = _change(name, first, last, change, rows_judged)
             paired = [f"change {_signed(change)} over {len(pairs):,} {unit}"] if pairs and math.isfinite(change.low) else []
@@ -111,10 +111,10 @@ def _pairs(run: RunData, before: int, after: int, *means: float) -> list[tuple[f
     return [(ends[0][row], ends[1][row]) for row in ends[0] if row in ends[1]]
 
 
-def _marked(*marks: Any) -> list[tuple[float, float]]:
-    """Return (before, after) for each held-out pair: 1 for the right order, 0 for the wrong one, ½ for a tie.
+def _ranked(*marks: Any) -> list[tuple[float, float]]:
+    """Return (before training, after training) for each pair of answers: 1 if it was ranked right, 0 if wrong, ½ for a tie.
 
-    `marks` are the results of `marks_of` for both evaluations. Return [] if one of them is missing or their lengths differ.
+    `marks` are the texts of `marks_of` for both evaluations. Return [] if one of them is missing or their lengths differ.
     """
     before, after = ([_MARKS[mark] for mark in text] if isinstance(text, str) and {*text} <= {*_MARKS} else [] for text in marks)
     return [*zip(before, after, strict=True)] if len(before) == len(after) else []
@@ -131,9 +131,9 @@ def _unpaired(first: Interval, last: Interval) -> Interval:
 
 
 def _change(name: str, first: Interval, last: Interval, change: Interval, rows: float) -> tuple[str, Mood, list[str]]:
-    """Return (verdict, good/bad/plain, sentences that explain it) on the `change` of the metric `name` from `first` to `last`.
+    """Return (judgement, mood, texts), as `_judge` does, for the `change` of the metric `name` from `first` to `last`.
 
-    `rows` is the number of held-out rows.
+    `rows` is the number of held-out rows, pairs or episodes that were scored.
     """
     said = [f"held-out {name} {show_interval(*first, brief)} → {show_interval(*last, brief)}"]
     if not math.isfinite(change.mean):
@@ -164,8 +164,8 @@ def _describe_small_change(run: RunData) -> list[str]:
     return [f"the model hardly moved: the held-out loss is the same; {advice}"] if losses and losses[0] == losses[-1] else []
 
 
-def _rows_judged(run: RunData, row: Mapping[str, Any]) -> float:
-    """Return a lower bound on the rows or episodes scored by the evaluation with the metrics `row`; infinity if not recorded."""
+def _least_rows(run: RunData, row: Mapping[str, Any]) -> float:
+    """Return the least number of rows or episodes that the evaluation with the metrics `row` scored; infinity if unknown."""
     if "eval/prompts" in row:
         size = max(1.0, number(run.settings.get("evaluation.num_generations_eval", 1)))
         return number(row["eval/prompts"]) - number(row.get("eval/unscored", 0)) // size

@@ -19,9 +19,9 @@ _PERMUTED = ("attn_q.", "attn_k.")
 
 
 def read(folder: str, config: Any, wanted: Collection[str]) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
-    """Yield (name, tensor) from the GGUF file in `folder`, for tensors whose names in transformers' model are in `wanted`.
+    """Yield (name, tensor) from the GGUF file in `folder`, for each of the names `wanted` of transformers' parameters.
 
-    Raises `ValueError` if the file lacks one of them.
+    `config` is the configuration of transformers' model. Raises `ValueError` if the file lacks a tensor.
     """
     import gguf
 
@@ -73,7 +73,7 @@ def _rows(x: Any, permuted: list[int]) -> Any:
 
 
 def _read_coded(kind: str, data: Any, permuted: list[int]) -> CodedMatrix | None:
-    """Return `data` of GGUF type `kind` as a `CodedMatrix` of equal values; None if there is none. `permuted`: see `_rows`."""
+    """Return a `CodedMatrix` with the values of `data`, of GGUF type `kind`; None for other types. `permuted`: see `_rows`."""
     if kind not in _FORMS:
         return None
     size, form, bits, levels = _FORMS[kind]

@@ -76,9 +76,9 @@ class Weights:
 
 class PassArguments(NamedTuple):
     """The arguments of a forward pass. `adapted` is True if the LoRA adapters are active, `balanced` if the loss reads the logits
-    of routers. `ready` are the current weights of all layers; None if each layer has to collect its own. By `Layer.order`,
-    `angles` are rotary embeddings, `keys` the keys and values that later layers read, and `key_gradients` their gradients.
-    `inputs` are the layers' own inputs (Gemma 4), and `tokens` selects each token's row of them.
+    of routers. `ready[i]` are the current weights of layer i; `ready` is None if each layer reads its own. `angles[Layer.order]`
+    are a layer's rotary embeddings. `keys` and `key_gradients`, by `Layer.order` too, are keys and values that later layers reuse
+    and their gradients. `inputs[i]` is an additional input of layer i (Gemma 4). `tokens` selects each token's row of it.
     """
 
     angles: Sequence[Angles]
@@ -95,9 +95,9 @@ class PassArguments(NamedTuple):
 class Layer:
     """One fused decoder layer over rows [S, E]. `window` is its sliding window in tokens; 0: no window.
 
-    With the norms n and m of inputs and outputs and the factor r of residuals, it computes h = x + r·m₁(mixer(n₁(x))) and
-    y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))), or y = h if `feeds` is False. A family may lack the norms n or m. The mixer
-    is attention here; subclasses (`mixers`) have others. `order` numbers the layers that compute their own keys and values.
+    Formula: h = x + r·m₁(mixer(n₁(x))),  y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))), or y = h without a feed-forward part.
+    n and m are norms, which a family may lack, and r is `residual`. The mixer is attention; subclasses (`mixers`) have others.
+    `order` is the index among the layers that compute keys and values. A layer that reuses another's keys has that one's `order`.
     """
 
     order = -1
@@ -157,7 +157,7 @@ class Layer:
 
     @property
     def adapted(self) -> bool:
-        """True if the layer has LoRA adapters that are enabled. Raises `ValueError` if they are merged or others are active."""
+        """True if the layer has LoRA adapters that are enabled. Raises `ValueError` if they are merged or not the active ones."""
         for adapter in self.adapters.values():
             if adapter.module.merged or adapter.module.active_adapters != [adapter.name]:
                 raise ValueError(
@@ -234,10 +234,10 @@ class Layer:
         return [(self.width, self.dtype), (2 * self.inner, self.dtype)]
 
     def forward(self, x: Tensor, how: PassArguments, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return (the layer's output [W, E], the tensors that `backward` needs besides x).
+        """Return (the layer's output [W, E], the tensors that `backward` needs besides x). `selection` picks the W output tokens.
 
-        For every token [S, …] these are the mixer's projections and its two results (`mix`). For the output rows [W, …] they are
-        the residual stream after the mixer, [gate|up], and the inputs of the norms of outputs, if there are any.
+        For all S tokens, the tensors are the mixer's projections and both results of `mix`. For the W output tokens, they are the
+        residual stream after the mixer, [gate|up], and the inputs of m₁ and m₂ (see `Layer`), if these norms exist.
         """
         weights = self.current_weights(how.adapted, how.layout.packed_weights) if how.ready is None else how.ready[self.index]
         plain: list[Tensor] = []
@@ -249,7 +249,7 @@ class Layer:
         return y, (row, mixed, normaliser, *own, *plain)
 
     def _join(self, group: int, weights: LayerWeights, x: Tensor, base: Tensor, plain: list[Tensor]) -> Tensor:
-        """Return base + r·m(x·Wᵀ), with r and m as in `Layer` and the W of `group`. If m exists, append its input to `plain`."""
+        """Return base + r·m(x·Wᵀ), with r and m as in `Layer` and W that of `group`. If m exists, append x·Wᵀ to `plain`."""
         norm, out = weights.norms[2 + group // 2], torch.empty_like(base)
         if norm is None and self.residual == 1.0:
             return weights.apply(group, x, out, residual=base)
@@ -259,7 +259,7 @@ class Layer:
         return self.native.products.add(base, self._norm(out, norm), self.residual)
 
     def feed(self, middle: Tensor, weights: LayerWeights, plain: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return (the layer's output, tensors for `feed_gradient`). `middle` is the residual stream; for `plain` see `_join`."""
+        """Return (the layer's output, tensors for `feed_gradient`) from the residual stream `middle`. For `plain` see `_join`."""
         normed = self._norm(middle, weights.norms[1])
         both = weights.apply(_GATE_UP, normed, middle.new_empty(len(normed), 2 * self.inner))
         return self._join(_DOWN, weights, self.native.gated(both, self.gelu), middle, plain), (middle, both)
@@ -272,13 +272,13 @@ class Layer:
     def mix(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
         """Return the mixer's output [S, …] and the log-sum-exps of its scores [S, `scores`], from its projections `row` [S, …].
 
-        `others` are the mixer's other weights. Here `row` is [q|k|v], and the weights are the norms of queries and keys.
+        `others` are the mixer's weights besides its projections. Here `row` is [q|k|v], and `others` are the q and k norms.
         """
         rotated = self.native.rotary(row, others, how.angles[self.order], self.heads)
         return how.layout.mix(self, rotated, row)
 
     def gate(self, row: Tensor, mixed: Tensor) -> Tensor:
-        """Return the input of the output's projection: `mixed`, which subclasses multiply by a gate in `row`."""
+        """Return the input of the output projection: `mixed`, which subclasses multiply by a gate from the projections `row`."""
         return mixed
 
     def mix_gradient(
@@ -324,9 +324,9 @@ class Layer:
         return dx, made.in_order(dothers)
 
     def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: WeightGradients, overwrite: bool) -> Tensor:
-        """Return the gradient of the input of `feed` from `dy`, that of its output. Add those of the weights to `made`.
+        """Return the gradient of `feed`'s input from the gradient `dy` of its output. Add the gradients of the weights to `made`.
 
-        Remove the tensors of `feed` from `kept`. With `overwrite` the gradients may be written into them.
+        Remove from `kept` the tensors that `feed` returned. With `overwrite` the gradients may be written into these tensors.
         """
         middle, both, weights = kept.pop(0), kept.pop(0), made.weights
         dout = made.before_residual(1, dy, kept)

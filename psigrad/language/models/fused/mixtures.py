@@ -132,11 +132,11 @@ class ExpertLayer(Layer):
         return out
 
     def activate(self, both: Tensor) -> Tensor:
-        """Return the input of the experts' down matrices from `both`, the outputs of their [gate|up] matrices."""
+        """Return act(gate) · up, the input of the experts' down matrices, from the outputs `both` of their [gate|up] matrices."""
         return self.native.gated(both, self.gelu)
 
     def activate_gradient(self, both: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (the gradient of `both`, `activate(both)`) from `dy`, that of `activate(both)`. May overwrite the arguments."""
+        """Return (the gradient of `both`, a = `activate(both)`). `dy` is the gradient of a. May overwrite the arguments."""
         return self.native.gradients.gated(both, dy, self.gelu, in_place=True)
 
     def feed(self, middle: Tensor, weights: LayerWeights, plain: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -158,7 +158,7 @@ class ExpertLayer(Layer):
         return y, (middle, both.index_select(0, pairs.inverse).view(len(middle), -1), choice, logits)
 
     def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: WeightGradients, overwrite: bool) -> Tensor:
-        """Return the gradient of `feed`'s input; see `Layer.feed_gradient`. `kept` has the logits' gradient, not the logits."""
+        """Return the gradient of `feed`'s input; see `Layer.feed_gradient`. `kept` has the gradient of the router's logits."""
         middle, both, choice, dlogits = (kept.pop(0) for _ in range(4))
         weights, (experts, chosen, inner) = made.weights, self._sizes
         dout, normed, pairs = made.before_residual(1, dy, kept), self._norm(middle, weights.norms[1]), _Pairs(choice, experts)
@@ -188,8 +188,9 @@ class ExpertLayer(Layer):
         return out
 
     def _learn(self, made: WeightGradients, dys: Sequence[Tensor], xs: Sequence[Tensor], pairs: _Pairs) -> list[Tensor | None]:
-        """Return the gradients of the experts' [gate|up] and down, then of their biases, from the gradients `dys` of the outputs
-        of [gate|up] and down, and from their inputs `xs`. The gradient of a frozen matrix is None.
+        """Return the gradients of the experts' [gate|up] and down matrices, then of the biases. A frozen matrix has None.
+
+        `dys` are the gradients of the outputs of [gate|up] and of down, and `xs` the inputs of both, with a row per pair.
         """
         found: list[Tensor | None] = []
         first = len(self._linear) + sum(norm is not None for norm in made.weights.norms) + len(self.others) + len(self._names)
@@ -219,7 +220,7 @@ class ClampedExpertLayer(ExpertLayer):
     transposed = True
 
     def activate(self, both: Tensor) -> Tensor:
-        """Return (up + 1)·gate·sigmoid(α·gate) for the outputs `both` of [gate|up]; see `ExpertLayer.activate`."""
+        """Return (up + 1)·gate·sigmoid(α·gate), with gate and up clamped, for the outputs `both` of [gate|up]."""
         limit, alpha = self._mlp.experts.limit, self._mlp.experts.alpha
         gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
         return (up + 1) * (gate * torch.sigmoid(gate * alpha))

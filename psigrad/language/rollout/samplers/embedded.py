@@ -123,7 +123,7 @@ class EmbeddedSampler(PolicyWeights):
         ):
             return None
         before = None if self._graphs is None else self._graphs.wanted
-        need = _to_record(requests, params, self.max_batch, self.model.max_length, before)
+        need = _graph_room(requests, params, self.max_batch, self.model.max_length, before)
         if self._graphs is None or not self._graphs.fits(need):
             self._graphs = None  # free its memory before the next allocates
             if before is not None and bool(need.prompts) == bool(before.prompts):  # the sizes of earlier calls will recur
@@ -143,7 +143,7 @@ def without_placeholders(model: LanguageModel, params: SamplingParams) -> Sampli
 
 @torch.no_grad()
 def why_not_embedded(model: LanguageModel) -> str:
-    """Return the reason why `EmbeddedSampler` cannot sample this packed model; empty if it can.
+    """Return the reason why `EmbeddedSampler` cannot sample a model that runs packed rows; empty if it can.
 
     The sampler's prefill and one decoding step are compared with the packed forward pass, except for fused and sharded models.
     """
@@ -174,12 +174,11 @@ def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -
     return slots, max(len(request.prompt_ids) for request in requests) + params.max_tokens
 
 
-def _to_record(requests: list[Request], params: SamplingParams, max_batch: int, most: int, before: Room | None) -> Room:
+def _graph_room(requests: list[Request], params: SamplingParams, max_batch: int, most: int, before: Room | None) -> Room:
     """Return the capacity of a cache for recorded decoding steps, rounded up so that the next call may have longer prompts.
 
-    The cache has at most `max_batch` slots of at most `most` tokens. Long prompts are stored once for their group. Short prompts,
-    or prompts with one completion, are stored once only if the cache of the last call (`before`) did so, since another kind of
-    cache would need new recordings.
+    The cache has at most `max_batch` slots of at most `most` tokens. Prompts are stored once for their group if they are long and
+    have several completions, or if the cache of the last call (`before`) did so. Its recordings can then be used again.
     """
 
     def rounded(tokens: int) -> int:
@@ -320,7 +319,7 @@ class _Batch:
         return self.kept if self.kept is not None and self.kept.open else None
 
     def name_rows(self) -> None:
-        """Register in the activation cache which of its rows each token has. The last token of a completion has none."""
+        """Register the completions in the activation cache, with its row for each token. A completion's last token has no row."""
         if self.kept is None or self.rows is None or not self.kept.open:
             return
         rows, logps = self.rows, self.logprobs[0]
@@ -340,8 +339,9 @@ class _Batch:
         return self._write(drawn.ids.cpu().numpy()[None], logprobs.cpu().numpy()[None], sequences)
 
     def _write(self, ids: np.ndarray, logprobs: np.ndarray, sequences: np.ndarray) -> int:
-        """Record K new tokens for each of the n `sequences`, `ids` [K, n], and return the number recorded. `logprobs` [K, 2, n]
-        are under (the policy, the sampling distribution). A sequence that ends is released, and its later tokens are dropped.
+        """Record K new tokens `ids` [K, n] of n `sequences`. Return the number recorded. `logprobs[:, 0]` [K, n] are the policy's
+        log-probs, `logprobs[:, 1]` those of the sampling distribution. Tokens after the end of a sequence are dropped, and the
+        slots of ended sequences are released.
         """
         stops = (ids[..., None] == self.stops).any(-1)
         before = self.counts[sequences]

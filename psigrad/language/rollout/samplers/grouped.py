@@ -19,8 +19,8 @@ SHORTEST = 256
 class GroupedCache(KVCache):
     """A `KVCache` that stores a prompt's keys and values once, in a row of `tables` [prompts, H_kv, longest_prompt, D].
 
-    A slot stores only the tokens after its prompt. The first `count` rows are the prompts that a slot continues. When no slot
-    continues a prompt any more, a later prompt moves into its row.
+    A slot stores only the tokens after its prompt. Only the first `count` rows are in use: each has a prompt that some slot
+    continues. When the last such slot is released, a prompt from the end moves into the free row.
     """
 
     def __init__(self, slots: int, longest: int, prompts: int, longest_prompt: int) -> None:
@@ -47,7 +47,7 @@ class GroupedCache(KVCache):
         return GroupedPrefill(self, prompts, copies)
 
     def remove(self, finished: Tensor) -> Tensor:
-        """Release slots; see `KVCache.remove`. Also move the last prompts into the rows of prompts that no slot continues."""
+        """Release the slots `finished`, as `KVCache.remove` does, and the rows of prompts that no remaining slot continues."""
         order = super().remove(finished)
         kept = order.numpy()
         self.owners, self.behind = self.owners[kept], self.behind[kept]
@@ -66,7 +66,7 @@ class GroupedCache(KVCache):
         return order
 
     def seats(self, size: int) -> Seats:
-        """Return the `Seats` of the active slots, padded to `size` slots. Both sides of the grid are rounded to powers of two."""
+        """Return the `Seats` of the active slots, padded to `size` slots. P (at most `prompts`) and M become powers of two."""
         members = np.bincount(self.owners, minlength=self.count)
         rows, most = (1 << (int(n) - 1).bit_length() for n in (self.count, members.max()))
         by_owner = self.owners.argsort(kind="stable")
@@ -79,10 +79,10 @@ class GroupedCache(KVCache):
 
 
 class Seats(NamedTuple):
-    """The slots in a grid of P prompts × M `members`, the completions per prompt.
+    """A grid of P prompts × M = `members` places. A row of the grid has the slots that continue one prompt.
 
-    `grid` [P · M] is the slot at each place of the grid, and `seat` [size] the place of each slot. `behind` [size] is the number
-    of tokens of each slot's prompt. Unused places have the index of slot 0.
+    `grid` [P · M] is the slot at each place (0 at unused places), and `seat` [size] the place of each slot. `behind` [size] is
+    the number of tokens of each slot's prompt.
     """
 
     grid: np.ndarray
@@ -120,7 +120,7 @@ class GroupedDecode(Decode):
     def __init__(
         self, cache: GroupedCache, places: Tensor, columns: int, width: int, seats: Sequence[Tensor], members: int
     ) -> None:
-        """Prepare a `Decode` that also reads `width` tokens of each prompt. `seats` (tensors) and `members` are as in `Seats`."""
+        """Prepare a `Decode` that also reads `width` tokens of each prompt. `seats` are grid, seat and behind of `Seats`."""
         self.grid, self.seat, self.behind = seats
         super().__init__(cache, places, columns, cache.longest, self.behind)
         self.grouped, self.prompt_width, self.members = cache, width, members
@@ -161,7 +161,7 @@ class GroupedDecode(Decode):
         return both.reshape(batch, 1, heads, v.shape[3])
 
     def _by_group(self, x: Tensor, table: Tensor) -> Tensor:
-        """Return `x` [active, H_kv, R, A] @ `table` [P, H_kv, A, B], where each slot uses the matrices of its prompt."""
+        """Return the product [active, H_kv, R, B] of each slot's `x` [R, A] with its prompt's `table` [A, B], for every head."""
         wide: Tensor = x.index_select(0, self.grid).unflatten(0, (-1, self.members)).transpose(1, 2)
         made: Tensor = (wide.flatten(2, 3) @ table).unflatten(2, (self.members, -1)).transpose(1, 2)
         return made.flatten(0, 1).index_select(0, self.seat)
