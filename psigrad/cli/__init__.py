@@ -169,10 +169,7 @@ _PEERS = {
 
 
 def _is_user_message(error: ValueError) -> bool:
-    """Return True if one of psigrad's checks raised the error, so that its message is for users.
-
-    Return False for an error of another library.
-    """
+    """Return True if one of psigrad's checks raised the error, so that its message is for users; False if a library did."""
     if isinstance(error, UserError):
         return True
     trace = error.__traceback__

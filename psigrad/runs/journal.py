@@ -129,7 +129,7 @@ class MemoryTrimmer:
         self._left, self._above, self._needed = steps, above, 0
 
     def __call__(self) -> dict[str, int]:
-        """Return `memory()` without its anonymous part, and trim the heap if it has grown too far. Call this after each step."""
+        """Return `memory()` without its anonymous part. Trim the heap if that part is above the limit. Call after each step."""
         held = memory()
         now = held.pop("anonymous_bytes", 0)  # cached pages of files vary with the machine's other needs
         if self._left > 0:
@@ -224,7 +224,7 @@ class Journal:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Raise `Interrupted` in the block when a stop is requested, and remove the rows that the block has written.
+        """Raise `Interrupted` in the block when a stop is requested, and remove the rows that it has written to files.
 
         With several processes nothing is interrupted, since other processes would wait for this one forever.
         """

@@ -107,7 +107,7 @@ def prepare_torch(run: Run, *, recompute: bool = False) -> None:
 
 
 def check_device(run: Run) -> None:
-    """Raise `UserError` if the machine does not have the device."""
+    """Raise `UserError` if the machine does not have the device `run.device`."""
     if run.device == "auto":
         return
     try:

@@ -170,7 +170,7 @@ def role_of(message: Mapping[str, Any]) -> str:
 
 
 def column_names(rows: Iterable[Row]) -> list[str]:
-    """Return the names of the rows' columns that are not part of their form, sorted alphabetically."""
+    """Return the names of the rows' extra columns (`Row.columns`), sorted alphabetically."""
     return sorted({name for row in rows for name in row.columns})
 
 
@@ -225,7 +225,7 @@ def _pair(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split_prompt(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the common start of `chosen` and `rejected` as `prompt`, and the rest of both. Raise `RowError` if there is none."""
+    """Split `chosen` and `rejected` into the shared start, `prompt`, and the rest of each. Raise `RowError` if there is none."""
     chosen, rejected = check.present(raw, "chosen"), check.present(raw, "rejected")
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         check.fail("rejected", f"is {_kind(rejected)} and chosen is {_kind(chosen)}; both must be strings or lists of messages")
@@ -267,7 +267,7 @@ def _steps(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Form:
-    """A form of rows: the `columns` that it reads and those that it `needs`. `fields` checks a row and returns its fields."""
+    """A form of rows, such as preference: the `columns` it reads, those it `needs`, and `fields`, the check of a row."""
 
     columns: tuple[str, ...]
     fields: Callable[[_Check, Mapping[str, Any]], dict[str, Any]]

@@ -177,7 +177,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def check_path(text: str, what: str = "") -> None:
-    """Raise `UserError` for a missing local path (no hub name), or a file that is not GGUF. Errors call the path `what`."""
+    """Raise `UserError` if `text` is a missing local path, or a file that is not GGUF. Errors call the path `what`."""
     path = Path(text).expanduser()
     local = text.startswith((".", "/", "~")) or text.count("/") > 1 or ("/" in text and Path(text.split("/")[0]).is_dir())
     if local and not path.exists():
@@ -204,9 +204,9 @@ def _check_base(base: str, adapter: str) -> None:
 
 
 def check_exists(settings: Model, run: str) -> None:
-    """Raise `UserError` if the model of the settings does not exist, before the settings are compared with those of `run`.
+    """Raise `UserError` if the model in `settings` does not exist. `run` is the run folder of the command, new or existing.
 
-    The hub is asked only if the run in the folder `run` started from another model.
+    The hub is asked only if `run` has a run that started from another model. Otherwise loading the model reports the error.
     """
     from transformers.utils import cached_file
 
@@ -312,7 +312,7 @@ def _folder_of(settings: Model) -> str:
 
 
 def _without_weights(path: str) -> Path:
-    """Return a folder with the configuration and tokenizer of a GGUF file, and a link to the file for its weights."""
+    """Return a folder with the configuration and tokenizer of a GGUF file, and a link to the file, which has the weights."""
     place = Path(path).expanduser()
     if (place / WEIGHTS).exists():  # the base that an adapter names
         return place

@@ -48,9 +48,9 @@ Ask = Callable[[Groups, float, int], Sequence[TeacherOutput]]
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher that serves as the reference. With `spans`, it has another tokenizer, and the KL compares pieces of text.
+    """A teacher that serves as the reference. With `spans` its tokenizer is not the policy's, and the KL compares text pieces.
 
-    A piece of text ends where both tokenizers end a token.
+    A text piece ends where both tokenizers end a token.
     """
 
     ask: Ask
@@ -108,7 +108,7 @@ class Teacher:
         self._pieces[:] = [ends, theirs, (d.sum() - d) / others]
 
     def add_kl(self, evaluation: PolicyOutputs, rows: Tensor) -> PolicyOutputs:
-        """Return `evaluation`, the policy's outputs for these rows of the batch, with the KL of stored text pieces, if any."""
+        """Return the outputs `evaluation` for `rows` of the batch. After `store_pieces`, they have the KL of the text pieces."""
         if not self._pieces:
             return evaluation
         ends, theirs, baseline = (copy_to(x[rows], evaluation.logp.device) for x in self._pieces)
@@ -123,10 +123,7 @@ class Teacher:
         return [self._cache[row] for row in rows]
 
     def pieces(self, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return (a mask [n, T], log-probs [n, T]). The mask is True where a piece of text ends.
-
-        There the log-probs have the teacher's log-prob of the piece; elsewhere they are 0.
-        """
+        """Return (ends [n, T], log-probs [n, T]): True at the end of a text piece; there the teacher's log-prob of it, else 0."""
         rows = [(tuple(p), tuple(c)) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
         read = [self._translate(prompt, ids) for prompt, ids in rows]
         said = self._evaluate(Groups([p for p, _ in rows], [[ids] for ids, _ in read]), temperature, 0)
@@ -159,7 +156,7 @@ class Teacher:
 
 @dataclass(frozen=True)
 class TeacherReference(Annotator):
-    """The `Annotator` of a teacher. It adds the teacher's log-probs, its most probable tokens, or the KL by pieces of text."""
+    """The `Annotator` of a teacher. For the KL term it adds log-probs, top-k tokens, or the KL of text pieces (see `Teacher`)."""
 
     teacher: Teacher
     gives_reference = True
@@ -205,7 +202,7 @@ class TeacherReference(Annotator):
     def add_terms(
         self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, sums: LossSums
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Return (`part`, `outputs` with the KL by pieces of text). `rows` are the rows of the batch that `outputs` has."""
+        """Return (`part`, the result of `Teacher.add_kl` for `outputs` and `rows`); see `Annotator`."""
         return part, self.teacher.add_kl(outputs, rows)
 
 
@@ -215,7 +212,10 @@ def is_address(reference: str) -> bool:
 
 
 def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, list[int]]:
-    """Return (the tokens' text up to the last complete character, its length after each token, or -1 inside a character)."""
+    """Return (the text of the tokens `ids` without an incomplete last character, the end of each token).
+
+    A token's end is the length of the text up to and including it, or -1 if the token ends inside a character.
+    """
     text, ends, new = "", [], []
     before = ids[0] if ids else 0
     for token in ids:
@@ -231,9 +231,9 @@ def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[s
 
 
 def align(own: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the positions of a text at which both tokenizers end a token, as (tokens of `own`, tokens of `others`) before it.
+    """Return the ends of text pieces, where two tokenizers both end a token, as (number of own tokens, number of other tokens).
 
-    Both arguments are the ends that `text_ends` returns for a tokenizer.
+    `own` and `others` are the ends that `text_ends` returns for the text. Both numbers count the tokens up to a piece's end.
     """
     mine, theirs = ({end: i + 1 for i, end in enumerate(ends) if end > 0} for ends in (own, others))
     return [(mine[end], theirs[end]) for end in sorted(mine.keys() & theirs.keys())]

@@ -75,8 +75,8 @@ def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[
 def _evenly(lengths: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
     """Split rows into micro-batches of about equally many tokens, the largest first; see `pack_by_tokens`.
 
-    The number of micro-batches is at most the lowest multiple of `ranks` that suffices for `budget` tokens each. The token limit
-    starts at an equal share of all tokens, and grows in steps of 3 % up to the `budget` until this number suffices.
+    Let n be the number of micro-batches of up to `budget` tokens, rounded up to a multiple of `ranks`. The token limit starts at
+    an n-th of all tokens. It grows in steps of 3 %, at most to the `budget`, until n micro-batches suffice.
     """
     tokens = sum(lengths)
     rounds = max(1, math.ceil(len(pack_by_tokens(lengths, budget)) / ranks))
@@ -334,7 +334,7 @@ def _pack_rows(rows: Rows, device: torch.device | str) -> ForwardInputs:
 
 
 def lay_out(inputs: Groups | Rows, device: torch.device, packed: bool) -> ForwardInputs:
-    """Return the inputs of a forward pass: one packed row (`pack`), or padded rows (`pad`)."""
+    """Return the inputs of a forward pass: one row (`pack`) if `packed` is True, otherwise padded rows (`pad`)."""
     return pack(inputs, device) if packed else pad(inputs, device)
 
 

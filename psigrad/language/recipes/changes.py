@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 def change_settings(run: R, changes: Mapping[str, Any]) -> R:
-    """Return an `OnlineRun` or `OfflineRun` with `changes` {setting: value}. Raises `UserError` if a setting is not a number."""
+    """Return the run with `changes` {setting: value}. Raises `UserError` if one is unknown, or of the method and not a number."""
     made: Any = run
     for name, value in changes.items():
         head, _, rest = name.partition(".")

@@ -168,7 +168,7 @@ def _by_model(
 ) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
     """Sample `size` completions of each prompt with a local model and score them. `rewards` drops the rows that it cannot score.
 
-    `episodes` samples trajectories of several turns. With `likelihood`, each prompt instead gets its likeliest answer letter.
+    `episodes` samples trajectories of several turns. With `config.likelihood` each prompt gets its likeliest answer letter.
     Return (the figures, the completions, the dataset rows).
     """
     rows = rewards.judgeable(_rows(config, episodes, model.tokenizer), redaction.log)
@@ -216,9 +216,9 @@ def _choose(
     trajectories: list[Trajectory],
     rows: Sequence[Row],
 ) -> Report:
-    """Return the report on all completions. With `best_of`, return the report on the best completion of each prompt instead.
+    """Return the report on all completions, whose figures are `figures`; with `best_of`, on each prompt's best completion.
 
-    `figures` are those of all completions. If `config` sets a metric, that metric scores the best completions.
+    The best completion has the highest reward. If `config` sets a held-out metric, the report on the best has its figures too.
     """
     if not isinstance(config, EvalConfig) or config.best_of == 1:
         return Report(figures, trajectories, rows)
@@ -255,7 +255,7 @@ def _best(trajectories: list[Trajectory], size: int) -> list[Trajectory]:
 
 
 def _rows(config: EvalConfig | SampleConfig, episodes: Player | None, tokenizer: Any) -> list[Row]:
-    """Return the rows of the dataset or of the environment, with the prompts that the model reads (`to_turns`)."""
+    """Return the rows that the environment of `episodes` makes, or else those of the dataset, as the model reads them."""
     own, data = environment_rows(config, episodes), config.data
     benchmark = config.benchmark if isinstance(config, EvalConfig) else ""
     if own is None and isinstance(config, EvalConfig) and benchmark:

@@ -165,7 +165,7 @@ def _learners(
     reference: LanguageModel | Teacher | None,
     past: PastPolicies | None,
 ) -> list[Learner | Follower]:
-    """Return the models whose weights a checkpoint stores: policy, critic, moving reference, and past selves."""
+    """Return the models whose weights a checkpoint stores: policy, critic, a reference that is synchronised, `past` opponents."""
     learners: list[Learner | Follower] = [Learner(model, optimizer)]
     if critic is not None:
         learners.append(Learner(critic.model, critic.optimizer, "critic"))
@@ -207,7 +207,7 @@ def _rollout(
 def annotators_of(
     algorithm: PolicyGradient | OnlinePreference, reference: LanguageModel | Teacher | None, past: PastPolicies | None = None
 ) -> list[Annotator]:
-    """Return the annotators of a run. Each adds its column only if the algorithm needs the column."""
+    """Return the annotators of a run. Each adds its column only if the algorithm needs it. `past` are opponents in games."""
     if reference is None:
         first: list[Annotator] = []
     else:
@@ -220,11 +220,10 @@ def annotators_of(
 def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterator[Executor | None]:
     """Yield an executor on rank 0 whose threads sample during training steps; None if sampling and training cannot overlap.
 
-    An overlap needs a `lag` above 0, and a sampler that uses no device or process of training. A cluster gets lag + 1 threads,
-    one for each batch that is being sampled, but only one if environments play. An engine on another GPU gets one thread, since
-    it holds one version of the weights. Such an engine does not overlap with several training processes, which would communicate
-    in two threads at once. It does not overlap either if top_p, top_k or min_p filters the distribution, since the trainer must
-    then recompute the log-probs.
+    An overlap needs a `lag` above 0, and a sampler on a cluster or on a GPU that does not train. A cluster gets lag + 1 threads,
+    one for each batch that is being sampled; one thread if completions are episodes. A sampler on a GPU gets one thread, since it
+    holds one version of the weights. It does not overlap with several training processes, which would communicate in two threads
+    at once. With top_p, top_k or min_p it does not overlap either, since the trainer must recompute the log-probs.
     """
     beside = sampler.overlaps and world.size == 1 and not config.sampling.filtered
     if not ((sampler.central or beside) and config.lag and world.rank == 0):
@@ -265,7 +264,7 @@ def _prepare_rows(
 
 
 def longest_of(config: OnlineConfig, prepared: PreparedRows[Any], evaluator: Evaluator | None) -> int:
-    """Return the most tokens of a prompt with its completion; 0 (no limit but the model's) if completions are episodes."""
+    """Return the most tokens of a prompt with its completion; 0, for the model's limit, if completions are episodes."""
     if config.plays:
         return 0
     lengths = [len(ids) for _, ids in prepared.items] + [len(p.ids) for p in (evaluator.prompts if evaluator else ())]

@@ -170,7 +170,7 @@ def record_experts(config: OnlineConfig, model: LanguageModel, sampler: Sampler)
 
 
 def _log_unused(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference, journal: Journal) -> None:
-    """Log a message about changed settings that have no effect with this algorithm. `fields.idle` finds other such settings."""
+    """Log the settings that were set but do not affect this algorithm. `fields.idle` finds other settings without effect."""
     needs = {}
     if not (isinstance(algorithm, PolicyGradient) and algorithm.dynamic_sampling):
         needs = dict.fromkeys(("max_refills", "filter_metric"), "dynamic_sampling")

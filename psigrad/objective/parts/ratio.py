@@ -225,7 +225,7 @@ class divergence_rejection:
             raise ValueError(f"divergence_rejection has limit={self.limit}; expected more than 0 nats per step.")
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Return weights [N, T]: 1 on the steps of sequences within `limit`, 0 on all other and on masked steps."""
+        """Return weights [N, T]: 1 on unmasked steps of sequences with a mean divergence of at most `limit`, otherwise 0."""
         gap = _gap(batch)
         k3 = zero_outside(batch.mask, exp_ratio(gap) - 1 - gap)
         mean_N = k3.sum(1, keepdim=True) / batch.mask.sum(1, keepdim=True).clamp(min=1)
@@ -346,7 +346,7 @@ class KL:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """The parameters that have no effect with this estimator in this place."""
+        """The parameters that have no effect with this `estimator` and `where`."""
         return ("mixture",) * (self.estimator != "exact_js") + ("importance_weighted",) * (self.where == "reward")
 
     def __post_init__(self) -> None:
@@ -406,7 +406,7 @@ class KL:
         return state[KL_KEY] if isinstance(self.coefficient, adaptive) else self.coefficient
 
     def per_step(self, logp: Tensor, logp_old: Tensor, logp_ref: Tensor) -> Tensor:
-        """Return the KL estimate [N,T] with gradient, for the loss. The model itself computes the KL of the exact estimators."""
+        """Return the KL [N, T] with gradient, for the loss. Raises ValueError for exact estimators and span; see `estimate`."""
         kl = estimate(self.estimator, logp - logp_ref)
         if not self.importance_weighted:
             return kl

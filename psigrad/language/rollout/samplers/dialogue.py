@@ -149,7 +149,7 @@ class _Turn:
                 yield from self._pop_ended()
 
     def write(self, logits: torch.Tensor, indices: np.ndarray) -> None:
-        """Draw and record one token per row of `logits`, for the rows at `indices`. Remove the rows whose turn ends."""
+        """Draw one token per row of `logits` for the episodes `rows[indices]`. Remove episodes whose turn ends from `rows`."""
         dialogue, rows = self.dialogue, self.rows[indices]
         counts = np.array([len(self.ids[i]) for i in rows])
         drawn = draw(logits, dialogue.params, np.array([self.seeds[i] for i in rows], dtype=np.uint64), counts)

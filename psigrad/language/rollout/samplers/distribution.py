@@ -79,7 +79,7 @@ def _forbidden(ids: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _drawn(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> DrawnTokens:
-    """Draw one token per row as `draw` does. On a CPU it may be one of `params.forbidden`, which `draw` then replaces."""
+    """Draw one token per row as `draw` does. On a CPU the token may be in `params.forbidden`; `draw` then replaces it."""
     if logits.device.type != "cpu":
         return _draw(logits, params, seeds_u64, counter)
     native = kernels()
@@ -145,7 +145,10 @@ def inverse(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return each row's first index with a cumulative weight above `target(row sums)`, or its last with a weight above 0."""
+    """Return the first index [B] in each row with a cumulative weight above the row's element of `target(sums)` [B, 1].
+
+    `sums` [B, 1] are the sums of the rows. If no index is above due to rounding, return the last one with a weight above 0.
+    """
     # In float32, a sum over a large vocabulary would make rare tokens unreachable.
     sums = weights.double().cumsum(-1)
     ids = torch.searchsorted(sums, target(sums[:, -1:]), right=True)[:, 0]

@@ -117,7 +117,7 @@ class PreferenceTask:
         return self.loss.loss(self.evaluate(rows), total, targets)
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float | str]:
-        """Return the mean loss and rewards of all pairs, the accuracy, its 95 % interval, and the correct pairs (`marks_of`)."""
+        """Return the mean loss and rewards, the accuracy, its 95 % interval, and a text of right and wrong pairs (`marks_of`)."""
         targets = sum(p.chosen.targets for p in self.pairs)
         parts = pack_by_tokens([p.tokens for p in self.pairs], budget, num_teams(world))
         found = map_shared(world, parts, partial(self._judge, targets))
@@ -165,7 +165,7 @@ class KTOTask:
         return sum(self.rows[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """Return the loss on these rows, with the step's KL estimate z (`_z`), as one function per forward pass; see `Task`."""
+        """Return the loss on these rows, as one function per forward pass; see `Task`. All of them use one KL estimate (`_z`)."""
         return self._shares(rows, budget, ALONE, ranks)
 
     def _shares(self, rows: Sequence[int], budget: int, world: World, ranks: int = 0) -> list[Share]:
