@@ -45,7 +45,7 @@ RANKS = slice(-5, -1)
 
 
 def compute_dtype(stored: torch.dtype) -> torch.dtype:
-    """Return the dtype of a layer's computation: bfloat16 if weights have it and the CPU is faster with it, else float32."""
+    """Return the dtype of a layer's computation: bfloat16 if `stored` is bfloat16 and the CPU is faster with it, else float32."""
     return torch.bfloat16 if stored == torch.bfloat16 and fast_bfloat16() else torch.float32
 
 
