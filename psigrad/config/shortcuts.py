@@ -26,7 +26,7 @@ class Part:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """The setting that describes this part."""
+        """The setting that describes this part: {"part": its name, a parameter: its value, …}."""
         inner = {name: value.spec if isinstance(value, Part) else value for name, value in self.parameters.items()}
         return {"part": self.name, **inner}
 
@@ -63,7 +63,7 @@ def find_parts(root: Part, prefix: str = "") -> list[tuple[str, Part]]:
 
 
 def _change(root: Part, slot: str, value: Any) -> Any:
-    """Return the new content of `slot`, a slot or parameter of the part or method `root`, for the `value` that a user gave."""
+    """Return the new content of `slot` in `root` for the user's `value`: a part's name, the changes of a part, or a number."""
     before = root.parameters.get(slot)
     if root.name == "OnlinePreference" and slot == "loss" and isinstance(value, str | Mapping):
         return describe_method(value if isinstance(value, str) else {"preset": "dpo", **value})
@@ -127,11 +127,11 @@ def expand(
     more: Mapping[str, Shortcut] = MappingProxyType({}),
     needless: Callable[[GivenSetting], bool] = lambda one: False,
 ) -> tuple[list[GivenSetting], list[tuple[GivenSetting, str]]]:
-    """Return (`given` with every shortcut replaced by its settings; the shortcuts that the method lacks, each with a message).
+    """Return (`given` with every shortcut replaced by its settings; the shortcuts without effect, each with an error message).
 
     `cls` is the settings class. `given` overrides `values`, the method's defaults. `more` adds shortcuts to psigrad's own. A
-    shortcut that sets the current value again is dropped. A shortcut whose part the method lacks is dropped without a message if
-    `needless` returns True for it.
+    shortcut has no effect if the method lacks the part that it sets. Dropped without a message are a shortcut without effect for
+    which `needless` returns True, and a shortcut whose value the method already has.
     """
     known = shortcuts_of(cls)
     short = {**known, **more} if known else {}
@@ -182,10 +182,7 @@ def _describe_missing(name: str, short: Shortcut, spec: Any) -> str:
 
 
 def find_parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[Part], Places]:
-    """Return a function for `Shortcut.find`. It finds the parameter `field` of all parts with one of the names `parts`.
-
-    Only parts in the `slots` count, or in any slot if `slots` is empty.
-    """
+    """Return a `Shortcut.find` for the parameter `field` of the parts named in `parts`; if `slots` are given, only there."""
 
     def places(root: Part) -> Places:
         return [
@@ -267,7 +264,7 @@ _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
 def find_grouped(root: Part) -> Places:
-    """Return [(dotted path, divisor)] of psis that subtract group means: the std of the "batch" or "group", or "none"."""
+    """Return [(dotted path, d)] of psis that subtract group means. They divide by the std of d: "batch", "group" or "none"."""
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
         for place, part in find_parts(root)
@@ -297,10 +294,10 @@ _RATIOS = {"sequence_token": "sequence"}
 
 
 def _filter(part: str, field: str = "") -> tuple[Callable[[Part], Places], Callable[[Part, str, Any], Any]]:
-    """Return functions for `Shortcut.find` and `Shortcut.write`, for a shortcut that adds or removes the filter `part`.
+    """Return the functions (find, write) of a `Shortcut` that adds the filter named `part` to the slot `keep`, or removes it.
 
-    The shortcut's value is True (add) or False (remove). If `field` is given, the value is that parameter of the filter, and
-    null removes the filter.
+    The shortcut's value is True (add) or False (remove). If `field` names a parameter of the filter, the shortcut's value is
+    that parameter's, and null removes the filter.
     """
 
     def names(root: Part) -> list[Part]:

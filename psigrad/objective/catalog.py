@@ -64,7 +64,7 @@ B = TypeVar("B")
 
 @dataclass(frozen=True)
 class Method(Generic[A]):
-    """A method that users can choose by name."""
+    """A training method that users choose by name, such as grpo."""
 
     name: str
     """The method's name on the command line and in Python."""

@@ -34,7 +34,7 @@ class Sample:
 
 
 def find_best_step(events: Sequence[Mapping[str, Any]]) -> float:
-    """Return the step of the best evaluation if the final model has its weights; infinity if it has the last step's weights."""
+    """Return the step whose weights the final model has: that of the best evaluation, or infinity for the last step."""
     last: Mapping[str, Any] = next((event for event in reversed(events) if event.get("kind") in KEEPS), {})
     return number(last.get("step")) if last.get("kind") == "kept" else math.inf
 
@@ -133,7 +133,7 @@ def kind_of(config: Mapping[str, Any]) -> str:
 def auto_class(model: Path) -> str:
     """Return the name of transformers' class that loads a saved model, such as AutoModelForCausalLM.
 
-    A model with an image processor, or that transformers cannot load without its towers, is loaded with them.
+    It is AutoModelForImageTextToText for a language model with an image processor, or with a class "…ForConditionalGeneration".
     """
     name = str((_json(model / "config.json").get("architectures") or [""])[0])
     if "SequenceClassification" in name:

@@ -52,9 +52,10 @@ class Best(Callback):
             control.should_training_stop = True
 
     def _figure(self, metrics: Mapping[str, Any], step: int) -> tuple[float, bool]:
-        """Return (the figure by which evaluations are compared, True if a greater value is better).
+        """Return (the figure of an evaluation's `metrics` that is compared, True if a greater value is better).
 
-        If the settings name none, the first evaluation decides. Raises `UserError` if the first one after step 0 lacks it.
+        If the settings name none, it is the main figure of the first evaluation that has one. Raises `UserError` if the first
+        evaluation after step 0 lacks the named figure, or has no figure at all.
         """
         name = self.figure or self.settings.metric_for_best_model
         found = comparison_figure(metrics, name, self.settings.greater_is_better)

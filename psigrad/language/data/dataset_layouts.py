@@ -87,9 +87,10 @@ def is_template(text: str) -> bool:
 
 
 def translate(raw: Mapping[str, Any], form: str, source: str) -> tuple[dict[str, Any], list[str]]:
-    """Return (the row `raw` in TRL's columns for a dataset of this `form`, a note on each recognised layout).
+    """Return (the row `raw` with the columns of a dataset form of TRL, a note on each recognised layout).
 
-    Other columns stay. Raise `RowError`, which names `source`, for a row that contradicts itself.
+    `form` is a name of `dataset_rows.FORMS`, or "sft". Other columns stay. Raise `RowError`, which names `source`, for a row that
+    contradicts itself.
     """
     row, found = dict(raw), []
     for step in (_conversations, _alpaca, _split_messages, _unify_kinds, _system_turn):
@@ -134,7 +135,7 @@ _PAIR = (("chosen", "completion"), ("rejected", "rejected"))
 
 
 def _conversations(row: dict[str, Any], form: str, source: str) -> str:
-    """Rename ShareGPT's column `conversations` or `conversation` to `messages`, in place. Return a note for the log, or ""."""
+    """Rename ShareGPT's column `conversations` or `conversation` to `messages` in `row`. Return a note for the log, or ""."""
     for name in ("conversations", "conversation"):
         if isinstance(row.get(name), list) and row[name] and row.get("messages") is None and row.get("prompt") is None:
             row["messages"] = row.pop(name)
@@ -159,9 +160,9 @@ def _alpaca(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def _split_messages(row: dict[str, Any], form: str, source: str) -> str:
-    """Split the row's `messages` into its prompt and last answer, unless rows of this `form` keep `messages`.
+    """Split the row's `messages` into its prompt and last answer, unless the dataset form `form` reads `messages`.
 
-    If other columns have the answers, all messages are the prompt. The row itself is changed. Return a note for the log, or "".
+    If other columns have the answers, all messages are the prompt. The row is changed in place. Return a note for the log, or "".
     """
     said = row.get("messages")
     if form in ("sft", "messages", "stepwise") or not isinstance(said, list) or not said or row.get("prompt") is not None:
@@ -179,8 +180,8 @@ def _split_messages(row: dict[str, Any], form: str, source: str) -> str:
 def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
     """Convert the row's prompt and answers so that all are text, or all are messages.
 
-    In ultrafeedback_binarized the prompt is text, and the answers are conversations that begin with it. The row itself is
-    changed, and errors name `source`. Return a note for the log, or "" if there is nothing to report.
+    In ultrafeedback_binarized the prompt is text, and the answers are conversations that begin with it. The row is changed in
+    place. `form` is the dataset form; see `translate`. Errors name `source`. Return a note for the log, or "".
     """
     prompt, names = row.get("prompt"), _answers(row, form)
     row |= {name: [row[name]] for name in names if isinstance(row[name], Mapping)}
@@ -209,9 +210,9 @@ def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def _system_turn(row: dict[str, Any], form: str, source: str) -> str:
-    """Make the text of a system column the first turn of the row's conversation. With a plain prompt, `to_turns` uses the column.
+    """Put the text of a system column in front of the row's conversation, in place. `to_turns` does this for a plain prompt.
 
-    The row itself is changed, and errors name `source`. Return a note for the log, or "" if there is none.
+    `form` is the dataset form; see `translate`. Errors name `source`. Return a note for the log, or "".
     """
     name, text = system_of(row)
     if not text or form == "stepwise":
@@ -235,7 +236,7 @@ def system_of(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def suggest_columns(raw: Mapping[str, Any], form: str) -> str:
-    """Return a hint, for an error message, that maps the likely prompt and answer columns; empty if none looks like one."""
+    """Return a hint for errors: the `--columns` with the likely prompt and answer columns, or "". `form`: see `translate`."""
     found = next((name for name in _PROMPT_NAMES if isinstance(raw.get(name), str)), "")
     if not found or "prompt" in raw:
         return ""
@@ -248,11 +249,11 @@ def suggest_columns(raw: Mapping[str, Any], form: str) -> str:
 def to_model_rows(
     tokenizer: PreTrainedTokenizerBase | None, parts: Sequence[Sequence[Row]], plain_prompts: bool, log: Log | None = None
 ) -> list[list[Row]]:
-    """Return the rows of each part as the tokenizer's model reads them: plain prompts become user turns (`to_turns`).
+    """Return the rows of each part of the data (such as training rows, held-out rows) with plain prompts as user turns.
 
-    With `plain_prompts` or without a template they stay unchanged. Log how many prompts become turns, and how many stay, unless
-    `plain_prompts` is set for a tokenizer without a template. Without a tokenizer, a server's model is assumed to have a
-    template.
+    Prompts stay unchanged if `plain_prompts` is True, or if the tokenizer has no chat template; see `to_turns`. If only one of
+    these holds, or neither, log how many prompts change and how many stay. `tokenizer` is None for a server's model, which is
+    assumed to have a template.
     """
     made = [[to_turns(tokenizer, row, plain_prompts) for row in part] for part in parts]
     rows = [row for part in made for row in part]
@@ -313,7 +314,7 @@ def _text_of(turn: Mapping[str, Any], source: str) -> str:
 
 
 def _common_lead(answers: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return the turns that the conversations `answers` share before they differ; of a single one, those before its answer."""
+    """Return the turns with which all conversations in `answers` begin. For a single one, return the turns before its answer."""
     lead: list[Any] = []
     for turns in itertools.islice(zip(*answers, strict=False), min(map(len, answers)) - 1):
         is_answer = isinstance(turns[0], Mapping) and role_of(turns[0]) == "assistant"
@@ -324,7 +325,7 @@ def _common_lead(answers: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def _answers(row: Mapping[str, Any], form: str) -> list[str]:
-    """Return the names of the row's answer columns that this form reads."""
+    """Return the columns of `ANSWERS` that the row has and the dataset form `form` reads; see `translate`."""
     names = {"prompt-only": (), "preference": ANSWERS[1:], "unpaired-preference": ANSWERS}.get(form, ANSWERS[:1])
     return [name for name in names if row.get(name) is not None]
 

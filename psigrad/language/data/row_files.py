@@ -220,9 +220,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def _end_of(text: str, at: int) -> int:
-    """Return the index after the JSON value at text[at:], which `_DECODER` rejected because of a repeated key, for example. Raise
-    `JSONDecodeError` if Python's own decoder rejects the value too.
-    """
+    """Return the index after the JSON value at text[at], which `_DECODER` rejected. Raise `JSONDecodeError` if it is not JSON."""
     try:
         return _PLAIN.raw_decode(text, at)[1]
     except json.JSONDecodeError:
@@ -256,8 +254,8 @@ def _parquet(path: Path, name: str) -> Records:
 def _rows_at_once(metadata: Any, expansion: _Expansion) -> int:
     """Return the number of rows to read in one batch of a Parquet file with this `metadata`.
 
-    A dictionary-encoded column may repeat one large value in each row. The number is so small that even such a batch stays
-    within the limit of `expansion`. Raises `UserError` if the columns' own sizes exceed that limit.
+    A dictionary-encoded column may repeat its largest value in each row. A batch of this number stays within the limit of
+    `expansion` even then. Raises `UserError` if the columns exceed that limit even with each value counted once.
     """
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     columns = [[group.column(i) for i in range(group.num_columns)] for group in groups]
@@ -268,7 +266,7 @@ def _rows_at_once(metadata: Any, expansion: _Expansion) -> int:
 
 
 def _batch(batch: Any, name: str, number: int) -> Records:
-    """Yield the rows of an Arrow batch, which follow `number` rows of the file `name`. Bad UTF-8 is detected only here."""
+    """Yield the rows of an Arrow batch. `number` rows of the file `name` precede it. A row of bad UTF-8 becomes a `BadRow`."""
     try:
         yield from [RawRow(f"{name}:{number + i}", raw) for i, raw in enumerate(batch.to_pylist(), 1)]
     except UnicodeDecodeError:

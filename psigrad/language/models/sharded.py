@@ -34,7 +34,7 @@ class Root(nn.Module):
         self.network, self.value_head = network, value_head
 
     def forward(self, compute: Callable[[], Any], found: list[Any]) -> list[Tensor]:
-        """Append the result of `compute` to `found` for the caller. Return its tensors, to which FSDP attaches its hooks."""
+        """Append `compute()` to the caller's list `found`. Return the tensors in its result, to which FSDP attaches hooks."""
         found.append(compute())
         return list(_tensors(found[0]))
 
@@ -155,7 +155,7 @@ def write_adapter(model: Pretrained, state: dict[str, Tensor], folder: Path) -> 
 
 
 class _Saved:
-    """A model with given weights, which `towers.write` saves in place of its own sharded ones."""
+    """A `network` with gathered weights `state`. `towers.write` saves it, since the network's own weights are sharded."""
 
     def __init__(self, network: Any, state: dict[str, Tensor]) -> None:
         self.network, self.state = network, state
@@ -165,7 +165,7 @@ class _Saved:
 
 
 def merge(model: Pretrained, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights `state` with the adapters merged in: s·B A is added to each matrix. Names are the base model's."""
+    """Return the weights `state` by the base model's names, with LoRA merged in: scaling·B·A is added to each matrix."""
     found = {}
     for name, weight in state.items():
         if ".lora_" in name:

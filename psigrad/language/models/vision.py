@@ -158,7 +158,7 @@ class Vision:
     def fill(self, network: Any, embedded: Tensor, ids: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Replace the embeddings [N, E] of the image tokens in `ids` [N] by the images' features.
 
-        Return (the new embeddings, DeepStack's features of the image tokens).
+        Return (the new embeddings, one tensor [image tokens, E] per DeepStack layer, to be added to that layer's output).
         """
         seen = (ids >= FIRST).nonzero()[:, 0]
         if not len(seen):

@@ -53,7 +53,7 @@ class ModelScorer:
         return str(getattr(self.model.network.config, STEP_SEPARATOR, "") or "")
 
     def begin(self) -> Scoring:
-        """Return a `Scoring` that scores all groups at the end, in few passes, since the policy uses the device until then."""
+        """Return a `Scoring` that scores all groups at once after sampling. Until then the policy needs the device."""
         return Scoring(self._score_groups)
 
     def _score_groups(self, groups: Sequence[Samples]) -> list[Result]:
@@ -93,11 +93,11 @@ class ModelScorer:
         return to_turns(self.model.tokenizer, Row("a completion", prompt, completion, columns=columns), self.model.plain_prompts)
 
     def _tokens(self, row: Row, own: tuple[Ids, Ids] | None) -> tuple[Ids, Ids]:
-        """Return (the tokens of a prompt, the tokens of its completion). `own` are the same two from the policy.
+        """Return (prompt tokens, completion tokens) for the reward model; `own` are the policy's two lists, if it has tokens.
 
-        Use `own`, but replace its end by the tokens that ended answers in the reward model's training. A template may write more
-        than the token at which sampling stops, and a cut completion has no end. Render the row instead if the policy has another
-        tokenizer or template, or if the template starts the answer differently.
+        With `own`, the completion gets the end that answers had in the reward model's training, of which the policy may have
+        sampled only the first token. If `own` is None, or the policy has another tokenizer or template, or the template writes
+        something before each answer, return ([], tokens of the rendered `row`).
         """
         end = self._ends[isinstance(row.prompt, str)] if self.same_tokens and own else None
         if end is None or own is None:
@@ -115,9 +115,9 @@ class ModelScorer:
 
     @torch.no_grad()
     def _by_steps(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Result]:
-        """Return each completion's mean of σ(score) over its steps, from few forward passes over all completions.
+        """Return the reward of each (prompt tokens, completion tokens): the mean over the completion's n steps of σ(score).
 
-        Each step's share of the reward is assigned to the step's last token, so that any advantage estimator (psi) can use it.
+        A step adds σ(score)/n to the reward. The result stores this part at the step's last token, for advantages per token.
         """
         found: list[Result] = [Scored(0.0, {self.name: 0.0})] * len(pairs)
         ends = [step_ends(self.model.tokenizer, completion, self.separator) for _, completion in pairs]

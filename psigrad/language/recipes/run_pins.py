@@ -53,7 +53,7 @@ def static_pins(config: Config, judges: Sequence[RewardSetup | None] = ()) -> di
 
 
 def _data(given: Any) -> str:
-    """Return the hashes of the files that `given` names, or of rows given in Python; "" for data that are not on this machine."""
+    """Return the hashes of the data `given` as `data.dataset` or `data.eval_dataset`; data on other machines have none."""
     if isinstance(given, list | tuple) and not all(isinstance(one, str) for one in given):
         return pins.hash_parts({"rows": given})["rows"]
     names = [share.dataset for share in parse_mixture(given) if isinstance(share.dataset, str) and share.dataset]

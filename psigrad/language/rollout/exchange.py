@@ -106,7 +106,7 @@ def pack(rows: Sequence[Trajectory]) -> bytes:
 
 
 def unpack(data: bytes) -> list[Trajectory]:
-    """Return the trajectories that `pack` serialised. Log-probs and mask are tuples, or memoryviews if there are no tokens."""
+    """Return the trajectories that `pack` serialised. In one without tokens, log-probs and mask are memoryviews."""
     arrays = safetensors.numpy.load(data)
     held, at = json.loads(arrays["rest"].tobytes().decode("utf-8", "surrogatepass")), dict.fromkeys(arrays, 0)
 
@@ -146,7 +146,7 @@ def gather_trajectories(world: World, own: Sequence[Trajectory], *, with_tokens:
 
 
 def broadcast_collected(world: World, collected: Collected) -> Collected:
-    """Send rank 0's collection `collected` to all ranks, and return it. Other ranks get no tokens (`drop_tokens`)."""
+    """Send rank 0's `collected`, a step's scored completions, to all ranks. Return it, on other ranks without tokens."""
     place = {id(t): n for n, t in enumerate(collected.trajectories)}
     groups = [[place[id(t)] for t in group] for group in collected.groups]
     groups, cursor, entries = world.broadcast((groups, collected.cursor, collected.entries))

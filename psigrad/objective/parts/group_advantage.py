@@ -94,12 +94,13 @@ def over_group_mean(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class pass_at_k:
-    """The pass@k advantage, averaged over all choices of k completions of the group that include this one.
+    """A completion's mean advantage in all choices of k from its group that contain it; a choice is scored by its best one.
 
-    Formula: with G completions of which m are wrong (return ≤ `right`), P = 1 − C(m, k)/C(G, k) and σ = √(P·(1 − P)):
-             A_t = (1 − P)/σ where y is right, (1 − P − C(m − 1, k − 1)/C(G − 1, k − 1))/σ where it is wrong, and 0 where σ = 0
+    Formula: with G completions in the group, of which m are wrong (their return is at most the threshold `right`),
+             P = 1 − C(m, k)/C(G, k) and σ = √(P·(1 − P)): A_t = (1 − P)/σ for a right completion,
+             (1 − P − C(m − 1, k − 1)/C(G − 1, k − 1))/σ for a wrong one, and 0 if σ = 0
 
-    A group is rewarded for one right answer among k, not for repeating it.
+    P is the share of choices with a right completion. A group is rewarded for one right answer among k, not for repeating it.
 
     Source: Chen et al. 2025, Pass@k training, arXiv:2508.10751, section 2.4 (the analytical form).
 

@@ -41,8 +41,8 @@ class Cell:
     """One cell of a table: its content `value` and its style `kind`.
 
     The styles are n (a number), text (cut to 200 characters), verbatim, conversation ([(role, text, images as data URIs), …]),
-    soft (grey), range (a number, with its interval in `name`), key (a run's colour, with the run in `name`), and verdict (good
-    or bad).
+    soft (grey), verdict (good or bad), range (a number; the field `name` has its interval as text), and key (a run's colour; the
+    field `name` has the run's name).
     """
 
     value: Any
@@ -142,7 +142,7 @@ def render(template: str, title: str, **parts: Any) -> str:
 
 
 def environment(*, autoescape: bool) -> Environment:
-    """Return the environment of the templates of templates/, in which an undefined name is an error."""
+    """Return the Jinja environment that renders the files of templates/. An undefined name in a template is an error."""
     made = Environment(
         loader=PackageLoader("psigrad.records.report"),
         autoescape=autoescape,

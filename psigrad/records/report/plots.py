@@ -230,7 +230,7 @@ def _limits(axes: Any) -> None:
 
 
 def _tick(value: float, digits: int = 4) -> str:
-    """Return a number in at most `digits` digits, such as 3e-4 for 0.0003. matplotlib's labels may have an offset in a corner."""
+    """Return an axis label of at most `digits` digits, such as 3e-4. matplotlib would put the exponent in a corner."""
     text = f"{value:.{digits}g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.{digits - 1}e}"
     return re.sub(r"(\.\d*?)0*e", r"\1e", text).replace(".e", "e").replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 

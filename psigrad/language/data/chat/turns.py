@@ -103,7 +103,7 @@ class Conversation:
         return self.render(before, generation_prompt=True) + str(last["content"])
 
     def blocks(self, messages: Sequence[Message]) -> list[Span] | None:
-        """Return the character spans of the template's generation blocks; None if it has none. Cache the text for `render`."""
+        """Return the character spans of the template's {% generation %} blocks; None if it has none. `render` reuses the text."""
         if not _has_blocks(self.template):
             return None
         text, spans = self._run(generation_blocks, messages)
@@ -175,7 +175,7 @@ def contexts(conversation: Conversation, *, empty_thinking: bool = False) -> lis
 
 
 def _render_turn(conversation: Conversation, messages: Sequence[Message], empty_thinking: bool) -> tuple[str, str, list[Span]]:
-    """Return (the last message's prompt, the text to that message's end, trained spans); for `empty_thinking` see `contexts`."""
+    """Return (text before the last turn, text up to its end, trained spans of the latter); `empty_thinking`: see `contexts`."""
     said = messages[-1]
     before, blocks = conversation.render(messages[:-1], generation_prompt=True), conversation.blocks(messages)
     text = as_rendered = conversation.render(messages)
@@ -214,10 +214,10 @@ def _render_turn(conversation: Conversation, messages: Sequence[Message], empty_
 
 
 def _find_last_turn(conversation: Conversation, messages: Sequence[Message], before: str, text: str) -> str | None:
-    """Return the last turn's text in the rendering `text`, although `text` does not start with the generation prompt `before`.
+    """Return the text of the last turn in `text`, the rendering of `messages`; None if the turn's beginning is not found.
 
-    A turn may change the rendering of earlier turns: once an answer follows, gpt-oss drops the thought beside a call, and Gemma 4
-    drops the end of the turn. Return None if the beginning of the last turn is not found.
+    `before` is the text from which this turn is sampled. `text` does not start with it, since the last turn changes how earlier
+    turns are rendered: gpt-oss drops the thought beside an earlier call, and Gemma 4 the end of an earlier turn.
     """
     unended = before.rstrip().removesuffix(conversation.dialect.turn_end)
     if unended != before.rstrip() and text.startswith(unended):
@@ -233,10 +233,10 @@ def _find_last_turn(conversation: Conversation, messages: Sequence[Message], bef
 
 
 def _continue_thought(conversation: Conversation, message: Message, before: str, text: str, index: int) -> tuple[str, str]:
-    """Return (the text before a turn, the text up to the turn's end) if the generation prompt `before` opens a thought.
+    """Return (text before the turn `message`, text up to its end) if its prompt `before` ends with the opening tag of a thought.
 
-    In `text`, which has the turn, the template drops the opening tag or renders it differently. Raise `RowError` if this does not
-    explain why `text` does not start with `before`. The error names message `index`.
+    `text` is the rendering with the turn. In it the template drops or changes that tag. Raise `RowError`, with the message's
+    number `index`, if `text` differs from `before` for another reason.
     """
     opened, thought = OPEN.search(before), _thought_of(message)
     tail = "" if opened is None else text[opened.start() :]
@@ -267,9 +267,9 @@ def check_rendered(
 ) -> None:
     """Raise `RowError` if the template leaves out part of a row. The error names the turn and the field.
 
-    `texts[j]` is the rendering in which message j is looked up. For a trained turn (j in `trained`) it is that turn alone, since
-    a question may have the same words. A part of a message is present if `texts[j]` contains it, or if a rendering without the
-    part differs. If not `every_field`, the template may leave out fields other than texts, calls and thoughts.
+    A part of message j is present if `texts[j]` contains it, or if the rendering changes without it. `texts[j]` is the
+    conversation's text. For a trained turn (j in `trained`) it is only that turn's text, since a question may have its words.
+    If not `every_field`, the template may leave out fields other than texts, calls and thoughts.
     """
     for j, message in enumerate(messages):
         part = messages[: j + 1] if j in trained else messages

@@ -55,7 +55,7 @@ def describes(config: PreTrainedConfig) -> bool:
 
 
 def _empty(config: PreTrainedConfig, generation: GenerationConfig | None, scalar: bool) -> Any:
-    """Return transformers' model with its weights on the meta device, so that they take no memory."""
+    """Return transformers' model without memory for weights (meta device). If `scalar`, it is a reward model or critic."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.initialization import no_init_weights
 
@@ -75,11 +75,11 @@ def load(
 ) -> tuple[PreTrainedModel, list[str]] | None:
     """Load the model at `path` (a folder or a hub name). Return (the model, the names of weights that its files lack).
 
-    Return None if the fused decoder or this loader does not support the model, so that transformers must load it. With `mapped`,
-    weights of the requested dtype are mapped from their file into memory, for a process that soon frees most of them. With a
-    `kind` of codes, the layers' matrices are quantised one by one while they are read. Only a scalar head may be missing; it is
-    drawn from N(0, initializer_range²). Raises `OSError` if the hub name `path` is not in the cache and can't be reached. Raises
-    `ValueError` if a tensor's shape differs from the configuration's.
+    Return None if the fused decoder or this loader does not support the model, so that transformers must load it. If `mapped`,
+    weights of the requested dtype are mapped from their file into memory, for a process that soon frees most of them. If a
+    format `kind` is given, the layers' matrices are quantised to it one by one as they are read. If `scalar`, load a reward
+    model or critic. If its files lack the head, the head is drawn from N(0, initializer_range²). Raises `OSError` if the
+    hub name `path` is not cached and can't be reached. Raises `ValueError` if a tensor's shape differs from the configuration's.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, **({"num_labels": 1} if scalar else {}))
@@ -134,7 +134,7 @@ def load(
 def _put_codes(
     network: PreTrainedModel, each: Iterator[tuple[str, Tensor | CodedMatrix]], dtype: torch.dtype, kind: Kind
 ) -> dict[str, Tensor]:
-    """Put the quantised matrices (of `kind`) in `each` (name, tensor) into `network`. Return the others by name, as `dtype`."""
+    """Put the quantised matrices among `each`, in format `kind`, into `network`. Return the other tensors by name, as `dtype`."""
     rest = {}
     for name, read in each:
         if isinstance(read, CodedMatrix):
@@ -154,9 +154,9 @@ def _of_gguf(path: str, config: PreTrainedConfig, wanted: set[str]) -> Iterator[
 def _code_layers(
     places: Mapping[str, str], wanted: Iterable[str], dtype: torch.dtype, kind: Kind
 ) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
-    """Yield (name, tensor) of the `wanted` tensors one by one, with the layers' matrices quantised as `kind`.
+    """Yield (name, tensor) of the `wanted` tensors one by one. Matrices of layers are quantised to the format `kind`.
 
-    `places` maps a tensor's name to its safetensors file. All are first cast to `dtype`, as in `coded_linear.code_linears`.
+    `places` maps a tensor's name to its safetensors file. Each is cast to `dtype` first, as in `coded_linear.code_linears`.
     """
     for name in wanted:
         with safe_open(places[name], "pt") as alone:  # closing the file frees its pages

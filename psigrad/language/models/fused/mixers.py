@@ -28,10 +28,10 @@ _UNUSED: Any = None  # transformers' function for whole sequences, which the ker
 
 
 class GatedAttention(Layer):
-    """Attention whose output is multiplied by the sigmoid of a gate: [q|gate] of each head, then k and v (Qwen 3.5)."""
+    """Attention whose output is multiplied by a gate's sigmoid (Qwen 3.5). The projections are [q|gate] of each head, k and v."""
 
     def mix(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
-        """Compute attention of the part of `row` without the gate; see `Layer.mix`."""
+        """Compute attention from q, k and v in the projections `row`, before the gate is applied; see `Layer.mix`."""
         return super().mix(self._split_gate(row)[0], others, how)
 
     def gate(self, row: Tensor, mixed: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class GatedAttention(Layer):
     def mix_gradient(
         self, dout: Tensor, row: Tensor, mixed: Tensor, normaliser: Tensor, others: Sequence[Tensor], how: PassArguments
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Return gradients as `Layer.mix_gradient` does. The gradient of `row` includes that of the gate."""
+        """Return gradients as `Layer.mix_gradient` does; the gate is a part of `row`, so its gradient is included."""
         qkv, gate = self._split_gate(row)
         share, shape = gate.sigmoid(), (-1, self.heads.queries, self.heads.dim)
         dmixed = (dout.view(shape) * share).flatten(1)
@@ -50,7 +50,7 @@ class GatedAttention(Layer):
         return self._join_gate(dqkv, dgate), dothers
 
     def _split_gate(self, row: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ([q|k|v] [S, …], the gate [S, H, D])."""
+        """Split the projections `row` [S, …] into [q|k|v] [S, …] and the gate [S, H, D]."""
         width = 2 * self.heads.queries * self.heads.dim
         q, gate = row[:, :width].view(-1, self.heads.queries, 2, self.heads.dim).unbind(2)
         return torch.cat([q.flatten(1), row[:, width:]], 1), gate
@@ -134,7 +134,7 @@ class StateLayer(Layer):
 
     @cached_property
     def switch(self) -> Switch:
-        """The holder of the C++ kernels in which this layer's recurrence runs."""
+        """The object through which this layer's recurrence finds its C++ kernels."""
         switch = Switch()
         switch.native = self.native
         return switch
