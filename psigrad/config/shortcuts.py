@@ -130,8 +130,8 @@ def expand(
     """Return (`given` with every shortcut replaced by its settings; the shortcuts without effect, each with an error message).
 
     `cls` is the settings class. `given` overrides `values`, the method's defaults. `more` adds shortcuts to psigrad's own. A
-    shortcut has no effect if the method lacks the part that it sets. It is dropped without a message if `needless` returns True
-    for it, or if the method already has its value.
+    shortcut has no effect if the method lacks the part that it sets. Dropped without a message are a shortcut without effect for
+    which `needless` returns True, and a shortcut whose value the method already has.
     """
     known = shortcuts_of(cls)
     short = {**known, **more} if known else {}
@@ -182,7 +182,7 @@ def _describe_missing(name: str, short: Shortcut, spec: Any) -> str:
 
 
 def find_parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[Part], Places]:
-    """Return a `Shortcut.find` for the parameter `field` of the parts named in `parts`; if `slots` are given, only in these."""
+    """Return a `Shortcut.find` for the parameter `field` of the parts named in `parts`; if `slots` are given, only there."""
 
     def places(root: Part) -> Places:
         return [
@@ -264,7 +264,7 @@ _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
 def find_grouped(root: Part) -> Places:
-    """Return [(dotted path, "batch", "group" or "none")] of psis that subtract group means: whose std they divide by."""
+    """Return [(dotted path, d)] of psis that subtract group means. They divide by the std of d: "batch", "group" or "none"."""
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
         for place, part in find_parts(root)

@@ -133,7 +133,7 @@ def kind_of(config: Mapping[str, Any]) -> str:
 def auto_class(model: Path) -> str:
     """Return the name of transformers' class that loads a saved model, such as AutoModelForCausalLM.
 
-    It is AutoModelForImageTextToText for a model with an image processor, or with "ForConditionalGeneration" in its config.
+    It is AutoModelForImageTextToText for a language model with an image processor, or with a class "…ForConditionalGeneration".
     """
     name = str((_json(model / "config.json").get("architectures") or [""])[0])
     if "SequenceClassification" in name:

@@ -220,7 +220,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def _end_of(text: str, at: int) -> int:
-    """Return the index after the JSON value at text[at], which `_DECODER` rejected. Raise `JSONDecodeError` if `_PLAIN` does."""
+    """Return the index after the JSON value at text[at], which `_DECODER` rejected. Raise `JSONDecodeError` if it is not JSON."""
     try:
         return _PLAIN.raw_decode(text, at)[1]
     except json.JSONDecodeError:
@@ -255,7 +255,7 @@ def _rows_at_once(metadata: Any, expansion: _Expansion) -> int:
     """Return the number of rows to read in one batch of a Parquet file with this `metadata`.
 
     A dictionary-encoded column may repeat its largest value in each row. A batch of this number stays within the limit of
-    `expansion` even then. Raises `UserError` if the columns exceed that limit without repeated values.
+    `expansion` even then. Raises `UserError` if the columns exceed that limit even with each value counted once.
     """
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     columns = [[group.column(i) for i in range(group.num_columns)] for group in groups]

@@ -67,7 +67,7 @@ Psi = Callable[[Batch], Tensor] | StatefulPsi
 
 
 def needs(what: frozenset[str]) -> Callable[[F], F]:
-    """Return a decorator that states `what` extra inputs of a batch a part reads, such as {"value"}; see `needs_of`."""
+    """Return a decorator for a part. `what` are the extra inputs of a batch that the part reads, such as {"value"}."""
 
     def mark(part: F) -> F:
         part.__dict__["needs"] = what
@@ -380,7 +380,7 @@ class gae:
 
 @dataclass(frozen=True)
 class length_gae:
-    """Generalised advantage estimation whose λ_i grows with the number of steps |y_i|, so that late rewards reach early steps.
+    """Generalised advantage estimation: λ_i grows with the number of steps |y_i| of trajectory i. Late rewards reach early steps.
 
     Formula: A_t = Σ_l (γ·λ_i)^l · δ_{t+l}, δ_t = r_t + γ·V(s_{t+1}) − V(s_t), λ_i = max(0, 1 − 1/(α·|y_i|))
 

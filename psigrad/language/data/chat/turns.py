@@ -175,7 +175,7 @@ def contexts(conversation: Conversation, *, empty_thinking: bool = False) -> lis
 
 
 def _render_turn(conversation: Conversation, messages: Sequence[Message], empty_thinking: bool) -> tuple[str, str, list[Span]]:
-    """Return (text before the last turn, text up to its end, trained character spans); `empty_thinking` is that of `contexts`."""
+    """Return (text before the last turn, text up to its end, trained spans of the latter); `empty_thinking`: see `contexts`."""
     said = messages[-1]
     before, blocks = conversation.render(messages[:-1], generation_prompt=True), conversation.blocks(messages)
     text = as_rendered = conversation.render(messages)
@@ -268,7 +268,7 @@ def check_rendered(
     """Raise `RowError` if the template leaves out part of a row. The error names the turn and the field.
 
     A part of message j is present if `texts[j]` contains it, or if the rendering changes without it. `texts[j]` is the
-    conversation's text. For a trained turn (j in `trained`) it is only that turn's text, since the question may have its words.
+    conversation's text. For a trained turn (j in `trained`) it is only that turn's text, since a question may have its words.
     If not `every_field`, the template may leave out fields other than texts, calls and thoughts.
     """
     for j, message in enumerate(messages):
