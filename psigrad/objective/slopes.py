@@ -98,6 +98,6 @@ def slopes(algorithm: PolicyGradient, prepared: Prepared, totals: Totals) -> Slo
 
 
 def _bounds(surrogate: clip, advantage: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (lower, upper) [N, T], the log ratios outside which `clip` has no gradient: −∞ and ∞ if it has no such bound."""
+    """Return the log ratios (lower, upper) [N, T] outside which `clip` has no gradient: −∞ unless A < 0, and ∞ unless A > 0."""
     low, high = torch.log(advantage.new_tensor([1 - surrogate.low, 1 + surrogate.high])).unbind()
     return torch.where(advantage < 0, low, -torch.inf), torch.where(advantage > 0, high, torch.inf)

@@ -70,7 +70,7 @@ class Row:
 
     @property
     def dataset_prompt(self) -> Any:
-        """The prompt in the form of the dataset, for reward functions, environments and display."""
+        """The prompt as the dataset has it, for reward functions, environments and display."""
         return self.prompt if self.plain_prompt is None else self.plain_prompt
 
     def raw_path(self, path: str) -> str:

@@ -104,7 +104,7 @@ def find_adapter(settings: Model, *, local: bool = False) -> TrainedAdapter | No
 
 
 def lora_of(settings: Model) -> Lora | None:
-    """Return the adapter to train: a new one from the settings, or the one whose training continues. None: train all weights."""
+    """Return the LoRA settings of the adapter that is trained, a new or a continued one; None if all weights are trained."""
     if settings.lora_rank:
         return Lora(
             settings.lora_rank,

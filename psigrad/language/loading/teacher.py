@@ -91,7 +91,7 @@ class Teacher:
         return torch.nn.utils.rnn.pad_sequence([one.logp for one in said], batch_first=True)
 
     def top(self, groups: Groups, temperature: float) -> Top:
-        """Return the ids and log-probs [n, T, k] of the teacher's most probable tokens at each position of the completions."""
+        """Return the ids and log-probs [n, T, `top_k`] of the teacher's most probable tokens at each token of a completion."""
         tops = [one.top for one in self._evaluate(groups, temperature, self.top_k) if one.top is not None]
         ids, logp = ([getattr(top, name) for top in tops] for name in ("ids", "logp"))
         return Top(*(torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (ids, logp)))
@@ -188,7 +188,7 @@ class TeacherReference(Annotator):
         self.teacher.store_pieces(ends > 0, theirs, batch.logp_old)
 
     def divergence(self, run: OnlineRun, batch: Batch, micro: MicroBatch) -> Divergence | None:
-        """Return a `Divergence` that holds the teacher's most probable tokens. The policy's forward pass computes its value.
+        """Return a `Divergence` with the teacher's most probable tokens. The policy's forward pass computes the divergence.
 
         Return None if the KL term does not need these tokens. See `Annotator`.
         """

@@ -234,7 +234,7 @@ class RowSelection:
         return x if self.output_rows is None else x.index_select(0, self.output_rows)
 
     def scatter_output_grads(self, dx: Tensor, tokens: int) -> Tensor:
-        """Return the gradient [S, …] of S = `tokens` tokens: dx [W, …] at the output rows, else 0. The result can be dx."""
+        """Return the gradient [S, …] of S = `tokens` tokens: dx [W, …] at `output_rows`, else 0; dx itself if that is None."""
         return dx if self.output_rows is None else dx.new_zeros(tokens, dx.shape[1]).index_copy_(0, self.output_rows, dx)
 
 

@@ -232,7 +232,7 @@ def _choose(
 
 
 def kls_to(model: str, reference: str, report: Report, config: OnlineConfig | EvalConfig) -> list[float]:
-    """Return the exact KL(model‖reference) of each completion in `report`, in nats, summed over its tokens."""
+    """Load both models. Return the exact KL(model‖reference) of each completion in `report`, in nats, summed over its tokens."""
     plain = replace(config.model, lora_rank=0, adapter="merge", quantize_base="")
     pair = [
         load_model(replace(plain, path=path, revision=plain.revision if path == plain.path else ""), config.run, None)
@@ -243,7 +243,7 @@ def kls_to(model: str, reference: str, report: Report, config: OnlineConfig | Ev
 
 
 def kl_to(model: str, reference: str, report: Report, config: OnlineConfig) -> float:
-    """Return the mean exact KL(model‖reference) of the completions in `report`, in nats per completion."""
+    """Return the mean exact KL(model‖reference) of the completions in `report`, in nats per completion; see `kls_to`."""
     values = kls_to(model, reference, report, config)
     return sum(values) / max(1, len(values))
 

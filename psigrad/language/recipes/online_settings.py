@@ -31,7 +31,7 @@ from psigrad.runs.journal import Journal
 def method(config: OnlineConfig) -> PolicyGradient | OnlinePreference:
     """Return the algorithm of the settings.
 
-    A preset that divides by a constant length divides by max_completion_length, as in TRL.
+    If a preset averages by `fixed_length`, the length is max_completion_length, as in TRL.
     """
     algorithm, spec = resolve_online(config.algorithm), config.algorithm
     if isinstance(algorithm, OnlinePreference):

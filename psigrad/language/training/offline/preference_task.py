@@ -44,7 +44,7 @@ def answer_logps(
 def reference_logps(
     model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]], budget: int, world: World = ALONE
 ) -> list[list[float]]:
-    """Return log π_ref of every answer, as one list per prompt, in passes of at most `budget` tokens.
+    """Return log π_ref of every answer, summed over its tokens, as one list per prompt. A pass has at most `budget` tokens.
 
     A LoRA model without its adapter is its own reference.
     """
