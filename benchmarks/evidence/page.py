@@ -125,8 +125,9 @@ def better_lines(done: Sequence[Pair]) -> Iterator[str]:
     """Yield a line for each score: in how many pairs TRL's was better."""
     for name, score in SCORES.items():
         count = sum(score(pair[TRL]) > score(pair[PSIGRAD]) for pair in done)
-        beyond = f" ({sum(difference(pair).high < 0 for pair in done)} of them beyond the interval)" if name == "pass@1" else ""
-        yield f"- {name}: {count}{beyond}" if done else f"- {name}: {MISSING}"
+        clear = sum(difference(pair).high < 0 for pair in done)
+        note = f" (in {clear} of them the whole interval favours TRL)" if name == "pass@1" else ""
+        yield f"- {name}: {count}{note}" if done else f"- {name}: {MISSING}"
 
 
 def pair_rows(found: dict[tuple[str, int], Pair | None]) -> Iterator[str]:
