@@ -98,13 +98,13 @@ class Model:
     lora_alpha: Annotated[Positive, _ADAPTER] = 16.0
     """LoRA scaling: the adapter's update is multiplied by lora_alpha / lora_rank."""
     lora_dropout: Annotated[BelowOne, _ADAPTER] = 0.0
-    """Dropout on the adapter's input. Its masks depend only on the seed, the step, the text and the layer. Above 0 the ratio
-    π/π_old differs from 1 even before a batch's first update, since sampling has no dropout."""
+    """Dropout on the adapter's input. Above 0 the ratio π/π_old differs from 1 even before a batch's first update, since sampling
+    has no dropout."""
     lora_target_modules: Annotated[tuple[str, ...], _ADAPTER] = ("all-linear",)
     """Names of the modules that get an adapter; "all-linear" is every linear layer but the head. Or one regular expression that
     matches their whole names, as in peft."""
     use_rslora: Annotated[bool, _ADAPTER] = False
-    """Rank-stabilised LoRA: multiply the adapter's update by lora_alpha / √lora_rank instead of lora_alpha / lora_rank."""
+    """Rank-stabilised LoRA: multiply the adapter's update by lora_alpha / √lora_rank."""
     use_dora: Annotated[bool, _ADAPTER] = False
     """Also learn the length of each row of the adapted matrices (DoRA)."""
     lora_modules_to_save: Annotated[tuple[str, ...], _ADAPTER] = ()
@@ -162,8 +162,8 @@ class Data:
     """Download images that rows give as http or https URLs, once, into the cache. Use it only with rows that you trust, since
     this machine then opens every address in them."""
     num_proc: Annotated[CountOrZero, FREE] = 0
-    """Processes that tokenize a large dataset (thousands of rows); 0: one per core. The tokens of files are cached for the next
-    start (docs/data.md)."""
+    """Processes that tokenize a large dataset (thousands of rows); 0: one per core. The tokens of files are cached
+    (docs/data.md)."""
 
 
 @dataclass(frozen=True)
