@@ -379,8 +379,8 @@ class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetting
     """With questions of several choices, such as mmlu: answer with the letter that the model finds likeliest, as lm-eval does,
     instead of sampling."""
     fewshot_dataset: Annotated[str, PATH, Needs("num_fewshot")] = ""
-    """With num_fewshot: dataset whose first rows are the worked examples; empty: the first rows of `dataset`, which are then no
-    questions."""
+    """With num_fewshot: dataset whose first rows are the worked examples; empty: the first rows of `dataset`, which are then not
+    evaluated."""
     output: Annotated[str, WRITTEN, MAIN] = ""
     """JSON file for the figures, the settings that made them, and every completion."""
 
