@@ -16,7 +16,7 @@ THEIRS: dict[str, tuple[str, str, Any, str]] = {
     "model.gradient_checkpointing": ("trl.SFTConfig", "gradient_checkpointing", True, ""),
     "run.seed": ("trl.SFTConfig", "seed", 42, ""),
     "run.save_steps": ("trl.SFTConfig", "save_steps", 500, "every 500 steps; all are kept"),
-    "prompts_per_step": ("trl.GRPOConfig", "per_device_train_batch_size", 8, "8 completions per process: one prompt of 8"),
+    "prompts_per_step": ("trl.GRPOConfig", "per_device_train_batch_size", 8, "8 completions per process, all of one prompt"),
     "batch_size": ("trl.SFTConfig", "per_device_train_batch_size", 8, "8 rows per process"),
     "cache_reference": ("trl.DPOConfig", "precompute_ref_log_probs", False, "computed in every step"),
     "evaluation.num_generations_eval": ("trl.GRPOConfig", "num_generations_eval", None, "as many as `num_generations`"),
@@ -28,7 +28,7 @@ THEIRS: dict[str, tuple[str, str, Any, str]] = {
     "normalize_advantage": ("stable_baselines3.PPO", "normalize_advantage", True, "over each minibatch"),
     "tuned": ("stable_baselines3.PPO", "policy_kwargs", None, "the same settings in every environment"),
     "n_envs": ("stable_baselines3.A2C", "n_steps", 5, "one copy, or those of the given vector environment"),
-    "adam_epsilon": ("stable_baselines3.DQN", "policy_kwargs", None, "1e-05, for DQN 1e-08"),
+    "adam_epsilon": ("stable_baselines3.DQN", "policy_kwargs", None, "`1e-08`"),
     "dqn.buffer_size": ("stable_baselines3.DQN", "buffer_size", 1_000_000, ""),
     "dqn.learning_starts": ("stable_baselines3.DQN", "learning_starts", 100, ""),
 }

@@ -113,8 +113,8 @@ def _others() -> str:
         [
             "Names of other libraries, and the settings that they set:\n",
             *_table("names", "setting", [f"| {', '.join(given)} | `{means}` |" for means, given in names.items()]),
-            "A name with a value that sets something else:\n",
-            *_table("name and value", "setting", [f"| {', '.join(given)} | {means} |" for means, given in meant.items()]),
+            "Names that have another meaning with this value:\n",
+            *_table("name and value", "what it sets", [f"| {', '.join(given)} | {means} |" for means, given in meant.items()]),
             "Names from which psigrad computes its settings:\n",
             *_table("names", "are converted into", [f"| {', '.join(given)} | {rule} |" for rule, given in computed.items()]),
         ]

@@ -115,9 +115,9 @@ class EpisodeSettings:
     """The settings of episodes with several turns: the environment, tools or agent that the policy interacts with."""
 
     environment: Annotated[str | Callable[..., Any], MAIN] = ""
-    """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text); kuhn and
-    pennies are games in which the policy plays every player (seat). From other libraries: openenv:ADDRESS, verifiers:TASKSET,
-    textarena:GAME, or an MCP server as "mcp:COMMAND" or mcp:http://…"""
+    """Text environment that answers each turn. Built in: guess, calculator, grid, and the games kuhn and pennies, in which the
+    policy plays every player (seat). Custom: module:Class with reset(row) and step(text). From other libraries: openenv:ADDRESS,
+    verifiers:TASKSET, textarena:GAME, or an MCP server as "mcp:COMMAND" or mcp:http://…"""
     tools: Annotated[tuple[str | Callable[..., Any], ...], MAIN] = ()
     """Tools that the policy may call, offered through the chat template: typed Python functions as module:function, and all
     tools of an MCP server as "mcp:COMMAND" or mcp:http://…"""
@@ -139,8 +139,8 @@ class EpisodeSettings:
     """Maximum tokens of one answer of an environment or tool; a longer answer is cut. 0: as many as leave room for another turn.
     """
     turns_together: Annotated[bool, RECORDED, _PLAYED] = False
-    """Sample the next turns only when all episodes have their answers. It is slower, but the order in which answers arrive then
-    changes no batch."""
+    """Sample the next turns only when all episodes have their answers. Slower, but the order in which answers arrive then cannot
+    change results, even by rounding."""
     agent: Annotated[str | Callable[..., Any], MAIN] = ""
     """A custom agent that calls the policy over HTTP: module:function or file.py:function, which takes the row and a client or a
     base_url. It returns its reward, or None to leave the reward to the reward functions."""
@@ -152,7 +152,7 @@ class EpisodeSettings:
     agent_workers: Annotated[Count, RECORDED, _ASKED] = 4
     """Concurrent sessions of the agent, each in its own process."""
     agent_calls: Annotated[Count, _ASKED] = 64
-    """Maximum requests of one session. An agent that sends more gets no reward."""
+    """Maximum requests of one session. A session with more is dropped, without a reward."""
 
     @property
     def plays(self) -> bool:
@@ -177,7 +177,7 @@ class ServerSettings:
     server_timeout: Annotated[Positive, _SERVED] = 600.0
     """Seconds that one request to the server may take."""
     server_attempts: Annotated[Count, _SERVED] = 5
-    """Attempts for one completion, while the server is busy, down or broken, before the command ends."""
+    """Attempts for one completion, while the server is busy, down or broken, before the command fails."""
     server_concurrency: Annotated[Count, _SERVED] = 16
     """Concurrent requests to the server."""
 
@@ -254,13 +254,13 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     """With past_opponents: copy the policy as a new past self every this many steps. The first past self is the policy at the
     start of the run."""
     past_kept: Annotated[Count, Needs("past_opponents")] = 1
-    """With past_opponents: newest past selves to draw from. Each one's full weights stay in memory."""
+    """With past_opponents: number of past selves to draw from, the newest ones. The full weights of each stay in memory."""
     teacher_prompt: str = ""
     """Column of the dataset with another prompt for the reference; empty: the policy's prompt. In self-distillation this prompt
     contains the solution."""
     critic: Annotated[str, PATH] = ""
-    """In methods with a critic: folder or hub name of a reward model or language model that it starts from; empty: the policy's
-    own weights."""
+    """In methods with a critic: folder or hub name of a reward model or language model to start the critic from; empty: the
+    policy's own weights."""
     critic_shared: bool = False
     """Put a value head on the policy's backbone instead of training a separate critic. It takes less memory; the critic's
     gradients also change the policy."""
@@ -285,10 +285,10 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     """Train each step on completions sampled with the weights of this many steps ago, so that sampling and training overlap. It
     needs a correction (algorithm.correction)."""
     max_refills: Annotated[CountOrZero, LIVE] = 4
-    """With dynamic sampling: maximum number of extra collections per step. If groups are still missing, the step trains on those
-    whose rewards differ."""
+    """With dynamic_sampling: maximum number of extra collections per step. If too few groups with unequal rewards are found, the
+    step trains on those."""
     filter_metric: str = ""
-    """With dynamic sampling: the reward function whose values must differ in a group; empty: the sum of all rewards but
+    """With dynamic_sampling: the reward function whose values must differ in a group; empty: the sum of all rewards but
     soft_overlong."""
     router_replay: bool = False
     """Train a mixture of experts with the experts that each token used when it was sampled (R3, arXiv:2510.11370). Only with the
@@ -329,7 +329,8 @@ class RewardConfig(PackingSettings):
     step_separator: Annotated[str, Needs("process")] = "\n"
     """Text that ends a step, in process reward models."""
     center_rewards_coefficient: PositiveOrZero = 0.0
-    """Weight of (r_w + r_l)² in the loss, with the rewards of the better and the worse answer. It pulls the mean reward to 0."""
+    """Weight of (r_w + r_l)² in the loss; r_w and r_l are the rewards of the better and the worse answer. It pulls the mean
+    reward to 0."""
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
     """Share of the comparisons whose label is assumed to be wrong."""
     batch_size: Annotated[Count, MAIN] = 16
@@ -378,7 +379,8 @@ class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetting
     """With questions of several choices, such as mmlu: answer with the letter that the model finds likeliest, as lm-eval does,
     instead of sampling."""
     fewshot_dataset: Annotated[str, PATH, Needs("num_fewshot")] = ""
-    """Dataset whose first rows are the examples; empty: the first rows of `dataset`, which are then not used as questions."""
+    """With num_fewshot: dataset whose first rows are the worked examples; empty: the first rows of `dataset`, which are then not
+    evaluated."""
     output: Annotated[str, WRITTEN, MAIN] = ""
     """JSON file for the figures, the settings that made them, and every completion."""
 

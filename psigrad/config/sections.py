@@ -98,13 +98,13 @@ class Model:
     lora_alpha: Annotated[Positive, _ADAPTER] = 16.0
     """LoRA scaling: the adapter's update is multiplied by lora_alpha / lora_rank."""
     lora_dropout: Annotated[BelowOne, _ADAPTER] = 0.0
-    """Dropout on the adapter's input. Its masks depend only on the seed, the step, the text and the layer. Above 0 the ratio
-    π/π_old differs from 1 even before a batch's first update, since sampling has no dropout."""
+    """Dropout on the adapter's input. Above 0 the ratio π/π_old differs from 1 even before a batch's first update, since sampling
+    has no dropout."""
     lora_target_modules: Annotated[tuple[str, ...], _ADAPTER] = ("all-linear",)
-    """Names of the modules that get an adapter; "all-linear" is every linear layer but the head. A single regular expression must
-    match a module's whole name, as in peft."""
+    """Names of the modules that get an adapter; "all-linear" is every linear layer but the head. Or one regular expression that
+    matches their whole names, as in peft."""
     use_rslora: Annotated[bool, _ADAPTER] = False
-    """Rank-stabilised LoRA: multiply the adapter's update by lora_alpha / √lora_rank instead of lora_alpha / lora_rank."""
+    """Rank-stabilised LoRA: multiply the adapter's update by lora_alpha / √lora_rank."""
     use_dora: Annotated[bool, _ADAPTER] = False
     """Also learn the length of each row of the adapted matrices (DoRA)."""
     lora_modules_to_save: Annotated[tuple[str, ...], _ADAPTER] = ()
@@ -123,13 +123,13 @@ class Model:
     """
     attention: Annotated[Literal["auto", "sdpa", "varlen", "flex"], RECORDED] = "auto"
     """Attention over packed sequences, in families that do not run fused (docs/families.md). On a GPU, "varlen" (torch's kernel,
-    or flash-attn's) and "flex" (FlexAttention) compute only the scores that are needed; "sdpa" pads. "auto" takes the first that
-    runs and equals "sdpa". On a CPU it is "sdpa"."""
+    or flash-attn's) and "flex" (FlexAttention) compute only the scores that are needed; "sdpa" pads. "auto" takes the first of
+    "varlen" and "flex" that runs and gives the results of "sdpa"; otherwise, and on a CPU, "sdpa"."""
     compile_layers: Annotated[bool, RECORDED] = False
     """On a GPU, compile each kind of layer by torch.compile, for training and sampling. It takes a minute at the start."""
     gradient_checkpointing: Annotated[bool, RECORDED, DeviceDefault(cuda=True)] = False
-    """Recompute activations in the backward pass. It saves memory and takes a third more time, for a small model with a
-    vocabulary of 150,000 nearly twice the time."""
+    """Recompute activations in the backward pass. It saves memory. A step takes a third longer; with a small model and a
+    vocabulary of 150,000, nearly twice as long."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Data:
     the prompt from question. In YAML and Python also a mapping."""
     plain_prompts: bool = False
     """Send plain prompts to a chat model unchanged. Otherwise a prompt is a user turn of the chat template, and a plain answer
-    the assistant's turn. A model without a template gets them unchanged."""
+    the assistant's turn. A model without a template gets every prompt unchanged."""
     split: str = "train"
     """Split of `dataset` to read, or a slice of it: train[:90%], train[100:]. A file has one split, named train (for `eval` and
     `sample` also test)."""
@@ -155,15 +155,15 @@ class Data:
     max_rows: CountOrZero = 0
     """Maximum rows to read of each dataset; a dataset of the hub is then streamed. 0: all."""
     max_prompt_length: CountOrZero = 0
-    """Maximum tokens of a prompt. A row with a longer prompt is rejected. 0: no limit but the model's."""
+    """Maximum tokens of a prompt. A row with a longer prompt counts as malformed (data.bad_rows). 0: no limit but the model's."""
     bad_rows: Literal["stop", "skip"] = "stop"
     """stop: end with an error at a malformed row; skip: skip the row and count it."""
     image_urls: bool = False
     """Download images that rows give as http or https URLs, once, into the cache. Use it only with rows that you trust, since
     this machine then opens every address in them."""
     num_proc: Annotated[CountOrZero, FREE] = 0
-    """Processes that tokenize a dataset of thousands of rows or more; 0: one per core. The tokens of files are cached
-    for the next start (docs/data.md)."""
+    """Processes that tokenize a large dataset (thousands of rows); 0: one per core. The tokens of files are cached
+    (docs/data.md)."""
 
 
 @dataclass(frozen=True)
@@ -222,8 +222,8 @@ class Sampling:
     """embedded: psigrad's sampler; transformers: its generate; vllm: its engine, in a separate process; or a custom module:Class.
     """
     vllm_memory: Annotated[float, Gt(0), Lt(1), RECORDED, Needs("sampling.sampler=vllm")] = 0.4
-    """With sampler=vllm: share of the GPU's memory for vLLM's weights and cache. In a cluster, whose samplers share no GPU, the
-    default is 0.8."""
+    """With sampler=vllm: share of the GPU's memory for vLLM's weights and cache. In a cluster, where samplers and trainer share
+    no GPU, the default is 0.8."""
     vllm_sleep: Annotated[bool, RECORDED] = False
     """With sampler=vllm on the GPU that trains: vLLM frees its memory while the run trains."""
     vllm_device: Annotated[str, RECORDED, Needs("sampling.sampler=vllm")] = ""
@@ -257,8 +257,8 @@ class Evaluation:
     eval_steps: Annotated[CountOrZero, LIVE, STEPS, MAIN] = 0
     """Evaluate every this many steps; 0: at the end only."""
     eval_prompts: CountOrZero | None = None
-    """Held-out prompts. 0: no evaluation in training; all rows in `eval` and `sample`. Not given: a tenth of the
-    dataset, at most 64 prompts (256 comparisons)."""
+    """Held-out prompts. 0: no evaluation in training; all rows in `eval` and `sample`. Not given: a tenth of the dataset, at most
+    64 prompts, or 256 rows of comparisons."""
     num_generations_eval: Annotated[Count, MAIN, DRAWS] = 1
     """Completions per held-out prompt; more than one gives pass@k."""
     eval_temperature: Annotated[PositiveOrZero, DRAWS] = 1.0
@@ -266,8 +266,8 @@ class Evaluation:
     metric: Reward = ""
     """`module:function` or built-in that scores held-out completions; empty: the reward."""
     load_best_model_at_end: Annotated[bool, Needs("evaluation.eval_steps")] = False
-    """At the end, save the weights of the best evaluation instead of the last weights. A checkpoint of them is written at that
-    evaluation and kept in addition to save_total_limit."""
+    """At the end, save the weights of the best evaluation instead of the last weights. The best evaluation's checkpoint is kept
+    in addition to save_total_limit."""
     metric_for_best_model: Annotated[str, _BEST] = ""
     """Held-out metric that decides which evaluation is best, such as loss or exact; empty: the metric of the run's verdict."""
     greater_is_better: Annotated[bool | None, _BEST] = None
@@ -376,10 +376,10 @@ class Run:
     extend: Annotated[bool, FREE] = False
     """Continue a run beyond its end to a larger max_steps (control: total_timesteps). The schedule adapts to the new end."""
     allow: Annotated[tuple[str, ...], FREE] = ()
-    """Settings that may differ from those at the start of the run. Besides settings, name what else a run pins, such as
-    dataset, model, reward or threads; an unknown name raises an error that lists them. The change is recorded."""
+    """Settings that may have other values than at the start of the run. The names dataset, model, reward, threads and others
+    allow changed rows, weights, code or threads; an unknown name raises an error that lists all. The change is recorded."""
     callbacks: Annotated[tuple[str | Any, ...], RECORDED] = ()
-    """Callbacks with the interface of transformers' TrainerCallback: module:Class or file.py:Class, {callback: module:Class,
+    """Callbacks with the interface of transformers' TrainerCallback: module:Class or file.py:Class, or {callback: module:Class,
     parameter: value}; from Python also objects."""
     report_to: Annotated[tuple[str, ...], RECORDED, MAIN] = ()
     """Trackers besides the run folder: tensorboard, wandb, trackio, mlflow, swanlab."""

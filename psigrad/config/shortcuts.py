@@ -322,8 +322,8 @@ _CLIPS = ("clip", "dual_clip", "geometric_clip")
 SHORTCUTS = {
     "beta": Shortcut(
         "KL term",
-        "weight of the KL to the reference (0: none); dpo and other losses: β; orpo: weight of the odds-ratio term; distill: 0 "
-        "is the forward KL, 1 the reverse KL, between them a mixture",
+        "weight of the KL to the reference (0: none); dpo and other preference losses: β; orpo: weight of the odds-ratio term; "
+        "distill: 0 is the forward KL, 1 the reverse KL, between them a mixture",
         _either(_kl_weight, _preference_weight),
         _write_kl_weight,
         main=True,
@@ -384,7 +384,7 @@ SHORTCUTS = {
     ),
     "gae_lambda": Shortcut(
         "generalised advantage estimation",
-        "λ: 0 has the most bias, 1 the most variance",
+        "λ of GAE: 0 has the most bias, 1 the most variance",
         find_parameter("lam", "gae", slots=("psi",)),
     ),
     "gamma": Shortcut(

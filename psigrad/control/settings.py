@@ -28,7 +28,7 @@ class Network:
     """Critics in the ensemble. The value is their mean, and each is trained independently."""
     cnn: Literal["auto", "nature", "small", "none"] = "auto"
     """Convolutions before the layers, shared by policy and critics, if an observation is an image: nature (Mnih et al. 2015; from
-    36 × 36 pixels on), small (three of 2 × 2); auto: the one that fits; none: the pixels as plain numbers.
+    36 × 36 pixels on), small (three layers of 2 × 2); auto: the one that fits; none: the pixels as plain numbers.
     """
     log_std_init: Annotated[float, _NOT_DQN] = 0.0
     """Logarithm of the initial standard deviation of continuous actions."""
@@ -53,11 +53,11 @@ class Dqn:
     double_q: bool = False
     """Use Double DQN: the learning network chooses the next action, and the target network gives its value."""
     exploration_fraction: Share = 0.1
-    """Share of the run over which epsilon falls linearly."""
+    """Share of the run over which ε, the share of random actions, falls linearly."""
     exploration_initial_eps: Share = 1.0
-    """Initial epsilon."""
+    """Initial share ε of random actions."""
     exploration_final_eps: Share = 0.05
-    """Final epsilon."""
+    """Final share ε of random actions."""
 
 
 @dataclass(frozen=True)
@@ -90,19 +90,19 @@ class ControlConfig:
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment."""
     wrappers: tuple[str, ...] = ()
-    """Wrappers of each copy, the first one innermost: module:Class or file.py:Class, called with the environment."""
+    """Wrappers of each environment, the first one innermost: module:Class or file.py:Class, called with the environment."""
     vectorization: Literal["auto", "serial", "sync", "async", "vector_entry_point"] = "auto"
-    """serial: step the copies in a plain loop; sync, async, vector_entry_point: Gymnasium's methods; auto: the environment's own
-    vector form from 8 copies on, otherwise serial."""
+    """Method that steps the n_envs copies. serial: a plain loop; sync, async, vector_entry_point: Gymnasium's methods; auto: the
+    environment's own vector form from 8 copies on, otherwise serial."""
     total_timesteps: Annotated[Count, LENGTH, MAIN] = 100_000
-    """Steps of the policy, summed over all copies."""
+    """Steps of the run, summed over the copies of the environment."""
     n_envs: Annotated[Count, MAIN] = 8
     """Copies of the environment that are stepped together. With `tuned`, the default depends on the algorithm and the
     environment."""
     n_steps: Annotated[CountOrZero, MAIN, _NOT_DQN] = 32
-    """Steps of each copy per rollout; 0: complete episodes."""
+    """Steps of each copy of the environment per rollout, which is collected between updates; 0: complete episodes."""
     n_episodes: Annotated[Count, _NOT_DQN] = 1
-    """With n_steps 0: episodes of each copy per rollout."""
+    """With n_steps 0: episodes of each copy of the environment per rollout."""
     batch_size: Annotated[CountOrZero, MAIN] = 0
     """Steps per minibatch (transitions for DQN). 0: the full rollout."""
     n_epochs: Annotated[Count, MAIN, _GRADIENTS] = 1
@@ -142,12 +142,12 @@ class ControlConfig:
     normalize_rewards: Annotated[bool, MAIN] = False
     """Divide rewards by the running standard deviation of the discounted return."""
     log_interval: Count = 1
-    """Rollouts (for DQN: rounds of train_freq transitions) per line of metrics.jsonl. Checkpoints and evaluations happen between
-    lines."""
+    """Rollouts (for DQN: rounds of train_freq transitions) per line of metrics.jsonl. Checkpoints and evaluations happen only
+    after a line."""
     eval_episodes: Annotated[CountOrZero, MAIN] = 100
     """Episodes per evaluation; 0: no evaluation."""
     eval_steps: Annotated[CountOrZero, STEPS, LIVE] = 0
-    """Evaluate every this many lines of metrics; 0: at the end only."""
+    """Evaluate every this many lines of metrics.jsonl; 0: at the end only."""
     eval_max_steps: CountOrZero = 0
     """Steps after which an evaluated episode is cut, with a warning; 0: 30,000 if the environment declares no limit."""
     deterministic_eval: bool = True

@@ -206,7 +206,7 @@ class moving_average(StatefulPsi):
 
 @needs(GROUP)
 def leave_one_out(batch: Batch) -> Tensor:
-    """The return minus the mean return of the other completions of the same prompt.
+    """The return minus the mean return of the K − 1 other completions of the same prompt.
 
     Formula: A_t = R_i − (1/(K−1))·Σ_{j≠i} R_j = K/(K−1) · (R_i − mean(R))
 

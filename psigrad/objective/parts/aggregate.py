@@ -91,9 +91,9 @@ Keep = Callable[..., Tensor]
 
 
 def has_signal(batch: Batch) -> Tensor:
-    """Drop groups whose trajectories all have the same metric M. The trainer then collects other groups in their place.
+    """Drop groups whose trajectories all have the same value M. The trainer then collects other groups.
 
-    Formula: keep i  ⇔  min(M) < max(M) in the group of i; M_i is the metric of trajectory i, or its reward if it has no metric
+    Formula: keep i  ⇔  min(M) < max(M) in the group of i; M_i is trajectory i's reward, or the one that `filter_metric` names
 
     The test is exact equality, since the standard deviation of floats is not 0 for eight rewards of 0.1. The paper compares
     correctness. With a length penalty in the reward, a group of right answers would be kept although it teaches length alone. In
@@ -180,7 +180,7 @@ class top_entropy:
 
 @dataclass(frozen=True)
 class clip_covariance:
-    """Drop a few of the steps that lower the entropy most: likely ones with a high advantage, or unlikely ones with a low one.
+    """Drop a few of the steps that lower the entropy most: likely ones of high advantage, or unlikely ones of low advantage.
 
     Formula: C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A))
              of the steps with low < C_t < high, drop at random as many as `share` of all steps

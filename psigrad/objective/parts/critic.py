@@ -12,10 +12,11 @@ from psigrad.objective.lazy_torch import Tensor, torch
 
 @dataclass(frozen=True)
 class value_loss:
-    """Squared error of the critic against the return R_t = Â_t + V_old(s_t), mean over all steps. Â_t is computed by the psi
-    `returns`; if that is None, by the method's psi before whitening.
+    """Mean squared error of the critic against the return R_t = Â_t + V_old(s_t). The psi `returns` computes Â_t; if it is None,
+    the method's psi before whitening.
 
     Formula: c_V · ½·(V(s_t) − R_t)², and with clip ε: c_V · ½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²)
+             c_V is `coefficient`, ε is `clip`
 
     Source: Schulman et al. 2017, PPO, arXiv:1707.06347, eq. 9; the clip is that of OpenAI's baselines.
 

@@ -94,7 +94,7 @@ def over_group_mean(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class pass_at_k:
-    """A completion's mean advantage in all choices of k from its group that contain it; a choice is scored by its best one.
+    """The mean advantage of the choices of k completions to which a completion belongs. A choice is scored by its best one.
 
     Formula: with G completions in the group, of which m are wrong (their return is at most the threshold `right`),
              P = 1 − C(m, k)/C(G, k) and σ = √(P·(1 − P)): A_t = (1 − P)/σ for a right completion,
@@ -136,7 +136,7 @@ class pass_at_k:
 
 @dataclass(frozen=True)
 class decoupled_group_mean:
-    """The weighted sum of the reward functions' values, each standardised within the group. The sum is scaled over the batch.
+    """The weighted sum S of the rewards, each standardised within the group, divided by the standard deviation of S in the batch.
 
     Formula: A_t = S_i / (std_batch(S) + eps), S_i = Σ_k w_k · (r_ik − mean_group(r_k)) / (std_group(r_k) + eps)
 

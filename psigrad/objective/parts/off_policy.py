@@ -25,7 +25,7 @@ LEAST_LOG_WEIGHT = math.log(1e-8)
 class symmetric_mask(SamplerWeighted):
     """The importance-weighted surrogate, with loss 0 for steps whose probability has moved too far in either direction.
 
-    Formula: L_t = −M_t · w_t · A_t, w_t = π(a_t|s_t) / π_sampler(a_t|s_t)
+    Formula: L_t = −M_t · A_t · π(a_t|s_t) / π_sampler(a_t|s_t)
              M_t = 1 where |π(a_t|s_t) − π_sampler(a_t|s_t)| ≤ δ; else 0
 
     The sign of the advantage does not matter, unlike in `divergence_mask`: a step that moved too far is dropped even if its
@@ -56,8 +56,8 @@ class gamma_weight(SamplerWeighted):
     """The policy gradient, weighted by a smooth function of the sequence's ratio that falls off for large and small ratios.
 
     Formula: L_t = −sg[φ(W)] · A_t · log π(a_t|s_t), φ(W) = W^k · e^(λ·(1 − W)), W = Π_u π(a_u|s_u) / π_sampler(a_u|s_u)
-             k = k_positive and λ = lambda_positive where A_t ≥ 0; sg stops the gradient
-             k = k_negative and λ = lambda_negative where A_t < 0
+             k = k_positive and λ = lambda_positive where A_t ≥ 0
+             k = k_negative and λ = lambda_negative where A_t < 0; sg stops the gradient
 
     φ(1) = 1, so that fresh samples get the plain policy gradient. W is not normalised by the length. Log ratios are limited to
     ±20 per step, and log W to [log 1e-8, 20].

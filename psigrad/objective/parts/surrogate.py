@@ -192,7 +192,7 @@ class soft_clip(RatioSurrogate):
     """The ratio through a sigmoid: the gradient fades smoothly as the ratio moves away from 1, without the clip's sharp edge.
 
     Formula: L_t = −(4/τ)·σ(τ·(ρ_t − 1))·A_t
-             τ = positive where A_t > 0, τ = negative elsewhere
+             τ is the parameter `positive` where A_t > 0, `negative` elsewhere
 
     At ρ = 1 the gradient is that of ρ_t·A_t.
 
@@ -327,7 +327,7 @@ class covariance_penalty(RatioSurrogate):
 class with_imitation:
     """The wrapped surrogate L', plus the cross-entropy of the batch's right answers, so that a solution once found is not lost.
 
-    Formula: L_t = L'_t − coefficient · [R_i ≥ right] · (S / S⁺) · log π(a_t|s_t)
+    Formula: L_t = L'_t − coefficient · [R_i ≥ `right`] · (S / S⁺) · log π(a_t|s_t)
              S is the number of steps in the batch, S⁺ the number of steps of right answers
 
     With the token_mean aggregate the second term is the coefficient times the mean cross-entropy of the right answers' steps.
@@ -381,9 +381,9 @@ PENALTY_KEY = "penalty_coefficient"
 
 @dataclass(frozen=True)
 class kl_penalty:
-    """The importance-weighted surrogate, with a penalty on the distance from the collecting policy.
+    """The importance-weighted surrogate, with a penalty on the distance from the policy that sampled the batch.
 
-    Formula: L_t = −ρ_t·A_t + β·(ρ_t − 1 − log ρ_t)
+    Formula: L_t = −ρ_t·A_t + β·(ρ_t − 1 − log ρ_t), where β starts at `coefficient`
 
     ρ_t − 1 − log ρ_t is never negative, and an unbiased estimate of KL(π_old‖π). Its gradient is unbiased too, because steps were
     sampled from π_old, which does not depend on the parameters. With a `target`, β is doubled when the measured KL is above

@@ -92,7 +92,7 @@ def _check_rows(of: Pairs | Labelled, but: tuple[str, ...] = ()) -> None:
 
 
 def log_ratio(logp: Tensor, ref: Tensor | None, tokens: Tensor) -> Tensor:
-    """The log-ratio of the completion's probabilities under the policy and the reference.
+    """The log-ratio of the completion's probabilities under policy and reference.
 
     Formula: log π(y|x) − log π_ref(y|x)
 
@@ -144,7 +144,7 @@ def _reference(ref: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class logistic:
-    """The Bradley–Terry likelihood of the preference, with a share of the labels assumed to be swapped.
+    """The Bradley–Terry likelihood of the preference, if a share ε (`label_smoothing`) of the labels is swapped.
 
     Formula: −(1 − ε)·log σ(h_w − h_l) − ε·log σ(h_l − h_w)
 
@@ -168,7 +168,7 @@ class logistic:
 
 @dataclass(frozen=True)
 class robust:
-    """The logistic loss made unbiased under labels that are swapped with probability ε.
+    """The logistic loss, made unbiased for labels that are swapped with probability ε (`label_smoothing`).
 
     Formula: −((1 − ε)·log σ(h_w − h_l) − ε·log σ(h_l − h_w)) / (1 − 2ε)
 
