@@ -64,6 +64,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
       trained weights, with any adapter merged in. Its initial weights are saved in `start/` of the run folder.
     - `tokenizer` is a transformers tokenizer or processor, or a name. The default is the model's own tokenizer.
     - `dataset` and `eval_dataset` are a file, folder or hub name, or rows: a list of dicts, a `datasets.Dataset`, a DataFrame.
+    - `reward` is a reward function, the name of one, or several of these.
     - `peft_config` adds a LoRA adapter to the model, in place of the `lora_…` settings.
     - `settings` are the settings of the command line, with the same defaults. Pass them by leaf name (learning_rate=1e-5) or by
       dotted name (**{"optim.learning_rate": 1e-5}). TRL's names are accepted too: `train_dataset`, `processing_class`,
@@ -107,7 +108,10 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
 
 
 def _from_trl(args: Any, method: Any, settings: Mapping[str, Any], *, has_eval_dataset: bool) -> tuple[Any, dict[str, Any]]:
-    """Return (the method of TRL's configuration `args`, its settings, overridden by `settings`). Warn of differences from TRL."""
+    """Return (the method, the settings) of TRL's configuration `args`. The user's own `settings` override its settings.
+
+    Warn of differences from TRL. Raise `UserError` if the user's `method` is not that of `args`.
+    """
     converted = convert_object(args)
     if method not in (converted.trainer, converted.method):
         raise UserError(
@@ -202,12 +206,9 @@ def _load_rows(dataset: Dataset, settings: Mapping[str, Any]) -> Any:
 def _rows(dataset: Dataset, split: str = "train", setting: str = "split", default_split: str = "train") -> Any:
     """Return a dataset in a form that can be read more than once: a name, or a list of rows.
 
-    If `dataset` is a name, return it, as an absolute path if it is a local file or folder. If it is rows, return them as a list.
-    If it is a `DatasetDict`, return the rows of the split that `split` names. A slice in `split`, such as train[:90%], is applied
-    later, when the recipe reads the rows.
-
-    Raise `UserError` if there is no such split; rows without splits only accept `default_split`. `setting` is the name of the
-    setting that gives `split`, for the error message.
+    A name of a local file or folder becomes an absolute path. Of a `DatasetDict`, return the rows of `split`. A slice in `split`,
+    such as train[:90%], is applied later, when the recipe reads the rows. Raise `UserError` if there is no such split; rows
+    without splits only accept `default_split`. Errors name `setting`, the setting that gives `split`.
     """
     name = parse_split(split).name
     if isinstance(dataset, str | os.PathLike):

@@ -107,7 +107,7 @@ def cached(function: C) -> C:
 def settings_of(cls: Any) -> dict[str, Setting]:
     """Return the settings that the command of `cls`, a settings class, reads: {dotted name: setting}, in the order of the fields.
 
-    Sections have the defaults that `cls` gives them.
+    Defaults are those of `cls`, which may differ from those of its sections' classes.
     """
     return {name: setting for name, setting in _fields_of(cls()).items() if name not in unread_settings(cls)}
 
@@ -125,10 +125,7 @@ def unread_settings(cls: Any) -> dict[str, str]:
 
 @cached
 def types_of(cls: Any, notes: bool = False) -> Mapping[str, Any]:
-    """Return {name: type} of a class's fields, with or without the notes of `Annotated`.
-
-    The result is cached, since reading types takes milliseconds.
-    """
+    """Return {name: type} of a class's fields, with or without the notes of `Annotated`. Reading them takes milliseconds."""
     return MappingProxyType(get_type_hints(cls, include_extras=notes))
 
 

@@ -34,8 +34,8 @@ def insert_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mappi
     """Return (a raw row with a mark, `images.MARK`, for each image in its texts; notes on how the images were read).
 
     A row without images is unchanged. `source` names the row in errors. Paths are relative to `base`. The column `images` keeps
-    the images as given, for reward functions. Raises `RowError` for an image that cannot be read. Raises it also if some image
-    parts contain no image, and the column has more or fewer images than there are such parts.
+    the images as given, for reward functions. Raises `RowError` for an image that cannot be read, and if there are image parts
+    without an image, but not as many as images in the column.
     """
 
     def fail(column: str, reason: str) -> NoReturn:
@@ -85,9 +85,9 @@ def _path(text: str | os.PathLike[str], base: Path) -> Path:
 
 
 def _put_first(made: dict[str, Any], conversations: list[str], marks: str, column: str, fail: Fail) -> None:
-    """Put `marks` before the first user's text of the row `made`: in its `conversations`, or else in its prompt, a text.
+    """Insert the image marks `marks` before the first user's text of each conversation in `made`, or else before its prompt.
 
-    `conversations` are columns. Errors name `column`, which contains the images.
+    `conversations` names the columns with messages. Errors name `column`, which has the images.
     """
     asked = [name for name in conversations if name in _ASKED] or [name for name in conversations if made.get("prompt") is None]
     for name in asked:
@@ -136,7 +136,7 @@ class _Reader:
         return {"type": "text", "text": self.mark(own, where)}
 
     def mark(self, given: Any, where: str, advice: str = "") -> str:
-        """Read an image and return its mark (`images.MARK`). An error names the place `where`, and ends with `advice`."""
+        """Read and register the image `given`. Return its mark (`images.MARK`). Errors name `where` and end with `advice`."""
         try:
             picture, moves = read(given, self.base)
         except (OSError, ValueError) as error:
@@ -343,11 +343,8 @@ def _text(part: Any) -> Any:
 
 
 def refuse_marks(raw: Mapping[str, Any], fail: Fail, further: str) -> None:
-    """Call `fail` for a text with an image mark. If `further` is not "", as for rows with images, call it for any U+FFFC.
-
-    Do not recurse: rows may be deep.
-    """
-    stack: list[tuple[str, Any]] = list(raw.items())
+    """Call `fail` if a text in `raw` has an image mark. If `further` is not "", call it also for U+FFFC, which delimits marks."""
+    stack: list[tuple[str, Any]] = list(raw.items())  # no recursion: rows may be deep
     while stack:
         path, value = stack.pop()
         if isinstance(value, str):

@@ -19,7 +19,7 @@ SHOWN, _LONGEST = 3, 2000
 
 
 class Segment(NamedTuple):
-    """Adjacent text of a row with one `kind` of tokens: prompt, trained, masked (no loss, after trained tokens) or sampled."""
+    """Adjacent tokens as text. `kind`: prompt, trained, masked (after trained tokens, no loss) or sampled (a placeholder)."""
 
     kind: str
     text: str
@@ -33,9 +33,9 @@ class RenderedRow(NamedTuple):
 
 
 def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -> list[RenderedRow]:
-    """Return the text that the model reads for a row, with special tokens; for a preference pair two texts, one per answer.
+    """Return one `RenderedRow`, with special tokens, for each text that the model reads for `row`. A preference pair has two.
 
-    `separator` ends each step of a stepwise row. Of a `Segment` of more than 2,000 characters, the middle is omitted.
+    `separator` ends each step of a stepwise row. A `Segment` of more than 2,000 characters is shortened in its middle.
     """
     if row.steps:
         made = encode_steps(tokenizer, row, separator)

@@ -54,12 +54,12 @@ def load(
 ) -> LoadedRows:
     """Load the rows of a JSONL, JSON, Parquet, CSV or TSV file, a folder of them or of `Dataset.save_to_disk`, or a hub dataset.
 
-    `split` may be a slice, as in `datasets`: train[:90%], train[100:]. If file names in a folder contain split words (train,
-    validation, test and their usual variants), only the files of the split are read. In a source without splits, such as a file,
-    the split in its name and each name in `single` stand for all rows. A hub configuration is named after a colon:
-    "openai/gsm8k:main". "task:NAME" makes rows of a reasoning-gym task. With `max_rows` only the first rows are read, and a hub
-    dataset is streamed. `columns` renames some columns (`dataset_layouts.map_columns`). `urls` downloads images that rows name by
-    URL (`image_urls.download`).
+    `form` is a name of `FORMS` or "sft". `split` may be a slice, as in `datasets`: train[:90%], train[100:]. If file names in a
+    folder contain split words (train, validation, test and their usual variants), only the files of the split are read. A source
+    without splits, such as a file, accepts the split in its name and the names in `single`; each selects all rows. A hub
+    configuration is named after a colon: "openai/gsm8k:main". "task:NAME" makes rows of a reasoning-gym task. With `max_rows`
+    only the first rows are read, and a hub dataset is streamed. `columns` renames some columns (`dataset_layouts.map_columns`).
+    `urls` downloads images that rows name by URL (`image_urls.download`).
 
     Raise UserError naming file, line, column and reason. With `bad_rows="skip"`, malformed rows are skipped and returned as
     `skipped`; only an unreadable file raises an error.
@@ -79,9 +79,9 @@ def from_rows(
     columns: Mapping[str, str] | None = None,
     urls: bool = False,
 ) -> LoadedRows:
-    """Check rows in memory: a list of dicts, a `datasets.Dataset`, any iterable of mappings. See `load` for the arguments.
+    """Check rows in memory: a list of dicts, a `datasets.Dataset`, any iterable of mappings. Errors call them `source`.
 
-    Rewards get plain values: tensors and arrays, as a `Dataset` with a format gives them, become numbers and lists.
+    `load` explains the other arguments. Tensors and arrays, as in a `Dataset` with a format, become numbers and lists.
     """
     if isinstance(iterable, Mapping):
         parts = ", ".join(map(str, iterable))
@@ -96,7 +96,7 @@ def remove_format(rows: Any) -> Any:
 
 
 def _to_plain(value: Any, depth: int = 0) -> Any:
-    """Return a value with arrays and tensors as lists and numbers; the same object if it has none above depth `MAX_DEPTH`."""
+    """Return `value` with arrays and tensors as lists and numbers, down to the depth `MAX_DEPTH`. `depth` is that of `value`."""
     if depth > MAX_DEPTH:  # the checks reject such depths
         return value
     if isinstance(value, dict):
@@ -115,8 +115,8 @@ def hold_out(parts: Sequence[Sequence[Row]], counts: Sequence[int], seed: int = 
 
     About `counts` rows of each part are held out, drawn with `seed`. The rows of a prompt, in any part, are all trained on or all
     held out. Prompts are drawn in random order, and skipped if they would exceed a count. If every prompt of a part was skipped,
-    hold out one that has at most twice the wanted rows. If none is that small, hold out single rows; only then can a prompt be
-    in both. The two answers of a pair stay together.
+    hold out one that has at most twice the wanted rows. If none is that small, hold out single rows; only then can a held-out
+    prompt also be trained on. The two answers of a pair stay together.
 
     Raise UserError if no row is left to train on.
     """
@@ -192,7 +192,7 @@ def _prompt_key(row: Row) -> bytes:
 def _collect(
     records: Records, form: str, name: str, bad_rows: str, columns: Mapping[str, str], base: Path, urls: bool
 ) -> LoadedRows:
-    """Check the records of the dataset `name`, as `load` describes. Images' paths are relative to their row's file, in `base`."""
+    """Check the records of the dataset `name` in folder `base`; see `load`. Images' paths are relative to their row's file."""
     if form not in (known := ["sft", *FORMS]):
         raise UserError(f"The dataset form {form!r} is unknown; it must be one of {', '.join(known)}{nearest(form, known)}")
     if bad_rows not in ("stop", "skip"):
@@ -252,9 +252,9 @@ class MixturePart(NamedTuple):
 
 
 def parse_mixture(dataset: object) -> list[MixturePart]:
-    """Return the datasets of a list of names, where "a.jsonl:0.7" has a weight at the end. Anything else is one dataset.
+    """Return the datasets in a list of names, in which "a.jsonl:0.7" has the weight 0.7. Rows or a single name are one dataset.
 
-    Raise `UserError` if only some have a weight, or if a weight is 0.
+    Raise `UserError` if only some names have a weight, or if a weight is 0.
     """
     if not isinstance(dataset, list | tuple) or not dataset or not all(isinstance(name, str) for name in dataset):
         return [MixturePart(dataset, None)]
@@ -301,9 +301,9 @@ HELD_OUT, _HELD_OUT_PAIRS, ONE_OF = 64, 256, 10
 def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: Log | None = None) -> tuple[list[Row], list[Row]]:
     """Return (training rows, held-out rows).
 
-    Without an eval dataset, `eval_prompts` rows are held out, drawn with `seed`. If that is None, a tenth of the rows is held
-    out, but at most 64 in all, or 256 comparisons. With several datasets, each contributes its share to both, and at most a tenth
-    of its rows is held out. `log` receives the counts of recognised, skipped and held-out rows.
+    `eval_prompts` held-out rows are drawn with `seed`, from the eval dataset if there is one, else from all datasets by their
+    weights or sizes. If `eval_prompts` is None, the number is 64, or 256 for comparisons, labelled answers and labelled steps;
+    without an eval dataset it is at most a tenth of each dataset. `log` receives counts of recognised, skipped, held-out rows.
     """
     shares = parse_mixture(data.dataset)
     parts = _read_each(data, form, shares, data.split, log, single=SINGLE[:1])
@@ -340,7 +340,7 @@ def read_dataset(data: Data, form: str, dataset: Any, split: str, log: Log | Non
 
 
 def form_of(data: Data) -> str:
-    """Return the form of the first row of the first dataset; empty if it has none. The form of a prompt with answer is "sft"."""
+    """Return the form of the first dataset's first row; "" if the row fits no form. A prompt with its answer is of form "sft"."""
     first = parse_mixture(data.dataset)[0].dataset
     for form in ("preference", "unpaired-preference", "stepwise", "sft", "prompt-only"):
         with contextlib.suppress(UserError):

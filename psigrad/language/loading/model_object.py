@@ -66,8 +66,8 @@ class ModelObject:
     def save_start(self, folder: Path, world: World, allowed: bool) -> None:
         """Save the initial weights in `folder`. If `folder` already has initial weights, load them into the network instead.
 
-        Raises `UserError` with fsdp, and if the run in that folder started from a model of another class, or from other weights
-        without `allowed`.
+        Raises `UserError` with fsdp, and if the run of this `folder` started from a model of another class or, unless
+        `allowed`, from other weights.
         """
         network = self.network
         assert network is not None

@@ -127,7 +127,7 @@ class LanguageModel(Pretrained):
         return super().trainable() | head
 
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
-        """Return the logit of each completion token in `texts`, [N, T]. Log-probs would hide differences between small ones."""
+        """Return the logit [N, T] of each completion token in `texts`. In log-probs, log V would hide errors of small logits."""
         self.switch(self.train_mode and torch.is_grad_enabled())
         forward = lay_out(texts, self.device, packed)
 
@@ -220,10 +220,10 @@ class LanguageModel(Pretrained):
         packed: bool | None = None,
         cache: ActivationCache | None = None,
     ) -> tuple[TokenStats, Targets]:
-        """Return (the statistics of `evaluate` as tensors [M] over the target tokens, the `Targets` with the tokens' positions).
+        """Return (statistics [M] of the M target tokens, the `Targets` with the positions of these tokens).
 
-        With `entropy` "figure" the entropy is for logging, and may have no gradient. `accuracy` and `mean_logp` request `hit`
-        and `mean_logp` of `TokenStats`.
+        `evaluate` explains the arguments that it has as well. With `entropy` "figure" the entropy is for logging, and may have
+        no gradient. `accuracy` and `mean_logp` request `hit` and `mean_logp` of `TokenStats`.
         """
         self.switch(self.train_mode and torch.is_grad_enabled())
         whole = lay_out(inputs, self.device, packed if packed is not None else not self.why_padded)
@@ -267,7 +267,7 @@ class LanguageModel(Pretrained):
         """Return (hidden states, head): `_target_hidden` of the reference model `other`, without gradient.
 
         If `other` is this model itself, its adapter is disabled. `inputs` are the policy's tokens, and `forward` is their layout
-        for a pass. If `request` has inputs for the reference, they replace both.
+        for a pass. If `request.inputs` is set, the reference reads these tokens instead.
         """
         theirs = replace(forward, cached=None, experts=None)
         if request.inputs is not None or other.why_padded != self.why_padded:

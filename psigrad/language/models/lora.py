@@ -265,7 +265,7 @@ def check_peft_warnings() -> Iterator[None]:
 
 
 def is_beside_towers(adapter: Path) -> bool:
-    """Return True if a saved adapter was trained on a model with towers, in which `language_model` is one module of several."""
+    """Return True if a saved adapter was trained on a model with towers (encoders of images), beside its `language_model`."""
     import peft
 
     try:
@@ -372,7 +372,7 @@ class CountedDropout(nn.Module):
         return x.masked_fill(dropped.reshape(x.shape), 0.0) / (1 - self.threshold / _VALUES)
 
     def _tokens_of(self, x: Tensor) -> Tensor:
-        """Return, for each row of x, the hash (`hash_tokens`) of the text up to it. Raise `UserError` if x lacks tokens."""
+        """Return the hash (`hash_tokens`) of the text up to each row of `x`. Raise `UserError` if `x` lacks some tokens."""
         tokens = self.masks.tokens
         assert tokens is not None, "no forward pass has given its text"
         if x.shape[:2] == tokens.shape or len(x) == tokens.numel():

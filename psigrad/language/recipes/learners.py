@@ -206,10 +206,10 @@ class CheckpointWriter:
             job.result(self._await_all_ranks(job) if seconds is None and self._journal.world.lockstep else seconds)
 
     def _await_all_ranks(self, job: Future[None]) -> float | None:
-        """Wait until the writes of all ranks have ended, or one has failed. `job` is this rank's write.
+        """Wait until all ranks have written their parts of the checkpoint, or one has failed. `job` is this rank's write.
 
-        Return None, or the seconds to wait for other ranks if one has failed. A stalled rank is detected here as well; otherwise
-        the write would block for hours.
+        Return how many seconds `job` may still take: `LEFT` if a write has failed, otherwise None, for no limit. A stalled rank
+        is detected here as well; otherwise the write would block for hours.
         """
         states = [0]
         while 0 in states and 2 not in states:

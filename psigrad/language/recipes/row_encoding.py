@@ -153,8 +153,8 @@ def prepare(
 ) -> PreparedRows[T]:
     """Return the rows that `make` prepares, or read them from the cache of an earlier start with the same files and settings.
 
-    The messages that were logged when the cache was written are logged again. With several ranks, rank 0 prepares the rows
-    first. A rank that shares its disk then reads the memory-mapped cache; any other rank prepares the rows itself.
+    `settings` are further values on which the rows depend, for the cache key. The messages that were logged when the cache was
+    written are logged again. Rank 0 prepares the rows first. Other ranks read the cache from its disk, or prepare their own.
     """
     folder = journal.folder.path / "images"
     images.store_in(folder)

@@ -23,7 +23,7 @@ Aggregate = Callable[[Tensor, Totals], Tensor]
 
 
 def token_mean(mask: Tensor, totals: Totals) -> Tensor:
-    """The mean over all steps of all sequences: a long sequence weighs more.
+    """Return the weights w [N, T] of the mean over all steps of all sequences. A long sequence weighs more.
 
     Formula: w_t = 1 / (number of steps in all sequences)
 
@@ -36,7 +36,7 @@ def token_mean(mask: Tensor, totals: Totals) -> Tensor:
 
 
 def sequence_mean(mask: Tensor, totals: Totals) -> Tensor:
-    """The mean over the steps of each sequence, then over sequences: a step of a long sequence weighs less.
+    """Return the weights w [N, T] of the mean over each sequence's steps, then over sequences. Long sequences' steps weigh less.
 
     Formula: w_t = 1 / (|y| · number of sequences), |y| the number of steps of the sequence
 
@@ -49,7 +49,7 @@ def sequence_mean(mask: Tensor, totals: Totals) -> Tensor:
 
 
 def sequence_sum(mask: Tensor, totals: Totals) -> Tensor:
-    """The sum over the steps of each sequence, then the mean over sequences: the log-probability of the whole trajectory.
+    """Return the weights w [N, T] of the sum over each sequence's steps, as in its log-probability, then the mean over sequences.
 
     Formula: w_t = 1 / (number of sequences)
 
@@ -63,7 +63,7 @@ def sequence_sum(mask: Tensor, totals: Totals) -> Tensor:
 
 @dataclass(frozen=True)
 class fixed_length:
-    """The sum over the steps of each sequence divided by a constant, then the mean over sequences: no length bias.
+    """The weights w of the sum over each sequence's steps divided by a constant, then the mean over sequences: no length bias.
 
     Formula: w_t = 1 / (n · number of sequences)
 
@@ -124,7 +124,7 @@ def not_truncated(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class top_k:
-    """Keep the k best trajectories of each group. Among equal returns the earlier trajectory comes first.
+    """Keep the k trajectories of each group with the greatest returns R. Of equal returns, the earlier comes first.
 
     Formula: keep i  ⇔  R_i is among the k greatest of its group
 
@@ -142,13 +142,13 @@ class top_k:
             raise ValueError(f"top_k has k={self.k}; expected at least 1.")
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Return [N]: True for the k best completions of each group."""
+        """Return [N]: True for the k trajectories of each group with the greatest returns."""
         return rank_in_group(batch.sequence_reward, batch.group) < self.k
 
 
 @dataclass(frozen=True)
 class top_entropy:
-    """Train only on the steps of the batch at which the policy was least sure. The other steps still count in w.
+    """Train only on the batch's steps at which the policy was least sure. The others still count in the denominator of w_t.
 
     Formula: keep t  ⇔  H(π_old(·|s_t)) is at least the (1 − share) quantile of this entropy over all steps of the batch
 

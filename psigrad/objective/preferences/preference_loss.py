@@ -161,7 +161,7 @@ class logistic:
         _check_smoothing(self.label_smoothing)
 
     def __call__(self, chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-        """Return the loss of each pair, from the scores h_w and h_l of its two completions."""
+        """Return the loss [N] of pairs from h_w (`chosen`) and h_l (`rejected`), which have the factor `beta` already."""
         h, e = chosen - rejected, self.label_smoothing
         return -(1 - e) * logsigmoid(h) - (e * logsigmoid(-h) if e else 0)  # 0·∞ is NaN where π(rejected) = 0
 
@@ -185,7 +185,7 @@ class robust:
         _check_smoothing(self.label_smoothing)
 
     def __call__(self, chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-        """Return the loss of each pair, from the scores h_w and h_l of its two completions."""
+        """Return the loss [N] of pairs from h_w (`chosen`) and h_l (`rejected`), which have the factor `beta` already."""
         h, e = chosen - rejected, self.label_smoothing
         return -((1 - e) * logsigmoid(h) - e * logsigmoid(-h)) / (1 - 2 * e)
 

@@ -26,8 +26,8 @@ def templates_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 def check_arguments(templates: Sequence[str], kwargs: Mapping[str, Any]) -> None:
     """Raise `UserError` for templates that are not valid Jinja and for arguments that have no effect or the wrong type.
 
-    An argument has no effect if no template reads it. Its type is wrong if it differs from the values that the template compares
-    it with or tests it for: `"fals"` is neither true nor false.
+    An argument has no effect if no template reads it. Its type is wrong if the templates only compare it with values of other
+    types. In a condition they expect a boolean, so `"fals"` is wrong.
     """
     read = [_kinds_read(text) for text in templates]
     names = {"chat_template"}.union(*read)
@@ -63,7 +63,7 @@ def _kinds_read(template: str) -> dict[str, set[type]]:
 
 
 def _kinds(use: nodes.Node, above: Mapping[int, nodes.Node]) -> Iterator[type]:
-    """Yield the types of value that `use`, an occurrence of a name, expects. `above` maps the id of a node to its parent."""
+    """Yield the types that one `use` of a variable in a template expects. `above` maps the id of each node to its parent."""
     node = above[id(use)]
     beside = [child for child in node.iter_child_nodes() if child is not use]
     if isinstance(node, nodes.Test) and node.name in ("defined", "undefined", "none"):

@@ -107,7 +107,7 @@ class Block:
 
 
 def native() -> Kernels:
-    """Return the C++ kernels. They are always available here, because only the fused decoder, which needs them, has blocks."""
+    """Return the C++ kernels. They are always available here: only the fused decoder, which needs them too, makes a `Block`."""
     found = kernels()
     assert not isinstance(found, str), found
     return found
@@ -174,7 +174,7 @@ class ActivationCache:
         return self._slab(slab, parts), place
 
     def add(self, count: int, parts: RowLayout, now: list[Version], layers: Layers | None = None) -> None:
-        """Add `count` rows with the layout `parts`, copied from `layers`; None: the caller has written them, see `reserve`.
+        """Add `count` rows with the layout `parts`, copied from `layers`. If it is None, the caller has written them (`reserve`).
 
         `now` are the versions of the weights that computed the activations.
         """
@@ -257,9 +257,9 @@ class CacheHit:
         return self._gather([(index, part, self._of(target_rows))])[0]
 
     def saved_for_backward(self, index: int, target_rows: Tensor | None = None) -> tuple[Tensor | None, list[Tensor]]:
-        """Return (a layer's input, the tensors that `Layer.forward` stored), for the layer's backward pass.
+        """Return (a layer's input, the tensors that `Layer.forward` stored), for the backward pass of layer `index`.
 
-        The input is None for the first layer. Tensors that `Layer.forward` computes only for output rows have the rows
+        The input is None for the first layer. Tensors that the last layer computes only for output rows are those of the tokens
         `target_rows`.
         """
         some, parts = self._of(target_rows), range(1, len(self._parts.kinds[index]))
@@ -306,7 +306,7 @@ class Projection:
         return [x for x in (*self.matrices, *(self.low or ())) if isinstance(x, Tensor)]
 
     def pack(self, products: Products) -> PackedProjection:
-        """Pack the matrices for the decoding kernels. Quantised matrices already have the kernels' layout."""
+        """Pack the matrices for the decoding kernels of `products`. Quantised matrices already have the kernels' layout."""
         low = None if self.low is None else (products.pack(self.low[0]), products.pack(self.low[1]))
         coded = [x for x in self.matrices if isinstance(x, CodedMatrix)]
         if coded:  # a group's matrices have the same input, so all of them are coded
@@ -328,7 +328,7 @@ class PackedProjection:
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """(address of the packed matrix, address of the table of quantised matrices); 0 for the one that is absent."""
+        """(address of the packed matrix, address of the table of quantised matrices). A projection has one; the other is 0."""
         return (0 if self.matrix is None else self.matrix.panels.data_ptr(), 0 if self.table is None else self.table.data_ptr())
 
     @property
@@ -337,7 +337,7 @@ class PackedProjection:
         return 0 if self.low is None else self.low[0].shape[0]
 
     def multiply(self, x: Tensor, out: Tensor, residual: Tensor | None, products: Products) -> Tensor:
-        """Write to `out` x times the matrices, concatenated, plus `residual`, biases and LoRA terms. Return `out`."""
+        """Compute by `products` out ← x times each matrix, concatenated, + `residual` + biases + LoRA terms. Return `out`."""
         base = self.bias if residual is None else residual
         if self.matrix is None:
             products.multiply_codes(x, self.coded, out, base)

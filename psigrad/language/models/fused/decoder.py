@@ -222,7 +222,10 @@ class Decoder:
         return any(layer.adapted for layer in self.layers)
 
     def _run(self, x: Tensor, how: PassArguments, selection: Sequence[RowSelection], keep: ActivationCache | None) -> Tensor:
-        """Run all layers without gradient, each on its rows in `selection`. Store activations in `keep`; return the output."""
+        """Return the last layer's output for embeddings `x`, without gradient. Each layer runs on its rows in `selection`.
+
+        Store the activations in `keep`. `how` has the other arguments of the layers.
+        """
         now = versions(self.parameters) if keep is not None or how.layout.packed_weights is not None else []
         y = self._step(x, how, keep, now) if self.at_once and not self.in_shards else None
         if y is not None:
@@ -246,10 +249,10 @@ class Decoder:
         return x
 
     def _step(self, x: Tensor, how: PassArguments, keep: ActivationCache | None, now: list[Version]) -> Tensor | None:
-        """Run one decoding step through all layers in one kernel call, which writes activations directly into the cache `keep`.
+        """Run a decoding step on embeddings `x` in one kernel call for all layers. It writes activations into the cache `keep`.
 
-        Return the last layer's output. Return None, without computing anything, if this is no decoding step or a matrix cannot be
-        packed. `now` are the current versions of the weights (`versions`).
+        Return the last layer's output. Return None, without computing anything, if `how` describes another pass, or if a matrix
+        cannot be packed. `now` are the current versions of the weights (`versions`).
         """
         packed_weights, slots, rows = how.layout.packed_weights, how.layout.slots, len(x)
         if packed_weights is None or slots is None:
@@ -301,9 +304,9 @@ def _heads(base: Any, config: Any, family: Family, attending: dict[int, Any], ep
 
 
 def _order(layers: Sequence[Any], ropes: Sequence[str | None]) -> list[Layer]:
-    """Return those of the attention layers `layers` that compute keys and values, and number them (`Layer.order`).
+    """Return the attention layers in `layers` that compute keys and values, and number them (`Layer.order`).
 
-    Any other layer reads those of the last earlier layer with the same rotary embedding, whose name `ropes` has for each layer.
+    `ropes` names each layer's rotary embedding. Any other layer reads those of the last earlier layer with the same embedding.
     """
     latest: dict[str | None, Layer] = {}
     keyed: list[Layer] = []
@@ -317,7 +320,7 @@ def _order(layers: Sequence[Any], ropes: Sequence[str | None]) -> list[Layer]:
 
 
 def _layer_inputs(base: Any, native: Kernels) -> Any:
-    """Return the `LayerInputs` of a model that has them, otherwise None."""
+    """Return the `LayerInputs` of a model whose layers read a second embedding table (Gemma 4), otherwise None."""
     if not getattr(base, "hidden_size_per_layer_input", 0):
         return None
     from psigrad.language.models.fused.gemma4 import LayerInputs

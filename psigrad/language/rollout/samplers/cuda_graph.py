@@ -57,14 +57,13 @@ class Room(NamedTuple):
 class CudaGraphDecoding:
     """Recorded decoding steps of a model (CUDA graphs), and their cache, whose slots have full capacity from the start.
 
-    Both persist between calls, since a recording contains the memory addresses of the cache and of the weights. A recording is
-    specific to one sampling distribution and one shape: 1, 2, 4, … slots, the number of tokens read from each, and, if prompts
-    are stored once, the numbers that `_seated` returns. Empty slots write keys and values where the next prompt will overwrite
-    them, and their draws are ignored.
+    They persist between calls, since a recording contains the memory addresses of the cache and of the weights. A recording is
+    specific to one sampling distribution and one shape: 1, 2, 4, … slots, the number of tokens read from each, and the numbers
+    that `_seated` returns. Empty slots draw tokens, which are ignored, and write keys and values that the next prompt overwrites.
     """
 
     def __init__(self, model: LanguageModel, room: Room, wanted: Room | None = None, record: Recorder | None = None) -> None:
-        """Create a cache of `room`, perhaps reduced from `wanted`. `record` records a step. Call `begin` before each batch."""
+        """Create a cache of `room`: `wanted`, if memory allows, or less. `record` records a step. Call `begin` before a batch."""
         self.model, self.wanted = model, wanted or room
         self.cache = GroupedCache(*room) if room.prompts else KVCache(*room[:2])
         self.weights = weight_addresses(model)
@@ -92,7 +91,7 @@ class CudaGraphDecoding:
             del self._kept[oldest]
 
     def decode(self, last: np.ndarray, counts: np.ndarray, seeds: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """Decode up to `steps` tokens for every active slot, from its last token, number of tokens and seed, [active] each.
+        """Decode up to `steps` tokens for each active slot, from its last token, number of drawn tokens and seed, [active] each.
 
         Returns (ids [steps, active], log-probs [steps, 2, active]); the 2 are under the policy and the sampling distribution.
         """
@@ -116,8 +115,8 @@ class CudaGraphDecoding:
         return min(between if _NARROWEST < wanted <= between else wide, most)
 
     def _seated(self, size: int) -> tuple[int, ...]:
-        """Copy the grid of prompts × completions (`Seats`) for `size` slots to the device. Return (the number of its places, the
-        completions per prompt, the cached tokens that a step reads of each prompt). If the cache is no `GroupedCache`, return ().
+        """Copy the arrays of `Seats`, a grid of prompts × completions, for `size` slots to the GPU. Return (places in the grid,
+        completions per prompt, cached tokens that a step reads of each prompt), or () if the cache is no `GroupedCache`.
         """
         if not isinstance(self.cache, GroupedCache):
             return ()

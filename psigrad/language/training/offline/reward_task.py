@@ -62,7 +62,10 @@ class RewardTask:
         return {name: float(term) for name, term in loss.terms.items()}, (lead[:, 0] - lead[:, 1]).tolist()
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float | str]:
-        """Return loss, accuracy with its 95 % interval, a mark per pair (`marks_of`), and σ(margin)'s calibration; see `Task`."""
+        """Return loss, accuracy with its 95 % interval and each pair's result (`marks_of`), and calibration of σ(margin).
+
+        A forward pass has at most `budget` tokens; see `Task`.
+        """
         lead = torch.zeros(len(self), dtype=torch.float64)
         parts = pack_by_tokens([p.tokens for p in self.pairs], budget, num_teams(world))
         found = map_shared(world, parts, self._judge)
