@@ -47,6 +47,7 @@ LARGE_SIZES = {
     "num_attention_heads": 12,
     "head_dim": 64,
     "vocab_size": 16384,
+    "vocab_size_per_layer_input": 16384,
     "shared_intermediate_size": 2048,
     "moe_intermediate_size": 768,
     "mamba_n_heads": 24,
