@@ -213,7 +213,7 @@ def figures(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def number(value: Any) -> float:
-    """Return a JSON value as a float. Strings such as "NaN" and "Infinity" are converted; any other value becomes NaN."""
+    """Return a JSON number as a float. Strings such as "NaN" and "Infinity" are converted; any other value becomes NaN."""
     if isinstance(value, str):
         return _NON_FINITE.get(value, math.nan)
     if not isinstance(value, int | float):

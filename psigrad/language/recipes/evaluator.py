@@ -147,7 +147,7 @@ def describe_sensitivity(values: Sequence[Sequence[float]], metric: str) -> str:
 
 
 def _over_prompts(name: str, values: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return `name`/mean, the mean of each prompt's mean value, and its 95 % interval, `name`/low and `name`/high."""
+    """Return `name`/mean, the mean over prompts of a prompt's mean value, and its 95 % interval, `name`/low and `name`/high."""
     if not values:
         return {}
     means = [math.fsum(group) / len(group) for group in values]
