@@ -42,7 +42,7 @@ class CheckpointError(UserError):
 
 @dataclass(frozen=True)
 class Latest:
-    """The newest intact checkpoint, or None. `ignored` has an error message for each newer checkpoint, which is damaged."""
+    """The newest intact checkpoint, or None. `ignored` has an error message for each newer, damaged one."""
 
     path: Path | None
     step: int = 0

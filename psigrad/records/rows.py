@@ -41,7 +41,7 @@ def merge_by_step(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]
 
 
 def first_and_last(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the first and the last evaluation of a run as a list, or a list of one if the two are equal."""
+    """Return [`before`, `after`], the first and the last evaluation of a run, or [`after`] if the two are equal."""
     return [after] if before == after else [before, after]
 
 

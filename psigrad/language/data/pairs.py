@@ -54,7 +54,7 @@ def encode_steps(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = 
 
 
 def longest_text(made: Pair | LabelledAnswer | Steps) -> int:
-    """Return the number of tokens of a prompt with its answer; for a pair, with the longest of its answers' texts."""
+    """Return the number of tokens of an encoded row: its prompt with the answer; for a pair, with the longest answer text."""
     if not isinstance(made, Pair):
         return made.tokens
     return len(made.prompt) + max(len(text.ids) for side in (made.chosen, made.rejected) for text in side.texts)

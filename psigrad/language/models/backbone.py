@@ -236,7 +236,7 @@ class Pretrained(ABC):
         return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
     def placed(self, inputs: ForwardInputs) -> ForwardInputs:
-        """Return packed inputs with positions and attention as their images need. Raises `UserError` if the model reads none."""
+        """Return packed inputs with the positions and attention that images need. Raises `UserError` if the model reads none."""
         vision = self._check_images(inputs)
         return inputs if vision is None else vision.apply_layout(inputs)
 

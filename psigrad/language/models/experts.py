@@ -46,7 +46,7 @@ class LoadBalancing:
         return {"output_router_logits": True} if torch.is_grad_enabled() else {}
 
     def compute(self, output: Any, mask: Tensor | None = None) -> None:
-        """Compute the auxiliary loss of `output.router_logits` for `add_to` if gradients are on. `mask` [B, S] is 0 at padding."""
+        """If gradients are on, keep the auxiliary loss of `output.router_logits` for `add_to`. `mask` [B, S]: 0 at padding."""
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         logits = getattr(output, "router_logits", None)

@@ -175,7 +175,7 @@ def differentiates_ratio(surrogate: Surrogate) -> bool:
 
 
 def clip_fractions(surrogate: Surrogate, log_ratio: Tensor, advantage: Tensor) -> dict[str, Tensor]:
-    """Return {TRL's name of a clip metric: mask [N, T]}: the steps that `clip` bounds, or where A > 0 and ρ > cap."""
+    """Return {TRL's name of a clip metric: mask [N, T]}: the steps that `clip` bounds, or where A > 0 and ρ > `cap`."""
     surrogate = innermost(surrogate)
     ratio = exp_ratio(log_ratio.detach())
     if isinstance(surrogate, clip):

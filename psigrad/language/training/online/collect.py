@@ -170,7 +170,7 @@ def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int)
 
 
 def update_ledger(ledger: Mapping[str, int], cursor: int, collected: Collected) -> dict[str, int]:
-    """Return `ledger` plus the prompts of `collected`; `check_balance` checks the result. `open_ledger` has the arguments."""
+    """Return `ledger` plus the prompts of `collected`, checked by `check_balance`. `open_ledger` explains the arguments."""
     entries = add_entries(open_ledger(ledger, cursor), collected.entries)
     check_balance(entries, collected.cursor)
     return entries
