@@ -396,5 +396,5 @@ class Run:
     """Draw report.html at the end."""
 
     def steps(self, rows: int, per_step: int) -> int:
-        """Return the number of steps of a run on `rows` rows, `per_step` in each step; 0 if neither rows nor steps are known."""
+        """Return `max_steps`, or else the steps that `num_train_epochs` over `rows` rows take with `per_step` rows in each."""
         return self.max_steps or math.ceil(self.num_train_epochs * rows / per_step)

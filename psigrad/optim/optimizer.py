@@ -81,7 +81,7 @@ class Weight:
         return self.local.grad if self.master.grad is None else self.master.grad
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint stores: the rule's state by name, and the float32 master as "master"."""
+        """Return the tensors that a checkpoint stores: the rule's state by name, and a float32 master, if any, as "master"."""
         return self.state if self.no_master or not self.is_half else {**self.state, "master": self.master.detach()}
 
     def update(self, gradient: Tensor, weight_decay: float) -> Update:

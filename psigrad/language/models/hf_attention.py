@@ -41,7 +41,7 @@ def attention(
     layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention; transformers calls this function. With a `layout`, `attention_mask` and dropout are ignored."""
+    """Compute attention for transformers: return (output, None). With a `layout`, `attention_mask` and dropout are ignored."""
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     plain = softcap is None and sinks is None
     if layout is None and plain:

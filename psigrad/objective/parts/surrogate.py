@@ -276,7 +276,7 @@ class geometric_clip(RatioSurrogate):
             raise ValueError(f"geometric_clip has low={self.low} and high={self.high}; expected distances of at least 0.")
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
-        """Return the loss [N, T] of each step."""
+        """Return the loss [N, T] of each step. The geometric mean is over the steps of a sequence where `mask` is True."""
         least = torch.where(advantage > 0, log_ratio.new_tensor(-math.inf), -self.low)
         most = torch.where(advantage > 0, log_ratio.new_tensor(self.high), math.inf)
         clipped = zero_outside(mask, log_ratio.clamp(least, most))

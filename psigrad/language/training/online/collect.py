@@ -78,7 +78,7 @@ class InFlight:
     end: int | None
 
     def result(self) -> Collected:
-        """Wait for the thread, and return the completions."""
+        """Wait for the thread, and return its result."""
         return self.found.result()
 
 
