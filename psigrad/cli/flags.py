@@ -72,7 +72,7 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
     Flags beat overrides, overrides beat the file, the file beats `defaults`, and these beat the defaults of the class. Print help
     and exit on --help. Raises `UserError` for anything unknown, with the nearest known name.
     """
-    parser = _parser(cls, command, defaults or {}, every="--help-all" in arguments, told=asks_for_help(arguments))
+    parser = _parser(cls, command, defaults or {}, every="--help-all" in arguments, texts=asks_for_help(arguments))
     parser.description = about or parser.description
     arguments = join_columns(arguments, names_of(cls))
     # Overrides are removed first, since a flag with several values would consume an override after it. A column mapping only
@@ -124,7 +124,7 @@ def join_columns(arguments: Sequence[str], settings: Container[str] = ()) -> lis
 def parse_known(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, list[str]]:
     """Return (settings of class `cls`, all other arguments). A command uses it to pass those arguments to another command."""
     parser = _Parser(prog=f"psigrad {command}", add_help=False, usage=argparse.SUPPRESS)
-    _add_flags(parser, cls, command, {}, every=True, told=asks_for_help(arguments))
+    _add_flags(parser, cls, command, {}, every=True, texts=asks_for_help(arguments))
     known, rest = parser.parse_known_args(list(arguments))
     if asks_for_help(rest):
         print(parser.format_help())
@@ -176,9 +176,8 @@ def parse_names_and_output(command: str, arguments: Sequence[str]) -> tuple[list
 def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] | None = None) -> None:
     """Raise `UserError` for the first unknown argument of `rest`, if any.
 
-    If it is a flag, the message names the training methods that have it and share the settings class `cls`, or the most similar
-    flag. Otherwise the
-    message says that a flag or `expected` should be in its place.
+    For a flag, the message names the training methods that have it, if those with the settings class `cls` lack it, or else the
+    most similar flag. For any other argument it says that a flag or `expected` belongs there.
     """
     for text in rest:
         if text.startswith("-"):
@@ -213,16 +212,16 @@ def _values(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(value: Any, hint: Any, name: str) -> Any:
-    """Return a flag's `value` for the setting `name`: unchanged if the type `hint` is text, otherwise parsed as YAML (1e-5)."""
+    """Return a flag's `value` for the setting `name`: unchanged if the type `hint` is text, otherwise parsed as YAML."""
     if isinstance(value, list):
         return [_read(v, get_args(hint)[0] if get_args(hint) else hint, name) for v in value]
     return value if isinstance(value, bool) else read_value(value, hint, name)
 
 
-def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool, told: bool) -> _Parser:
-    """Return the parser of a command. Its help lists `every` setting, or only those that are marked `MAIN`.
+def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool, texts: bool) -> _Parser:
+    """Return the parser of a command with the settings class `cls`. Help lists the settings marked `MAIN`, or all if `every`.
 
-    Flags have help texts only if `told` is True, since reading the texts takes time.
+    `defaults` are a method's defaults by name. Help has no texts unless `texts` is True, since reading them takes time.
     """
     parser = _Parser(
         prog=f"psigrad {command}",
@@ -235,7 +234,7 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
     every = every or not find_marked(cls, MAIN)
     _add_shortcuts(parser, cls, defaults.get("loss") or defaults.get("algorithm", "grpo"), every)
-    _add_flags(parser, cls, command, defaults, every, told)
+    _add_flags(parser, cls, command, defaults, every, texts)
     if not every:
         name = " ".join(itertools.takewhile(lambda word: word[0].islower(), command.split()))
         parser.last_line = (
@@ -245,9 +244,9 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
 
 
 def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) -> None:
-    """Add a flag for each shortcut to a part of the algorithm. Help lists all parts of `method` if `every`, else the main ones.
+    """Add a flag for each `Shortcut`, a short name for a setting of a training method's part, such as its clip range.
 
-    The flags of parts that `method` lacks are added too: using one raises an error later, which explains the reason.
+    Help lists those that `method` has: all if `every`, else the main ones. Using one that it lacks raises an error later.
     """
     known = shortcuts.shortcuts_of(cls)
     group = parser.add_argument_group("parts of the method; `psigrad explain` shows them all") if known else parser
@@ -269,11 +268,8 @@ def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) ->
             group.add_argument(flag, dest=name, metavar=name.upper(), help=text)
 
 
-def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool, told: bool) -> None:
-    """Add a flag for each setting, section by section. `defaults` are a method's defaults by name.
-
-    Help lists all settings if `every`, else those marked `MAIN`. It lists none if `told` is False: reading the texts takes time.
-    """
+def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool, texts: bool) -> None:
+    """Add a flag for each setting, section by section. `_parser` explains the arguments."""
     groups: dict[str, Any] = {}
     ordered = sorted(settings_of(cls).items(), key=lambda one: not one[0].startswith(("model.", "data.")))
     unread = unread_by(cls, str(defaults.get("algorithm", "")))
@@ -284,7 +280,7 @@ def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[
         group = groups[section]
         names = [*(flag_of(other) for other, stands in unread_settings(cls).items() if stands == name), flag_of(name)]
         text = argparse.SUPPRESS
-        if told and (every or MAIN in setting.marks) and name not in unread:
+        if texts and (every or MAIN in setting.marks) and name not in unread:
             about = help_of(cls, name) if every else re.split(r"(?<=[\w)])\. ", help_of(cls, name))[0].rstrip(".") + "."
             text = (about + _choices(setting.type, defaults.get(name, setting.default))).replace("%", "%%")
         if setting.type is bool:

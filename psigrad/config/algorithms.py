@@ -142,9 +142,9 @@ def _resolve_any(spec: Any) -> PolicyGradient | OnlinePreference | Preference | 
 
 
 def _with_numbers(part: T) -> T:
-    """Return a method or a part unchanged. Raises `UserError` if one of its numbers, or of its parts' numbers, is NaN.
+    """Return a method or a part unchanged. Raises `UserError` if a number in it, or in its parts, is NaN or infinite.
 
-    Raises it also for an infinite number. In a parameter of `_BOUNDS`, +∞ is allowed and means that there is no bound.
+    Only a parameter that `_BOUNDS` names may be +∞, which means that there is no bound.
     """
     for name in [f.name for f in fields(part)]:  # type: ignore[arg-type]
         value = getattr(part, name)
@@ -194,8 +194,8 @@ INNER = {"psi": "psi", "returns": "psi", "surrogate": "surrogate"}
 
 
 def _inner(name: str, value: Any, outer: Any) -> Any:
-    """Return what the parameter `name` of the part `outer` becomes if a user sets it to `value`. If the parameter is itself a
-    part, `value` is the name of a part, or a mapping with the parameters to change.
+    """Return a user's `value` of the parameter `name` of the part `outer`. If the parameter must be a part (`INNER`), build it:
+    the user gives the name of a part, or a mapping with the parameters to change.
     """
     return value if name not in INNER or value is None else _part(INNER[name], value, getattr(outer, name, None))
 

@@ -52,8 +52,8 @@ def object_of(given: str | Mapping[str, Any]) -> str | dict[str, Any]:
 def parse_columns(given: str | Mapping[str, str]) -> dict[str, str]:
     r"""Return the columns that a text renames: "question=prompt,answer=answer" -> {"question": "prompt", "answer": "answer"}.
 
-    A comma ends a pair if a name and "=" follow it. `\n` is a line break. Raises `UserError` for a pair without "=" and for a
-    name that is given twice.
+    A comma ends a pair if a name and "=" follow it. `\n` in a pair becomes a line break. Raises `UserError` for a pair without
+    "=" and for a name that is given twice.
     """
     if isinstance(given, Mapping):
         return dict(given)
@@ -241,7 +241,7 @@ class Sampling:
     """With sampler=embedded on a GPU: record decoding steps once per batch size and replay them."""
 
     def vllm_memory_alone(self, gpus: float = 1.0) -> float:
-        """Return the share of a GPU's memory that a vLLM engine gets on `gpus` GPUs (or a share of one) without a trainer."""
+        """Return the fraction of its GPUs' memory that a vLLM engine gets if no trainer uses them. `gpus` may be less than 1."""
         return 0.8 * min(1.0, gpus) if self.vllm_memory == Sampling.vllm_memory else self.vllm_memory
 
     @property
@@ -396,5 +396,5 @@ class Run:
     """Draw report.html at the end."""
 
     def steps(self, rows: int, per_step: int) -> int:
-        """Return the number of steps of a run on `rows` rows, `per_step` in each step; 0 if neither rows nor steps are known."""
+        """Return `max_steps`, or else the steps that `num_train_epochs` over `rows` rows take with `per_step` rows in each."""
         return self.max_steps or math.ceil(self.num_train_epochs * rows / per_step)

@@ -81,7 +81,7 @@ class Weight:
         return self.local.grad if self.master.grad is None else self.master.grad
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint stores: the rule's state by name, and the float32 master as "master"."""
+        """Return the tensors that a checkpoint stores: the rule's state by name, and a float32 master, if any, as "master"."""
         return self.state if self.no_master or not self.is_half else {**self.state, "master": self.master.detach()}
 
     def update(self, gradient: Tensor, weight_decay: float) -> Update:
@@ -106,8 +106,8 @@ class Optimizer:
     """The optimiser of named parameters by the rule in `optim.optimizer`, or by `rule`. Only matrices have weight decay.
 
     `seed` is for stochastic rounding. With `recompute` the gradient of a large head is not stored; its rows are computed
-    twice, for the norm and for the update. Gradients are summed over the processes of the `world`. `reduces` is the function that
-    switches FSDP's summation over shards on or off. If it is given, gradients are summed only in the last pass of a step.
+    twice, for the norm and for the update. Gradients are summed over the processes of the `world`. `reduces(on)` switches
+    FSDP's summation over shards on or off, so that it runs only in the last pass of a step.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class Optimizer:
         w.state["step"] += 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the states of the rules and the float32 masters, sharded if the weights are.
+        """Return the float32 masters and the states of the parameters' update rules, sharded if the weights are.
 
         The names are "<kind>.<parameter>", such as "exp_avg.<parameter>" or "master.<parameter>".
         """
@@ -364,9 +364,9 @@ def _total_norm(gradients: list[Tensor]) -> Tensor:
 
 
 def _reduce_last(losses: Losses, reduces: Callable[[bool], None]) -> Iterator[Callable[[], Tensor]]:
-    """Yield the losses. Call `reduces(False)` before all but the last, `reduces(True)` before the last.
+    """Yield the losses. Before the last one, `reduces(True)` switches on FSDP's summation of gradients over the shards.
 
-    Gradients are then summed over the processes only once.
+    Before every other loss `reduces(False)` switches it off, so that the gradients are summed only once.
     """
     held: Callable[[], Tensor] | None = None
     for loss in losses:

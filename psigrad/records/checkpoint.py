@@ -42,7 +42,7 @@ class CheckpointError(UserError):
 
 @dataclass(frozen=True)
 class Latest:
-    """The newest checkpoint that verifies, or None. `ignored` has a line for each newer checkpoint that does not verify."""
+    """The newest intact checkpoint, or None. `ignored` has an error message for each newer, damaged one."""
 
     path: Path | None
     step: int = 0
@@ -265,10 +265,10 @@ def steps(root: Path) -> list[Path]:
 
 
 def latest(root: Path | Sequence[Path], limit: int | None = None, check: Callable[[Path], dict[str, Any]] = verify) -> Latest:
-    """Return the newest checkpoint that verifies, of step `limit` or before. `root` is the folder of checkpoints, or a list of
-    them.
+    """Return the newest intact checkpoint whose step is at most `limit`.
 
-    `check` verifies one checkpoint and raises `CheckpointError`. It may do this together with other processes.
+    `root` is the folder of checkpoints, or a list of them, newest first. `check` returns the manifest of an intact checkpoint
+    and raises `CheckpointError` for a damaged one. If it divides this work among processes, all of them must call `latest`.
     """
     ignored = []
     for path in steps(root) if isinstance(root, Path) else root:
@@ -284,10 +284,10 @@ def latest(root: Path | Sequence[Path], limit: int | None = None, check: Callabl
 
 
 def prune(root: Path, keep: int, spare: int = 0) -> None:
-    """Delete all but the newest `keep` (at least 1) checkpoints, counted from the newest that verifies.
+    """Delete old checkpoints: keep `keep` (at least 1), counted from the newest intact one, and that of step `spare` (0: none).
 
-    Delete leftovers of interrupted saves as well. The checkpoint of step `spare` is never deleted. Checkpoints newer than the
-    newest that verifies stay for inspection until the run has passed their steps.
+    Newer checkpoints than the intact one are damaged. They stay for inspection until the run has passed their steps. Leftovers
+    of interrupted saves are deleted as well.
     """
     newest = latest(root).path
     if newest is not None:

@@ -35,7 +35,7 @@ def create(path: Path) -> list[Path]:
 
 
 def remove_unused(path: Path, created: Sequence[Path]) -> None:
-    """Undo a start that failed its checks: remove its files in `path` and the folders `created`, unless `path` has others."""
+    """Undo a failed start: remove its files in `path` and the folders `created`. Do nothing if `path` has other files."""
     files = (".lock", "config.json", *(f"{rows}.jsonl" for rows in ROWS))
     with contextlib.suppress(OSError):
         if any(one.name not in (*files, "checkpoints") for one in path.iterdir()):

@@ -41,7 +41,7 @@ def merge_by_step(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]
 
 
 def first_and_last(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the first and the last evaluation of a run as a list, or a list of one if the two are equal."""
+    """Return [`before`, `after`], the first and the last evaluation of a run, or [`after`] if the two are equal."""
     return [after] if before == after else [before, after]
 
 
@@ -213,7 +213,7 @@ def figures(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def number(value: Any) -> float:
-    """Return a JSON value as a float. Strings such as "NaN" and "Infinity" are converted; any other value becomes NaN."""
+    """Return a JSON number as a float. Strings such as "NaN" and "Infinity" are converted; any other value becomes NaN."""
     if isinstance(value, str):
         return _NON_FINITE.get(value, math.nan)
     if not isinstance(value, int | float):

@@ -76,7 +76,7 @@ def _local(record: RawRow, names: set[str], found: Mapping[str, Path | str]) -> 
 
 
 def _replace(raw: object, names: set[str], change: Callable[[str, str], str]) -> object:
-    """Return a raw row with `change(url, place)` for each image's URL, in the columns `names` and in the parts of messages."""
+    """Return a raw row with `change(url, its path in the row)` for each image's URL, in columns `names` and message parts."""
     if not isinstance(raw, Mapping):
         return raw
 
@@ -109,8 +109,8 @@ def _replace(raw: object, names: set[str], change: Callable[[str, str], str]) ->
 def fetch(url: str) -> Path | str:
     """Return the file of a downloaded image, or the reason why it could not be downloaded, as the end of a sentence.
 
-    The file stays in the cache folder `images`, by the SHA-256 of the URL. A failed download is tried twice more, unless the
-    server refuses it.
+    The file stays in the cache folder `images`, named by the SHA-256 of the URL. A failed download is tried twice more, unless
+    the server refuses it.
     """
     place = cache_folder("images") / hashlib.sha256(url.encode()).hexdigest()
     if place.exists():

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def encode_pair(tokenizer: PreTrainedTokenizerBase, row: Row, *, whole: bool = True) -> Pair:
-    """Return a preference row as a `Pair`: the prompt that both answers share, and the answers. Plain answers end with EOS.
+    """Return a preference row as a `Pair`: the prompt that both answers share, and the two answers.
 
-    With `whole`, an answer has all its turns, as several texts if the template rewrites earlier turns. Without `whole`, it is the
-    last of these texts. Raise `RowError` if there is no shared prompt, or the margin is not a number.
+    If the chat template rewrites earlier turns, an answer of several turns becomes several texts. With `whole` it has all of
+    them, otherwise only the last. Raise `RowError` if there is no shared prompt, or the margin is not a number.
     """
     own = {**row.raw_paths, "completion": row.raw_paths.get("rejected", ["rejected", 0, "content"])}
     other = replace(row, completion=row.rejected, raw_paths=own)
@@ -42,7 +42,7 @@ def encode_labelled(tokenizer: PreTrainedTokenizerBase, row: Row) -> LabelledAns
 
 
 def encode_steps(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -> Steps:
-    """Return a stepwise row as `Steps`: the tokens of the prompt, then of every step followed by `separator`."""
+    """Return a stepwise row as `Steps`: the tokens of the prompt, then of every step, which ends with `separator`."""
     ids, ends = list(prompt_ids(tokenizer, row)), []
     before = row.prompt if isinstance(row.prompt, str) else images.decode(tokenizer, ids[-1:])
     for step in row.steps:
@@ -54,7 +54,7 @@ def encode_steps(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = 
 
 
 def longest_text(made: Pair | LabelledAnswer | Steps) -> int:
-    """Return the number of tokens of a prompt with its answer; for a pair, with the longest of its answers' texts."""
+    """Return the number of tokens of an encoded row: its prompt with the answer; for a pair, with the longest answer text."""
     if not isinstance(made, Pair):
         return made.tokens
     return len(made.prompt) + max(len(text.ids) for side in (made.chosen, made.rejected) for text in side.texts)

@@ -214,10 +214,10 @@ class Pretrained(ABC):
         return hidden if target_rows is None else hidden.flatten(0, 1).index_select(0, target_rows)
 
     def _embedded(self, input_ids: Tensor) -> tuple[Any, dict[str, Any]]:
-        """Return (the module of the packed pass, its inputs): ids, or embeddings with the features of images.
+        """Return (the module that runs a packed pass, its keyword arguments: ids, or embeddings with the features of images).
 
         A decoding step, with one token per sequence, reads images only on a CPU (`dialogue.py`). On a GPU it may be captured as a
-        CUDA graph, which cannot check on the host whether an id is an image's.
+        CUDA graph, in which the host cannot check if an id stands for a part of an image.
         """
         if self.vision is None or (input_ids.shape[1] == 1 and self.device.type != "cpu"):
             return self.network.base_model, {"input_ids": input_ids}
@@ -236,7 +236,7 @@ class Pretrained(ABC):
         return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
     def placed(self, inputs: ForwardInputs) -> ForwardInputs:
-        """Return packed inputs with positions and attention adapted to images. Raises `UserError` if the model reads none."""
+        """Return packed inputs with the positions and attention that images need. Raises `UserError` if the model reads none."""
         vision = self._check_images(inputs)
         return inputs if vision is None else vision.apply_layout(inputs)
 
@@ -262,7 +262,7 @@ class Pretrained(ABC):
         return self._scaled(hidden.flatten(0, 1).index_select(0, wanted))
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        """Return hidden states times `logit_factor`, in the dtype of the head. Mamba-2's states are always float32."""
+        """Return hidden states times `logit_factor`, cast to the head's dtype, since those of Mamba-2 are always float32."""
         hidden = hidden * factor if (factor := self.logit_factor) != 1.0 else hidden
         return hidden.to(self.network.dtype)
 
@@ -301,10 +301,10 @@ class Pretrained(ABC):
     ) -> Self:
         """Choose packed or padded passes and fused or transformers' layers, and add the adapter if there is one.
 
-        `task` is the adapter's task type in peft. If `is_known` is True (`fused.loader.load`), the model runs packed and fused
-        without a test. Otherwise psigrad's outputs are first compared with those of transformers' modules. The model's dropout is
-        switched off as in TRL, because it would change the probability ratio π/π_old. Outside the text model, only the vision and
-        audio modules `towers` are trained.
+        `task` is the adapter's task type in peft. `is_known` is True if `fused.loader.load` loaded the model: without LoRA it
+        then runs packed and fused untested. Otherwise psigrad's outputs are first compared with those of transformers' modules.
+        The model's dropout is switched off as in TRL, because it would change the probability ratio π/π_old. Outside the text
+        model, only the vision and audio modules `towers` are trained.
         """
         check_finite(self.network)
         hf, is_known = self.network, is_known and lora is None
@@ -369,7 +369,7 @@ class Pretrained(ABC):
 
 
 def with_gathered_weights(model: Pretrained, compute: Callable[[], R]) -> R:
-    """Call `compute` and return its result. Sharded weights are gathered meanwhile, by the forward pass of `shard_root`."""
+    """Return `compute()`. If weights are sharded, call it inside the forward pass of `shard_root`, which gathers them."""
     if model.shard_root is None:
         return compute()
     found: list[R] = []
@@ -403,8 +403,8 @@ def reshard(model: Pretrained) -> None:
 
 
 def _unscaled_lengths(config: Any) -> list[int]:
-    """Return the lengths up to which rotary embeddings do not depend on the longest sequence of a pass. With longrope (Phi) and
-    dynamic NTK, the result of a longer sequence would depend on the other sequences of its pass.
+    """Return the lengths up to which rotary embeddings do not depend on the longest sequence of a pass: one length per table of
+    the type longrope (Phi) or dynamic NTK, or [2³¹] if the model has no such table.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     tables = list(rope.values()) if rope and all(isinstance(table, dict) for table in rope.values()) else [rope]

@@ -46,7 +46,7 @@ class LoadBalancing:
         return {"output_router_logits": True} if torch.is_grad_enabled() else {}
 
     def compute(self, output: Any, mask: Tensor | None = None) -> None:
-        """Store the auxiliary loss of the router logits in `output`, [S, E] per layer. `mask` [B, S] excludes padding."""
+        """If gradients are on, keep the auxiliary loss of `output.router_logits` for `add_to`. `mask` [B, S]: 0 at padding."""
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         logits = getattr(output, "router_logits", None)
@@ -83,7 +83,7 @@ def balance_of(network: Any, coefficient: float | None) -> LoadBalancing | None:
 
 
 def add_balance_loss(model: Any, share: Callable[[], Loss], passes: float) -> Loss:
-    """Return the loss that `share` computes for one of `passes` passes, plus the auxiliary loss if `model` has one."""
+    """Return `share()`, the loss of one of a step's `passes` forward passes, plus the auxiliary loss if `model` has one."""
     loss = share()
     return loss if model.load_balancing is None else model.load_balancing.add_to(loss, passes)
 
@@ -192,7 +192,7 @@ class Routes:
         return found
 
     def read(self, requests: Sequence[int], lengths: Sequence[int], seen: list[tuple[Tensor, Tensor]]) -> None:
-        """Record the experts in `seen`, from a pass over joined prompts. The prompt of `requests[i]` has `lengths[i]` tokens."""
+        """Record the experts in `seen`, from a pass over concatenated prompts: that of `requests[i]` has `lengths[i]` tokens."""
         parts = np.split(self._found(seen), np.cumsum(lengths)[:-1])
         self.prompts |= {r: _text(part) for r, part in zip(requests, parts, strict=True)}
 

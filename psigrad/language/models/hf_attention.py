@@ -41,7 +41,7 @@ def attention(
     layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention; transformers calls this function. With a `layout`, `attention_mask` and dropout are ignored."""
+    """Compute attention for transformers: return (output, None). With a `layout`, `attention_mask` and dropout are ignored."""
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     plain = softcap is None and sinks is None
     if layout is None and plain:
@@ -114,9 +114,8 @@ class _Unpadded:
 class VarlenLayout(_Unpadded):
     """A packed layout that computes attention by a kernel for pieces of different lengths, without padding; see `Layout`.
 
-    Every prefix and every sequence is a piece. The keys and values of a sequence's prefix are copied in front of
-    the sequence's own.
-    Only the scores that are needed are computed.
+    Every prefix and every sequence is a piece. A sequence's piece has a copy of its prefix's keys and values in front of its own.
+    The kernel computes no masked score.
     """
 
     kernel: Varlen
@@ -124,7 +123,7 @@ class VarlenLayout(_Unpadded):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Compute attention by the kernel. `Layout.attend` has the shapes."""
+        """Compute attention by the kernel; see `Layout.attend`. Raise `ValueError` if `how` is not SDPA (score caps, sinks)."""
         if how is not SDPA:
             raise ValueError("its attention caps scores or has sinks")
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
@@ -143,10 +142,11 @@ class VarlenLayout(_Unpadded):
 
     @cached_property
     def _copies(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The index tables of the K keys that the kernel reads: (tokens [K], keys [P, C], missing [P, C, 1, 1], single [S − P]).
+        """The K keys that the kernel reads for S tokens: (tokens [K], keys [P, C], missing [P, C, 1, 1], single [S − P]).
 
-        `tokens` has the token of each key. Each of the P prefix tokens has a key for its prefix and one for each sequence that
-        attends to it: `keys`, at most C, fewer where `missing` is True. `single` has the only key of each other token.
+        `tokens` has the index of each key's token. Each of the P prefix tokens has several keys: one for its prefix and one for
+        each sequence that attends to it. Its row of `keys` has their indices, at most C; `missing` is True in unused places.
+        `single` has the index of the only key of each other token.
         """
         pieces, device = self.packed.pieces, self.packed.device
         real = pieces.lengths > 0
@@ -191,7 +191,7 @@ class FlexLayout(_Unpadded):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Compute attention by PyTorch's flex_attention. `Layout.attend` has the shapes."""
+        """Compute attention by flex_attention; see `Layout.attend`. Of `how`, only the options `softcap` and `sinks` are used."""
         given: dict[str, Any] = how.keywords if isinstance(how, functools.partial) else {}
         cap: Any = given.get("softcap")
         sinks: Tensor | None = given.get("sinks")

@@ -29,8 +29,8 @@ CHUNK_ON_GPU, TILE_ON_GPU = 4, 256
 class _Logits(torch.autograd.Function):
     """The autograd function h·Wᵀ by `kernels.multiply`, which unlike PyTorch compiles no code for each new number of tokens.
 
-    Each chunk of tokens has its own gradient of W. The argument `sums` sums these gradients in float32, since a sum in half
-    precision would lose small terms.
+    Each chunk of tokens has its own gradient of W. If `sums` is given, it adds these gradients up in float32, since a sum in
+    half precision would lose small terms.
     """
 
     @staticmethod
@@ -146,7 +146,7 @@ class _Figures:
 class _RowLogProbs(torch.autograd.Function):
     """The autograd function log π(a) of tokens a, in large chunks of complete rows of logits, as suits a GPU.
 
-    Its arguments `best` and `mixed` request the most probable tokens and the entropies as well. Neither has a gradient.
+    `want_best` requests the most probable tokens too, `want_entropy` the entropies. Neither has a gradient.
     """
 
     @staticmethod
@@ -157,8 +157,8 @@ class _RowLogProbs(torch.autograd.Function):
         ids: Tensor,
         temperature: float,
         sums: gradients.Sums | None,
-        best: bool,
-        mixed: bool,
+        want_best: bool,
+        want_entropy: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         columns: list[tuple[Tensor, ...]] = []
         kind = upcast(weight[:0]).dtype
@@ -167,8 +167,8 @@ class _RowLogProbs(torch.autograd.Function):
             scaled = stored if temperature == 1.0 else upcast(stored) / temperature
             log_pi = torch.log_softmax(scaled, -1, dtype=kind)
             logp, chosen = log_pi.gather(1, token)[:, 0], stored.gather(1, token)[:, 0]
-            highest = stored.argmax(1) if best else chosen
-            entropy = torch.special.entr(log_pi.exp_(), out=log_pi).sum(1) if mixed else logp
+            highest = stored.argmax(1) if want_best else chosen
+            entropy = torch.special.entr(log_pi.exp_(), out=log_pi).sum(1) if want_entropy else logp
             columns.append((logp, chosen, highest, entropy))
             del log_pi, scaled
         logp, chosen, highest, entropy = (torch.cat(parts) for parts in zip(*columns, strict=True))
@@ -353,20 +353,20 @@ def token_stats(
     reference_hidden: Tensor | Top | None = None,
     cached: CachedLogProbs | None = None,
 ) -> TokenStats:
-    """Return the `TokenStats` of hidden states [M, E] under `head` (E -> V), computed in chunks of M.
+    """Return the `TokenStats` of tokens `ids` [M], whose logits are `head(hidden)` [M, V], computed in chunks of tokens.
 
-    Chunks are recomputed in the backward pass. The gradient is computed in closed form if `head` is a linear layer without bias
-    and only log-probs need a gradient. If only log-probs are requested, those in `cached` from the same head are reused. For a
-    divergence, `reference_hidden` are the reference's hidden states or its `Top`.
+    Chunks are recomputed in the backward pass. The gradient has a closed form if `head` is a linear layer without bias and only
+    log-probs need a gradient. If only log-probs are requested, those in `cached` from the same head are reused. For a
+    divergence, `reference_hidden` are the reference's hidden states or its `Top`. `vocabulary` is V.
     """
     linear: Any = head if (plain := type(head) is nn.Linear and head.bias is None) else None
     if plain and _on_gpu(hidden) and request.is_closed_form and len(ids):
         _check_ids(ids, len(linear.weight))
         sums = gradients.sums_for(linear.weight) or gradients.wide_sums_for(linear.weight)
         looked_at = request.accuracy, bool(request.entropy)
-        logp, best, mixed = _RowLogProbs.apply(hidden, linear.weight, ids, request.temperature, sums, *looked_at)
+        logp, best, entropies = _RowLogProbs.apply(hidden, linear.weight, ids, request.temperature, sums, *looked_at)
         hit = (best == ids).to(logp.dtype) if request.accuracy else None
-        return TokenStats(logp, mixed if request.entropy else None, hit=hit)
+        return TokenStats(logp, entropies if request.entropy else None, hit=hit)
     closed = plain and (request.logp_only or (request.is_closed_form and request.entropy is not True))
     # Autograd would store five to seven copies of the logits, of a different size in every pass. It is used only for few logits.
     large = hidden.shape[0] * vocabulary > (TILE_ELEMENTS if request.logp_only else TILE_ELEMENTS // 4)

@@ -98,9 +98,9 @@ def attend(model: Any, choice: str) -> None:
 
 
 def with_gradient(model: Any) -> list[Tensor]:
-    """Return [a model's outputs on its probe texts, then their sum's gradient for each trained parameter, scaled to norm 1].
+    """Return [the outputs on the model's probe texts, then the gradient of their sum for each trained parameter].
 
-    For sharded weights no gradients are returned, because a probe does not run the hooks that compute them.
+    Each gradient is scaled to norm 1. For a sharded model return the outputs alone, since the probe skips FSDP's gradient hooks.
     """
     learns = [p for p in model.trainable().values() if p.requires_grad] if model.shard_root is None else []
     with torch.set_grad_enabled(bool(learns)):
@@ -120,9 +120,9 @@ def check_gap(model: Any, own: list[Tensor]) -> None:
 
 @torch.no_grad()
 def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, str]:
-    """Return (fused decoder, ""), or (None, the reason) if its outputs on `texts` are not those of transformers' modules.
+    """Return (fused decoder of `model`, ""), or (None, the reason) if the model cannot use one.
 
-    `recompute` enables gradient checkpointing in the decoder.
+    The decoder's hidden states on `texts` must be those of transformers' modules. `recompute` enables gradient checkpointing.
     """
     hf = model.network
     try:
@@ -150,10 +150,10 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
 
 @torch.no_grad()
 def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
-    """Return (the native kernels of a packed model's modules, or None if they change its outputs on `texts`; `reason`).
+    """Enable psigrad's kernels in a packed model's modules. Return (the `ModuleKernels` or None, the reason or "").
 
-    Also enable the kernels of recurrent layers if they do not change the outputs; otherwise `reason` says why they are disabled.
-    On a GPU, attach modules that launch fewer kernels (`GpuParts`) instead of native kernels, and return (None, "").
+    Each kind of kernel is enabled only if the model's outputs on `texts` remain the same. The reason says why recurrent
+    layers run without kernels. On a GPU, `GpuParts`, which launches fewer kernels, is used, and the result is (None, "").
     """
     from psigrad.language.models.fused.gpu_parts import GpuParts
     from psigrad.language.models.fused.module_kernels import ModuleKernels
@@ -253,7 +253,7 @@ def shared_prompts(one: Sequence[int], other: Sequence[int]) -> Groups:
 
 
 def draw_texts(hf: PreTrainedModel, first: int, vocabulary: int, length: int) -> list[list[int]]:
-    """Return two texts of `length` ids below `vocabulary`, sampled by transformers' forward pass, that start with `first`."""
+    """Return two texts of `length` ids. Each is `first`, then ids below `vocabulary` sampled by transformers' forward pass."""
     draw = torch.Generator().manual_seed(0)
     # full length from the start: a product of a new shape would be compiled again
     ids = torch.full((2, length), first, device=hf.device)
@@ -388,7 +388,7 @@ def dropouts_of(hf: nn.Module) -> list[tuple[nn.Module, str, float]]:
 
 
 def switch_dropout_off(hf: PreTrainedModel) -> None:
-    """Set all dropout probabilities to 0, and set evaluation mode, in which the outputs are the same as before."""
+    """Set all dropout probabilities of a model to 0, and set evaluation mode."""
     for module, name, _ in dropouts_of(hf):
         setattr(module, name, 0.0)
     hf.eval()

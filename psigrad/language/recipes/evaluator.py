@@ -101,7 +101,7 @@ class Evaluator:
 
 
 def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric: str) -> dict[str, Any]:
-    """Return the metric's mean over prompts with its 95 % interval, pass@k, and lengths.
+    """Return the mean over prompts of the metric named `metric`, with its 95 % interval, pass@k, and lengths.
 
     pass@k is returned for k = 1, 2, 4, … up to `num_generations` or 64, if there are several completions per prompt and every
     value of the metric is 0 or 1. If the metric is a sum of several reward functions, the mean of each is returned too. Unscored
@@ -147,7 +147,7 @@ def describe_sensitivity(values: Sequence[Sequence[float]], metric: str) -> str:
 
 
 def _over_prompts(name: str, values: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return `name`/mean, the mean of each prompt's mean value, and its 95 % interval, `name`/low and `name`/high."""
+    """Return `name`/mean, the mean over prompts of a prompt's mean value, and its 95 % interval, `name`/low and `name`/high."""
     if not values:
         return {}
     means = [math.fsum(group) / len(group) for group in values]

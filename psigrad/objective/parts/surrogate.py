@@ -137,7 +137,7 @@ class truncated_weight(SilentSurrogate):
 
     Formula: L_t = −sg[min(ρ_t, cap)] · A_t · log π(a_t|s_t), where sg stops the gradient
 
-    Source: MiniMax 2025, CISPO, arXiv:2506.13585 (no lower bound, as they run it); cap 5: ScaleRL, arXiv:2510.13786, and TRL.
+    Source: MiniMax 2025, CISPO, arXiv:2506.13585 (without its lower bound); cap 5: ScaleRL, arXiv:2510.13786, and TRL.
 
     >>> show(truncated_weight()(row(-1, -1), row(0, 2), row(1, 1)))
     [[1.0, 5.0]]
@@ -175,7 +175,7 @@ def differentiates_ratio(surrogate: Surrogate) -> bool:
 
 
 def clip_fractions(surrogate: Surrogate, log_ratio: Tensor, advantage: Tensor) -> dict[str, Tensor]:
-    """Return {TRL's name of a clip metric: mask [N, T] of the steps that `clip` bounds, or `truncated_weight` where A > 0}."""
+    """Return {TRL's name of a clip metric: mask [N, T]}: the steps that `clip` bounds, or where A > 0 and ρ > `cap`."""
     surrogate = innermost(surrogate)
     ratio = exp_ratio(log_ratio.detach())
     if isinstance(surrogate, clip):
@@ -276,7 +276,7 @@ class geometric_clip(RatioSurrogate):
             raise ValueError(f"geometric_clip has low={self.low} and high={self.high}; expected distances of at least 0.")
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
-        """Return the loss [N, T] of each step."""
+        """Return the loss [N, T] of each step. The geometric mean is over the steps of a sequence where `mask` is True."""
         least = torch.where(advantage > 0, log_ratio.new_tensor(-math.inf), -self.low)
         most = torch.where(advantage > 0, log_ratio.new_tensor(self.high), math.inf)
         clipped = zero_outside(mask, log_ratio.clamp(least, most))
@@ -311,7 +311,7 @@ class covariance_penalty(RatioSurrogate):
             )
 
     def marks(self, batch: Batch, advantage: Tensor) -> Tensor:
-        """Return the mask [N, T] of the penalised steps: those whose log-prob and advantage have the greatest covariance."""
+        """Return the mask [N, T] of the penalised steps: the fraction `share` of all steps that has the greatest C_t."""
         covariance = step_covariance(batch.logp_old, advantage, batch.mask).masked_fill(~batch.mask, -math.inf).flatten()
         count = min(max(int(self.share * int(batch.mask.sum())), 1), int(batch.mask.sum()))
         marked = torch.zeros_like(batch.mask).flatten()
@@ -356,7 +356,7 @@ class with_imitation:
         return frozenset({"marks"}) | frozenset(getattr(self.surrogate, "needs", ()))
 
     def marks(self, batch: Batch, advantage: Tensor) -> Tensor:
-        """Return [N, T]: number of all steps / number of steps in right answers, on the steps of right answers; 0 elsewhere."""
+        """Return the weights [N, T]: S / S⁺ on the steps of right answers (R_i ≥ `right`), 0 elsewhere; see the formula."""
         metric_N = batch.sequence_reward if batch.metric is None else batch.metric
         steps = (batch.mask & (metric_N >= self.right)[:, None]).to(batch.reward.dtype)
         return steps * (int(batch.mask.sum()) / max(int(steps.sum()), 1))

@@ -31,7 +31,7 @@ def drop_nulls(value: Any) -> Any:
 def read_message(message: Mapping[str, Any], path: str, fail: Fail) -> Message:
     """Return a checked message, without nulls and with its content as one string. `fail(path, reason)` raises the error.
 
-    A tool call has the form {"type": …, "function": {"name": …, "arguments": {…}}}.
+    `path` is the place of the message in the row. A tool call becomes {"type": …, "function": {"name": …, "arguments": {…}}}.
     """
     read: Message = drop_nulls(message)
     if isinstance(read.get("content"), list):
@@ -59,10 +59,10 @@ def is_trained(message: Message) -> bool:
 
 
 def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
-    """Return the `messages` of a fine-tuning row, None for a prompt-completion row. Add the weights that a column may have.
+    """Return the `messages` of a fine-tuning row with the weights that another column has for them.
 
-    `columns` are the row's other columns. Weights are in one that is named in `WEIGHTS`, as a list with one weight per message.
-    By `fail(path, reason)`, which raises, reject a mask over tokens, and a single weight for the row other than 1.
+    `messages` is None for a prompt-completion row. A column named in `WEIGHTS` must have a list with one weight per message.
+    `fail(path, reason)` raises the error: for a mask over tokens, and for one weight of the whole row that is not 1.
     """
     weighed = messages
     for name, given in columns.items():
@@ -88,9 +88,9 @@ def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
 
 
 def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
-    """Reject a tool's answer to a call that was not just made, or in another order than the calls, by `fail(path, reason)`.
+    """Check that tool answers have the order of the calls of the turn before them, because templates match them by order.
 
-    Templates match calls and answers by order. Paths start with `column`.
+    Otherwise call `fail(path, reason)`, which raises; the path starts with `column`. Answers without an id are not checked.
     """
     open_calls: list[Any] = []
     for i, message in enumerate(messages):

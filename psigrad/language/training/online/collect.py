@@ -78,7 +78,7 @@ class InFlight:
     end: int | None
 
     def result(self) -> Collected:
-        """Wait for the thread, and return the completions."""
+        """Wait for the thread, and return its result."""
         return self.found.result()
 
 
@@ -170,14 +170,14 @@ def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int)
 
 
 def update_ledger(ledger: Mapping[str, int], cursor: int, collected: Collected) -> dict[str, int]:
-    """Return `ledger`, {outcome: number of the first `cursor` prompts}, plus the prompts of `collected`; see `check_balance`."""
+    """Return `ledger` plus the prompts of `collected`, checked by `check_balance`. `open_ledger` explains the arguments."""
     entries = add_entries(open_ledger(ledger, cursor), collected.entries)
     check_balance(entries, collected.cursor)
     return entries
 
 
 def open_ledger(ledger: Mapping[str, int], cursor: int) -> dict[str, int]:
-    """Return `ledger`, {outcome: number of prompts}. If it is empty, return one that counts `cursor` prompts as drawn earlier."""
+    """Return `ledger`, {outcome: number of prompts}. If it is empty, add the `cursor` prompts drawn before it existed."""
     if ledger or not cursor:
         return dict(ledger)
     return {ISSUED: cursor, EARLIER: cursor}

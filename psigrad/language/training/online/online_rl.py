@@ -140,7 +140,7 @@ def cache_limit(run: OnlineRun) -> float:
 
 
 def note_overflow(run: OnlineRun, cache: ActivationCache | None, sampled: Sequence[Trajectory]) -> dict[str, str]:
-    """Return {kind: note} if the activations of `sampled` exceed the limit of `cache`, else {}. The note names a higher limit."""
+    """Return {"forward_again": note} if the activations of `sampled` exceed the limit of `cache`, else {}."""
     limit, decoder = cache_limit(run), run.model.decoder
     if cache is None or decoder is None or cache.bytes <= limit:
         return {}
@@ -156,10 +156,10 @@ def note_overflow(run: OnlineRun, cache: ActivationCache | None, sampled: Sequen
 def learn(
     run: OnlineRun, groups: Sequence[Sequence[Trajectory]], state: State, lr: float, cache: ActivationCache | None = None
 ) -> UpdateResult:
-    """Take all optimiser steps on one collection. Rows whose gradient is 0 skip the forward pass.
+    """Take all optimiser steps on the completions `groups`. Rows whose gradient is 0 skip the forward pass.
 
-    If the gradients of all rows are 0, the step has a gradient of 0: AdamW still moves the weights by its momentum. `cache` has
-    the activations that sampling stored, which training reuses. `lr` is the learning rate of the policy.
+    If the gradients of all rows are 0, the optimiser still steps: AdamW moves the weights by its momentum. `cache` has the
+    activations that sampling stored, which training reuses. `lr` is the learning rate of the policy.
     """
     config, algorithm = run.config, run.algorithm
     if not isinstance(algorithm, PolicyGradient):
@@ -221,9 +221,9 @@ class Passes:
     def losses(self, micros: Sequence[tuple[MicroBatch, float]], totals: Totals) -> Iterator[Callable[[], Tensor]]:
         """Yield, for each forward pass of one optimiser step, a function that computes its loss.
 
-        The policy's passes come first. The policy's activations are freed before the passes of a separate critic. A pass has
-        weight 0 if it adds no loss: all processes must make equally many passes, and a step of which no row has a loss still
-        needs a gradient (of 0).
+        The policy's passes come first. The policy's activations are freed before the passes of a separate critic. `micros` are
+        pairs (micro-batch, weight). The weight is 1, or 0 for a pass that adds no loss: all processes must make equally many
+        passes, and a step without a loss still needs a gradient (of 0).
         """
         balance, passes = self.run.model.load_balancing, 1.0
         if balance is not None:

@@ -36,6 +36,6 @@ class PastPolicies(Annotator):
         return self._samplers[int(seeds.uniform(drawn, 1)[0] * filled)]
 
     def after_step(self, run: OnlineRun, number: int) -> None:
-        """Replace the oldest snapshot by the current weights every `every` steps."""
+        """Replace the oldest snapshot by the current weights if `number`, the steps taken so far, is a multiple of `every`."""
         if number % self.every == 0:
             move_towards(self.models[number // self.every % len(self.models)], run.model, 1.0)
