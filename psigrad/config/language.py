@@ -329,8 +329,7 @@ class RewardConfig(PackingSettings):
     step_separator: Annotated[str, Needs("process")] = "\n"
     """Text that ends a step, in process reward models."""
     center_rewards_coefficient: PositiveOrZero = 0.0
-    """Weight of (r_w + r_l)² in the loss; r_w and r_l are the rewards of the better and the worse answer. It pulls the mean
-    reward to 0."""
+    """Weight of (r_w + r_l)² in the loss, for better answers with reward r_w and worse ones with r_l; pulls the mean to 0."""
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
     """Share of the comparisons whose label is assumed to be wrong."""
     batch_size: Annotated[Count, MAIN] = 16
@@ -379,8 +378,7 @@ class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetting
     """With questions of several choices, such as mmlu: answer with the letter that the model finds likeliest, as lm-eval does,
     instead of sampling."""
     fewshot_dataset: Annotated[str, PATH, Needs("num_fewshot")] = ""
-    """With num_fewshot: dataset whose first rows are the worked examples; empty: the first rows of `dataset`, which are then not
-    evaluated."""
+    """With num_fewshot: dataset whose first rows are the worked examples; empty: first rows of `dataset`, not evaluated then."""
     output: Annotated[str, WRITTEN, MAIN] = ""
     """JSON file for the figures, the settings that made them, and every completion."""
 
