@@ -135,6 +135,15 @@ def test_python_rows_are_checked_like_files() -> None:
             from_rows([{"prompt": "a"}], **wrong)
 
 
+def test_a_value_may_have_a_hundred_levels_and_no_more() -> None:
+    value: Any = 1
+    for _ in range(100):
+        value = [value]
+    assert from_rows([{"prompt": "a", "extra": value}], "prompt-only").rows[0].columns == {"extra": value}
+    with pytest.raises(UserError, match="'extra' is nested 101 levels deep; at most 100 are read"):
+        from_rows([{"prompt": "a", "extra": {"a": value}}], "prompt-only")
+
+
 def test_a_folder_is_read_in_name_order_and_by_split(tmp_path: Path) -> None:
     for name in ("b", "a", "sub/c"):
         jsonl(tmp_path / "plain" / f"{name}.jsonl", [{"prompt": name}])
