@@ -136,7 +136,7 @@ _CALLBACK = (
     "returning False ends training"
 )
 _COPIES = "n_envs=8 makes copies, and vectorization='async' gives each a process"
-_CONTINUOUS = "there is no off-policy method for real actions; PPO, A2C and TRPO take them"
+_CONTINUOUS = "there is no off-policy method for continuous actions; PPO, A2C and TRPO take them"
 # Algorithms of Stable-Baselines3, its contrib package and rl-zoo3 that psigrad lacks -> a sentence on what to use instead.
 ELSEWHERE = {
     **dict.fromkeys(("SAC", "TD3", "DDPG", "TQC", "CrossQ"), _CONTINUOUS),

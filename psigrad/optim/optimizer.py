@@ -282,7 +282,7 @@ class Optimizer:
         for key in tensors:
             name = key.partition(".")[2]
             if name not in self.weights:
-                raise UserError(f"The checkpoint trains {name!r}, this run does not; use the settings that it was started with.")
+                raise UserError(f"The checkpoint trains {name!r}, this run does not; resume with the checkpoint's settings.")
             if key not in own.keys() | masters:
                 raise UserError(f"{key!r} was saved by another optimizer; set optimizer back to what the run was started with.")
         for key, value in tensors.items():

@@ -288,6 +288,6 @@ def check_schedule(optim: Optim) -> None:
     """Raise `UserError` if the schedule `lr_scheduler_type` does not accept `lr_scheduler_kwargs`."""
     if optim.lr_scheduler_type in DECAYS and optim.lr_scheduler_kwargs:
         raise UserError(
-            f"lr_scheduler_type {optim.lr_scheduler_type} takes no lr_scheduler_kwargs. cosine_with_min_lr is one that does."
+            f"lr_scheduler_type {optim.lr_scheduler_type} takes no lr_scheduler_kwargs; cosine_with_min_lr takes some."
         )
     learning_rate(optim, optim.warmup_steps, optim.warmup_steps + 100)

@@ -114,7 +114,7 @@ def sample_paths(mdp: MDP, policy: ArrayLike, episodes: int, *, seed: int, max_s
     Raises ValueError if an episode would start in a terminal state, or if `episodes` or `max_steps` is below 1.
     """
     if episodes < 1 or (max_steps is not None and max_steps < 1):
-        raise ValueError(f"episodes is {episodes} and max_steps {max_steps}; expected at least 1 of each (or None for no limit).")
+        raise ValueError(f"episodes is {episodes} and max_steps {max_steps}; expected at least 1 of each, or max_steps=None.")
     found, rng = _outcomes(mdp, policy), np.random.default_rng(seed)
     starts = _starts(mdp)
     state = starts[np.searchsorted(np.cumsum(mdp.start_distribution[starts])[:-1], rng.random(episodes), side="right")]

@@ -138,7 +138,7 @@ def _why(error: Exception, repository: str) -> str:
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set; unset it"
     if isinstance(error, RepositoryNotFoundError):
-        return f"this token can write to no repository {repository!r} on the hub; name one of yours, or use another token"
+        return f"this token cannot write to the repository {repository!r}; name one of yours, or use another token"
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
         said = {

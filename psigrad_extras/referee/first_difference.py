@@ -145,7 +145,7 @@ class _Judge:
         sizes = [float(side[name].norm()) for side in (ours, theirs)]
         norms = f"the norm is {sizes[0]:.6g} in {self.names[0]}, {sizes[1]:.6g} in {self.names[1]}"
         known = [torch.cat([side[name].cpu().double().flatten() for name in shares]) for side in (ours, theirs)]
-        sentence = f"{name}: {norms}, and the norm of the difference is {shares[name]:.2%} of that."
+        sentence = f"{name}: {norms}, and the norm of the difference is {shares[name]:.2%} of the larger."
         return largest, (sentence, f"{len(parted)} of {len(shares)} parameters differ.", *self._factor(*known))
 
     def _factor(self, *known: Tensor) -> Iterator[str]:

@@ -156,7 +156,7 @@ def _prompts(form: SampleForm) -> list[dict[str, Any]]:
         lines = [line.strip() for line in form.prompts.splitlines() if line.strip()]
         rows = [{"prompt": [{"role": "user", "content": line}] if form.chat else line} for line in lines]
     if not 1 <= len(rows) <= MOST_PROMPTS:
-        raise UserError(f"There are {len(rows)} prompts; expected 1 to {MOST_PROMPTS}, one in a line, or JSONL with prompt.")
+        raise UserError(f"There are {len(rows)} prompts; expected 1 to {MOST_PROMPTS}, one per line, or JSONL with prompt.")
     return rows
 
 

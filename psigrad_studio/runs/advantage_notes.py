@@ -76,7 +76,7 @@ def _zero(row: Row, group: Sequence[Row]) -> str:
         if any(number(a) != 0 for a in _listed(row, "advantages")):
             return "The advantages of its tokens have the mean 0; each is shown below."
         if rewards and math.isclose(own, math.fsum(rewards) / len(rewards), rel_tol=1e-6, abs_tol=1e-9):
-            return f"The reward of {shown(own)} equals the mean of its group, so its probability is neither raised nor lowered."
+            return f"The reward of {shown(own)} equals the mean of its group, so the probability is neither raised nor lowered."
         if _is_pair(group):
             return "The completion is neither the best nor the worst of its group; only those two are trained on."
         return f"The advantage is 0 though its reward is {shown(own)} and its group's mean is {shown(_mean(rewards))}."

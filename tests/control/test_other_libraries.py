@@ -395,7 +395,7 @@ def test_a_mistake_names_what_there_is(wrong, said):
 def test_names_that_are_elsewhere_say_what_to_use():
     from stable_baselines3.common import callbacks, env_util, vec_env
 
-    with pytest.raises(ImportError, match="no off-policy method for real actions; PPO, A2C and TRPO"):
+    with pytest.raises(ImportError, match="no off-policy method for continuous actions; PPO, A2C and TRPO"):
         from psigrad.control import SAC  # noqa: F401
     with pytest.raises(ImportError, match="a function of the agent"):
         from psigrad.control import BaseCallback  # noqa: F401

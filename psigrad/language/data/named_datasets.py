@@ -101,7 +101,7 @@ def _folder(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
             raise UserError(f"The folder {path} has no files of the split {part.name!r}; name one of its splits: {found}.")
         if other := next((name for name, own in splits.items() if not own), ""):
             raise UserError(
-                f"The folder {path} has files of the splits {found}, but the name of {other} has none; rename or move it."
+                f"The folder {path} has files of the splits {found}, but {other} has no split in its name; rename or move it."
             )
     for name in read:
         yield from read_file(path / name, name)

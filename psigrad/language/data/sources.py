@@ -263,7 +263,7 @@ def parse_mixture(dataset: object) -> list[MixturePart]:
     if weighted and len(weighted) < len(shares):
         bare = next(share.dataset for share in shares if share.weight is None)
         raise UserError(
-            f"Some datasets have a weight, but {bare!r} has none; give every dataset one, such as {bare}:0.5, or none."
+            f"Some datasets have a weight, but {bare!r} has none; give all of them one, such as {bare}:0.5, or none of them."
         )
     if any(share.weight == 0 for share in weighted):
         raise UserError(f"A dataset has weight 0 in {', '.join(map(str, dataset))}; remove it.")

@@ -389,7 +389,7 @@ def load(
         found = load_known(path, DTYPES[dtype], mapped=for_shards, kind=kind) if plain else None
         network: Any = found[0] if found is not None else None
         if network is None and kind == "gguf":
-            raise ValueError("quantize_base=gguf only reads Llama, Mistral, Qwen2 and Qwen3 on a CPU; set quantize_base=nf4")
+            raise ValueError("quantize_base=gguf needs a CPU and a Llama, Mistral, Qwen2 or Qwen3; set quantize_base=nf4")
         if network is None:
             asked: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
             loader = AutoModelForImageTextToText if vision or needs_vision(path) else AutoModelForCausalLM

@@ -229,7 +229,7 @@ def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGrad
         if spans and reference is not None:
             raise UserError(
                 "algorithm.kl.estimator is span, which is for a reference with another tokenizer, but this reference has the "
-                "model's; set algorithm.kl.estimator to exact, or to k1+, which compares single tokens."
+                "model's tokenizer; set algorithm.kl.estimator to exact, or to k1+, which compares single tokens."
             )
         return
     if isinstance(algorithm, OnlinePreference) or config.plays or config.evaluation.eval_kl:

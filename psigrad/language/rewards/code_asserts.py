@@ -327,7 +327,7 @@ class _Apart:
             compared = every_call and len(children) > len(beside) and sum(map(_is_given, children)) > 1
             if (len(children) > len(beside) > 0 and not made) or compared:
                 raise ValueError(
-                    "one call gets a result of the program and another value, perhaps the expected one; write `call == value`: "
+                    "one call takes a result of the program and a value that may be the expected one; write `call == value`: "
                     f"{ast.unparse(part)[:200]}"
                 )
         self.inside.append(ast.unparse(node))

@@ -226,7 +226,7 @@ def test_a_folder_with_data_that_is_not_read_is_refused(name: str, tmp_path: Pat
 def test_a_file_of_no_split_beside_files_of_splits_is_refused(tmp_path: Path) -> None:
     for name in ("train", "test", "extra"):
         jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}])
-    with pytest.raises(UserError, match=r"files of the splits test, train, but the name of extra\.jsonl has none"):
+    with pytest.raises(UserError, match=r"files of the splits test, train, but extra\.jsonl has no split in its name"):
         load(str(tmp_path), form="prompt-only")
 
 
