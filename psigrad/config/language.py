@@ -136,8 +136,7 @@ class EpisodeSettings:
     """Maximum tokens of one turn of the policy; max_completion_length then limits the sum over an episode's turns. 0:
     max_completion_length limits each turn."""
     max_observation_length: Annotated[CountOrZero, _PLAYED] = 0
-    """Maximum tokens of one answer of an environment or tool; a longer answer is cut. 0: as many as leave room for another turn.
-    """
+    """Maximum tokens of an environment's or tool's answer, which is then cut. 0: as many as leave room for another turn."""
     turns_together: Annotated[bool, RECORDED, _PLAYED] = False
     """Sample the next turns only when all episodes have their answers. Slower, but the order in which answers arrive then cannot
     change results, even by rounding."""
@@ -238,8 +237,7 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     reference_tokenizer: Annotated[str, PATH] = ""
     """If `reference` is a server: folder or hub name of its model's tokenizer; empty: the policy's."""
     reference_top_k: Count = 20
-    """If `reference` is a server: tokens per position whose log-probs it returns. The exact KL counts all others as one
-    token."""
+    """If `reference` is a server: tokens per position whose log-probs it returns. The exact KL counts all others as one token."""
     reference_dtype: Literal["", "float32", "bfloat16"] = ""
     """Precision of the reference; empty: the model's."""
     ref_model_sync_steps: CountOrZero = 0
@@ -256,8 +254,8 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     past_kept: Annotated[Count, Needs("past_opponents")] = 1
     """With past_opponents: number of past selves to draw from, the newest ones. The full weights of each stay in memory."""
     teacher_prompt: str = ""
-    """Column of the dataset with another prompt for the reference; empty: the policy's prompt. In self-distillation this prompt
-    contains the solution."""
+    """Column with another prompt for the reference, such as one with the solution (self-distillation); empty: the policy's
+    prompt."""
     critic: Annotated[str, PATH] = ""
     """In methods with a critic: folder or hub name of a reward model or language model to start the critic from; empty: the
     policy's own weights."""

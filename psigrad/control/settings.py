@@ -97,8 +97,7 @@ class ControlConfig:
     total_timesteps: Annotated[Count, LENGTH, MAIN] = 100_000
     """Steps of the run, summed over the copies of the environment."""
     n_envs: Annotated[Count, MAIN] = 8
-    """Copies of the environment that are stepped together. With `tuned`, the default depends on the algorithm and the
-    environment."""
+    """Copies of the environment that are stepped together. With `tuned`, the default depends on algorithm and environment."""
     n_steps: Annotated[CountOrZero, MAIN, _NOT_DQN] = 32
     """Steps of each copy of the environment per rollout, which is collected between updates; 0: complete episodes."""
     n_episodes: Annotated[Count, _NOT_DQN] = 1
