@@ -1,7 +1,8 @@
 """The collection of the completions that a step trains on, and the ledger of all prompts.
 
-With a lag of k, step s trains on completions sampled with the weights after max(0, s - k) steps (the first step is 0). All completions of a step have
-the same lag, regardless of their length. So short completions are not preferred, and a run can be repeated bitwise.
+With a lag of k, step s trains on completions sampled with the weights after max(0, s - k) steps (the first step is 0). All
+completions of a step have the same lag, regardless of their length. So short ones are not preferred, and a run can be repeated
+bitwise.
 
 The ledger counts every prompt as trained on, dropped for a reason, or pending. `rollout/collectors.py` makes the completions.
 """
