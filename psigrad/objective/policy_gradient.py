@@ -259,8 +259,8 @@ class PolicyGradient:
     def loss(self, prepared: Prepared, evaluation: PolicyOutputs, totals: Totals, state: State, *, metrics: bool = True) -> Loss:
         """Compute a micro-batch's share of an optimiser step's loss. `totals` are the step's numbers of sequences and tokens.
 
-        The loss is the policy's, plus the critic's if there is one. If `metrics` is False, all terms but the losses are skipped,
-        which speeds up loops of many small steps.
+        The loss is the policy's, plus the critic's if there is one. If `metrics` is False, only the losses are computed and
+        no other terms, which speeds up loops of many small steps.
         Errors: ValueError if the batch or the evaluation lacks a field that a part reads.
         """
         policy = self.policy_loss(prepared, evaluation, totals, state, metrics=metrics)
@@ -272,7 +272,7 @@ class PolicyGradient:
     def policy_loss(
         self, prepared: Prepared, evaluation: PolicyOutputs, totals: Totals, state: State, *, metrics: bool = True
     ) -> Loss:
-        """Compute `loss` without the critic's loss. For a separate critic model, `critic_loss` computes that in its own pass."""
+        """Compute `loss` without the critic's loss. A separate critic model has its own pass, which calls `critic_loss`."""
         batch = prepared.batch
         mask = batch.mask & prepared.keep[:, None]
         within = inside(mask)

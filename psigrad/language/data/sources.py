@@ -115,8 +115,8 @@ def hold_out(parts: Sequence[Sequence[Row]], counts: Sequence[int], seed: int = 
 
     About `counts` rows of each part are held out, drawn with `seed`. The rows of a prompt, in any part, are all trained on or all
     held out. Prompts are drawn in random order, and skipped if they would exceed a count. If every prompt of a part was skipped,
-    hold out one that has at most twice the wanted rows. If none is that small, hold out single rows; only then can a held-out
-    prompt also be trained on. The two answers of a pair stay together.
+    hold out one prompt that has at most twice the wanted rows. If none is that small, hold out single rows; only then can a
+    held-out prompt also be trained on. The two answers of a pair stay together.
 
     Raise UserError if no row is left to train on.
     """
