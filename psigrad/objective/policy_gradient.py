@@ -152,17 +152,17 @@ class PolicyGradient:
 
     @property
     def needs_reward(self) -> bool:
-        """True if rewards influence the loss. If False, the policy learns only from the KL to its reference, a teacher."""
+        """True if rewards influence the loss. Otherwise the policy learns only from the KL to the reference, its teacher."""
         return self.psi is not no_reward
 
     @property
     def needs_exact_kl(self) -> bool:
-        """True if the model's outputs must contain `kl`, a divergence that the model itself computes."""
+        """True if the model's outputs must contain `kl`: the KL estimator needs more than log-probs of sampled steps."""
         return self.kl is not None and self.kl.estimator in ratio.MEASURED and self.kl.coefficient != 0
 
     @property
     def corrects(self) -> bool:
-        """True if the surrogate itself weights steps by π / π_sampler, so that the method may not have a correction."""
+        """True if the surrogate itself weights steps by π / π_sampler. The method must then have no `correction`."""
         return isinstance(innermost(self.surrogate), SamplerWeighted)
 
     @property
@@ -175,7 +175,7 @@ class PolicyGradient:
 
     @property
     def dynamic_sampling(self) -> bool:
-        """True if groups with equal metrics are dropped (`has_signal`). The trainer should then collect other groups instead."""
+        """True if `has_signal` drops groups of equal rewards or metrics. The trainer should then collect other groups."""
         return has_signal in self.keep
 
     def initial_state(self) -> dict[str, float]:
@@ -229,10 +229,10 @@ class PolicyGradient:
         return Prepared(batch, advantage, keep, needs_gradient, figures, new_state, returns, counts, marks)
 
     def _choose(self, batch: Batch, advantage: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return three fields of `Prepared`: `keep` [N], the rows to train on, and `counts` and `marks` [N, T].
+        """Return three fields of `Prepared`: `keep` [N], True for rows to train on, and `counts` and `marks` [N, T].
 
-        `counts` is True on the steps with a surrogate loss; None if no filter drops single steps. `marks` has the steps that the
-        surrogate's method `marks` chooses, as a mask or as weights; None if the surrogate has no such method.
+        `counts` is False on the steps that a filter drops from the surrogate loss; None if no filter drops single steps.
+        `marks` is the result of the surrogate's method `marks`, a mask or weights; None if the surrogate has no such method.
         """
         keep, counts = batch.present, None
         for part in self.keep:
@@ -259,8 +259,8 @@ class PolicyGradient:
     def loss(self, prepared: Prepared, evaluation: PolicyOutputs, totals: Totals, state: State, *, metrics: bool = True) -> Loss:
         """Compute a micro-batch's share of an optimiser step's loss. `totals` are the step's numbers of sequences and tokens.
 
-        The loss is the policy's, plus the critic's if there is one. If `metrics` is False, all terms but the losses are skipped,
-        which speeds up loops of many small steps.
+        The loss is the policy's, plus the critic's if there is one. If `metrics` is False, only the losses are computed and
+        no other terms, which speeds up loops of many small steps.
         Errors: ValueError if the batch or the evaluation lacks a field that a part reads.
         """
         policy = self.policy_loss(prepared, evaluation, totals, state, metrics=metrics)
@@ -272,7 +272,7 @@ class PolicyGradient:
     def policy_loss(
         self, prepared: Prepared, evaluation: PolicyOutputs, totals: Totals, state: State, *, metrics: bool = True
     ) -> Loss:
-        """Compute `loss` without the critic's loss. A critic that is a separate model has its own pass, which saves memory."""
+        """Compute `loss` without the critic's loss. A separate critic model has its own pass, which calls `critic_loss`."""
         batch = prepared.batch
         mask = batch.mask & prepared.keep[:, None]
         within = inside(mask)
@@ -338,9 +338,9 @@ class PolicyGradient:
         return isinstance(self.surrogate, kl_penalty) and self.surrogate.target is not None
 
     def adapt(self, prepared: Prepared, logp: Tensor) -> dict[str, float]:
-        """Return the state with the penalty's coefficient adapted, after all passes over a batch.
+        """Return the method's state with the coefficient of `kl_penalty` adapted. Call this after all passes over a batch.
 
-        `logp` [N, T] are the new policy's log-probs, from which the KL is measured.
+        The KL is KL(π_old‖π): π_old collected the batch, and π is the new policy, whose log-probs are `logp` [N, T].
         """
         kept = prepared.batch.mask & prepared.keep[:, None]
         assert isinstance(self.surrogate, kl_penalty)

@@ -32,9 +32,9 @@ _EMBEDDING = re.compile(r"embed|wte|wpe", re.IGNORECASE)
 def levels(signed: bool) -> Tensor:
     """Return the 256 levels of an 8-bit moment. A moment is divided by the largest |moment| of its block before it is rounded.
 
-    If `signed` (the first moment), they are 0, 1, and ± the middles of 2^(6 − i) equal parts of [0.1, 1] · 10⁻ⁱ for i = 0 … 6.
-    Otherwise (the second moment) the middles are positive, of 2^(7 − i) parts. This is dynamic tree quantisation (Dettmers et
-    al. 2022, arXiv:2110.02861) as in bitsandbytes.
+    The levels are 0, 1 and, for i = 0 … 6, the midpoints of n equal parts of [0.1, 1] · 10⁻ⁱ. If `signed` (first moment), n is
+    2^(6 − i), and the negative midpoints are levels too. Otherwise (second moment), n is 2^(7 − i). This is dynamic tree
+    quantisation (Dettmers et al. 2022, arXiv:2110.02861) as in bitsandbytes.
     """
     found = [0.0, 1.0]
     for i in range(7):
@@ -48,7 +48,7 @@ def levels(signed: bool) -> Tensor:
 def middles(signed: bool) -> Tensor:
     """Return for each of `levels(signed)` the largest number that is rounded to it: the middle to the next level, or ∞.
 
-    Unlike in bitsandbytes, a second moment above 0 is never rounded to 0, because the next step is divided by its root plus ε.
+    Unlike in bitsandbytes, no second moment above 0 is rounded to 0: the next step, divided by √0 + ε, would be far too large.
     """
     own = levels(signed)
     found = torch.cat([(own[1:] + own[:-1]) / 2, torch.tensor([math.inf])])
@@ -106,7 +106,7 @@ def _thresholds(first: int, x: Tensor) -> Tensor:
 
 
 def _round_up_from(draw: Tensor, x: Tensor) -> Tensor:
-    """Return x in bfloat16. |x| is rounded up if x's lower 16 bits plus `draw` (overwritten) reach 2¹⁶, otherwise down."""
+    """Return x in bfloat16. |x| is rounded up if `draw` + the lower 16 bits of x ≥ 2¹⁶, otherwise down. Overwrites `draw`."""
     return draw.add_(x.view(torch.int32)).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
 
 
@@ -116,7 +116,7 @@ def _signed(number: int) -> int:
 
 
 def split(master: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Return (`dither(master, first)`, the lower 16 bits of the float32 `master` [n] as int16). `join` is the inverse."""
+    """Split float32 numbers `master` [n] into (`dither(master, first)`, their lower 16 bits as int16). `join` is the inverse."""
     return dither(master, first), master.view(torch.int32).to(torch.int16)
 
 
@@ -160,8 +160,8 @@ def copy_masters(weights: Sequence[tuple[Tensor, Tensor, int]]) -> None:
 def has_remainder(p: Tensor) -> bool:
     """Return True if the float32 master of `p` is stored as the bfloat16 weight plus a 16-bit remainder.
 
-    This is so for large bfloat16 weights on a GPU. Weight, gradient and optimiser state then take 14 bytes a parameter instead of
-    the 20 with a master. If gradients of several passes are summed in float32, they take 16 bytes instead of 18.
+    This is so for large bfloat16 weights on a GPU. Weight, gradient and optimiser state then take 14 bytes a parameter; with a
+    master they take 20. If the gradients of several passes are summed in float32, these numbers are 16 and 18.
     """
     return p.dtype == torch.bfloat16 and p.device.type != "cpu" and p.numel() >= SPLIT
 
@@ -194,7 +194,7 @@ class LowMemoryAdamW:
         return self.remainders and not self.eight_bits
 
     def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
-        """Return the initial state: step 0, moments of 0 (float32, or codes with scales), and with `remainders` a remainder."""
+        """Return the initial state, all 0: `step`, moments (float32, or codes with scales), and a `remainder` if `remainders`."""
         coded, state = self.eight_bits and has_codes(name, p), {"step": torch.zeros(())}  # on the host, where it is read
         for key in ("exp_avg", "exp_avg_sq"):
             state[key] = torch.zeros(p.shape, dtype=torch.uint8 if coded else torch.float32, device=p.device)
@@ -260,7 +260,7 @@ class LowMemoryAdamW:
     ) -> Tensor:
         """Return `x`, a chunk of the weight `w`, after an AdamW step with its gradient `g`.
 
-        `stored` has the chunk's first and second moment, or their codes if `scales` has their scales. Both are overwritten.
+        `stored` has the chunk's two moments: their codes if `scales` has tensors, else float32. Overwrite `stored` and `scales`.
         """
         beta1, beta2 = self.betas
         moments = [m if s is None else decode(_blocks(m), s, i == 0).view(-1)[: len(x)]
@@ -277,7 +277,7 @@ class LowMemoryAdamW:
         return x
 
     def _step_fused(self, x: Tensor, g: Tensor, moments: list[Tensor], w: AdamWWeight, step: StepSize) -> None:
-        """Update `x`, a chunk of the master of `w` with gradient `g`, and its `moments` in place by torch's fused AdamW."""
+        """Update `x`, a chunk of the master of `w`, and its `moments` in place by torch's fused AdamW. `g` is x's gradient."""
         fused: Any = adamw
         count, divisor = torch.full((), w.step - 1.0, device=x.device), torch.full((), step.divisor, device=x.device)
         fused([x], [g], moments[:1], moments[1:], [], [count], fused=True, grad_scale=divisor if step.divisor != 1.0 else None,
@@ -300,7 +300,7 @@ def _has_kernel(w: AdamWWeight) -> bool:
 def _tables() -> tuple[Tensor, ...]:
     """Return six lookup tables for the kernels, three for the signed first moment, then three for the unsigned second moment.
 
-    The three are the `levels`, the `middles` between them, and for each cell (an interval) the lowest level that it reaches.
+    The three are the `levels`, the `middles`, and for each cell (an interval) the index of the lowest level of its numbers.
     """
     # A cell is the interval of floats with the same upper 16 bits, from 2^-24 to 1. There is no middle below 2^-24.
     edges = ((torch.arange((24 << 7) + 2) + (103 << 7)) << 16).to(torch.int32).view(torch.float32)

@@ -131,7 +131,7 @@ def bar(
     """Draw a progress bar from `done` to `total` while the block runs, and yield the function that advances it.
 
     Draw nothing unless `enabled`. In a notebook the bar is below its cell. If standard output is not a terminal (a log file, a
-    cluster's queue), lines are printed instead: one after every `every` calls or `SILENCE` seconds; none if `every` is 0.
+    cluster's queue), print a line after `every` calls, or earlier if `SILENCE` seconds have passed; never if `every` is 0.
     """
     if not enabled:
         yield lambda count=1, note="": None

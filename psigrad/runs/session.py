@@ -163,7 +163,7 @@ def _verify_together(world: World, root: Path) -> checkpoint.Latest:
 
 
 def save_checkpoint(journal: Journal, step: int, write: Callable[[Path], None], run: Run, meta: Mapping[str, Any]) -> None:
-    """Flush the run's rows, save a checkpoint of what `write` writes, with `meta` in its manifest, and delete old checkpoints."""
+    """Flush the run's rows, save a checkpoint and delete old ones. `write` writes the files; `meta` goes into the manifest."""
     journal.folder.flush()
     path = checkpoint.save(journal.folder.checkpoints, step, write, meta={**meta, **folder_facts(journal)})
     checkpoint.prune(journal.folder.checkpoints, run.save_total_limit)
@@ -212,7 +212,7 @@ def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: 
 
 
 def evaluations(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (metrics of a run's first evaluation, metrics of that of its final weights), with "step"; ({}, {}) without any."""
+    """Return the metrics and "step" of two evaluations: (the run's first, that of its final weights); ({}, {}) if it has none."""
     kept = find_best_step([last_event(folder / "events.jsonl", *KEEPS)])
     rows = merge_by_step(row for row in read_steps(folder / "metrics.jsonl") if any(name.startswith("eval/") for name in row))
     ordered = [rows[step] for step in sorted(rows) if step <= kept]

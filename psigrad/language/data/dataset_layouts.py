@@ -251,9 +251,9 @@ def to_model_rows(
 ) -> list[list[Row]]:
     """Return the rows of each part of the data (such as training rows, held-out rows) with plain prompts as user turns.
 
-    Prompts stay unchanged if `plain_prompts` is True, or if the tokenizer has no chat template; see `to_turns`. If only one of
-    these holds, or neither, log how many prompts change and how many stay. `tokenizer` is None for a server's model, which is
-    assumed to have a template.
+    Prompts stay unchanged if `plain_prompts` is True, or if the tokenizer has no chat template; see `to_turns`. Log how many
+    prompts change and how many stay, unless both conditions hold. `tokenizer` is None for a server's model, which is assumed to
+    have a template.
     """
     made = [[to_turns(tokenizer, row, plain_prompts) for row in part] for part in parts]
     rows = [row for part in made for row in part]

@@ -17,11 +17,11 @@ from psigrad.language.rollout.types import Trajectory
 def reward_view(
     tokenizer: Any = None, plays: bool = False, skip_special_tokens: bool = True
 ) -> Callable[[Mapping[int, Row]], ToSamples]:
-    """Return the `to_samples` function of a `ScoredRollout`. With `plays`, samples of episodes also have the policy's own turns
-    and tokens.
+    """Return the function `to_samples` of a `ScoredRollout`, which makes the samples that reward functions get.
 
-    Reward functions get the columns of all rows of the rollout. The value is None if a completion's own row lacks the column.
-    With `skip_special_tokens`, they get the policy's text without special tokens; `completion_ids` are complete.
+    Samples have the columns of all rows of the rollout; a value is None if a completion's own row lacks the column. With `plays`,
+    samples of episodes also have the policy's own turns and tokens. With `skip_special_tokens`, the policy's text in a sample
+    has no special tokens, but `completion_ids` has them.
     """
     hide = special_token_remover(tokenizer) if skip_special_tokens and tokenizer is not None else _keep
 

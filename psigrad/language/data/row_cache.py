@@ -111,7 +111,7 @@ def unpack(text: str, ids: list[int]) -> Any:
 def _schema(bits: int = 32) -> pa.Schema:
     """Return the Arrow schema of packed items, whose token ids have `bits` bits.
 
-    Import pyarrow here: with pandas it takes 70 MB, and only large data needs it.
+    pyarrow and pandas, which it imports, take 70 MB of memory. The import is in the function, since small data needs none.
     """
     import pyarrow as pa
 

@@ -55,11 +55,11 @@ def load(
     """Load the rows of a JSONL, JSON, Parquet, CSV or TSV file, a folder of them or of `Dataset.save_to_disk`, or a hub dataset.
 
     `form` is a name of `FORMS` or "sft". `split` may be a slice, as in `datasets`: train[:90%], train[100:]. If file names in a
-    folder contain split words (train, validation, test and their usual variants), only the files of the split are read. A source
-    without splits, such as a file, accepts the split in its name and the names in `single`; each selects all rows. A hub
-    configuration is named after a colon: "openai/gsm8k:main". "task:NAME" makes rows of a reasoning-gym task. With `max_rows`
-    only the first rows are read, and a hub dataset is streamed. `columns` renames some columns (`dataset_layouts.map_columns`).
-    `urls` downloads images that rows name by URL (`image_urls.download`).
+    folder contain split words (train, validation, test and their usual variants), only the files of the split are read. A file,
+    like any source without splits, is one split of all rows. `split` must then be the split word in its name, as in a-test.jsonl,
+    or a name in `single`. A hub configuration is named after a colon: "openai/gsm8k:main". "task:NAME" makes rows of a
+    reasoning-gym task. With `max_rows` only the first rows are read, and a hub dataset is streamed. `columns` renames columns
+    (`dataset_layouts.map_columns`). `urls` downloads images that rows name by URL (`image_urls.download`).
 
     Raise UserError naming file, line, column and reason. With `bad_rows="skip"`, malformed rows are skipped and returned as
     `skipped`; only an unreadable file raises an error.
@@ -115,8 +115,8 @@ def hold_out(parts: Sequence[Sequence[Row]], counts: Sequence[int], seed: int = 
 
     About `counts` rows of each part are held out, drawn with `seed`. The rows of a prompt, in any part, are all trained on or all
     held out. Prompts are drawn in random order, and skipped if they would exceed a count. If every prompt of a part was skipped,
-    hold out one that has at most twice the wanted rows. If none is that small, hold out single rows; only then can a held-out
-    prompt also be trained on. The two answers of a pair stay together.
+    hold out one prompt that has at most twice the wanted rows. If none is that small, hold out single rows; only then can a
+    held-out prompt also be trained on. The two answers of a pair stay together.
 
     Raise UserError if no row is left to train on.
     """
@@ -280,8 +280,7 @@ def mix(parts: Sequence[Sequence[Row]], weights: Sequence[float | None], seed: i
     """Return as many rows as all `parts` (datasets) have together, divided between the datasets by their weights.
 
     Without weights, every row occurs once. With weights, a dataset of n rows has a quota of q rows, and each of its rows occurs
-    ⌊q/n⌋ or ⌈q/n⌉ times. The seed and the position of the dataset decide which rows occur once more. Training shuffles the rows
-    in every epoch.
+    ⌊q/n⌋ or ⌈q/n⌉ times. `seed` and the dataset's position decide for which rows it is ⌈q/n⌉. Training shuffles in every epoch.
     """
     rows: list[Row] = []
     given = [weight for weight in weights if weight is not None]
@@ -301,9 +300,9 @@ HELD_OUT, _HELD_OUT_PAIRS, ONE_OF = 64, 256, 10
 def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: Log | None = None) -> tuple[list[Row], list[Row]]:
     """Return (training rows, held-out rows).
 
-    `eval_prompts` held-out rows are drawn with `seed`, from the eval dataset if there is one, else from all datasets by their
-    weights or sizes. If `eval_prompts` is None, the number is 64, or 256 for comparisons, labelled answers and labelled steps;
-    without an eval dataset it is at most a tenth of each dataset. `log` receives counts of recognised, skipped, held-out rows.
+    Held-out rows are drawn with `seed`: from the eval dataset if there is one, else from all datasets by their weights or sizes.
+    `eval_prompts` is their number. None means 64, or 256 for comparisons, labelled answers and labelled steps, but
+    without an eval dataset at most a tenth of each dataset. `log` receives the counts of recognised, skipped and held-out rows.
     """
     shares = parse_mixture(data.dataset)
     parts = _read_each(data, form, shares, data.split, log, single=SINGLE[:1])

@@ -103,8 +103,8 @@ def generate(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
 def generate_distinct(name: str, size: int, seed: int, **settings: Any) -> list[dict[str, Any]]:
     """Return `size` rows with different prompts, so that no held-out prompt is ever trained on.
 
-    The rows are in a random order that depends on `seed`. In the order of drawing, prompts that a task rarely makes would come
-    last, and a split would be unfair. Raise `UserError` if a task has too few prompts.
+    The rows are shuffled with `seed`. Otherwise the prompts that a task rarely makes would be the last rows, and a split of the
+    rows would not be representative. Raise `UserError` if a task has too few prompts.
     """
     rows: dict[str, dict[str, Any]] = {}
     drawn = 0

@@ -57,10 +57,9 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row, *, strict: bool = T
     """Return the token ids that a completion of this row continues.
 
     Plain: the tokenizer's encoding with its default special tokens. Conversational: the chat template with the generation prompt.
-    The template gets the row's `tools` (list, or JSON text of one) and `chat_template_kwargs` if it has these columns, as in TRL.
-    An assistant turn at the end begins the answer (prefill): its text follows the generation prompt. Raise `RowError` if
-    there are no tokens, or if the template leaves out a part of the prompt. If not `strict`, it may leave out fields such as
-    `name`.
+    As in TRL, the template gets the row's columns `tools` (a list, or JSON text of one) and `chat_template_kwargs`, if any.
+    An assistant turn at the end begins the answer (prefill): its text follows the generation prompt. Raise `RowError` if there
+    are no tokens, or if the template leaves out a part of the prompt. Unless `strict`, it may leave out fields such as `name`.
     """
     if row.prompt is None:
         raise UserError(f"{row.source} has no prompt; a row of the form prompt-only or prompt-completion was expected.")
@@ -92,8 +91,8 @@ def examples(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0, 
 
     An assistant turn is its content and the token that ends it, not the line break that a template writes after it. An empty
     thought that the template adds has a loss only with `empty_thinking`. If the template rewrites earlier turns, a conversation
-    gives several examples: each turn in the context in which it is sampled. Raise `RowError` for a turn without such a context,
-    for a turn that does not end with a special token, and for one of which the template leaves out a part.
+    gives several examples: each turn in the context in which it is sampled. Raise `RowError` if a turn has no such context, if it
+    does not end with a special token, or if the template leaves out a part of it.
     """
     if isinstance(row.completion, str):
         made = [_plain(tokenizer, row, row.completion)]
@@ -132,7 +131,7 @@ def encode_batch(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, emp
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool) -> tuple[Conversation, list[list[Piece]]]:
-    """Return (a row's conversation, its pieces to encode by context). Reuse results of `encode_batch`; see also `examples`."""
+    """Return (a row's conversation, the pieces to encode of each context), made here or by `encode_batch`. See `examples`."""
     made: tuple[Conversation, list[list[Piece]]] | None = dialect.specials_of(tokenizer).conversations.pop(id(row), None)
     if made is None or made[0].row is not row:
         conversation = Conversation(tokenizer, row)
@@ -217,8 +216,8 @@ def decode_after(tokenizer: PreTrainedTokenizerBase, before: int, ids: Iterable[
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
     """Return text for readers, rewards and tools. It is never encoded again.
 
-    The tokenizer's named tokens (BOS, EOS, padding, …) and the end of a turn are dropped. Other special tokens are the policy's
-    words and stay, such as <think>, <answer> and <tool_call> in some vocabularies.
+    The tokenizer's named tokens (BOS, EOS, padding, …) and the end of a turn are dropped. Other special tokens stay. In some
+    vocabularies these are <think>, <answer> and <tool_call>, which the policy writes like words.
     """
     hidden = _dropped_ids(tokenizer, str(tokenizer.chat_template), *tokenizer.special_tokens_map.values())
     said = [i for i in ids if i not in hidden]
@@ -336,7 +335,7 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> 
 def _last_cut(tokenizer: PreTrainedTokenizerBase, before: str) -> str:
     """Return the end of `before` that affects how a text after it is tokenised: the text from the last added token on.
 
-    Tokenizers split a text at its added tokens first, so the part before has no effect.
+    Tokenizers split a text at its added tokens first, so what precedes the last one has no effect.
     """
     cuts = dialect.specials_of(tokenizer).cuts
     return before[max((match.start() for match in cuts.finditer(before)), default=0) :] if cuts is not None else before

@@ -24,7 +24,7 @@ SDPA: Any = F.scaled_dot_product_attention
 class AttentionLayer(Protocol):
     """The properties of a fused layer that `FusedLayout.mix` reads. `window` is the sliding window in tokens; 0: no window.
 
-    `order` is the index among the layers that compute keys and values. A layer that reuses another's keys has that one's `order`.
+    `order` numbers the layers that compute keys and values. A layer that reuses keys has the `order` of the layer they are from.
     """
 
     order: int
@@ -171,7 +171,7 @@ class Pieces(NamedTuple):
 
     @property
     def base(self) -> np.ndarray:
-        """[B + N] 0 for each prefix, then for each sequence the position in the row where its prefix starts."""
+        """[B + N] B zeros, then for each of the N sequences the position in the row where its prefix starts."""
         return np.concatenate([0 * self.prefixes, self.starts[self.prefix] if len(self.prefixes) else self.prefix])
 
 
@@ -223,7 +223,7 @@ class PackedLayout:
 
     @cached_property
     def _order(self) -> Tensor:
-        """[B·P + N·L] the packed position of each token of the padded prefixes [B, P], then sequences [N, L]; -1: padding."""
+        """[B·P + N·L] `prefix_rows` and then `sequence_rows`, flattened: the packed position of each token; -1: padding."""
         return torch.cat([self.prefix_rows.flatten(), self.sequence_rows.flatten()])
 
     @cached_property
@@ -246,8 +246,8 @@ class PackedLayout:
         return near & self._or_same_block((distance >= 0).to(near.device), self.prefix_rows)
 
     def _or_same_block(self, causal: Tensor, rows: Tensor) -> Tensor:
-        """Return the mask `causal` [L, L] if no token is in a block (an image). Otherwise return [K, 1, L, L]: a mask for each of
-        K prefixes or sequences, in which a block's tokens also attend to each other. `rows` [K, L]: their tokens' positions.
+        """Return the mask `causal` [L, L] plus attention between all tokens of an image: [K, 1, L, L] for K pieces, whose
+        tokens have the positions `rows` [K, L]. If the layout has no blocks, return `causal` itself.
         """
         if self.blocks is None:
             return causal
@@ -257,7 +257,7 @@ class PackedLayout:
     def _sequence_mask(self, window: int | None) -> Tensor:
         """Return the mask [N, 1, L, P + L] of attention from sequences to their prefixes and themselves.
 
-        A token attends to itself and the tokens before it in its text, but only to the last `window` of these (None: to all).
+        A token attends to itself and the tokens before it in its prefix and sequence, or only to the last `window` of all these.
         """
         n, length = self.sequence_rows.shape
         device = self._order.device
@@ -375,8 +375,8 @@ class PackedLayout:
         """The row's segments: (`order`, `inverse` [S], waves). A recurrence runs all segments of a wave at once, padded.
 
         A prefix is cut where a sequence branches off. `order` lists the packed positions of the waves' tokens (-1: padding), and
-        `inverse` the place of each packed token in `order`. A wave is ((number of segments, tokens of the longest), source).
-        `source` has for each segment the index of the segment that it continues (-1: none). It is None if all would be -1.
+        `order[inverse[s]]` is s for every token s. A wave is ((number of segments, tokens of the longest), source). `source` has
+        for each segment the index of the segment that it continues, or -1. It is None if no segment continues another.
         """
         tables, shapes = [], []
         for wave in self._waves:

@@ -97,7 +97,7 @@ def varlen_kernel() -> Varlen:
 
 @dataclass(frozen=True)
 class _Unpadded:
-    """The base class of layouts that compute attention without padding. Recurrent layers use the packed layout's methods."""
+    """The base class of layouts that compute attention without padding. `packed` computes convolutions and recurrences."""
 
     packed: PackedLayout
 
@@ -144,9 +144,9 @@ class VarlenLayout(_Unpadded):
     def _copies(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The K keys that the kernel reads for S tokens: (tokens [K], keys [P, C], missing [P, C, 1, 1], single [S − P]).
 
-        `tokens` has the index of each key's token. Each of the P prefix tokens has several keys: one for its prefix and one for
-        each sequence that attends to it. Its row of `keys` has their indices, at most C; `missing` is True in unused places.
-        `single` has the index of the only key of each other token.
+        `tokens[k]` is the token of key k. Each of the P prefix tokens has at most C keys: one for its prefix, and one for each
+        sequence that attends to it. `keys[p]` lists the keys of prefix token p. If they are fewer than C, `missing[p]` is True in
+        the unused places. Every other token has one key, and `single` lists these.
         """
         pieces, device = self.packed.pieces, self.packed.device
         real = pieces.lengths > 0
@@ -213,8 +213,8 @@ class FlexLayout(_Unpadded):
 
     @cached_property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Four tensors [S] with numbers per token: its prefix (in a row without prefixes, its sequence), its sequence (-1 for a
-        token of a prefix), its position in the text, and the position in the text where its sequence starts.
+        """For each token: (its prefix, its sequence, its position in the text, the position where its sequence starts), [S] each.
+        A token of a prefix has the sequence -1 and the start S. In a row without prefixes, every sequence counts as a prefix.
         """
         pieces, count, rows = self.packed.pieces, len(self.packed.pieces.prefixes), self.packed.rows
         numbers, nothing = np.arange(len(pieces.sequences)), np.full(len(pieces.sequences), -1)
@@ -279,8 +279,8 @@ def unpad(packed: PackedLayout, how: str) -> Layout:
 
 
 def _list_blocks(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mask `blocks` [Q, K] as FlexAttention reads it: (the number of True in each row [1, 1, Q], the columns of each
-    row [1, 1, Q, K], with those of True first).
+    """Return the mask `blocks` [Q, K] as FlexAttention reads it: (the number of True in each row [1, 1, Q], the indices of each
+    row's columns [1, 1, Q, K]: first the columns with True, then the others).
     """
     return blocks.sum(1)[None, None], (~blocks).argsort(1, kind="stable")[None, None]
 

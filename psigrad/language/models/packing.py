@@ -113,10 +113,10 @@ Ids = Sequence[int]
 
 @dataclass(frozen=True)
 class Groups:
-    """Completions that share prompts: `completions[b][k]` continues `prompts[b]`, or its first `starts[b][k]` tokens.
+    """Completions that share prompts. `completions[b][k]` continues `prompts[b]`, or with `starts` its first `starts[b][k]`
+    tokens. Every token of a completion is a target, or with `masks` only the tokens where `masks[b][k]` is True.
 
-    Results are [N, T] for the N completions in order, T the length of the longest. All tokens of a completion are targets; with
-    `masks`, only those where `masks[b][k]` is True.
+    The log-probs of a forward pass are [N, T]: N completions in order, T the length of the longest.
     """
 
     prompts: Sequence[Ids]
@@ -143,8 +143,8 @@ class Groups:
 class Rows:
     """Independent rows of tokens. The tokens where `masks` is True are targets.
 
-    Results are [N, T], T the length of the longest row: token t of row n is at [n, t]. A row's first token has no context, so its
-    mask must be False.
+    The log-probs of a forward pass are [N, T], T the length of the longest row. That of token t of row n is at [n, t]. A row's
+    first token has no context, so its mask must be False.
     """
 
     rows: Sequence[Ids]
@@ -234,7 +234,7 @@ class RowSelection:
         return x if self.output_rows is None else x.index_select(0, self.output_rows)
 
     def scatter_output_grads(self, dx: Tensor, tokens: int) -> Tensor:
-        """Return the gradient [S, …] of S = `tokens` tokens: dx [W, …] at `output_rows`, else 0; dx itself if that is None."""
+        """Return the gradient of `tokens` tokens: `dx` [W, …] at `output_rows`, 0 elsewhere; `dx` itself if that is None."""
         return dx if self.output_rows is None else dx.new_zeros(tokens, dx.shape[1]).index_copy_(0, self.output_rows, dx)
 
 

@@ -135,7 +135,7 @@ def generated_of(
 def note_rows(
     config: Config, model: LanguageModel | ScalarModel, rows: Sequence[Row], journal: Journal, checkpoint: Path | None
 ) -> None:
-    """Record the first rows, as the model reads them, as an event of a new run (`checkpoint` is None). The studio shows them."""
+    """Write the event `first_rows`: some rows as the model reads them, for the studio. Do nothing if there is a `checkpoint`."""
     separator = config.step_separator if isinstance(config, RewardConfig) else "\n"
     if checkpoint is None:
         journal.folder.event("first_rows", rows=first_rows(model.tokenizer, rows, separator))

@@ -175,7 +175,7 @@ def _learners(
 
 
 def _past_policies(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World) -> PastPolicies | None:
-    """Return the policy's opponents in games: frozen copies of it, from the checkpoint if it has any; None if there are none."""
+    """Return frozen copies of the policy as opponents in games, from the `checkpoint` if any; None if `past_opponents` is 0."""
     if not config.past_opponents:
         return None
     places = [part_of(checkpoint, f"past-{n}") for n in range(config.past_kept)]
@@ -222,8 +222,8 @@ def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterato
 
     An overlap needs a `lag` above 0, and a sampler on a cluster or on a GPU that does not train. A cluster gets lag + 1 threads,
     one for each batch that is being sampled; one thread if completions are episodes. A sampler on a GPU gets one thread, since it
-    holds one version of the weights. It does not overlap with several training processes, which would communicate in two threads
-    at once. With top_p, top_k or min_p it does not overlap either, since the trainer must recompute the log-probs.
+    holds one version of the weights. Such a sampler allows no overlap if several processes train, since they would
+    communicate in two threads at once. Nor does it with top_p, top_k or min_p: the trainer must then recompute the log-probs.
     """
     beside = sampler.overlaps and world.size == 1 and not config.sampling.filtered
     if not ((sampler.central or beside) and config.lag and world.rank == 0):

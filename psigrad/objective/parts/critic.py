@@ -12,8 +12,8 @@ from psigrad.objective.lazy_torch import Tensor, torch
 
 @dataclass(frozen=True)
 class value_loss:
-    """Mean squared error of the critic against the return R_t = Â_t + V_old(s_t). The psi `returns` computes Â_t; if it is None,
-    the method's psi before whitening.
+    """Mean squared error of the critic against the return R_t = Â_t + V_old(s_t). The psi `returns` computes Â_t. If it is None,
+    the method's own psi computes Â_t, before whitening.
 
     Formula: c_V · ½·(V(s_t) − R_t)², and with clip ε: c_V · ½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²)
              c_V is `coefficient`, ε is `clip`
@@ -48,7 +48,7 @@ class bonus:
 
     Formula: − c_H · (1 / number of steps) · Σ_t H(π(·|s_t))
 
-    With any aggregate the mean is over steps, so that c_H means the same for every method.
+    Whatever the method's `aggregate`, this is the mean over steps. So a value of c_H means the same in every method.
 
     Source: Williams and Peng 1991; Mnih et al. 2016, A3C, arXiv:1602.01783; TRL entropy_coef.
     """

@@ -45,7 +45,7 @@ class TemplateLimit(UserError):
 
 
 class _Spent(threading.local):
-    """The processor time `until` which this thread's rendering may run, and the characters that it has `made`."""
+    """A thread's rendering: `until` is the processor time at which it must end, `made` the number of characters so far."""
 
     until, made = math.inf, -math.inf
 
@@ -56,10 +56,10 @@ _exceeded: dict[str, list[str]] = {}
 
 @contextlib.contextmanager
 def limit_rendering(template: str) -> Iterator[None]:
-    """Apply the limits to a rendering of this template inside this block.
+    """Limit a rendering of this template in the block: raise `TemplateLimit` if it exceeds a limit of this module.
 
-    Raise `TemplateLimit` if the rendering exceeds a limit. psigrad renders dozens of conversations to find a template's features.
-    Therefore a template that has exceeded a limit `_TRIES` times raises the error without being rendered.
+    A template that has exceeded a limit `_TRIES` times is not rendered again: the error is raised at once. psigrad renders dozens
+    of conversations to find a template's features, and each could take `SECONDS`.
     """
     if len(before := _exceeded.get(template, [])) == _TRIES:
         raise TemplateLimit(before[0])
@@ -213,7 +213,7 @@ _MULTIPLYING = ("replace", "indent", "expandtabs", "join", "format")
 
 
 def _check_arguments(name: str, values: Sequence[Any]) -> None:
-    """Raise `TemplateLimit` if a number in `values`, the arguments of function `name`, is too large, or the result too long."""
+    """Raise `TemplateLimit` if a call `name(*values)` has a number above `LARGEST`, or would return too long a text."""
     counts = [value for value in values if type(value) is int]
     if counts and max(map(abs, counts)) > LARGEST:
         raise TemplateLimit("calls a function with a number that is too large")

@@ -59,10 +59,10 @@ def is_trained(message: Message) -> bool:
 
 
 def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
-    """Return the `messages` of a fine-tuning row with the weights that another column has for them.
+    """Return the `messages` of a fine-tuning row, with the weight of each from a column that `WEIGHTS` names, if there is one.
 
-    `messages` is None for a prompt-completion row. A column named in `WEIGHTS` must have a list with one weight per message.
-    `fail(path, reason)` raises the error: for a mask over tokens, and for one weight of the whole row that is not 1.
+    `messages` is None for a prompt-completion row. Call `fail(path, reason)`, which raises, for a list that does not
+    have one weight per message, for a mask over tokens, and for a single number other than 1 as the weight of the whole row.
     """
     weighed = messages
     for name, given in columns.items():
@@ -88,7 +88,7 @@ def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
 
 
 def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
-    """Check that tool answers have the order of the calls of the turn before them, because templates match them by order.
+    """Check that tool answers are in the order of the calls in the turn before: templates match answers to calls by order.
 
     Otherwise call `fail(path, reason)`, which raises; the path starts with `column`. Answers without an id are not checked.
     """

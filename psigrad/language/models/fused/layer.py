@@ -76,9 +76,9 @@ class Weights:
 
 class PassArguments(NamedTuple):
     """The arguments of a forward pass. `adapted` is True if the LoRA adapters are active, `balanced` if the loss reads the logits
-    of routers. `ready[i]` are the current weights of layer i; `ready` is None if each layer reads its own. `angles[Layer.order]`
-    are a layer's rotary embeddings. `keys` and `key_gradients`, by `Layer.order` too, are keys and values that later layers reuse
-    and their gradients. `inputs[i]` is an additional input of layer i (Gemma 4). `tokens` selects each token's row of it.
+    of routers. `ready[i]` are the current weights of layer i; `ready` is None if each layer reads its own. Three fields have an
+    entry for each `Layer.order`: `angles`, the rotary embeddings; `keys`, the keys and values that later layers reuse; and
+    `key_gradients`, their gradients. `inputs[i]` is an extra input of layer i (Gemma 4), and `tokens` selects its rows.
     """
 
     angles: Sequence[Angles]
@@ -97,7 +97,7 @@ class Layer:
 
     Formula: h = x + r·m₁(mixer(n₁(x))),  y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))), or y = h without a feed-forward part.
     n and m are norms, which a family may lack, and r is `residual`. The mixer is attention; subclasses (`mixers`) have others.
-    `order` is the index among the layers that compute keys and values. A layer that reuses another's keys has that one's `order`.
+    `order` numbers the layers that compute keys and values. A layer that reuses keys has the `order` of the layer they are from.
     """
 
     order = -1
@@ -157,7 +157,7 @@ class Layer:
 
     @property
     def adapted(self) -> bool:
-        """True if the layer has LoRA adapters that are enabled. Raises `ValueError` if they are merged or not the active ones."""
+        """True if the layer has enabled LoRA adapters. Raises `ValueError` if one is merged, or if another adapter is active."""
         for adapter in self.adapters.values():
             if adapter.module.merged or adapter.module.active_adapters != [adapter.name]:
                 raise ValueError(
@@ -249,7 +249,9 @@ class Layer:
         return y, (row, mixed, normaliser, *own, *plain)
 
     def _join(self, group: int, weights: LayerWeights, x: Tensor, base: Tensor, plain: list[Tensor]) -> Tensor:
-        """Return base + r·m(x·Wᵀ), with r and m as in `Layer` and W that of `group`. If m exists, append x·Wᵀ to `plain`."""
+        """Return base + r·m(p), a part of `Layer`'s formula: p is x·Wᵀ, and W the matrix of `group`. If the layer has the norm
+        m, append p to `plain`.
+        """
         norm, out = weights.norms[2 + group // 2], torch.empty_like(base)
         if norm is None and self.residual == 1.0:
             return weights.apply(group, x, out, residual=base)
@@ -278,7 +280,7 @@ class Layer:
         return how.layout.mix(self, rotated, row)
 
     def gate(self, row: Tensor, mixed: Tensor) -> Tensor:
-        """Return the input of the output projection: `mixed`, which subclasses multiply by a gate from the projections `row`."""
+        """Return `mixed`, the input of the output projection. A subclass multiplies it by a gate from the projections `row`."""
         return mixed
 
     def mix_gradient(
@@ -372,16 +374,16 @@ class WeightGradients:
                 self.lora[i] = delta.gradients(dy, x)
 
     def add_through_norm(self, which: int, dx: Tensor, x: Tensor, dnormed: Tensor) -> None:
-        """Add to `dx` the gradient of x from `dnormed`, that of n(x). The norm n (None: identity) is `weights.norms[which]`."""
+        """Add the gradient of x to `dx`. `dnormed` is the gradient of n(x), with n = `weights.norms[which]` (None: identity)."""
         if self.weights.norms[which] is None:
             dx += dnormed
         else:
             self.norms[which] = self._norm(which, dx, x, dnormed)
 
     def before_residual(self, which: int, dy: Tensor, plain: list[Tensor]) -> Tensor:
-        """Return the gradient of p = x·Wᵀ from `dy`, that of base + r·m(p) in `Layer._join`.
+        """Return the gradient of p in `Layer._join` from `dy`, the gradient of its result base + r·m(p).
 
-        `which` is the index of m among the norms of outputs. If m exists, p is the last tensor of `plain`, and is removed.
+        The norm m is `weights.norms[2 + which]`. If it is not None, p is the last tensor of `plain` and is removed from it.
         """
         dy = dy if self.layer.residual == 1.0 else dy * self.layer.residual
         if self.weights.norms[2 + which] is None:
@@ -396,7 +398,7 @@ class WeightGradients:
         return layer.native.gradients.rms_norm(dx, x, weight, dy, layer.eps, layer.heads.offset)
 
     def in_order(self, others: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return all gradients in the order of `Layer.weights`. `others` are those of the weights named by `Layer.others`."""
+        """Return all gradients in the order of `Layer.weights`. `others` has those of the weights in `Layer.others`."""
         norms = [one for one, weight in zip(self.norms, self.weights.norms, strict=True) if weight is not None]
         biases = [self.biases[i] for i in self.layer.biased]
         pairs = itertools.chain(*(self.lora[i] for i in self.layer.adapters))

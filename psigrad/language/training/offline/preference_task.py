@@ -127,7 +127,7 @@ class PreferenceTask:
         return {**sum_terms(terms for terms, _ in found), **{f"rewards/accuracies/{name}": value for name, value in more.items()}}
 
     def _judge(self, targets: int, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
-        """Return (these pairs' part of the loss terms, [1 for a correct pair, ½ for a tie, else 0]).
+        """Return (what these pairs add to each term of the task's loss, [1 for a correct pair, ½ for a tie, else 0]).
 
         `targets` is the number of target tokens in the chosen answers of the whole task.
         """
@@ -204,7 +204,7 @@ class KTOTask:
 def mismatch(rows: Sequence[LabelledAnswer]) -> list[Answer]:
     """Return a mismatched answer for each row: the answer of the nearest earlier row with another prompt, as in TRL.
 
-    Before the first row comes the last row. If all rows have the same prompt, each row gets its own answer.
+    From the first row, the search continues at the last row. If all rows have the same prompt, each gets its own answer.
     """
     found, other = list(rows), None
     for i in range(1 - len(rows), len(rows)):  # start one round earlier, so that the first row has a predecessor

@@ -64,7 +64,7 @@ def learn_preferences(
 
 @dataclass(frozen=True)
 class Pick:
-    """The pairs picked from the `rows` completions of a step, and the indices of the chosen and the rejected completions."""
+    """The pairs picked from a step's completions, whose number is `rows`, and the indices of those `chosen` and `rejected`."""
 
     pairs: list[Pair]
     chosen: list[int]
