@@ -39,7 +39,7 @@ Schedule = Literal[
 
 
 def object_of(given: str | Mapping[str, Any]) -> str | dict[str, Any]:
-    """Return a setting's mapping, given as a mapping or as JSON text; "" if it is empty. Raises `UserError` for other text."""
+    """Return `given`, a mapping or the JSON text of one, as a dict; "" if it is empty. Raises `UserError` for other text."""
     try:
         found = json.loads(given) if isinstance(given, str) and given else given or {}
     except ValueError:
@@ -241,7 +241,7 @@ class Sampling:
     """With sampler=embedded on a GPU: record decoding steps once per batch size and replay them."""
 
     def vllm_memory_alone(self, gpus: float = 1.0) -> float:
-        """Return the fraction of its GPUs' memory that a vLLM engine gets if no trainer uses them. `gpus` may be less than 1."""
+        """Return the fraction of GPU memory for a vLLM engine on GPUs without a trainer. `gpus` is their number, also below 1."""
         return 0.8 * min(1.0, gpus) if self.vllm_memory == Sampling.vllm_memory else self.vllm_memory
 
     @property

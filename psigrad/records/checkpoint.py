@@ -42,7 +42,7 @@ class CheckpointError(UserError):
 
 @dataclass(frozen=True)
 class Latest:
-    """The newest intact checkpoint, or None. `ignored` has an error message for each newer, damaged one."""
+    """The result of `latest`. `path` is None without an intact checkpoint. `ignored` has an error for each newer, damaged one."""
 
     path: Path | None
     step: int = 0
@@ -87,7 +87,7 @@ def save(root: Path, step: int, write: Callable[[Path], Mapping[str, Any] | None
 def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
     """Write a folder with `write(folder)` under a temporary name, flush it to the disk, and rename it to `final`.
 
-    A crash leaves either the old folder, which `restore_folder` finds, or the complete new one.
+    A crash leaves the complete new folder, or the old one. The old one may have a temporary name; `restore_folder` undoes this.
     """
     beside, aside = (final.with_name(f".{final.name}.{state}") for state in ("new", "old"))
     shutil.rmtree(beside, ignore_errors=True)
@@ -134,9 +134,9 @@ def seal_file(path: Path) -> dict[str, Any]:
 
 
 def seal(folder: Path, known: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Return the size and the SHA-256 of every file below a folder, after flushing them to the disk.
+    """Flush every file below a folder to the disk, and return its size and SHA-256 under its path in the folder.
 
-    Files are hashed in parallel, while the disk writes them. `known` has the sizes and hashes of files that are already known.
+    Files are hashed by parallel threads during the flush. Those in `known`, which has their sizes and hashes, are not read again.
     """
     found = [path for path in folder.rglob("*") if path.is_file()]
     if lost := known.keys() - {str(path.relative_to(folder)) for path in found}:
@@ -268,7 +268,7 @@ def latest(root: Path | Sequence[Path], limit: int | None = None, check: Callabl
     """Return the newest intact checkpoint whose step is at most `limit`.
 
     `root` is the folder of checkpoints, or a list of them, newest first. `check` returns the manifest of an intact checkpoint
-    and raises `CheckpointError` for a damaged one. If it divides this work among processes, all of them must call `latest`.
+    and raises `CheckpointError` for a damaged one. If `check` shares its work among processes, all must call `latest`.
     """
     ignored = []
     for path in steps(root) if isinstance(root, Path) else root:
@@ -284,9 +284,9 @@ def latest(root: Path | Sequence[Path], limit: int | None = None, check: Callabl
 
 
 def prune(root: Path, keep: int, spare: int = 0) -> None:
-    """Delete old checkpoints: keep `keep` (at least 1), counted from the newest intact one, and that of step `spare` (0: none).
+    """Delete old checkpoints. Keep the newest intact one, the `keep` − 1 before it, and the one of step `spare`, if not 0.
 
-    Newer checkpoints than the intact one are damaged. They stay for inspection until the run has passed their steps. Leftovers
+    Checkpoints newer than the intact one are damaged. They stay for inspection until the run has passed their steps. Leftovers
     of interrupted saves are deleted as well.
     """
     newest = latest(root).path
@@ -330,7 +330,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free bytes on the disk of `path`, which need not exist."""
+    """Return the number of free bytes on the disk of `path`. The path need not exist."""
     path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent

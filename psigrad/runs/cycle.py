@@ -25,7 +25,7 @@ LEFT = 20.0
 
 @dataclass(frozen=True)
 class Loop(Generic[S]):
-    """One kind of training, such as online RL, for `cycle`: its functions, its length, and the interval of evaluations."""
+    """A kind of training, such as online RL, that `cycle` runs: its functions, number of steps and interval of evaluations."""
 
     name: str
     """The label of the progress bar."""
@@ -51,7 +51,7 @@ def cycle(loop: Loop[S], state: S, settings: Run, journal: Journal) -> S:
 
     A request to stop takes effect between steps, or interrupts an evaluation, which the resumed run repeats. The state is saved,
     then `Stopped` is raised. If a step fails before it has changed a weight, the previous state is saved before the error
-    propagates. If the disk is low, save the state while a checkpoint fits, and raise `UserError`.
+    propagates. If the free disk space falls below the size of 1.5 checkpoints, save the state and raise `UserError`.
     """
     hooks, shown = journal.callbacks, settings.progress and journal.world.rank == 0
     state = hooks.begin(state, loop.total)
@@ -88,7 +88,7 @@ class _Saves(Generic[S]):
     def due(self, state: S) -> bool:
         """Return True if the settings require a checkpoint now.
 
-        After a step without a finite gradient return False. It changed nothing, and its checkpoint would evict an older one.
+        Return False after a step without a finite gradient: the step changed nothing, and saving would evict an older checkpoint.
         """
         minutes = _now(state, "save_minutes", self.settings.save_minutes)
         every = _now(state, "save_steps", self.settings.save_steps)
@@ -115,7 +115,7 @@ class _Saves(Generic[S]):
         return self.journal.callbacks.after_evaluation(replace(state, evaluated=True))
 
     def after(self, state: S, last: bool) -> S:
-        """Save if `control.should_save` is set, or after the `last` step. If the disk is low, save and raise `UserError`."""
+        """Save if `control.should_save` is set, or after the `last` step. If disk space is low, save and raise `UserError`."""
         if not state.nonfinite:
             self.last_finite = state
         if self.journal.callbacks.control.should_save or (last and self.last_finite.step > self.saved):
@@ -126,8 +126,8 @@ class _Saves(Generic[S]):
         return state
 
     def step(self, state: S) -> Outcome[S]:
-        """Take and record one step. If it fails before it changes a weight, save the previous state, unless processes step
-        together (`lockstep`), since all would have to write.
+        """Take and record one step. If it fails before it changes a weight, save the previous state, but not with
+        `lockstep`: all processes would have to save together, and perhaps only this one has failed.
         """
         try:
             outcome = self.loop.step(state)
@@ -149,9 +149,9 @@ class _Saves(Generic[S]):
 
     @contextlib.contextmanager
     def rescue(self) -> Iterator[None]:
-        """At the end of the block, wait for checkpoints that are written in the background. If a callback failed, save first.
+        """At the end of the block, wait for checkpoints that are written in the background.
 
-        The newest state is valid then, because the callback failed on all ranks and changed no weight.
+        If a callback failed, first save the newest state, which is valid: callbacks fail on all ranks, and change no weight.
         """
         try:
             yield

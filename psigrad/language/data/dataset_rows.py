@@ -225,7 +225,7 @@ def _pair(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split_prompt(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Split `chosen` and `rejected` into the shared start, `prompt`, and the rest of each. Raise `RowError` if there is none."""
+    """Split `chosen` and `rejected` into their shared start, `prompt`, and the rest. Raise `RowError` if they share no start."""
     chosen, rejected = check.present(raw, "chosen"), check.present(raw, "rejected")
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         check.fail("rejected", f"is {_kind(rejected)} and chosen is {_kind(chosen)}; both must be strings or lists of messages")
@@ -267,7 +267,7 @@ def _steps(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Form:
-    """A form of rows, such as preference: the `columns` it reads, those it `needs`, and `fields`, the check of a row."""
+    """A form of rows, such as preference: the `columns` it reads and `needs`, and the function `fields` that checks a row."""
 
     columns: tuple[str, ...]
     fields: Callable[[_Check, Mapping[str, Any]], dict[str, Any]]
@@ -436,7 +436,7 @@ def _depth(value: object) -> int:
 
 
 def _numbers(name: str, value: object) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of every float in a column. Use a stack, not recursion: rows may be nested as deep as JSON allows."""
+    """Yield (path, value) of every float in a column, without recursion, since rows may be nested as deep as JSON allows."""
     stack: list[tuple[str, object]] = [(name, value)]
     while stack:
         path, item = stack.pop()

@@ -131,7 +131,7 @@ class Pretrained(ABC):
 
     @property
     def slow_reason(self) -> str:
-        """The reason why the model runs more slowly than its device allows, and how much it costs; empty if it does not."""
+        """The reason why the model is slower than its device allows, with the cost; empty if it runs at full speed."""
         if self.why_padded:
             return f"Sequences are padded, not packed, which takes two to five times the time and memory: {self.why_padded}."
         if self.why_unfused and self.device.type == "cpu":
@@ -216,8 +216,8 @@ class Pretrained(ABC):
     def _embedded(self, input_ids: Tensor) -> tuple[Any, dict[str, Any]]:
         """Return (the module that runs a packed pass, its keyword arguments: ids, or embeddings with the features of images).
 
-        A decoding step, with one token per sequence, reads images only on a CPU (`dialogue.py`). On a GPU it may be captured as a
-        CUDA graph, in which the host cannot check if an id stands for a part of an image.
+        On a GPU, a decoding step (one token per sequence) reads ids only, never images: it may be captured as a CUDA graph, in
+        which the host cannot look for image tokens. On a CPU, a decoding step reads images as well (`dialogue.py`).
         """
         if self.vision is None or (input_ids.shape[1] == 1 and self.device.type != "cpu"):
             return self.network.base_model, {"input_ids": input_ids}
@@ -267,7 +267,7 @@ class Pretrained(ABC):
         return hidden.to(self.network.dtype)
 
     def _padded(self, module: Any, inputs: ForwardInputs) -> Any:
-        """Return the output of transformers' `module`, which computes the positions (RoBERTa's start at 2), for padded inputs."""
+        """Return the output of transformers' `module` for padded inputs. The module sets the positions: RoBERTa's start at 2."""
         if self.dropout_masks.used:
             self.dropout_masks.read(inputs)
         vision = self._check_images(inputs)
@@ -280,7 +280,7 @@ class Pretrained(ABC):
         return self._balanced(made, inputs.attention_mask)
 
     def _balanced(self, output: Any, mask: Tensor | None = None) -> Any:
-        """Return `output`. If the model has a load-balancing loss, compute it from `output` where `mask` [B, S] is 1."""
+        """Return `output`, after `load_balancing`, if set, has computed its loss over the tokens where `mask` [B, S] is 1."""
         if self.load_balancing is not None:
             self.load_balancing.compute(output, mask)
         return output
@@ -301,8 +301,8 @@ class Pretrained(ABC):
     ) -> Self:
         """Choose packed or padded passes and fused or transformers' layers, and add the adapter if there is one.
 
-        `task` is the adapter's task type in peft. `is_known` is True if `fused.loader.load` loaded the model: without LoRA it
-        then runs packed and fused untested. Otherwise psigrad's outputs are first compared with those of transformers' modules.
+        `task` is the adapter's task type in peft. `is_known` is True if `fused.loader.load` loaded the model. Without LoRA such a
+        model runs packed and fused without a test. For other models, psigrad's outputs are first compared with transformers'.
         The model's dropout is switched off as in TRL, because it would change the probability ratio π/π_old. Outside the text
         model, only the vision and audio modules `towers` are trained.
         """
@@ -403,8 +403,8 @@ def reshard(model: Pretrained) -> None:
 
 
 def _unscaled_lengths(config: Any) -> list[int]:
-    """Return the lengths up to which rotary embeddings do not depend on the longest sequence of a pass: one length per table of
-    the type longrope (Phi) or dynamic NTK, or [2³¹] if the model has no such table.
+    """Return, for each rotary table of the type longrope (Phi) or dynamic NTK, the length up to which its angles are fixed.
+    Beyond it, they depend on the longest sequence of a pass. Without such a table, return [2³¹].
     """
     rope = getattr(config, "rope_parameters", None) or {}
     tables = list(rope.values()) if rope and all(isinstance(table, dict) for table in rope.values()) else [rope]
@@ -417,7 +417,7 @@ def _unscaled_lengths(config: Any) -> list[int]:
 
 
 def _check_repeatable(model: Pretrained) -> None:
-    """Raise `UserError` if two equal passes in training mode differ. Gradient checkpointing and LoRA dropout need this mode."""
+    """Run the same texts twice in training mode. Raise `UserError` if the outputs differ: the model then draws random numbers."""
     with torch.enable_grad():  # training mode is set only when a gradient is enabled
         one, other = (model._probe(model._texts(), packed=not model.why_padded).detach() for _ in range(2))
     if gap := float((one - other).abs().max()):

@@ -174,7 +174,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 def add_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, towers: Sequence[str] = ()) -> nn.Module:
     """Add new LoRA layers, or those saved in the folder `saved`, to a model. Return the peft wrapper of the model.
 
-    Modules outside the text half, such as a vision tower, get LoRA layers only if in `towers`. `task` is peft's task_type.
+    Modules outside the language model get LoRA layers only if `towers` names them. `task` is peft's task_type.
     """
     import peft
 
@@ -250,9 +250,9 @@ def check_untied(network: Any) -> None:
 
 @contextlib.contextmanager
 def check_peft_warnings() -> Iterator[None]:
-    """Raise `ValueError` if a saved adapter lacks weights for the model, of which peft only warns: they would stay random.
+    """Raise `ValueError` if a saved adapter lacks weights of the model. peft only warns, and leaves such weights random.
 
-    Suppress transformers' warning that peft calls a deprecated name, which users cannot fix.
+    Suppress transformers' warning about a deprecated name, which is used by peft, not by users.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
@@ -265,7 +265,7 @@ def check_peft_warnings() -> Iterator[None]:
 
 
 def is_beside_towers(adapter: Path) -> bool:
-    """Return True if a saved adapter was trained on a model with towers (encoders of images), beside its `language_model`."""
+    """Return True if a saved adapter was trained on a model that has towers (encoders of images) and a `language_model`."""
     import peft
 
     try:
@@ -361,7 +361,7 @@ class CountedDropout(nn.Module):
         self.threshold, self.layer, self.masks = min(round(p * _VALUES), _VALUES - 1), layer, masks
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply dropout to x: [B, S, …], flat [B·S, …], or [B, E], one token per text. Raises `UserError` for other shapes."""
+        """Apply dropout to x [B, S, …] or [B·S, …], or [B, E] with one token per text. Raises `UserError` for other shapes."""
         if not self.training or not self.threshold:
             return x
         tokens = self._tokens_of(x)
@@ -372,7 +372,7 @@ class CountedDropout(nn.Module):
         return x.masked_fill(dropped.reshape(x.shape), 0.0) / (1 - self.threshold / _VALUES)
 
     def _tokens_of(self, x: Tensor) -> Tensor:
-        """Return the hash (`hash_tokens`) of the text up to each row of `x`. Raise `UserError` if `x` lacks some tokens."""
+        """Return the hash (`hash_tokens`) of the text up to each row of `x`. Raise `UserError` if a token has no row in `x`."""
         tokens = self.masks.tokens
         assert tokens is not None, "no forward pass has given its text"
         if x.shape[:2] == tokens.shape or len(x) == tokens.numel():

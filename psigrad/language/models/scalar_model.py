@@ -223,17 +223,17 @@ def prepare(
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the padding id by which transformers finds the last token of a row, or None if it equals EOS.
+    """Return the padding id by which transformers finds the last token of a row, or None if padding and EOS have the same id.
 
-    transformers scores a row at its last token that is not padding. If the padding id were EOS, it would score a text before its
-    EOS token. If the padding id is None, it raises an error on batches instead.
+    transformers scores a row at its last token that is not padding. If padding were EOS, transformers would score a text before
+    its EOS token. Without a padding id, transformers raises an error for a batch instead.
     """
     return None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress transformers' warning that the head is newly initialised, which `load` checks itself."""
+    """Suppress transformers' warning that the head is newly initialised, since `load` has its own check for a new head."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

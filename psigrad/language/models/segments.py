@@ -29,24 +29,24 @@ class Recurrence(Protocol):
         """Return (outputs [N, L, ...], final states [N, ...]) of the inputs [N, L, ...] from the initial `state`; None: zeros."""
 
     def step(self, inputs: Tensors, state: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return (outputs, states) [N, ...] after one more token per sequence. Without gradient `state` may change in place.
+        """Return (outputs [N, ...], states) after one more token per sequence. `slots` [N] are the sequences' rows of `state`.
 
-        With `slots` [N] the state of sequence n is `state[slots[n]]`. Then `state` itself is returned if it has changed.
+        Without gradient, `state` may be updated in place. The second result is then `state`, otherwise new states [N, ...].
         """
 
     def scan_trees(self, inputs: Tensors, trees: Trees) -> tuple[Tensor, Tensor] | None:
         """Return (outputs [S, ...], states) of a packed row with the inputs [S, ...]; None if no C++ kernel supports them.
 
-        `trees`, from the function `trees`, lists the row's segments and marks those whose final states are returned.
+        `trees` lists the row's segments and marks those whose final states are returned. The function `trees` makes it.
         """
 
 
 @dataclass(frozen=True)
 class ShortConvolution:
-    """A causal depthwise convolution along sequences, with its activation. Each output reads a token and the K - 1 before it.
+    """A causal depthwise convolution along sequences, with its activation. An output reads its token and the K - 1 tokens before.
 
-    `weight` is [C, K]. `kernel(x, windows)` computes the convolution in C++ for x [S, C] and the rows of x that each token reads,
-    `windows` [S, K] (-1: none). The `kernel` returns None if it does not support these tensors.
+    `weight` is [C, K]. `kernel(x, windows)` computes the convolution of x [S, C] in C++, or returns None for tensors it does
+    not support. Row s of `windows` [S, K] has the indices of the rows of x that token s reads, and -1 before the text's start.
     """
 
     weight: Tensor
@@ -55,7 +55,7 @@ class ShortConvolution:
     kernel: Callable[[Tensor, Tensor], Tensor | None] = lambda x, windows: None
 
     def finish(self, made: Tensor) -> Tensor:
-        """Add the bias to the weighted sums `made` [S, C] over each token's window, and apply the activation."""
+        """Add the bias to `made` [S, C], the weighted sums over the tokens' windows, and apply the activation."""
         return self.activation(made if self.bias is None else made + self.bias)
 
 

@@ -44,7 +44,7 @@ def layer_sizes(config: Any, what: str) -> tuple[int, ...]:
 def cached_numbers(config: Any) -> int:
     """Return the number of elements in the key-value cache per token: Σ over layers of H_kv · (D_key + D_value).
 
-    Layers without attention are not counted. Multi-head latent attention is cached after its projection to all heads.
+    Layers without attention are not counted. For multi-head latent attention, keys and values of all heads are cached.
     """
     text = config.get_text_config()
     if _first(text, ("kv_lora_rank",)):

@@ -59,7 +59,7 @@ class _ImageCache:
 
 @dataclass
 class _TowerCache:
-    """The cached features from the vision tower of one network, and the versions of the weights that computed them."""
+    """The cached features of one network's vision tower, and the versions of its weights when they were computed."""
 
     parameters: list[nn.Parameter]
     versions: list[Version] = field(default_factory=list)
@@ -67,7 +67,7 @@ class _TowerCache:
 
 
 class Vision:
-    """The images of one model family: their text in prompts, and their features. It is a tokenizer's `images.ImageFormat`.
+    """The images of one model family: their text in prompts, and their features. A `Vision` is an `images.ImageFormat`.
 
     If `two_way` is True, the tokens of an image attend to each other in both directions. If `axes` is True, an image token has
     a position in time, height and width (M-RoPE).
@@ -94,7 +94,7 @@ class Vision:
 
     @property
     def version(self) -> str:
-        """A hash of what determines an image's pixels besides the image: the processor's settings and transformers' version."""
+        """A hash of the image processor's settings and transformers' version, on which the pixel values of an image depend."""
         settings = self.processor.to_json_string()
         return hashlib.sha256(f"{transformers.__version__}\n{settings}".encode()).hexdigest()
 
@@ -134,7 +134,7 @@ class Vision:
     def _compute(self, network: Any, pictures: Sequence[Picture], learns: bool) -> list[Features]:
         """Return the features of each image. Images whose pixels have the same shape are computed together.
 
-        `learns` is True if the tower is trained. The pixels are then cached for later passes.
+        `learns` is True if the tower is trained. In this case the pixels are cached, since later passes need them again.
         """
         given = [self._inputs.get(one.digest, partial(self.pixels, [one])) if learns else self.pixels([one]) for one in pictures]
         together: dict[Any, list[int]] = {}
@@ -174,7 +174,7 @@ class Vision:
         return filled, tuple(columns[1:])
 
     def shift(self, ids: Sequence[int]) -> int:
-        """Return the position of the next token after `ids`, minus the number of `ids`; 0 except in families with M-RoPE."""
+        """Return p − len(ids), with p the position of the next token after `ids`; 0 except in families with M-RoPE."""
         return 0
 
     def apply_layout(self, inputs: ForwardInputs) -> ForwardInputs:
@@ -291,7 +291,7 @@ class Grid(Vision):
         return rows * columns
 
     def shift(self, ids: Sequence[int]) -> int:
-        """Return the position after `ids`, minus the number of `ids`. An image of h × w features takes max(h, w) positions."""
+        """Return p − len(ids), with p the position after `ids`. An image of h × w features advances p by max(h, w), not h·w."""
         found = 0
         for token in ids:
             if token >= FIRST:
@@ -317,7 +317,7 @@ class Grid(Vision):
         return made
 
     def apply_layout(self, inputs: ForwardInputs) -> ForwardInputs:
-        """Return the inputs with three positions per token, [3, 1, S]. A sequence's positions follow those of its prefix."""
+        """Return the inputs with positions [3, 1, S] in time, height and width. A sequence continues its prefix's positions."""
         ids = inputs.input_ids.flatten()
         layout: PackedLayout = inputs.layout
         every, pieces = ids.tolist(), layout.pieces
@@ -362,8 +362,8 @@ def requires_vision(kind: Any) -> bool:
 
 
 def why_not_text(config: Any) -> str:
-    """Return a text with advice if psigrad cannot load the checkpoint: if it is a model of images or sounds that is not in
-    `FAMILIES`, and transformers cannot load its language model alone. Otherwise return "".
+    """Return advice for a model with images or sounds that psigrad cannot load; "" for any other. psigrad can load
+    a model whose type is in `FAMILIES`, or whose language model transformers can load alone.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -408,7 +408,7 @@ def attach(tokenizer: Any, path: str, config: Any = None) -> str:
 
 
 def tokenizer_of(processor: Any, config: Any) -> Any:
-    """Return the tokenizer of a multimodal processor, with its chat template. It allows images if `config` is of `FAMILIES`."""
+    """Return a multimodal processor's tokenizer with its chat template. Prompts may have images if `config` is of `FAMILIES`."""
     tokenizer = processor.tokenizer
     if getattr(processor, "chat_template", None) and not tokenizer.chat_template:
         tokenizer.chat_template = processor.chat_template

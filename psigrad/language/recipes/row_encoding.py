@@ -154,7 +154,7 @@ def prepare(
     """Return the rows that `make` prepares, or read them from the cache of an earlier start with the same files and settings.
 
     `settings` are further values on which the rows depend, for the cache key. The messages that were logged when the cache was
-    written are logged again. Rank 0 prepares the rows first. Other ranks read the cache from its disk, or prepare their own.
+    written are logged again. Rank 0 prepares the rows first. Other ranks then read its cache, or prepare them if they cannot.
     """
     folder = journal.folder.path / "images"
     images.store_in(folder)
@@ -247,7 +247,7 @@ def _size(path: Path) -> int:
 
 @functools.cache
 def _code() -> str:
-    """Return the SHA-256 of the code that reads and encodes rows, since another psigrad version may differ."""
+    """Return the SHA-256 of the code that reads and encodes rows. Another psigrad version may encode a row differently."""
     rooms = (data_room, rewards_room)
     files = [Path(__file__), *(file for room in rooms for file in sorted(Path(room.__path__[0]).rglob("*.py")))]
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()

@@ -47,13 +47,13 @@ def collect_pins(
 
 
 def static_pins(config: Config, judges: Sequence[RewardSetup | None] = ()) -> dict[str, str]:
-    """Return the pins (see `collect_pins`) that need no rows and no model. A finished run that is started again compares them."""
+    """Return the pins (see `collect_pins`) that need neither rows nor model. Starting a finished run again checks only these."""
     data = {name: _data(getattr(config.data, name)) for name in ("dataset", "eval_dataset")}
     return {**{name: found for name, found in data.items() if found}, **_models(config), **_code(config, judges)}
 
 
 def _data(given: Any) -> str:
-    """Return the hashes of the data `given` as `data.dataset` or `data.eval_dataset`; data on other machines have none."""
+    """Return the hashes of the data `given` (as `data.dataset` or `data.eval_dataset`), except of data on other machines."""
     if isinstance(given, list | tuple) and not all(isinstance(one, str) for one in given):
         return pins.hash_parts({"rows": given})["rows"]
     names = [share.dataset for share in parse_mixture(given) if isinstance(share.dataset, str) and share.dataset]

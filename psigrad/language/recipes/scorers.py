@@ -115,7 +115,7 @@ class RewardSetup:
     def pool(self) -> RewardPool:
         """Return a pool of processes on this machine that run the reward functions.
 
-        Raises `SandboxError` if a function runs programs of the model and there is no sandbox, before any step is sampled.
+        Raises `SandboxError` if a function would run the model's programs here and this machine has no sandbox.
         """
         for function in self.functions:
             if isinstance(function, Code):
@@ -205,7 +205,7 @@ def describe_hidden_tokens(config: Scored, tokenizer: PreTrainedTokenizerBase | 
 
 
 def samples_of(rows: Sequence[Row], names: Sequence[str]) -> Samples:
-    """Return dataset rows as the `Samples` that reward functions receive. The completions are the rows' own, or "" without one.
+    """Return dataset rows as the `Samples` that reward functions receive. A row without a completion gets an empty one.
 
     `names` are the columns to include, usually all columns of the dataset (`column_names`). A row's missing column is None.
     """
@@ -214,17 +214,17 @@ def samples_of(rows: Sequence[Row], names: Sequence[str]) -> Samples:
 
 
 def _pool_of(config: Scored, functions: Sequence[Reward] | None) -> RewardPool:
-    """Return the processes that run the rewards of `config`, or `functions` instead. A cluster calls this on another machine."""
+    """Return the pool that runs `functions`; if None, the rewards of `config`. A cluster calls this on the scorers' machine."""
     return RewardSetup.of(config, functions).pool()
 
 
 def _name_of(path: str) -> str:
-    """Return the name of a reward model: its folder's name, or for a folder `model` the name of the run folder around it."""
+    """Return a reward model's name: the name of its folder or, if this is "model", of the run folder that contains it."""
     return Path(path).name if Path(path).name not in ("model", "") else Path(path).parent.name or "reward_model"
 
 
 def _load_model(path: str, name: str, config: Scored, tokenizer: PreTrainedTokenizerBase | None) -> ModelScorer:
-    """Load a frozen reward model called `name`. It reads the policy's tokens if tokenizer and chat template are the policy's."""
+    """Load a frozen reward model called `name`. It reads the policy's tokens if vocabulary and prompt format are the policy's."""
     model = load_trained_scalar_model(replace(config.model, path=path, revision="", quantize_base=""), config.run)
     model.network.requires_grad_(False)
     own = model.tokenizer

@@ -20,7 +20,7 @@ from psigrad.processes.parallel.world import World
 
 
 class RemoteTokens(Sequence[int]):
-    """A placeholder for token ids that another process has. It equals the ids, or a placeholder, of the same length and hash."""
+    """A placeholder for token ids that another process has. It equals a tuple or placeholder with the same length and hash."""
 
     def __init__(self, length: int, key: int) -> None:
         self.length, self.key = length, key
@@ -41,7 +41,7 @@ class RemoteTokens(Sequence[int]):
 
 
 def drop_tokens(trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory without its tokens and texts, the form in which every process receives it.
+    """Return the trajectory without its tokens and texts. Processes receive one another's trajectories in this form.
 
     The first 7 characters of a tool's answer remain, since metrics count the answers that begin with "error: ".
     """
@@ -106,7 +106,7 @@ def pack(rows: Sequence[Trajectory]) -> bytes:
 
 
 def unpack(data: bytes) -> list[Trajectory]:
-    """Return the trajectories that `pack` serialised. In one without tokens, log-probs and mask are memoryviews."""
+    """Return the trajectories that `pack` serialised. If one has no tokens, its log-probs and its mask are memoryviews."""
     arrays = safetensors.numpy.load(data)
     held, at = json.loads(arrays["rest"].tobytes().decode("utf-8", "surrogatepass")), dict.fromkeys(arrays, 0)
 
@@ -146,7 +146,7 @@ def gather_trajectories(world: World, own: Sequence[Trajectory], *, with_tokens:
 
 
 def broadcast_collected(world: World, collected: Collected) -> Collected:
-    """Send rank 0's `collected`, a step's scored completions, to all ranks. Return it, on other ranks without tokens."""
+    """Send rank 0's `collected`, a step's scored completions, to all ranks and return it. Other ranks get it without tokens."""
     place = {id(t): n for n, t in enumerate(collected.trajectories)}
     groups = [[place[id(t)] for t in group] for group in collected.groups]
     groups, cursor, entries = world.broadcast((groups, collected.cursor, collected.entries))

@@ -47,7 +47,7 @@ def exp_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def bound(log_ratio: Tensor) -> Tensor:
-    """Return min(x, 20) for log ratios x, with the gradient of x itself."""
+    """Return min(x, 20) for each log ratio x. The gradient is 1 for every x, also above 20."""
     return log_ratio - (log_ratio - MAX_LOG_RATIO).clamp(min=0).detach()
 
 
@@ -78,7 +78,7 @@ def token(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
-    """Return log ρ [N, T], with one length-normalised ratio for a sequence. A step's gradient goes to its own log-prob alone.
+    """Return log ρ [N, T], with one length-normalised ratio for a sequence. The gradient of ρ_t goes to log π(a_t|s_t) alone.
 
     Formula: ρ_t = sg[ (Π_u π(a_u|s_u)/π_old(a_u|s_u))^(1/|y|) ] · π(a_t|s_t) / sg[π(a_t|s_t)]; sg stops the gradient
 
@@ -96,7 +96,7 @@ def sequence(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
 
 
 def trajectory(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
-    """Return log ρ [N, T], with one ratio for a completion as a single action. Use it with the sequence_mean aggregate.
+    """Return log ρ [N, T], with one ratio per completion, which counts as one action. Use it with the sequence_mean aggregate.
 
     Formula: ρ_t = Π_u π(a_u|s_u) / π_old(a_u|s_u)
 
@@ -114,7 +114,7 @@ LEVELS: tuple[Level, ...] = ("token", "sequence", "geometric")
 
 
 def _sampler_ratio(batch: Batch, level: Level) -> Tensor:
-    """Return ratios [N,T] π_old / π_sampler: each step's own ("token"), or its sequence's product or geometric mean."""
+    """Return π_old / π_sampler [N, T] of each step ("token"), or the product or geometric mean of the sequence's ratios."""
     gap = _gap(batch)
     if level != "token":
         gap = gap.sum(1, keepdim=True).expand(gap.shape)
@@ -145,8 +145,8 @@ def _check(name: str, floor: float, cap: float, level: str) -> None:
 class truncated_importance:
     """Importance weights between trainer and sampler, truncated at a cap and a floor.
 
-    Formula: c_t = sg[clip(w_t, floor, cap)], w_t = π_old(a_t|s_t) / π_sampler(a_t|s_t); by `level`, w_t may also be the product
-             or the geometric mean of these ratios over the sequence
+    Formula: c_t = sg[clip(w_t, floor, cap)], w_t = π_old(a_t|s_t) / π_sampler(a_t|s_t); sg stops the gradient; at level
+             "sequence" or "geometric", w_t is the product or the geometric mean of these ratios over the sequence
 
     Source: Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL training (TIS); TRL "token_truncate",
     "sequence_truncate".
@@ -174,8 +174,8 @@ class truncated_importance:
 class masked_importance:
     """Importance weights between trainer and sampler, set to 0 for steps or sequences outside the bounds.
 
-    Formula: c_t = sg[w_t] if floor ≤ w_t ≤ cap else 0, w_t = π_old(a_t|s_t) / π_sampler(a_t|s_t); by `level`, w_t may also be
-             the product or the geometric mean of these ratios over the sequence
+    Formula: c_t = sg[w_t] if floor ≤ w_t ≤ cap else 0, w_t = π_old(a_t|s_t) / π_sampler(a_t|s_t); sg stops the gradient; at level
+             "sequence" or "geometric", w_t is the product or the geometric mean of these ratios over the sequence
 
     IcePop is level "token" with floor 0.5 and cap 5.
 

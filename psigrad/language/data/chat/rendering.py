@@ -110,8 +110,8 @@ def render(
 def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], messages: Sequence[Message]) -> Any:
     """Return (the text of the messages, the spans of characters that the `{% generation %}` blocks of the template wrote).
 
-    `apply_chat_template(return_assistant_tokens_mask=True)` is not used, since it lets tokens merge across the start of a turn.
-    With a tokenizer that trims offsets, it also loses every turn after a turn that starts with a space.
+    `apply_chat_template(return_assistant_tokens_mask=True)` is not used, for two reasons. Its tokens can cross the start of a
+    turn. With a tokenizer that trims offsets, it loses all turns that follow a turn starting with a space.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -162,7 +162,7 @@ def _set_clock(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
 def without_panic(encode: Callable[[Any], Any], text: str | list[str]) -> Any:
     """Return `encode(text)`. Raise `UserError` if the tokenizer's Rust code panics.
 
-    Its regular expressions panic after 10 million steps at one character, about 0.1 s, so no text is encoded without end.
+    Its regular expressions panic after 10 million steps (about 0.1 s) at one character, so every encoding ends.
     """
     try:
         return encode(text)

@@ -130,7 +130,7 @@ class TokenFigures:
         self.logp, self.entropy = torch.full(shape, math.nan), torch.full(shape, math.nan)
 
     def store(self, rows: Tensor, evaluation: PolicyOutputs, sums: LossSums) -> None:
-        """Store log-probs and entropies of a pass over the rows with indices `rows`, once `sums` has copied them to the host."""
+        """Let `sums` copy the log-probs and entropies of a pass to the host, then store them. `rows` are its rows' indices."""
         wanted = rows < self.count
 
         def fill(table: Tensor, values: Tensor) -> None:
@@ -141,7 +141,7 @@ class TokenFigures:
                 sums.later(values.float(), partial(fill, table))
 
     def gather(self, world: World) -> TokenFigures:
-        """Add the log-probs and entropies of rows that other processes have, and return self."""
+        """Copy the log-probs and entropies of rows that other processes have into these tables, and return self."""
         for logp, entropy in world.all_gather((self.logp, self.entropy)):
             self.logp = torch.where(logp.isnan(), self.logp, logp)
             self.entropy = torch.where(entropy.isnan(), self.entropy, entropy)
@@ -151,9 +151,9 @@ class TokenFigures:
         """Return columns of rollouts.jsonl for every row of the batch.
 
         `kept` is False if a filter dropped the row, and otherwise absent. The first rows, whose log-probs are stored here, also
-        have lists with a value for each token up to the policy's last one, 0 for tokens that the policy did not choose.
-        `trained_logprobs` are the policy's in the last pass over the row, `ref_logprobs` the reference's. `entropy` is exact, in
-        nats. `advantages` are present if they differ between tokens.
+        have lists with a value per token up to the policy's last token. The value is 0 at tokens that the policy did not choose.
+        `trained_logprobs` are the policy's log-probs in its last pass over the row, `ref_logprobs` the reference's. `entropy` is
+        exact, in nats. `advantages` are present if they differ between tokens.
         """
         rows: list[dict[str, Any]] = [{} if keep else {"kept": False} for keep in self.prepared.keep.tolist()]
         batch = self.prepared.batch
@@ -182,9 +182,9 @@ def rollout_rows(
 ) -> Sequence[Mapping[str, Any]]:
     """Return a row of rollouts.jsonl for every completion of the step. `prompts` are all prompts of the run, by `Prompt.index`.
 
-    A row has an advantage, from the update `learned`, if its completion was trained on. It also has values per token if it is in
-    the first `record_tokens` groups. If `record_prompts` is not 0, only that many prompts, the first ones, get rows. Each process
-    makes the rows of its own completions, and rank 0 returns all rows.
+    A row has an advantage, from the update `learned`, if its completion was trained on. Rows of the first `record_tokens` groups
+    also have lists with a value per token, such as log-probs. If `record_prompts` is not 0, only completions of the first
+    `record_prompts` prompts get rows. Each process makes the rows of its own completions, and rank 0 returns all rows.
     """
     written = collected.trajectories
     if record_prompts:

@@ -140,7 +140,7 @@ def cache_limit(run: OnlineRun) -> float:
 
 
 def note_overflow(run: OnlineRun, cache: ActivationCache | None, sampled: Sequence[Trajectory]) -> dict[str, str]:
-    """Return {"forward_again": note} if the activations of `sampled` exceed the limit of `cache`, else {}."""
+    """Return {"forward_again": message} if training recomputes activations because those of `sampled` do not fit; else {}."""
     limit, decoder = cache_limit(run), run.model.decoder
     if cache is None or decoder is None or cache.bytes <= limit:
         return {}
@@ -222,8 +222,8 @@ class Passes:
         """Yield, for each forward pass of one optimiser step, a function that computes its loss.
 
         The policy's passes come first. The policy's activations are freed before the passes of a separate critic. `micros` are
-        pairs (micro-batch, weight). The weight is 1, or 0 for a pass that adds no loss: all processes must make equally many
-        passes, and a step without a loss still needs a gradient (of 0).
+        pairs (micro-batch, weight). The weight is 1, or 0 for a pass whose loss is 0. Such a pass is needed if other processes
+        make more passes, or if no row has a gradient and the optimiser needs one (of 0).
         """
         balance, passes = self.run.model.load_balancing, 1.0
         if balance is not None:
@@ -266,6 +266,6 @@ class Passes:
 
 
 def zero_loss(outputs: PolicyOutputs) -> Tensor:
-    """Return a loss of 0 that depends on every output: all weights get gradients, and all processes run equal backward passes."""
+    """Return a loss of 0 that depends on every output, so that its backward pass gives all weights a gradient (of 0)."""
     parts = [x for x in vars(outputs).values() if isinstance(x, Tensor) and x.requires_grad]
     return torch.stack([0.0 * part.sum() for part in parts]).sum()

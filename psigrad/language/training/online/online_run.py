@@ -43,7 +43,7 @@ class ValueModel:
 class Annotator:
     """A component that adds a column to the batches of a run, or a term to its forward passes. This base class adds nothing.
 
-    An annotator may store data of the current collection. Each call of `columns` starts a new collection.
+    A collection is the completions of one step. An annotator may store data about it until `columns` receives the next one.
     """
 
     gives_reference = False
@@ -52,11 +52,11 @@ class Annotator:
     """The reference model."""
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Return the batch with additional columns [N, T]. `step` counts completed steps; `cache` has sampling's activations."""
+        """Return the batch with more columns [N, T]. `step` counts completed steps. `cache` has activations from sampling."""
         return batch
 
     def divergence(self, run: OnlineRun, batch: Batch, micro: MicroBatch) -> Divergence | None:
-        """Return a request for a divergence from a reference in the policy's pass over `micro`; None if none is needed."""
+        """Return the divergence from a reference that the policy's pass over `micro` must compute; None if it needs none."""
         return None
 
     def add_terms(
@@ -133,7 +133,7 @@ class OnlineRun:
         return [self.optimizer, *([self.critic.optimizer] if self.critic is not None else [])]
 
     def updates(self) -> int:
-        """Return the number of this process's weight updates."""
+        """Return the number of weight updates by all optimisers of this process."""
         return sum(optimizer.updates for optimizer in self.optimizers)
 
     @property
