@@ -212,7 +212,7 @@ def _values(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(value: Any, hint: Any, name: str) -> Any:
-    """Return `value`, the text given for the setting `name`, as it is if its type `hint` is str, otherwise parsed as YAML."""
+    """Return `value`, the text given for the setting `name`: unchanged if its type `hint` is str, otherwise parsed as YAML."""
     if isinstance(value, list):
         return [_read(v, get_args(hint)[0] if get_args(hint) else hint, name) for v in value]
     return value if isinstance(value, bool) else read_value(value, hint, name)

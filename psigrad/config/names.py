@@ -27,7 +27,7 @@ class Names(Protocol):
     def of_file(
         self, cls: Any, in_file: Mapping[str, Any], flags: Mapping[str, Any], source: str
     ) -> tuple[dict[str, Any], list[GivenSetting]]:
-        """Return (the settings that a file has in psigrad's sections, such as `optim`, and all its other settings).
+        """Return (the settings that a file has in psigrad's sections, such as `optim`; all its other settings).
 
         `in_file` is the content of the file `source`, and `flags` are the settings of the command line. In a file of rl-zoo3,
         each section is for one environment, and `env` in `flags` selects a section.

@@ -105,7 +105,7 @@ def check_settings(
 
 
 def _read_allowed(now: Mapping[str, Any], known: Mapping[str, Any]) -> set[str]:
-    """Return the names in `run.allow` of the settings `now`. Raise `UserError` for a name of no pin and no `known` setting."""
+    """Return the names in `run.allow` of `now`. Raise `UserError` for a name that is neither a pin nor a setting in `known`."""
     names = set(now.get("run", {}).get("allow", ()))
     valid = {*PINS, *known, *(name.rpartition(".")[2] for name in known)}
     for name in sorted(names - valid):
@@ -116,7 +116,7 @@ def _read_allowed(now: Mapping[str, Any], known: Mapping[str, Any]) -> set[str]:
 def rename_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by dotted name in which `algorithm.preset` is renamed to `algorithm`, and `loss.preset` to `loss`.
 
-    Settings that also change a part of the preset have the longer name, all others the shorter one. So they can be compared.
+    Settings that also change a part of the preset use the longer name, others the shorter one. One name makes them comparable.
     """
     return {n.removesuffix(".preset") if n in ("algorithm.preset", "loss.preset") else n: v for n, v in settings.items()}
 

@@ -116,7 +116,7 @@ class Gemma4Layer(Layer):
     def mix_gradient(
         self, dout: Tensor, row: Tensor, mixed: Tensor, normaliser: Tensor, others: Sequence[Tensor], how: PassArguments
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Return gradients as `Layer.mix_gradient` does. Add those of a `source`'s keys and values to `how.key_gradients`."""
+        """Return gradients as `Layer.mix_gradient` does. Add those of `self.source`'s keys and values to `how.key_gradients`."""
         (qkv, rotated), gradients, angles = self._qkv(row, others, how), self.native.gradients, how.angles[self.order]
         assert isinstance(how.layout, PackedLayout)
         drow = gradients.attention(dout, mixed, normaliser, rotated, qkv, how.layout.spans, self.heads, self.window)

@@ -28,7 +28,7 @@ _UNUSED: Any = None  # transformers' function for whole sequences, which the ker
 
 
 class GatedAttention(Layer):
-    """Attention whose output is multiplied by a gate's sigmoid (Qwen 3.5). Projections: [q|gate] for each head; k; v."""
+    """Attention whose output is multiplied by a gate's sigmoid (Qwen 3.5). It projects to [q|gate] (per head), k and v."""
 
     def mix(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
         """Compute attention from q, k and v in the projections `row`, before the gate is applied; see `Layer.mix`."""
@@ -67,7 +67,7 @@ class SinkAttention(Layer):
     others = ("sinks",)
 
     def mix(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
-        """Compute attention whose softmax includes the sink, so its other weights sum to less than 1; see `Layer.mix`."""
+        """Compute attention. The sink takes a share of the softmax, so the other weights sum to less than 1; see `Layer.mix`."""
         mixed, sums = super().mix(row, (), how)
         total = torch.logaddexp(sums, others[0].float())
         share = (sums - total).exp()[:, :, None]

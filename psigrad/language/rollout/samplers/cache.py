@@ -138,7 +138,7 @@ class _CallCounter:
 
 
 class StatePrefill(_CallCounter):
-    """The base class of layouts of a prefill. It stores the states after packed prompts in the new slots `new`.
+    """The base class of layouts of a prefill. It stores the state after each packed prompt in new slots (`new`).
 
     The i-th new slot continues prompt `copies[i]`.
     """
@@ -218,7 +218,7 @@ class StateDecode(_CallCounter):
 
 
 class Decode(StateDecode):
-    """The layout of one decoding step: one new token per active slot, which attends only to its own slot."""
+    """The layout of one decoding step: one new token per active slot. It attends only to the tokens of this slot."""
 
     def __init__(self, cache: KVCache, places: Tensor, columns: int, room: int, shifts: Tensor | None = None) -> None:
         """Prepare a step that stores one new token in each of the first len(places) slots: in slot i at index `places[i]`.
