@@ -122,7 +122,7 @@ def join_columns(arguments: Sequence[str], settings: Container[str] = ()) -> lis
 
 
 def parse_known(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, list[str]]:
-    """Return (settings of class `cls`, all other arguments). A command uses it to pass those arguments to another command."""
+    """Return (settings of class `cls`, all other arguments). The caller passes the other arguments on to another command."""
     parser = _Parser(prog=f"psigrad {command}", add_help=False, usage=argparse.SUPPRESS)
     _add_flags(parser, cls, command, {}, every=True, texts=asks_for_help(arguments))
     known, rest = parser.parse_known_args(list(arguments))
@@ -148,7 +148,7 @@ def parse_lists(arguments: Sequence[str], *lists: str) -> tuple[list[str], dict[
 
 
 def parse_number(flag: str, text: str, kind: Callable[[str], T]) -> T:
-    """Return `text`, the value of `flag`, as an int or a finite float, by `kind`. Raises `UserError` for other text."""
+    """Return `text`, the value of `flag`, as a finite number of type `kind` (int or float). Raises `UserError` for other text."""
     try:
         return _number_of(kind, text)
     except argparse.ArgumentTypeError as error:
@@ -176,8 +176,8 @@ def parse_names_and_output(command: str, arguments: Sequence[str]) -> tuple[list
 def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] | None = None) -> None:
     """Raise `UserError` for the first unknown argument of `rest`, if any.
 
-    For a flag, the message names the training methods that have it, if those with the settings class `cls` lack it, or else the
-    most similar flag. For any other argument it says that a flag or `expected` belongs there.
+    For a flag that only methods with another settings class than `cls` have, the message names these methods. For any other flag
+    it names the most similar flag. If the argument is no flag, it says that a flag or `expected` belongs there.
     """
     for text in rest:
         if text.startswith("-"):
@@ -212,7 +212,7 @@ def _values(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(value: Any, hint: Any, name: str) -> Any:
-    """Return a flag's `value` for the setting `name`: unchanged if the type `hint` is text, otherwise parsed as YAML."""
+    """Return `value`, the text given for the setting `name`: unchanged if its type `hint` is str, otherwise parsed as YAML."""
     if isinstance(value, list):
         return [_read(v, get_args(hint)[0] if get_args(hint) else hint, name) for v in value]
     return value if isinstance(value, bool) else read_value(value, hint, name)
@@ -221,7 +221,7 @@ def _read(value: Any, hint: Any, name: str) -> Any:
 def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool, texts: bool) -> _Parser:
     """Return the parser of a command with the settings class `cls`. Help lists the settings marked `MAIN`, or all if `every`.
 
-    `defaults` are a method's defaults by name. Help has no texts unless `texts` is True, since reading them takes time.
+    `defaults` are a method's defaults by name. If `texts` is False, settings have no help texts, since reading these takes time.
     """
     parser = _Parser(
         prog=f"psigrad {command}",
@@ -244,9 +244,9 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
 
 
 def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) -> None:
-    """Add a flag for each `Shortcut`, a short name for a setting of a training method's part, such as its clip range.
+    """Add a flag for each `Shortcut`: a short name for a setting in a part of a training method, such as the clip range.
 
-    Help lists those that `method` has: all if `every`, else the main ones. Using one that it lacks raises an error later.
+    Help lists the shortcuts for parts that `method` has: all if `every`, else the main ones. Others raise an error when used.
     """
     known = shortcuts.shortcuts_of(cls)
     group = parser.add_argument_group("parts of the method; `psigrad explain` shows them all") if known else parser
@@ -269,7 +269,7 @@ def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) ->
 
 
 def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool, texts: bool) -> None:
-    """Add a flag for each setting, section by section. `_parser` explains the arguments."""
+    """Add a flag for each setting, section by section. The arguments are those of `_parser`."""
     groups: dict[str, Any] = {}
     ordered = sorted(settings_of(cls).items(), key=lambda one: not one[0].startswith(("model.", "data.")))
     unread = unread_by(cls, str(defaults.get("algorithm", "")))
@@ -298,7 +298,7 @@ def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[
 
 
 def _choices(hint: Any, default: Any) -> str:
-    """Return help text for a setting: the words that it may be, if they are few, and its default."""
+    """Return the end of a setting's help text: its permitted values if they are a fixed list of words, and its default."""
     words = [str(word) for word in get_args(hint) if word] if get_origin(hint) is Literal else []
     parts = [", ".join(words)] * (len(words) > 1) + [f"default {default}"] * (default not in ("", (), None))
     return f" ({'; '.join(parts)})" if parts else ""

@@ -27,22 +27,23 @@ class Names(Protocol):
     def of_file(
         self, cls: Any, in_file: Mapping[str, Any], flags: Mapping[str, Any], source: str
     ) -> tuple[dict[str, Any], list[GivenSetting]]:
-        """Return (the file's settings that are nested in sections, its settings that are given by name without a section).
+        """Return (the settings that a file has in psigrad's sections, such as `optim`; all its other settings).
 
-        `in_file` is the content of the file `source`. `flags` are the command line's settings; their `env` can select a section.
+        `in_file` is the content of the file `source`, and `flags` are the settings of the command line. In a file of rl-zoo3,
+        each section is for one environment, and `env` in `flags` selects a section.
         """
         ...
 
     def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[GivenSetting]) -> list[GivenSetting]:
         """Return the settings `given` under dotted names, with shortcuts expanded.
 
-        `given` overrides `values`, which are already nested. Raises `UserError` if the method has no part that the shortcut sets.
+        `given` overrides `values`, which are already in sections. Raises `UserError` if the method lacks the part of a shortcut.
         """
         ...
 
 
 class PlainNames:
-    """The names of psigrad's settings alone. Names of other libraries are unknown."""
+    """A `Names` object that knows only psigrad's names, not those of other libraries."""
 
     def dotted_name(self, cls: Any, name: str) -> str:
         """Return the dotted name of a setting of `cls`. Return an unknown name unchanged."""

@@ -80,7 +80,7 @@ class Catalog(dict[str, Method[A]]):
     """Methods by name, in the order of their declarations."""
 
     def declare(self, name: str, summary: str, algorithm: B, **defaults: Any) -> B:
-        """Register a method with a one-line `summary` and `defaults` for settings. Return its algorithm with that name."""
+        """Register a method with a one-line `summary` and `defaults` for settings. Return `algorithm`, with its name set."""
         named: B = replace(algorithm, name=name)  # type: ignore[type-var]
         self[name] = Method(name, summary, cast(A, named), defaults)
         return named

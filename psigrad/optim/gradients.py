@@ -43,8 +43,8 @@ class Use(Protocol):
 class Sums:
     """The sums of the gradients of `weights` (None: of any weight) over all uses of each weight in an optimiser step.
 
-    A sum's tensor is reused in the next optimiser step, because a freed block of that size would be fragmented by smaller
-    tensors. With `recompute`, a weight gets no such tensor if every use of it in the step can recompute its gradient.
+    A sum's tensor is reused in the next optimiser step. If it were freed, smaller tensors would fragment its memory block. With
+    `recompute`, no tensor is allocated for a weight whose uses in the step can all be stored instead; see `defers`.
     """
 
     def __init__(self, weights: Iterable[Tensor] | None = None, *, recompute: bool = False) -> None:
@@ -62,7 +62,7 @@ class Sums:
     def of(self, weight: Tensor) -> Tensor:
         """Return `weight.grad`, the tensor in which a weight's gradients are summed. If it is None, first set it to zeros.
 
-        If there is a tensor from the previous step, it is reused for the zeros.
+        The tensor of the previous step is reused for these zeros, if there is one.
         """
         if weight.grad is None:
             before = self.tensors.get(weight)
@@ -83,9 +83,9 @@ class Sums:
             self.float32[weight] = gradient.float()
 
     def defers(self, weight: Tensor, use: Use) -> bool:
-        """Store `use` and return True if its gradient can be computed later, by `blocks`. Otherwise return False.
+        """Store `use` for `blocks` and return True. Return False if `recompute` is off, `.grad` exists, or memory is over `HELD`.
 
-        If False is returned, the caller must add the gradient to the sum now.
+        After False, the caller must add the gradient of this use to the sum.
         """
         held = self.uses.get(weight, [])
         room = HELD * weight.numel() - use.size - sum(u.size for u in held)
@@ -96,15 +96,15 @@ class Sums:
         return False
 
     def finish(self) -> None:
-        """End a step's backward passes. Add the gradients of stored uses to `.grad`; if that is None, leave them to `blocks`."""
+        """End a step's backward passes. If a weight has a `.grad`, add the gradients of its stored uses to it."""
         for weight in [w for w in self.uses if w.grad is not None]:
             self._store(weight)
         self.tensors = {weight: total for weight, total in self.tensors.items() if weight.grad is total}
 
     def blocks(self, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (rows, gradient of these rows) of a weight, computed from its stored uses (see `defers`).
+        """Yield (rows, gradient of these rows) for all rows of a weight, computed from the uses that `defers` stored.
 
-        Each gradient overwrites the previous one. The caller may change rows of the weight after they were yielded.
+        Each gradient overwrites the previous one in memory. The caller may change rows of the weight after they were yielded.
         """
         height = max(1, BLOCK_ELEMENTS // weight[0].numel())
         room = torch.empty_like(weight[:height])
@@ -116,7 +116,7 @@ class Sums:
             yield rows, block
 
     def clear(self) -> None:
-        """Drop all stored uses and the float32 sums."""
+        """Drop the float32 sums, and all uses that `defers` stored."""
         self.uses, self.float32 = {}, {}
 
     def _store(self, weight: Tensor) -> None:
@@ -129,10 +129,10 @@ _SUMS: ContextVar[tuple[Sums, ...]] = ContextVar("sums of gradients that are wri
 
 @contextlib.contextmanager
 def in_place(*sums: Sums) -> Iterator[None]:
-    """Inside this context, let `sums` add up the gradients of vocabulary-sized weights, in place of autograd.
+    """Inside this context, let `sums` rather than autograd add up the gradients of vocabulary-sized weights.
 
-    Each of `sums` is for some weights, usually those of one optimizer. Without `sums`, one new `Sums` is for all weights.
-    `torch.autograd.grad` and hooks on parameters do not receive these gradients.
+    Each object in `sums` adds up the gradients of its weights, usually those of one optimizer. If none is given, a new `Sums`
+    is used for all weights. `torch.autograd.grad` and hooks on parameters do not receive these gradients.
     """
     token = _SUMS.set(sums or (Sums(),))
     try:

@@ -44,7 +44,7 @@ PINS = (
 
 @dataclass(frozen=True)
 class Change:
-    """A setting, or another pin such as a hash of the data, that differs between a run and its continuation."""
+    """A difference between a run and its continuation: in a setting, or in a pin such as the hash of the data."""
 
     name: str
     before: Any
@@ -57,7 +57,7 @@ class Change:
 
 
 def check_format(folder: Path, content: Mapping[str, Any]) -> None:
-    """Raise `UserError` if `content`, the content of a file of psigrad, has a newer format than this version reads."""
+    """Raise `UserError` if the format of `content`, the content of a file in `folder`, is too new for this version of psigrad."""
     form = content.get("format", FORMAT)
     if not isinstance(form, int) or form > FORMAT:
         raise UserError(
@@ -69,10 +69,10 @@ def check_format(folder: Path, content: Mapping[str, Any]) -> None:
 def check_settings(
     folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], settings: type[Any] | None = None
 ) -> list[Change]:
-    """Return the settings that differ between a run (`before`) and its continuation (`now`), if all of them may differ.
+    """Return the settings that differ between a run (`before`) and its continuation (`now`), except those marked `FREE`.
 
-    Raise `UserError` naming the settings that must not differ. The fields of the class `settings` are marked if they may
-    differ; without a class none may. A missing setting counts as its default.
+    Raise `UserError` if one must not differ: it is not marked `RECORDED`, and neither `run.allow` nor `run.extend` permits it.
+    The marks are at the fields of the class `settings`. A missing setting counts as its default.
     """
     old, new, default = (
         rename_preset({name: value for name, value in flatten(one).items() if value != {}})
@@ -105,7 +105,7 @@ def check_settings(
 
 
 def _read_allowed(now: Mapping[str, Any], known: Mapping[str, Any]) -> set[str]:
-    """Return the names in `now`'s `run.allow`. Raise `UserError` for a name that is neither a pin nor a setting of `known`."""
+    """Return the names in `run.allow` of `now`. Raise `UserError` for a name that is neither a pin nor a setting in `known`."""
     names = set(now.get("run", {}).get("allow", ()))
     valid = {*PINS, *known, *(name.rpartition(".")[2] for name in known)}
     for name in sorted(names - valid):
@@ -116,7 +116,7 @@ def _read_allowed(now: Mapping[str, Any], known: Mapping[str, Any]) -> set[str]:
 def rename_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by dotted name in which `algorithm.preset` is renamed to `algorithm`, and `loss.preset` to `loss`.
 
-    The preset's setting then has one name, whether or not a part of the preset was changed as well.
+    Settings that also change a part of the preset use the longer name, others the shorter one. One name makes them comparable.
     """
     return {n.removesuffix(".preset") if n in ("algorithm.preset", "loss.preset") else n: v for n, v in settings.items()}
 
@@ -130,9 +130,9 @@ def hash_parts(parts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], allow: Iterable[str] = ()) -> list[Change]:
-    """Return the pins, such as hashes, in `now` that differ from the checkpoint's manifest `before`, if `allow` names them all.
+    """Return the pins in `now`, such as the hash of the data, that differ from those in `before`, a checkpoint's manifest.
 
-    Raise `UserError` naming the pins that differ and are not allowed. A pin that is only in `before` or only in `now` is not
+    Raise `UserError` if `allow` does not name all of these pins. A pin that is only in `before` or only in `now` is not
     compared.
     """
     changes = [Change(name, before[name], value) for name, value in now.items() if before.get(name, value) != value]
@@ -261,8 +261,8 @@ def _is_hidden(path: Path, home: Path) -> bool:
 def _imported_by(module: ModuleType, source: str) -> Iterator[ModuleType]:
     """Yield the modules that the import statements of a module's `source` name.
 
-    They are read from the source, since an imported constant does not know its module. A module that was not imported yet,
-    because its import statement is inside a function, is located but not imported.
+    The values in the module would not suffice: an imported number, for example, does not know where it was defined. A module that
+    was not imported yet, because its import statement is inside a function, is located but not imported.
     """
     try:
         nodes = list(ast.walk(ast.parse(source)))
@@ -283,7 +283,7 @@ def _imported_by(module: ModuleType, source: str) -> Iterator[ModuleType]:
 
 
 def _placeholder_module(name: str) -> ModuleType | None:
-    """Return a placeholder for a module that was not imported, with its name and its file; None if there is no such module."""
+    """Return an empty module with the name and the file of a module that was not imported; None if no such file is found."""
     spec, path = None, None
     for end in range(name.count(".") + 1):
         spec = PathFinder.find_spec(".".join(name.split(".")[: end + 1]), path)
@@ -307,7 +307,7 @@ def _is_user_code(module: ModuleType) -> bool:
 
 
 def _is_library(path: Path) -> bool:
-    """Return True if a file is Python's, psigrad's or an installed package's, even of another environment."""
+    """Return True if a file belongs to Python, to psigrad or to an installed package, also one of another environment."""
     return not {"site-packages", "dist-packages"}.isdisjoint(path.parts) or any(path.is_relative_to(h) for h in _libraries())
 
 

@@ -29,20 +29,20 @@ class RolloutPart(NamedTuple):
 
 
 def parts_of(folder: Path) -> list[RolloutPart]:
-    """Return the renamed parts of a run's completions, the oldest first. rollouts.jsonl has the rows after them."""
+    """Return the earlier parts of rollouts.jsonl, which `rename_part` renamed, the oldest first."""
     found = ((path, _PART.fullmatch(path.name)) for path in folder.glob("rollouts-*.jsonl"))
     return sorted((RolloutPart(path, int(match[1]), int(match[2])) for path, match in found if match), key=lambda part: part.last)
 
 
 def rollout_files(folder: Path) -> list[Path]:
-    """Return the files of a run's completions, in the order of their rows: first the renamed parts, then rollouts.jsonl."""
+    """Return the files of a run's completions, in the order of their rows: first `parts_of(folder)`, then rollouts.jsonl."""
     return [part.path for part in parts_of(folder)] + [folder / "rollouts.jsonl"]
 
 
 def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
     """Rename rollouts.jsonl, which has `rows` rows up to step `last`; see `RolloutPart`.
 
-    Then delete the oldest renamed files while the others have at least `keep` rows in all. With `keep` 0 nothing is deleted.
+    Then delete the oldest renamed files, but leave at least `keep` rows in renamed files. With `keep` 0 nothing is deleted.
     """
     os.replace(folder / "rollouts.jsonl", folder / f"rollouts-{last:08d}-{rows}.jsonl")
     parts = parts_of(folder)
@@ -53,8 +53,8 @@ def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
 def restore_parts(folder: Path, step: int, written: int | None) -> None:
     """Undo each `rename_part` since the checkpoint of `step` was saved, for a run that returns to this checkpoint.
 
-    The file that was rollouts.jsonl at that time gets this name again and replaces all later files. It ends after `step`, or it
-    ends with `step` and has `written` rows, the number in the checkpoint's manifest.
+    The file that was rollouts.jsonl at that time gets this name again and replaces all later files. It is the oldest part
+    whose last row is of a later step, or of `step` itself if the part has `written` rows, the number in the manifest.
     """
     for part in reversed(parts_of(folder)):
         if part.last > step or (part.last == step and part.rows == written):
@@ -62,7 +62,7 @@ def restore_parts(folder: Path, step: int, written: int | None) -> None:
 
 
 class Truncation(NamedTuple):
-    """The result of truncating a file of rows: the numbers of remaining rows and of damaged lines, which are in FILE.damaged."""
+    """The result of truncating a file: the number of remaining rows, and the number of damaged lines moved to FILE.damaged."""
 
     rows: int
     damaged: int
@@ -111,7 +111,7 @@ def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
 
     Damaged lines are moved to FILE.damaged: lines that are not rows, and the fewest rows whose removal puts the other rows in the
     order of their steps. Lines after the last remaining row are deleted. If fewer than `written` rows remain, a missing row may
-    be among those lines, so they are moved to FILE.damaged instead.
+    be in these lines. They are then moved to FILE.damaged, not deleted.
     """
     end_last_line(file, cut=False)
     ends, steps, end = array("q", [0]), array("q"), 0
@@ -136,8 +136,8 @@ def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
 def truncate_large(file: Path, step: int, written: int | None, end: int | None) -> Truncation | None:
     """Truncate a large file to its first `end` bytes without reading all of it, which takes 15 seconds per gigabyte.
 
-    According to the checkpoint, these bytes are the `written` rows up to step `step`. If the checkpoint does not say, if the file
-    is small, or if no row of `step` or before ends at byte `end`, return None and change nothing. Then use `truncate_to_step`.
+    According to the checkpoint, these bytes are the `written` rows up to step `step`. If it has no such numbers, if the file is
+    small, or if no row of `step` or before ends at byte `end`, change nothing and return None; then use `truncate_to_step`.
     """
     if written is None or end is None or end < _LARGE or not file.is_file() or file.stat().st_size < end:
         return None

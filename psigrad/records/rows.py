@@ -24,7 +24,7 @@ _NUMBERS = re.compile(rb"\[[-+.0-9eE, ]+\]")
 
 
 class Headline(NamedTuple):
-    """The held-out figure that measures progress: the mean of the first metric, or else an accuracy, or else the loss."""
+    """The held-out figure that measures progress: the first metric's mean, else an accuracy, else the loss."""
 
     name: str
     value: float
@@ -46,7 +46,7 @@ def first_and_last(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
 
 
 def headline(row: Mapping[str, Any]) -> Headline | None:
-    """Return the headline of a row of metrics, with its 95 % interval if it has one; None if the row is not an evaluation."""
+    """Return the `Headline` of a row of metrics; None if the row is not an evaluation, or if the figure is not finite."""
     means = [stem for key in row if (stem := metric_of(key))]
     with_interval = [key.removesuffix("/low") for key in row if key.startswith("eval/") and key.endswith("/low")]
     accuracies = [stem for stem in with_interval if stem in row and stem != "eval/kl"]
@@ -62,8 +62,8 @@ def headline(row: Mapping[str, Any]) -> Headline | None:
 def comparison_figure(row: Mapping[str, Any], name: str = "", greater: bool | None = None) -> tuple[str, float, bool] | None:
     """Return (name, value, True if greater is better) of the figure by which the evaluations of a run are compared.
 
-    The figure is `name`, with or without "eval/" or "eval_" before it. If `name` is "", it is the row's `headline`. Return None
-    if the row lacks it. If `greater` is None, greater is better unless the name ends in loss.
+    The figure is `name`, with or without "eval/" or "eval_" before it. If `name` is "", it is the row's `headline`. If
+    `greater` is None, greater is better unless the name ends in loss. Return None if the row has no such figure.
     """
     stem = name.removeprefix("eval_").removeprefix("eval/").removesuffix("/mean")
     if not stem:

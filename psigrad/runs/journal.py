@@ -58,7 +58,7 @@ class CompletionPrinter:
         """Do nothing: the progress bar displays the metrics."""
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Print a line for each of the completions that this tracker picks: its reward, the end of its prompt, and its text."""
+        """Print a line for some of the rows (see the class): the completion's reward, the end of its prompt, and its text."""
         trained = [row for row in rows if row["kind"] == "train"]
         if step < self._next or not trained:
             return
@@ -118,18 +118,18 @@ def memory() -> dict[str, int]:
 
 
 class MemoryTrimmer:
-    """A limit on memory growth by fragmentation of the heap. It returns freed memory to the system when the process has grown.
+    """A limit on memory that the process has freed but not returned to the system, because the heap is fragmented.
 
-    Freed tensors of many different sizes leave gaps in the heap that later tensors do not fit into. The memory after the first
-    `steps` steps counts as the need of the run. Gaps are returned once the memory is more than `above` times that need. This is
-    not done in every step, since the system then has to provide the memory again, page by page.
+    Freed tensors of many different sizes leave gaps in the heap that later tensors do not fit into. The run is assumed to
+    need as much memory as in its first `steps` steps. If the process has more than `above` times that, the gaps are returned.
+    This is not done in every step, since the system then has to provide the memory again, page by page.
     """
 
     def __init__(self, steps: int = 3, above: float = 1.02) -> None:
         self._left, self._above, self._needed = steps, above, 0
 
     def __call__(self) -> dict[str, int]:
-        """Return `memory()` without its anonymous part. Trim the heap if that part is above the limit. Call after each step."""
+        """Return `memory()` without "anonymous_bytes". Trim the heap if that number is above the limit. Call after each step."""
         held = memory()
         now = held.pop("anonymous_bytes", 0)  # cached pages of files vary with the machine's other needs
         if self._left > 0:
@@ -152,7 +152,7 @@ def trim_heap() -> None:
 class Journal:
     """The run folder, trackers, warnings and stop signal of a run in one object.
 
-    Numbers that are the same in a repeated run go to `metrics` and `rollouts`, measured times to `timings`.
+    A repeated run writes the same numbers to `metrics` and `rollouts`. Measured times, which differ, are written to `timings`.
     """
 
     folder: RunFolder
@@ -207,7 +207,7 @@ class Journal:
             tracker.log(step, {name: float(value) for name, value in figures.items() if isinstance(value, int | float)})
 
     def timings(self, step: int, seconds: Mapping[str, float], tokens: int) -> None:
-        """Write one row of timings.jsonl. `seconds` come from `Clock.read`; `tokens` were sampled or trained on in that time."""
+        """Write one row of timings.jsonl. `seconds` are from `Clock.read`; `tokens` is the number sampled or trained on."""
         rate = tokens / seconds["step_time"]
         self.folder.timings({"step": step, **seconds, "tokens": tokens, "tokens_per_second": rate, **self.trim()})
 
@@ -219,14 +219,14 @@ class Journal:
             tracker.completions(int(shown[0]["step"]), shown)
 
     def stop_requested(self) -> bool:
-        """Return True if any process received SIGTERM or Ctrl-C."""
+        """Return True if any process received a signal to stop: SIGTERM, SIGHUP or Ctrl-C."""
         return any(self.world.all_gather(self.signal is not None and self.signal.requested))
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Raise `Interrupted` in the block when a stop is requested, and remove the rows that it has written to files.
+        """Raise `Interrupted` in the block when a stop is requested. Then remove the rows that the block has written to files.
 
-        With several processes nothing is interrupted, since other processes would wait for this one forever.
+        With several processes the block is not interrupted. If it were, the other processes would wait for this one forever.
         """
         if self.signal is None or self.world.size > 1:
             yield
@@ -248,10 +248,10 @@ class Journal:
 
 
 class Watchdog:
-    """A thread that reports phases that hang: they take more than `seconds`, and more than ten times the longest earlier phase
-    of the same name.
+    """A thread that reports phases that hang.
 
-    It calls `report(phase, seconds)` once for each such phase and writes all stacks to a file. It does not stop the phase.
+    A phase hangs if it takes more than `seconds`, and more than ten times the longest earlier phase of the same name. The thread
+    writes all stacks to a file and calls `report(phase, time taken)` once for the phase. It does not stop the phase.
     """
 
     def __init__(self, seconds: float, folder: Path, report: Callable[[str, float], None]) -> None:

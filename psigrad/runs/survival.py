@@ -26,8 +26,8 @@ def supervise(work: Callable[[], int]) -> int:
     """Run a command in a forked child and return its exit status, which is 0 only if `work` returned 0.
 
     A user's code in the command may leave the process by `os._exit(0)`, `posix.execv` or an exit handler. Only a parent process
-    can distinguish that from a normal end. Signals to this process are forwarded to the child, which has the same terminal,
-    process group and folder. The child ends with this process. If a signal ends the child, it ends this process as well.
+    can distinguish such an exit from a normal end. Signals to this process are forwarded to the child, which has the same
+    terminal, process group and folder. The child ends with this process. If a signal ends the child, it ends this process too.
 
     `work` runs in this process if the system is not Linux, in a debugger, or if other threads run.
     """
@@ -95,7 +95,7 @@ def convert_exits() -> Iterator[None]:
 
 
 class Stopped(UserError):
-    """A requested stop of the run (SIGTERM or Ctrl-C), whose state is saved. The program exits with 128 + the signal's number."""
+    """A stop of the run by SIGTERM, SIGHUP or Ctrl-C, after saving its state. The exit status is 128 + the signal's number."""
 
     exit_status = 128
 
@@ -108,11 +108,11 @@ _SAID = b"\npsigrad: Stopping after the current step, then saving. Ctrl-C again 
 
 
 class StopSignal:
-    """A block in which the first SIGTERM, SIGHUP or SIGINT only sets `requested` and `number`.
+    """A context in which the first SIGTERM, SIGHUP or SIGINT sets `requested` and `number` instead of ending the process.
 
-    A second signal raises KeyboardInterrupt. After Ctrl-C a line on the terminal announces the stop. The process then exits with
-    128 + the signal's number: 143 (SIGTERM), 129 (SIGHUP), 130 (SIGINT). Only the main thread can set handlers; in other threads
-    the block does nothing.
+    A second signal raises KeyboardInterrupt. After Ctrl-C a line on the terminal announces the stop. A run that stops this way
+    exits with 128 + the signal's number: 143 (SIGTERM), 129 (SIGHUP), 130 (SIGINT). Only the main thread can set handlers. In
+    other threads the context does nothing.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Raise `Interrupted` in the block as soon as a stop is requested, or at once if it was requested before."""
+        """Raise `Interrupted` in the block when a stop is requested. If one was requested earlier, raise it at the start."""
         self._interrupts = True
         try:
             if self.requested:

@@ -26,7 +26,7 @@ class Segment(NamedTuple):
 
 
 class RenderedRow(NamedTuple):
-    """One text of a row for display, from its first token to its last. A preference pair has two: one for each answer."""
+    """A text that the model reads for a row, for display. A preference pair is rendered as two texts, one for each answer."""
 
     title: str
     pieces: list[Segment]
@@ -55,7 +55,7 @@ def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") 
 
 
 def first_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], separator: str = "\n") -> list[RenderedRow]:
-    """Return the texts that the model reads for the first three rows (`render`). A row that fails gives the reason instead."""
+    """Return the first three rows as `render` does. For a row that the model cannot read, return the reason as its text."""
     found: list[RenderedRow] = []
     for row in rows[:SHOWN]:
         try:

@@ -101,10 +101,7 @@ def print_once(text: str) -> None:
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """The folder of a checkpoint's weights: in `full` if the weights are complete, in `shards` if each process wrote a part.
-
-    The other field is None, and both are None for a new run.
-    """
+    """The folder of a checkpoint's weights: `full` if it has complete weights, or `shards` if each process wrote a part."""
 
     full: Path | None = None
     shards: Path | None = None
@@ -134,7 +131,7 @@ def part_of(checkpoint: Path | None, part: str) -> Path | None:
 def _prepare_given(
     prepare: Callable[..., M], given: ModelObject, settings: Model, run: Run, checkpoint: Path | None, world: World
 ) -> M:
-    """Save the initial weights of `given`, a network in memory, at `settings.path`. Return the model that `prepare` makes."""
+    """Save the initial weights of the network in `given` at `settings.path`. Return the model that `prepare` makes of it."""
     given.save_start(Path(settings.path), world, "model" in run.allow)
     network: Any = given.network
     lora = lora_of(settings)
@@ -258,7 +255,7 @@ def load_reference(
     config: OnlineConfig | PreferenceConfig,
     world: World = ALONE,
 ) -> LanguageModel:
-    """Load a frozen reference other than the trained model. Raises `UserError` if its vocabulary differs from the model's."""
+    """Load the reference model at `path`, frozen. Raises `UserError` if its vocabulary is not that of the trained `model`."""
     other = _load_frozen_model(path, config, "", world)
     if other.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise UserError(
@@ -303,10 +300,10 @@ def load_online_reference(
 def load_start(
     config: Any, model: LanguageModel, checkpoint: Path | None, world: World, dtype: str = "", saved: Path | None = None
 ) -> LanguageModel:
-    """Return the run's initial model, or the one in the folder `saved`, frozen, in `dtype` ("": that of the settings `config`).
+    """Return the run's initial model, frozen, in `dtype` ("": that of `config`). If `saved` is given, load that folder's weights.
 
-    `model` is the trained model. In a new run (`checkpoint` is None) it is the initial one and is copied. A LoRA `model` is
-    returned itself, since without its adapter it is the initial model.
+    In a new run (`checkpoint` is None) return a copy of the trained `model`, which still has the initial weights. If `model` has
+    a LoRA adapter, return `model` itself: without its adapter it is the initial model.
     """
     dtype = dtype or config.model.dtype
     if model.is_own_reference:
@@ -353,9 +350,9 @@ def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | N
 def configure_chat(
     tokenizer: PreTrainedTokenizerBase, settings: Model, checkpoint: Path | None = None, network: Any = None
 ) -> None:
-    """Set the tokenizer's chat template and EOS from the settings, and the date that templates render: the run's first day.
+    """Set the tokenizer's chat template and EOS from the settings. Templates render the run's first day as today's date.
 
-    A `checkpoint` stores this date. A token for which `network` has no embedding raises an error when it first occurs.
+    A resumed run reads this day from its `checkpoint`. A token without an embedding in `network` raises an error when it occurs.
     """
     if settings.eos_token:
         words = tokenizer.get_vocab()

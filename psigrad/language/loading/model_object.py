@@ -54,7 +54,7 @@ class ModelObject:
 
     @property
     def dtype(self) -> str:
-        """The network's precision, as a value of the setting `dtype`. Raises `UserError` for one that cannot be trained."""
+        """The network's precision, as a value of the setting `dtype`. Raises `UserError` unless it is float32 or bfloat16."""
         assert self.network is not None
         name = next((name for name, dtype in DTYPES.items() if dtype == self.network.dtype and name != "float64"), None)
         if name is None:
@@ -66,8 +66,8 @@ class ModelObject:
     def save_start(self, folder: Path, world: World, allowed: bool) -> None:
         """Save the initial weights in `folder`. If `folder` already has initial weights, load them into the network instead.
 
-        Raises `UserError` with fsdp, and if the run of this `folder` started from a model of another class or, unless
-        `allowed`, from other weights.
+        Raises `UserError` with fsdp, and if the weights in `folder` are of a model of another class. It also raises if the
+        network has other weights than these, unless `allowed` is True or this run has trained the network.
         """
         network = self.network
         assert network is not None
@@ -102,7 +102,7 @@ class ModelObject:
 
     @contextlib.contextmanager
     def restore_after(self) -> Iterator[None]:
-        """Restore the network's original attention, dropout and training mode after the block. Merge a new adapter into it."""
+        """After the block, restore the network's attention, dropout and training mode. Merge an adapter that the run added."""
         network: Any = self.network
         if network is None:
             yield
@@ -200,7 +200,7 @@ def wrap_objects(model: Any, tokenizer: Any) -> ModelObject | None:
 
 
 def _check(model: Any) -> None:
-    """Raise `UserError` if the model cannot be trained in place."""
+    """Raise `UserError` unless `model` is a model of transformers that is not quantised and has no adapter."""
     from transformers import PreTrainedModel  # imported here, since it takes seconds and a run from a folder does not need it
 
     kind = type(model).__name__

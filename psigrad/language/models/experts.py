@@ -30,7 +30,7 @@ class LoadBalancing:
     Formula: E · Σ_e f_e · P_e, with f_e the number of tokens sent to expert e and P_e the sum of its router probabilities
 
     f_e and P_e are summed over all layers and divided by the number of tokens times layers. If all E experts are used equally,
-    the loss is the number of experts per token.
+    the loss is k, the number of experts that process each token.
 
     Source: Fedus et al. 2021, Switch Transformer, arXiv:2101.03961; transformers' `load_balancing_loss_func`.
     """
@@ -42,11 +42,11 @@ class LoadBalancing:
 
     @property
     def forward_arguments(self) -> dict[str, bool]:
-        """The extra arguments of transformers' forward pass, which request router logits if a gradient is enabled."""
+        """The extra arguments of transformers' forward pass. They request the routers' logits if PyTorch records gradients."""
         return {"output_router_logits": True} if torch.is_grad_enabled() else {}
 
     def compute(self, output: Any, mask: Tensor | None = None) -> None:
-        """If gradients are on, keep the auxiliary loss of `output.router_logits` for `add_to`. `mask` [B, S]: 0 at padding."""
+        """Compute a forward pass's auxiliary loss for `add_to`, if PyTorch records gradients. `mask` [B, S] is 0 at padding."""
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         logits = getattr(output, "router_logits", None)
@@ -55,7 +55,7 @@ class LoadBalancing:
             self._last = found
 
     def add_to(self, loss: Loss, passes: float) -> Loss:
-        """Add the last forward pass's auxiliary loss to `loss`, divided by the number of `passes` in a step."""
+        """Return `loss` + coefficient · auxiliary loss of the last forward pass / `passes`, the number of passes in a step."""
         last, self._last = self._last, None
         if last is None:
             return loss
@@ -65,9 +65,9 @@ class LoadBalancing:
 
 
 def balance_of(network: Any, coefficient: float | None) -> LoadBalancing | None:
-    """Return the auxiliary loss of a model, or None if it has none or its coefficient is 0.
+    """Return the auxiliary loss of a model; None if the model has no routers or the coefficient is 0.
 
-    If `coefficient` is None, that of the model's configuration is used. Raises `UserError` for a coefficient without routers.
+    If `coefficient` is None, the model's configuration gives it. Raises `UserError` for a coefficient if there are no routers.
     """
     config = network.config.get_text_config()
     own, chosen = getattr(config, "router_aux_loss_coef", None), size(config, "chosen")
@@ -83,7 +83,7 @@ def balance_of(network: Any, coefficient: float | None) -> LoadBalancing | None:
 
 
 def add_balance_loss(model: Any, share: Callable[[], Loss], passes: float) -> Loss:
-    """Return `share()`, the loss of one of a step's `passes` forward passes, plus the auxiliary loss if `model` has one."""
+    """Return the loss `share()` of one forward pass, plus any auxiliary loss of `model`. A step has `passes` forward passes."""
     loss = share()
     return loss if model.load_balancing is None else model.load_balancing.add_to(loss, passes)
 
@@ -108,10 +108,10 @@ class RouterRecorder:
         return np.uint8 if self.num_experts <= 256 else np.uint16
 
     def _route(self, place: int, router: Any, given: Any, named: Any, made: Any) -> Any:
-        """Return a router's output (logits, weights [S, k], experts [S, k]). Inside `follow` the experts are the given ones.
+        """Return a router's output (logits, weights [S, k], experts [S, k]). Inside `follow` the experts are those given to it.
 
-        This is the forward hook of router number `place`: `given` and `named` are the router's arguments, `made` is its output.
-        Inside `record` it records the output.
+        This is the forward hook of router number `place`. The router got the arguments `given` and the keyword arguments `named`,
+        and returned `made`. Inside `record`, the hook records the weights and experts.
         """
         if self._followed is not None:
             with FixedChoice(self._followed[place], made[0].shape[-1]):
@@ -123,7 +123,7 @@ class RouterRecorder:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Yield a list. Inside this context, each router appends (its weights, the experts that it chose) [S, k] to the list."""
+        """Yield a list. Each router appends (weights [S, k], experts [S, k]): the k experts of each token, and their weights."""
         self._seen = []
         try:
             yield self._seen
@@ -134,7 +134,7 @@ class RouterRecorder:
     def follow(self, choices: Tensor | None) -> Iterator[None]:
         """Make the routers choose the experts `choices` [layers, S, k] inside this context; None lets them choose freely.
 
-        If a gradient is enabled, the choices remain set afterwards, because the backward pass may recompute layers.
+        If PyTorch records gradients, the choices remain set after the block, because the backward pass may recompute layers.
         """
         before, self._followed = self._followed, choices
         try:
@@ -144,7 +144,7 @@ class RouterRecorder:
                 self._followed = before
 
     def read(self, inputs: Groups, device: torch.device) -> Tensor | None:
-        """Return the experts [layers, S, k] stored in `inputs`, k for each of S packed tokens; None if `inputs` stores none."""
+        """Return the experts [layers, S, k] that `inputs` stores for S packed tokens, k for each; None if it stores none."""
         if inputs.experts is None:
             return None
         texts = [prompt for prompt, _ in inputs.experts] + [own for _, group in inputs.experts for own in group]
@@ -176,8 +176,8 @@ class FixedChoice(TorchFunctionMode):
 class Routes:
     """The experts that a sampler records in one call, for all tokens of each prompt and all sampled tokens but the last.
 
-    The last token of a completion is never an input of the model, so no router sees it. Methods get `seen`, the list that
-    `RouterRecorder.record` filled in one forward pass.
+    The last token of a completion is never an input of the model, so no router sees it. `read` and `write` take `seen`, the list
+    that `RouterRecorder.record` filled in one forward pass.
     """
 
     def __init__(self, routing: RouterRecorder, sequences: int, longest: int) -> None:
@@ -192,16 +192,16 @@ class Routes:
         return found
 
     def read(self, requests: Sequence[int], lengths: Sequence[int], seen: list[tuple[Tensor, Tensor]]) -> None:
-        """Record the experts in `seen`, from a pass over concatenated prompts: that of `requests[i]` has `lengths[i]` tokens."""
+        """Record `seen` from a pass over concatenated prompts. The prompt of request `requests[i]` has `lengths[i]` tokens."""
         parts = np.split(self._found(seen), np.cumsum(lengths)[:-1])
         self.prompts |= {r: _text(part) for r, part in zip(requests, parts, strict=True)}
 
     def write(self, sequences: np.ndarray, places: np.ndarray, seen: list[tuple[Tensor, Tensor]]) -> None:
-        """Record the experts in `seen` of one new token per sequence: token `places[i]` of the completion `sequences[i]`."""
+        """Record `seen` from a pass over new tokens. The i-th is token number `places[i]` of completion `sequences[i]`."""
         self.written[sequences, places] = self._found(seen)
 
     def of(self, request: int, sequence: int, count: int) -> dict[str, str]:
-        """Return `prompt_experts` and `experts` (base64) of the completion `sequence`, whose `count` tokens answer `request`."""
+        """Return `prompt_experts` of prompt `request` and `experts` of its completion `sequence` of `count` tokens, in base64."""
         return {"prompt_experts": self.prompts[request], "experts": _text(self.written[sequence, : max(count - 1, 0)])}
 
 
@@ -221,7 +221,7 @@ def routers_of(network: Any) -> list[nn.Module]:
 def replay_routers(model: Any) -> RouterRecorder:
     """Set `model.router_recorder`, so that sampling records the experts of each token and training chooses the same ones.
 
-    Raises `UserError` if the choice of a router cannot be set.
+    Raises `UserError` if the model has no routers, or if they cannot be made to choose given experts.
     """
     hf = model.network
     name = type(hf).__name__

@@ -100,7 +100,7 @@ def attend(model: Any, choice: str) -> None:
 def with_gradient(model: Any) -> list[Tensor]:
     """Return [the outputs on the model's probe texts, then the gradient of their sum for each trained parameter].
 
-    Each gradient is scaled to norm 1. For a sharded model return the outputs alone, since the probe skips FSDP's gradient hooks.
+    Each gradient is scaled to norm 1. For a sharded model there are none: `torch.autograd.grad` skips FSDP's gradient hooks.
     """
     learns = [p for p in model.trainable().values() if p.requires_grad] if model.shard_root is None else []
     with torch.set_grad_enabled(bool(learns)):
@@ -122,7 +122,8 @@ def check_gap(model: Any, own: list[Tensor]) -> None:
 def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, str]:
     """Return (fused decoder of `model`, ""), or (None, the reason) if the model cannot use one.
 
-    The decoder's hidden states on `texts` must be those of transformers' modules. `recompute` enables gradient checkpointing.
+    It can use one whose hidden states on `texts` equal those of transformers' modules, up to rounding. `recompute` enables
+    gradient checkpointing.
     """
     hf = model.network
     try:
@@ -150,10 +151,10 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
 
 @torch.no_grad()
 def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
-    """Enable psigrad's kernels in a packed model's modules. Return (the `ModuleKernels` or None, the reason or "").
+    """Enable psigrad's kernels in a packed model's modules, each kind only if the outputs on `texts` remain the same.
 
-    Each kind of kernel is enabled only if the model's outputs on `texts` remain the same. The reason says why recurrent
-    layers run without kernels. On a GPU, `GpuParts`, which launches fewer kernels, is used, and the result is (None, "").
+    Return (the `ModuleKernels`, the reason why recurrent layers run without kernels). The first is None if it is not used, the
+    second is "" if there is no reason. On a GPU, enable `GpuParts`, which launches fewer kernels, and return (None, "").
     """
     from psigrad.language.models.fused.gpu_parts import GpuParts
     from psigrad.language.models.fused.module_kernels import ModuleKernels
@@ -183,7 +184,7 @@ def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
 
 
 def _lay_out_chunks(model: Any, texts: Groups) -> ForwardInputs:
-    """Return one packed row of `texts`, each repeated until the kernels of recurrences divide it into several chunks."""
+    """Return `texts` as one packed row. Each text is repeated, so that kernels of recurrences process it in several chunks."""
     repeats = max(1, min(8, model.max_length // LENGTH))
     longer = [tuple(ids) * repeats for ids in texts.prompts], [[tuple(ids) * repeats for ids in g] for g in texts.completions]
     return lay_out(Groups(*longer), model.device, packed=True)
@@ -203,9 +204,9 @@ def _enable(parts: Any, model: Any, inputs: ForwardInputs) -> None:
 
 
 def _why_not(hf: PreTrainedModel, numbers: Callable[[bool], Tensor]) -> str:
-    """Return why kernels cannot be used: the `difference` in outputs, or the error that they raise. Return "" if they can.
+    """Return the reason why kernels cannot be used; "" if they can. The reason is the `difference` in outputs, or an error.
 
-    `numbers(True)` returns outputs with kernels, `numbers(False)` without.
+    `numbers(True)` returns the outputs with these kernels, `numbers(False)` those without.
     """
     try:
         return difference(hf, lambda: numbers(False), lambda: numbers(True))
@@ -214,9 +215,9 @@ def _why_not(hf: PreTrainedModel, numbers: Callable[[bool], Tensor]) -> str:
 
 
 def difference(hf: PreTrainedModel, own: Numbers, fast: Numbers) -> str:
-    """Return a text about the difference between the outputs `fast()` and the correct ones `own()`; empty if it is rounding.
+    """Return "" if the outputs `fast()` differ from the correct outputs `own()` only by rounding, else the difference in words.
 
-    If the model has attention windows longer than the texts, they are shortened for one more comparison in float32.
+    If the model has attention windows longer than the texts, one more comparison in float32 is made with shortened windows.
     """
     half = hf.dtype not in (torch.float32, torch.float64)
     exact = torch.float32 if half else hf.dtype
@@ -323,7 +324,7 @@ def _layers(hf: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def shorten_windows(hf: PreTrainedModel) -> Iterator[bool]:
-    """Shorten attention windows and chunks above `LENGTH` tokens to `WINDOW` inside this context. Yield True if there are any.
+    """Inside this context, shorten attention windows and chunks above `LENGTH` tokens to `WINDOW`. Yield True if any were longer.
 
     The size is set in the model's modules, and in its configuration, from which masks are built. Both are restored at the end.
     """
@@ -343,7 +344,7 @@ def shorten_windows(hf: PreTrainedModel) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _suppress_advice(hf: PreTrainedModel) -> Iterator[None]:
-    """Suppress transformers' advice to install CUDA kernels while a model runs on a CPU."""
+    """If the model is on a CPU, suppress transformers' advice to install CUDA kernels inside this context."""
     logger = logging.getLogger("transformers.integrations.hub_kernels")
     before = logger.level
     if hf.device.type == "cpu":
@@ -395,7 +396,7 @@ def switch_dropout_off(hf: PreTrainedModel) -> None:
 
 
 def set_mode(network: nn.Module, training: bool) -> None:
-    """Set training or evaluation mode. Routers with jitter remain in evaluation mode, in which they add no random noise.
+    """Set training or evaluation mode. Routers with jitter stay in evaluation mode, so that they add no random noise.
 
     The jitter cannot be set to 0 instead, because PhiMoE also uses it as a threshold for choosing experts.
     """

@@ -105,8 +105,8 @@ def start_environments(config: Played, form: CallForm) -> Playing:
 def read_episode_rows(config: OnlineConfig, episodes: Player | None, tokenizer: Any, log: Log) -> tuple[list[Row], list[Row]]:
     """Return (training rows, held-out rows) as the model reads them, from the dataset or from the environment of `episodes`.
 
-    If the environment makes the rows, the first ones are held out, as many as from a dataset of the same size. Each row has the
-    schemas of the tools. Raises `UserError` if no rows are left to train on.
+    If the environment makes the rows, the first `eval_prompts` are held out, or by default as many as for a dataset of the same
+    size. Each row has the schemas of the tools. Raises `UserError` if no rows are left to train on.
     """
     own, asked = environment_rows(config, episodes), config.evaluation.eval_prompts
     if own is None:

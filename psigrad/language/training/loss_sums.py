@@ -33,7 +33,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 class LossSums:
     """The loss and its terms, summed over the micro-batches of an optimiser step and averaged over the steps that had a loss.
 
-    `read` copies the sums to the host together with the gradient's norm: one transfer per step, since each stalls a GPU.
+    `read` copies the sums to the host together with the gradient's norm. Each transfer stalls a GPU, so a step has only one.
     """
 
     def __init__(self, world: World = ALONE) -> None:
@@ -56,12 +56,12 @@ class LossSums:
         return loss.value
 
     def of(self, share: Callable[[], Loss], weight: float = 1.0) -> Tensor:
-        """Return a micro-batch's loss, computed by `share()`, and `add` it. With `weight` 0, return 0 · loss and add nothing."""
+        """Compute a micro-batch's loss by `share()`, `add` and return it. If `weight` is 0, return 0 · loss and add nothing."""
         loss = share()
         return self.add(loss) if weight else 0.0 * loss.value
 
     def later(self, x: Tensor, use: Callable[[Tensor], None]) -> None:
-        """Call `use` with a copy of x in the host's memory: at the next transfer, at the latest when the step ends."""
+        """Copy x to the host at the next `read` or `end_step`, whichever comes first. Then call `use` with the copy."""
         self._later.append((x.detach(), use))
 
     def read(self, x: Tensor) -> Any:
@@ -80,7 +80,7 @@ class LossSums:
             use(x)
 
     def end_step(self, norms: list[float] | None) -> None:
-        """End an optimiser step. `norms` are its gradient norms, [policy] or [policy, critic]; None if one was not finite."""
+        """End an optimiser step. `norms`: gradient norms, [policy] or [policy, critic]; None if a norm is not finite."""
         self.steps += 1
         self._transfer()  # nothing is left if a norm was read
         self.last, self._read = sum_figures(self.world, self._read), {}
@@ -108,7 +108,7 @@ def within_memory(
     the settings changed earlier in the run. The returned settings are `changes` with the new size, for later steps and a resumed
     run. The notes are {kind of event: log message}, one for each retry.
 
-    Raise the memory error if a weight has changed, if the smallest size is not enough, or if other processes did not fail.
+    Raise the memory error if a weight has changed, if the smallest size is not enough, or if other processes raise no error.
     """
     given: Any = run
     notes: dict[str, str] = {}

@@ -23,7 +23,7 @@ LEAST_LOG_WEIGHT = math.log(1e-8)
 
 @dataclass(frozen=True)
 class symmetric_mask(SamplerWeighted):
-    """The importance-weighted surrogate, with loss 0 for steps whose probability has moved too far in either direction.
+    """The importance-weighted surrogate, with loss 0 for steps whose probability has risen or fallen by more than δ.
 
     Formula: L_t = −M_t · A_t · π(a_t|s_t) / π_sampler(a_t|s_t)
              M_t = 1 where |π(a_t|s_t) − π_sampler(a_t|s_t)| ≤ δ; else 0
@@ -59,8 +59,8 @@ class gamma_weight(SamplerWeighted):
              k = k_positive and λ = lambda_positive where A_t ≥ 0
              k = k_negative and λ = lambda_negative where A_t < 0; sg stops the gradient
 
-    φ(1) = 1, so that fresh samples get the plain policy gradient. W is not normalised by the length. Log ratios are limited to
-    ±20 per step, and log W to [log 1e-8, 20].
+    Samples of the current policy have W = 1 and φ(W) = 1: they get the plain policy gradient. W is not normalised by the length.
+    Log ratios are limited to ±20 per step, and log W to [log 1e-8, 20].
 
     Source: Shen et al. 2026, VESPO, arXiv:2602.10693; TRL loss_type "vespo".
 
@@ -100,8 +100,8 @@ class off_policy_mask:
 
     Formula: L_t = M·L'_t, M = 0 where A_t < 0 and (1/|y|)·Σ_u (log π_sampler(a_u|s_u) − log π(a_u|s_u)) > δ; else 1
 
-    The policy already avoids such a sequence, and further training on it teaches noise. If the sampler's log-probs are not
-    known, π_old replaces π_sampler. The method's ratio slot does not affect M.
+    L'_t is the loss of the wrapped surrogate. The policy already avoids a sequence with M = 0, and further training on it teaches
+    noise. If the sampler's log-probs are not known, π_old replaces π_sampler. The method's ratio slot affects only L'_t.
 
     Source: DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556; TRL off_policy_mask_threshold.
     """

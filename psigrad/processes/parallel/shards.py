@@ -103,7 +103,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) -> Non
 
 
 def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the tensors, sharded or not, from the safetensors files in `folder`. Raise `UserError` if one is missing."""
+    """Fill the tensors, sharded or not, from the safetensors files in `folder`. Raise `UserError` if these lack a tensor."""
     dcp = _checkpoints()
     state = {name: tensor.detach() for name, tensor in tensors.items()}
     try:

@@ -22,10 +22,11 @@ from psigrad.language.models.packing import RowSelection
 
 
 class Gemma4Layer(Layer):
-    """A layer of Gemma 4, whose values are normalised without a weight. If it has no matrix of values, it uses that of keys.
+    """A layer of Gemma 4. It normalises its values by an RMS norm without a weight.
 
-    Without both matrices, `source` is an earlier layer whose keys and values it reads. From the output y of `Layer` it computes
-    s·(y + n(W·(gelu(G·y) ⊙ p))) if it has its own input p, and s·y otherwise: W and G are matrices, n is a norm, s a constant.
+    A layer without a matrix of values uses its keys as values. A layer without both matrices reads the keys and values of an
+    earlier layer, `source`. The output is s·y, with y the output of `Layer` and s a constant. If the layer has an input p (see
+    `LayerInputs`), it is s·(y + n(W·(gelu(G·y) ⊙ p))), with matrices W and G and a norm n.
     """
 
     projections = ((("q_proj", "k_proj", "v_proj"), ("q_proj", "k_proj"), ("q_proj",)), (("o_proj",),))
@@ -56,8 +57,8 @@ class Gemma4Layer(Layer):
     def forward(self, x: Tensor, how: PassArguments, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return (the output, tensors for `backward`); see `Layer.forward`.
 
-        If `self.source` is set, its keys and values are appended to the first tensor. If the layer has its own input p, three
-        tensors are added at the end: the argument of n, y itself, and [G·y|p], as in the formula of the class.
+        If `self.source` is set, the keys and values of that layer are appended to the first tensor. If the layer has an input p,
+        three tensors are added at the end, in the notation of the class: W·(gelu(G·y) ⊙ p), y and [G·y|p].
         """
         weights = self._weights(how)
         y, (row, *parts) = super().forward(x, how._replace(ready={self.index: weights}), selection)
@@ -115,7 +116,7 @@ class Gemma4Layer(Layer):
     def mix_gradient(
         self, dout: Tensor, row: Tensor, mixed: Tensor, normaliser: Tensor, others: Sequence[Tensor], how: PassArguments
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Return gradients as `Layer.mix_gradient` does. Those of `self.source`'s keys and values go to `how.key_gradients`."""
+        """Return gradients as `Layer.mix_gradient` does. Add those of `self.source`'s keys and values to `how.key_gradients`."""
         (qkv, rotated), gradients, angles = self._qkv(row, others, how), self.native.gradients, how.angles[self.order]
         assert isinstance(how.layout, PackedLayout)
         drow = gradients.attention(dout, mixed, normaliser, rotated, qkv, how.layout.spans, self.heads, self.window)
@@ -140,7 +141,7 @@ class Gemma4Layer(Layer):
     def _qkv(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
         """Return ([q|k|v] with normalised values, the rotated queries and keys) from `row`, the projections [q|k|v] or [q|k].
 
-        If `self.source` is set, the keys in `row` are already rotated, and the values normalised. `others` are weights of norms.
+        If `self.source` is set, that layer has already rotated the keys and normalised the values. `others` are weights of norms.
         """
         angles, end = how.angles[self.order], self.queries + self.values
         if self.source is None:
@@ -152,7 +153,7 @@ class Gemma4Layer(Layer):
         return row, torch.cat([queries, row[:, self.queries : end]], 1)
 
     def _values(self, row: Tensor) -> Tensor:
-        """Return the values [S·H_kv, D], the last columns of `row`. Without a matrix of values, these columns are the keys."""
+        """Return the values [S·H_kv, D], the last columns of `row`. If the layer has no matrix of values, these are the keys."""
         return row[:, -self.values :].contiguous().view(-1, self.heads.dim)
 
     def _weights(self, how: PassArguments) -> LayerWeights:
@@ -164,7 +165,7 @@ class Gemma4Layer(Layer):
 
 
 class LayerInputs:
-    """The inputs p of all layers: (n(W·x / √E) + e) / √2, from a token's embedding x [E] and its row e in a second table.
+    """The inputs p of all layers: p = (n(W·x / √E) + e) / √2, with a token's embedding x [E] and its row e in a second table.
 
     W is a projection, n an RMS norm. p depends only on the token, so a packed row computes it once for equal tokens.
     """

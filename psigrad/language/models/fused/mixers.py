@@ -28,7 +28,7 @@ _UNUSED: Any = None  # transformers' function for whole sequences, which the ker
 
 
 class GatedAttention(Layer):
-    """Attention whose output is multiplied by a gate's sigmoid (Qwen 3.5). The projections are [q|gate] of each head, k and v."""
+    """Attention whose output is multiplied by a gate's sigmoid (Qwen 3.5). It projects to [q|gate] (per head), k and v."""
 
     def mix(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
         """Compute attention from q, k and v in the projections `row`, before the gate is applied; see `Layer.mix`."""
@@ -62,12 +62,12 @@ class GatedAttention(Layer):
 
 
 class SinkAttention(Layer):
-    """Attention with one more score for each head, its sink, that has no value (gpt-oss)."""
+    """Attention with a sink for each head: one more score in the softmax, which belongs to no key and no value (gpt-oss)."""
 
     others = ("sinks",)
 
     def mix(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
-        """Compute attention, and multiply it by the share of the softmax that the sink leaves; see `Layer.mix`."""
+        """Compute attention. The sink takes a share of the softmax, so the other weights sum to less than 1; see `Layer.mix`."""
         mixed, sums = super().mix(row, (), how)
         total = torch.logaddexp(sums, others[0].float())
         share = (sums - total).exp()[:, :, None]
@@ -87,7 +87,7 @@ class SinkExpertLayer(SinkAttention, ClampedExpertLayer):
 
 
 class HeadGatedAttention(GatedAttention):
-    """Attention whose output is multiplied by the sigmoid of one number per head, from another projection (LFM 3)."""
+    """Attention whose output is multiplied by a gate's sigmoid, one number per head, which `g_proj` computes (LFM 3)."""
 
     projections = ((("q_proj", "k_proj", "v_proj", "g_proj"),), (("o_proj",),))
 
@@ -99,7 +99,7 @@ class HeadGatedAttention(GatedAttention):
 
 
 class StateLayer(Layer):
-    """A layer whose mixer `core` is a function of its projections and other weights, differentiated by autograd."""
+    """A layer whose mixer is the function `core` of projections and other weights. Autograd differentiates `core`."""
 
     scores = 0
     projections: Any = ((("in_proj",),), (("out_proj",), ("o_proj",)))
@@ -109,7 +109,7 @@ class StateLayer(Layer):
         """Return the mixer's output [S, …] before the output projection, from its projections `row` [S, …]; see `Layer.mix`."""
 
     def mix(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
-        """Return (the result of `core`, a tensor [S, 0] since there are no scores); see `Layer.mix`."""
+        """Return (the result of `core`, an empty tensor [S, 0]), since this mixer has no attention scores; see `Layer.mix`."""
         return self.core(row, others, how.layout), torch.empty(len(row), 0)
 
     def mix_gradient(
@@ -134,7 +134,7 @@ class StateLayer(Layer):
 
     @cached_property
     def switch(self) -> Switch:
-        """The object through which this layer's recurrence finds its C++ kernels."""
+        """The `Switch` that holds the C++ kernels for this layer's recurrence."""
         switch = Switch()
         switch.native = self.native
         return switch
@@ -189,8 +189,8 @@ class DeltaRuleLayer(StateLayer):
 class Mamba2Layer(StateLayer):
     """Mamba-2 (Dao & Gu 2024, arXiv:2405.21060), with the projections [z|x|B|C|Δ].
 
-    x, B and C pass a short convolution with SiLU, then `Mamba2` with Δ = softplus(Δ + dt_bias). D·x is added. The output times
-    silu(z) is normalised.
+    x, B and C pass a short convolution with SiLU. `Mamba2` then computes o, with softplus(Δ + dt_bias) as its time step. The
+    result is norm((o + D·x) ⊙ silu(z)), with one trained number D per head.
     """
 
     mixer = ("mamba", "mixer")
@@ -210,7 +210,7 @@ class Mamba2Layer(StateLayer):
 
 
 class SquaredReLULayer(StateLayer):
-    """An MLP in the place of a mixer: down(relu(up(x))²) (So et al. 2021, arXiv:2109.08668)."""
+    """A layer that has an MLP instead of attention: down(relu(up(x))²) (So et al. 2021, arXiv:2109.08668)."""
 
     mixer = ("mixer",)
     projections = ((("up_proj",),), (("down_proj",),))

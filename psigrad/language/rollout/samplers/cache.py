@@ -47,9 +47,9 @@ class StateCache:
 class KVCache(StateCache):
     """Keys and values [slots, H_kv, capacity, D] of each attention. Slots 0 … active - 1 hold sequences of `lengths` tokens.
 
-    The `Key` of an attention is its layer and the number of earlier attentions of that layer in the same pass. DiffLlama attends
-    twice in each layer, and HRM-Text runs its layers several times. For recurrent layers the cache has the state of each slot
-    [slots, ...], and for convolutions their window.
+    A layer can attend several times in a pass: DiffLlama attends twice in each layer, and HRM-Text runs its layers several times.
+    The `Key` of an attention therefore has the number of earlier attentions of its layer in the pass. For recurrent layers the
+    cache has the state of each slot [slots, ...], and for convolutions the last inputs of each slot (windows).
     """
 
     exact = False
@@ -89,7 +89,7 @@ class KVCache(StateCache):
             x.zero_()
 
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> Prefill:
-        """Add n slots, of which slot i continues prompt `copies[i]`, and return the layout of the prompts' forward pass.
+        """Add len(copies) slots, and return the layout of the prompts' forward pass. New slot i continues prompt `copies[i]`.
 
         `shifts` has one number per prompt: the position of the token after the prompt, minus the prompt's length. The number is
         0 unless the prompt has images (M-RoPE).
@@ -107,7 +107,7 @@ class KVCache(StateCache):
     def remove(self, finished: Tensor) -> Tensor:
         """Release the slots where `finished` [active] is True, and move the last sequences into the gaps.
 
-        Returns the old slots [active after] of the remaining sequences, in their new order. Both tensors are on the CPU.
+        Returns, for each slot that remains in use, the slot in which its sequence was before. Both tensors are on the CPU.
         """
         left = int((~finished).sum())
         order = torch.arange(left)
@@ -138,7 +138,7 @@ class _CallCounter:
 
 
 class StatePrefill(_CallCounter):
-    """The base class of layouts of a prefill. It stores the states of packed prompts in the slots `new` that continue them.
+    """The base class of layouts of a prefill. It stores the state after each packed prompt in new slots (`new`).
 
     The i-th new slot continues prompt `copies[i]`.
     """
@@ -165,10 +165,10 @@ class StatePrefill(_CallCounter):
 
 
 class Prefill(StatePrefill):
-    """The layout of a prefill: packed prompts whose keys and values are also stored in the slots that continue them."""
+    """The layout of a prefill of packed prompts. It stores the keys and values of each prompt in the slots that continue it."""
 
     def __init__(self, cache: KVCache, prompts: PackedLayout, copies: Tensor) -> None:
-        """Add n slots to the cache, of which slot i continues prompt `copies[i]`."""
+        """Add len(copies) slots to the cache. The i-th new slot continues prompt `copies[i]`."""
         self.cache, self.first = cache, cache.active
         super().__init__(cache, prompts, copies, slice(self.first, self.first + len(copies)))
         lengths = (prompts.prefix_rows >= 0).sum(1)[copies]
@@ -199,7 +199,7 @@ class StateDecode(_CallCounter):
         self.where: Where = slice(count) if rows is None else rows
 
     def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
-        """Return the convolution `how` of each new input in x [active, C] with its slot's last inputs, and store the new one."""
+        """Append each slot's new input in x [active, C] to its stored last inputs. Return the convolution `how` of the result."""
         windows = self.states.states[self.next_call("convolution", layer)]
         wide = torch.cat([windows[self.where], x[:, None]], 1)
         windows[self.where] = wide[:, 1:]
@@ -218,7 +218,7 @@ class StateDecode(_CallCounter):
 
 
 class Decode(StateDecode):
-    """The layout of one decoding step: one new token per active slot, which attends only to its own slot."""
+    """The layout of one decoding step: one new token per active slot. It attends only to the tokens of this slot."""
 
     def __init__(self, cache: KVCache, places: Tensor, columns: int, room: int, shifts: Tensor | None = None) -> None:
         """Prepare a step that stores one new token in each of the first len(places) slots: in slot i at index `places[i]`.
@@ -282,7 +282,7 @@ class SharedCache(StateCache):
     def __init__(self, slots: int, longest: int, heads: Sequence[Heads], dtype: torch.dtype) -> None:
         """Create empty slots. `longest` is the capacity of a slot in tokens, without the tokens of its prompt.
 
-        `heads` are the sizes of attention in each layer with keys and values of its own.
+        `heads` has an entry for each layer that computes keys and values: the number and size of its heads.
         """
         super().__init__(slots)
         self.longest, self.layers, self.heads = longest, len(heads), heads
@@ -306,14 +306,14 @@ class SharedCache(StateCache):
     def exact(self) -> bool:
         """True if the layers produce the same bits as in training.
 
-        This holds if the matrices are packed. Training then multiplies by the same kernels as decoding.
+        This holds if the weight matrices are packed, because training and decoding then multiply by the same kernels.
         """
         return self.packed_weights.bytes > 0
 
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> SharedPrefill:
-        """Return the layout of a forward pass over prompts. Add n slots, of which slot i continues prompt `copies[i]`.
+        """Add len(copies) slots, and return the layout of the prompts' forward pass. New slot i continues prompt `copies[i]`.
 
-        `shifts` is not read: it is 0 for all models with fused layers, since none of them has M-RoPE.
+        `shifts` is not read. It is 0 without M-RoPE, and no model with fused layers has M-RoPE.
         """
         new = [CachedPrompt(length, self.heads) for length in prompts.pieces.prefixes.tolist()]
         self.prompts |= {self._num_prompts + i: prompt for i, prompt in enumerate(new)}
@@ -332,7 +332,7 @@ class SharedCache(StateCache):
     def remove(self, finished: Tensor) -> Tensor:
         """Release the slots of the rows where `finished` [active] is True, and the prompts that no row continues any more.
 
-        Returns the old indices [active after] of the remaining rows, in order.
+        Returns the indices that the remaining rows had before, in order.
         """
         order = np.flatnonzero(~finished.numpy())
         self._free = np.concatenate([self._free, self.slots[finished.numpy()]])
@@ -344,11 +344,11 @@ class SharedCache(StateCache):
 
     @property
     def selection(self) -> np.ndarray:
-        """[3, active]: the prompt, the number of tokens and the slot of each active row, as `select_slots` takes them."""
+        """[3, active]: the prompt, the number of tokens and the slot of each active row: the arguments of `select_slots`."""
         return np.stack([self.prompt, self.lengths, self.slots])
 
     def select_slots(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
-        """Select the slots that the next steps decode, in this order. Slots of one prompt must be adjacent.
+        """Select `slots`, the slots that the next steps decode, in their order. Slots of one prompt must be adjacent.
 
         `prompt` and `lengths` are each slot's prompt and number of tokens. Other slots are unchanged, and can be selected later.
         """
@@ -356,7 +356,7 @@ class SharedCache(StateCache):
         self._arrangement = None
 
     def retain_slots(self, prompt: np.ndarray, slots: np.ndarray) -> None:
-        """Free all prompts and slots except `prompt` and `slots`, which can be selected later. Afterwards none is selected."""
+        """Free all prompts and slots but `prompt` and `slots`. Select no slot; `select_slots` can select the kept ones later."""
         self.select_slots(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
         self._free = np.setdiff1d(np.arange(self.slot_tables[0].shape[1]), slots)
         kept = set(prompt.tolist())
@@ -388,7 +388,7 @@ class SharedCache(StateCache):
 
 
 class SharedPrefill(StatePrefill):
-    """The layout of a prefill for fused layers: packed prompts whose keys and values are also stored for decoding.
+    """The layout of a prefill of packed prompts for fused layers. It stores the prompts' keys and values for decoding.
 
     `tables` [layers, 2, G] are the memory addresses of the keys and values of G prompts.
     """
@@ -425,7 +425,7 @@ class SharedDecode(StateDecode):
 
 
 def new_cache(model: LanguageModel, slots: int, longest: int, behind: int = 0) -> KVCache | SharedCache:
-    """Return an empty cache of `slots` sequences of at most `longest` tokens, of which `behind` (0: all) can follow a prompt."""
+    """Return an empty cache of `slots` sequences of at most `longest` tokens, at most `behind` (0: all) after the prompt."""
     if model.decoder is None:
         return KVCache(slots, longest, None if model.module_kernels is None else PackedWeights())
     return SharedCache(slots, behind or longest, model.decoder.heads, model.decoder.dtype)
@@ -438,7 +438,7 @@ def prefill(
     copies: Tensor,
     keep: ActivationCache | None,
 ) -> Tensor:
-    """Prefill n new slots. Return logits [n, V] after prompt `copies[i]`, which slot i continues. `keep` stores activations."""
+    """Prefill n slots, and return their logits [n, V]. Slot i continues prompt `copies[i]`. `keep` stores the activations."""
     inputs, shifts = model.placed(pack(Groups(prompts, [[] for _ in prompts]), model.device)), None
     if inputs.has_images and model.vision is not None:
         shifts = on_device([model.vision.shift(ids) for ids in prompts], model.device)

@@ -17,7 +17,7 @@ from psigrad.language.training.online.online_run import Annotator, OnlineRun
 class PastPolicies(Annotator):
     """The annotator that stores a snapshot of the policy in `models` at the start and then every `every` steps.
 
-    Snapshot n, taken after n · every steps, is `models[n % len(models)]`, where it replaces the oldest one. A prompt is played
+    Snapshot n is taken after n · every steps. It replaces the oldest snapshot, in `models[n % len(models)]`. A prompt is played
     against a snapshot with probability `share`. All snapshots are equally probable.
 
     Source: Bansal et al. 2018, Emergent Complexity via Multi-Agent Competition, arXiv:1710.03748 (opponents from the past).
@@ -28,7 +28,7 @@ class PastPolicies(Annotator):
         self._samplers = [EmbeddedSampler(model, max_batch) for model in models]
 
     def pick(self, seed: int, version: int) -> Sampler | None:
-        """Return the sampler of the opponent in a game with this seed, after `version` steps; None if the policy plays itself."""
+        """Return the opponent's sampler for the game with this seed, after `version` steps; None if the policy plays itself."""
         drawn = np.array([seeds.derive(seed, "opponent")], dtype=np.uint64)
         if seeds.uniform(drawn, 0)[0] >= self.share:
             return None
