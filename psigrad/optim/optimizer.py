@@ -77,7 +77,7 @@ class Weight:
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradient that the next step applies: `master.grad`, or `local.grad` if that is None."""
+        """The gradient that the next step applies: the master's if it has one, otherwise that of `local`."""
         return self.local.grad if self.master.grad is None else self.master.grad
 
     def tensors(self) -> dict[str, Tensor]:
@@ -103,11 +103,11 @@ class Weight:
 
 
 class Optimizer:
-    """The optimiser of named parameters by the rule in `optim.optimizer`, or by `rule`. Only matrices have weight decay.
+    """The optimiser of named parameters. Its update rule is `rule`, or by default the one that the setting `optimizer` names.
 
-    `seed` is for stochastic rounding. With `recompute` the gradient of a large head is not stored; its rows are computed
-    twice, for the norm and for the update. Gradients are summed over the processes of the `world`. `reduces(on)` switches
-    FSDP's summation over shards on or off, so that it runs only in the last pass of a step.
+    Only matrices have weight decay. `seed` is for stochastic rounding. With `recompute`, the gradient of a large LM head is not
+    stored, but computed twice, block by block: for the norm and the update. Gradients are summed over the processes of `world`.
+    `reduces(on)` switches FSDP's summation over shards on or off, so that it runs only in the last pass of a step.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Optimizer:
 
     @property
     def has_buffers(self) -> bool:
-        """True if float32 sums are allocated: the last step summed gradients of half-precision weights over several passes."""
+        """True if a half-precision weight has a `buffer`, since gradients of several passes were summed in the last step."""
         return any(w.buffer is not None for w in self._half)
 
     @contextlib.contextmanager
@@ -176,14 +176,14 @@ class Optimizer:
                 handle.remove()
 
     def restore_precision(self) -> None:
-        """After a step with a single pass, move gradients from the masters back to the weights, in the weights' precision."""
+        """Undo `float32_sums` after a step with only one backward pass: convert each gradient to its weight's precision."""
         for w in self._half:
             if (total := w.master.grad) is not None:
                 w.parameter.grad, w.master.grad = total.to(w.parameter.dtype), None
             w.buffer = None
 
     def finish_backward(self) -> None:
-        """End the backward passes of a step, so that each weight has one gradient: on the weight, or on its master."""
+        """Sum the gradients of a step's passes: on a weight's master if a part of the sum is there, otherwise on the weight."""
         self.sums.finish()
         for w in self._half:
             if w.parameter in self.sums.float32:
@@ -300,10 +300,7 @@ class Optimizer:
 
 
 def check_gradients(nonfinite: int, step: int) -> None:
-    """Raise `NonFiniteError` if there were `MAX_NONFINITE` steps without a finite gradient in a row.
-
-    `nonfinite` is the number of such steps up to `step`.
-    """
+    """Raise `NonFiniteError` if `nonfinite`, the number of steps in a row without a finite gradient, reaches `MAX_NONFINITE`."""
     if nonfinite >= MAX_NONFINITE:
         raise NonFiniteError(
             f"The gradient was not finite for {nonfinite} steps in a row, up to step {step}. No such step was applied, and the "
@@ -326,7 +323,7 @@ def _is_finite(x: Tensor) -> bool:
 
 
 def _weight(name: str, parameter: nn.Parameter, optim: Optim, rule: UpdateRule | None, seed: int) -> Weight:
-    """Return the `Weight` of a parameter: decide its master, kernels and rule, and initialise the rule's state."""
+    """Return the `Weight` of a parameter: choose its rule and kernels, make a master if needed, and initialise the state."""
     local = local_parameter(parameter)
     adamw, half = rule is None and optim.optimizer in ("adamw", "adamw_8bit"), local.dtype in _HALF
     stochastic = adamw and optim.bf16_stochastic_round and local.dtype == torch.bfloat16
@@ -383,7 +380,7 @@ def add_up(optimizers: Sequence[Optimizer], losses: Losses) -> None:
     """Compute the gradient of the sum of the losses (one function per micro-batch) for all parameters of the optimisers.
 
     Previous gradients are dropped. If a process runs out of memory, raise `PassOutOfMemoryError` on all processes. With sharded
-    weights the process raises the original error instead, because a pass needs all processes until its end.
+    weights the process raises the original error instead: it cannot inform the others, which wait for it in the same pass.
     """
     failed: Exception | None = None
     world = optimizers[0].world

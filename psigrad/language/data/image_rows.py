@@ -34,8 +34,8 @@ def insert_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mappi
     """Return (a raw row with a mark, `images.MARK`, for each image in its texts; notes on how the images were read).
 
     A row without images is unchanged. `source` names the row in errors. Paths are relative to `base`. The column `images` keeps
-    the images as given, for reward functions. Raises `RowError` for an image that cannot be read, and if there are image parts
-    without an image, but not as many as images in the column.
+    the images as given, for reward functions. An image part without an image stands for the next image of that column. Raises
+    `RowError` if the number of such parts is neither 0 nor the number of images in the column, or if an image cannot be read.
     """
 
     def fail(column: str, reason: str) -> NoReturn:
@@ -85,9 +85,10 @@ def _path(text: str | os.PathLike[str], base: Path) -> Path:
 
 
 def _put_first(made: dict[str, Any], conversations: list[str], marks: str, column: str, fail: Fail) -> None:
-    """Insert the image marks `marks` before the first user's text of each conversation in `made`, or else before its prompt.
+    """Insert the image marks `marks` at the start of the first user message in each conversation of the row `made`.
 
-    `conversations` names the columns with messages. Errors name `column`, which has the images.
+    `conversations` names the columns with messages. If the prompt is a text, insert the marks at its start. Errors name `column`,
+    which has the images.
     """
     asked = [name for name in conversations if name in _ASKED] or [name for name in conversations if made.get("prompt") is None]
     for name in asked:
@@ -107,7 +108,7 @@ def _put_first(made: dict[str, Any], conversations: list[str], marks: str, colum
 
 
 class _Reader:
-    """The reader of one row's images. `found` are the images in content parts, as given. `moves` is True if one is animated."""
+    """The reader of one row's images. `found` lists those given in content parts. `moves` is True if any image is animated."""
 
     def __init__(self, base: Path, fail: Fail) -> None:
         self.base, self.fail, self.found, self.moves = base, fail, list[Any](), False
@@ -343,7 +344,7 @@ def _text(part: Any) -> Any:
 
 
 def refuse_marks(raw: Mapping[str, Any], fail: Fail, further: str) -> None:
-    """Call `fail` if a text in `raw` has an image mark. If `further` is not "", call it also for U+FFFC, which delimits marks."""
+    """Call `fail` if a text in `raw` has an image mark, or if it has U+FFFC, which delimits marks, and `further` is not ""."""
     stack: list[tuple[str, Any]] = list(raw.items())  # no recursion: rows may be deep
     while stack:
         path, value = stack.pop()

@@ -61,7 +61,7 @@ def read_named(dataset: str, split: str, *, streaming: bool = False, single: Seq
 
 
 def _check_single(part: SplitSlice, name: str, own: str, single: Sequence[str]) -> None:
-    """Raise `UserError` unless `part` names the only split of the source `name`: by the split's own name, or one of `single`."""
+    """Raise `UserError` unless `part` has a valid name for the only split of the source `name`: `own`, or any of `single`."""
     if canonical_split(part.name) not in (own, *single):
         cut = f"{own or single[0]}[:90%]"
         raise UserError(f"{name} is a single split; remove the split {part.name!r}, or give a slice, such as {cut}.")
@@ -132,8 +132,8 @@ def _read_saved(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
 def _reject_compressed(path: Path) -> None:
     """Raise `UserError` for a saved dataset with compressed buffers, which pyarrow expands without a limit.
 
-    `datasets` writes none. The metadata of an Arrow message is a flatbuffer. Field 2 of its root is a record batch, or a
-    dictionary batch, whose field 1 is the record batch. Field 3 of a record batch is the compression.
+    `datasets` never compresses buffers. An Arrow message's metadata is a flatbuffer of tables. Field 2 of the first table is a
+    record batch. In a dictionary message it is a table whose field 1 is the record batch. A batch's field 3 is its compression.
     """
     import pyarrow as pa
 

@@ -60,7 +60,8 @@ class Switch:
 def _convolution(own: Function, layer: int, switch: Switch) -> Function:
     """Return a function that replaces `own`, transformers' `causal_conv1d_fn`, in the layer with number `layer`.
 
-    With a layout, the function convolves packed sequences, by the C++ kernels in `switch` if possible. Else it calls `own`.
+    If the mixer passes a `layout`, the function convolves packed sequences, by the C++ kernels in `switch` if possible. Otherwise
+    it calls `own`.
     """
 
     def convolve(
@@ -138,9 +139,10 @@ def _mamba2(own: Function, layer: int, switch: Switch) -> Function:
 
 
 def _never(own: Function, layer: int, switch: Switch) -> Function:
-    """Return the replacement of `own`, transformers' `mamba2_split_conv1d_scan_combined`. It returns None for packed sequences.
+    """Return a function that replaces `own`, transformers' fused `mamba2_split_conv1d_scan_combined`.
 
-    The fused kernel `own` cannot read a layout. After None the mixer calls the functions of `_convolution` and `_mamba2`.
+    Since `own` cannot read a layout, the function returns None for packed sequences. The mixer then calls the functions of
+    `_convolution` and `_mamba2` instead.
     """
 
     def scan(*args: Any, layout: Layout | None = None, **given: Any) -> Any:
@@ -208,7 +210,7 @@ class _Scan(torch.autograd.Function):
 def _scan(
     switch: Switch, trees: Trees, delta_rule: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Run `StateKernels.chunks` from zero states. Return (outputs, states that `trees` names), or None if no kernel can run."""
+    """Run `StateKernels.chunks` from zero states. Return (outputs, final states of the segments); None if no kernel can run."""
     native = switch.native
     if native is None or g.dim() != 2 or v.dtype not in native.dtypes or not q.dtype == k.dtype == v.dtype:
         return None
@@ -221,10 +223,10 @@ def _scan(
 
 @dataclass(frozen=True)
 class DeltaRule:
-    """The gated delta rule (Yang, Kautz & Hatamizadeh 2024, arXiv:2412.06464): S ← e^g S, then S ← S + β k (v - kᵀS), o = qᵀS/√d.
+    """The gated delta rule (Yang, Kautz & Hatamizadeh 2024, arXiv:2412.06464): S ← e^g S, then S ← S + β k (v - kᵀS), o = qᵀS/√D.
 
-    Inputs are queries and keys [N, L, H_k, D], values [N, L, H, V], and g and β per head; Kimi's g is per head and channel.
-    Queries and keys are normalised. `chunks` is transformers' function for whole sequences.
+    S is a head's state [D, V]. Inputs are queries q and keys k [N, L, H_k, D], values v [N, L, H, V], and g and β [N, L, H]; in
+    Kimi models g is [N, L, H, D]. q and k are normalised. `chunks` is transformers' function for whole sequences.
     """
 
     chunks: Function

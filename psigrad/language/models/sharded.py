@@ -34,7 +34,7 @@ class Root(nn.Module):
         self.network, self.value_head = network, value_head
 
     def forward(self, compute: Callable[[], Any], found: list[Any]) -> list[Tensor]:
-        """Append `compute()` to the caller's list `found`. Return the tensors in its result, to which FSDP attaches hooks."""
+        """Append the result of `compute` to the list `found`. Return the result's tensors, since FSDP attaches hooks to these."""
         found.append(compute())
         return list(_tensors(found[0]))
 
@@ -155,7 +155,7 @@ def write_adapter(model: Pretrained, state: dict[str, Tensor], folder: Path) -> 
 
 
 class _Saved:
-    """A `network` with gathered weights `state`. `towers.write` saves it, since the network's own weights are sharded."""
+    """An object that `towers.write` saves in place of a sharded `network`: the network with its gathered weights `state`."""
 
     def __init__(self, network: Any, state: dict[str, Tensor]) -> None:
         self.network, self.state = network, state

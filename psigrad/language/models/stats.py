@@ -17,8 +17,8 @@ LEAST_REST = 1e-6
 class TokenStats:
     """Statistics per token [M]: `logp` is log π(a|s). The others are computed on request, and None otherwise.
 
-    `entropy` is that of π(·|s) and `kl` is KL(π‖ref) over the vocabulary, in nats. `hit` is True if a is the most probable token.
-    `value` is the critic's V(s), and `mean_logp` the mean of log π over the vocabulary.
+    `entropy` is that of π(·|s), in nats. `kl` is the requested divergence of π and the reference, in nats. `hit` is 1 if a is
+    the most probable token, else 0. `value` is the critic's V(s), and `mean_logp` the mean of log π over the vocabulary.
     """
 
     logp: Tensor
@@ -72,10 +72,10 @@ class Top:
 class TokenStatsRequest:
     """The statistics to compute for each token, and the softmax temperature.
 
-    `reference_head` requests a divergence over the vocabulary: KL(π‖ref) ("exact"), KL(ref‖π) ("exact_forward"), or
-    Jensen–Shannon with the weight `mixture` for ref ("exact_js"). If only the `Top` of the reference is known, all other tokens
-    count as one. The result is then a lower bound, which is exact if k = V. If `entropy` is "figure", the entropy is only logged,
-    and may have no gradient.
+    `reference_head` requests a divergence over the vocabulary. `divergence` is "exact" for KL(π‖ref), "exact_forward" for
+    KL(ref‖π), or "exact_js" for Jensen–Shannon with the weight `mixture` for ref. If only the reference's `Top` is known, the
+    other tokens count as a single token, and the result is a lower bound. If `entropy` is "figure", the entropy is only logged,
+    and need not have a gradient.
     """
 
     temperature: float = 1.0
@@ -93,10 +93,7 @@ class TokenStatsRequest:
 
     @property
     def is_closed_form(self) -> bool:
-        """True if a GPU can compute all requested statistics together with the closed-form gradient of log-probs.
-
-        This excludes the mean of log π, divergences, and an entropy with gradient, which need autograd.
-        """
+        """True if no requested statistic needs autograd: no mean of log π, no divergence, and no entropy with gradient."""
         slopes = self.entropy is True and torch.is_grad_enabled()
         return not (slopes or self.mean_logp) and self.reference_head is None
 
@@ -131,9 +128,9 @@ class TokenStatsRequest:
         return logp, entropy, kl, hit, mean_logp
 
     def _divergence(self, pi: Tensor, log_pi: Tensor, never: Tensor, log_ref: Tensor) -> Tensor:
-        """Return the divergence [M] between π and the reference, from π, log π, log π_ref [M, V] and the mask `never`.
+        """Return the divergence [M] between π and the reference, from π, log π, log π_ref and the mask `never`, all [M, V].
 
-        Where `never` is True, `pi` is 0 and `log_pi` is 0 in place of −∞. `log_ref` may be −∞.
+        `never` is True where π is 0. `log_pi` must be 0 there in place of −∞, as `_exp` returns it. `log_ref` may be −∞.
         """
         if self.divergence == "exact":
             return (pi * (log_pi - log_ref.masked_fill(never, 0.0))).sum(-1)

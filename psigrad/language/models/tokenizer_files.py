@@ -61,7 +61,7 @@ def check_tokenizer(path: str) -> None:
 
 
 def _growth(part: Any) -> float:
-    """Return an upper bound of the characters that a part of tokenizer.json, such as a normalizer, makes of one character."""
+    """Return a bound on the number of characters that a part of tokenizer.json, such as a normalizer, makes of one character."""
     if not isinstance(part, dict):
         return 1.0
     if part.get("type") == "TemplateProcessing":

@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 def change_settings(run: R, changes: Mapping[str, Any]) -> R:
-    """Return the run with `changes` {setting: value}. Raises `UserError` if one is unknown, or of the method and not a number."""
+    """Return the run with `changes` {setting: value}. Raises `UserError` for a setting that is unknown or may not be changed."""
     made: Any = run
     for name, value in changes.items():
         head, _, rest = name.partition(".")
@@ -33,7 +33,7 @@ def change_settings(run: R, changes: Mapping[str, Any]) -> R:
 
 
 def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
-    """Return the run with `changes` to its settings, made by `change_settings`, and to the settings of its optimisers."""
+    """Return the run changed by `change_settings`, and give its optimisers the changed settings."""
     if not changes:
         return run
     made: Any = change_settings(run, changes)

@@ -106,7 +106,8 @@ def stage(state: State, learners: Learners, world: World, *, copies: bool) -> Wr
 def _part(learner: Learner | Follower, copies: bool) -> Callable[[Path, World], None]:
     """Return a function that writes a learner's weights and optimiser state to a folder.
 
-    With `copies`, it writes their present values, from copies in host memory. Otherwise it writes their values when it is called.
+    With `copies`, this call copies the current values to host memory, and the function writes these copies. Otherwise the
+    function writes the values of the time when it runs.
     """
     moments = learner.optimizer.state_dict() if isinstance(learner, Learner) else {}
     model: Any = learner.model
@@ -208,8 +209,8 @@ class CheckpointWriter:
     def _await_all_ranks(self, job: Future[None]) -> float | None:
         """Wait until all ranks have written their parts of the checkpoint, or one has failed. `job` is this rank's write.
 
-        Return how many seconds `job` may still take: `LEFT` if a write has failed, otherwise None, for no limit. A stalled rank
-        is detected here as well; otherwise the write would block for hours.
+        Return how many seconds `job` may still take: `LEFT` if a write has failed, otherwise None, for no limit. The ranks
+        exchange their states every second. If one stalls, this raises an error within minutes; a write would do so after hours.
         """
         states = [0]
         while 0 in states and 2 not in states:
@@ -283,10 +284,7 @@ def _best(state: State) -> int:
 
 
 def _sums_of(learners: Learners) -> dict[str, str]:
-    """Return {"weights": the sum of the elements of each trainable weight that is not sharded, as text}.
-
-    Processes compare these texts to check that they start with equal weights.
-    """
+    """Return {"weights": text with the sum of each unsharded trainable weight}, so that ranks can compare their first weights."""
     optimizers = [learner.optimizer for learner in learners if isinstance(learner, Learner)]
     whole = (w.local for optimizer in optimizers for w in optimizer.weights.values() if w.local is w.parameter)
     return {"weights": " ".join(str(float(p.detach().double().sum())) for p in whole)}

@@ -126,7 +126,7 @@ class ScoredRollout:
         clock: Clock | None = None,
         cache: ActivationCache | None = None,
     ) -> list[Trajectory]:
-        """Return `num_generations` scored trajectories of each prompt, in order. In games, each player (seat) has as many.
+        """Return `num_generations` scored trajectories for each prompt, or in a game for each prompt and player (seat), in order.
 
         `clock` measures sampling as "time/sample", and the wait for rewards after sampling as "time/score". For the other
         arguments see `TrajectoryCollector.collect`.
@@ -187,7 +187,7 @@ class PendingRewards:
         self._places: dict[int, int] = {}
 
     def add_all(self, trajectories: Sequence[Trajectory]) -> None:
-        """Add all trajectories, group by group. A trajectory with `k` = 0 starts a group; a row may have several."""
+        """Add all trajectories, group by group. Each trajectory with `k` = 0 starts a group, even for the same dataset row."""
         starts = [i for i, t in enumerate(trajectories) if t.k == 0 or i == 0]
         for start, end in itertools.pairwise([*starts, len(trajectories)]):
             self.add(trajectories[start:end])
@@ -272,9 +272,7 @@ def rollout_row(
 
 
 def log_probs_of(completion: Completion) -> dict[str, list[float]]:
-    """Return a completion's columns of rollouts.jsonl: `logprobs` under the policy, rounded, and `sampling_logprobs` if a filter
-    such as top-k made them differ.
-    """
+    """Return a completion's log-probs for rollouts.jsonl: `logprobs`, and `sampling_logprobs` if they differ (as with top-k)."""
     same = completion.logprobs == completion.sampling_logprobs
     sampling = {} if same else {"sampling_logprobs": round_all(completion.sampling_logprobs)}
     return {"logprobs": round_all(completion.logprobs), **sampling}

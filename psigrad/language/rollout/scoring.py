@@ -119,8 +119,8 @@ class Scored:
 class Failed:
     """A completion for which a reward function raised `Failure`, because the policy is at fault.
 
-    `parts` has the value of each reward function: for the one that raised `Failure`, the failure reward. `value` is the weighted
-    sum of `parts`.
+    `parts` maps each reward function's name to its reward. That of a function that raised `Failure` is the reward configured for
+    failures. `value` is the weighted sum of `parts`.
     """
 
     value: float
@@ -186,8 +186,9 @@ class Scorer(Protocol):
 def check_unscored(
     reasons: Sequence[str | None], limit: float, sources: Sequence[str] = (), before: Sequence[Sequence[int]] = ()
 ) -> list[list[int]]:
-    """Raise `RewardError` if a share above `limit` of the last `WINDOW` completions is unscored through a fault, or if all are.
+    """Raise `RewardError` if more than the share `limit` of the last `WINDOW` completions is unscored through a fault.
 
+    If `limit` is below 1, also raise it once there are 8 or more completions and every one of them is unscored through a fault.
     `reasons` has one entry per completion of a step: the reason why it is unscored, or None. A completion to which no reward
     function applies is no fault. `sources` are as in `explain_unscored`. Return a list with [number of faults, number of
     completions] of each of the last steps, including this one. `before` is the list that the previous step returned.

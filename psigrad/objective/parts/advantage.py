@@ -380,7 +380,7 @@ class gae:
 
 @dataclass(frozen=True)
 class length_gae:
-    """Generalised advantage estimation: λ_i grows with the number of steps |y_i| of trajectory i. Late rewards reach early steps.
+    """Generalised advantage estimation. λ_i grows with trajectory i's number of steps |y_i|, so late rewards reach early steps.
 
     Formula: A_t = Σ_l (γ·λ_i)^l · δ_{t+l}, δ_t = r_t + γ·V(s_{t+1}) − V(s_t), λ_i = max(0, 1 − 1/(α·|y_i|))
 

@@ -43,7 +43,7 @@ class RatioSurrogate(SilentSurrogate):
 
 
 class SamplerWeighted(SilentSurrogate):
-    """The base class of surrogates that weight steps by π / π_sampler. A method with one of them needs no correction."""
+    """The base class of surrogates that weight steps by π / π_sampler, in place of a `correction` by the method."""
 
 
 def score(logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def differentiates_ratio(surrogate: Surrogate) -> bool:
 
 
 def clip_fractions(surrogate: Surrogate, log_ratio: Tensor, advantage: Tensor) -> dict[str, Tensor]:
-    """Return {TRL's name of a clip metric: mask [N, T]}: the steps that `clip` bounds, or where A > 0 and ρ > `cap`."""
+    """Return {TRL's name of a clip metric: mask [N, T] of the clipped steps} for `clip` and `truncated_weight`, otherwise {}."""
     surrogate = innermost(surrogate)
     ratio = exp_ratio(log_ratio.detach())
     if isinstance(surrogate, clip):
@@ -224,8 +224,8 @@ class divergence_mask(SilentSurrogate):
     Formula: L_t = −M_t · sg[min(ρ_t, cap)] · A_t · log π(a_t|s_t), where sg stops the gradient
              M_t = 0 where A_t > 0 and π − π_old > δ, or A_t < 0 and π_old − π > δ; else 1
 
-    The bound is on the probability of the token (the total variation of "this token or another"), not on its ratio: a rare token
-    may grow by a large factor, a likely one only by a small share.
+    The parameter `delta` (δ) bounds the change of the token's probability, not of its ratio. A rare token's probability may grow
+    by a large factor, a likely token's only by a small share. The change is the total variation if other tokens count as one.
 
     Source: Qi et al. 2026, DPPO (binary TV), arXiv:2602.04879; verl's dppo_tv.
 
@@ -289,7 +289,7 @@ class covariance_penalty(RatioSurrogate):
     """The importance-weighted surrogate, with a penalty on changes of the few steps that lower the entropy most.
 
     Formula: L_t = −ρ_t·A_t + [t ∈ M]·coefficient·|log ρ_t|
-             M is the given share of all steps, those with the greatest C_t
+             M are the steps with the greatest C_t: the fraction `share` of all steps
              C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A))
 
     The penalty needs several passes or minibatches. In the first pass ρ_t = 1, where it has no gradient.
@@ -356,7 +356,7 @@ class with_imitation:
         return frozenset({"marks"}) | frozenset(getattr(self.surrogate, "needs", ()))
 
     def marks(self, batch: Batch, advantage: Tensor) -> Tensor:
-        """Return the weights [N, T]: S / S⁺ on the steps of right answers (R_i ≥ `right`), 0 elsewhere; see the formula."""
+        """Return the factor [R_i ≥ `right`] · (S / S⁺) of the formula for each step, [N, T]. It is 0 for a wrong answer."""
         metric_N = batch.sequence_reward if batch.metric is None else batch.metric
         steps = (batch.mask & (metric_N >= self.right)[:, None]).to(batch.reward.dtype)
         return steps * (int(batch.mask.sum()) / max(int(steps.sum()), 1))

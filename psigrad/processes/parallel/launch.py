@@ -106,7 +106,7 @@ def _forward_signals(ranks: Sequence[_Rank]) -> Callable[[int, FrameType | None]
 
 
 def _watch(ranks: Sequence[_Rank]) -> int:
-    """Wait until all ranks have ended; after a failure, wait only a few more seconds. Return the exit status of the run."""
+    """Wait until all ranks have ended, or until `GRACE` seconds after the first failure. Return the exit status of the run."""
     first: _Rank | None = None
     since = 0.0
     while any(rank.process.poll() is None for rank in ranks):

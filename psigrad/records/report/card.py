@@ -36,7 +36,7 @@ class ModelOrigin(NamedTuple):
 
 
 def text(folder: str | Path, repository: str = "") -> str:
-    """Return the text of README.md for the model in a run folder, with the hub's metadata first. It depends only on the run.
+    """Return the text of README.md for the model in a run folder. It starts with the metadata that the hub reads.
 
     With `repository`, the card is for that hub repository: its example loads the model from there, and absolute paths are reduced
     to their last part. Raise `UserError` if `folder` is not a run folder.
@@ -123,7 +123,7 @@ def _index(run: RunData, name: str, task: str) -> list[dict[str, Any]]:
 
 
 def _held_out_figures(run: RunData) -> Iterator[tuple[str, str]]:
-    """Yield (name, key in metrics.jsonl) of the card's held-out metrics: those with a mean or an interval, and the loss."""
+    """Yield (name, key in metrics.jsonl) of the card's held-out metrics: means, figures with an interval, and the loss."""
     keys = run.keys("eval/")
     for key in keys:
         stem = key.removesuffix("/mean")
@@ -198,10 +198,7 @@ def _name_reward(reward: Any) -> str:
 
 
 def _settings(run: RunData) -> dict[str, Any]:
-    """Return the settings that are needed to repeat the training: those that differ from the defaults.
-
-    Settings that only concern one start or one machine are omitted.
-    """
+    """Return the settings that differ from the defaults, without those that only concern one start or one machine."""
     cls, found = settings_class(run.config), dict[str, Any]()
     of_here = {name for mark in (FREE, MACHINE) for name in find_marked(cls, mark)}
     for name, value in overrides(run).items():
@@ -211,7 +208,7 @@ def _settings(run: RunData) -> dict[str, Any]:
 
 
 def _base(run: RunData) -> ModelOrigin:
-    """Return the base model of the training. A local model's hub name is the `base_model` in its model card."""
+    """Return the base model of the training. A local folder's hub name is the `base_model` in the folder's model card."""
     name = str(run.settings.get("model.path") or "")
     pin, local = str(_pins(run).get("model") or ""), Path(name)
     if name and (len(pin) == _COMMIT or (not pin and not local.exists() and _HUB_NAME.fullmatch(name))):

@@ -125,7 +125,7 @@ def _lines(axes: Any, plot: Plot, runs: Sequence[RunData]) -> None:
 def _thin(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
     """Return (steps, values) of at most 2·`_POINTS` points of a curve.
 
-    They are the least and the greatest value of each interval, so that the outline stays.
+    Divide the curve into intervals, and keep the least and the greatest value of each, which preserves the outline.
     """
     stride = -(-len(steps) // _POINTS)
     if stride <= 2:
@@ -144,7 +144,7 @@ def _band(axes: Any, run: RunData, name: str, colour: str) -> None:
 
 
 def _spread(axes: Any, run: RunData) -> None:
-    """Draw the shares of completions with each reward, or in each of five ranges of rewards, as stacked areas over the steps."""
+    """Draw each reward value's share of the completions as stacked areas over the steps. More than five become five ranges."""
     steps = sorted(run.rewards)
     every = [reward for step in steps for reward in run.rewards[step]]
     low, high, values = min(every), max(every), sorted(set(every))
@@ -238,7 +238,7 @@ def _tick(value: float, digits: int = 4) -> str:
 def picture(title: str, paint: Callable[[Any], None]) -> str:
     """Return the SVG that `paint(axes)` draws. Its colours are the page's variables, so that it also suits dark mode.
 
-    `title` is its text for screen readers. The SVG's metadata is removed, since it contains addresses.
+    `title` is its text for screen readers. The SVG's metadata is removed, since it contains web addresses.
     """
     import matplotlib
 

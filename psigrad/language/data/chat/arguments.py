@@ -27,7 +27,7 @@ def check_arguments(templates: Sequence[str], kwargs: Mapping[str, Any]) -> None
     """Raise `UserError` for templates that are not valid Jinja and for arguments that have no effect or the wrong type.
 
     An argument has no effect if no template reads it. Its type is wrong if the templates only compare it with values of other
-    types. In a condition they expect a boolean, so `"fals"` is wrong.
+    types. A template with the condition `if name` expects a boolean, so the text "fals" is wrong.
     """
     read = [_kinds_read(text) for text in templates]
     names = {"chat_template"}.union(*read)

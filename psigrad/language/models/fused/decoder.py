@@ -38,9 +38,9 @@ _LOGITS = 6
 class _LayerFunction(torch.autograd.Function):
     """The autograd function of a fused layer, with a hand-written backward pass.
 
-    With `cached` activations the forward pass is skipped, and the backward pass reads the cache. The output of the layer is then
-    NaN, because autograd needs a tensor there, but no layer may use it. With `recompute` the backward pass runs the layer's
-    forward pass again. `torch.utils.checkpoint` is not used, since it imports the compiler (two seconds and forty megabytes).
+    With `cached` activations the layer does not run forward, and the backward pass reads the cache. The last layer's output also
+    comes from the cache. Other layers return NaN: autograd needs a tensor there, but nothing reads it. With `recompute` the
+    backward pass runs the layer forward again; `torch.utils.checkpoint` would import the compiler (2 seconds, 40 megabytes).
     """
 
     @staticmethod
@@ -92,8 +92,8 @@ class Decoder:
     """The fused form of a model's decoder, from token ids to hidden states.
 
     `recompute` is gradient checkpointing: a layer stores only its input, and runs forward again in the backward pass. With
-    `exact` it computes in float32 even if the weights are bfloat16. `vision` embeds the tokens of images. Raises `Unsupported`
-    if the model's architecture is not in `FAMILIES`, or if another property of the model prevents it.
+    `exact` the decoder computes in float32 even if the weights are bfloat16. `vision` embeds the tokens of images. Raises
+    `Unsupported`, with the reason, if the decoder cannot run the model, such as one whose architecture is not in `FAMILIES`.
     """
 
     def __init__(
@@ -155,8 +155,8 @@ class Decoder:
     ) -> Tensor:
         """Return the hidden states [B, S, E] of ids and positions [B, S], or only those [M, E] of the tokens `target_rows` [M].
 
-        If no gradient is enabled, the layers' activations are added to `keep`. With `cached` activations the layers do not run.
-        With a gradient, the logits [S, experts] of each router are appended to `router_logits`.
+        A pass without gradient adds the layers' activations to `keep`. With `cached` activations no layer runs forward: the last
+        layer's output comes from this cache. A pass with gradient appends each router's logits [B·S, experts] to `router_logits`.
         """
         ids, inputs = input_ids.flatten(), None
         if isinstance(layout, PackedLayout):  # a decoding step has too few rows to benefit
@@ -249,10 +249,10 @@ class Decoder:
         return x
 
     def _step(self, x: Tensor, how: PassArguments, keep: ActivationCache | None, now: list[Version]) -> Tensor | None:
-        """Run a decoding step on embeddings `x` in one kernel call for all layers. It writes activations into the cache `keep`.
+        """Run a decoding step on embeddings `x` in one kernel call for all layers. Store the activations in the cache `keep`.
 
-        Return the last layer's output. Return None, without computing anything, if `how` describes another pass, or if a matrix
-        cannot be packed. `now` are the current versions of the weights (`versions`).
+        Return the last layer's output. Return None, without computing anything, if this pass is not a decoding step, or if a
+        weight cannot be packed for the kernel. `now` are the weights' current versions: if they changed, they are packed again.
         """
         packed_weights, slots, rows = how.layout.packed_weights, how.layout.slots, len(x)
         if packed_weights is None or slots is None:
@@ -272,7 +272,7 @@ class Decoder:
         return block.part(len(block.layout.kinds) - 1, 0, start, rows)
 
     def _addresses(self, packed_weights: PackedWeights, adapted: bool) -> Tensor | None:
-        """Return the addresses of all layers' weights, with LoRA if `adapted`, for the kernels; None if one can't be packed."""
+        """Return `Layer.addresses` of all layers as one tensor, with those of LoRA if `adapted`; None if a layer returns None."""
         found = [layer.addresses(packed_weights, adapted) for layer in self.layers]
         packed = [row for row in found if row is not None]
         return torch.tensor(packed) if len(packed) == len(found) else None
@@ -304,9 +304,10 @@ def _heads(base: Any, config: Any, family: Family, attending: dict[int, Any], ep
 
 
 def _order(layers: Sequence[Any], ropes: Sequence[str | None]) -> list[Layer]:
-    """Return the attention layers in `layers` that compute keys and values, and number them (`Layer.order`).
+    """Return those of the attention `layers` that compute keys and values, and set their `order` to their place in the result.
 
-    `ropes` names each layer's rotary embedding. Any other layer reads those of the last earlier layer with the same embedding.
+    Let each other layer read the keys and values of the last returned layer before it with the same rotary embedding. `ropes`
+    names the rotary embedding of each layer.
     """
     latest: dict[str | None, Layer] = {}
     keyed: list[Layer] = []
@@ -340,9 +341,9 @@ def _mixer(name: str) -> type[Layer]:
 def _angles(
     base: Any, config: Any, family: Family, ropes: Sequence[str | None], dim: int, position_ids: Tensor, like: Tensor
 ) -> list[Angles]:
-    """Return the rotary embedding at the positions [1, S] for each of `ropes`, the names of the layers' embeddings.
+    """Return the rotary embedding at the positions [1, S] for each of `ropes`, the names of the layers' rotary embeddings.
 
-    The name None stands for `dim` angles of 0 at each position. `like` has the computation's dtype.
+    For a layer without one (None), return `dim` angles of 0, which rotate nothing. `like` is a tensor of the computation's dtype.
     """
     factors = None if family.factors is None else family.factors(config, position_ids[0].float())
     tables: dict[str | None, Angles] = {}

@@ -36,7 +36,7 @@ class GpuParts:
         return self._adapted(type(module).forward) if adapts else None
 
     def runs(self, x: Tensor, *weights: Tensor) -> bool:
-        """Return True if the new forward methods are used: for unsharded tensors of one dtype on a GPU, outside torch.compile."""
+        """Return True if psigrad's forward method runs: if `on`, for unsharded GPU tensors of one dtype outside torch.compile."""
         plain = all(type(w) in (nn.Parameter, Tensor) and w.dtype == x.dtype for w in weights)
         return self.on and x.is_cuda and plain and not torch.compiler.is_compiling()
 
@@ -71,7 +71,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Ten
 
 
 class _Adapted(torch.autograd.Function):
-    """The function x · Wᵀ + bias + s · x · Aᵀ · Bᵀ of frozen W and bias; s is LoRA's scaling, applied in a product's kernel."""
+    """The function x · Wᵀ + bias + s · x · Aᵀ · Bᵀ with frozen W and bias. The product with Bᵀ also applies LoRA's scaling s."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float) -> Tensor:

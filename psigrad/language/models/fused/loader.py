@@ -134,7 +134,10 @@ def load(
 def _put_codes(
     network: PreTrainedModel, each: Iterator[tuple[str, Tensor | CodedMatrix]], dtype: torch.dtype, kind: Kind
 ) -> dict[str, Tensor]:
-    """Put the quantised matrices among `each`, in format `kind`, into `network`. Return the other tensors by name, as `dtype`."""
+    """Put the quantised matrices in `each`, of format `kind`, into `network`. Return the other tensors by name, cast to `dtype`.
+
+    `each` yields (name, quantised matrix or tensor).
+    """
     rest = {}
     for name, read in each:
         if isinstance(read, CodedMatrix):
@@ -154,9 +157,9 @@ def _of_gguf(path: str, config: PreTrainedConfig, wanted: set[str]) -> Iterator[
 def _code_layers(
     places: Mapping[str, str], wanted: Iterable[str], dtype: torch.dtype, kind: Kind
 ) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
-    """Yield (name, tensor) of the `wanted` tensors one by one. Matrices of layers are quantised to the format `kind`.
+    """Yield (name, tensor) of the `wanted` tensors one by one. `places` maps a tensor's name to its safetensors file.
 
-    `places` maps a tensor's name to its safetensors file. Each is cast to `dtype` first, as in `coded_linear.code_linears`.
+    Tensors are cast to `dtype`. Then matrices of layers are quantised to the format `kind`, as in `coded_linear.code_linears`.
     """
     for name in wanted:
         with safe_open(places[name], "pt") as alone:  # closing the file frees its pages

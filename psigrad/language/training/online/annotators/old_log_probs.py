@@ -46,13 +46,16 @@ class LogProbGap:
         self._unequal += int((difference != 0).sum())
 
     def gather(self, world: World) -> None:
-        """Combine the sums, counts and maxima of the differences that all processes measured. All of them must call this."""
+        """Combine the log-prob differences that all processes measured. All processes must call this."""
         each = world.all_gather((self._sum, self._max, self._count, self._unequal))
         sums, largest, counts, unequal = zip(*each, strict=True)
         self._sum, self._max, self._count, self._unequal = math.fsum(sums), max(largest), sum(counts), sum(unequal)
 
     def check(self, step: int, bound: float) -> None:
-        """Raise a `UserError` naming `step` if the mean difference exceeds `bound`: then another policy sampled the tokens."""
+        """Raise a `UserError` that names `step` if the mean difference exceeds `bound`.
+
+        Such a difference shows that another policy than the trained one sampled the tokens.
+        """
         if not self.mean <= bound:
             raise UserError(
                 f"At step {step} sampler and trainer disagree by {self.mean:.2g} in mean log-probability, above the limit "
@@ -61,7 +64,7 @@ class LogProbGap:
             )
 
     def figures(self) -> dict[str, float]:
-        """Return the mean difference, the greatest, and the share of tokens that differ; {} if no token was compared."""
+        """Return the mean and maximum difference, and the share of tokens with a difference; {} if no token was compared."""
         if not self._count:
             return {}
         name = "sampling/sampling_logp_difference"
@@ -71,8 +74,8 @@ class LogProbGap:
 class OldLogProbs(Annotator):
     """The annotator that recomputes `logp_old` if needed, and measures how far the trainer's log-probs are from the sampler's.
 
-    The sampler's log-probs are used as `logp_old` if they are exact, or if there is a single optimiser step, in which the ratio
-    is 1 by definition. Completions that earlier weights sampled always get new log-probs.
+    `logp_old` is not recomputed if the sampler's log-probs equal the trainer's, or if a collection has a single optimiser step,
+    in which `add_terms` sets it. It is always recomputed if earlier weights sampled a completion of the batch.
     """
 
     def __init__(self) -> None:
@@ -80,7 +83,7 @@ class OldLogProbs(Annotator):
         self._compared: Batch | None = None
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Recompute `logp_old` if needed. Compare the trainer's and the sampler's log-probs here if `add_terms` cannot."""
+        """Recompute `logp_old` if needed. Compare the trainer's and the sampler's log-probs now, unless `add_terms` can do it."""
         self.gap = LogProbGap()
         model, budget, temperature, world = run.model, run.config.micro_batch_tokens, run.params.temperature, run.world
         reused = cache is not None and bool(cache.slabs)  # then training and sampling have the same log-probs
@@ -105,9 +108,9 @@ class OldLogProbs(Annotator):
     def add_terms(
         self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, sums: LossSums
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Compare `outputs` with the sampler's log-probs in the first optimiser step on a collection.
+        """Return `part` and `outputs`. In the first optimiser step, compare the log-probs of `outputs` with the sampler's.
 
-        If a collection has only one optimiser step, return `part` with the log-probs of `outputs` as `logp_old`.
+        If a collection has a single optimiser step, `part` gets these log-probs as `logp_old`, so that the ratio is 1.
         """
         if sums.steps == 0 and (own := self._compared) is not None:
             sums.later(outputs.logp, partial(self.gap.add, sampled=own.logp_old[rows], mask=own.mask[rows]))
