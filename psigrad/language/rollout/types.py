@@ -234,7 +234,7 @@ class RestartedDialogue(Dialogue):
         return requests, owners
 
     def _steps(self, requests: list[Request], owners: list[list[int]]) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample as `Sampler.steps` does. `owners[i]` are the episodes of request i. Subclasses may add requests to both."""
+        """Sample like `Sampler.steps`. `owners[i]` are the episodes of request i. Subclasses with further requests extend `owners`."""
         return self.sampler.steps(requests, self.params)
 
 
