@@ -234,7 +234,7 @@ class RestartedDialogue(Dialogue):
         return requests, owners
 
     def _steps(self, requests: list[Request], owners: list[list[int]]) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample like `Sampler.steps`. `owners[i]` are the episodes of request i. Subclasses with further requests extend `owners`."""
+        """Sample like `Sampler.steps`. `owners[i]` are the episodes of request i. A subclass with more requests extends it."""
         return self.sampler.steps(requests, self.params)
 
 
