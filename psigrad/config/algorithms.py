@@ -43,10 +43,10 @@ _OPTIONAL = ("kl", "critic", "entropy", "correction")
 def resolve(spec: Spec) -> PolicyGradient:
     """Return the policy gradient that a setting describes.
 
-    A string is a preset's name, "module:object" or "file.py:object". A mapping starts from a `preset` (or states psi, ratio,
-    surrogate and aggregate) and replaces slots. The value of a slot is a name, "module:object",
-    {"part": name, parameter: value, …}, or a mapping without "part", which changes parameters of the current part.
-    `null` empties a slot. `keep` takes a list.
+    A string is a preset's name, "module:object" or "file.py:object". A mapping {"preset": name, slot: part, …} replaces
+    the parts in some slots (`SLOTS`) of a preset. Without a preset, it must have psi, ratio, surrogate and aggregate. A part is a
+    name, "module:object" or {"part": name, parameter: value, …}. A mapping without "part" keeps the preset's part and changes its
+    parameters. `null` removes an optional part. `keep` has a list of parts.
     Raises `UserError` for an unknown name (with the nearest one), parameter or combination.
     """
     if isinstance(spec, PolicyGradient | str):
@@ -58,9 +58,9 @@ def resolve(spec: Spec) -> PolicyGradient:
 
 
 def change(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyGradient:
-    """Return `start` with the changed parts. Without a start, `changes` must have psi, ratio, surrogate and aggregate.
+    """Return `start` with other parts. Without a start, `changes` must have psi, ratio, surrogate and aggregate.
 
-    The value of a slot has one of the forms that `resolve` lists.
+    `changes` is {slot: part}, with each part in one of the forms that `resolve` lists.
     """
     parts: dict[str, Any] = {"name": f"{start.name} (changed)" if start and changes else start.name if start else ""}
     for slot, value in changes.items():
@@ -83,8 +83,8 @@ def change(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyGr
 def resolve_loss(spec: LossSpec) -> Preference | KahnemanTversky:
     """Return the preference loss that a setting describes: a preset's name, {"preset": name, field: value, …}, or the object.
 
-    `score` and `link` are names of `objective/preferences/preference_loss.py`, "module:object", or {"part": name, parameter:
-    value}. Raises `UserError` with the nearest name.
+    The fields `score` and `link` are given as the name of a function or class in `objective/preferences/preference_loss.py`,
+    "module:object", or {"part": name, parameter: value}. Raises `UserError` for an unknown name, field or parameter.
     """
     if isinstance(spec, Preference | KahnemanTversky):
         return _with_numbers(spec)
@@ -166,7 +166,7 @@ def _preset(name: str) -> PolicyGradient:
 
 
 def _part(slot: str, value: Any, current: Any) -> Any:
-    """Return the part that a slot's value describes. `current` is the preset's part in that slot."""
+    """Return the part for `slot` that a user's `value` describes. `current` is the part that the slot has so far, or None."""
     if value is None and slot in _OPTIONAL:
         return None
     if isinstance(value, str):
@@ -194,8 +194,8 @@ INNER = {"psi": "psi", "returns": "psi", "surrogate": "surrogate"}
 
 
 def _inner(name: str, value: Any, outer: Any) -> Any:
-    """Return a user's `value` of the parameter `name` of the part `outer`. If the parameter must be a part (`INNER`), build it:
-    the user gives the name of a part, or a mapping with the parameters to change.
+    """Return the value of a part's parameter `name`, from a user's `value`. If the parameter is itself a part (`INNER`), the user
+    gives its name or a mapping, and this function builds it. `outer` is the part that has the parameter.
     """
     return value if name not in INNER or value is None else _part(INNER[name], value, getattr(outer, name, None))
 

@@ -25,7 +25,7 @@ C = TypeVar("C", bound=Callable[..., Any])
 class Mark(Enum):
     """The marks that a field may carry besides its type: `Annotated[int, LIVE]`.
 
-    A setting without a mark about resuming is pinned: a resumed run rejects another value unless `run.allow` names the setting.
+    A setting without FREE, RECORDED or LENGTH is pinned: a resumed run rejects another value unless `run.allow` names it.
     """
 
     FREE = "may differ when a run resumes: it applies only to this start"
@@ -53,9 +53,9 @@ class DeviceDefault:
 
 
 class Unread:
-    """A note on a section: the settings in it that a command does not read, as in `run: Annotated[Run, Unread("max_steps")]`.
+    """A note on a section that lists which of its settings a command does not read: `run: Annotated[Run, Unread("max_steps")]`.
 
-    A keyword is such a setting, and its value the setting to use instead: `Unread(temperature="evaluation.eval_temperature")`.
+    A keyword argument names such a setting and the one to use instead: `Unread(temperature="evaluation.eval_temperature")`.
     """
 
     def __init__(self, *names: str, **instead: str) -> None:
@@ -125,12 +125,12 @@ def unread_settings(cls: Any) -> dict[str, str]:
 
 @cached
 def types_of(cls: Any, notes: bool = False) -> Mapping[str, Any]:
-    """Return {name: type} of a class's fields, with or without the notes of `Annotated`. Reading them takes milliseconds."""
+    """Return {name: type} of a class's fields, with or without the notes of `Annotated`. Cached, as it takes milliseconds."""
     return MappingProxyType(get_type_hints(cls, include_extras=notes))
 
 
 def device_defaults(cls: Any, device: str) -> dict[str, Any]:
-    """Return the defaults of a settings class on a type of device ("cuda") that differ from the fields' own, by dotted name.
+    """Return {dotted name: default} of the settings in a settings class that have a `DeviceDefault` for `device`, such as "cuda".
 
     The result is empty for a class that trains nothing.
     """

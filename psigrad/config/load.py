@@ -93,7 +93,7 @@ def _locate(config: T) -> T:
 
 
 def _add_device_defaults(cls: type[Any], values: dict[str, Any]) -> None:
-    """Add to `values` the defaults for the run's type of device (`DeviceDefault`) of all settings that were not given."""
+    """Add to `values`, if the run uses a GPU, the GPU's defaults (`DeviceDefault`) of the settings that were not given."""
     table = device_defaults(cls, "cuda")
     asked = str(value_below(cls, values, "run.device")) if table else ""
     if not (asked.startswith("cuda") or (asked == "auto" and has_cuda())):
@@ -124,7 +124,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], source: str) -> T:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return the settings as plain JSON values. Loading them gives the same settings, but for rows that were given from Python.
+    """Return the settings as plain JSON values. Loading them gives the same settings, except for rows given from Python.
 
     Functions become "module:name", rows given from Python "rows:<count>:<SHA-256>".
     """
@@ -137,8 +137,8 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 
 
 def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str] = frozenset(), names: Names = OWN) -> T:
-    """Return a `cls` with `values`. Errors name the file `source`, except for settings in `beside`, which are from overrides or
-    flags. `names` translates a name that `cls` lacks, so that an error can suggest the right one.
+    """Return a `cls` with `values`. Errors name the file `source`, except for the settings in `beside`, which overrides or
+    flags gave. `names` translates other libraries' names, so that the error for an unknown name can suggest psigrad's.
     """
 
     def locate(name: str) -> str:
@@ -171,10 +171,10 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
 
 
 def _drop_unread(cls: type[Any], values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return `values` without settings that the command does not read. If `unread_settings` has a replacement, it gets the value.
+    """Return `values` without settings that the command does not read. If one has a replacement, move its value there.
 
-    Raises `UserError` if such a setting has no replacement and its value is neither False nor the default. Raises it also if the
-    replacement is given with another value.
+    Raises `UserError` if such a setting has no replacement and its value is neither False nor the default, or if its replacement
+    is also given, with another value.
     """
     made: dict[str, Any] = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
     for name, instead in unread_settings(cls).items():
@@ -214,7 +214,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
 
 
 def _convert_types(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with tuples for single values of tuple fields, text for paths, and the defaults of `cls` in sections."""
+    """Return `values` with single values of tuple fields as tuples, paths as text, and sections completed by `cls`'s defaults."""
     hints = types_of(cls)
     made: dict[str, Any] = {}
     for name, value in values.items():

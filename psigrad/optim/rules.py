@@ -83,7 +83,7 @@ class AdamW:
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), by the function that `torch.optim.AdamW(fused=True)` calls.
 
     The class `torch.optim.AdamW` is not used. It imports the compiler before its first step, which takes a second and 60 MB. It
-    also allocates the moments in that step, which fragments the heap and cost 10 % more memory with a large vocabulary.
+    also allocates the moments only in that step. This fragments the heap, which takes 10 % more memory with a large vocabulary.
     """
 
     betas: tuple[float, float]
@@ -92,7 +92,7 @@ class AdamW:
     by_rows = True
 
     def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
-        """Return the initial state: step 0, on the parameter's device as the fused function needs it, and moments of 0."""
+        """Return the initial state: step 0 and moments of 0. The fused function needs the step on the parameter's device."""
         moments = {key: torch.zeros_like(p, memory_format=torch.preserve_format) for key in ("exp_avg", "exp_avg_sq")}
         return {"step": torch.zeros((), device=p.device), **moments}
 
@@ -147,17 +147,17 @@ MOMENTUM = 0.95
 
 
 def is_hidden_matrix(name: str, p: Tensor) -> bool:
-    """Return True if Muon updates the parameter: if it is a matrix, also of a LoRA adapter, but no embedding and no head."""
+    """Return True if Muon updates the parameter: any matrix, also of a LoRA adapter, except an embedding or a head."""
     return p.dim() == 2 and not _NOT_HIDDEN.search(name)
 
 
 @dataclass(frozen=True)
 class Muon:
-    """Muon on hidden matrices, by the function that `torch.optim.Muon` calls.
+    """Muon on hidden matrices, by the function that `torch.optim.Muon` calls (Jordan 2024; Liu et al. 2025, arXiv:2502.16982).
 
-    Formula: B ← μB + g;  W ← W − lr·λ·W − 0.2·lr·√max(n, m) · NS(g + μB), with μ = 0.95. The Newton–Schulz iteration NS makes all
-    singular values about 1. The factor 0.2·√max(n, m) makes the steps as large as AdamW's, so that AdamW's learning rates can be
-    used (Jordan 2024; Liu et al. 2025, arXiv:2502.16982).
+    Formula: B ← μB + g;  W ← W − lr·λ·W − 0.2·lr·√max(n, m) · NS(g + μB), for a matrix W [n, m] with gradient g, momentum B,
+    weight decay λ and μ = 0.95. The Newton–Schulz iteration NS makes all singular values about 1. The factor 0.2·√max(n, m) makes
+    the steps as large as AdamW's, so that AdamW's learning rates can be used.
     """
 
     by_rows = False
@@ -188,11 +188,11 @@ class Muon:
 
 @dataclass(frozen=True)
 class Adafactor:
-    """Adafactor with a given learning rate, with the same bits as in transformers' `Trainer` (Shazeer & Stern 2018,
-    arXiv:1804.04235). For a matrix it stores only the mean squares of the gradient's rows and columns.
+    """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235) with the run's learning rate in place of the paper's schedule. The bits
+    are those of transformers' `Trainer`. For a matrix it stores only R and C, mean squares of the gradient's rows and columns.
 
     Formula: R ← β·R + (1 − β)·mean_cols(g² + 10⁻³⁰),  C likewise by mean_rows, β = 1 − t^−0.8;  u = g / √(R·Cᵀ / mean(R));
-             θ ← θ − lr·λ·θ − lr · u / max(1, rms(u))
+             θ ← θ − lr·λ·θ − lr · u / max(1, rms(u)), in step t with gradient g and weight decay λ
     """
 
     by_rows = False

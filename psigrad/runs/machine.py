@@ -163,9 +163,9 @@ def device(run: Run) -> str:
 
 
 def pins_of(run: Run, kernels: object) -> dict[str, str]:
-    """Return what must not change when a run is resumed: threads and kernels, which change the last bits of sums, and the device.
+    """Return {name: value} of three facts that must not change when a run is resumed: "threads", "kernels" and "device".
 
-    `kernels` are psigrad's compiled kernels, or a string with the reason why they are off.
+    Each changes the last bits of sums. `kernels` are psigrad's compiled kernels, or a string with the reason why they are off.
     """
     return {
         "threads": str(torch.get_num_threads()),

@@ -190,7 +190,7 @@ def _refuse_one_object(data: bytes, path: Path) -> None:
 
 
 def _json_list(text: str, name: str) -> Records:
-    """Yield the objects of a JSON list one by one, each with its line number. A malformed object does not hide the others."""
+    """Yield each value of a JSON list with its line number, or a `BadRow` if it has a key twice. Raise an error for bad JSON."""
     at, line, counted = _skip(text, _skip(text, 0) + 1), 1, 0
     more = text[at : at + 1] != "]"
     while more:
@@ -220,7 +220,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def _end_of(text: str, at: int) -> int:
-    """Return the index after the JSON value at text[at], which `_DECODER` rejected. Raise `JSONDecodeError` if it is not JSON."""
+    """Return the index after the JSON value at text[at], which may have keys twice. Raise `JSONDecodeError` for other faults."""
     try:
         return _PLAIN.raw_decode(text, at)[1]
     except json.JSONDecodeError:
@@ -254,8 +254,8 @@ def _parquet(path: Path, name: str) -> Records:
 def _rows_at_once(metadata: Any, expansion: _Expansion) -> int:
     """Return the number of rows to read in one batch of a Parquet file with this `metadata`.
 
-    A dictionary-encoded column may repeat its largest value in each row. A batch of this number stays within the limit of
-    `expansion` even then. Raises `UserError` if the columns exceed that limit even with each value counted once.
+    A dictionary-encoded column stores a value once, and may repeat it in every row. Even with its largest value in every row, a
+    batch stays within the limit of `expansion`. Raises `UserError` if the values as stored exceed that limit.
     """
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     columns = [[group.column(i) for i in range(group.num_columns)] for group in groups]

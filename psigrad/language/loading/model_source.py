@@ -125,9 +125,9 @@ def lora_of(settings: Model) -> Lora | None:
 
 
 def resolve_for_plan(settings: Model, *, local: bool = False) -> Model:
-    """Return the settings from which the memory planner reads sizes: for an adapter, its base with the adapter's LoRA settings.
+    """Return `settings` for the memory planner. If the model is an adapter, they name its base and have its LoRA settings.
 
-    The model is converted if necessary. With `local`, search for a hub name only among previous downloads.
+    A model in another format is converted. With `local`, search for a hub name only among previous downloads.
     """
     found = find_adapter(settings, local=local)
     if found is None:
@@ -151,7 +151,7 @@ def end_tokens(tokenizer: Any) -> list[int]:
 
 
 def write_end_tokens(folder: Path, tokenizer: Any, known: Sequence[int] = ()) -> None:
-    """Write the run's end tokens and the `known` tokens to generation_config.json, in addition to the tokens already there.
+    """Add the run's end tokens to generation_config.json, if it exists, and also `known`, the end tokens that a GGUF file names.
 
     `generate` and servers read that file. They then stop the completions of a saved model at the same tokens as the run.
     """
@@ -204,9 +204,9 @@ def _check_base(base: str, adapter: str) -> None:
 
 
 def check_exists(settings: Model, run: str) -> None:
-    """Raise `UserError` if the model in `settings` does not exist. `run` is the run folder of the command, new or existing.
+    """Raise `UserError` if the model in `settings` does not exist. `run` is the run folder, which may not exist yet.
 
-    The hub is asked only if `run` has a run that started from another model. Otherwise loading the model reports the error.
+    The hub is asked only if that folder has a run of another model. In all other cases, loading the model reports the error.
     """
     from transformers.utils import cached_file
 
@@ -224,10 +224,10 @@ def check_exists(settings: Model, run: str) -> None:
 
 
 def resolve_path(text: str) -> str:
-    """Return the path of the model that `text` names: in a run folder, the trained model or else the newest checkpoint.
+    """Return the path of a run's model if `text` is a run folder: of the trained model, or else of the newest checkpoint.
 
-    Run folders of psigrad and transformers are understood. Any other text is returned unchanged. Raises `UserError` if a run
-    has neither model nor checkpoint.
+    Run folders of psigrad and transformers are understood. Any other text is returned unchanged. Raises `UserError` if a run of
+    psigrad has neither model nor checkpoint.
     """
     path = Path(text or "-").expanduser()
     if not path.is_dir() or _is_model(path):
@@ -307,7 +307,7 @@ def convert_to_folder(path: str) -> str:
 
 
 def _folder_of(settings: Model) -> str:
-    """Return a folder that transformers can load for `settings.path`. With quantize_base=gguf its weights are not converted."""
+    """Return a folder that transformers can load for `settings.path`. With quantize_base=gguf the weights stay in GGUF."""
     return str(_without_weights(settings.path)) if settings.quantize_base == "gguf" else convert_to_folder(settings.path)
 
 
@@ -335,7 +335,7 @@ def _identity(files: list[Path], *more: str) -> str:
 
 
 def _base_identity(adapter: Path) -> str:
-    """Return a text that changes with an adapter's base: the size and time of a folder's files, or the hub snapshot."""
+    """Return a text that changes with an adapter's base: the size and modification time of its files, or its hub snapshot."""
     from transformers.utils import cached_file
 
     base = Path(json.loads((adapter / CONFIG).read_text())["base_model_name_or_path"] or "")
@@ -421,7 +421,7 @@ def _save_tokenizer(tokenizer: Any, file: Path, folder: Path) -> None:
 
 
 def _merge_adapter(adapter: Path, folder: Path) -> None:
-    """Merge an adapter into its base, and save the model in `folder`. A base quantised in training is dequantised first."""
+    """Merge an adapter into its base, and save the model in `folder`. If training quantised the base, dequantise it first."""
     import peft
     from transformers import AutoModelForImageTextToText
 

@@ -48,7 +48,7 @@ Ask = Callable[[Groups, float, int], Sequence[TeacherOutput]]
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher that serves as the reference. With `spans` its tokenizer is not the policy's, and the KL compares text pieces.
+    """A teacher that serves as the reference. If its tokenizer is not the policy's (`spans`), the KL compares pieces of text.
 
     A text piece ends where both tokenizers end a token.
     """
@@ -71,7 +71,7 @@ class Teacher:
         return False
 
     def clear(self) -> None:
-        """Discard the evaluations of the last batch."""
+        """Discard the evaluations and the text pieces of the last batch."""
         self._cache.clear()
         self._pieces.clear()
 
@@ -97,10 +97,10 @@ class Teacher:
         return Top(*(torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (ids, logp)))
 
     def store_pieces(self, ends: Tensor, theirs: Tensor, logp: Tensor) -> None:
-        """Store the ends of a batch's text pieces, the teacher's log-probs of the pieces, and a baseline for each completion.
+        """Store for `add_kl` a batch's text pieces, and the baseline of each completion's KL (see `span_kl`).
 
-        All arguments have the shape [N, T]. `ends` is True at the last token of a piece, and `theirs` has the teacher's log-prob
-        of the piece there. `logp` has the policy's log-prob of each token.
+        All arguments have the shape [N, T]. `ends` is True at the last token of a piece. There, `theirs` has the teacher's
+        log-prob of the piece. `logp` has the policy's log-prob of each token.
         """
         d = torch.where(ends, span_kl(logp, ends, theirs), 0.0).sum(1)
         count = ends.sum(1)
@@ -108,7 +108,7 @@ class Teacher:
         self._pieces[:] = [ends, theirs, (d.sum() - d) / others]
 
     def add_kl(self, evaluation: PolicyOutputs, rows: Tensor) -> PolicyOutputs:
-        """Return the outputs `evaluation` for `rows` of the batch. After `store_pieces`, they have the KL of the text pieces."""
+        """Return `evaluation`, the policy's outputs for `rows` of the batch. If text pieces are stored, add their KL."""
         if not self._pieces:
             return evaluation
         ends, theirs, baseline = (copy_to(x[rows], evaluation.logp.device) for x in self._pieces)
@@ -123,7 +123,7 @@ class Teacher:
         return [self._cache[row] for row in rows]
 
     def pieces(self, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return (ends [n, T], log-probs [n, T]): True at the end of a text piece; there the teacher's log-prob of it, else 0."""
+        """Return two tensors [n, T]: True at the last token of each text piece, and the teacher's log-prob of the piece there."""
         rows = [(tuple(p), tuple(c)) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
         read = [self._translate(prompt, ids) for prompt, ids in rows]
         said = self._evaluate(Groups([p for p, _ in rows], [[ids] for ids, _ in read]), temperature, 0)
@@ -231,9 +231,9 @@ def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[s
 
 
 def align(own: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the ends of text pieces, where two tokenizers both end a token, as (number of own tokens, number of other tokens).
+    """Return (number of own tokens, number of other tokens) up to each place in a text where both tokenizers end a token.
 
-    `own` and `others` are the ends that `text_ends` returns for the text. Both numbers count the tokens up to a piece's end.
+    `own` and `others` are the ends of each tokenizer's tokens in that text, from `text_ends`.
     """
     mine, theirs = ({end: i + 1 for i, end in enumerate(ends) if end > 0} for ends in (own, others))
     return [(mine[end], theirs[end]) for end in sorted(mine.keys() & theirs.keys())]

@@ -43,7 +43,7 @@ def check_online(run: OnlineRun) -> None:
 
 
 def check_offline(run: OfflineRun) -> None:
-    """Run a forward and backward pass on the micro-batch with the longest row, in a step that has the longest rows."""
+    """Run a forward and backward pass on the micro-batch with the longest row, in a step with the dataset's longest rows."""
     task = run.task
     longest = sorted(range(len(task)), key=lambda i: -task.tokens([i]))[: run.config.batch_size]
     with _trial([run.optimizer]):
@@ -52,7 +52,7 @@ def check_offline(run: OfflineRun) -> None:
 
 
 def _fullest(run: OnlineRun) -> Groups:
-    """Return the largest micro-batch of a step whose prompts are the longest and all get completions of maximum length."""
+    """Return the largest micro-batch of a step with the longest prompts, if all completions reach the maximum length."""
     config = run.config
     count = math.ceil(config.prompts_per_step / config.num_minibatches)
     prompts = sorted((p.ids for p in run.prompts), key=len)[-count:]

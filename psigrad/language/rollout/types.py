@@ -219,7 +219,7 @@ class RestartedDialogue(Dialogue):
                     yield i, completion
 
     def _begin(self, next_turns: Mapping[int, NextTurn]) -> tuple[list[Request], list[list[int]]]:
-        """Return (the requests for these turns, the episodes of each request). Adjacent episodes with equal tokens share one."""
+        """Return (the requests for these turns, the episodes of each). Adjacent episodes with equal tokens share a request."""
         requests: list[Request] = []
         owners: list[list[int]] = []
         for i in sorted(next_turns):
@@ -234,7 +234,7 @@ class RestartedDialogue(Dialogue):
         return requests, owners
 
     def _steps(self, requests: list[Request], owners: list[list[int]]) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample as `Sampler.steps` does. `owners[i]` are the episodes of request i. Subclasses may append to both lists."""
+        """Sample like `Sampler.steps`. `owners[i]` are the episodes of request i. A subclass with more requests extends it."""
         return self.sampler.steps(requests, self.params)
 
 
@@ -289,7 +289,7 @@ class Branch(NamedTuple):
 
 
 class CompletionSpan(NamedTuple):
-    """A part of a completion whose tokens, `ids`, follow the same prompt. It begins at token `start` of the completion."""
+    """A part of a completion: the tokens `ids`, which start at token `start`. The policy read `prompt_ids` before them."""
 
     start: int
     prompt_ids: tuple[int, ...]
@@ -300,9 +300,9 @@ class CompletionSpan(NamedTuple):
 class Trajectory:
     """One scored completion of one prompt, ready for training and for `rollouts.jsonl`.
 
-    It is completion number `k` of the dataset row with index `row`. The weights after `version` training steps sampled it. In an
-    episode of several turns, the completion has the tokens of the policy and of the environment. A session of an agent is one
-    trajectory with a `Branch` for each change of context.
+    It is completion number `k` of the dataset row with index `row`. It was sampled from the policy as it was after `version`
+    training steps. In an episode of several turns, the completion has the tokens of the policy and of the environment. A session
+    of an agent is one trajectory with a `Branch` for each change of context.
     """
 
     row: int
@@ -347,7 +347,7 @@ class Trajectory:
 
     @property
     def contexts(self) -> list[CompletionSpan]:
-        """The completion, split at its `branches` into parts that each follow one prompt; a single part without branches."""
+        """The completion, split at its `branches`, if any, into parts that each follow one prompt."""
         starts = [Branch(0, self.prompt_ids), *self.branches]
         ends = [branch.start for branch in starts[1:]] + [len(self.completion.ids)]
         return [CompletionSpan(at, prompt, self.completion.ids[at:end]) for (at, prompt), end in zip(starts, ends, strict=True)]

@@ -29,7 +29,7 @@ def logsigmoid(x: Tensor) -> Tensor:
 class Pairs:
     """N pairs of completions, given by their log-probs: log π(y|x), summed over the tokens of each completion.
 
-    Errors: ValueError if a field's shape is not [N], since it would broadcast silently, or if a completion has no token.
+    Errors: ValueError if a field's shape is not [N], which torch would broadcast silently; on a CPU also for an empty completion.
     """
 
     logp_chosen: Tensor
@@ -144,7 +144,7 @@ def _reference(ref: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class logistic:
-    """The Bradley–Terry likelihood of the preference, if a share ε (`label_smoothing`) of the labels is swapped.
+    """The Bradley–Terry negative log-likelihood of the preference, if a share ε (`label_smoothing`) of the labels is swapped.
 
     Formula: −(1 − ε)·log σ(h_w − h_l) − ε·log σ(h_l − h_w)
 
@@ -243,7 +243,7 @@ def apo_down(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def nca_pair(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """A loss that compares each completion with the reference, so that the chosen one's probability does not fall too.
+    """A loss that compares each completion with the reference, to keep the probability of the chosen one from falling.
 
     Formula: −log σ(h_w) − ½·log σ(−h_w) − ½·log σ(−h_l)
 
@@ -323,7 +323,7 @@ class Preference:
         return correct(*self.rewards(pairs))
 
     def loss(self, pairs: Pairs, total_pairs: int, total_chosen_tokens: int) -> Loss:
-        """Return the part of an optimiser step's loss that `pairs` contribute. The totals count all pairs and tokens of the step.
+        """Return the part of an optimiser step's loss that `pairs` contribute. The totals are counted over the whole step.
 
         `Loss.terms` are metrics with TRL's names. Like the loss, they are added up over the micro-batches of a step.
         """
@@ -374,7 +374,7 @@ class OnlinePreference:
     needs_critic: ClassVar[bool] = False
 
     def initial_state(self) -> dict[str, float]:
-        """Return an empty state: the method has no memory."""
+        """Return {}: the method has no state that changes from step to step."""
         return {}
 
     @property

@@ -20,7 +20,7 @@ from psigrad.objective.preferences.preference_loss import correct
 
 @dataclass(frozen=True)
 class BradleyTerry:
-    """The likelihood of the comparisons, with optional margin m, centring (weight c) and label smoothing ε.
+    """The negative log-likelihood of the comparisons, with optional margin m, centring (weight c) and label smoothing ε.
 
     Formula: −(1 − ε)·log σ(r_w − r_l − m) − ε·log σ(r_l − r_w + m) + c·(r_w + r_l)², rewards r of chosen w and rejected l
 
@@ -45,7 +45,7 @@ class BradleyTerry:
 
         `chosen` and `rejected` are the rewards [n] of the pairs' completions. `margin` [n] is subtracted from their difference.
 
-        Errors: ValueError if a tensor's shape is not [n], since it would broadcast silently.
+        Errors: ValueError if a tensor's shape is not [n], which torch would broadcast silently.
         """
         for name, tensor in (("chosen", chosen), ("rejected", rejected), ("margin", margin)):
             if tensor is not None and (tensor.dim() != 1 or tensor.shape != chosen.shape):
@@ -72,7 +72,7 @@ class BradleyTerry:
 def process_loss(logits: Tensor, labels: Tensor, total_steps: int) -> Loss:
     """Return the part of an optimiser step's loss that these labelled solution steps contribute.
 
-    `labels` are in [0, 1] and have the shape of `logits`. `total_steps` is the number of all labels of the optimiser step.
+    `labels` are in [0, 1] and have the shape of `logits`. `total_steps` is the number of labels in the whole optimiser step.
 
     Formula: Σ (−label·log σ(z) − (1 − label)·log(1 − σ(z))) / total_steps, with the logits z
 
@@ -100,7 +100,7 @@ class Calibration:
 
     @property
     def error(self) -> float:
-        """The expected calibration error: Σ_b n_b/N · |accuracy_b − confidence_b|."""
+        """The expected calibration error: Σ_b n_b/N · |accuracy_b − confidence_b|, where bin b has n_b of the N pairs."""
         total = sum(self.counts)
         gaps = zip(self.counts, self.accuracy, self.confidence, strict=True)
         return sum(n * abs(a - c) for n, a, c in gaps) / total if total else 0.0

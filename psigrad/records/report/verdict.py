@@ -102,7 +102,7 @@ def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
 def _pairs(run: RunData, before: int, after: int, *means: float) -> list[tuple[float, float]]:
     """Return (metric before, metric after) for each prompt that the evaluations at the steps `before` and `after` both scored.
 
-    `means` is the metric's mean in each evaluation. Return [] if recorded rows have other means: rows are missing or damaged.
+    `means` is the metric's mean in each evaluation. Return [] if recorded rows have another mean: some are missing or damaged.
     """
     ends = [run.held_out.get(step, {}) for step in (before, after)]
     for rows, mean in zip(ends, means, strict=True):
@@ -114,7 +114,7 @@ def _pairs(run: RunData, before: int, after: int, *means: float) -> list[tuple[f
 def _ranked(*marks: Any) -> list[tuple[float, float]]:
     """Return (before training, after training) for each pair of answers: 1 if it was ranked right, 0 if wrong, ½ for a tie.
 
-    `marks` are the texts of `marks_of` for both evaluations. Return [] if one of them is missing or their lengths differ.
+    `marks` are the results before and after training, as texts of `marks_of`. Return [] if one is missing or the lengths differ.
     """
     before, after = ([_MARKS[mark] for mark in text] if isinstance(text, str) and {*text} <= {*_MARKS} else [] for text in marks)
     return [*zip(before, after, strict=True)] if len(before) == len(after) else []

@@ -27,19 +27,19 @@ def _by_layer(config: Any, layer: int) -> int | None:
 
 
 def _mixer(state: str, attention: str = "") -> Callable[[Any, int], str]:
-    """Return a function that names a layer's mixer: `state` if it keeps a state, "squared ReLU" for an MLP, else `attention`."""
+    """Return a function (config, layer) -> the mixer's name: `attention`, "squared ReLU" for an MLP, or `state` for any other."""
     kinds = {"conv": state, "linear_attention": state, "mamba": state, "mlp": "squared ReLU"}
     return lambda config, layer: kinds.get(config.layer_types[layer], attention)
 
 
 def _experts(config: Any, layer: int) -> str:
-    """Return the mixer's name in a layer of Qwen's mixtures of experts: "attention, experts", or "" without experts."""
+    """Return the mixer of a layer in Qwen's mixtures of experts: "attention, experts", or "" if the layer has no experts."""
     dense = layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step or not size(config, "experts")
     return "" if dense else "attention, experts"
 
 
 def _query_factors(config: Any, positions: Tensor) -> Tensor:
-    """Return 1 + β·log(1 + ⌊position / original length⌋), by which Llama 4 and Ministral 3 multiply queries."""
+    """Return the factors of queries in Llama 4 and Ministral 3: 1 + β·log(1 + ⌊position/L⌋), β and L from `config`."""
     rope = config.rope_parameters
     found: Tensor = 1 + rope["llama_4_scaling_beta"] * torch.log(
         1 + torch.floor(positions / rope["original_max_position_embeddings"])
@@ -51,12 +51,12 @@ def _query_factors(config: Any, positions: Tensor) -> Tensor:
 class Family:
     """The features of an architecture's layers, some as functions of its configuration.
 
-    - `window` returns a layer's sliding window, or None.
-    - `rope` returns the name of a layer's rotary embedding ("": the only one), or None if the layer does not rotate.
-    - `mixer` returns the name in `mixers.MIXERS` of a layer's form; "": attention without a gate, and no experts.
-    - `before` and `after` are the names of the norms of the inputs and of the outputs of attention and of the feed-forward layer.
-      A third norm in `after` is that of a layer's own inputs (`gemma4`).
-    - `wide` is True if one norm covers the queries of all heads, and one the keys.
+    - `window` returns a layer's sliding window in tokens, or None.
+    - `rope` returns the name of a layer's rotary embedding, "" if the model has only one, or None if the layer does not rotate.
+    - `mixer` returns a layer's key in `mixers.MIXERS`, or "" for a plain `Layer`: attention without a gate, and no experts.
+    - `before` has the names of the norms of attention's input and of the feed-forward layer's input; None: no norm.
+    - `after` has the names of the norms of both outputs. Gemma 4 has a third one, for the result of a layer's additional input.
+    - `wide` is True if one norm covers the queries of all heads, and another one the keys of all heads.
     - `offset` is added to the weights of norms.
     - `gelu` is True if the activation is GELU, in the form with tanh, in place of SiLU.
     - `halves` is True if the rotary embedding module returns D/2 cosines and sines, which both halves of a head [D] share.
@@ -150,7 +150,7 @@ def at(module: Any, path: str) -> Any:
 
 
 def find(parent: Any, choices: Sequence[Sequence[str]]) -> list[Any]:
-    """Return the modules of `parent` with the names of the first list in `choices` that it has. Raises `Unsupported` if none."""
+    """Return the modules of `parent` by the first list of names in `choices` that it has in full, or raise `Unsupported`."""
     for names in choices:
         if all(getattr(parent, name, None) is not None for name in names):
             return [getattr(parent, name) for name in names]
@@ -216,9 +216,9 @@ class LoraDelta:
 class LayerWeights:
     """A layer's weights in its compute dtype. `lora` has the LoRA term for each of the `matrices`, or None.
 
-    `norms` are those of the inputs and of the outputs of attention and of the feed-forward layer; None for an absent one. `mixer`
-    are other weights of the mixer, such as the norms of queries and keys, and `feed` those of the feed-forward layer: its router
-    and experts. Each group of `groups` has the indices of the matrices that multiply one input, such as those of q, k and v.
+    `norms` are the weights of the norms in `Family.before` and then `Family.after`; None for an absent norm. `mixer` are other
+    weights of the mixer, such as those of the norms of queries and keys. `feed` are those of the router and the experts. Each of
+    the `groups` has the indices of the matrices that multiply the same input, such as those of q, k and v.
     """
 
     groups: Sequence[Sequence[int]]
@@ -269,7 +269,7 @@ class LayerWeights:
         return Projection([self.matrices[i] for i in members], bias, low)
 
     def input_grad(self, group: int, parts: Sequence[Tensor]) -> Tensor:
-        """Return the gradient of the matrices' input in `groups[group]` from `parts`, the gradient of each matrix's output."""
+        """Return the gradient of the input of the matrices in `groups[group]`. `parts` are the gradients of their outputs."""
         multiply, total = self.native.products.of, None
         for i, part in zip(self.groups[group], parts, strict=True):
             total = multiply(part, self.matrices[i], total, base=total)

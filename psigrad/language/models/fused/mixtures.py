@@ -39,7 +39,7 @@ class _Pairs:
         """The expert and the sorted pairs of each expert that has any."""
 
     def sum(self, rows: Tensor, tokens: int) -> Tensor:
-        """Return the sum [W, E] over the k pairs of each of the W = `tokens` tokens. `rows` [W·k, E] are sorted by expert."""
+        """Return the sum [W, E] of the rows of each token's k pairs. `rows` [W·k, E] has a row per pair; W is `tokens`."""
         return rows.index_select(0, self.inverse).view(tokens, -1, rows.shape[1]).sum(1)
 
 
@@ -69,9 +69,9 @@ class _WithoutHooks(nn.Module):
 
 
 class ExpertLayer(Layer):
-    """A layer with experts: y = h + r·Σ_e w_e·down_e(act(gate_e(n)) · up_e(n)) over a token's experts e, with n = n₂(h).
+    """A layer with experts: y = h + r·Σ_e w_e·down_e(act(gate_e(n)) · up_e(n)) over a token's experts e, with n = norm(h).
 
-    The router returns its logits, the weights w_e, and the chosen experts. r is the model's residual multiplier.
+    h is the residual stream after attention, r the model's residual multiplier. The router chooses the experts and computes w_e.
     """
 
     sparse = True
@@ -89,7 +89,7 @@ class ExpertLayer(Layer):
         self._names = [path.partition(".")[2] for path in self.feed_others if path.startswith(f"{self.router}.")]
 
     def _expand(self, plain: LayerWeights) -> LayerWeights:
-        """Return `plain` with two more groups for each expert, of one matrix each: its [gate|up], then its down."""
+        """Return `plain` with the matrices of the experts, [gate|up] and down of each in turn. Each matrix is a group."""
 
         def alternate(both: Sequence[Tensor]) -> list[Tensor]:
             return list(itertools.chain(*zip(*(x.unbind() for x in both), strict=True)))
@@ -114,9 +114,9 @@ class ExpertLayer(Layer):
         return [(self.width, self.dtype), (2 * inner * chosen, self.dtype), (chosen, torch.int64), (experts, self.dtype)]
 
     def _route(self, normed: Tensor, given: Sequence[Tensor], again: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the router's (logits [W, experts], weights w_e [W, k], chosen experts [W, k]) for `normed` [W, E].
+        """Return the router's (logits [W, experts], weights w_e [W, k], chosen experts [W, k]) for W tokens, `normed` [W, E].
 
-        `given` are the router's parameters. `again` is True in the backward pass, where no hook may record or replace the choice.
+        `given` are the router's parameters. With `again`, in the backward pass, hooks that record or replace choices do not run.
         """
         router = getattr(self._mlp, self.router)
         names = [f"router.{name}" if again else name for name in self._names]
@@ -125,7 +125,7 @@ class ExpertLayer(Layer):
         return made
 
     def _multiply(self, which: int, x: Tensor, width: int, pairs: _Pairs, weights: LayerWeights) -> Tensor:
-        """Return the products [W·k, `width`] of `x`, a row per pair, with the experts' [gate|up] (`which` is 0) or down (1)."""
+        """Multiply each row of `x`, one per pair, by its expert's [gate|up] (`which`=0) or down matrix (1) of `width` outputs."""
         out = x.new_empty(len(x), width)
         for e, rows in pairs.spans:
             weights.apply(2 + 2 * e + which, x[rows], out[rows])
@@ -142,7 +142,7 @@ class ExpertLayer(Layer):
     def feed(self, middle: Tensor, weights: LayerWeights, plain: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute the feed-forward layer of experts; see `Layer.feed`.
 
-        The returned tensors are `middle`, the experts' [gate|up], the chosen experts, and the router's logits.
+        The returned tensors are `middle`, the outputs of the experts' [gate|up], the chosen experts, and the router's logits.
         """
         normed, (experts, _, inner) = self._norm(middle, weights.norms[1]), self._sizes
         with _KernelLinear(self.native.products):
@@ -158,7 +158,7 @@ class ExpertLayer(Layer):
         return y, (middle, both.index_select(0, pairs.inverse).view(len(middle), -1), choice, logits)
 
     def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: WeightGradients, overwrite: bool) -> Tensor:
-        """Return the gradient of `feed`'s input; see `Layer.feed_gradient`. `kept` has the gradient of the router's logits."""
+        """Return the gradient of `feed`'s input; see `Layer.feed_gradient`. `kept` has the logits' gradient, not the logits."""
         middle, both, choice, dlogits = (kept.pop(0) for _ in range(4))
         weights, (experts, chosen, inner) = made.weights, self._sizes
         dout, normed, pairs = made.before_residual(1, dy, kept), self._norm(middle, weights.norms[1]), _Pairs(choice, experts)
@@ -181,16 +181,16 @@ class ExpertLayer(Layer):
         return dx
 
     def _input_grads(self, which: int, dy: Tensor, width: int, pairs: _Pairs, weights: LayerWeights) -> Tensor:
-        """Return the gradient [W·k, `width`] of `x` in `_multiply(which, x, …)` from `dy`, the gradient of the result."""
+        """Return the gradient of the rows x [W·k, `width`] that `_multiply` got. `dy` is the gradient of the products."""
         out = dy.new_empty(len(dy), width)
         for e, rows in pairs.spans:
             self.native.products.of(dy[rows], weights.matrices[len(self._linear) + 2 * e + which], out[rows])
         return out
 
     def _learn(self, made: WeightGradients, dys: Sequence[Tensor], xs: Sequence[Tensor], pairs: _Pairs) -> list[Tensor | None]:
-        """Return the gradients of the experts' [gate|up] and down matrices, then of the biases. A frozen matrix has None.
+        """Return the gradients of the experts' [gate|up] and down matrices, None for a frozen one, and then of their biases.
 
-        `dys` are the gradients of the outputs of [gate|up] and of down, and `xs` the inputs of both, with a row per pair.
+        `dys` are the gradients of the outputs of [gate|up] and of down, and `xs` their inputs, with one row per pair.
         """
         found: list[Tensor | None] = []
         first = len(self._linear) + sum(norm is not None for norm in made.weights.norms) + len(self.others) + len(self._names)

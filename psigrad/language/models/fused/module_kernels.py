@@ -26,9 +26,9 @@ _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
 
 class ModuleKernels:
-    """The kernels in a network's modules. `ModuleKernels(network, native)` replaces the forward methods of these modules.
+    """Kernels that compute a network's modules while `on` is True. The constructor replaces the modules' forward methods.
 
-    The kernels are used while `on` is True. `packed` is the cache of packed matrices in a decoding step, else None.
+    In decoding steps, `packed` is the cache of packed weights; at other times it is None.
     """
 
     def __init__(self, network: PreTrainedModel, native: Kernels) -> None:

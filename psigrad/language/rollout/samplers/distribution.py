@@ -36,7 +36,7 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     """Return logits [B, V], already divided by the temperature, with -inf where top-k, top-p and min-p forbid a token.
 
     Each filter sees the result of the previous one, in transformers' order. Ties at the top-k threshold are all kept. top-p keeps
-    the smallest set whose probability reaches p, and always one token (Holtzman et al. 2020). min-p keeps p >= min_p · max p
+    the smallest set whose probability reaches p, at least one token (Holtzman et al. 2020). min-p keeps p >= min_p · max p
     (Nguyen et al. 2024).
     """
     if params.top_k and params.top_k < logits.shape[-1]:
@@ -99,7 +99,7 @@ def _draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter
 
 
 def draw_at(logits: Tensor, params: SamplingParams, u: Tensor) -> DrawnTokens:
-    """Draw one token per row of logits [B, V] at the uniform float64 numbers u [B, 1]. A GPU need not wait for the CPU."""
+    """Draw one token per row of logits [B, V] at the uniform float64 numbers u [B, 1]. A CUDA graph can record all operations."""
     logits = upcast(logits)
     if params.temperature not in (0.0, 1.0):
         logits = logits / params.temperature
@@ -126,8 +126,7 @@ def _weights(logits: Tensor) -> tuple[Tensor, Tensor]:
 def inverse(weights: Tensor, u: Tensor) -> Tensor:
     """Return the first index [B] in each row whose cumulative weight exceeds u [B, 1] times the row's sum of weights.
 
-    The `weights` [B, V] are at least 0. In a large vocabulary, blocks are summed first and only one block is searched, which
-    takes 10 % of the time of a full search.
+    The `weights` [B, V] are at least 0. A large vocabulary is searched by sums of blocks, in 10 % of the time of a full search.
     """
     batch, size = weights.shape
     if size <= 2 * _BLOCK:
@@ -145,9 +144,10 @@ def inverse(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the first index [B] in each row with a cumulative weight above the row's element of `target(sums)` [B, 1].
+    """Return the first index [B] in each row at which the cumulative weight exceeds the row's target.
 
-    `sums` [B, 1] are the sums of the rows. If no index is above due to rounding, return the last one with a weight above 0.
+    `target` computes the targets from the rows' sums [B, 1]. If no index qualifies, due to rounding, return the last one with a
+    weight above 0.
     """
     # In float32, a sum over a large vocabulary would make rare tokens unreachable.
     sums = weights.double().cumsum(-1)

@@ -48,7 +48,7 @@ class TransformersSampler(PolicyWeights):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample all requests, and yield all completions at once; see `Sampler`. Raises `UserError` if a prompt is too long."""
+        """Sample all requests, then yield all completions together; see `Sampler`. Raises `UserError` if a prompt is too long."""
         check_room(self.model, requests, params)
         self.model.network.eval()
         flat = [(request.prompt_ids, seed) for request in requests for seed in request.seeds]

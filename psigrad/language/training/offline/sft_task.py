@@ -76,10 +76,10 @@ class Bundle:
 
 
 def bundle(texts: Sequence[Example]) -> list[Bundle]:
-    """Split the texts of a row, in order, into the bundles that need the fewest tokens. Target tokens are never in a trunk.
+    """Split the texts of a row, in order, into the bundles that need the fewest tokens.
 
-    A bundle's trunk is the context of its last text: the tokens before that text's first target. Each other text begins with
-    some tokens of the trunk, and then differs.
+    A bundle's trunk consists of the tokens before the first target of its last text, so it has no targets. Each other text begins
+    with some tokens of the trunk, and then differs.
     """
     best: list[tuple[int, list[Bundle]]] = [(0, [])]
     for end in range(1, len(texts) + 1):
@@ -93,7 +93,7 @@ def bundle(texts: Sequence[Example]) -> list[Bundle]:
 
 
 def _branch(texts: Sequence[Example]) -> Bundle:
-    """Return one bundle of these texts. Its trunk is the context of the last text, so it has no target tokens."""
+    """Return one bundle of these texts. Its trunk consists of the tokens before the first target of the last text."""
     contexts = [text.ids[: text.mask.index(True)] if any(text.mask) else text.ids for text in texts]
     starts = [common_prefix(context, contexts[-1]) for context in contexts]
     return Bundle(contexts[-1], texts, starts)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Reference(Annotator):
-    """The annotator of a reference model. It adds the reference's log-probs, or lets the policy's passes compute the exact KL."""
+    """The annotator of a reference model. It adds the reference's log-probs, or requests a `Divergence` for an exact KL."""
 
     gives_reference = True
 
@@ -29,7 +29,7 @@ class Reference(Annotator):
         self.reference = self.model = model
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Add the column `logp_ref` if a policy gradient reads it. With an exact KL, `divergence` takes its place."""
+        """Add the column `logp_ref` if a policy gradient reads it. An exact KL does not: it needs only `divergence`."""
         if not run.algorithm.needs_reference or not isinstance(run.algorithm, PolicyGradient) or run.algorithm.needs_exact_kl:
             return batch
         logp = reference_log_probs(self.model, batch, run.config.micro_batch_tokens, run.params.temperature, run.world)
@@ -63,7 +63,7 @@ def reference_log_probs(model: LanguageModel, batch: Batch, budget: int, tempera
 
 
 def inputs_for_reference(batch: Batch, micro: MicroBatch) -> Groups:
-    """Return the reference's inputs for the rows of `micro`, without the sampler's choices of experts: its own routers choose."""
+    """Return the reference's inputs for `micro`, without the sampler's experts: the reference's own routers choose."""
     return reference_inputs_of(batch, micro) or replace(inputs_of(batch, micro), experts=None)
 
 
