@@ -152,7 +152,7 @@ def _in_memory(objects: ModelObject, named: Mapping[str, Any], recipe: str) -> d
 
 
 def _adapter(config: peft.LoraConfig | None, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that add the LoRA adapter of `config`. Raises `UserError` if `named` has one of them, too."""
+    """Return the settings that add the LoRA adapter of `config`. Raises `UserError` if the user's settings `named` have one."""
     if config is None:
         return {}
     from psigrad.language.models.lora import settings_of

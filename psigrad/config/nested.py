@@ -27,8 +27,8 @@ class GivenSetting(NamedTuple):
 def put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
     """Set the setting with the dotted name `name` in nested `values`, and create the missing mappings on the path.
 
-    Within `algorithm` and `loss`, a text or null on the path becomes a mapping: a preset's name {preset: name}, a part's name
-    {part: name}, and null {}. Error messages name the `source` of the setting.
+    Within `algorithm` and `loss`, a value on the path that is no mapping becomes one: a preset's name {preset: name}, a part's
+    name {part: name}, and null {}. Error messages name the `source` of the setting.
     """
     first, *parents, leaf = [*name.split(".")] if "." in name else ["", name]
     for parent in [first, *parents] if first else []:
@@ -85,7 +85,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _check_size(values: Any) -> None:
-    """Raise `ValueError` if there are more than `MOST_VALUES` values. Aliases of aliases (*name in YAML) multiply them."""
+    """Raise `ValueError` if there are more than `MOST_VALUES` values, which even a small file has with aliases of aliases."""
     found = [values]
     for value in found:
         found += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -127,11 +127,11 @@ _OBJECT = re.compile(r'\s*\{\s*"')
 
 
 def read_value(text: str, hint: Any = None, name: str = "a value") -> Any:
-    """Read a value as YAML. Return the text itself if YAML cannot read it, or if `hint` says that the setting is text.
+    """Read a value as YAML. Return the text itself if YAML cannot read it, or if `hint`, the setting's type, is text.
 
     So `output_dir=2024` stays text. A setting that accepts text and mappings, such as `metric`, is text unless the value starts
     like a mapping. A tuple of texts is text unless it starts like a list: `report_to=[]`. A value that starts with {" must be
-    valid JSON, since YAML would read a misspelt `fals` in it as text. Raises `UserError` that names the setting.
+    valid JSON, because YAML reads a misspelt false as a text, without an error. Raises `UserError` that names the setting.
     """
     if hint is str or (str in get_args(hint) and not text.startswith("[" if get_origin(hint) is tuple else "{")):
         return text
@@ -148,7 +148,7 @@ def read_value(text: str, hint: Any = None, name: str = "a value") -> Any:
 
 @cached
 def names_of(cls: Any) -> dict[str, str]:
-    """Return {name: dotted name} with both names of a setting of `cls`, max_steps and run.max_steps. A section maps to itself."""
+    """Return {name: dotted name}: max_steps and run.max_steps both map to run.max_steps. A section's name maps to itself."""
     meant = {
         **{dotted: dotted for dotted, _ in field_types(cls)},
         **{name: other or name for name, other in unread_settings(cls).items()},

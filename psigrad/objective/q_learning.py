@@ -8,7 +8,7 @@ from torch.nn.functional import one_hot, smooth_l1_loss
 
 
 def back_up(reward: Tensor, terminated: Tensor, next_q: Tensor, gamma: float) -> Tensor:
-    """Return the targets [M, A] of Q(s_t, a_t), one for each action a' that may come next.
+    """Return the targets [M, A] of Q(s_t, a_t): one for each possible next action a', of which `td_target` selects one.
 
     Formula: r + γ·(1 − terminated)·Q⁻(s', a'), with the target network's Q⁻(s', ·) in `next_q` [M, A]
 
@@ -21,10 +21,10 @@ def back_up(reward: Tensor, terminated: Tensor, next_q: Tensor, gamma: float) ->
 
 
 def td_target(worth: Tensor, choosing_q: Tensor | None = None) -> Tensor:
-    """Return y [M], the greatest of each row of the targets `worth` [M, A], which `back_up` returned.
+    """Return y [M], the greatest target in each row of `worth` [M, A], the result of `back_up`.
 
-    If `choosing_q` [M, A] is given, take the target of the action with the greatest `choosing_q` instead. Double DQN passes the
-    learning network's Q(s', ·).
+    If `choosing_q` [M, A] is given, return the target of the action with the greatest `choosing_q` instead. Double DQN passes the
+    learning network's Q(s', ·) as `choosing_q`.
 
     Source: van Hasselt et al. 2016, arXiv:1509.06461.
     """
@@ -47,7 +47,7 @@ def shares(action: Tensor, actions: int, size: int) -> Tensor:
 
 
 def q_slope(q: Tensor, shares: Tensor, target: Tensor) -> Tensor:
-    """Return the gradient [M, A] of `q_loss` in Q: clip(Q(s_t, ·) − y, −1, 1)·w. y is `target`, and w the result of `shares`."""
+    """Return the gradient [M, A] of `q_loss` in `q`: clip(Q(s_t, ·) − y, −1, 1)·w, with y the `target` and w the `shares`."""
     return (q - target[:, None]).clamp_(-1, 1).mul_(shares)
 
 

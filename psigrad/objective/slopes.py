@@ -21,9 +21,10 @@ from psigrad.objective.policy_gradient import PolicyGradient
 
 @dataclass(frozen=True, eq=False)
 class Slopes:
-    """The closed-form gradient of the loss on given steps. The fields are the same in every pass over these steps.
+    """The closed-form gradient of the loss on given steps. The fields do not depend on the current policy and critic.
 
-    Formulas, with w the aggregate's weights and n the number of steps:
+    Formulas, with w the aggregate's weights, A the advantage, ρ = π/π_old, H the entropy, V the critic's value, R its target,
+    c_H and c_V the coefficients of entropy and critic, and n the number of steps:
 
     dL/dlog π = −w·A for the surrogate `score`, and −w·A·ρ for `unclipped`. For `clip` it is −w·A·ρ while ρ is within the
     bounds, otherwise 0.
@@ -98,6 +99,6 @@ def slopes(algorithm: PolicyGradient, prepared: Prepared, totals: Totals) -> Slo
 
 
 def _bounds(surrogate: clip, advantage: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log ratios (lower, upper) [N, T] outside which `clip` has no gradient: −∞ unless A < 0, and ∞ unless A > 0."""
+    """Return `Slopes.bounds` [N, T] of `clip`: a lower bound where A < 0 (else −∞), and an upper bound where A > 0 (else ∞)."""
     low, high = torch.log(advantage.new_tensor([1 - surrogate.low, 1 + surrogate.high])).unbind()
     return torch.where(advantage < 0, low, -torch.inf), torch.where(advantage > 0, high, torch.inf)

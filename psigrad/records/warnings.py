@@ -22,7 +22,7 @@ _CORRECTION = "sampling/importance_sampling_ratio/mean"
 
 
 class SignalNames:
-    """A map from a run's metric keys to names of signals (`records.signals`). A second key of a signal is mapped to itself."""
+    """A map from a run's metric keys to names of signals (`records.signals`). The second key of a signal keeps its own name."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}
@@ -35,7 +35,7 @@ class SignalNames:
         return len(self._of)
 
     def of(self, key: str) -> str:
-        """Return the name of the signal that `key` belongs to, or `key` if it belongs to none or an earlier key got this name."""
+        """Return the name of the signal of `key`. Return `key` itself if it has no signal, or if an earlier key got that name."""
         if key not in self._of:
             name = name_of(key)
             self._of[key] = key if name in self._given else name
@@ -120,7 +120,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class RunWarning:
-    """A warning of a rule, from `step` to step `ended` (None: not yet). `value` is the measure's largest, at `worst_step`."""
+    """A warning from `step` to step `ended` (None: still current). `value` is the rule's largest measure, at `worst_step`."""
 
     rule: str
     step: float
@@ -162,10 +162,10 @@ def _correction(figures: Figures, memory: Memory) -> float | None:
 
 
 def _entropy_lost(figures: Figures, memory: Memory) -> float | None:
-    """Return 1 - entropy / initial entropy, the share that the policy has lost. The initial entropy is the mean of five rows.
+    """Return the share of its entropy that the policy has lost: 1 - entropy / initial entropy.
 
-    Return None for the first five rows and for rows without an entropy. Return None without a reward too, since imitation is
-    supposed to lose entropy.
+    The initial entropy is the mean of the first five rows. Return None for these rows, and for rows without an entropy or a
+    reward. A run without rewards imitates data, and is expected to lose entropy.
     """
     value = figures.get("entropy", figures.get("surprise"))
     learns_by_reward = "reward" in figures or "return" in figures
@@ -181,8 +181,8 @@ def _entropy_lost(figures: Figures, memory: Memory) -> float | None:
 def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
     """Return (x − mean of x) / standard deviation of x, with x the logarithm of the gradient norm; None before 20 rows.
 
-    Mean and deviation are over the previous 50 rows with a norm above 0. A deviation below log √2 counts as log √2. The
-    logarithm is used because norms are skewed. Without it, half of the successful runs have an outlier.
+    Mean and deviation are over the previous 50 rows with a norm above 0. A deviation below log √2 counts as log √2. Norms are
+    skewed: if x were the norm itself, half of the successful runs would have an outlier.
     """
     if not (norm := _finite(figures, "grad_norm")):
         return None
@@ -222,9 +222,9 @@ def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
 
 
 def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
-    """Return the rise of the share of truncated completions over the last 20 rows, or 0 if the reward did not rise too.
+    """Return the share of truncated completions in the last 10 rows minus that in the 10 rows before.
 
-    Return None before there are 20 rows.
+    Return 0 if the reward did not rise too, or if this row has no truncated completion. Return None before there are 20 rows.
     """
     cut, reward = _finite(figures, "truncated"), _finite(figures, "reward")
     if cut is None or reward is None:
@@ -334,15 +334,15 @@ class Watch:
     def score(self) -> float | None:
         """The score of the task if it is solved, otherwise None.
 
-        The score is the mean of the last three held-out metrics, or of the last three rewards if there is no metric. The task is
-        solved if the score is 0.9 or more, and the first value was below 0.9.
+        The score is the mean of the last three held-out metrics; of the last three rewards or accuracies if there is no metric.
+        The task is solved if the score is at least 0.9, these values are at most 1, and the run's first value was below 0.9.
         """
         name = next((name for name, last in self._scores.items() if last), "")
         score = _mean(self._scores[name]) if name and self._first[name] < 0.9 else 0.0
         return score if score >= 0.9 else None
 
     def explains(self, rule: str) -> bool:
-        """Return True if the task is solved and that explains the rule's warning."""
+        """Return True if the task is solved and the rule's warning is normal for a solved task (`CALM`)."""
         return rule in CALM and self.score is not None
 
     def advice(self, rule: str) -> str:

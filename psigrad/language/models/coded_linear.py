@@ -41,7 +41,7 @@ class CodedLinear(nn.Linear):
 
     @property
     def matrix(self) -> CodedMatrix:
-        """The quantised matrix W with the layer's current tensors, which may have been moved to another device."""
+        """The quantised matrix W. It is built on each access, because moving the layer to another device replaces its tensors."""
         scales, offsets, levels = (getattr(self, name) for name in _PARTS)
         return CodedMatrix(self.weight.data, scales, offsets, levels, (self.out_features, self.in_features), self.block)
 

@@ -127,7 +127,10 @@ class LanguageModel(Pretrained):
         return super().trainable() | head
 
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
-        """Return the logit [N, T] of each completion token in `texts`. In log-probs, log V would hide errors of small logits."""
+        """Return the logit [N, T] of each completion token in `texts`, to compare two ways of computing it.
+
+        A log-prob would be a worse measure: if all logits are small, it is about -log(vocabulary size) even if they are wrong.
+        """
         self.switch(self.train_mode and torch.is_grad_enabled())
         forward = lay_out(texts, self.device, packed)
 
@@ -222,8 +225,8 @@ class LanguageModel(Pretrained):
     ) -> tuple[TokenStats, Targets]:
         """Return (statistics [M] of the M target tokens, the `Targets` with the positions of these tokens).
 
-        `evaluate` explains the arguments that it has as well. With `entropy` "figure" the entropy is for logging, and may have
-        no gradient. `accuracy` and `mean_logp` request `hit` and `mean_logp` of `TokenStats`.
+        See `evaluate` for the arguments that both methods have. If `entropy` is "figure", the entropy is only logged and may have
+        no gradient. `accuracy` and `mean_logp` request the fields `hit` and `mean_logp` of `TokenStats`.
         """
         self.switch(self.train_mode and torch.is_grad_enabled())
         whole = lay_out(inputs, self.device, packed if packed is not None else not self.why_padded)
@@ -328,7 +331,7 @@ class LanguageModel(Pretrained):
     def _applies_head(self) -> bool:
         """True if psigrad applies the LM head to the hidden states of a padded pass, in chunks; else transformers does.
 
-        False for a model with packed passes: its padded passes check the packed ones, and transformers computes them completely.
+        A model that can run packed passes uses padded ones only to check them. There transformers computes everything.
         """
         return bool(self.why_padded) and not self.full_logits
 
@@ -341,10 +344,7 @@ class LanguageModel(Pretrained):
         return off
 
     def save(self, folder: Path) -> None:
-        """Save weights and tokenizer in Hugging Face format, and the value head in its own file.
-
-        A LoRA model saves only its adapter instead of all weights.
-        """
+        """Save weights (only the adapter, if any) and tokenizer in Hugging Face format, and the value head in its own file."""
         if self.value_head is not None:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(self.value_head.state_dict(), folder / f"{VALUE_HEAD}.safetensors")

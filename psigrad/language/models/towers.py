@@ -64,17 +64,17 @@ def tower_parameters(network: Any) -> list[nn.Parameter]:
 
 
 def freeze_towers(network: Any, learns: Sequence[str] = ()) -> None:
-    """Freeze all modules outside the text half, except those that `learns` lists by the last part of their dotted names.
-
-    Raises `UserError` for a name in `learns` that no such module has.
-    """
+    """Freeze all modules outside the text half, except those in `learns`; see `check_names` for its entries and errors."""
     names = towers_of(network)
     for name in check_names(names, learns):
         network.get_submodule(name).requires_grad_(False)
 
 
 def check_names(names: Sequence[str], learns: Sequence[str]) -> list[str]:
-    """Return the dotted `names` whose last part is not in `learns`. Raises `UserError` if an entry of `learns` matches none."""
+    """Return the dotted `names` of the modules that stay frozen: those whose last part is not in `learns`, the trained ones.
+
+    Raises `UserError` if an entry of `learns` is not the last part of any name.
+    """
     short = {name.rpartition(".")[2]: name for name in names}
     for name in learns:
         if name not in short:
@@ -150,7 +150,7 @@ def processor_files(path: str) -> dict[str, bytes]:
 
 
 def read_tensor(path: str, name: str) -> Any:
-    """Return the tensor `name` of the checkpoint at `path`; None if it has none."""
+    """Return the tensor `name` of the checkpoint at `path`; None if it has no such tensor."""
     for file in _weight_files(path):
         with safe_open(file, framework="pt") as held:
             if name in held.keys():  # noqa: SIM118 (it is no dictionary)
@@ -177,7 +177,7 @@ def tower_names(network: Any) -> list[str]:
 
 
 def lora_exclusion(network: nn.Module, learns: Sequence[str] = ()) -> str | None:
-    """Return a regular expression for modules without adapter: the towers that `learns` does not list; None if there are none."""
+    """Return a regular expression for the towers that get no adapter: those not in `learns`. Return None if there are none."""
     names = check_names(towers_of(network), learns)
     return rf"({'|'.join(map(re.escape, names))})(\..*)?" if names else None
 
@@ -236,7 +236,7 @@ def disable_progress_bars() -> Iterator[None]:
 
 
 def save_pretrained(network: Any, folder: Path, **given: Any) -> None:
-    """Call `network.save_pretrained(folder, **given)` so that this process writes weights. transformers writes on rank 0 only."""
+    """Call `network.save_pretrained(folder, **given)`, and write weights in this process even if it is not rank 0."""
     network.should_save_on_this_rank = lambda is_main_process: is_main_process
     try:
         network.save_pretrained(folder, safe_serialization=True, **given)

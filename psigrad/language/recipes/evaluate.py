@@ -216,9 +216,9 @@ def _choose(
     trajectories: list[Trajectory],
     rows: Sequence[Row],
 ) -> Report:
-    """Return the report on all completions, whose figures are `figures`; with `best_of`, on each prompt's best completion.
+    """Return the report on all completions, whose figures are `figures`. With `best_of`, report only each prompt's best one.
 
-    The best completion has the highest reward. If `config` sets a held-out metric, the report on the best has its figures too.
+    The best completion has the highest reward. If `config` sets a held-out metric, the report adds its figures for the best.
     """
     if not isinstance(config, EvalConfig) or config.best_of == 1:
         return Report(figures, trajectories, rows)

@@ -133,7 +133,7 @@ def scored_groups(trajectories: Sequence[Trajectory], num_generations: int) -> l
 
 
 def describe_sensitivity(values: Sequence[Sequence[float]], metric: str) -> str:
-    """Return a sentence on the smallest detectable gain of `metric`, from each prompt's values of it before training."""
+    """Return a sentence on the smallest detectable gain of `metric`. `values` are each prompt's values before training."""
     means = [math.fsum(group) / len(group) for group in values]
     if len(means) < LEAST_ROWS:
         return f"evaluation: a verdict needs {LEAST_ROWS} scored held-out prompts, not {len(means)}; raise eval_prompts."

@@ -73,8 +73,8 @@ def over_group_mean(batch: Batch) -> Tensor:
 
     Formula: A_t = (R_i − mean(R)) / mean(R), and 0 in a group whose mean is 0
 
-    For rewards of 0 and 1 the expected gradient is that of Σ_{k<G} pass@k / k, where k = 1 is plain RL. Up to constants, these
-    are the first G − 1 terms of the series of log p in 1 − p, with p the success rate. Rewards must not be negative.
+    For rewards of 0 and 1 the expected gradient is that of Σ_{k<G} pass@k / k, where k = 1 is plain RL. Up to a constant, this
+    sum is the series of log p in powers of 1 − p up to power G − 1, with p the success rate. Rewards must not be negative.
 
     Source: Tajwar et al. 2026, MaxRL, arXiv:2602.02710.
 
@@ -94,13 +94,13 @@ def over_group_mean(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class pass_at_k:
-    """The mean advantage of the choices of k completions to which a completion belongs. A choice is scored by its best one.
+    """The mean advantage of all subsets of k completions that include this one. A subset's score is that of its best completion.
 
     Formula: with G completions in the group, of which m are wrong (their return is at most the threshold `right`),
              P = 1 − C(m, k)/C(G, k) and σ = √(P·(1 − P)): A_t = (1 − P)/σ for a right completion,
              (1 − P − C(m − 1, k − 1)/C(G − 1, k − 1))/σ for a wrong one, and 0 if σ = 0
 
-    P is the share of choices with a right completion. A group is rewarded for one right answer among k, not for repeating it.
+    P is the share of subsets with a right completion. A group is rewarded for one right answer among k, not for repeating it.
 
     Source: Chen et al. 2025, Pass@k training, arXiv:2508.10751, section 2.4 (the analytical form).
 

@@ -52,7 +52,7 @@ class Division(NamedTuple):
 
     @property
     def team(self) -> int:
-        """The number of processes that compute one micro-batch together: the adjacent ranks k·team … (k + 1)·team - 1."""
+        """The number of processes that compute one micro-batch together. Their ranks are adjacent, such as 0 … team - 1."""
         return self.tensor * self.context
 
 
@@ -204,8 +204,8 @@ def join_world(
 ) -> Iterator[World]:
     """Yield the `World` of this process, which the environment variables RANK and WORLD_SIZE determine.
 
-    `psigrad … --processes N`, torchrun, SLURM or Ray Train set them. Without them the process is alone. With `lockstep` all
-    processes make equally many passes. One that gets no answer for `minutes` ends. Raise `UserError` if `division` does not fit.
+    `psigrad … --processes N`, torchrun, SLURM or Ray Train set them; otherwise there is one process. `World` explains `lockstep`.
+    A process ends if another does not answer for `minutes` minutes. Raise `UserError` if `division` does not fit WORLD_SIZE.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if division is not None and (size % math.prod(division) or (division != Division() and not lockstep)):
@@ -292,10 +292,10 @@ def num_teams(world: World) -> int:
 
 
 def shard(world: World, parts: Sequence[T], rank: int | None = None) -> list[tuple[T, float]]:
-    """Return [(part, weight), …] for the parts of a step that this process, or the process `rank`, computes. Weights are 1.
+    """Return [(part, weight), …] for the parts of a step that this process, or the process `rank`, computes.
 
-    It computes every `num_teams(world)`-th part. With `world.lockstep` all processes need equally many passes, so a process with
-    one part fewer also gets the first part, with weight 0.
+    A process computes every `num_teams(world)`-th part, with weight 1. With `world.lockstep` all processes need equally many
+    passes, so a process with one part fewer also gets the first part, with weight 0.
     """
     shares = num_teams(world)
     own = [(part, 1.0) for part in parts[(world.rank if rank is None else rank) // world.division.team :: shares]]

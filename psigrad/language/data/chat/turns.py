@@ -87,9 +87,9 @@ class Conversation:
         return str(self._made[key][0])
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """Return the text to sample from, up to the generation prompt. If the last turn is the assistant's, add its content.
+        """Return the text from which the model samples: it ends with the generation prompt.
 
-        Raise `RowError` if that turn has more than content.
+        If the last message is the assistant's, the text continues with its content. Raise `RowError` if it has other fields.
         """
         *before, last = messages
         if last["role"] != "assistant":
@@ -103,7 +103,7 @@ class Conversation:
         return self.render(before, generation_prompt=True) + str(last["content"])
 
     def blocks(self, messages: Sequence[Message]) -> list[Span] | None:
-        """Return the character spans of the template's {% generation %} blocks; None if it has none. `render` reuses the text."""
+        """Return the spans of the template's {% generation %} blocks; None if it has none. Also cache the text for `render`."""
         if not _has_blocks(self.template):
             return None
         text, spans = self._run(generation_blocks, messages)
@@ -130,13 +130,13 @@ def _has_blocks(template: str) -> bool:
 
 
 def contexts(conversation: Conversation, *, empty_thinking: bool = False) -> list[Context]:
-    """Return the row's `Context`s. In them, each assistant turn follows the text that the template renders to sample that turn.
+    """Return the row's `Context`s, in which each trained turn follows the same text as when the model samples it.
 
-    A template that leaves earlier turns unchanged gives one context for all turns. A template that rewrites them (Qwen3 drops
-    thoughts) gives one context for each rewritten turn. An empty thought that the template adds is not trained, unless
-    `empty_thinking` is True.
+    If the template never changes earlier turns, one context has all turns. If it changes them (Qwen3 drops their thoughts), a
+    new context starts at each turn before which the text has changed. An empty thought that the template adds is trained only
+    if `empty_thinking` is True.
 
-    Raise `RowError` for a turn without such a context, and for content that the template leaves out.
+    Raise `RowError` for a turn whose context cannot be found, and for content that the template drops.
     """
     row = conversation.row
     prompt = row.prompt if isinstance(row.prompt, list) else []
@@ -233,10 +233,10 @@ def _find_last_turn(conversation: Conversation, messages: Sequence[Message], bef
 
 
 def _continue_thought(conversation: Conversation, message: Message, before: str, text: str, index: int) -> tuple[str, str]:
-    """Return (text before the turn `message`, text up to its end) if its prompt `before` ends with the opening tag of a thought.
+    """Return (text before the turn `message`, text up to its end) for a generation prompt `before` that opens a thought.
 
-    `text` is the rendering with the turn. In it the template drops or changes that tag. Raise `RowError`, with the message's
-    number `index`, if `text` differs from `before` for another reason.
+    `text` is the conversation rendered up to the end of the turn. There the template drops or changes the opening tag. If `text`
+    differs from `before` for another reason, raise `RowError` with the message's number `index`.
     """
     opened, thought = OPEN.search(before), _thought_of(message)
     tail = "" if opened is None else text[opened.start() :]
@@ -265,11 +265,11 @@ def _thought_of(message: Message) -> str:
 def check_rendered(
     conversation: Conversation, messages: Sequence[Message], texts: dict[int, str], trained: set[int], *, every_field: bool = True
 ) -> None:
-    """Raise `RowError` if the template leaves out part of a row. The error names the turn and the field.
+    """Raise `RowError` if the template drops a part of a row. The error names the turn and the field.
 
-    A part of message j is present if `texts[j]` contains it, or if the rendering changes without it. `texts[j]` is the
-    conversation's text. For a trained turn (j in `trained`) it is only that turn's text, since a question may have its words.
-    If not `every_field`, the template may leave out fields other than texts, calls and thoughts.
+    A part of message j is present if `texts[j]` contains it, or if the rendering changes when the part is removed. For a trained
+    turn (j in `trained`), `texts[j]` is the text of this turn alone, because other messages may contain the same words. For other
+    messages it is the whole text. If `every_field` is False, only texts, calls and thoughts are checked.
     """
     for j, message in enumerate(messages):
         part = messages[: j + 1] if j in trained else messages
@@ -293,7 +293,7 @@ _KNOWN = {"role", "content", "tool_calls", "tool_call_id", *WEIGHTS, *REASONING}
 
 
 def _pieces(message: Message, thoughts: bool) -> Iterator[tuple[str, str]]:
-    """Yield (field, text) for each text of a message. Include thoughts only if `thoughts`: templates drop them from context."""
+    """Yield (field, text) for each text of a message. Skip thoughts if `thoughts` is False: templates drop those of old turns."""
     parts = re.split(r"</?think>", str(message.get("content", "")))
     texts = [text for part in (parts if thoughts else parts[-1:]) for text in images.MARK.split(part)[::2]]
     yield from (("content", text.strip()) for text in texts if text.strip())
@@ -390,9 +390,9 @@ def _probe_turn_form(conversation: Conversation, before: Sequence[Message]) -> T
 
 
 def render_between(conversation: Conversation, observation: Sequence[Message]) -> tuple[str, str]:
-    """Return (the special token that ends the policy's turn, the text from the end of that token to the policy's next turn).
+    """Return (the special token that ends the policy's turn, the text between this token and the policy's next turn).
 
-    The text contains the `observation`. It is rendered after a dummy turn, since a template may cut reasoning from real turns.
+    The text contains the `observation`. It is rendered after a dummy turn, because a template may drop thoughts of a real turn.
     """
     name = next((str(m["name"]) for m in observation if m["role"] == "tool" and m.get("name")), "")
     calls = [call_of(name or "call")] if observation[0]["role"] == "tool" else []

@@ -62,8 +62,8 @@ class CachedDialogue(Dialogue):
     """The embedded sampler's `Dialogue` on a CPU.
 
     The first turn prefills each prompt once for its group. In later turns, decoding steps read the environment's tokens one by
-    one, while episodes that have read all of theirs sample in the same steps. If the environment's text is long, a new prefill
-    of all tokens of the episodes is cheaper.
+    one, while episodes that have read all of theirs sample in the same steps. If the environment's text is so long that this
+    would take longer, all tokens of the episodes are prefilled again instead.
     """
 
     def __init__(self, model: LanguageModel, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> None:
@@ -108,7 +108,7 @@ class CachedDialogue(Dialogue):
         yield from turn.decode(self.cache, {} if restart else unread)
 
     def _prefill(self, live: Sequence[int]) -> torch.Tensor:
-        """Read all tokens of the episodes `live` into active slots. Return the logits [n, V] after each one's last token."""
+        """Read all tokens of the episodes `live` into active slots. Return the logits [n, V] after the last token of each."""
         firsts = [n for n, i in enumerate(live) if n == 0 or self.contexts[i] != self.contexts[live[n - 1]]]
         copies = on_device(np.cumsum([n in set(firsts) for n in range(len(live))]) - 1, self.model.device)
         prompts = [self.contexts[live[n]] for n in firsts]
@@ -149,7 +149,7 @@ class _Turn:
                 yield from self._pop_ended()
 
     def write(self, logits: torch.Tensor, indices: np.ndarray) -> None:
-        """Draw one token per row of `logits` for the episodes `rows[indices]`. Remove episodes whose turn ends from `rows`."""
+        """Draw one token per row of `logits` for the episodes `rows[indices]`. If a turn ends, remove its episode from `rows`."""
         dialogue, rows = self.dialogue, self.rows[indices]
         counts = np.array([len(self.ids[i]) for i in rows])
         drawn = draw(logits, dialogue.params, np.array([self.seeds[i] for i in rows], dtype=np.uint64), counts)
@@ -173,7 +173,7 @@ class _Turn:
         return [(i, self._completion(i)) for i in ended]
 
     def _completion(self, i: int) -> Completion:
-        """Return the completion of the turn of episode `i`, and append it to the episode's context."""
+        """Return the completion that episode `i` sampled in this turn, and append it to the episode's context."""
         ids = self.ids[i]
         self.dialogue.contexts[i] += ids
         return Completion(

@@ -55,8 +55,8 @@ class EmbeddedSampler(PolicyWeights):
     A prompt is prefilled once for its group. Finished sequences leave immediately, and waiting groups enter as slots become free.
     A token depends on its seed and on the number of tokens before it, never on other sequences in the batch. Only the rounding of
     matrix products varies with the batch size. After each step `progress` is called with its number of new tokens. With
-    `cuda_graphs`, decoding steps are recorded and replayed on a GPU, in the number of slots that `cuda_graph.fitting` returns.
-    The cache then persists between calls, which must not overlap.
+    `cuda_graphs`, decoding steps on a GPU are recorded and replayed. `cuda_graph.fitting` then determines the number of slots,
+    and the cache persists between calls, so two calls must not overlap.
     """
 
     engine = "embedded 1"
@@ -97,7 +97,7 @@ class EmbeddedSampler(PolicyWeights):
         batch.name_rows()
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
-        """Start episodes; see `Sampler`. On a CPU, keys, values and states stay cached between turns if slots suffice."""
+        """Start episodes; see `Sampler`. On a CPU, keys, values and states stay cached between turns if each has a slot."""
         model = self.model
         restarts = model.decoder is None and (
             model.device.type != "cpu" or model.router_recorder is not None or model.shard_root is not None
@@ -137,15 +137,15 @@ class EmbeddedSampler(PolicyWeights):
 
 
 def without_placeholders(model: LanguageModel, params: SamplingParams) -> SamplingParams:
-    """Return `params`. If the model reads images, `forbidden` is set to their placeholder tokens, which are then never drawn."""
+    """Return `params`. For a model that reads images, set `forbidden` to the image placeholder tokens, so none is ever drawn."""
     return params if model.vision is None else replace(params, forbidden=model.vision.forbidden)
 
 
 @torch.no_grad()
 def why_not_embedded(model: LanguageModel) -> str:
-    """Return the reason why `EmbeddedSampler` cannot sample a model that runs packed rows; empty if it can.
+    """Return the reason why `EmbeddedSampler` cannot sample from `model`; empty if it can. `model` must run packed rows.
 
-    The sampler's prefill and one decoding step are compared with the packed forward pass, except for fused and sharded models.
+    Compare the sampler's prefill and one decoding step with the packed forward pass. Fused and sharded models need no comparison.
     """
     if model.decoder is not None or model.shard_root is not None:
         return ""
@@ -177,8 +177,8 @@ def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -
 def _graph_room(requests: list[Request], params: SamplingParams, max_batch: int, most: int, before: Room | None) -> Room:
     """Return the capacity of a cache for recorded decoding steps, rounded up so that the next call may have longer prompts.
 
-    The cache has at most `max_batch` slots of at most `most` tokens. Prompts are stored once for their group if they are long and
-    have several completions, or if the cache of the last call (`before`) did so. Its recordings can then be used again.
+    The cache has at most `max_batch` slots of at most `most` tokens. A prompt is stored once for its group if prompts are long
+    and have several completions. This is also done if the last call did so (`before`), to use its recordings again.
     """
 
     def rounded(tokens: int) -> int:
@@ -194,9 +194,9 @@ def _graph_room(requests: list[Request], params: SamplingParams, max_batch: int,
 
 
 def check_room(model: LanguageModel, requests: list[Request], params: SamplingParams, images: bool = False) -> None:
-    """Raise `UserError` for empty prompts, and for prompts that with their completion would exceed the model's positions.
+    """Raise `UserError` for an empty prompt, and for a prompt longer than `model.max_length` minus `params.max_tokens`.
 
-    Also raise it for prompts with images, unless `images` is True, which means that the sampler can read images.
+    Also raise it for a prompt with an image, unless the sampler can read images (`images`).
     """
     for request in requests:
         if not images and any(token >= FIRST for token in request.prompt_ids):
@@ -258,7 +258,7 @@ class _Batch:
         return free and self._free_prompts() > 0
 
     def _free_prompts(self) -> int:
-        """Return how many more prompts the cache can store. Without a `GroupedCache` these are all waiting prompts."""
+        """Return how many more prompts the cache can store. Only a `GroupedCache` has a limit; others can store all that wait."""
         return self.cache.prompts - self.cache.count if isinstance(self.cache, GroupedCache) else len(self.waiting)
 
     def admit(self) -> None:
@@ -319,7 +319,7 @@ class _Batch:
         return self.kept if self.kept is not None and self.kept.open else None
 
     def name_rows(self) -> None:
-        """Register the completions in the activation cache, with its row for each token. A completion's last token has no row."""
+        """Register the completions in the activation cache, with the row of each token but the last, which no step has read."""
         if self.kept is None or self.rows is None or not self.kept.open:
             return
         rows, logps = self.rows, self.logprobs[0]

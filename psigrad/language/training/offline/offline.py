@@ -55,7 +55,7 @@ class Task(Protocol):
         ...
 
     def held_out(self, budget: int, world: World = ALONE) -> Mapping[str, float | str]:
-        """Return metrics over all rows, computed by all processes together; texts come from `marks_of`. Call without gradient."""
+        """Return metrics over all rows; a text is a result of `marks_of`. All processes share the work. Call without gradient."""
         ...
 
 
@@ -133,7 +133,7 @@ def terms_of(share: Share) -> dict[str, float]:
 
 
 def marks_of(hits: Iterable[float]) -> str:
-    """Return one character per pair, for comparisons in reports: 1 for a hit of 1 (ranked right), 0 for 0, h for 0.5 (a tie)."""
+    """Return one character per pair, by which reports compare runs: 1 if it is ranked right (hit 1), 0 if wrong, h for a tie."""
     return "".join("0h1"[round(2 * hit)] for hit in hits)
 
 

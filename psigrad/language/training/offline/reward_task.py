@@ -62,7 +62,7 @@ class RewardTask:
         return {name: float(term) for name, term in loss.terms.items()}, (lead[:, 0] - lead[:, 1]).tolist()
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float | str]:
-        """Return loss, accuracy with its 95 % interval and each pair's result (`marks_of`), and calibration of σ(margin).
+        """Return the loss, accuracy with its 95 % interval, each pair's result (`marks_of`), and the calibration of σ(margin).
 
         A forward pass has at most `budget` tokens; see `Task`.
         """

@@ -108,13 +108,13 @@ def micro_batches(batch: Batch, row_mask: Tensor, budget: int, ranks: int = 1) -
 
 
 def _size(trajectory: Trajectory, shared: Sequence[int]) -> int:
-    """Return the number of tokens of a forward pass over this trajectory, without the prompt `shared` by its group."""
+    """Return the number of tokens that a trajectory adds to a forward pass that already has its group's prompt, `shared`."""
     own = sum(len(context.prompt_ids) for context in trajectory.contexts if context.prompt_ids != shared)
     return len(trajectory.completion.ids) + own
 
 
 def assign_micro_batches(world: World, batch: Batch, row_mask: Tensor, budget: int) -> list[tuple[MicroBatch, float]]:
-    """Return this process's list of (micro-batch of at most `budget` tokens, weight). Fetch tokens that other processes have.
+    """Return this process's list of (micro-batch of at most `budget` tokens, weight). Fetch tokens that another process has.
 
     The weight is 1, or 0 for a micro-batch that is computed only because all processes must make equally many passes.
     """
@@ -150,7 +150,7 @@ def reference_inputs_of(batch: Batch, micro: MicroBatch) -> Groups | None:
 
 
 def _contexts_of(batch: Batch, micro: MicroBatch) -> list[tuple[tuple[int, ...], list[tuple[int, CompletionSpan]]]]:
-    """Return (prompt, [(row, the part of the row's completion that follows it)]) for each prompt of a forward pass."""
+    """Return (prompt, [(row, the part of the row's completion sampled after this prompt)]) for each prompt of a forward pass."""
     read: list[tuple[tuple[int, ...], list[tuple[int, CompletionSpan]]]] = []
     for members in micro:
         behind: dict[tuple[int, ...], list[tuple[int, CompletionSpan]]] = {}
@@ -162,7 +162,7 @@ def _contexts_of(batch: Batch, micro: MicroBatch) -> list[tuple[tuple[int, ...],
 
 
 def to_rows(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
-    """Return `x`, the model's outputs for `inputs_of`, as [n, T]: one line per row of the micro-batch, padded with zeros."""
+    """Return the model's outputs `x` for `inputs_of(batch, micro)` as [n, T]: one line per row of `micro`, padded with zeros."""
     width, rows = batch.mask.shape[1], rows_of(micro).tolist()
     pieces = [piece for _, own in _contexts_of(batch, micro) for piece in own]
     if [i for i, _ in pieces] == rows:  # one part for each row, in order
@@ -211,7 +211,7 @@ def compute_by_row(
 
 
 def metric_of(trajectory: Trajectory, name: str = "") -> float:
-    """Return the value that dynamic sampling compares within a group: that of the reward function `name`.
+    """Return the value of the reward function `name`, which dynamic sampling compares within a group.
 
     If `name` is empty, return the reward without the length penalty. Raises `UserError` if no function has that name.
     """
@@ -232,8 +232,8 @@ def metric_of(trajectory: Trajectory, name: str = "") -> float:
 def reward_dtype(sizes: Sequence[int], columns: Sequence[Sequence[float]]) -> torch.dtype:
     """Return float64 if float32 would lose differences of rewards within a group, otherwise float32.
 
-    Each of `columns` has one number per row; NaN is ignored. Consecutive rows form groups of these `sizes`. Rewards of 1e6 and
-    1e6 + 0.001 are equal in float32, and the variance of 1e20 and 0 is infinite. Advantages are always float32, because
+    Each of `columns` has one number per row; NaN is ignored. Consecutive rows form groups of these `sizes`. In float32, rewards
+    of 1e6 and 1e6 + 0.001 are equal, and the variance of rewards of 0 and 1e20 overflows. Advantages are always float32, because
     `PolicyGradient.prepare` casts them.
     """
     for column in columns:
