@@ -60,8 +60,8 @@ def declaration(name: str) -> Declaration:
 def of_spec(spec: Any) -> Declaration:
     """Return the declaration of an algorithm, given as a name, as {"preset": name, …} or as an object with a `name`.
 
-    Anything else, such as "module:name", is a custom online method, whose declaration has the defaults {"algorithm": `spec`}. A
-    plain name that no method has raises `UserError`.
+    Raise `UserError` for a plain name if no method has it. Anything else, such as "module:name", is a custom online method. The
+    defaults in its declaration are {"algorithm": `spec`}.
     """
     name = spec.get("preset", "") if isinstance(spec, Mapping) else spec if isinstance(spec, str) else getattr(spec, "name", "")
     if name in list_declarations():

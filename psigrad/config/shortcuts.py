@@ -53,7 +53,7 @@ def describe_method(spec: Any) -> Part | None:
 
 
 def find_parts(root: Part, prefix: str = "") -> list[tuple[str, Part]]:
-    """Return (`prefix` + dotted path, part) for each part inside `root`, such as ("psi.psi", …) for a psi inside another psi."""
+    """Return (`prefix` + dotted path, part) for each part inside `root`, at any depth."""
     return [
         place
         for name, value in root.parameters.items()
@@ -130,8 +130,8 @@ def expand(
     """Return (`given` with every shortcut replaced by its settings; the shortcuts without effect, each with an error message).
 
     `cls` is the settings class. `given` overrides `values`, the method's defaults. `more` adds shortcuts to psigrad's own. A
-    shortcut has no effect if the method lacks the part that it sets. Dropped without a message are a shortcut without effect for
-    which `needless` returns True, and a shortcut whose value the method already has.
+    shortcut has no effect if the method lacks the part that it sets. If `needless` returns True for such a shortcut,
+    it is dropped without a message. A shortcut whose value the method already has is dropped as well.
     """
     known = shortcuts_of(cls)
     short = {**known, **more} if known else {}
@@ -182,7 +182,7 @@ def _describe_missing(name: str, short: Shortcut, spec: Any) -> str:
 
 
 def find_parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[Part], Places]:
-    """Return a `Shortcut.find` for the parameter `field` of the parts named in `parts`; if `slots` are given, only there."""
+    """Return a `Shortcut.find` for the parameter `field` of the parts named in `parts`. With `slots`, only these are searched."""
 
     def places(root: Part) -> Places:
         return [
@@ -199,7 +199,7 @@ def _either(*finders: Callable[[Part], Places]) -> Callable[[Part], Places]:
 
 
 def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
-    """Return a function for `Shortcut.find` that finds `field` of the part in `slot`. Its value counts as 0 in an empty slot."""
+    """Return a `Shortcut.find` for the parameter `field` of the part in `slot`. If the slot is empty, the current value is 0."""
 
     def places(root: Part) -> Places:
         if root.name != "PolicyGradient":
@@ -264,7 +264,7 @@ _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
 def find_grouped(root: Part) -> Places:
-    """Return [(dotted path, d)] of psis that subtract group means. They divide by the std of d: "batch", "group" or "none"."""
+    """Return [(dotted path, d)] of psis that subtract group means. d names the std they divide by: "batch", "group" or "none"."""
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
         for place, part in find_parts(root)

@@ -57,9 +57,9 @@ def terminal(score_N: Tensor, mask_NT: Tensor) -> Tensor:
 class Batch:
     """N collected trajectories. Algorithms read every field but `inputs`. Steps at which `mask` is False are called masked.
 
-    On construction every per-step tensor is detached, copied, promoted to at least float32, and set to 0 on masked steps. Nothing
-    downstream can then read padding or observations. A reward on a masked step is therefore ignored: put such a reward on the
-    last step before it that is not masked, as `terminal` does.
+    On construction every per-step tensor is detached, copied, promoted to at least float32, and set to 0 on masked steps. No
+    algorithm can then read the numbers of padding or of an environment's text. A reward on a masked step is therefore lost: put
+    it on the last step before it that is not masked, as `terminal` does.
     Errors: ValueError if a tensor has the wrong shape or `mask` is not boolean.
     """
 
@@ -144,7 +144,7 @@ class Batch:
         return self.reward.sum(1)
 
     def check_finite(self) -> None:
-        """Raise ValueError if a number of a row or of a step that is not masked (reward, log-prob, value) is NaN or infinite."""
+        """Raise ValueError if a number such as a reward is NaN or infinite, except on masked steps and in rows of padding."""
         for name in (*_NUMBERS, "last_value", "metric"):
             x: Tensor | None = getattr(self, name)
             x = zero_outside(self.present, x)[:, None] if x is not None and x.dim() == 1 else x
@@ -196,7 +196,7 @@ class PolicyOutputs:
 class Totals:
     """Numbers of sequences and tokens in one optimiser step, over all its micro-batches and ranks. Ranks add theirs with `+`.
 
-    Losses divide by these counts, never by the size of a micro-batch. Any split therefore gives the same gradient.
+    Losses divide by these counts, never by the size of a micro-batch. So the number of micro-batches changes no gradient.
     """
 
     sequences: int = 0
@@ -352,7 +352,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def step_covariance(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-    """Return each step's share [N, T] of the covariance, (x − mean(x))·(y − mean(y)). Means are over steps where mask is True."""
+    """Return (x − mean(x))·(y − mean(y)) of each step [N, T], with means over the steps in `mask`; 0 outside `mask`."""
     return ((x - masked_mean(x, mask)) * (y - masked_mean(y, mask))).masked_fill(~mask, 0.0)
 
 

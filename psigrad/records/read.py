@@ -34,7 +34,7 @@ class Sample:
 
 
 def find_best_step(events: Sequence[Mapping[str, Any]]) -> float:
-    """Return the step whose weights the final model has: that of the best evaluation, or infinity for the last step."""
+    """Return the step of the best evaluation if the final model has the weights of that step; otherwise infinity."""
     last: Mapping[str, Any] = next((event for event in reversed(events) if event.get("kind") in KEEPS), {})
     return number(last.get("step")) if last.get("kind") == "kept" else math.inf
 
@@ -115,7 +115,7 @@ class RunData:
 
     @property
     def compared(self) -> list[dict[int, Sample]]:
-        """{step: sample} of each held-out row with a sample at all steps in `samples`; rows whose reward changed come first."""
+        """The held-out rows with a sample at every step in `samples`, as {step: sample}; rows whose reward changed come first."""
         steps = list(self.samples)
         common = [row for row in (self.samples[steps[0]] if steps else ()) if all(row in self.samples[s] for s in steps)]
         rows = [{step: self.samples[step][row] for step in steps} for row in common]

@@ -192,7 +192,7 @@ class RunFolder:
             return False
 
     def _has_started(self) -> bool:
-        """Return True if there is a run to resume. A start that failed before its first step leaves only its settings."""
+        """Return True if the run has begun: it has a checkpoint, rows of metrics, timings or rollouts, or an event "started"."""
         files = [self.path / f"{name}.jsonl" for name in ROWS if name != "events"]
         if any(self.checkpoints.glob("step-*")) or any(file.exists() and file.stat().st_size for file in files):
             return True
@@ -233,7 +233,7 @@ class RunFolder:
         self._append("rollouts", b"".join(map(to_line, told)))
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write a row of events.jsonl: the time, `kind` and `fields`. Secrets are hidden, except in `rows` of the dataset."""
+        """Write a row of events.jsonl: the time, `kind` and `fields`. Secrets are hidden, except in dataset rows (`rows`)."""
         if kind in ("started", "resumed") and self._changes:  # not earlier: a start that fails changes nothing
             changes, self._changes = {c.name: [c.before, c.now] for c in self._changes}, []
             self._write_settings(self.settings)
@@ -343,7 +343,7 @@ class NullRunFolder(RunFolder):
         """Do nothing: rank 0 writes the rows."""
 
     def flush(self, step: int = -1, keep: int = 0) -> None:
-        """Do nothing: this process wrote nothing."""
+        """Do nothing: rank 0 writes the rows and flushes them."""
 
     def rewind(
         self, step: int, written: Mapping[str, int] = MappingProxyType({}), ends: Mapping[str, int] = MappingProxyType({})
@@ -351,7 +351,7 @@ class NullRunFolder(RunFolder):
         """Do nothing: rank 0 rewinds the files."""
 
     def disk_low(self) -> str:
-        """Return "": rank 0 checks the disk."""
+        """Return "", since only rank 0 checks the disk."""
         return ""
 
     def save_model(self, write: Callable[[Path], None]) -> Path:

@@ -54,8 +54,8 @@ class Best(Callback):
     def _figure(self, metrics: Mapping[str, Any], step: int) -> tuple[float, bool]:
         """Return (the figure of an evaluation's `metrics` that is compared, True if a greater value is better).
 
-        If the settings name none, it is the main figure of the first evaluation that has one. Raises `UserError` if the first
-        evaluation after step 0 lacks the named figure, or has no figure at all.
+        The setting `metric_for_best_model` names the figure. If it is empty, the first evaluation with a main figure decides.
+        Raise `UserError` at the first evaluation after step 0 if neither it nor an earlier one has the named (or any) figure.
         """
         name = self.figure or self.settings.metric_for_best_model
         found = comparison_figure(metrics, name, self.settings.greater_is_better)

@@ -56,7 +56,7 @@ class Callback:
         """Handle the start of each step."""
 
     def on_step_end(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
-        """Handle the end of a step. `control.should_evaluate` and `control.should_save`, True if due, may be set or cleared."""
+        """Handle the end of a step. `control.should_evaluate` and `should_save` are True if due. The method may change both."""
 
     def on_log(self, args: Any, state: Any, control: Control, logs: Mapping[str, Any], **kwargs: Any) -> None:
         """Handle each row of metrics, passed as `logs`."""
@@ -247,7 +247,7 @@ class Callbacks:
         return change
 
     def _value_before(self, setting: str) -> Any:
-        """Return a setting's value before a callback's change; None at the first change of a parameter of algorithm or loss."""
+        """Return a setting's value before a callback's change; None at the first change of a number in `algorithm` or `loss`."""
         if setting in self.changed_values or setting.partition(".")[0] in PARTS:
             return self.changed_values.get(setting)
         return getattr(self.args, setting.rpartition(".")[2])

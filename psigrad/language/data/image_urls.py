@@ -76,7 +76,7 @@ def _local(record: RawRow, names: set[str], found: Mapping[str, Path | str]) -> 
 
 
 def _replace(raw: object, names: set[str], change: Callable[[str, str], str]) -> object:
-    """Return a raw row with `change(url, its path in the row)` for each image's URL, in columns `names` and message parts."""
+    """Return a raw row with `change(url, path in the row)` in place of each image's URL, in columns `names` and in messages."""
     if not isinstance(raw, Mapping):
         return raw
 

@@ -29,8 +29,8 @@ CHUNK_ON_GPU, TILE_ON_GPU = 4, 256
 class _Logits(torch.autograd.Function):
     """The autograd function h·Wᵀ by `kernels.multiply`, which unlike PyTorch compiles no code for each new number of tokens.
 
-    Each chunk of tokens has its own gradient of W. If `sums` is given, it adds these gradients up in float32, since a sum in
-    half precision would lose small terms.
+    The backward pass of each chunk of tokens computes a gradient of W. If `sums` is given, it adds up these gradients in
+    float32, since a sum in half precision would lose small terms.
     """
 
     @staticmethod
@@ -246,11 +246,11 @@ class _HeadUse:
 
     @torch.no_grad()
     def add_to(self, out: Tensor, rows: slice) -> None:
-        """Add the gradient of the rows `rows` of the head's weight to `out`, which holds only these rows."""
+        """Add the gradient of `weight[rows]`, a part of the head's weight, to `out`, which has the shape of that part."""
         self.add_products(None, out, rows)
 
     def add_products(self, dhidden: Tensor | None, dweight: Tensor | None, tokens: slice) -> None:
-        """Add the gradients through the logits of the vocabulary's `tokens` to `dhidden` and `dweight`.
+        """Add to `dhidden` and `dweight` the gradients that come from the logits of `tokens`, a range of the vocabulary.
 
         `dhidden` [M, E] is the gradient of the hidden states, and `dweight` that of the weight's rows `tokens`. A gradient that
         is None is not computed.
@@ -279,7 +279,7 @@ def _sampler_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return (log-probs [M], logits [M]) of the tokens `ids`, computed from `hidden` and `weight`.
 
-    The log-probs have the same bits as those that the sampler computes. If `figures` is given, all logits are added to it.
+    The log-probs have the same bits as those that the sampler computes. If `figures` is given, it is updated with all logits.
     """
     height = max(1, min(len(hidden), TILE_ELEMENTS // STRETCH))
     most = TILE_ELEMENTS if figures is None else TILE_ELEMENTS // 4  # figures make three copies of a tile
@@ -323,7 +323,7 @@ def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple
 
 
 def _hits(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return (mask [m], True for `ids` in the range `columns`; index [m, 1] of each id within the range, arbitrary outside)."""
+    """Return (True if an id is in the range `columns` [m], its index there [m, 1]) for `ids`. Others get an arbitrary one."""
     hit = (ids >= columns.start) & (ids < columns.stop)
     return hit, (ids - columns.start).clamp_(0, columns.stop - columns.start - 1)[:, None]
 

@@ -53,7 +53,7 @@ class ModelScorer:
         return str(getattr(self.model.network.config, STEP_SEPARATOR, "") or "")
 
     def begin(self) -> Scoring:
-        """Return a `Scoring` that scores all groups at once after sampling. Until then the policy needs the device."""
+        """Return a `Scoring` that waits until sampling ends, since the policy needs the device, and then scores all groups."""
         return Scoring(self._score_groups)
 
     def _score_groups(self, groups: Sequence[Samples]) -> list[Result]:
@@ -95,9 +95,9 @@ class ModelScorer:
     def _tokens(self, row: Row, own: tuple[Ids, Ids] | None) -> tuple[Ids, Ids]:
         """Return (prompt tokens, completion tokens) for the reward model; `own` are the policy's two lists, if it has tokens.
 
-        With `own`, the completion gets the end that answers had in the reward model's training, of which the policy may have
-        sampled only the first token. If `own` is None, or the policy has another tokenizer or template, or the template writes
-        something before each answer, return ([], tokens of the rendered `row`).
+        With `own`, the completion ends with the tokens that ended answers in the reward model's training. They replace the
+        policy's own stop token, if it sampled one. If `own` is None, or the policy has another tokenizer or template, or the
+        template writes something before each answer, return ([], tokens of the rendered `row`).
         """
         end = self._ends[isinstance(row.prompt, str)] if self.same_tokens and own else None
         if end is None or own is None:
@@ -153,7 +153,7 @@ def answer_end(tokenizer: Any, plain: bool) -> list[int] | None:
     """Return the tokens that end every answer: EOS if the rows are `plain` text, otherwise those that the template writes.
 
     Return None if the template writes something between the generation prompt and an answer, such as Qwen3's empty thinking.
-    Return [] if the template cannot render a conversation, so that only the policy's own tokens can be scored.
+    Return [] if the template cannot render a conversation: the policy's tokens are then scored without an added end.
     """
     rows = [Row("a test conversation", "a", text) for text in ("b", "c")]
     rows = rows if plain else [to_turns(tokenizer, row) for row in rows]
@@ -210,7 +210,7 @@ class Mixture:
     weights: Sequence[float]
 
     def begin(self) -> Scoring:
-        """Return a `Scoring` that passes each group to all scorers at once, so that each scorer starts as early as it can."""
+        """Return a `Scoring` that immediately passes each group to every scorer, so that each starts as early as it can."""
         return MixedScoring([scorer.begin() for scorer in self.scorers], self.weights)
 
 

@@ -82,8 +82,8 @@ def add_teacher_prompts(
 ) -> Sequence[Prompt]:
     """Add to each prompt the tokens that the reference reads, if `teacher_prompt` is set or the reference is a `Teacher`.
 
-    Otherwise return the prompts unchanged. Raises `UserError` if a row lacks the column that `teacher_prompt` names, or if this
-    text leaves no room for a completion.
+    Otherwise return the prompts unchanged. Raises `UserError` if a row lacks the column that `teacher_prompt` names, or if the
+    added tokens leave no room for a completion.
     """
     column, completion = config.teacher_prompt, config.sampling.max_completion_length
     if reference is None or not (column or isinstance(reference, Teacher)):
@@ -146,7 +146,7 @@ def check_images(config: Any, model: Pretrained | None = None, rows: Iterable[Ro
 def check_features(model: Pretrained, rows: Iterable[Row]) -> None:
     """Raise `UserError` if the vision tower computes another number of features for an image than its prompt has image tokens.
 
-    Of the images of `rows`, one is computed for each number of tokens. Sharded models are checked at the first step.
+    To save time, only one image of `rows` is checked for each number of tokens. Sharded models are checked at the first step.
     """
     if model.vision is None or model.shard_root is not None:
         return

@@ -49,7 +49,7 @@ def sequence_mean(mask: Tensor, totals: Totals) -> Tensor:
 
 
 def sequence_sum(mask: Tensor, totals: Totals) -> Tensor:
-    """Return the weights w [N, T] of the sum over each sequence's steps, as in its log-probability, then the mean over sequences.
+    """Return the weights w [N, T] of the sum over each sequence's steps, then the mean over sequences.
 
     Formula: w_t = 1 / (number of sequences)
 
@@ -63,7 +63,7 @@ def sequence_sum(mask: Tensor, totals: Totals) -> Tensor:
 
 @dataclass(frozen=True)
 class fixed_length:
-    """The weights w of the sum over each sequence's steps divided by a constant, then the mean over sequences: no length bias.
+    """The weights w of the sum over each sequence's steps divided by a constant n, then the mean over sequences: no length bias.
 
     Formula: w_t = 1 / (n · number of sequences)
 
@@ -83,7 +83,7 @@ class fixed_length:
             )
 
     def __call__(self, mask: Tensor, totals: Totals) -> Tensor:
-        """Return the weights [N, T] of the steps."""
+        """Return the weights [N, T] by which the losses of the steps are multiplied."""
         return sequence_sum(mask, totals) / self.n
 
 
@@ -148,7 +148,7 @@ class top_k:
 
 @dataclass(frozen=True)
 class top_entropy:
-    """Train only on the batch's steps at which the policy was least sure. The others still count in the denominator of w_t.
+    """Train only on the batch's steps at which the policy was least sure. The others still count in the loss's denominator.
 
     Formula: keep t  ⇔  H(π_old(·|s_t)) is at least the (1 − share) quantile of this entropy over all steps of the batch
 
@@ -183,7 +183,7 @@ class clip_covariance:
     """Drop a few of the steps that lower the entropy most: likely ones of high advantage, or unlikely ones of low advantage.
 
     Formula: C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A))
-             of the steps with low < C_t < high, drop at random as many as `share` of all steps
+             of the steps with low < C_t < high, drop share · (number of all steps) at random, at least one
 
     The random choice is a hash of the log-probs, so the same steps are dropped whatever the order of the batch's rows.
 

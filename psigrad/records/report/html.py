@@ -176,7 +176,7 @@ def _trace(run: RunData) -> str:
 
 
 def _warnings(run: RunData) -> Table | None:
-    """Return a table of the warnings about the run, the current ones first; None if there are none."""
+    """Return a table of the run's warnings, those that still apply first; None if there are none."""
     raised: dict[str, list[RunWarning]] = {}
     watch = apply_rules(run)
     for alert in watch.alerts():

@@ -46,7 +46,7 @@ def call_of(name: str = OTHER, value: str = SENTINEL, content: str = "") -> Mess
 
 
 def tool_of(name: str = OTHER) -> Message:
-    """Return the schema of a function with one argument."""
+    """Return the schema of a tool, a function called `name` with one argument."""
     inner = {"type": "object", "properties": {"x": {"type": "string", "description": "b"}}, "required": ["x"]}
     return {"type": "function", "function": {"name": name, "description": SENTINEL, "parameters": inner}}
 
@@ -141,10 +141,10 @@ def cache_specials(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 def _backend_of(tokenizer: PreTrainedTokenizerBase, added: list[Any]) -> tuple[re.Pattern[str] | None, Any]:
     """Return (`cuts`, `backend`) of the tokenizer's `Specials`. `added` are its added tokens.
 
-    `backend` is the tokenizer of the library `tokenizers`; both results are None if the tokenizer does not use this library.
-    The library splits a text at added tokens, at the longest if several begin at one position, and processes each piece alone.
-    `cuts` matches only tokens at which every text is split, whatever precedes them; tokens matched in normalised text are
-    excluded. If a token may be part of another or must be a separate word, `cuts` is None.
+    `backend` is the tokenizer of the library `tokenizers`. Both results are None if `tokenizer` does not encode by it alone. The
+    library splits a text at added tokens and encodes each piece alone. If several start at one position, it takes the longest.
+    `cuts` matches the added tokens that the library finds in the text as it is, before normalisation. It is None if there are no
+    such tokens, if one may be inside another added token, or if one must be a separate word.
     """
     from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
@@ -222,9 +222,9 @@ def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, s
     """Return (`turn_end`, `turn_next`) of a `Dialect` from two renderings of a turn with the content `SENTINEL`.
 
     In `last`, the turn is the last one; in `followed`, another turn follows. `special` matches special tokens. Usually, both
-    results are the text after the content, up to the last special token that both renderings share. If they share none, the last
-    one in `last` takes its place (gpt-oss: <|return|>). If `last` has none, `turn_end` is the text of `followed` up to its first
-    special token (GLM: <|user|>), and `turn_next` is the rest of `turn_end` after the text that both renderings share.
+    results are the text after the content, up to the special token that ends it in both renderings. Without such a token, they
+    end at the last special token of `last` (gpt-oss: <|return|>). If `last` has none either, `turn_end` is the text of `followed`
+    after the content, up to its first special token (GLM: <|user|>). `turn_next` is then `turn_end` without the start they share.
     """
     ending, behind = last.rpartition(SENTINEL)[2], followed.rpartition(SENTINEL)[2]
     shared = next((i for i, (a, b) in enumerate(zip(ending, behind, strict=False)) if a != b), min(len(ending), len(behind)))

@@ -50,7 +50,7 @@ class Room(NamedTuple):
     longest_prompt: int = 0
 
     def covers(self, other: Room) -> bool:
-        """Return True if this capacity is enough in place of `other`: both or neither have prompts, and no number is smaller."""
+        """Return True if a cache of this capacity suffices for `other`: no number is smaller, both or neither have `prompts`."""
         return bool(self.prompts) == bool(other.prompts) and all(a >= b for a, b in zip(self, other, strict=True))
 
 
@@ -63,7 +63,7 @@ class CudaGraphDecoding:
     """
 
     def __init__(self, model: LanguageModel, room: Room, wanted: Room | None = None, record: Recorder | None = None) -> None:
-        """Create a cache of `room`: `wanted`, if memory allows, or less. `record` records a step. Call `begin` before a batch."""
+        """Create a cache with the capacity `room`, which may be less than the requested `wanted`. Call `begin` before a batch."""
         self.model, self.wanted = model, wanted or room
         self.cache = GroupedCache(*room) if room.prompts else KVCache(*room[:2])
         self.weights = weight_addresses(model)
@@ -91,9 +91,10 @@ class CudaGraphDecoding:
             del self._kept[oldest]
 
     def decode(self, last: np.ndarray, counts: np.ndarray, seeds: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """Decode up to `steps` tokens for each active slot, from its last token, number of drawn tokens and seed, [active] each.
+        """Decode `steps` tokens, or `TOKENS_AT_ONCE` if that is fewer, for each active slot.
 
-        Returns (ids [steps, active], log-probs [steps, 2, active]); the 2 are under the policy and the sampling distribution.
+        `last`, `counts` and `seeds` [active] are each slot's last token, number of drawn tokens and seed. Return (ids
+        [steps, active], log-probs [steps, 2, active]); a token has one under the policy and one under the sampling distribution.
         """
         active, steps = self.cache.active, min(steps, TOKENS_AT_ONCE)
         size = min(1 << (active - 1).bit_length(), self.cache.slots)
@@ -115,8 +116,9 @@ class CudaGraphDecoding:
         return min(between if _NARROWEST < wanted <= between else wide, most)
 
     def _seated(self, size: int) -> tuple[int, ...]:
-        """Copy the arrays of `Seats`, a grid of prompts × completions, for `size` slots to the GPU. Return (places in the grid,
-        completions per prompt, cached tokens that a step reads of each prompt), or () if the cache is no `GroupedCache`.
+        """Copy the `Seats` for `size` slots to the GPU. Do nothing and return () if the cache is no `GroupedCache`.
+
+        Return (number of places in the grid, places per prompt, number of cached tokens that a step reads of each prompt).
         """
         if not isinstance(self.cache, GroupedCache):
             return ()
@@ -128,7 +130,7 @@ class CudaGraphDecoding:
         return len(seats.grid), seats.members, self._columns(int(seats.behind.max()), self.cache.longest_prompt)
 
     def _replay(self, *shape: int) -> Callable[[], None]:
-        """Return a function that replays `_step(self.params, *shape)`. The first call with this shape records it."""
+        """Return a function that replays the recording of `_step(self.params, *shape)`. If there is none yet, record it first."""
         if shape not in self._replays:
             moved = [self.state, self.at, *self.cache.states.values()]
             before = [x.clone() for x in moved]
@@ -176,9 +178,7 @@ def fitting(model: LanguageModel, room: Room) -> Room:
 
 
 def prefill_limit(model: LanguageModel) -> int:
-    """Return the most tokens of several prompts that a forward pass on a GPU may read at once: `PREFILLED`, or fewer if their
-    activations would take more than half of the free memory.
-    """
+    """Return the most tokens of several prompts in one prefill: `PREFILLED`, or fewer if half of the free memory holds fewer."""
     hidden, inner = (size(model.network.config, name) for name in ("hidden", "inner"))
     token = (8 * hidden + 4 * (inner or 4 * hidden)) * model.network.dtype.itemsize  # in one layer, which the next one reuses
     return min(PREFILLED, int(SHARE * free_memory(model.device)) // token)

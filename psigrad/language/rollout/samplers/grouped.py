@@ -20,7 +20,7 @@ class GroupedCache(KVCache):
     """A `KVCache` that stores a prompt's keys and values once, in a row of `tables` [prompts, H_kv, longest_prompt, D].
 
     A slot stores only the tokens after its prompt. Only the first `count` rows are in use: each has a prompt that some slot
-    continues. When the last such slot is released, a prompt from the end moves into the free row.
+    continues. When no slot continues a prompt any more, a prompt from the last rows in use replaces it.
     """
 
     def __init__(self, slots: int, longest: int, prompts: int, longest_prompt: int) -> None:
@@ -66,7 +66,7 @@ class GroupedCache(KVCache):
         return order
 
     def seats(self, size: int) -> Seats:
-        """Return the `Seats` of the active slots, padded to `size` slots. P (at most `prompts`) and M become powers of two."""
+        """Return the active slots' `Seats`, padded to `size` slots. The grid has 1, 2, 4, … columns and rows (≤ `prompts`)."""
         members = np.bincount(self.owners, minlength=self.count)
         rows, most = (1 << (int(n) - 1).bit_length() for n in (self.count, members.max()))
         by_owner = self.owners.argsort(kind="stable")
@@ -120,7 +120,7 @@ class GroupedDecode(Decode):
     def __init__(
         self, cache: GroupedCache, places: Tensor, columns: int, width: int, seats: Sequence[Tensor], members: int
     ) -> None:
-        """Prepare a `Decode` that also reads `width` tokens of each prompt. `seats` are grid, seat and behind of `Seats`."""
+        """Prepare a `Decode` that also reads `width` tokens of each prompt. `seats` and `members` are the fields of a `Seats`."""
         self.grid, self.seat, self.behind = seats
         super().__init__(cache, places, columns, cache.longest, self.behind)
         self.grouped, self.prompt_width, self.members = cache, width, members

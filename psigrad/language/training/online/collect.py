@@ -97,10 +97,10 @@ def _collect_after(
 
 
 def collect(run: OnlineRun, cursor: int, version: int, clock: Clock, cache: ActivationCache | None = None) -> Collected:
-    """Sample and score completions of `prompts_per_step` prompts, the first of which is prompt number `cursor` of the run.
+    """Sample and score completions of `prompts_per_step` prompts, starting with prompt number `cursor` of the run.
 
-    `version` is the number of training steps that the sampling weights have taken. With dynamic sampling (DAPO, Yu et al. 2025),
-    prompts whose completions all have the same metric (`metric_of`) are replaced by new prompts, at most `max_refills` times.
+    The sampler uses the weights after `version` training steps. With dynamic sampling (DAPO, Yu et al. 2025), new prompts replace
+    those whose completions all have the same metric (`metric_of`). This is repeated at most `max_refills` times.
     """
     config = run.config
     trajectories: list[Trajectory] = []
@@ -163,7 +163,7 @@ def penalise_truncated(trajectory: Trajectory, penalty: float) -> Trajectory:
 
 
 def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int) -> Iterator[list[Trajectory]]:
-    """Yield groups of `group_size` consecutive completions without unscored ones. Skip those with fewer than `smallest`."""
+    """Yield each `group_size` consecutive completions without their unscored and empty ones, if at least `smallest` remain."""
     for start in range(0, len(trajectories), group_size):
         group = [t for t in trajectories[start : start + group_size] if t.reward is not None and t.completion.ids]
         if len(group) >= smallest:
@@ -171,14 +171,14 @@ def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int)
 
 
 def update_ledger(ledger: Mapping[str, int], cursor: int, collected: Collected) -> dict[str, int]:
-    """Return `ledger` plus the prompts of `collected`, checked by `check_balance`. `open_ledger` explains the arguments."""
+    """Return `ledger` (see `open_ledger`) with the prompts of `collected` added. Check the result by `check_balance`."""
     entries = add_entries(open_ledger(ledger, cursor), collected.entries)
     check_balance(entries, collected.cursor)
     return entries
 
 
 def open_ledger(ledger: Mapping[str, int], cursor: int) -> dict[str, int]:
-    """Return `ledger`, {outcome: number of prompts}. If it is empty, add the `cursor` prompts drawn before it existed."""
+    """Return `ledger`, {outcome: number of prompts}. If it is empty, enter the `cursor` prompts drawn so far as `EARLIER`."""
     if ledger or not cursor:
         return dict(ledger)
     return {ISSUED: cursor, EARLIER: cursor}
