@@ -289,7 +289,7 @@ class covariance_penalty(RatioSurrogate):
     """The importance-weighted surrogate, with a penalty on changes of the few steps that lower the entropy most.
 
     Formula: L_t = −ρ_t·A_t + [t ∈ M]·coefficient·|log ρ_t|
-             M are the steps with the greatest C_t: the fraction `share` of all steps
+             M are the steps with the greatest C_t, with |M| = share·(number of all steps)
              C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A))
 
     The penalty needs several passes or minibatches. In the first pass ρ_t = 1, where it has no gradient.

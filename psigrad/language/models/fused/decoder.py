@@ -252,7 +252,7 @@ class Decoder:
         """Run a decoding step on embeddings `x` in one kernel call for all layers. Store the activations in the cache `keep`.
 
         Return the last layer's output. Return None, without computing anything, if this pass is not a decoding step, or if a
-        weight cannot be packed for the kernel. `now` are the weights' current versions: if they changed, they are packed again.
+        weight cannot be packed for the kernel. `now` are the weights' current versions: if one has changed, all are packed again.
         """
         packed_weights, slots, rows = how.layout.packed_weights, how.layout.slots, len(x)
         if packed_weights is None or slots is None:
