@@ -101,11 +101,13 @@ def install_command(extra: str) -> str:
 
 def find_extra(package: str) -> str:
     """Return the first extra that installs a package, or an empty string."""
+    return next((extra for extra in requirements() if extra not in DEVELOPERS and _installs(extra, package)), "")
+
+
+def _installs(extra: str, package: str) -> bool:
+    """Return True if an extra names a package."""
     wanted = re.sub(r"[-_.]+", "-", package).lower()
-    for extra, needed in requirements().items():
-        if extra not in DEVELOPERS and wanted in (re.split(r"[^\w-]", one)[0].lower() for one in needed):
-            return extra
-    return ""
+    return wanted in (re.split(r"[^\w-]", one)[0].lower() for one in requirements()[extra])
 
 
 def check_versions() -> None:
@@ -140,7 +142,13 @@ def command(package: str, name: str) -> Callable[[list[str]], int]:
     """Return a command of a plug-in package as a function (arguments -> exit status) that imports the package when called."""
 
     def run(arguments: list[str]) -> int:
-        status: int = getattr(load(package), name)(arguments)
+        function, extra = getattr(load(package), name), BESIDE[package].extra
+        try:
+            status: int = function(arguments)
+        except ModuleNotFoundError as error:
+            if not (extra and _installs(extra, error.name or "")):
+                raise
+            raise not_installed("This command", error, extra) from error  # another extra may install the same package
         return status
 
     return run

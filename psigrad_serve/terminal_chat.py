@@ -86,8 +86,8 @@ def talk(
         if line == "/new":
             said, seen = list(opening), []
             continue
-        if line.startswith("/image "):
-            seen += _image(line.removeprefix("/image ").strip(), served.pictures.refusal, say)
+        if line == "/image" or line.startswith("/image "):
+            seen += _image(line.removeprefix("/image").strip(), served.pictures.refusal, say)
             continue
         said.append({"role": "user", "content": [*seen, {"type": "text", "text": line}] if seen else line})
         seen = []
@@ -107,6 +107,9 @@ def talk(
 
 def _image(path: str, refusal: str, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Return a list with the content part of the image at `path`. If it cannot be read, print why and return an empty list."""
+    if not path:
+        say("/image needs the name of a file: /image FILE.\n")
+        return []
     try:
         if refusal:
             raise ValueError(f"is {refusal}")

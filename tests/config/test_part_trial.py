@@ -58,7 +58,7 @@ def test_parts_that_fit_pass_and_a_part_inside_another_is_called():
 @repeat_for("name", METHODS)
 def test_the_made_batch_has_what_every_method_reads(name):
     batch = make_batch()
-    part_trial._whole(METHODS[name].algorithm, batch, batch.logp_old.clone().requires_grad_())
+    part_trial._compute_loss(METHODS[name].algorithm, batch, batch.logp_old.clone().requires_grad_())
 
 
 def test_a_run_stops_before_it_makes_a_folder(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cases import repeat_for
@@ -119,3 +120,13 @@ def test_a_package_below_its_minimum_is_named_with_the_command_before_anything_o
         importlib.reload(language)
     said = f"psigrad needs {needed}, but {package} {old} is installed. Run `pip install --upgrade '{needed}'`."
     assert str(caught.value) == said
+
+
+def test_a_command_names_the_packages_of_its_own_extra_though_another_has_the_missing_one_too(monkeypatch):
+    def serve(arguments):
+        raise ModuleNotFoundError("No module named 'fastapi'", name="fastapi")
+
+    monkeypatch.setattr(extras, "load", lambda name: SimpleNamespace(serve=serve))
+    assert extras.find_extra("fastapi") == "studio"
+    with pytest.raises(UserError, match="This command needs fastapi.*llguidance"):
+        extras.command("psigrad_serve", "serve")([])

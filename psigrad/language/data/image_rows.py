@@ -165,8 +165,10 @@ def read(given: Any, base: Path) -> tuple[Picture, bool]:
     text = os.fspath(given)
     if text.startswith("data:"):
         head, _, body = text.partition(",")
+        if not head.endswith(";base64"):
+            raise ValueError("is a data URL without ;base64; expected data:image/png;base64,…")
         try:
-            return _of_bytes(base64.b64decode(body, validate=True) if head.endswith(";base64") else b"")
+            return _of_bytes(base64.b64decode("".join(body.split()), validate=True))
         except binascii.Error as error:
             raise ValueError(f"is a data URL that is not base64 ({error})") from None
     if "://" in text[:16] and not text.startswith("file://"):
@@ -175,7 +177,7 @@ def read(given: Any, base: Path) -> tuple[Picture, bool]:
     try:
         path = _path(text, base)
         if not path.is_file():
-            raise ValueError(f"is {text[:120]!r}, and there is no file {path}")
+            raise ValueError(f"is {text[:120]!r}, and {f'{path} is a folder' if path.is_dir() else f'there is no file {path}'}")
         found = path.stat()
         return _of_file(path, found.st_size, found.st_mtime_ns, found.st_ino)
     except OSError as error:

@@ -264,3 +264,11 @@ def test_rows_with_pillow_s_images_are_known_by_their_pixels():
     one, same, other = ([{"prompt": "a", "image": draw(colour)}] for colour in ("red", "red", "blue"))
     identify = lambda rows: to_dict(Data(rows))["dataset"]  # noqa: E731
     assert identify(one) == identify(same) != identify(other)
+
+
+def test_base64_may_have_line_breaks_and_must_be_named():
+    broken = "data:image/png;base64," + base64.encodebytes(RED).decode()
+    assert read(prompt="a", image=broken).prompt == f"{R}a"
+    assert "column image is a data URL without ;base64; expected data:image/png;base64,…" in refused(
+        {"prompt": "a", "image": "data:image/png,iVBOR"}
+    )
