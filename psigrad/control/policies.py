@@ -29,7 +29,7 @@ def policy_name(policy: Any, env: Any) -> str | None:
     if not (isinstance(policy, str) and policy.endswith("Policy")):
         if env is not None:
             raise UserError(
-                f"Two environments were given, {policy!r} and {env!r}; expected one, or a policy's name first: {MLP}."
+                f"Two environments were given, {policy!r} and {env!r}; expected one, alone or after a policy's name ({MLP})."
             )
         return None
     if policy not in SETTINGS:

@@ -342,7 +342,7 @@ def check_change(config: Any, name: str, value: Any) -> tuple[str, Any]:
     try:
         return dotted, TypeAdapter(settings_of(type(config))[dotted].annotated).validate_python(value)
     except ValidationError as error:
-        raise UserError(f"{name} is changed to {value!r}; {reword(error.errors()[0]['msg'])}.") from error
+        raise UserError(f"{name} cannot be changed to {value!r}; {reword(error.errors()[0]['msg'])}.") from error
 
 
 class CallbackError(UserError):

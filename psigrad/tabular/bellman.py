@@ -70,7 +70,7 @@ def check_policy(n_states: int, n_actions: int, policy: ArrayLike) -> Policy:
         table = given.astype(np.float64)
         if not np.isfinite(table).all() or (table < 0).any() or (np.abs(table.sum(axis=1) - 1) > 1e-9).any():
             raise ValueError(
-                "policy holds rows that are not probabilities; expected numbers from 0 that sum to 1 in every state."
+                "policy holds rows that are not probabilities; expected numbers of at least 0 that sum to 1 in every state."
             )
         return table
     raise ValueError(

@@ -128,5 +128,5 @@ def test_a_command_names_the_packages_of_its_own_extra_though_another_has_the_mi
 
     monkeypatch.setattr(extras, "load", lambda name: SimpleNamespace(serve=serve))
     assert extras.find_extra("fastapi") == "studio"
-    with pytest.raises(UserError, match="This command needs fastapi.*llguidance"):
+    with pytest.raises(UserError, match=r"This command needs fastapi.*llguidance"):
         extras.command("psigrad_serve", "serve")([])

@@ -254,8 +254,8 @@ def test_the_beta_of_a_preference_loss_can_change(job, tmp_path):
 REFUSED = [
     ({"num_generations": 2}, "num_generations cannot be changed during a run; a callback can change"),
     ({"learning_rat": 1}, "did you mean 'optim.learning_rate'|did you mean 'learning_rate'"),
-    ({"learning_rate": -1.0}, "learning_rate is changed to -1.0; expected at least 0"),
-    ({"algorithm.kl.coefficient": "x"}, "is changed to 'x'; expected a number"),
+    ({"learning_rate": -1.0}, "learning_rate cannot be changed to -1.0; expected at least 0"),
+    ({"algorithm.kl.coefficient": "x"}, "cannot be changed to 'x'; expected a number"),
     ({"algorithm.kl.coeficient": 0.1}, "there is no 'coeficient'; did you mean 'coefficient'"),
     ({"algorithm.kl.estimator": 1.0}, "it is 'k3.*', not a number"),
 ]

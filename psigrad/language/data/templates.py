@@ -266,8 +266,7 @@ def opened_thought(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]
 def _dropped_ids(tokenizer: PreTrainedTokenizerBase, template: str, *named: str) -> frozenset[int]:
     """Return the ids that `decode` drops.
 
-    `named` are the tokenizer's named tokens. The result is cached by the arguments, so another `template` or other `named` tokens
-    take effect.
+    `named` are the tokenizer's named tokens. The cache key has `template` and `named`, so a change of either is noticed.
     """
     ids = {tokenizer.convert_tokens_to_ids(token) for token in named}
     with contextlib.suppress(UserError):  # no template, or one that does not end turns

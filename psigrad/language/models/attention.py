@@ -315,10 +315,11 @@ class PackedLayout:
         return how.finish(made).index_select(0, own)
 
     def _windows(self, taps: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (rows [E], begin [S], windows [S, taps]), the positions of the packed tokens that a convolution reads.
+        """Return (rows [E], begin [S], windows [S, taps]), by which a convolution finds the packed tokens that it reads.
 
-        For each prefix and then each sequence, `rows` lists the `taps - 1` tokens before it in its text (-1: none), then its own
-        tokens. Token s reads the `taps` entries of `rows` from begin[s] on. These are windows[s], and the last one is s.
+        `rows` and `windows` are positions of packed tokens, `begin` are indices into `rows`. `rows` lists, for all prefixes and
+        then all sequences, the `taps - 1` tokens before it in its text (-1: none), then its own tokens. Token s reads the `taps`
+        entries of `rows` from begin[s] on, which are windows[s]; the last one is s.
         """
         if taps not in self._taps:
             pieces, before = self.pieces, np.arange(1 - taps, 0)

@@ -83,7 +83,10 @@ def balance_of(network: Any, coefficient: float | None) -> LoadBalancing | None:
 
 
 def add_balance_loss(model: Any, share: Callable[[], Loss], passes: float) -> Loss:
-    """Return the loss `share()` of one forward pass, plus any auxiliary loss of `model`. A step has `passes` forward passes."""
+    """Return the loss `share()` of one forward pass, plus any auxiliary loss of `model` / `passes`.
+
+    `passes` is the number of forward passes in a step.
+    """
     loss = share()
     return loss if model.load_balancing is None else model.load_balancing.add_to(loss, passes)
 

@@ -12,8 +12,8 @@ from psigrad.objective.lazy_torch import Tensor, torch
 
 @dataclass(frozen=True)
 class value_loss:
-    """Mean squared error of the critic against the return R_t = Â_t + V_old(s_t). The psi `returns` computes Â_t. If it is None,
-    the method's own psi computes Â_t, before whitening.
+    """Mean squared error of the critic against the return R_t = Â_t + V_old(s_t). Â_t is computed by the
+    psi that `returns` gives; if `returns` is None, by the method's own psi, before whitening.
 
     Formula: c_V · ½·(V(s_t) − R_t)², and with clip ε: c_V · ½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²)
              c_V is `coefficient`, ε is `clip`

@@ -274,7 +274,7 @@ class Layer:
     def mix(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
         """Return the mixer's output [S, …] and the log-sum-exps of its scores [S, `scores`], from its projections `row` [S, …].
 
-        `others` are the mixer's weights besides its projections. Here `row` is [q|k|v], and `others` are the q and k norms.
+        `others` are the mixer's weights that are not projections. Here `row` is [q|k|v], and `others` are the q and k norms.
         """
         rotated = self.native.rotary(row, others, how.angles[self.order], self.heads)
         return how.layout.mix(self, rotated, row)

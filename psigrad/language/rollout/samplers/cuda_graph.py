@@ -94,7 +94,8 @@ class CudaGraphDecoding:
         """Decode `steps` tokens, or `TOKENS_AT_ONCE` if that is fewer, for each active slot.
 
         `last`, `counts` and `seeds` [active] are each slot's last token, number of drawn tokens and seed. Return (ids
-        [steps, active], log-probs [steps, 2, active]); a token has one under the policy and one under the sampling distribution.
+        [steps, active], log-probs [steps, 2, active]); a token has two log-probs, under the policy and under the sampling
+        distribution.
         """
         active, steps = self.cache.active, min(steps, TOKENS_AT_ONCE)
         size = min(1 << (active - 1).bit_length(), self.cache.slots)

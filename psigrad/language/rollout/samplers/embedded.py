@@ -54,9 +54,9 @@ class EmbeddedSampler(PolicyWeights):
 
     A prompt is prefilled once for its group. Finished sequences leave immediately, and waiting groups enter as slots become free.
     A token depends on its seed and on the number of tokens before it, never on other sequences in the batch. Only the rounding of
-    matrix products varies with the batch size. After each step `progress` is called with its number of new tokens. With
-    `cuda_graphs`, decoding steps on a GPU are recorded and replayed. `cuda_graph.fitting` then determines the number of slots,
-    and the cache persists between calls, so two calls must not overlap.
+    matrix products varies with the batch size. After each step `progress` is called with the number of tokens that the step made.
+    With `cuda_graphs`, decoding steps on a GPU are recorded and replayed. `cuda_graph.fitting` then determines the number of
+    slots, and the cache persists between calls, so two calls must not overlap.
     """
 
     engine = "embedded 1"
