@@ -328,7 +328,7 @@ def check_change(config: Any, name: str, value: Any) -> tuple[str, Any]:
     dotted = leaves.get(name, name)
     if dotted.partition(".")[0] in PARTS and "." in dotted and hasattr(config, dotted.partition(".")[0]):
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"{dotted} is changed to {value!r}; expected a number.")
+            raise UserError(f"{dotted} cannot be changed to {value!r}; expected a number.")
         return dotted, value
     known = find_marked(type(config), LIVE)
     if dotted not in known:

@@ -53,7 +53,7 @@ def _change_method(run: Any, head: str, rest: str, value: float) -> Any:
     algorithm = _replace_in(run.algorithm, rest.split("."), value, name)
     if getattr(algorithm, "needs_reference", False) and not run.has_reference:
         raise UserError(
-            f"{name} is changed to {value!r}, but the run has no reference; start the run with a coefficient above 0."
+            f"{name} cannot be changed to {value!r}, since the run has no reference; start the run with a coefficient above 0."
         )
     return replace(run, algorithm=algorithm)
 

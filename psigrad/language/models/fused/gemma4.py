@@ -58,7 +58,7 @@ class Gemma4Layer(Layer):
         """Return (the output, tensors for `backward`); see `Layer.forward`.
 
         If `self.source` names another layer, that layer's keys and values are appended to the first of these tensors. If the
-        layer has an input p, three more tensors follow at the end, in the notation of the class: W·(gelu(G·y) ⊙ p), y and [G·y|p].
+        layer has an input p, three more tensors follow, in the notation of the class: W·(gelu(G·y) ⊙ p), y and [G·y|p].
         """
         weights = self._weights(how)
         y, (row, *parts) = super().forward(x, how._replace(ready={self.index: weights}), selection)
