@@ -105,8 +105,7 @@ def main() -> None:
     """Measure what was asked for and is missing."""
     known = [*families.FAMILIES, *(f"{name}{LARGE}" for name in families.FAMILIES)]
     given = ask(__doc__, known, families.MEASURED, dtype="float32", pairs=7)
-    given = given if sys.argv[1:] and given.names != known else replace(given, names=list(families.FAMILIES))
-    for name in given.names:
+    for name in given.names if given.names != known else families.FAMILIES:
         if not given.taken(family=name):
             given.keep(measure(name, given.dtype, given.threads, given.pairs), family=name)
         print(said(given.taken(family=name)[-1]), flush=True)

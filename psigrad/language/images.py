@@ -151,7 +151,7 @@ def store_in(folder: Path | None, digests: Iterable[str] = ()) -> None:
     _register.update({one.digest: _store(one, folder) for one in found})
     paths = {one.digest: one for one in found if one.data is None and one.path is not None and one.path.parent != folder}
     if lines := [json.dumps([digest, str(one.path), one.width, one.height]) for digest, one in sorted(paths.items())]:
-        _write(folder / "paths.jsonl", "".join(f"{line}\n" for line in lines).encode())
+        write_whole(folder / "paths.jsonl", "".join(f"{line}\n" for line in lines).encode())
 
 
 def _store(picture: Picture, folder: Path) -> Picture:
@@ -161,11 +161,12 @@ def _store(picture: Picture, folder: Path) -> Picture:
     with _open(picture.data) as image:
         place = folder / f"{picture.digest}.{str(image.format).lower()}"
     if not place.exists():
-        _write(place, picture.data)
+        write_whole(place, picture.data)
     return replace(picture, path=place, data=None)
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file under a temporary name and rename it, so that readers see all of it or nothing. Make its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{uuid.uuid4().hex[:8]}")
     beside.write_bytes(data)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 import urllib.error
 import urllib.request
-import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
@@ -20,7 +18,7 @@ from psigrad.cache_folder import cache_folder
 from psigrad.errors import UserError, name_reason
 from psigrad.language import images
 from psigrad.language.data.dataset_rows import BadRow
-from psigrad.language.data.image_rows import is_conversation, is_image, source_of
+from psigrad.language.data.image_rows import is_conversation, is_image, read, source_of
 from psigrad.language.data.row_files import RawRow, Records
 
 MOST_BYTES = 1 << 28
@@ -45,7 +43,9 @@ def download(records: Records, columns: Mapping[str, str]) -> Records:
             succeeded = succeeded or any(isinstance(one, Path) for one in found.values())
             if found and not succeeded:
                 url, why = next(iter(found.items()))
-                raise UserError(f"None of the first {len(found)} images was downloaded; {url} {why}. Check the network.")
+                raise UserError(
+                    f"None of {len(found)} images could be downloaded. {url} {why}. Check the addresses and the network."
+                )
             for record in chunk:
                 yield _local(record, names, found) if isinstance(record, RawRow) else record
 
@@ -115,23 +115,18 @@ def fetch(url: str) -> Path | str:
     place = cache_folder("images") / hashlib.sha256(url.encode()).hexdigest()
     if place.exists():
         return place
-    data = _read(url)
+    data = _download(url)
     if isinstance(data, str):
         return data
     try:
-        images.inspect(data)
-    except Exception as error:  # a decoder can raise anything
-        unknown = type(error).__name__ == "UnidentifiedImageError"  # its text has the address of an object
-        why = f"expected {', '.join(images.FORMATS)}" if unknown else name_reason(error)
-        return f"is no image ({why})"
-    place.parent.mkdir(parents=True, exist_ok=True)
-    beside = place.with_name(f".{uuid.uuid4().hex[:8]}")
-    beside.write_bytes(data)
-    os.replace(beside, place)
+        read(data, Path())
+    except ValueError as error:
+        return f"gives no image: the answer {error}"
+    images.write_whole(place, data)
     return place
 
 
-def _read(url: str) -> bytes | str:
+def _download(url: str) -> bytes | str:
     """Return the bytes that the server sends, or the reason why there are none."""
     request, why = urllib.request.Request(url, headers={"User-Agent": f"psigrad/{__version__}"}), ""
     for wait in (*_WAITS, None):

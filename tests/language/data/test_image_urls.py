@@ -91,7 +91,11 @@ def test_a_server_that_is_late_is_asked_again_and_one_that_refuses_is_not(server
 
 @pytest.mark.parametrize(
     ("path", "why"),
-    [("/page", "is no image (expected PNG, JPEG"), ("/cut", "is no image (OSError"), ("/gone", "404")],
+    [
+        ("/page", "gives no image: the answer is 6 bytes, which cannot be read as an image (expected PNG, JPEG"),
+        ("/cut", "which cannot be read as an image (OSError"),
+        ("/gone", "404"),
+    ],
 )
 def test_what_is_no_image_is_named_by_row_and_column_and_not_kept(server, tmp_path, path, why):
     at, _ = server
@@ -104,7 +108,7 @@ def test_what_is_no_image_is_named_by_row_and_column_and_not_kept(server, tmp_pa
 
 def test_without_any_download_the_first_rows_end_the_reading(server):
     at, asked = server
-    with pytest.raises(UserError, match="None of the first 256 images was downloaded"):
+    with pytest.raises(UserError, match="None of 256 images could be downloaded"):
         from_rows(({"prompt": "a", "image": f"{at}/gone/{i}"} for i in range(1000)), "prompt-only", urls=True)
     assert len(asked) == 256
 
