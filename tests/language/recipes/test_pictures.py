@@ -9,7 +9,10 @@ import os
 import random
 import shutil
 import signal
+import threading
 from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -199,3 +202,34 @@ def test_an_image_processor_of_another_model_is_refused_though_no_step_would_rea
     with pytest.raises(UserError, match=r"tower gives \d+ features for 1 images, but the prompts have \d+ image tokens"):
         train("last", [*texts * 20, lines[0]])
     assert not (tmp_path / "last" / "metrics.jsonl").read_text()
+
+
+def test_a_resume_downloads_images_again_and_refuses_other_ones(tmp_path, monkeypatch):
+    monkeypatch.setenv("PSIGRAD_CACHE", str(tmp_path / "cache"))
+    site, cache = tmp_path / "site", tmp_path / "cache" / "images"
+    vision_models.make("idefics3", tmp_path / "base", hidden=32, layers=2)
+    site.mkdir()
+    for i in range(3):
+        Image.new("RGB", (24, 16), (80 * i, 0, 0)).save(site / f"{i}.png")
+    served = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(site)))
+    threading.Thread(target=served.serve_forever, daemon=True).start()
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}]
+    said = [{"role": "assistant", "content": "1"}]
+    urls = [f"http://127.0.0.1:{served.server_port}/{i % 3}.png" for i in range(12)]
+    rows = [json.dumps({"prompt": prompt, "images": [url], "completion": said}) for url in urls]
+    for name in ("train", "held_out"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+
+    def train(steps):
+        made = sft_config(tmp_path, tmp_path / "run", max_steps=steps, extend=True)
+        sft.run(replace(made, data=replace(made.data, image_urls=True)))
+        assert len(list(cache.iterdir())) == 3
+        shutil.rmtree(cache)
+
+    train(2)
+    train(4)
+    Image.new("RGB", (24, 16), "green").save(site / "0.png")
+    with pytest.raises(UserError, match="other rows or images in dataset"):
+        train(6)
+    served.shutdown()
+    served.server_close()
