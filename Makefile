@@ -11,7 +11,7 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
 # LIGHT has what the core and its tests need, INSTALLED what all tests need: the extras TESTED of pyproject.toml.
 LIGHT := $(VENV)/.light
 INSTALLED := $(VENV)/.installed
-TESTED := dev,types,peers,browser,docs,studio,serve,postgres,mcp,sweep,ifeval,tasks,control,tensorboard
+TESTED := dev,types,peers,kernels,browser,docs,studio,serve,postgres,mcp,sweep,ifeval,tasks,control,tensorboard
 # Bytecode is kept, also where the environment says otherwise: tests start processes by the thousand, and each would compile anew.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -346,7 +346,7 @@ gpu-quarter-hour:
 	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) benchmarks/gpu_quarter_hour.py
 
 test-gpu:
-	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) -m pytest -m gpu tests/gpu --durations 5
+	TRITON_INTERPRET=0 PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) -m pytest -m gpu tests/gpu --durations 5
 
 lint: $(LIGHT)
 	$(RUN) -m ruff check .

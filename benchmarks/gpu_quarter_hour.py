@@ -192,6 +192,7 @@ def beside_trl(shape: str, prompt: int, lora: int, options: Options, note: Note,
 
     work = replace(work_of(options.tiny, shape, prompt, lora), vllm=vllm)
     together: Figures = {"make": make, "device": options.device}
+    apart = prompt > 1000  # one at a time, since together they take more than 140 GB
     if find_spec("trl") is None:
         note({"alone": alone(work, "bfloat16", 2, **together)})
         return
@@ -202,9 +203,10 @@ def beside_trl(shape: str, prompt: int, lora: int, options: Options, note: Note,
         note({"pairs": taken})
 
     try:
-        note({"beside": beside(work, "bfloat16", 2, keep=keep, **together)})
+        note({"beside": beside(work, "bfloat16", 2, keep=keep, apart=apart, **together)})
     except UserError as error:  # such as a TRL that does not run with these versions
-        note({"failed": [f"Not compared: {str(error)[-200:]}"], "alone": alone(work, "bfloat16", 2, **together)})
+        said = [line for line in str(error).splitlines() if "Error" in line] or [str(error)]
+        note({"failed": [f"Not compared: {said[-1][:200]}"], "alone": alone(work, "bfloat16", 2, **together)})
 
 
 def sampling(options: Options, note: Note) -> None:
@@ -333,7 +335,8 @@ def _environment(options: Options) -> dict[str, str]:
     """Return the variables of a stage. On a GPU the kernels for CPUs are off, since they would be compiled for a minute."""
     path = os.pathsep.join(filter(None, (str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", ""))))
     kernels = {} if options.device == "cpu" else {"PSIGRAD_NATIVE": "0"}
-    return {**os.environ, **kernels, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    fixed = {"TRITON_INTERPRET": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, **kernels, **fixed, "PYTHONPATH": path}
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

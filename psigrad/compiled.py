@@ -10,7 +10,7 @@ import functools
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -142,4 +142,24 @@ def kernels() -> CompiledKernels | str:
         if not str(error.name).startswith("psigrad.kernels"):  # another module is missing
             raise
         return "psigrad.kernels is not installed"
+    return found
+
+
+def gpu_kernels(x: Tensor) -> Any | None:
+    """Return the module `psigrad.kernels.triton_kernels` if its kernels run on the GPU that has x; otherwise None."""
+    import torch
+
+    found = _triton_kernels() if x.is_cuda else None
+    return found if found is not None and x.device.index == torch.cuda.current_device() else None
+
+
+@functools.cache
+def _triton_kernels() -> Any | None:
+    import torch
+
+    try:
+        found: Any = importlib.import_module("psigrad.kernels.triton_kernels")
+        found.log_probs(torch.zeros(1, 2, device="cuda"), torch.zeros(1, dtype=torch.long, device="cuda"), 1.0)
+    except Exception:  # no Triton, no C compiler, a GPU that Triton does not know: each has errors of its own
+        return None
     return found

@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded, and for `psigrad` in a test's own process or in one of its own
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is loaded: numpy computes its kernels, but in `make test-gpu`
 
 import machine
 import pytest

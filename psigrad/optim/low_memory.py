@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from psigrad.compiled import AdamWWeight
+from psigrad.compiled import AdamWWeight, gpu_kernels
 from psigrad.optim.rules import StepSize, Update, adamw_kernels
 from psigrad.seeds import derive
 
@@ -231,10 +231,15 @@ class LowMemoryAdamW:
         )
 
     def _step_by_torch(self, w: AdamWWeight, remainder: Tensor | None, step: StepSize) -> None:
-        """Update one weight by torch, a chunk of elements at a time. With `remainder`, update its float32 master (see `join`).
+        """Update one weight, with a `remainder` its float32 master (see `join`): by Triton, or a chunk at a time by torch.
 
         This is used on other devices than the CPU. Tests compare the CPU's kernel with it.
         """
+        triton = gpu_kernels(w.weight) if remainder is not None and w.scales is None and w.weight.is_contiguous() else None
+        if triton is not None:
+            triton.adamw(w.weight, remainder, w.gradient, (w.exp_avg, w.exp_avg_sq), step=w.step, lr=step.lr, betas=self.betas,
+                         eps=self.eps, weight_decay=w.weight_decay, divisor=step.divisor, first=w.first)  # fmt: skip
+            return
         weight, whole = w.weight, w.weight.reshape(-1)  # reshape copies a weight that is not contiguous
         flat = [x.view(-1) for x in (w.gradient, w.exp_avg, w.exp_avg_sq)]
         for first in range(0, whole.numel(), CHUNK):

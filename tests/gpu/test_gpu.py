@@ -8,11 +8,13 @@ import pytest
 import torch
 from in_memory import make
 
+from psigrad import compiled
 from psigrad.config import Optim
-from psigrad.language.models import tiny
+from psigrad.language.models import logprobs, tiny
 from psigrad.language.models.hf_attention import unpad
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups, pack
+from psigrad.language.models.stats import TokenStatsRequest
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams, State
 from psigrad.language.training.online.collect import collect
@@ -61,7 +63,7 @@ def test_attention_without_padding_has_the_gradient_of_the_padded_one(how):
     slope = torch.randn(1, layout.rows, 4, 64, device="cuda", generator=draws)
 
     def passed(one, dtype):
-        given = [x.to(dtype).requires_grad_() for x in exact]
+        given = [x.to(dtype, copy=True).requires_grad_() for x in exact]
         out = one.attend(0, *given, 0.125, None)
         out.backward(slope.to(dtype))
         return [x.float() for x in (out.detach(), *(x.grad for x in given))]
@@ -102,3 +104,22 @@ def test_a_recorded_step_writes_what_a_step_writes():
     # a product of another width rounds otherwise, and one draw in thousands falls to the next token
     assert sum(a.ids == b.ids for a, b in pairs) >= len(pairs) - 1
     assert all(a.logprobs == pytest.approx(b.logprobs, abs=1e-3) for a, b in pairs if a.ids == b.ids)
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["triton", "torch"])
+def test_the_log_probs_of_a_large_vocabulary_and_their_gradient_are_those_of_float64(kernels, monkeypatch):
+    if kernels:
+        assert compiled.gpu_kernels(torch.zeros(1, device="cuda")) is not None
+    else:
+        monkeypatch.setattr(logprobs, "gpu_kernels", lambda x: None)
+    draws = torch.Generator("cuda").manual_seed(0)
+    head = torch.nn.Linear(64, 151_936, bias=False, device="cuda", dtype=torch.bfloat16)
+    hidden = (8 * torch.randn(500, 64, device="cuda", generator=draws)).bfloat16().requires_grad_()
+    logits = head(hidden).detach()
+    ids = logits.argmax(1)
+    found = logprobs.token_stats(hidden, ids, head, 151_936, TokenStatsRequest(0.7)).logp
+    found.sum().backward()
+    right = torch.log_softmax(logits.double() / 0.7, -1)
+    torch.testing.assert_close(found.double(), right.gather(1, ids[:, None])[:, 0], rtol=1e-4, atol=1e-4)
+    slope = (torch.nn.functional.one_hot(ids, 151_936) - right.exp()) / 0.7 @ head.weight.double()
+    assert float((hidden.grad.double() - slope).norm() / slope.norm()) < 0.01

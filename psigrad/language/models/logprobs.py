@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from psigrad.compiled import gpu_kernels
 from psigrad.kernels.kernels import Kernels, kernels, multiply
 from psigrad.kernels.products import STRETCH
 from psigrad.language.models.fused.caches import CachedLogProbs
@@ -163,15 +164,8 @@ class _RowLogProbs(torch.autograd.Function):
         columns: list[tuple[Tensor, ...]] = []
         kind = upcast(weight[:0]).dtype
         for rows, stored in _chunks(hidden, weight):
-            token = ids[rows, None]
-            scaled = stored if temperature == 1.0 else upcast(stored) / temperature
-            log_pi = torch.log_softmax(scaled, -1, dtype=kind)
-            logp, chosen = log_pi.gather(1, token)[:, 0], stored.gather(1, token)[:, 0]
-            highest = stored.argmax(1) if want_best else chosen
-            entropy = torch.special.entr(log_pi.exp_(), out=log_pi).sum(1) if want_entropy else logp
-            columns.append((logp, chosen, highest, entropy))
-            del log_pi, scaled
-        logp, chosen, highest, entropy = (torch.cat(parts) for parts in zip(*columns, strict=True))
+            columns.append(_statistics(stored, ids[rows], temperature, kind, want_best, want_entropy))
+        logp, chosen, entropy, highest = (torch.cat(parts) for parts in zip(*columns, strict=True))
         ctx.temperature, ctx.head, ctx.sums = temperature, weight, sums
         ctx.save_for_backward(hidden, weight, ids, upcast(chosen) / temperature - logp)
         ctx.mark_non_differentiable(highest, entropy)
@@ -191,14 +185,10 @@ class _RowLogProbs(torch.autograd.Function):
             else:
                 dweight = None if sums.defers(ctx.head, use) else sums.of(ctx.head)
         slope = dlogp / ctx.temperature
-        less, scaled, room = -slope[:, None], normaliser * ctx.temperature, None
+        less = -slope
+        room: list[Tensor] = []
         for rows, stored in _chunks(hidden, weight):
-            if room is None:
-                room = stored if stored.dtype == wide else torch.empty_like(stored, dtype=wide)
-            back = torch.sub(stored, scaled[rows, None], out=room[: len(stored)])
-            back = (back if ctx.temperature == 1.0 else back.div_(ctx.temperature)).exp_().mul_(less[rows])
-            back.scatter_add_(1, ids[rows, None], slope[rows, None])
-            given = back if back.dtype == stored.dtype else stored.copy_(back)
+            given = _gradient(stored, ids[rows], normaliser[rows], slope[rows], less[rows], ctx.temperature, room)
             if dhidden is not None:
                 multiply(given, weight, out=dhidden[rows])
             if dweight is not None:
@@ -207,6 +197,44 @@ class _RowLogProbs(torch.autograd.Function):
             sums.add_wide(ctx.head, dweight)
         kept = dweight.to(weight.dtype) if sums is None and dweight is not None else None
         return dhidden, kept, None, None, None, None, None
+
+
+def _statistics(
+    stored: Tensor, ids: Tensor, temperature: float, wide: torch.dtype, want_best: bool, want_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (log π(a), logits of a, entropies, most probable tokens), [rows] each, from the logits `stored` [rows, V].
+
+    The tokens a are `ids`, and `wide` is the dtype of the results. The last two are arbitrary if they are not wanted.
+    """
+    triton = gpu_kernels(stored) if wide == torch.float32 else None
+    if triton is not None:
+        found: tuple[Tensor, Tensor, Tensor, Tensor] = triton.log_probs(stored, ids, temperature)
+        return found
+    log_pi = torch.log_softmax(stored if temperature == 1.0 else upcast(stored) / temperature, -1, dtype=wide)
+    logp, chosen = log_pi.gather(1, ids[:, None])[:, 0], stored.gather(1, ids[:, None])[:, 0]
+    highest = stored.argmax(1) if want_best else ids
+    return logp, chosen, torch.special.entr(log_pi.exp_(), out=log_pi).sum(1) if want_entropy else logp, highest
+
+
+def _gradient(
+    stored: Tensor, ids: Tensor, normaliser: Tensor, slope: Tensor, less: Tensor, temperature: float, room: list[Tensor]
+) -> Tensor:
+    """Overwrite the logits `stored` by slope · (e_a − softmax(stored / temperature)), for the tokens a = `ids` [rows].
+
+    `normaliser` [rows] is the log-sum-exp, and `less` is −slope. `room` stores the float32 tensor of the first and largest chunk,
+    which the next ones reuse.
+    """
+    wide = normaliser.dtype
+    if (triton := gpu_kernels(stored) if wide == torch.float32 else None) is not None:
+        triton.logit_gradient(stored, ids, normaliser, slope, temperature)
+        return stored
+    if not room:
+        room.append(stored if stored.dtype == wide else torch.empty_like(stored, dtype=wide))
+    back = room[0][: len(stored)]
+    torch.sub(stored, (normaliser if temperature == 1.0 else normaliser * temperature)[:, None], out=back)
+    back = back if temperature == 1.0 else back.div_(temperature)
+    back.exp_().mul_(less[:, None]).scatter_add_(1, ids[:, None], slope[:, None])
+    return back if back.dtype == stored.dtype else stored.copy_(back)
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:

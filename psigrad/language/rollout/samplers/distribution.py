@@ -132,7 +132,8 @@ def inverse(weights: Tensor, u: Tensor) -> Tensor:
     if size <= 2 * _BLOCK:
         return _first_above(weights, lambda total: u * total)
     blocks = torch.nn.functional.pad(weights, (0, -size % _BLOCK)).view(batch, -1, _BLOCK)
-    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    sums = blocks.sum(-1, dtype=torch.float64)
+    ends = sums.cumsum(-1)
     target = u * ends[:, -1:]
     block = torch.searchsorted(ends, target, right=True).clamp_max_(ends.shape[1] - 1)
     before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min_(0)), 0.0)
@@ -140,7 +141,11 @@ def inverse(weights: Tensor, u: Tensor) -> Tensor:
     ids = block[:, 0] * _BLOCK + _first_above(inside, lambda total: target - before)
     # After rounding, the target may lie beyond all weights. Then take the last index with weight.
     lost = ~(weights.gather(1, ids.clamp_max(size - 1)[:, None])[:, 0] > 0)
-    return torch.where(lost, _last(weights), ids) if _may_be(lost) else ids
+    if not _may_be(lost):
+        return ids
+    end = _last(sums)  # the last block with weight
+    last = end * _BLOCK + _last(blocks[torch.arange(batch, device=weights.device), end])
+    return torch.where(lost, last.clamp_max_(size - 1), ids)  # NaN lies beyond
 
 
 def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
