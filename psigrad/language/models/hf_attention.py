@@ -271,11 +271,14 @@ class FlexLayout(_Unpadded):
         return {}
 
 
-def unpad(packed: PackedLayout, how: str) -> Layout:
-    """Return a layout with the attention `how`, "varlen" or "flex". If the row has images, which need a mask, return `packed`."""
+def unpad(packed: PackedLayout, how: str | Varlen) -> Layout:
+    """Return a layout with the attention `how`: "varlen", "flex", or a kernel in place of `varlen_kernel`.
+
+    If the row has images, which need a mask, return `packed`.
+    """
     if packed.blocks is not None:
         return packed
-    return FlexLayout(packed) if how == "flex" else VarlenLayout(packed, varlen_kernel())
+    return FlexLayout(packed) if how == "flex" else VarlenLayout(packed, varlen_kernel() if isinstance(how, str) else how)
 
 
 def _list_blocks(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

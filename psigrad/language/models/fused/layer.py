@@ -181,13 +181,20 @@ class Layer:
                 scale = float(adapter.module.scaling[adapter.name])
                 lora[i] = LoraDelta(next(now), next(now).detach() * scale, scale, self.native.products)
         plain = self._expand(LayerWeights(self.groups, matrices, norms, mixer, biases, lora, self.native, feed=feed))
-        made = None
-        if packed_weights is not None:
-            key, groups, products = (self.index, adapted), range(len(plain.groups)), self.native.products
+        made, groups, products = None, range(len(plain.groups)), self.native.products
+        if packed_weights is not None and self.coded and packed_weights.dequantises:
+            made = packed_weights.of((self.index, adapted, "dequantised"), self.weights.given,
+                                     lambda: [self._dequantise(plain).factors(i) for i in groups], products)  # fmt: skip
+        if packed_weights is not None and made is None:
+            key = (self.index, adapted)
             made = packed_weights.of(key, self.weights.given, lambda: [plain.factors(i) for i in groups], products)
         if made is None and self.coded:
-            plain = replace(plain, matrices=[unpack(x, self.dtype) if isinstance(x, CodedMatrix) else x for x in plain.matrices])
+            plain = self._dequantise(plain)
         return plain if packed_weights is None else replace(plain, packed=made, decoding=True)
+
+    def _dequantise(self, plain: LayerWeights) -> LayerWeights:
+        """Return `plain` with its quantised matrices in the dtype of the computation."""
+        return replace(plain, matrices=[unpack(x, self.dtype) if isinstance(x, CodedMatrix) else x for x in plain.matrices])
 
     def _expand(self, plain: LayerWeights) -> LayerWeights:
         """Return `plain`. A subclass adds the matrices that are not in linear layers, such as those of experts."""
