@@ -1,6 +1,7 @@
 """The bytes of activations that a forward pass keeps for its backward pass.
 
-They are counted by running the trainer's code on a twin: a model of the same architecture with smaller sizes.
+They are counted by running the trainer's code on a twin: a model of the same architecture with smaller sizes. For a GPU, the
+twin's norms and attention are functions that keep what the GPU's kernels keep, and compute nothing.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from psigrad.language.models import language_model
 from psigrad.language.models.backbone import DTYPES
+from psigrad.language.models.fused.gpu_parts import GpuParts
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
@@ -70,16 +73,19 @@ def terms(config: PreTrainedConfig, dtype: str, lora: bool = False, device: str 
     settings = json.dumps(config.to_dict(), sort_keys=True)  # to_json_string writes infinity in a form that from_dict rejects
     if device == "cpu":
         return _terms(kind, settings, dtype, lora)
-    return _terms(kind, settings, "float64", lora).scale(DTYPES[dtype].itemsize / 8)
+    return _terms(kind, settings, "float64", lora, on_gpu=True).scale(DTYPES[dtype].itemsize / 8)
 
 
 @cache
-def _terms(kind: type[Any], settings: str, dtype: str, lora: bool) -> Terms:
+def _terms(kind: type[Any], settings: str, dtype: str, lora: bool, on_gpu: bool = False) -> Terms:
     config = kind.from_dict(json.loads(settings))
     shape, width = count_shape(config), DTYPES[dtype].itemsize
     try:
         twins = [_twin(config, shape, layers) for layers in (1, 2)]
-        models = [_prepare(twin, dtype, lora) for twin in twins]
+        models: list[Any] = [_prepare(twin, dtype, lora) for twin in twins]
+        for model in models if on_gpu and not models[0].why_padded else ():
+            _TwinParts(model.network)
+            model.attention_kernel = _Attention.apply
         short, long = ([_count_saved(model, prompt) for model in models] for prompt in (2, 34))
     except Exception:  # an architecture's code may raise anything at unexpected sizes
         return Terms.estimate(shape, width)
@@ -110,6 +116,36 @@ def _prepare(config: PreTrainedConfig, dtype: str, lora: bool) -> LanguageModel:
         hf = model_of(config, dtype=DTYPES[dtype])
         tokenizer: Any = SimpleNamespace(bos_token_id=None, eos_token_id=0)
         return language_model.prepare(hf, tokenizer, lora=Lora(rank=2) if lora else None)
+
+
+class _Norm(torch.autograd.Function):
+    """Keeps what PyTorch's kernel of an RMS norm keeps on a GPU: the input, the weight, and a number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_zeros(x.shape[:-1]))
+        return torch.zeros_like(x)
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps what `hf_attention.varlen_kernel` keeps: its inputs, its output, and a number for each query and head."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
+        out = torch.zeros_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_zeros(q.shape[:2]))
+        return out
+
+
+class _TwinParts(GpuParts):
+    """The forward methods of a GPU, on a CPU."""
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        found: Tensor = _Norm.apply(x, weight)
+        return found
+
+    def runs(self, x: Tensor, *weights: Tensor) -> bool:
+        return True
 
 
 def _count_saved(model: LanguageModel, prompt: int) -> tuple[int, int, int]:

@@ -236,12 +236,13 @@ class StepCost:
         more = work.passes * 4 * 2 * policy.head * work.rows * work.trained * work.lengths.completion
         return replace(self, training=self.training + more)
 
-    def with_codes(self, work: Work, flops: float) -> StepCost:
+    def with_codes(self, work: Work, flops: float, packed: float) -> StepCost:
         """Return the cost with quantised matrices. Dequantising all matrices once takes as long as `flops` FLOPs.
 
-        They are dequantised in each decoding step, and in the forward and backward pass of each micro-batch.
+        They are dequantised in the forward and backward pass of each micro-batch, and in each decoding step, but for the share
+        `packed`, which is dequantised once before decoding.
         """
-        decoding = work.rounds if self.sampling else 0
+        decoding = packed + (1 - packed) * work.rounds if self.sampling else 0
         return replace(self, unpacking=flops * (decoding + 2 * work.micro_batches * work.updates))
 
     def phases(self, machine: Machine) -> dict[str, float]:

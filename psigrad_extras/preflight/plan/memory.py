@@ -108,15 +108,19 @@ def count(parameters: float) -> str:
 def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int, device: str = "cpu") -> float:
     """Return the bytes of the KV cache at full length, over all slots.
 
-    The fused decoder stores a prompt once for its group. So does decoding with CUDA graphs, with room for twice as many prompts.
+    The fused decoder stores a prompt once for its group. So does decoding with CUDA graphs, with room for twice as many prompts
+    as are decoded at once, if the step has so many. There lengths are rounded up (`embedded._graph_room`).
     """
-    length = work.lengths
+    prompt, completion = work.lengths.longest_prompt, work.lengths.longest_completion
     prompts = math.ceil(work.slots / work.members) if kept.fused else work.slots
-    if device == "cuda" and work.members > 1 and length.longest_prompt >= SHORTEST:
-        prompts = min(work.slots, math.ceil(2 * work.slots / work.members))
-    own, shared = work.slots * length.longest_completion, prompts * length.longest_prompt
+    if device == "cuda" and work.members > 1 and prompt >= SHORTEST:
+        prompts = min(work.slots, math.ceil(2 * work.slots / work.members), work.rows)
+        prompt, completion = (-(-x // 256) * 256 for x in (prompt, completion))
+    elif device == "cuda":
+        completion = -(-(prompt + completion) // 256) * 256 - prompt
+    own, shared = work.slots * completion, prompts * prompt
     if kept.fused:  # the fused decoder allocates whole blocks
-        own = work.slots * math.ceil(length.longest_completion / BLOCK) * BLOCK
+        own = work.slots * math.ceil(completion / BLOCK) * BLOCK
     # The fused decoder stores prompts in float32, in the order in which it reads them.
     return policy.cached * (own * (kept.fused or width) + shared * (4 if kept.fused else width))
 
@@ -252,11 +256,12 @@ def _head(work: Work, policy: Shape, width: int, learns_head: bool, device: str)
     """Return the item of the head: a chunk of logits with its backward pass, and the head's gradient before accumulation."""
     whole, closed = _logits(work, policy), _is_closed(work, policy)
     both = 4.0 if width == 4 else 4.0 + width  # bytes of half-precision numbers and their float32 copies
+    chunk = float(width) if device == "cuda" else both  # a GPU's kernels overwrite the logits
     limit = TILE_ELEMENTS if closed else CHUNK_ELEMENTS
     if device == "cuda":
         limit *= TILE_ON_GPU if closed else CHUNK_ON_GPU
     elements = min(whole, limit)
-    size = elements * (both if closed else 4.0 * (CHUNKS + 2 * work.entropy))
+    size = elements * (chunk if closed else 4.0 * (CHUNKS + 2 * work.entropy))
     if learns_head and not (closed and width == 4):
         # The gradient before accumulation, and the sum so far, if there is one.
         size += (both if closed else 4.0) * policy.head * (1 + (work.micro_batches > 1 and (whole > limit or policy.tied)))

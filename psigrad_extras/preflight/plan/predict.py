@@ -21,7 +21,7 @@ from psigrad.language.loading.load_model import configure_chat
 from psigrad.language.loading.model_source import load_tokenizer, resolve_for_plan, tokenizer_path
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused import loader
-from psigrad.language.models.fused.caches import HEAD_LIMIT
+from psigrad.language.models.fused.caches import HEAD_LIMIT, LIMIT
 from psigrad.language.recipes.row_limits import dataset_form
 from psigrad.language.rollout.samplers.cuda_graph import SHARE
 from psigrad.optim.rules import adamw_kernels
@@ -133,9 +133,9 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
     engine, starved = _engine(config, work, policy, machine)
     cpu = machine.kind == "cpu"
     items += [*(memory.load_items(parts) if cpu else ()), *engine]  # on a GPU, the mapped file is not in the device's memory
-    items = _with_codes(items, policy, width, coded) if coded else items
+    items = _with_codes(items, policy, width, coded, machine.memory) if coded else items
     done = _as_kept(config, work, items, memory.kept_size(work, policy, kept) / PLAIN if quick and cpu else 0.0)
-    cost = _cost(config, done, policy, memory.cache_bytes(work, policy, kept, width, machine.kind), coded if cpu else 0)
+    cost = _cost(config, done, policy, memory.cache_bytes(work, policy, kept, width, machine.kind), coded if cpu else 0, machine)
     cost = cost if cpu else cost.on_gpu(done, policy, frozen=bool(rank), recompute=recompute, learns=adapter or learns)
     gives_back = recompute and cpu
     beside_head = memory.head_slack(work, policy, width, machine.kind) if head and not gives_back else 0.0
@@ -205,32 +205,42 @@ def _summing(config: Config, machine: Machine, work: Work) -> tuple[bool, bool]:
     return not (adamw and (kernels or machine.kind == "cuda" or config.optim.bf16_stochastic_round)), several
 
 
-def _cost(config: Config, done: Work, policy: Shape, caching: float, coded: int) -> StepCost:
+def _cost(config: Config, done: Work, policy: Shape, caching: float, coded: int, machine: Machine) -> StepCost:
     """Return the cost of a step that reads `caching` bytes of keys and values. A CPU dequantises `coded` weights."""
     model = config.model
     weights, frozen = DTYPES[model.dtype].itemsize * policy.parameters, bool(model.lora_rank)
     recompute = model.gradient_checkpointing
     cost = arithmetic.cost_of(done, policy, frozen=frozen, recompute=recompute, weight_bytes=weights, cache_bytes=caching)
-    return cost.with_codes(done, coded * arithmetic.UNPACKED[model.quantize_base]) if coded else cost
+    if not coded:
+        return cost
+    packed = min(1.0, LIMIT / (DTYPES[model.dtype].itemsize * coded)) if machine.memory >= 4 * LIMIT else 0.0
+    return cost.with_codes(done, coded * arithmetic.UNPACKED[model.quantize_base], packed)
 
 
 # The bytes of a quantised weight, including scales. A GGUF file has about half Q4_K and half Q6_K.
 CODED = {"nf4": 0.5625, "int8": 1.125, "gguf": 1.0}
 
 
-def _with_codes(items: list[MemoryItem], policy: Shape, width: int, coded: int) -> list[MemoryItem]:
-    """Return the items if the layers are quantised, with `coded` weights in all.
+def _with_codes(items: list[MemoryItem], policy: Shape, width: int, coded: int, memory: int) -> list[MemoryItem]:
+    """Return the items if the layers are quantised, with `coded` weights in all, on a machine with so much `memory`.
 
-    Then there is no mapped file, but a float32 embedding while loading, and one dequantised layer at a time in training.
+    Then there is no mapped file, but a float32 embedding while loading, and one dequantised layer at a time in training. Decoding
+    needs packed layers only if there is memory for them (`PackedWeights.dequantises`).
     """
+    if memory < 4 * LIMIT:
+        items = [_head_alone(item, width * policy.head) for item in items]
     whole = 4 * policy.vocabulary * policy.hidden * (1 if policy.tied else 2)
-    head = width * policy.head * any(item.name == "packed weights" for item in items)
     return [
-        *(item for item in items if item.name not in ("weights file", "packed weights")),
-        *([MemoryItem("packed head", head, "sample", "packed for decoding")] if 0 < head <= HEAD_LIMIT else []),
+        *(item for item in items if item.name != "weights file" and item.bytes),
         MemoryItem("embedding", whole, "load", "in float32, while kernels are compared"),
         MemoryItem("unpacked layer", width * coded / policy.layers, "train", "one at a time"),
     ]
+
+
+def _head_alone(item: MemoryItem, head: int) -> MemoryItem:
+    if item.name != "packed weights":
+        return item
+    return MemoryItem("packed head", head * (head <= HEAD_LIMIT), "sample", "packed for decoding")
 
 
 def _frugal(config: Config, policy: Shape, machine: Machine, learns: int, coded: int) -> dict[str, Any]:
