@@ -88,7 +88,7 @@ def load_model(
     if value_head:
         model.add_value_head(whole)
     load_shard(model, world, machine.device(run), saved.shards)
-    _choose_kernels(model, settings)
+    _choose_kernels(model, settings, run)
     model.load_balancing = balance_of(model.network, settings.router_aux_loss_coef)
     return model
 
@@ -153,9 +153,14 @@ def _prepare_given(
     return made
 
 
-def _choose_kernels(model: LanguageModel | ScalarModel, settings: Model) -> None:
-    """Set a model's attention implementation, and compile its layers if the settings enable it."""
+def _choose_kernels(model: LanguageModel | ScalarModel, settings: Model, run: Run) -> None:
+    """Set a model's attention implementation, and compile its layers if the settings enable it.
+
+    With `run.max_memory`, sampling does not pack quantised layers as numbers.
+    """
     model.attend(settings.attention)
+    if model.decoder is not None:
+        model.decoder.dequantises = not run.max_memory
     if settings.compile_layers:
         from psigrad.language.models.fused.inductor import compile_layers  # imported here, since few runs compile
 
@@ -229,7 +234,7 @@ def load_scalar_model(
             )
     configure_chat(model.tokenizer, settings, checkpoint, model.network)
     load_shard(model, world, machine.device(run), saved.shards)
-    _choose_kernels(model, settings)
+    _choose_kernels(model, settings, run)
     return model
 
 
@@ -343,7 +348,7 @@ def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | N
             f"The critic {config.critic!r} and the policy have different tokenizers; give a critic of the same model family."
         )
     load_shard(made, world, machine.device(config.run), saved.shards)
-    _choose_kernels(made, config.model)
+    _choose_kernels(made, config.model, config.run)
     return made
 
 

@@ -133,7 +133,7 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
     engine, starved = _engine(config, work, policy, machine)
     cpu = machine.kind == "cpu"
     items += [*(memory.load_items(parts) if cpu else ()), *engine]  # on a GPU, the mapped file is not in the device's memory
-    items = _with_codes(items, policy, width, coded, machine.memory) if coded else items
+    items = _with_codes(items, policy, width, coded, _packs(config, machine)) if coded else items
     done = _as_kept(config, work, items, memory.kept_size(work, policy, kept) / PLAIN if quick and cpu else 0.0)
     cost = _cost(config, done, policy, memory.cache_bytes(work, policy, kept, width, machine.kind), coded if cpu else 0, machine)
     cost = cost if cpu else cost.on_gpu(done, policy, frozen=bool(rank), recompute=recompute, learns=adapter or learns)
@@ -213,7 +213,7 @@ def _cost(config: Config, done: Work, policy: Shape, caching: float, coded: int,
     cost = arithmetic.cost_of(done, policy, frozen=frozen, recompute=recompute, weight_bytes=weights, cache_bytes=caching)
     if not coded:
         return cost
-    packed = min(1.0, LIMIT / (DTYPES[model.dtype].itemsize * coded)) if machine.memory >= 4 * LIMIT else 0.0
+    packed = min(1.0, LIMIT / (DTYPES[model.dtype].itemsize * coded)) if _packs(config, machine) else 0.0
     return cost.with_codes(done, coded * arithmetic.UNPACKED[model.quantize_base], packed)
 
 
@@ -221,13 +221,18 @@ def _cost(config: Config, done: Work, policy: Shape, caching: float, coded: int,
 CODED = {"nf4": 0.5625, "int8": 1.125, "gguf": 1.0}
 
 
-def _with_codes(items: list[MemoryItem], policy: Shape, width: int, coded: int, memory: int) -> list[MemoryItem]:
-    """Return the items if the layers are quantised, with `coded` weights in all, on a machine with so much `memory`.
+def _packs(config: Config, machine: Machine) -> bool:
+    """Return True if sampling packs dequantised layers (`PackedWeights`)."""
+    return machine.memory >= 4 * LIMIT and not config.run.max_memory
 
-    Then there is no mapped file, but a float32 embedding while loading, and one dequantised layer at a time in training. Decoding
-    needs packed layers only if there is memory for them (`PackedWeights.dequantises`).
+
+def _with_codes(items: list[MemoryItem], policy: Shape, width: int, coded: int, packs: bool) -> list[MemoryItem]:
+    """Return the items if the layers are quantised, with `coded` weights in all.
+
+    Then there is no mapped file, but a float32 embedding while loading, and one dequantised layer at a time in training. For
+    `packs` see `_packs`.
     """
-    if memory < 4 * LIMIT:
+    if not packs:
         items = [_head_alone(item, width * policy.head) for item in items]
     whole = 4 * policy.vocabulary * policy.hidden * (1 if policy.tied else 2)
     return [

@@ -371,11 +371,12 @@ def test_a_base_in_codes_is_not_mapped_and_packed_only_where_memory_allows(folde
     assert named(coded)["unpacked layer"] == 2 * layers / whole.policy.layers
 
 
-@pytest.mark.parametrize("memory, rounds", [(3 << 30, 2 * 10), (24 << 30, 1)])  # 16 sequences by 8, of 10 tokens at most
-def test_codes_are_unpacked_in_each_round_of_decoding_or_once_before_it_and_twice_in_training(folder, memory, rounds):
+# 16 sequences by 8, of 10 tokens at most
+@pytest.mark.parametrize("memory, limit, rounds", [(3 << 30, "", 2 * 10), (24 << 30, "8GB", 2 * 10), (24 << 30, "", 1)])
+def test_codes_are_unpacked_in_each_round_of_decoding_or_once_before_it_and_twice_in_training(folder, memory, limit, rounds):
     machine = replace(MACHINE, memory=memory)
     config = settings(folder, prompts_per_step=4, num_generations=4)
-    config = replace(config, sampling=replace(config.sampling, max_decode_batch=8))
+    config = replace(config, sampling=replace(config.sampling, max_decode_batch=8), run=replace(config.run, max_memory=limit))
     config = replace(config, model=replace(config.model, dtype="bfloat16", lora_rank=4))
     lengths = plan.Lengths(8, 8, 8, 10)
     whole, coded = (

@@ -22,7 +22,6 @@ from torch import Tensor
 from psigrad.kernels.codes import CodedMatrix
 from psigrad.kernels.kernels import Heads, Kernels, kernels, table_sizes
 from psigrad.kernels.products import PackedMatrix, Products
-from psigrad.language.models.free_memory import available_memory
 
 Ids = Sequence[int]
 T = TypeVar("T")
@@ -354,13 +353,15 @@ class PackedProjection:
 class PackedWeights:
     """A cache of packed weight matrices by layer, up to `limit` bytes. A layer is packed again after its weights change.
 
-    `dequantises` is True if a quarter of the free memory holds `limit` bytes. Quantised matrices are then packed as numbers:
+    If a quarter of the free memory holds `limit` bytes, and `dequantises` allows it, quantised matrices are packed as numbers:
     sampling takes two thirds of the time, and the products have the same bits.
     """
 
-    def __init__(self, limit: int = LIMIT) -> None:
+    def __init__(self, limit: int = LIMIT, dequantises: bool = True) -> None:
+        from psigrad.language.models.free_memory import available_memory  # imported here: training needs none of it
+
         self.bytes, self.limit = 0, limit
-        self.dequantises = available_memory() >= 4 * limit
+        self.dequantises = dequantises and available_memory() >= 4 * limit
         self._layers: dict[Hashable, tuple[list[Version], list[PackedProjection]]] = {}
         self._refused: set[Hashable] = set()
         self._table: tuple[Hashable, list[Version], Any] | None = None
