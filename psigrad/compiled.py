@@ -149,12 +149,13 @@ def gpu_kernels(x: Tensor) -> Any | None:
     """Return the module `psigrad.kernels.triton_kernels` if its kernels run on the GPU that has x; otherwise None."""
     import torch
 
-    found = _triton_kernels() if x.is_cuda else None
+    found = triton_kernels() if x.is_cuda else None
     return found if found is not None and x.device.index == torch.cuda.current_device() else None
 
 
 @functools.cache
-def _triton_kernels() -> Any | None:
+def triton_kernels() -> Any | None:
+    """Return the module `psigrad.kernels.triton_kernels` if its kernels run on the current GPU; otherwise None."""
     import torch
 
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from psigrad.compiled import kernels
+from psigrad.compiled import kernels, triton_kernels
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.algorithms import resolve_loss, resolve_online
 from psigrad.importing import imported_callable
@@ -42,7 +42,8 @@ def collect_pins(
         content["processor"] = str(getattr(image_format, "version", ""))
     rows = prepared.sums or sum_parts(prepared)
     day = {"date": day_of(tokenizer).isoformat()} if reads_clock(tokenizer) else {}
-    used = kernels() if device(config.run) == "cpu" else "a GPU has its own"  # a checkout would compile them for a minute
+    # on a GPU those for a CPU are not asked for, which a checkout would compile for a minute
+    used = kernels() if device(config.run) == "cpu" else triton_kernels() or "torch's operations do their work"
     return {**rows, **content, **day, **_models(config), **_code(config, judges), **pins_of(config.run, used)}
 
 

@@ -198,7 +198,9 @@ def test_a_gpu_loads_no_kernels_for_cpus_which_a_checkout_would_compile(gpu, job
             run = make(tokenizer, "grpo", steps=1, device=device)
             learn(run, collect(run, 0, 0, Clock()).groups, State(algorithm=run.algorithm.initial_state()), 1e-3)
             settings = online_config(job, tmp_path, device=device)
-            run_pins.collect_pins(settings, tokenizer, PreparedRows([], [], [], []))
+            assert run_pins.collect_pins(settings, tokenizer, PreparedRows([], [], [], []))["kernels"] != "on" or device == "cpu"
+            monkeypatch.setattr(run_pins, "triton_kernels", object)
+            assert run_pins.collect_pins(settings, tokenizer, PreparedRows([], [], [], []))["kernels"] == "on" or device == "cpu"
         assert bool(loaded) == (device == "cpu"), loaded
 
 
