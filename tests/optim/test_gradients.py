@@ -10,7 +10,7 @@ from fused_models import CONFIGS, made, some_groups, tied_or_not
 from torch import nn
 from torch.nn import functional as F
 
-from psigrad.language.models import logprobs
+from psigrad.language.models import logprobs, tiny
 from psigrad.language.models.logprobs import token_stats
 from psigrad.language.models.stats import TokenStatsRequest
 from psigrad.optim import gradients
@@ -22,6 +22,11 @@ def sums(module: nn.Module, run) -> dict[str, torch.Tensor]:
         p.grad = None
     run()
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return tiny.tokenizer(["hello world 123"] * 5, 280)
 
 
 @pytest.fixture
