@@ -1,4 +1,4 @@
-"""Edges of the training code: rates at the last step, parts that do not apply, failed completions, counts."""
+"""What of trajectories reaches the batch, and the edges: parts that do not apply, failed completions, counts."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from in_memory import advance, log_of, make, with_player
+import torch
+from in_memory import advance, log_of, make, trajectory, with_player
 
 from psigrad.config import Optim
-from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.reward_view import reward_view
+from psigrad.errors import UserError
 from psigrad.language.models import tiny
 from psigrad.language.recipes import loops
-from psigrad.language.rollout import collectors
-from psigrad.language.rollout.types import Completion, Prompt, State, Trajectory
-from psigrad.language.training.online.batching import LENGTH_PENALTY, metric_of, to_batch
+from psigrad.language.rollout.types import Completion, State, Trajectory
+from psigrad.language.training.online.batching import LENGTH_PENALTY, metric_of, minibatches, to_batch
+from psigrad.language.training.online.collect import collect, group_scored
 from psigrad.optim import learning_rate
+from psigrad.step import Clock
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])
@@ -31,11 +32,6 @@ def test_a_run_that_is_all_warm_up_has_a_rate_at_every_step(kind):
         assert learning_rate(half, 5, 10) == pytest.approx(0.5)
 
 
-def trajectory(status: str = "scored", reward: float | None = 1.0, **parts) -> Trajectory:
-    written = Completion((3, 4), (-1.0, -1.0), (-1.0, -1.0), "stop", 0)
-    return Trajectory(0, 0, (1, 2), written, 0, reward=reward, parts=parts, status=status)
-
-
 def test_the_metric_is_the_reward_without_the_penalty_on_length():
     assert metric_of(trajectory(a=0.5, b=None, **{LENGTH_PENALTY: -0.3}), "") == 0.5
     assert metric_of(trajectory(reward=0.7, a=0.5), "") == 0.7
@@ -44,17 +40,12 @@ def test_the_metric_is_the_reward_without_the_penalty_on_length():
 
 def test_a_failed_completion_keeps_its_parts_and_is_worth_its_reward_to_those_that_nobody_named():
     groups = [
-        [trajectory(a=1.0, b=None), trajectory("failed", -2.0), trajectory("failed", None), trajectory("failed", 1.0, a=0.0)]
+        [trajectory(a=1.0, b=None), trajectory(-2.0, "failed"), trajectory(None, "failed"), trajectory(1.0, "failed", a=0.0)]
     ]
     parts = to_batch(groups).parts
     assert parts[0, 0] == 1.0 and math.isnan(parts[0, 1])
     assert parts[1].tolist() == [-2.0, -2.0] and parts[2].tolist() == [0.0, 0.0]
     assert parts[3].tolist() == [0.0, 1.0]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny.tokenizer(["say a: b"], 270)
 
 
 def test_tokens_are_counted_step_by_step(tokenizer):
@@ -74,45 +65,6 @@ def test_tokens_are_counted_step_by_step(tokenizer):
     assert all(part > 32 * 0 for part in parts) and sum(parts) == state.tokens
 
 
-@pytest.mark.parametrize(
-    ("iterations", "minibatches", "single"), [(1, 1, True), (2, 1, False), (1, 2, False), (3, 2, False), (2, 2, False)]
-)
-def test_one_pass_is_one_optimiser_step_for_each_collection(tokenizer, iterations, minibatches, single):
-    assert make(tokenizer, num_iterations=iterations, num_minibatches=minibatches).single_pass is single
-
-
-def test_updates_are_counted_with_the_critics(tokenizer):
-    run = make(tokenizer)
-    assert run.updates() == 0
-    advance(run, State(algorithm=run.algorithm.initial_state()))
-    assert run.updates() == run.optimizer.updates == 1
-
-
-def test_each_process_draws_every_second_prompt_and_of_a_sampler_for_all_the_first_draws_them_all(monkeypatch):
-    asked = []
-    prompts = [Prompt(i, (i,), Row("x", prompt="p")) for i in range(4)]
-
-    class Asked:
-        plays = False
-
-        def __init__(self, central):
-            self.sampler = SimpleNamespace(central=central)
-
-        def collect(self, prompts, *rest):
-            asked.append([p.index for p in prompts])
-            yield [(i, []) for i in range(len(prompts))]
-
-    def of(rank, central):
-        world = SimpleNamespace(rank=rank, size=2)
-        each = [["of rank 0"], []] if central else [["a", "c"], ["b", "d"]]
-        monkeypatch.setattr(collectors, "gather_trajectories", lambda world, own, with_tokens: each)
-        return collectors.ScoredRollout(Asked(central), None, reward_view(), world)(prompts, None, 1, max, version=0)
-
-    assert of(0, False) == of(1, False) == ["a", "b", "c", "d"] and asked == [[0, 2], [1, 3]]
-    asked.clear()
-    assert of(0, True) == of(1, True) == ["of rank 0"] and asked == [[0, 1, 2, 3]]
-
-
 def test_an_evaluation_waits_for_episodes_that_are_played_ahead_and_for_nothing_else(monkeypatch):
     """An environment plays for one at a time; completions of a single turn go on beside it."""
     done = []
@@ -127,3 +79,62 @@ def test_an_evaluation_waits_for_episodes_that_are_played_ahead_and_for_nothing_
         save = SimpleNamespace(wait=None)
         loops.train_online(with_player(run, player), state, save, journal, lambda step: done.append(f"evaluated {step}"))
     assert done == ["evaluated 3", "played", "evaluated 3"]
+
+
+def test_dynamic_sampling_compares_all_but_the_penalty_on_length_or_the_reward_that_is_named():
+    short, long = trajectory(1.0, exact=1.0, soft_overlong=0.0), trajectory(0.6, exact=1.0, soft_overlong=-0.4)
+    assert metric_of(short) == metric_of(long) == 1.0
+    assert metric_of(trajectory(0.6, exact=0.6)) == 0.6
+    assert metric_of(trajectory(1.5, exact=1.0, format=0.5), "format") == 0.5
+    assert metric_of(trajectory(1.0, exact=1.0, format=None), "format") == 0.0
+    assert metric_of(trajectory(-1.0, "failed"), "exact") == -1.0
+    assert metric_of(trajectory(-0.5, "failed", exact=-1.0, format=0.5), "format") == 0.5
+    assert metric_of(trajectory(-0.9, "failed", exact=-0.5, soft_overlong=-0.4)) == -0.5
+    with pytest.raises(UserError, match=r"filter_metric is 'acc'.+expected one of exact, format"):
+        metric_of(trajectory(1.5, exact=1.0, format=0.5), "acc")
+    assert to_batch([[short, long]]).metric.tolist() == [1.0, 1.0]
+
+
+def test_rewards_of_steps_and_of_single_functions_reach_the_batch():
+    """A reward of 0 for a step is one too; an outcome of 0 beside rewards of steps is none."""
+
+    def row(ids: int, reward: float, steps: tuple[tuple[int, float], ...] = (), status: str = "scored", **parts) -> Trajectory:
+        written = Completion(tuple(range(2, 2 + ids)), (0.0,) * ids, (0.0,) * ids, "stop", 0)
+        return Trajectory(0, 0, (1,), written, 0, reward=reward, status=status, parts=parts, step_rewards=steps)
+
+    rows = [
+        row(4, 1.5, ((0, 0.5), (2, 0.0), (3, 1.0)), exact=1.0),
+        row(3, 2.0, ((1, 0.5),), exact=None, style=2.0),
+        row(2, 0.0, exact=0.0, style=1.0),
+        row(1, -1.0, status="failed"),
+    ]
+    batch = to_batch([rows], reward_weights={"style": 0.5})
+    assert batch.rewarded.int().tolist() == [[1, 0, 1, 1], [0, 1, 1, 0], [0, 1, 0, 0], [1, 0, 0, 0]]
+    assert batch.reward.tolist() == [[0.5, 0.0, 0.0, 1.0], [0.0, 0.5, 1.5, 0.0], [0.0, 0.0, 0.0, 0.0], [-1.0, 0.0, 0.0, 0.0]]
+    nan = math.nan
+    expected = torch.tensor([[1.0, nan], [nan, 2.0], [0.0, 1.0], [-1.0, -1.0]])
+    assert torch.equal(batch.parts.nan_to_num(-9.0), expected.nan_to_num(-9.0)) and batch.part_weights == (1.0, 0.5)
+    assert to_batch([[row(2, 1.0)]]).parts is None
+
+
+def test_minibatches_are_whole_groups_and_cover_the_batch_once(tokenizer):
+    parts = minibatches(4, 3, 0, 0, 0)
+    assert sorted(map(len, parts)) == [1, 1, 2] and sorted(torch.cat(parts).tolist()) == [0, 1, 2, 3]
+    others = [minibatches(4, 3, 0, step, 0) for step in range(1, 6)]
+    assert any(not torch.equal(a, b) for other in others for a, b in zip(parts, other, strict=True))
+    assert minibatches(0, 3, 0, 0, 0) == []
+
+
+def test_the_batch_has_the_reward_on_each_last_token(tokenizer):
+    run = make(tokenizer)
+    collected = collect(run, 0, 0, Clock())
+    groups = list(group_scored(collected.trajectories, 4, 2))
+    batch = to_batch(groups)
+    for n, t in enumerate(t for g in groups for t in g):
+        size = len(t.completion.ids)
+        assert batch.mask[n].tolist() == [True] * size + [False] * (batch.mask.shape[1] - size)
+        assert batch.reward[n, size - 1] == pytest.approx(t.reward) and float(batch.reward[n].abs().sum()) == pytest.approx(
+            abs(t.reward)
+        )
+        assert batch.logp_old[n, :size].tolist() == pytest.approx(list(t.completion.logprobs))
+        assert bool(batch.truncated[n]) == (t.completion.finish_reason == "length")

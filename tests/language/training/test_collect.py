@@ -6,11 +6,13 @@ import json
 from dataclasses import replace
 
 import pytest
+from in_memory import make, trajectory
 from tiny_jobs import online_config
 from tiny_rewards import some
 
 from psigrad.language.recipes import online
 from psigrad.language.training.online import collect
+from psigrad.step import Clock
 
 
 def states(folder):
@@ -47,3 +49,38 @@ def test_a_run_from_before_there_was_a_ledger_goes_on():
     begun = collect.add_entries(collect.open_ledger({}, 8), {collect.ISSUED: 4, collect.TRAINED: 4})
     collect.check_balance(begun, 12)
     assert begun[collect.EARLIER] == 8 and collect.open_ledger({}, 0) == {}
+
+
+def equal(completions, **columns):
+    return [0.1] * len(completions)
+
+
+def test_dynamic_sampling_replaces_groups_without_signal_and_gives_up_in_the_end(tokenizer):
+    def only_some(completions, prompts, **columns):
+        return [float("a" < p[4] < "d" and len(c) % 2) for c, p in zip(completions, prompts, strict=True)]
+
+    run = make(tokenizer, "dapo", function=only_some, num_generations=8, prompts_per_step=2, max_refills=6)
+    collected = collect.collect(run, 0, 0, Clock())
+    assert len(collected.groups) == 2 and collected.cursor == collected.entries["issued"] > 2
+    assert all(len({t.reward for t in g}) > 1 for g in collected.groups)
+    assert len({t.completion.seed for t in collected.trajectories}) == 8 * collected.entries["issued"]
+    never = make(tokenizer, "dapo", function=equal, max_refills=2)
+    assert collect.collect(never, 0, 0, Clock()).groups == []
+    assert collect.collect(never, 0, 0, Clock()).entries["issued"] == 3 * 4
+
+
+def test_a_group_that_differs_by_the_penalty_on_length_alone_is_replaced(tokenizer, monkeypatch):
+    alike = [trajectory(1.0, exact=1.0, soft_overlong=0.0), trajectory(0.6, exact=1.0, soft_overlong=-0.4)]
+    unlike = [trajectory(1.0, exact=1.0, soft_overlong=0.0), trajectory(0.0, exact=0.0, soft_overlong=0.0)]
+    drawn = iter([alike, unlike])
+    run = make(tokenizer, "dapo", function=equal, num_generations=2, prompts_per_step=1, max_refills=1)
+    collected = collect.collect(replace(run, rollout=lambda *given: next(drawn)), 0, 0, Clock())
+    assert collected.groups == [unlike] and collected.cursor == 2
+
+
+def test_prompts_come_in_shuffled_epochs_without_repetition(tokenizer):
+    run = make(tokenizer)
+    places = [p.index for p in collect.pick_prompts(run.prompts, 3, 0, 24)]
+    assert [sorted(places[i : i + 8]) for i in (0, 8, 16)] == [list(range(8))] * 3
+    assert places[:8] != places[8:16]
+    assert places[5:13] == [p.index for p in collect.pick_prompts(run.prompts, 3, 5, 8)]

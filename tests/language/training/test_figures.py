@@ -8,7 +8,6 @@ import pytest
 import torch
 from in_memory import advance, log_of, make
 
-from psigrad.language.models import tiny
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.collectors import round_all
 from psigrad.language.rollout.types import State
@@ -17,11 +16,6 @@ from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.annotators.old_log_probs import LogProbGap
 from psigrad.language.training.online.figures import TokenFigures
 from psigrad.objective import Batch, PolicyOutputs, Prepared
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny.tokenizer(["say a: b"], 270)
 
 
 def lines(tokenizer, algorithm="grpo", **settings):

@@ -19,11 +19,11 @@ from psigrad.language.models.language_model import LanguageModel, Lora, prepare
 from psigrad.language.recipes import online_settings
 from psigrad.language.rewards import resolve as reward
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.types import Completion, SamplingParams, State, Trajectory
+from psigrad.language.rollout.types import SamplingParams, State
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.annotators.old_log_probs import LogProbGap
-from psigrad.language.training.online.batching import metric_of, minibatches, rows_of, to_batch
-from psigrad.language.training.online.collect import collect, group_scored, pick_prompts
+from psigrad.language.training.online.batching import rows_of, to_batch
+from psigrad.language.training.online.collect import collect, group_scored
 from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.objective.parts.advantage import group_mean
@@ -35,11 +35,6 @@ from psigrad.step import Clock
 ONLINE = [n for n in PRESETS if n not in ("reinforce_total_return", "reinforce_reward_to_go")]
 # groups of four have no signal for the default of one right answer among four
 SPECS = [pytest.param({"preset": "pass_at_k", "psi": {"k": 2, "right": 0.2}} if n == "pass_at_k" else n, id=n) for n in ONLINE]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny.tokenizer(["say a: b"], 270)
 
 
 def weights(model: LanguageModel) -> torch.Tensor:
@@ -55,46 +50,6 @@ def after(run: OnlineRun, steps: int = 1) -> torch.Tensor:
 
 def far(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max())
-
-
-def trajectory(reward: float, status: str = "scored", **parts: float | None) -> Trajectory:
-    return Trajectory(0, 0, (1,), Completion((2,), (0.0,), (0.0,), "stop", 0), 0, reward=reward, status=status, parts=parts)
-
-
-def test_dynamic_sampling_compares_all_but_the_penalty_on_length_or_the_reward_that_is_named():
-    short, long = trajectory(1.0, exact=1.0, soft_overlong=0.0), trajectory(0.6, exact=1.0, soft_overlong=-0.4)
-    assert metric_of(short) == metric_of(long) == 1.0
-    assert metric_of(trajectory(0.6, exact=0.6)) == 0.6
-    assert metric_of(trajectory(1.5, exact=1.0, format=0.5), "format") == 0.5
-    assert metric_of(trajectory(1.0, exact=1.0, format=None), "format") == 0.0
-    assert metric_of(trajectory(-1.0, "failed"), "exact") == -1.0
-    assert metric_of(trajectory(-0.5, "failed", exact=-1.0, format=0.5), "format") == 0.5
-    assert metric_of(trajectory(-0.9, "failed", exact=-0.5, soft_overlong=-0.4)) == -0.5
-    with pytest.raises(UserError, match=r"filter_metric is 'acc'.+expected one of exact, format"):
-        metric_of(trajectory(1.5, exact=1.0, format=0.5), "acc")
-    assert to_batch([[short, long]]).metric.tolist() == [1.0, 1.0]
-
-
-def test_rewards_of_steps_and_of_single_functions_reach_the_batch():
-    """A reward of 0 for a step is one too; an outcome of 0 beside rewards of steps is none."""
-
-    def row(ids: int, reward: float, steps: tuple[tuple[int, float], ...] = (), status: str = "scored", **parts) -> Trajectory:
-        written = Completion(tuple(range(2, 2 + ids)), (0.0,) * ids, (0.0,) * ids, "stop", 0)
-        return Trajectory(0, 0, (1,), written, 0, reward=reward, status=status, parts=parts, step_rewards=steps)
-
-    rows = [
-        row(4, 1.5, ((0, 0.5), (2, 0.0), (3, 1.0)), exact=1.0),
-        row(3, 2.0, ((1, 0.5),), exact=None, style=2.0),
-        row(2, 0.0, exact=0.0, style=1.0),
-        row(1, -1.0, status="failed"),
-    ]
-    batch = to_batch([rows], reward_weights={"style": 0.5})
-    assert batch.rewarded.int().tolist() == [[1, 0, 1, 1], [0, 1, 1, 0], [0, 1, 0, 0], [1, 0, 0, 0]]
-    assert batch.reward.tolist() == [[0.5, 0.0, 0.0, 1.0], [0.0, 0.5, 1.5, 0.0], [0.0, 0.0, 0.0, 0.0], [-1.0, 0.0, 0.0, 0.0]]
-    nan = math.nan
-    expected = torch.tensor([[1.0, nan], [nan, 2.0], [0.0, 1.0], [-1.0, -1.0]])
-    assert torch.equal(batch.parts.nan_to_num(-9.0), expected.nan_to_num(-9.0)) and batch.part_weights == (1.0, 0.5)
-    assert to_batch([[row(2, 1.0)]]).parts is None
 
 
 def test_the_weights_of_rewards_reach_the_algorithm(tokenizer):
@@ -246,14 +201,6 @@ def test_several_passes_clip_against_the_policy_that_sampled(iterations, minibat
     assert row["policy/approxkl_avg"] > 1e-5 and row["clip_ratio/region_mean"] > 0
 
 
-def test_minibatches_are_whole_groups_and_cover_the_batch_once(tokenizer):
-    parts = minibatches(4, 3, 0, 0, 0)
-    assert sorted(map(len, parts)) == [1, 1, 2] and sorted(torch.cat(parts).tolist()) == [0, 1, 2, 3]
-    others = [minibatches(4, 3, 0, step, 0) for step in range(1, 6)]
-    assert any(not torch.equal(a, b) for other in others for a, b in zip(parts, other, strict=True))
-    assert minibatches(0, 3, 0, 0, 0) == []
-
-
 def test_an_optimiser_step_takes_whole_groups(tokenizer, monkeypatch):
     run, seen, original = make(tokenizer, num_minibatches=3), [], training.assign_micro_batches
     monkeypatch.setattr(
@@ -298,29 +245,6 @@ def test_a_group_of_one_is_refused(tokenizer):
         online_settings.check(config, resolve("grpo"))
 
 
-def test_dynamic_sampling_replaces_groups_without_signal_and_gives_up_in_the_end(tokenizer):
-    def only_some(completions, prompts, **columns):
-        return [float("a" < p[4] < "d" and len(c) % 2) for c, p in zip(completions, prompts, strict=True)]
-
-    run = make(tokenizer, "dapo", function=only_some, num_generations=8, prompts_per_step=2, max_refills=6)
-    collected = collect(run, 0, 0, Clock())
-    assert len(collected.groups) == 2 and collected.cursor == collected.entries["issued"] > 2
-    assert all(len({t.reward for t in g}) > 1 for g in collected.groups)
-    assert len({t.completion.seed for t in collected.trajectories}) == 8 * collected.entries["issued"]
-    never = make(tokenizer, "dapo", function=equal, max_refills=2)
-    assert collect(never, 0, 0, Clock()).groups == []
-    assert collect(never, 0, 0, Clock()).entries["issued"] == 3 * 4
-
-
-def test_a_group_that_differs_by_the_penalty_on_length_alone_is_replaced(tokenizer, monkeypatch):
-    alike = [trajectory(1.0, exact=1.0, soft_overlong=0.0), trajectory(0.6, exact=1.0, soft_overlong=-0.4)]
-    unlike = [trajectory(1.0, exact=1.0, soft_overlong=0.0), trajectory(0.0, exact=0.0, soft_overlong=0.0)]
-    drawn = iter([alike, unlike])
-    run = make(tokenizer, "dapo", function=equal, num_generations=2, prompts_per_step=1, max_refills=1)
-    collected = collect(replace(run, rollout=lambda *given: next(drawn)), 0, 0, Clock())
-    assert collected.groups == [unlike] and collected.cursor == 2
-
-
 def test_unscored_completions_leave_the_batch_and_many_stop_the_run(tokenizer):
     def failing(share: float):
         def function(completions, completion_ids, **columns):
@@ -341,29 +265,6 @@ def test_unscored_completions_leave_the_batch_and_many_stop_the_run(tokenizer):
     assert all(line["reward"] is None and "the judge is out" in line["reason"] for line in lines)
     with pytest.raises(UserError, match=r"of 16 completions stayed unscored, above max_unscored 0; most often .*judge is out"):
         after(make(tokenizer, "grpo", function=failing(0.5), max_unscored=0.0))
-
-
-def test_prompts_come_in_shuffled_epochs_without_repetition(tokenizer):
-    run = make(tokenizer)
-    places = [p.index for p in pick_prompts(run.prompts, 3, 0, 24)]
-    assert [sorted(places[i : i + 8]) for i in (0, 8, 16)] == [list(range(8))] * 3
-    assert places[:8] != places[8:16]
-    assert places[5:13] == [p.index for p in pick_prompts(run.prompts, 3, 5, 8)]
-
-
-def test_the_batch_has_the_reward_on_each_last_token(tokenizer):
-    run = make(tokenizer)
-    collected = collect(run, 0, 0, Clock())
-    groups = list(group_scored(collected.trajectories, 4, 2))
-    batch = to_batch(groups)
-    for n, t in enumerate(t for g in groups for t in g):
-        size = len(t.completion.ids)
-        assert batch.mask[n].tolist() == [True] * size + [False] * (batch.mask.shape[1] - size)
-        assert batch.reward[n, size - 1] == pytest.approx(t.reward) and float(batch.reward[n].abs().sum()) == pytest.approx(
-            abs(t.reward)
-        )
-        assert batch.logp_old[n, :size].tolist() == pytest.approx(list(t.completion.logprobs))
-        assert bool(batch.truncated[n]) == (t.completion.finish_reason == "length")
 
 
 @pytest.mark.parametrize("method", ["grpo", "dr_grpo", "rloo", "dapo", "gdpo", "reinforce_pp", "opo", "process_grpo", "ppo"])
@@ -430,3 +331,10 @@ def test_a_gradient_that_is_not_finite_is_a_logged_no_op(tokenizer, monkeypatch)
     with pytest.raises(UserError, match="not finite for 3 steps in a row"):
         check_gradients(state.nonfinite, state.step)
     assert torch.equal(weights(run.model), before)
+
+
+def test_who_recomputes_activations_keeps_none(tokenizer):
+    run = make(tokenizer)
+    recomputing = replace(run, config=replace(run.config, model=replace(run.config.model, gradient_checkpointing=True)))
+    for job, keeps in ((run, True), (recomputing, False)):
+        assert (training.activation_cache(job) is not None) == keeps

@@ -12,18 +12,12 @@ from in_memory import advance, log_of, make, with_sampler
 from tiny_jobs import make_job, online_config
 
 from psigrad.errors import UserError
-from psigrad.language.models import tiny
 from psigrad.language.recipes import online
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Collected, Sampler, SamplingParams, State
 from psigrad.language.training.online import online_rl
 from psigrad.objective.parts.ratio import truncated_importance
 from psigrad.processes.parallel.world import ALONE
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny.tokenizer(["say a: b"], 270)
 
 
 @pytest.fixture(scope="module")
@@ -182,3 +176,17 @@ def test_the_correction_weighs_older_completions_by_how_likely_they_are_now(toke
     means = [row["sampling/importance_sampling_ratio/mean"] for row in log_of(run).rows]
     assert means[0] == pytest.approx(1.0, abs=1e-5) and abs(means[2] - 1) > 1e-4
     assert all(torch.isfinite(torch.tensor(means)))
+
+
+@pytest.mark.parametrize(
+    ("iterations", "minibatches", "single"), [(1, 1, True), (2, 1, False), (1, 2, False), (3, 2, False), (2, 2, False)]
+)
+def test_one_pass_is_one_optimiser_step_for_each_collection(tokenizer, iterations, minibatches, single):
+    assert make(tokenizer, num_iterations=iterations, num_minibatches=minibatches).single_pass is single
+
+
+def test_updates_are_counted_with_the_critics(tokenizer):
+    run = make(tokenizer)
+    assert run.updates() == 0
+    advance(run, State(algorithm=run.algorithm.initial_state()))
+    assert run.updates() == run.optimizer.updates == 1
