@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, terminal
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs
 from psigrad.objective.parts.advantage import gae, k_step, reward_to_go, td_residual, total_return, whitened
 from psigrad.objective.parts.aggregate import not_truncated, token_mean
 from psigrad.objective.parts.critic import value_loss
@@ -127,12 +127,6 @@ def test_a_finished_trajectory_needs_no_bootstrap() -> None:
     assert td_residual(0.5)(batch).tolist() == [[1 + 3.5 - 5, 2 - 7]]
 
 
-def test_terminal_puts_the_score_on_the_last_chosen_step() -> None:
-    mask = torch.tensor([[True, True, False, False], [True, False, True, False], [False] * 4])
-    expected = [[0, 3.0, 0, 0], [0, 0, 4.0, 0], [0, 0, 0, 0]]
-    assert terminal(torch.tensor([3.0, 4.0, 5.0]), mask).tolist() == expected
-
-
 def test_a_row_that_a_filter_leaves_out_teaches_the_critic_nothing() -> None:
     batch = replace(random_batch(4), truncated=torch.tensor([True, False, False, False]))
     method = PolicyGradient(gae(0.9, 0.8), token, clip(), token_mean, keep=(not_truncated,), critic=value_loss())
@@ -152,3 +146,7 @@ def test_without_a_critic_there_is_no_critic_loss() -> None:
     prepared = method.prepare(batch, {})
     with pytest.raises(ValueError, match="has no critic"):
         method.critic_loss(prepared, batch.value, method.totals(prepared))
+
+
+def test_a_lambda_of_1_needs_no_discount():
+    assert gae().gamma == 1.0 and gae().lam == 1.0

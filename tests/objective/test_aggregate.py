@@ -11,9 +11,7 @@ import torch
 from psigrad.config.algorithms import resolve
 from psigrad.errors import UserError
 from psigrad.objective import Batch, PolicyOutputs, terminal
-from psigrad.objective.batch import scramble
 from psigrad.objective.parts.aggregate import clip_covariance, not_truncated, token_mean, top_entropy
-from psigrad.objective.parts.group_advantage import decoupled_group_mean, process_group_mean
 from psigrad.objective.parts.ratio import KL
 from psigrad.objective.parts.surrogate import clip, covariance_penalty, with_imitation
 
@@ -105,24 +103,6 @@ def test_the_draw_among_them_is_even_and_the_same_for_the_same_batch():
     assert abs(float(((counts - 100) ** 2 / 100).sum()) - 39) < 4 * math.sqrt(2 * 39), "χ² with 39 degrees of freedom"
 
 
-def test_splitmix_is_the_published_one():
-    """The first outputs of the reference implementation for the seed 1234567."""
-    state, found = 1234567, []
-    for _ in range(3):
-        state = (state + 0x9E3779B97F4A7C15) % 2**64
-        z = state
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
-        found.append(z ^ (z >> 31))
-    assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    x = torch.tensor([1, 2, 3, -5, 2**62])
-    for before, after in zip(x.tolist(), scramble(x).tolist(), strict=True):
-        z = before * 0x9E3779B97F4A7C15 % 2**64
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
-        assert after % 2**64 == z ^ (z >> 31)
-
-
 def test_the_penalty_is_on_the_steps_of_greatest_covariance_wherever_the_micro_batches_end():
     batch = rows(n=8, t=12)
     method = replace(resolve("kl_cov"), surrogate=covariance_penalty(0.1, 2.0))
@@ -152,52 +132,6 @@ def test_right_answers_are_imitated_by_the_mean_of_their_steps_wherever_the_micr
     assert bool(prepared.needs_gradient[5]), "a right answer teaches, whatever its advantage"
     nothing = method.prepare(replace(batch, metric=torch.zeros(8)), {})
     assert not nothing.marks.any()
-
-
-def test_rewards_of_other_kinds_are_standardised_apart():
-    """(1, 0) and (0, 1) add up to the same, yet the rarer one is worth more."""
-    parts = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
-    mask = torch.ones(4, 2, dtype=torch.bool)
-    batch = Batch(mask, terminal(parts.sum(1), mask), torch.zeros(4, 2), torch.zeros(4).long(), parts=parts)
-    advantage = decoupled_group_mean()(batch)
-    assert not resolve("grpo").prepare(replace(batch, logp_ref=torch.zeros(4, 2)), {}).advantage.any(), "the sums are all 1"
-    assert not advantage.any(), "two parts that cancel exactly leave nothing"
-    weighted = decoupled_group_mean()(replace(batch, part_weights=(1.0, 2.0)))
-    assert weighted[1, 0] > 0 > weighted[0, 0] and torch.equal(weighted[:, 0], weighted[:, 1])
-    assert float(weighted[:, 0].std()) == pytest.approx(1.0, abs=1e-3)
-
-
-def test_a_reward_that_does_not_apply_adds_nothing_and_is_no_zero():
-    nan = math.nan
-    parts = torch.tensor([[1.0, nan], [0.0, nan], [1.0, 5.0], [0.0, 7.0]])
-    mask = torch.ones(4, 1, dtype=torch.bool)
-    batch = Batch(mask, torch.zeros(4, 1), torch.zeros(4, 1), torch.zeros(4).long(), parts=parts)
-    first, second = 0.5 / math.sqrt(1 / 3), 1 / math.sqrt(2)
-    sums = torch.tensor([first, -first, first - second, -first + second])
-    torch.testing.assert_close(decoupled_group_mean(eps=0.0)(batch)[:, 0], sums / sums.std(), rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="no `parts`"):
-        decoupled_group_mean()(replace(batch, parts=None))
-    with pytest.raises(ValueError, match=r"parts has shape \(3, 2\); expected \[4, K\]"):
-        replace(batch, parts=parts[:3])
-
-
-def test_rewards_of_steps_are_standardised_over_the_group_and_summed_from_behind():
-    """Shao et al. 2024, 4.1.3, by hand: six rewards of two completions."""
-    mask = torch.tensor([[True] * 5, [True] * 4 + [False]])
-    reward = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.5], [0.0, 2.0, 0.0, 0.0, 0.0]])
-    rewarded = torch.tensor([[1, 0, 1, 0, 1], [0, 1, 1, 1, 0]]).bool()
-    batch = Batch(mask, reward, torch.zeros(2, 5), torch.zeros(2).long(), rewarded=rewarded)
-    six = torch.tensor([1.0, 0.0, 0.5, 2.0, 0.0, 0.0])
-    scaled = ((six - six.mean()) / six.std()).tolist()
-    first = [sum(scaled[:3]), scaled[1] + scaled[2], scaled[1] + scaled[2], scaled[2], scaled[2]]
-    second = [sum(scaled[3:]), sum(scaled[3:]), scaled[4] + scaled[5], scaled[5], 0.0]
-    torch.testing.assert_close(process_group_mean(eps=0.0)(batch), torch.tensor([first, second]), rtol=1e-5, atol=1e-6)
-    found = process_group_mean(std=False)(batch)
-    assert float(found[0, 4]) == pytest.approx(0.5 - float(six.mean()))
-    # without `rewarded`: rewards that are not 0, and each row's last step
-    guessed = process_group_mean(std=False)(replace(batch, rewarded=None))
-    assert float(guessed[1, 3]) == pytest.approx(0.0 - (1 + 0.5 + 2 + 0) / 4)
-    assert not process_group_mean()(replace(batch, mask=torch.zeros_like(mask))).any()
 
 
 @pytest.mark.parametrize(

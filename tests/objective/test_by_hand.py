@@ -10,8 +10,7 @@ import torch
 
 from psigrad.config.algorithms import resolve
 from psigrad.objective import Batch, PolicyOutputs, catalog
-from psigrad.objective.batch import rank_in_group, terminal
-from psigrad.objective.parts.group_advantage import pass_at_k
+from psigrad.objective.batch import terminal
 from psigrad.objective.parts.ratio import KL, divergence_rejection, truncated_importance
 from psigrad.objective.parts.surrogate import divergence_mask
 
@@ -30,14 +29,6 @@ def test_a_sequence_is_rejected_by_k3_of_the_trainer_over_the_sampler(gap, weigh
     """One step: e^0.139 − 1 − 0.139 = 0.010124 is above 0.01 and e^−0.139 − 1 + 0.139 = 0.009228 below it."""
     one = outcomes([0.0], 1, logp_old=torch.tensor([[-1.0 + gap]]), logp_sampler=torch.tensor([[-1.0]]))
     assert divergence_rejection(0.01)(one).tolist() == [[weight]]
-
-
-def test_the_rank_in_a_group_is_counted_from_the_greatest_and_ties_go_by_order():
-    """Groups 7: 1, 3, 3 and 2: 5, 0."""
-    x, group = torch.tensor([1.0, 5.0, 3.0, 0.0, 3.0]), torch.tensor([7, 2, 7, 2, 7])
-    assert rank_in_group(x, group).tolist() == [2, 0, 0, 1, 1]
-    x = torch.tensor([1.0, 2.0]).repeat(1 << 17)  # as few comparisons as a sort: a table of all pairs would be 64 GiB
-    assert rank_in_group(x, torch.arange(1 << 18) // 8).tolist() == [4, 0, 5, 1, 6, 2, 7, 3] * (1 << 15)
 
 
 def test_the_weight_of_dppo_is_capped():
@@ -64,27 +55,6 @@ def test_a_step_is_weighted_by_its_samplers_probability_and_not_by_the_old_one(p
     torch.testing.assert_close(loss, torch.tensor(expected))
     with pytest.raises(ValueError, match="would count them twice; set correction=None"):
         replace(resolve(preset), correction=truncated_importance())
-
-
-def test_pass_at_k_counts_what_is_above_the_threshold_alone():
-    """0.5 is not right. Of 4 answers 1 is: C(3,2)/C(4,2) = 1/2 of the pairs fail, σ = 1/2; a right answer gets 1/2 / σ = 1, a
-    wrong one (1/2 − C(2,1)/C(3,1)) / σ = −1/3.
-    """
-    advantage = pass_at_k(2)(outcomes([0.5, 0.5, 1.0, 0.0]))
-    torch.testing.assert_close(advantage[:, 0], torch.tensor([-1 / 3, -1 / 3, 1.0, -1 / 3]))
-
-
-def test_pass_at_k_takes_one_completion_more_than_k():
-    """With k of them every choice is all of them: σ = 0, so a group that lost one to an unscored completion is left out."""
-    assert (resolve("pass_at_k").min_group_size, replace(resolve("pass_at_k"), psi=pass_at_k(2)).min_group_size) == (5, 3)
-    assert (resolve("grpo").min_group_size, resolve("reinforce").min_group_size) == (2, 1)
-    from psigrad.config import OnlineConfig
-    from psigrad.language.recipes.online_settings import check
-
-    with pytest.raises(
-        ValueError, match="num_generations is 4 and pass_at_k compares completions of one prompt; give at least 5"
-    ):
-        check(OnlineConfig(algorithm="pass_at_k", reward=("exact",), num_generations=4), resolve("pass_at_k"))
 
 
 def test_log_probs_of_half_precision_do_not_round_the_weights():

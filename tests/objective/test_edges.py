@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from edge_batches import batch
 
 from psigrad.config.algorithms import resolve, resolve_loss
-from psigrad.objective import Batch, PolicyOutputs, terminal
+from psigrad.objective import Batch, PolicyOutputs
 from psigrad.objective.parts.advantage import gae, length_gae, reward_to_go, whitened
 from psigrad.objective.parts.critic import value_loss
-from psigrad.objective.parts.group_advantage import group_mean_batch_std, pass_at_k
+from psigrad.objective.parts.group_advantage import pass_at_k
 from psigrad.objective.parts.off_policy import off_policy_mask
 from psigrad.objective.parts.ratio import (
     KL,
@@ -38,14 +39,6 @@ from psigrad.objective.parts.surrogate import (
 )
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs
 from psigrad.objective.slopes import slopes
-from psigrad.objective.trust_region import conjugate_gradients
-
-
-def batch(reward, logp_old, dtype=torch.float32, group=None, **given) -> Batch:
-    logp_old = torch.as_tensor(logp_old, dtype=dtype)
-    mask = torch.ones(logp_old.shape, dtype=torch.bool)
-    reward = terminal(torch.tensor(reward, dtype=dtype), mask)
-    return Batch(mask, reward, logp_old, torch.tensor(group or [0] * len(logp_old)), **given)
 
 
 def gradient(method, rows: Batch, logp: torch.Tensor) -> torch.Tensor:
@@ -69,12 +62,6 @@ def test_half_precision_rewards_leave_every_gradient_as_it_is(name, dtype):
         full = gradient(method, batch([1.0, 0.0, 1.0, 0.0], logp), logp + moved)
         torch.testing.assert_close(half, full)
         assert (full != 0).all()
-
-
-def test_a_batch_holds_no_less_than_float32():
-    rows = batch([1, 0], [[0.0, 1.0]] * 2, torch.bfloat16, value=torch.ones(2, 2, dtype=torch.float16))
-    assert rows.reward.dtype == rows.logp_old.dtype == rows.value.dtype == torch.float32
-    assert batch([1, 0], [[0.0]] * 2, torch.float64).reward.dtype == torch.float64
 
 
 # Ratios beyond exp(20)
@@ -110,26 +97,6 @@ def test_closed_slopes_agree_with_autograd_beyond_the_bound(surrogate):
 
 
 # Numbers that are not finite
-
-
-@pytest.mark.parametrize("field", ["logp_old", "logp_ref", "logp_sampler", "value"])
-@pytest.mark.parametrize("bad", [float("-inf"), float("nan")])
-def test_a_number_that_is_not_finite_is_refused_by_name(field, bad):
-    given = {name: torch.zeros(3, 4) for name in ("logp_ref", "logp_sampler", "value")}
-    rows = {"logp_old": torch.zeros(3, 4), **given}
-    rows[field] = rows[field].clone()
-    rows[field][1, 2] = bad
-    with pytest.raises(ValueError, match=rf"The {field} of rows \[1\] is NaN or infinite"):
-        resolve("ppo").prepare(batch([1.0, 0.0, 2.0], **rows), resolve("ppo").initial_state())
-
-
-@pytest.mark.parametrize("field", ["last_value", "metric"])
-def test_a_rows_number_that_is_not_finite_is_refused_by_name_unless_the_row_is_padding(field):
-    mask = torch.tensor([[True], [True], [False]])
-    given = {field: torch.tensor([1.0, math.nan, 0.0])}
-    with pytest.raises(ValueError, match=rf"The {field} of rows \[1\] is NaN or infinite"):
-        Batch(mask, torch.zeros(3, 1), torch.zeros(3, 1), torch.zeros(3), **given).check_finite()
-    Batch(mask, torch.zeros(3, 1), torch.zeros(3, 1), torch.zeros(3), **{field: given[field][[0, 2, 1]]}).check_finite()
 
 
 @pytest.mark.parametrize("estimator", ["k3", "k3+"])
@@ -175,20 +142,6 @@ def test_ktos_weights_have_the_precision_of_its_log_probs():
     )  # fmt: skip
     loss = KahnemanTversky(desirable_weight=0.65, undesirable_weight=0.35).loss(rows, 2, 1).value
     assert float(loss) == 0.25  # (0.65 + 0.35) · ½ / 2, where float32's weights give 0.2499999925
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e-12])
-def test_conjugate_gradients_do_not_depend_on_the_scale_of_the_gradient(scale):
-    torch.manual_seed(0)
-    root = torch.randn(6, 6, dtype=torch.float64)
-    matrix, b = root @ root.T + torch.eye(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
-    found = conjugate_gradients(lambda v: matrix @ v, scale * b, 20)
-    torch.testing.assert_close(found / scale, torch.linalg.solve(matrix, b), rtol=1e-4, atol=1e-5)
-
-
-def test_a_gradient_of_zero_is_no_direction():
-    zero = torch.zeros(3)
-    assert conjugate_gradients(lambda v: v, zero, 5).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_negative_control_the_plain_clamp_has_no_gradient_beyond_the_bound():
@@ -254,20 +207,6 @@ def test_a_surrogate_of_whole_sequences_reads_no_padding():
         noisy = gradient(method, replace(rows, logp_old=rows.logp_old + 7.0 * ~rows.mask), now + 5.0 * ~rows.mask)
         torch.testing.assert_close(found, noisy, rtol=0, atol=0)
         assert (found[~rows.mask] == 0).all() and (found != 0).any()
-
-
-def test_off_policy_sequences_are_those_of_negative_advantage_that_the_policy_has_left():
-    old = torch.zeros(4, 10, dtype=torch.float64)
-    rows = batch([1.0, 1.0, 0.0, 0.0], old, torch.float64)
-    now = old.clone()
-    now[1] -= 0.6  # left, with a positive advantage
-    now[2] -= 0.6  # left, with a negative one
-    now[3] -= 0.4  # not far enough
-    plain = replace(resolve("grpo"), kl=None, surrogate=unclipped)
-    masked = replace(plain, surrogate=off_policy_mask(unclipped, 0.5))
-    found, expected = gradient(masked, rows, now), gradient(plain, rows, now)
-    assert (found[2] == 0).all() and (expected[2] != 0).all()
-    torch.testing.assert_close(found[[0, 1, 3]], expected[[0, 1, 3]], rtol=0, atol=0)
 
 
 SPLIT = ["grpo", "gspo", "dapo", "sapo", "dppo", "prime_ipo", "vespo", "gmpo", "opo", "reinforce_pp_baseline", "ppo", "cispo"]
@@ -336,24 +275,6 @@ def test_sequences_are_rejected_by_their_divergence_where_their_ratios_cancel():
 def test_parameters_that_mean_nothing_are_refused(wrong):
     with pytest.raises(ValueError, match="expected"):
         wrong()
-
-
-def test_advantages_of_groups_say_what_they_need():
-    rows = batch([1.0, -1.0], [[0.0], [0.0]])
-    with pytest.raises(ValueError, match="below 0"):
-        resolve("maxrl").prepare(rows, {})
-    with pytest.raises(ValueError, match="expected at least 5; sample more completions per prompt"):
-        resolve("pass_at_k").prepare(rows, {})
-    uneven = batch([0.0] * 7, torch.zeros(7, 1), group=[0] * 5 + [1] * 2)
-    with pytest.raises(ValueError, match="k=4 and a group has 2 completions; lower k or sample more"):
-        resolve("pass_at_k").prepare(uneven, {})
-
-
-def test_the_standard_deviation_may_be_that_of_the_batch():
-    rows = batch([1.0, 0.0, 9.0, 5.0], torch.zeros(4, 1), group=[0, 0, 1, 1])
-    std = torch.tensor([1.0, 0.0, 9.0, 5.0]).std()
-    expected = torch.tensor([0.5, -0.5, 2.0, -2.0]) / (std + 1e-4)
-    torch.testing.assert_close(group_mean_batch_std()(rows)[:, 0], expected)
 
 
 # What a careless change would break without a word

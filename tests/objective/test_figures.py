@@ -10,13 +10,11 @@ import torch
 
 from psigrad.config.algorithms import resolve_loss
 from psigrad.objective import Batch
-from psigrad.objective.catalog import DISTILL, DR_GRPO, GRPO, PPO_PENALTY
-from psigrad.objective.explain import _part_lines, explain
+from psigrad.objective.catalog import DISTILL, GRPO, PPO_PENALTY
 from psigrad.objective.parts.advantage import group_mean
 from psigrad.objective.parts.ratio import KL
 from psigrad.objective.parts.surrogate import kl_penalty
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs
-from psigrad.objective.preferences.reward_model import BradleyTerry, calibration, process_loss
 
 
 def numbers(terms):
@@ -66,44 +64,6 @@ def test_figures_of_pairs():
     }
 
 
-def test_figures_of_a_reward_model():
-    """Two pairs of three, a margin of ½ on the second, c = 0.1: leads 1 and 2.5 − 0.5."""
-    rewards = torch.tensor([2.0, 1.5]), torch.tensor([1.0, -1.0])
-    terms = BradleyTerry(0.1).loss(*rewards, torch.tensor([0.0, 0.5]), 3).terms
-    assert numbers(terms) == {
-        "loss": (math.log(1 + math.exp(-1)) + math.log(1 + math.exp(-2)) + 0.1 * (9 + 0.25)) / 3,
-        "accuracy": 2 / 3,
-        "margin": 3.5 / 3,
-        "mean_reward": 3.5 / 6,
-    }
-
-
-def test_figures_of_steps():
-    """σ(0) = ½ is no yes and ½ no label of yes."""
-    terms = process_loss(torch.zeros(2), torch.tensor([0.5, 1.0]), 4).terms
-    assert numbers(terms) == {"loss": 2 * math.log(2) / 4, "accuracy": 1 / 4}
-
-
-def test_calibration_in_two_bins():
-    """Leads 0, ln 2 and −ln 9: p = ½, ⅔ in the lower bin, half and wholly right; 0.9 in the upper, wrong."""
-    found = calibration(torch.tensor([0.0, math.log(2), -math.log(9)]), 2)
-    assert (found.lower, found.counts, found.accuracy) == ((0.5, 0.75), (2, 1), (0.75, 0.0))
-    assert found.confidence == (pytest.approx(7 / 12), pytest.approx(0.9))
-    assert found.error == pytest.approx((2 * abs(0.75 - 7 / 12) + 0.9) / 3)
-
-
-def test_what_a_part_is_for_is_said_once():
-    """The first paragraph is the purpose, whatever its first word."""
-
-    def of_a_user(batch):
-        """Formula: A = 1
-
-        Source: nobody.
-        """
-
-    assert _part_lines(of_a_user, "") == ["Formula: A = 1", "Source: nobody."]
-
-
 def test_a_penalty_follows_the_steps_that_were_trained_on_alone():
     """Two rows of two steps, the second row filtered out and the first with one step: it moved by ln 2 there, k3 = 1 − ln 2 =
     0.307, above 1.5 · 0.15, so that the coefficient doubles. Over the three steps it would be 0.102, over all four places 0.169:
@@ -123,16 +83,3 @@ def test_a_divergence_over_the_vocabulary_is_needed_where_its_weight_is_not_0():
     for coefficient in (0.5, 0.0):
         method = replace(DISTILL, kl=KL("loss", "exact", coefficient))
         assert method.needs_exact_kl is method.needs_reference is bool(coefficient)
-
-
-def test_two_methods_are_compared_slot_by_slot():
-    text = explain(resolve_loss("dpo"), resolve_loss("simpo"))
-    assert "\nbeta differs\n  dpo:\n    0.1\n  simpo:\n    2.0\n\nmargin differs\n  dpo:\n    0.0\n" in text
-    assert text.endswith("\nSame in both: link (logistic(label_smoothing=0.0)), sft (0.0), preference (1.0)\n")
-    text = explain(GRPO, DR_GRPO)
-    assert "KL to the reference differs\n  grpo:\n    KL(where='loss', estimator='k3', coefficient=0.04" in text
-    assert "\n  dr_grpo:\n    none: no reference policy is needed\n" in text
-    same = "ratio (token), surrogate (clip(low=0.2, high=0.2)), keep (none), critic (none), entropy (none), correction (none)"
-    assert " ".join(text.split("\n\n")[-1].split()) == f"Same in both: {same}"
-    assert "They learn from different data and have no parts in common." in explain(GRPO, resolve_loss("dpo"))
-    assert "dpo (1) minimises" in explain(resolve_loss("dpo"), replace(resolve_loss("dpo"), beta=0.5))

@@ -23,7 +23,6 @@ from psigrad.objective.preferences.preference_loss import (
     mean_logp,
     robust,
 )
-from psigrad.objective.preferences.reward_model import BradleyTerry, calibration, process_loss
 
 PREFERENCES = [name for name in LOSSES if name != "kto"]
 
@@ -245,35 +244,6 @@ def test_a_mistake_is_named(spec, said):
         resolve_loss(spec)
 
 
-def test_bradley_terry_is_its_formula():
-    w, z, m = torch.tensor([1.0, 0.2]), torch.tensor([0.5, 0.9]), torch.tensor([0.1, 0.0])
-    loss = BradleyTerry(0.01, 0.05).loss(w, z, m, 2)
-    expected = 0.0
-    for a, b, c in zip(w.tolist(), z.tolist(), m.tolist(), strict=True):
-        expected += -0.95 * math.log(sigmoid(a - b - c)) - 0.05 * math.log(sigmoid(b - a + c)) + 0.01 * (a + b) ** 2
-    assert float(loss.value) == pytest.approx(expected / 2, abs=1e-6)
-    assert float(loss.terms["accuracy"]) == 0.5
-    with pytest.raises(ValueError, match=r"0\.5"):
-        BradleyTerry(label_smoothing=0.5)
-
-
-def test_process_loss_is_the_cross_entropy_of_each_step():
-    z, y = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64), torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64)
-    terms = zip(z.tolist(), y.tolist(), strict=True)
-    expected = sum(-b * math.log(sigmoid(a)) - (1 - b) * math.log(1 - sigmoid(a)) for a, b in terms)
-    assert float(process_loss(z, y, 3).value) == pytest.approx(expected / 3, abs=1e-12)
-
-
-def test_calibration_of_a_model_that_knows_its_chances_and_of_one_that_boasts():
-    g = torch.Generator().manual_seed(0)
-    lead = torch.randn(40000, generator=g, dtype=torch.float64) * 2
-    swapped = torch.rand(40000, generator=g, dtype=torch.float64) > torch.sigmoid(lead)
-    observed = torch.where(swapped, -lead, lead)
-    honest = calibration(observed)
-    assert honest.error < 0.01 and sum(honest.counts) == 40000
-    assert calibration(observed * 3).error > 0.05
-
-
 def test_the_links_without_a_preset_are_their_formulas():
     h, g = torch.tensor([0.7]), torch.tensor([-0.4])
     by_hand_of = {
@@ -301,3 +271,12 @@ def test_what_would_broadcast_unseen_or_divide_by_nothing_is_refused():
         replace(pairs, tokens_chosen=torch.zeros_like(pairs.tokens_chosen))
     with pytest.raises(ValueError, match="weights"):
         replace(resolve_loss("dpo"), preference=0.0)
+
+
+DPO = resolve_loss("dpo")
+
+
+@pytest.mark.parametrize("beta", [math.inf, math.nan, 0.0])
+def test_a_beta_must_be_a_finite_number_above_0(beta):
+    with pytest.raises(ValueError, match="expected a number above 0"):
+        replace(DPO, beta=beta)

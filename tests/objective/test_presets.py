@@ -123,11 +123,6 @@ def test_a_loss_of_pairs_has_these_numbers(name):
     assert numbers(LOSSES[name].algorithm) == list(PAIRS[name]) and not LOSSES[name].defaults
 
 
-def test_online_dpo_is_dpo_on_groups_of_two_or_more():
-    online = ONLINE["online_dpo"].algorithm
-    assert (online.loss, online.min_group_size) == (LOSSES["dpo"].algorithm, 2)
-
-
 # Of each setting the numbers that are refused, then those nearest to them that are taken.
 BORDERS = [
     (adaptive, "initial", (0.0, -0.1), (1e-9,)),
