@@ -1,4 +1,4 @@
-"""Returns and advantages along a trajectory, held against slow sums over plain lists."""
+"""Returns and advantages along a trajectory against slow sums over plain lists; a critic of actions."""
 
 from __future__ import annotations
 
@@ -6,15 +6,31 @@ from dataclasses import replace
 
 import pytest
 import torch
+from edge_batches import world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from psigrad.config.algorithms import resolve
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs
-from psigrad.objective.parts.advantage import gae, k_step, reward_to_go, td_residual, total_return, whitened
+from psigrad.objective.parts import aggregate, ratio
+from psigrad.objective.parts.advantage import (
+    action_advantage,
+    action_value,
+    gae,
+    k_step,
+    length_gae,
+    needs_of,
+    reward_to_go,
+    td_residual,
+    total_return,
+    whitened,
+)
 from psigrad.objective.parts.aggregate import not_truncated, token_mean
 from psigrad.objective.parts.critic import value_loss
-from psigrad.objective.parts.ratio import token
-from psigrad.objective.parts.surrogate import clip
+from psigrad.objective.parts.ratio import (
+    token,
+)
+from psigrad.objective.parts.surrogate import clip, score
 
 
 def random_batch(seed: int, n: int = 4, t: int = 7) -> Batch:
@@ -150,3 +166,74 @@ def test_without_a_critic_there_is_no_critic_loss() -> None:
 
 def test_a_lambda_of_1_needs_no_discount():
     assert gae().gamma == 1.0 and gae().lam == 1.0
+
+
+def by_hand(deltas: list[float], discount: float) -> list[float]:
+    out: list[float] = []
+    for delta in reversed(deltas):
+        out.insert(0, delta + discount * (out[0] if out else 0.0))
+    return out
+
+
+@pytest.mark.parametrize("width", [5, 16, 17, 40])
+@pytest.mark.parametrize(("gamma", "lam"), [(0.97, 0.9), (1.0, 1.0), (0.9, 0.0)])
+def test_gae_of_long_rows_is_the_plain_loop(width, gamma, lam):
+    rows, _ = world(width=width)
+    found, adaptive = gae(gamma, lam)(rows), length_gae(0.5, gamma)(rows)
+    for i, length in enumerate(rows.mask.sum(1).tolist()):
+        value = [*rows.value[i, :length].tolist(), 0.0]
+        deltas = [float(rows.reward[i, t]) + gamma * value[t + 1] - value[t] for t in range(length)]
+        assert found[i, :length].tolist() == pytest.approx(by_hand(deltas, gamma * lam), abs=1e-12)
+        own = max(0.0, 1 - 1 / (0.5 * length))
+        assert adaptive[i, :length].tolist() == pytest.approx(by_hand(deltas, gamma * own), abs=1e-12)
+        assert (found[i, length:] == 0).all() and (adaptive[i, length:] == 0).all()
+
+
+MASK = torch.tensor([[True, True, False], [True, False, True]])
+
+
+BATCH = Batch(
+    mask=MASK,
+    reward=torch.zeros(2, 3),
+    logp_old=torch.zeros(2, 3),
+    group=torch.arange(2),
+    value=torch.tensor([[1.0, 2.0, float("nan")], [3.0, float("inf"), 4.0]]),
+    action_value=torch.tensor([[1.5, 1.0, float("nan")], [3.0, 9.0, 4.25]], requires_grad=True),
+)
+
+
+def method(psi, critic=None) -> PolicyGradient:
+    return PolicyGradient(psi, ratio.none, score, aggregate.sequence_sum, critic=critic)
+
+
+def test_they_are_the_critics_numbers_on_chosen_steps_and_0_elsewhere():
+    assert action_value(BATCH).tolist() == [[1.5, 1.0, 0.0], [3.0, 0.0, 4.25]]
+    assert action_advantage(BATCH).tolist() == [[0.5, -1.0, 0.0], [0.0, 0.0, 0.25]]
+    assert not action_value(BATCH).requires_grad
+
+
+def test_the_critic_of_states_learns_from_the_critic_of_actions():
+    prepared = method(action_advantage, value_loss()).prepare(BATCH, {})
+    assert torch.equal(prepared.returns, BATCH.action_value)
+
+
+def test_they_follow_their_rows():
+    assert action_value(BATCH.select(torch.tensor([1]))).tolist() == [[3.0, 0.0, 4.25]]
+
+
+def test_what_is_missing_is_said():
+    assert needs_of(action_advantage) == {"value", "action_value"} and needs_of(action_value) == {"action_value"}
+    with pytest.raises(ValueError, match="no `action_value`"):
+        method(action_value).prepare(replace(BATCH, action_value=None), {})
+    with pytest.raises(ValueError, match="no `value`"):
+        action_advantage(replace(BATCH, value=None))
+    with pytest.raises(ValueError, match="critic is None"):
+        method(action_advantage)
+    with pytest.raises(ValueError, match="action_value has shape"):
+        replace(BATCH, action_value=torch.zeros(2, 4))
+
+
+def test_they_have_short_names():
+    spec = {"ratio": "none", "surrogate": "score", "aggregate": "sequence_sum"}
+    assert resolve({**spec, "psi": "action_value"}).psi is action_value
+    assert resolve({**spec, "psi": "action_advantage", "critic": {}}).psi is action_advantage

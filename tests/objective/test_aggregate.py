@@ -1,4 +1,4 @@
-"""Filters of single steps, steps that a surrogate marks, and advantages from parts of the reward."""
+"""Filters of rows and of single steps, and steps that a surrogate marks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from edge_batches import batch
 
 from psigrad.config.algorithms import resolve
 from psigrad.errors import UserError
 from psigrad.objective import Batch, PolicyOutputs, terminal
 from psigrad.objective.parts.aggregate import clip_covariance, not_truncated, token_mean, top_entropy
 from psigrad.objective.parts.ratio import KL
-from psigrad.objective.parts.surrogate import clip, covariance_penalty, with_imitation
+from psigrad.objective.parts.surrogate import (
+    clip,
+    covariance_penalty,
+    with_imitation,
+)
 
 
 def rows(seed: int = 0, n: int = 4, t: int = 6) -> Batch:
@@ -161,3 +166,12 @@ def test_parts_come_by_their_names():
     assert not resolve({"preset": "grpo", "psi": "no_reward"}).needs_reward
     with pytest.raises(UserError, match="did you mean 'top_entropy'"):
         resolve({"preset": "dapo", "keep": ["top_entrpy"]})
+
+
+def test_dynamic_sampling_looks_at_the_metric_where_there_is_one():
+    reward = [1.0, 1.0, 1.0, 0.6, 1.0, 0.0, 0.0, 0.0]  # the first group is right throughout, and one was long
+    rows = batch(reward, torch.zeros(8, 2), group=[0] * 4 + [1] * 4)
+    correct = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
+    method = replace(resolve("dapo"), keep=resolve("dapo").keep[:1])
+    assert method.prepare(rows, {}).keep.tolist() == [True] * 8
+    assert method.prepare(replace(rows, metric=correct), {}).keep.tolist() == [False] * 4 + [True] * 4

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from edge_batches import batch
+from edge_batches import batch, rows
 
 from psigrad.config.algorithms import resolve
 from psigrad.objective import Batch, Totals, terminal
@@ -99,3 +99,10 @@ def test_a_rows_number_that_is_not_finite_is_refused_by_name_unless_the_row_is_p
     with pytest.raises(ValueError, match=rf"The {field} of rows \[1\] is NaN or infinite"):
         Batch(mask, torch.zeros(3, 1), torch.zeros(3, 1), torch.zeros(3), **given).check_finite()
     Batch(mask, torch.zeros(3, 1), torch.zeros(3, 1), torch.zeros(3), **{field: given[field][[0, 2, 1]]}).check_finite()
+
+
+def test_a_row_without_steps_is_in_nobodys_group():
+    """The least int64 is a number that no group has."""
+    batch = rows([[1, 0], [0, 0], [0, 1]], group=[5, 5, 7], reward=[[1.0, 0.0], [0.0, 0.0], [0.0, 2.0]])
+    assert batch.group.tolist() == [5, -(2**63), 7] and not batch.is_full
+    assert rows([[1, 1]], group=[5], reward=[[1.0, 0.0]]).group.tolist() == [5]

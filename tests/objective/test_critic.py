@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from edge_batches import rows
+from edge_batches import rows, world
 
+from psigrad.config.algorithms import resolve
 from psigrad.objective import PolicyOutputs, Totals
 from psigrad.objective.catalog import GRPO
+from psigrad.objective.parts.advantage import gae, reward_to_go, whitened
 from psigrad.objective.parts.critic import bonus, value_loss
 
 
@@ -30,3 +32,16 @@ def test_the_entropy_bonus_is_a_mean_over_steps(tokens, divisor):
         for m in (method, replace(method, entropy=None))
     )
     assert with_bonus - without == pytest.approx(-0.5 * 4 / divisor)
+
+
+def test_a_critic_may_have_an_estimator_of_returns_of_its_own():
+    rows, _ = world()
+    apart = replace(resolve("ppo"), kl=None, psi=gae(1.0, 0.5), critic=value_loss(returns=gae(1.0, 1.0)))
+    together = replace(apart, critic=value_loss())
+    prepared, plain = apart.prepare(rows, {}), together.prepare(rows, {})
+    torch.testing.assert_close(prepared.advantage, plain.advantage, rtol=0, atol=0)
+    to_go = reward_to_go()(rows)  # λ = 1: the critic learns the return itself
+    torch.testing.assert_close(prepared.returns[rows.mask], to_go[rows.mask])
+    assert not torch.allclose(plain.returns[rows.mask], to_go[rows.mask])
+    with pytest.raises(ValueError, match=r"critic\.returns is whitened or has a memory"):
+        replace(resolve("ppo"), critic=value_loss(returns=whitened(gae())))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from edge_batches import batch, rows
+from edge_batches import batch, outcomes, rows
 
 from psigrad.config.algorithms import resolve
 from psigrad.objective import Batch, terminal
@@ -15,6 +15,7 @@ from psigrad.objective.parts.group_advantage import (
     _choose_ratio,
     decoupled_group_mean,
     group_mean_batch_std,
+    length_weighted_mean,
     pass_at_k,
     process_group_mean,
 )
@@ -64,13 +65,6 @@ def test_rewards_of_steps_are_standardised_over_the_group_and_summed_from_behind
     guessed = process_group_mean(std=False)(replace(batch, rewarded=None))
     assert float(guessed[1, 3]) == pytest.approx(0.0 - (1 + 0.5 + 2 + 0) / 4)
     assert not process_group_mean()(replace(batch, mask=torch.zeros_like(mask))).any()
-
-
-def outcomes(rewards, steps=2, **given) -> Batch:
-    """One group, each row with its reward on its last step."""
-    mask = torch.ones(len(rewards), steps, dtype=torch.bool)
-    old = given.pop("logp_old", torch.full(mask.shape, -1.0))
-    return Batch(mask, terminal(torch.tensor(rewards), mask), old, torch.zeros(len(rewards)).long(), **given)
 
 
 def test_pass_at_k_counts_what_is_above_the_threshold_alone():
@@ -131,3 +125,8 @@ def test_the_standard_deviation_may_be_that_of_the_batch():
     std = torch.tensor([1.0, 0.0, 9.0, 5.0]).std()
     expected = torch.tensor([0.5, -0.5, 2.0, -2.0]) / (std + 1e-4)
     torch.testing.assert_close(group_mean_batch_std()(rows)[:, 0], expected)
+
+
+def test_a_group_without_steps_has_no_advantage():
+    batch = rows([[1, 1], [0, 0]], group=[0, 1], reward=[[0.0, 1.0], [0.0, 0.0]])
+    assert torch.equal(length_weighted_mean(batch), torch.zeros(2, 2))

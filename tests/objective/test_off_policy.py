@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from edge_batches import batch
+from edge_batches import batch, gradient
 
 from psigrad.config.algorithms import resolve
 from psigrad.objective import Batch, PolicyOutputs, terminal
@@ -64,13 +64,6 @@ def test_masks_around_others_say_what_they_cannot_hold() -> None:
     assert not imitates[1].any() and imitates[0].any()
     fixed = {"preset": "grpo", "kl": None, "surrogate": {"part": "off_policy_mask", "surrogate": "kl_penalty"}}
     assert gradient_of(resolve(fixed), old, logp_old=old).any()
-
-
-def gradient(method, rows: Batch, logp: torch.Tensor) -> torch.Tensor:
-    leaf = logp.clone().requires_grad_()
-    prepared = method.prepare(rows, method.initial_state())
-    method.loss(prepared, PolicyOutputs(leaf), method.totals(prepared), prepared.state).value.backward()
-    return leaf.grad
 
 
 def test_off_policy_sequences_are_those_of_negative_advantage_that_the_policy_has_left():

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 
 import pytest
 import torch
+from edge_batches import batch, gradient, outcomes, world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psigrad.config.algorithms import resolve
-from psigrad.objective import Batch, PolicyGradient, PolicyOutputs
+from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, catalog
+from psigrad.objective.catalog import DISTILL
 from psigrad.objective.parts import ratio
 from psigrad.objective.parts.advantage import gae, group_mean, leave_one_out, reward_to_go, whitened
 from psigrad.objective.parts.aggregate import clip_covariance, has_signal, sequence_mean, token_mean
 from psigrad.objective.parts.critic import bonus, value_loss
 from psigrad.objective.parts.ratio import KL, masked_importance, token, truncated_importance
-from psigrad.objective.parts.surrogate import clip, covariance_penalty, dual_clip, kl_penalty, unclipped, with_imitation
+from psigrad.objective.parts.surrogate import (
+    clip,
+    covariance_penalty,
+    dual_clip,
+    kl_penalty,
+    unclipped,
+    with_imitation,
+)
 
 GRPO = resolve("grpo")
 PRESETS = ("reinforce", "reinforce_reward_to_go", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp", "raft")
@@ -323,3 +333,105 @@ def test_an_overflowing_ratio_at_a_zero_advantage_is_not_nan(low_precision_clip:
     loss = low_precision_clip(logp, logp, torch.zeros(1, 1))
     loss.sum().backward()
     assert loss.item() == 0.0 and logp.grad.item() == 0.0
+
+
+def test_the_gap_of_a_batch_without_steps_is_0():
+    method = replace(resolve("reinforce"), kl=None, keep=())
+    batch = Batch(
+        torch.zeros(1, 0, dtype=torch.bool),
+        torch.zeros(1, 0),
+        torch.zeros(1, 0),
+        torch.tensor([0]),
+        logp_sampler=torch.zeros(1, 0),
+    )
+    metrics = method.prepare(batch, method.initial_state()).metrics
+    assert metrics["sampling/sampling_logp_difference/max"] == 0.0
+
+
+INF = float("inf")
+
+
+def test_log_probs_of_half_precision_do_not_round_the_weights():
+    """Seven steps of −A·log π = 1 with weight 1/7: 1. In bfloat16 1/7 is 0.142578, and the sum 0.998."""
+    method = replace(resolve("reinforce_reward_to_go"), aggregate=resolve("dapo").aggregate)
+    one = outcomes([1.0], 7)
+    prepared = method.prepare(one, {})
+    logp = torch.full((1, 7), -1.0, dtype=torch.bfloat16)
+    loss = method.loss(prepared, PolicyOutputs(logp), method.totals(prepared), {})
+    assert loss.value.dtype == torch.float32 and loss.value.item() == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", catalog.METHODS)
+def test_a_step_that_has_become_impossible_gives_finite_numbers(name):
+    """log π is −∞ now and was −1: ρ = 0, and 0·∞ would be no number, in value or gradient."""
+    method = resolve({"preset": "pass_at_k", "psi": {"k": 2}} if name == "pass_at_k" else name)
+    steps = torch.full((4, 3), -1.0)
+    parts = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 1.0], [0.25, 0.0]])
+    known = {"logp_old": steps, "logp_ref": steps - 0.1, "logp_sampler": steps, "entropy": -steps, "parts": parts}
+    known |= {"value": 0.1 * steps, "action_value": 0.1 * steps, "truncated": torch.zeros(4, dtype=torch.bool)}
+    one = outcomes([1.0, 0.0, 1.0, 0.25], 3, **known)
+    state = method.initial_state()
+    prepared = method.prepare(one, state)
+    logp = (steps + 0.01 * torch.arange(12).view(4, 3)).masked_fill(torch.arange(12).view(4, 3) % 5 == 1, -INF).requires_grad_()
+    outputs = PolicyOutputs(logp, -steps, 0.1 * steps, 0.1 * steps)
+    loss = method.loss(prepared, outputs, method.totals(prepared), prepared.state)
+    assert all(map(math.isfinite, [loss.value.item(), *(float(term) for term in loss.terms.values())]))
+    if loss.value.requires_grad:
+        loss.value.backward()
+        assert bool(logp.grad.isfinite().all())
+
+
+def test_negative_control_an_impossible_step_without_the_bound(monkeypatch):
+    monkeypatch.setattr("psigrad.objective.policy_gradient.LEAST_LOGP", -INF)
+    with pytest.raises(AssertionError):
+        test_a_step_that_has_become_impossible_gives_finite_numbers("cispo")
+
+
+def test_a_reference_that_nobody_reads_may_be_infinite():
+    rows = outcomes([1.0, 0.0], logp_ref=torch.tensor([[-INF, -1.0], [-1.0, -1.0]]))
+    for where, estimator in (("loss", "k3"), ("reward", "k1")):
+        unread = replace(resolve("grpo"), kl=KL(where, estimator, 0.0))
+        assert bool(unread.prepare(rows, {}).advantage.isfinite().all())
+        with pytest.raises(ValueError, match="logp_ref of rows"):  # negative control
+            read = replace(resolve("grpo"), kl=KL(where, estimator, 0.1))
+            read.prepare(rows, read.initial_state())
+
+
+@pytest.mark.parametrize("name", ["gspo", "grpo", "dapo", "cispo"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rewards_leave_every_gradient_as_it_is(name, dtype):
+    method = replace(resolve(name), kl=None, keep=())
+    logp = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).round(decimals=1)
+    logp = logp.to(dtype).float()  # the same numbers in both precisions
+    for moved in (0.0, 1e-4):
+        half = gradient(method, batch([1.0, 0.0, 1.0, 0.0], logp, dtype), logp + moved)
+        full = gradient(method, batch([1.0, 0.0, 1.0, 0.0], logp), logp + moved)
+        torch.testing.assert_close(half, full)
+        assert (full != 0).all()
+
+
+SPLIT = ["grpo", "gspo", "dapo", "sapo", "dppo", "prime_ipo", "vespo", "gmpo", "opo", "reinforce_pp_baseline", "ppo", "cispo"]
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_any_split_of_long_rows_of_several_groups_gives_one_gradient(name):
+    rows, now = world()
+    method = replace(resolve(name), keep=())
+    method = method if method.corrects else replace(method, correction=truncated_importance(2.0, floor=0.5))
+    whole, parts = now.clone().requires_grad_(), now.clone().requires_grad_()
+    prepared = method.prepare(rows, method.initial_state())
+    totals = method.totals(prepared)
+    method.loss(prepared, PolicyOutputs(whole, value=whole.detach() + whole), totals, prepared.state).value.backward()
+    for cut in ([0], [1, 2, 3], [4, 5]):
+        leaf = parts[cut]
+        outputs = PolicyOutputs(leaf, value=leaf.detach() + leaf)
+        method.loss(prepared.select(torch.tensor(cut)), outputs, totals, prepared.state).value.backward()
+    torch.testing.assert_close(whole.grad, parts.grad, rtol=1e-12, atol=1e-14)
+    assert whole.grad.abs().max() > 1e-4
+
+
+def test_a_divergence_over_the_vocabulary_is_needed_where_its_weight_is_not_0():
+    assert (DISTILL.kl.coefficient, DISTILL.needs_exact_kl, GRPO.needs_exact_kl) == (1.0, True, False)
+    for coefficient in (0.5, 0.0):
+        method = replace(DISTILL, kl=KL("loss", "exact", coefficient))
+        assert method.needs_exact_kl is method.needs_reference is bool(coefficient)

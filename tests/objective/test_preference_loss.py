@@ -280,3 +280,74 @@ DPO = resolve_loss("dpo")
 def test_a_beta_must_be_a_finite_number_above_0(beta):
     with pytest.raises(ValueError, match="expected a number above 0"):
         replace(DPO, beta=beta)
+
+
+def test_ktos_weights_have_the_precision_of_its_log_probs():
+    rows = Labelled(
+        torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64), torch.tensor([True, False]),
+        torch.zeros((), dtype=torch.float64),
+    )  # fmt: skip
+    loss = KahnemanTversky(desirable_weight=0.65, undesirable_weight=0.35).loss(rows, 2, 1).value
+    assert float(loss) == 0.25  # (0.65 + 0.35) · ½ / 2, where float32's weights give 0.2499999925
+
+
+def test_a_margin_of_a_pair_is_added_to_that_of_the_loss():
+    zero = torch.zeros(2, dtype=torch.float64)
+    chosen, rejected, lengths = zero - 1.0, zero - 3.0, torch.tensor([2, 2])
+    simpo = resolve_loss({"preset": "simpo", "margin": 0.5})
+
+    def value(margin) -> float:
+        return float(simpo.loss(Pairs(chosen, rejected, lengths, lengths, margin=margin), 2, 4).value)
+
+    apart = simpo.beta * (-1.0 / 2 + 3.0 / 2)
+    for margins in ([0.0, 0.0], [0.3, 1.1]):
+        expected = sum(math.log1p(math.exp(-(apart - 0.5 - own))) for own in margins) / 2
+        assert value(torch.tensor(margins, dtype=torch.float64)) == pytest.approx(expected)
+    assert value(None) == pytest.approx(value(torch.zeros(2, dtype=torch.float64)))
+
+
+def numbers(terms):
+    return {name: pytest.approx(float(term), abs=1e-6) for name, term in terms.items()}
+
+
+def test_figures_of_kto():
+    """Of 5 completions in the step 2 are good; 3 are here, 1 of them good. r = 0.5, −1, 0.75, β = 0.1, z = 0.4."""
+    rows = Labelled(
+        torch.tensor([-2.0, -3.0, -4.0]), torch.tensor([-2.5, -2.0, -4.75]), torch.tensor([True, False, False]), torch.tensor(0.4)
+    )
+    terms = KahnemanTversky(0.1).loss(rows, 5, 2).terms
+    good, bad = 0.05 / 2, (-0.1 + 0.075) / 3
+    assert numbers(terms) == {
+        "loss": (3 - sum(1 / (1 + math.exp(-x)) for x in (0.1 * 0.1, 0.1 * 1.4, -0.1 * 0.35))) / 5,
+        "rewards/chosen": good,
+        "rewards/rejected": bad,
+        "rewards/margins": good - bad,
+        "logps/chosen": -2.0 / 2,
+        "logps/rejected": -7.0 / 3,
+        "kl": 0.4 * 3 / 5,
+    }
+    alone = KahnemanTversky().loss(Labelled(*(x[1:2] for x in (rows.logp, rows.ref, rows.desirable)), rows.kl), 1, 0).terms
+    assert float(alone["rewards/chosen"]) == 0 and float(alone["logps/rejected"]) == -3
+
+
+def test_figures_of_pairs():
+    """Two pairs of three: h = 0.5·(0.5, −0.25) against 0.5·(−1, −0.25): one is right, one a tie."""
+    pairs = Pairs(
+        torch.tensor([-2.0, -3.0]),
+        torch.tensor([-5.0, -3.5]),
+        torch.tensor([2, 3]),
+        torch.tensor([4, 1]),
+        torch.tensor([-2.5, -2.75]),
+        torch.tensor([-4.0, -3.25]),
+    )
+    terms = resolve_loss({"preset": "dpo", "beta": 0.5}).loss(pairs, 3, 10).terms
+    assert numbers(terms) == {
+        "loss": (math.log(1 + math.exp(-0.75)) + math.log(2)) / 3,
+        "rewards/chosen": (0.25 - 0.125) / 3,
+        "rewards/rejected": (-0.5 - 0.125) / 3,
+        "rewards/margins": 0.75 / 3,
+        "rewards/accuracies": 1.5 / 3,
+        "logps/chosen": -5.0 / 3,
+        "logps/rejected": -8.5 / 3,
+        "nll_loss": 0.5,
+    }

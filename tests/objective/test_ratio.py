@@ -1,4 +1,4 @@
-"""KL estimators: value and gradient by exact enumeration of one categorical choice, with π_ref and π_old of our own."""
+"""KL estimators by exact enumeration of one choice, with π_ref and π_old of our own; ratios and corrections by hand."""
 
 from __future__ import annotations
 
@@ -7,11 +7,26 @@ from dataclasses import replace
 
 import pytest
 import torch
+from edge_batches import batch, gradient, outcomes, rows, world
 
 from psigrad.config.algorithms import resolve
 from psigrad.objective import Batch, PolicyOutputs
-from psigrad.objective.parts.ratio import KL, adaptive, estimate
-from psigrad.objective.parts.surrogate import adapt, kl_penalty
+from psigrad.objective.parts import ratio
+from psigrad.objective.parts.ratio import (
+    KL,
+    MAX_LOG_RATIO,
+    adaptive,
+    divergence_rejection,
+    estimate,
+    exp_ratio,
+    masked_importance,
+    truncated_importance,
+)
+from psigrad.objective.parts.surrogate import (
+    adapt,
+    geometric_clip,
+    kl_penalty,
+)
 
 G = torch.Generator().manual_seed(0)
 THETA, REF, OLD = (torch.randn(5, generator=G, dtype=torch.float64) for _ in range(3))
@@ -177,3 +192,102 @@ def test_an_adaptive_coefficient_moves_by_at_most_a_fifth_per_horizon(kl: float,
 def test_an_adaptive_coefficient_must_be_able_to_grow() -> None:
     with pytest.raises(ValueError, match="could never grow"):
         adaptive(initial=0.0)
+
+
+def test_k1_in_the_loss_is_refused_whatever_the_string_is_made_of():
+    estimator = "".join(["k", "1"])  # equal to the literal, and not the same object
+    with pytest.raises(ValueError, match="whose gradient is 0 in expectation"):
+        KL(where="loss", estimator=estimator)
+
+
+def test_a_row_without_steps_leaves_ratios_and_losses_finite():
+    mask = torch.tensor([[True, True], [False, False]])
+    logp, old = torch.tensor([[-1.0, -2.0], [0.0, 0.0]]), torch.tensor([[-1.5, -2.0], [0.0, 0.0]])
+    found = ratio.sequence(logp, old, mask)
+    torch.testing.assert_close(found, torch.tensor([[0.25, 0.25], [0.0, 0.0]]))
+    loss = geometric_clip()(logp, logp - old, torch.tensor([[1.0, 1.0], [0.0, 0.0]]), mask)
+    torch.testing.assert_close(loss, torch.tensor([[-math.exp(0.2), -math.exp(0.2)], [0.0, 0.0]]))
+
+
+@pytest.mark.parametrize(("gap", "kept"), [(0.1, True), (0.16, False)])
+def test_a_sequence_of_one_step_is_judged_by_that_step(gap, kept):
+    """exp(gap) − 1 − gap is 0.005 and 0.014, on either side of the limit."""
+    batch = rows([[1]], logp_old=[[-1.0]], logp_sampler=torch.tensor([[-1.0 - gap]]))
+    assert bool(divergence_rejection(limit=0.01)(batch)[0, 0]) is kept
+
+
+@pytest.mark.parametrize(("gap", "weight"), [(0.139, 0.0), (0.138, 1.0), (-0.139, 1.0), (-0.145, 0.0)])
+def test_a_sequence_is_rejected_by_k3_of_the_trainer_over_the_sampler(gap, weight):
+    """One step: e^0.139 − 1 − 0.139 = 0.010124 is above 0.01 and e^−0.139 − 1 + 0.139 = 0.009228 below it."""
+    one = outcomes([0.0], 1, logp_old=torch.tensor([[-1.0 + gap]]), logp_sampler=torch.tensor([[-1.0]]))
+    assert divergence_rejection(0.01)(one).tolist() == [[weight]]
+
+
+def test_a_ratio_beyond_its_bound_keeps_its_value_and_has_a_gradient():
+    x = torch.tensor([-3.0, 0.0, 19.0, 20.0, 21.0, 700.0], dtype=torch.float64, requires_grad=True)
+    ratio = exp_ratio(x)
+    torch.testing.assert_close(ratio, x.detach().clamp(max=MAX_LOG_RATIO).exp(), rtol=0, atol=0)
+    (slope,) = torch.autograd.grad(ratio.sum(), x)
+    torch.testing.assert_close(slope, ratio.detach(), rtol=0, atol=0)
+
+
+def test_rloo_finds_its_way_back_from_a_completion_that_became_far_too_likely():
+    method, logp = replace(resolve("rloo"), kl=None), torch.full((2, 2000), -2.0)
+    moved = logp.clone()
+    moved[1] += 0.011  # 22 nats in all, with a negative advantage
+    found = gradient(method, batch([1.0, 0.0], logp), moved)
+    assert torch.isfinite(found).all()
+    assert (found[1] > 0).all()  # downhill: less likely
+    assert found[0].abs().max() > 0  # the other one has ratio 1
+
+
+@pytest.mark.parametrize("estimator", ["k3", "k3+"])
+def test_k3_stays_finite_where_the_reference_is_far_above_the_policy(estimator):
+    d = torch.tensor([-120.0, -19.0, 0.0, 3.0], requires_grad=True)
+    value = estimate(estimator, d)
+    (slope,) = torch.autograd.grad(value.sum(), d)
+    assert torch.isfinite(value).all() and torch.isfinite(slope).all()
+    assert slope[0] < 0  # towards the reference
+    near = d.detach()[1:].double()
+    torch.testing.assert_close(value.detach()[1:].double(), torch.expm1(-near) + near, rtol=1e-6, atol=0)
+
+
+def test_negative_control_the_plain_clamp_has_no_gradient_beyond_the_bound():
+    x = torch.tensor([22.0], requires_grad=True)
+    (slope,) = torch.autograd.grad(x.clamp(max=MAX_LOG_RATIO).exp().sum(), x)
+    assert float(slope) == 0.0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_corrections_are_their_formulas(level):
+    rows, _ = world()
+    cut, masked = truncated_importance(1.02, level, 0.97)(rows), masked_importance(1.02, level, 0.97)(rows)
+    seen = set()
+    for i, length in enumerate(rows.mask.sum(1).tolist()):
+        gaps = (rows.logp_old - rows.logp_sampler)[i, :length].tolist()
+        whole = math.fsum(gaps) / (length if level == "geometric" else 1)
+        for t in range(length):
+            weight = math.exp(gaps[t] if level == "token" else whole)
+            inside = 0.97 <= weight <= 1.02
+            seen.add(inside)
+            assert float(cut[i, t]) == pytest.approx(min(max(weight, 0.97), 1.02))
+            assert float(masked[i, t]) == pytest.approx(weight if inside else 0.0)
+        assert (cut[i, length:].clamp(max=0.97) == cut[i, length:]).all()
+    assert seen == {True, False}
+
+
+def test_sequences_are_rejected_by_their_divergence_where_their_ratios_cancel():
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    gap = torch.tensor([[0.5, -0.5, 0.5, -0.5], [0.01, -0.02, 0.0, 0.01], [0.05, 0.05, 0.05, 0.05]])
+    rows = Batch(mask, torch.zeros(3, 4), gap, torch.zeros(3).long(), logp_sampler=torch.zeros(3, 4))
+    assert divergence_rejection(0.01)(rows)[:, 0].tolist() == [0.0, 1.0, 1.0]
+    assert masked_importance(1.1, "geometric", 0.9)(rows)[0, 0] > 0  # the geometric mean sees nothing
+
+
+def test_an_adaptive_kl_counts_completions_and_no_padding():
+    method = replace(resolve("rloo"), kl=KL("reward", "k1", adaptive(0.1, target=1.0, horizon=10)))
+    old, ref = torch.zeros(5, 3), torch.full((5, 3), -1.0)
+    mask = torch.tensor([[True] * 3] * 4 + [[False] * 3])
+    rows = Batch(mask, torch.rand(5, 3), old, torch.tensor([0, 0, 1, 1, 2]), logp_ref=ref)
+    after = method.prepare(rows, method.initial_state()).state
+    assert after["kl_coefficient"] == pytest.approx(0.1 * (1 + 0.2 * 4 / 10))  # 3 nats of 1: the error is cut at 0.2

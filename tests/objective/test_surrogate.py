@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from edge_batches import gradient, rows, world
 
+from psigrad.config.algorithms import resolve
 from psigrad.objective import Batch
-from psigrad.objective.parts.advantage import best_of_group
+from psigrad.objective.catalog import PPO_PENALTY
+from psigrad.objective.parts.advantage import best_of_group, group_mean
 from psigrad.objective.parts.aggregate import not_truncated, top_k
+from psigrad.objective.parts.off_policy import off_policy_mask
 from psigrad.objective.parts.ratio import masked_importance, sequence, token, trajectory, truncated_importance
 from psigrad.objective.parts.surrogate import (
+    adapt,
     clip,
+    clip_fractions,
+    covariance_penalty,
+    divergence_mask,
     dual_clip,
+    geometric_clip,
     kl_penalty,
+    measure_kl,
     score,
     truncated_weight,
     unclipped,
@@ -119,3 +130,88 @@ def test_parts_with_impossible_parameters_are_refused() -> None:
 def test_clip_range_may_be_as_wide_as_one_likes() -> None:
     wide = clip(1.0, math.inf)
     assert torch.equal(wide(LOGP, LOGP - OLD, ADVANTAGE), unclipped(LOGP, LOGP - OLD, ADVANTAGE))
+
+
+def test_no_steps_have_moved_nowhere():
+    nothing = torch.zeros(1, 2)
+    assert measure_kl(nothing, nothing, torch.zeros(1, 2, dtype=torch.bool)) == 0.0
+    one = torch.tensor([[True, False]])
+    assert measure_kl(torch.tensor([[0.5, 9.0]]), nothing, one) == pytest.approx(math.exp(0.5) - 1.5)
+
+
+def test_marks_are_a_share_of_the_steps_and_one_at_least():
+    batch = rows([[1, 1, 1, 1]] * 2 + [[0] * 4], logp_old=torch.linspace(-3, -1, 12).view(3, 4).tolist())
+    advantage = torch.linspace(-1, 1, 12).view(3, 4)
+    for share, count in ((1e-3, 1), (0.25, 2), (0.5, 4), (0.9, 7)):
+        marked = covariance_penalty(share=share).marks(batch, advantage)
+        assert int(marked.sum()) == count and not marked[2].any()
+    empty = rows([[0, 0]])
+    assert not covariance_penalty().marks(empty, torch.zeros(1, 2)).any()
+
+
+def test_the_weight_of_dppo_is_capped():
+    """log π = −10, ρ = 30, A = 1: L = −min(30, 20)·1·(−10) = 200, and 300 without the cap."""
+    loss = divergence_mask()(torch.tensor([[-10.0]]), torch.tensor([[math.log(30)]]), torch.tensor([[1.0]]))
+    assert loss.item() == pytest.approx(200)
+
+
+@pytest.mark.parametrize(
+    ("preset", "sampler", "expected"),
+    [
+        # π = 1/2 on both steps. Within 0.3 of 1/5 and of 4/5, and not of 0.81: L = −w·A, w = π/π_sampler, A = 1 and −1
+        ("prime_ipo", (0.2, 0.81), [[-2.5, 0.0], [2.5, 0.0]]),
+        ("prime_ipo", (0.8, 0.1), [[-0.625, 0.0], [0.625, 0.0]]),
+        # W = 1/4 / (1/2·1/4) = 2: φ = 4·e^−3 for A > 0, 8·e^−2 for A < 0; L = −φ·A·log π
+        ("vespo", (0.5, 0.25), [[4 * math.exp(-3) * math.log(2)] * 2, [-8 * math.exp(-2) * math.log(2)] * 2]),
+    ],
+)
+def test_a_step_is_weighted_by_its_samplers_probability_and_not_by_the_old_one(preset, sampler, expected):
+    logp, old = torch.full((2, 2), math.log(0.5)), torch.full((2, 2), -3.0)
+    given = {"mask": torch.ones(2, 2, dtype=torch.bool), "logp_sampler": torch.tensor(sampler).log().expand(2, 2)}
+    part = resolve(preset).surrogate
+    loss = part(logp, logp - old, torch.tensor([[1.0], [-1.0]]).expand(2, 2), **{name: given[name] for name in part.needs})
+    torch.testing.assert_close(loss, torch.tensor(expected))
+    with pytest.raises(ValueError, match="would count them twice; set correction=None"):
+        replace(resolve(preset), correction=truncated_importance())
+
+
+def test_the_penalty_follows_the_kl_after_the_update():
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    old, now = torch.zeros(2, 3), torch.tensor([[0.1, -0.2, 9.0], [0.3, 9.0, 9.0]])
+    moved = torch.tensor([0.1, -0.2, 0.3])
+    expected = float((moved.exp() - 1 - moved).mean())
+    assert measure_kl(now, old, mask) == pytest.approx(expected, rel=1e-5)
+    penalty = kl_penalty(1.0, target=expected / 2)
+    assert adapt(penalty, {"penalty_coefficient": 1.0}, expected) == {"penalty_coefficient": 2.0}
+
+
+def test_a_surrogate_of_whole_sequences_reads_no_padding():
+    rows, now = world()
+    for surrogate in (geometric_clip(), off_policy_mask(), off_policy_mask(geometric_clip(), 0.01)):
+        method = replace(resolve("gmpo"), surrogate=surrogate)
+        found = gradient(method, rows, now)
+        noisy = gradient(method, replace(rows, logp_old=rows.logp_old + 7.0 * ~rows.mask), now + 5.0 * ~rows.mask)
+        torch.testing.assert_close(found, noisy, rtol=0, atol=0)
+        assert (found[~rows.mask] == 0).all() and (found != 0).any()
+
+
+def test_cispo_counts_as_truncated_what_was_to_grow():
+    log_ratio = torch.tensor([[2.0, 2.0, -2.0, 0.0]])
+    advantage = torch.tensor([[1.0, -1.0, 1.0, 1.0]])
+    assert clip_fractions(truncated_weight(5.0), log_ratio, advantage)["cispo_clip_ratio"].tolist() == [
+        [True, False, False, False]
+    ]
+
+
+def test_a_penalty_follows_the_steps_that_were_trained_on_alone():
+    """Two rows of two steps, the second row filtered out and the first with one step: it moved by ln 2 there, k3 = 1 − ln 2 =
+    0.307, above 1.5 · 0.15, so that the coefficient doubles. Over the three steps it would be 0.102, over all four places 0.169:
+    then it would stay.
+    """
+    method = replace(PPO_PENALTY, surrogate=kl_penalty(3.0, 0.15), critic=None, psi=group_mean(), kl=None)
+    mask = torch.tensor([[True, False], [True, True]])
+    batch = Batch(mask, torch.tensor([[1.0, 0.0], [0.0, 0.0]]), torch.full((2, 2), -1.0), torch.zeros(2).long())
+    prepared = replace(method.prepare(batch, method.initial_state()), keep=torch.tensor([True, False]))
+    moved = torch.full((2, 2), -1.0)
+    moved[0, 0] += math.log(2)
+    assert method.adapt(prepared, moved) == {"penalty_coefficient": 6.0}

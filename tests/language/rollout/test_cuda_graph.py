@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -39,15 +38,6 @@ def model(request):
         for p in made.network.parameters():
             p.mul_(2)
     return made
-
-
-@pytest.fixture(scope="module")
-def requests_():
-    rng = random.Random(0)
-    lengths = [(rng.randint(1, 20), rng.randint(1, 6)) for _ in range(9)]
-    return [
-        Request(tuple(rng.randrange(5, 260) for _ in range(n)), tuple(rng.getrandbits(63) for _ in range(m))) for n, m in lengths
-    ]
 
 
 @pytest.mark.parametrize(

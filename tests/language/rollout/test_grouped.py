@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -19,16 +18,6 @@ from psigrad.language.rollout.samplers import cache, embedded
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.samplers.grouped import GroupedCache, GroupedDecode
 from psigrad.language.rollout.types import Request, SamplingParams
-
-
-@pytest.fixture(scope="module")
-def requests_():
-    rng = random.Random(0)
-    lengths = [(rng.randint(1, 20), rng.randint(1, 6)) for _ in range(9)]
-    return [
-        Request(tuple(rng.randrange(5, 260) for _ in range(n)), tuple(rng.getrandbits(63) for _ in range(m))) for n, m in lengths
-    ]
-
 
 SMALL = {
     "num_hidden_layers": 2,

@@ -12,7 +12,6 @@ from offline_tasks import step, task_of
 
 from psigrad import cli
 from psigrad.config import Optim, Run, SFTConfig
-from psigrad.language.models import language_model
 from psigrad.language.models.lora import DropoutMasks
 from psigrad.language.rollout.types import State
 from psigrad.language.training.offline import offline
@@ -22,11 +21,6 @@ from psigrad.objective.preferences.preference_catalog import METHODS as LOSSES
 from psigrad.optim import Optimizer
 
 pytestmark = pytest.mark.usefixtures("rewards_here")
-
-
-@pytest.fixture(scope="module")
-def model(job):
-    return language_model.load(str(job / "base"))
 
 
 @pytest.mark.parametrize("kind", [*LOSSES, "reward", "process"])

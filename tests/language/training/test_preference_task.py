@@ -24,11 +24,6 @@ from psigrad.language.training.offline.preference_task import answer_logps, mism
 pytestmark = pytest.mark.usefixtures("rewards_here")
 
 
-@pytest.fixture(scope="module")
-def model(job):
-    return language_model.load(str(job / "base"))
-
-
 def test_answers_that_share_a_prompt_have_the_log_probs_of_texts_that_do_not(job, model):
     made = made_pairs(job, model.tokenizer, 3)
     logp, tokens = answer_logps(model, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made])

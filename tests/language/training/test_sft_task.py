@@ -60,11 +60,6 @@ def test_the_loss_and_its_gradient_are_transformers(job):
     assert abs(ours(0.0, 1000)[0] - float(expected)) > 1e-3
 
 
-@pytest.fixture(scope="module")
-def model(job):
-    return language_model.load(str(job / "base"))
-
-
 def test_turns_in_contexts_of_their_own_share_what_they_begin_with(model):
     """A row of several texts costs their common beginning once, and has the loss and gradients of the texts one by one."""
     texts = [
