@@ -18,10 +18,7 @@ from psigrad.objective.parts.advantage import gae, group_mean, reward_to_go, whi
 from psigrad.objective.parts.aggregate import has_signal, token_mean, top_k
 from psigrad.objective.parts.critic import bonus, value_loss
 from psigrad.objective.parts.ratio import KL, adaptive, token, truncated_importance
-from psigrad.objective.parts.surrogate import (
-    clip,
-    dual_clip,
-)
+from psigrad.objective.parts.surrogate import clip, dual_clip
 
 
 def mine(batch: Batch) -> torch.Tensor:

@@ -32,23 +32,6 @@ def test_rewards_are_written_alone_as_a_list_and_with_parameters(given):
         assert callable(resolve(reward).function)
 
 
-def test_text_that_looks_like_something_else_stays_text():
-    config = load(OnlineConfig, overrides=["run.output_dir=2024", "data.dataset=3", "model.path=1e5", "evaluation.metric="])
-    assert (config.run.output_dir, config.data.dataset, config.model.path, config.evaluation.metric) == ("2024", "3", "1e5", "")
-    assert load(OnlineConfig, overrides=["optim.learning_rate=1e-5"]).optim.learning_rate == 1e-5
-
-
-def test_a_date_in_a_file_is_text_and_what_is_merged_may_be_given_anew(tmp_path):
-    file = tmp_path / "settings.yaml"
-    file.write_text(
-        "model: {path: m}\nrun: {output_dir: 2024-13-45}\ndata: {dataset: 2024-01-05}\n"
-        "optim: &usual\n  <<: {learning_rate: 1e-3, weight_decay: 0.1}\n  learning_rate: 1e-4\n"
-    )
-    config = load(SFTConfig, file)
-    assert (config.run.output_dir, config.data.dataset) == ("2024-13-45", "2024-01-05")
-    assert (config.optim.learning_rate, config.optim.weight_decay) == (1e-4, 0.1)
-
-
 def test_a_path_is_as_good_as_its_name(tmp_path):
     config = load(OnlineConfig, flags={"model.path": tmp_path, "data.dataset": tmp_path, "run.output_dir": tmp_path})
     assert config == load(OnlineConfig, flags={n: str(tmp_path) for n in ("model.path", "data.dataset", "run.output_dir")})
@@ -68,14 +51,6 @@ def test_settings_survive_the_way_through_json(cls):
         cls, overrides=["model.path=x", "reward=[a,b]", "optim.learning_rate=1e-5" if cls is not EvalConfig else "run.seed=3"]
     )
     assert load(cls, flags=json.loads(json.dumps(to_dict(config)))) == config
-
-
-def test_json_and_yaml_objects_are_read():
-    kwargs = ['{"enable_thinking": false}', "{enable_thinking: false}"]
-    assert [load(OnlineConfig, overrides=[f"model.chat_template_kwargs={k}"]).model.chat_template_kwargs for k in kwargs] == [
-        {"enable_thinking": False}
-    ] * 2
-    assert load(OnlineConfig, overrides=["optim.learning_rate=1e-5", "reward={reward: length}"]).reward == ({"reward": "length"},)
 
 
 @pytest.mark.parametrize("cls", CONFIGS)

@@ -27,9 +27,7 @@ from psigrad.objective.parts.advantage import (
 )
 from psigrad.objective.parts.aggregate import not_truncated, token_mean
 from psigrad.objective.parts.critic import value_loss
-from psigrad.objective.parts.ratio import (
-    token,
-)
+from psigrad.objective.parts.ratio import token
 from psigrad.objective.parts.surrogate import clip, score
 
 

@@ -14,11 +14,7 @@ from psigrad.errors import UserError
 from psigrad.objective import Batch, PolicyOutputs, terminal
 from psigrad.objective.parts.aggregate import clip_covariance, not_truncated, token_mean, top_entropy
 from psigrad.objective.parts.ratio import KL
-from psigrad.objective.parts.surrogate import (
-    clip,
-    covariance_penalty,
-    with_imitation,
-)
+from psigrad.objective.parts.surrogate import clip, covariance_penalty, with_imitation
 
 
 def rows(seed: int = 0, n: int = 4, t: int = 6) -> Batch:

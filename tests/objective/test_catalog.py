@@ -19,14 +19,7 @@ from psigrad.objective.parts.aggregate import fixed_length, has_signal, not_trun
 from psigrad.objective.parts.critic import bonus, value_loss
 from psigrad.objective.parts.off_policy import off_policy_mask
 from psigrad.objective.parts.ratio import KL, adaptive, none, sequence, truncated_importance
-from psigrad.objective.parts.surrogate import (
-    clip,
-    covariance_penalty,
-    divergence_mask,
-    kl_penalty,
-    score,
-    with_imitation,
-)
+from psigrad.objective.parts.surrogate import clip, covariance_penalty, divergence_mask, kl_penalty, score, with_imitation
 
 ROOT = Path(__file__).parents[2]
 

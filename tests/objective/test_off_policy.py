@@ -11,12 +11,7 @@ from edge_batches import batch, gradient
 from psigrad.config.algorithms import resolve
 from psigrad.objective import Batch, PolicyOutputs, terminal
 from psigrad.objective.parts.off_policy import off_policy_mask
-from psigrad.objective.parts.surrogate import (
-    covariance_penalty,
-    kl_penalty,
-    unclipped,
-    with_imitation,
-)
+from psigrad.objective.parts.surrogate import covariance_penalty, kl_penalty, unclipped, with_imitation
 
 
 def gradient_of(method, logp: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:

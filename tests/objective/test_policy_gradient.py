@@ -19,14 +19,7 @@ from psigrad.objective.parts.advantage import gae, group_mean, leave_one_out, re
 from psigrad.objective.parts.aggregate import clip_covariance, has_signal, sequence_mean, token_mean
 from psigrad.objective.parts.critic import bonus, value_loss
 from psigrad.objective.parts.ratio import KL, masked_importance, token, truncated_importance
-from psigrad.objective.parts.surrogate import (
-    clip,
-    covariance_penalty,
-    dual_clip,
-    kl_penalty,
-    unclipped,
-    with_imitation,
-)
+from psigrad.objective.parts.surrogate import clip, covariance_penalty, dual_clip, kl_penalty, unclipped, with_imitation
 
 GRPO = resolve("grpo")
 PRESETS = ("reinforce", "reinforce_reward_to_go", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp", "raft")

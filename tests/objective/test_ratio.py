@@ -22,11 +22,7 @@ from psigrad.objective.parts.ratio import (
     masked_importance,
     truncated_importance,
 )
-from psigrad.objective.parts.surrogate import (
-    adapt,
-    geometric_clip,
-    kl_penalty,
-)
+from psigrad.objective.parts.surrogate import adapt, geometric_clip, kl_penalty
 
 G = torch.Generator().manual_seed(0)
 THETA, REF, OLD = (torch.randn(5, generator=G, dtype=torch.float64) for _ in range(3))

@@ -15,11 +15,7 @@ from psigrad.objective.catalog import PPO
 from psigrad.objective.parts.aggregate import clip_covariance, fixed_length, sequence_mean, token_mean
 from psigrad.objective.parts.critic import bonus, value_loss
 from psigrad.objective.parts.ratio import KL
-from psigrad.objective.parts.surrogate import (
-    clip,
-    dual_clip,
-    unclipped,
-)
+from psigrad.objective.parts.surrogate import clip, dual_clip, unclipped
 from psigrad.objective.slopes import has_slopes, slopes
 
 N, T = 5, 7

@@ -7,14 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fused_models import (
-    COMMON,
-    CONFIGS,
-    FORMS,
-    HYBRIDS,
-    made,
-    made_anew,
-)
+from fused_models import COMMON, CONFIGS, FORMS, HYBRIDS, made, made_anew
 from transformers import CohereConfig, GraniteMoeHybridConfig, Lfm2Config, LlamaConfig
 
 from psigrad.language.models.fused import decoder

@@ -5,10 +5,7 @@ from __future__ import annotations
 from functools import partialmethod
 
 import pytest
-from fused_models import (
-    HYBRIDS,
-    made_anew,
-)
+from fused_models import HYBRIDS, made_anew
 
 from psigrad.language.models.fused.gemma4 import Gemma4Layer, LayerInputs
 

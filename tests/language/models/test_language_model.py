@@ -9,10 +9,7 @@ import pytest
 import torch
 from fused_models import CONFIGS, is_known, some_groups, written
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from psigrad.errors import UserError
 from psigrad.language.models import language_model, scalar_model

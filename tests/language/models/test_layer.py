@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fused_models import (
-    CONFIGS,
-    both,
-    made,
-    some_groups,
-)
+from fused_models import CONFIGS, both, made, some_groups
 
 from psigrad.kernels.kernels import kernels
 from psigrad.language.models.fused.layer import compute_dtype

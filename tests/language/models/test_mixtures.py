@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fused_models import (
-    HYBRIDS,
-    made_anew,
-)
+from fused_models import HYBRIDS, made_anew
 
 from psigrad.language.models.fused.mixtures import ClampedExpertLayer, ExpertLayer
 
