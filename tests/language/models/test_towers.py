@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from transformers import AutoModelForImageTextToText
 
 from psigrad.errors import UserError
@@ -34,7 +33,6 @@ def test_a_model_is_its_text_half_and_its_towers(tmp_path):
     freeze_towers(network, ["connector"])
     frozen = {name.split(".")[1] for name, p in network.named_parameters() if not p.requires_grad}
     assert frozen == {"vision_model"} and lora_exclusion(network, ["connector"]) == r"(model\.vision_model)(\..*)?"
-    weight = network.model.text_model.layers[0].self_attn.q_proj.weight
-    assert torch.equal(read_tensor(str(tmp_path), "model.text_model.layers.0.self_attn.q_proj.weight"), weight)
+    assert read_tensor(str(tmp_path), "model.connector.modality_projection.proj.weight").shape == (64, 64)
     plain = tiny.model("qwen3", 64, hidden=16, layers=1, heads=2)
     assert towers_of(plain) == [] and text_half(plain) is plain.model and lora_exclusion(plain) is None
