@@ -122,9 +122,9 @@ test-machine: $(INSTALLED)
 # The loop of a developer, without root and in the light environment: what a small change most often breaks. Chosen by the
 # processor time of each file, so that two quiet cores need at most three minutes.
 QUICK := tests/objective tests/config tests/museum tests/surface/test_layers.py tests/surface/test_project_files.py \
-	$(addprefix tests/language/models/test_,packed_forward.py logprobs.py gradients.py) tests/language/rollout/test_samplers.py \
-	$(addprefix tests/language/rewards/test_,contract.py resolve.py) tests/optim/test_optimizer.py \
-	$(addprefix tests/language/training/test_,learn.py evaluator.py offline_tasks.py one_file.py)
+	$(addprefix tests/language/models/test_,backbone.py logprobs.py) tests/language/rollout/test_embedded.py \
+	$(addprefix tests/language/rewards/test_,contract.py resolve.py) tests/optim/test_gradients.py tests/optim/test_optimizer.py \
+	$(addprefix tests/language/training/test_,online_rl.py evaluator.py offline.py one_file.py)
 quick: lint
 	$(RUN) -m pytest $(QUICK) --quiet --workers auto
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import importlib
-import json
 import operator
 import re
 import resource
@@ -18,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import get_type_hints
 
-import datasets
 import pytest
 
 import psigrad
@@ -28,7 +25,6 @@ from psigrad.cli import language_models as language
 from psigrad.compat.foreign_names import load, resolve_names
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.config.fields import flag_of, help_of, settings_of
-from psigrad.config.load import to_dict
 from psigrad.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -369,58 +365,12 @@ def test_an_algorithm_of_the_users_own_may_be_named_by_an_override():
     assert config.algorithm == "mine.py:METHOD"
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        "reward=exact",
-        "reward=[exact]",
-        "reward=[exact, {reward: soft_overlong, max_completion_length: 128}]",
-        "reward={reward: length}",
-    ],
-)
-def test_rewards_are_written_alone_as_a_list_and_with_parameters(given):
-    from psigrad.language.rewards import resolve
-
-    for reward in load(OnlineConfig, overrides=[given]).reward:
-        assert callable(resolve(reward).function)
-
-
-def test_text_that_looks_like_something_else_stays_text():
-    config = load(OnlineConfig, overrides=["run.output_dir=2024", "data.dataset=3", "model.path=1e5", "evaluation.metric="])
-    assert (config.run.output_dir, config.data.dataset, config.model.path, config.evaluation.metric) == ("2024", "3", "1e5", "")
-    assert load(OnlineConfig, overrides=["optim.learning_rate=1e-5"]).optim.learning_rate == 1e-5
-
-
-def test_a_date_in_a_file_is_text_and_what_is_merged_may_be_given_anew(tmp_path):
-    file = tmp_path / "settings.yaml"
-    file.write_text(
-        "model: {path: m}\nrun: {output_dir: 2024-13-45}\ndata: {dataset: 2024-01-05}\n"
-        "optim: &usual\n  <<: {learning_rate: 1e-3, weight_decay: 0.1}\n  learning_rate: 1e-4\n"
-    )
-    config = load(SFTConfig, file)
-    assert (config.run.output_dir, config.data.dataset) == ("2024-13-45", "2024-01-05")
-    assert (config.optim.learning_rate, config.optim.weight_decay) == (1e-4, 0.1)
-
-
 def test_a_weight_below_zero_is_no_flag():
     for text, value in (("-0.5", -0.5), ("-1e-3", -0.001), ("-.5", -0.5), ("-2", -2.0)):
         config = flags.parse(OnlineConfig, "grpo", ["--reward", "a", "b", "--reward-weights", "1", text])
         assert config.reward_weights == (1.0, value)
         found = flags.parse_lists(["a", "--w", "1", text, "--x", text, "-y"], "--w")
         assert found == (["a"], {"--w": ["1", text]}, ["--x", text, "-y"])
-
-
-def test_a_path_is_as_good_as_its_name(tmp_path):
-    config = load(OnlineConfig, flags={"model.path": tmp_path, "data.dataset": tmp_path, "run.output_dir": tmp_path})
-    assert config == load(OnlineConfig, flags={n: str(tmp_path) for n in ("model.path", "data.dataset", "run.output_dir")})
-
-
-def test_rows_from_python_are_kept_as_a_count_and_a_hash():
-    rows = [{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": "d"}]
-    written = to_dict(load(OnlineConfig, flags={"data.dataset": rows}))["data"]["dataset"]
-    assert written == f"rows:2:{hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()}"
-    assert to_dict(load(OnlineConfig, flags={"data.dataset": datasets.Dataset.from_list(rows)}))["data"]["dataset"] == written
-    assert to_dict(load(OnlineConfig, flags={"data.dataset": rows[::-1]}))["data"]["dataset"] != written
 
 
 def test_the_python_example_asks_for_a_run_that_could_start(monkeypatch, capsys):
@@ -452,14 +402,6 @@ def test_every_shipped_example_is_tested():
     assert {path.name for path in (ROOT / "examples").iterdir() if path.is_file()} == tested
 
 
-@pytest.mark.parametrize("cls", [SFTConfig, OnlineConfig, EvalConfig])
-def test_settings_survive_the_way_through_json(cls):
-    config = load(
-        cls, overrides=["model.path=x", "reward=[a,b]", "optim.learning_rate=1e-5" if cls is not EvalConfig else "run.seed=3"]
-    )
-    assert load(cls, flags=json.loads(json.dumps(to_dict(config)))) == config
-
-
 @pytest.mark.parametrize(("file", "cls"), [("grpo.yaml", OnlineConfig), ("sft.yaml", SFTConfig)])
 def test_the_shipped_examples_load(file, cls):
     assert load(cls, ROOT / "examples" / file).run.output_dir.startswith("runs/")
@@ -484,30 +426,10 @@ def test_what_begins_as_json_must_be_json(setting, text):
         flags.parse(OnlineConfig, "grpo", [f"--{setting.replace('_', '-')}", text], defaults={"algorithm": "grpo"})
 
 
-def test_json_and_yaml_objects_are_read():
-    kwargs = ['{"enable_thinking": false}', "{enable_thinking: false}"]
-    assert [load(OnlineConfig, overrides=[f"model.chat_template_kwargs={k}"]).model.chat_template_kwargs for k in kwargs] == [
-        {"enable_thinking": False}
-    ] * 2
-    assert load(OnlineConfig, overrides=["optim.learning_rate=1e-5", "reward={reward: length}"]).reward == ({"reward": "length"},)
-
-
 def test_python_settings_are_named_by_leaf_or_dotted_name():
     assert resolve_names(OnlineConfig, {"learning_rate": 1, "run.seed": 2}) == {"optim.learning_rate": 1, "run.seed": 2}
     with pytest.raises(UserError, match="did you mean 'learning_rate'"):
         resolve_names(OnlineConfig, {"learning_rat": 1})
-
-
-@pytest.mark.parametrize("cls", CONFIGS)
-def test_a_section_that_is_given_in_part_keeps_the_recipes_own_defaults(cls):
-    blank = cls()
-    for name, hint in get_type_hints(cls).items():
-        if not is_dataclass(hint):
-            continue
-        for given in fields(hint):
-            value = getattr(getattr(blank, name), given.name)
-            assert load(cls, flags={f"{name}.{given.name}": value}) == blank
-    assert load(SFTConfig, flags={"optim.weight_decay": 0.1}).optim.learning_rate == 2e-5 != OnlineConfig().optim.learning_rate
 
 
 def test_every_settings_class_is_frozen():

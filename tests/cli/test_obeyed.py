@@ -238,17 +238,17 @@ ELSEWHERE = {
     "data.columns": "language/recipes/test_rows_read.py::test_plain_prompts_of_a_run_with_a_chat_model",
     "data.bad_rows": "language/recipes/test_row_limits.py::test_such_rows_are_left_out_and_counted_when_asked",
     "data.plain_prompts": "language/recipes/test_rows_read.py::test_plain_prompts_of_a_run_with_a_chat_model",
-    "sampling.sampler": "language/rollout/test_samplers.py::"
+    "sampling.sampler": "language/rollout/test_embedded.py::"
     "test_embedded_and_generate_write_the_same_tokens_and_the_trainer_agrees",
-    "model.compile_layers": "language/models/test_gpu_parts.py::"
+    "model.compile_layers": "language/models/test_inductor.py::"
     "test_compiled_layers_have_the_numbers_and_gradients_of_the_modules",
     "sampling.cuda_graphs": "gpu/test_gpu.py::test_a_recorded_step_writes_what_a_step_writes",
     # the tiny model of these runs has no experts
     "model.router_aux_loss_coef": "language/models/test_experts.py::"
     "test_a_run_adds_the_models_own_share_unless_it_is_told_another",
     "router_replay": "language/models/test_experts.py::test_grpo_follows_the_experts_of_sampling",
-    "cache_reference": "language/training/test_offline_tasks.py::test_the_reference_is_computed_once_and_found_by_content",
-    "filter_metric": "language/training/test_learn.py::"
+    "cache_reference": "language/training/test_preference_task.py::test_the_reference_is_computed_once_and_found_by_content",
+    "filter_metric": "language/training/test_batching.py::"
     "test_dynamic_sampling_compares_all_but_the_penalty_on_length_or_the_reward_that_is_named",
     "reference": "runs/test_pins.py::test_another_reference_is_refused_by_name",
     **dict.fromkeys(

@@ -30,7 +30,7 @@ from psigrad.language.models import tiny
 MADE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "make" / "families.py"))
 FIRST = ("qwen3", "qwen3_5_text", "granitemoehybrid (hybrid)", "gemma3n_text")
 """Run always: softmax attention, linear attention, a recurrence with experts, and inputs of each layer. The others, whose numbers
-are in language/models/test_families.py, with the slow tests.
+are in language/models/test_attention.py, with the slow tests.
 """
 TYPES = [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in MADE["FAMILIES"]]
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 14}

@@ -123,11 +123,6 @@ def test_a_loss_of_pairs_has_these_numbers(name):
     assert numbers(LOSSES[name].algorithm) == list(PAIRS[name]) and not LOSSES[name].defaults
 
 
-def test_online_dpo_is_dpo_on_groups_of_two_or_more():
-    online = ONLINE["online_dpo"].algorithm
-    assert (online.loss, online.min_group_size) == (LOSSES["dpo"].algorithm, 2)
-
-
 # Of each setting the numbers that are refused, then those nearest to them that are taken.
 BORDERS = [
     (adaptive, "initial", (0.0, -0.1), (1e-9,)),
@@ -183,3 +178,69 @@ def test_a_setting_ends_where_it_says(part, name, refused, taken):
             part(**{name: value})
     for value in taken:
         part(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("part", "given"),
+    [
+        (k_step, {"k": 0}),
+        (adaptive, {"initial": 0.0}),
+        (adaptive, {"target": 0.0}),
+        (adaptive, {"target": -0.5}),
+        (adaptive, {"horizon": 0}),
+        (KahnemanTversky, {"beta": 0.0}),
+        (KahnemanTversky, {"desirable_weight": -1.0}),
+        (KahnemanTversky, {"undesirable_weight": -1.0}),
+        (clip, {"low": -0.5}),
+        (clip, {"low": 1.5}),
+        (soft_clip, {"negative": 0.0}),
+        (soft_clip, {"positive": 0.0}),
+        (divergence_mask, {"delta": 0.0}),
+        (divergence_mask, {"delta": -0.1}),
+        (divergence_mask, {"delta": 1.1}),
+        (divergence_mask, {"cap": 0.0}),
+        (divergence_mask, {"cap": -0.5}),
+    ],
+)
+def test_settings_beyond_the_border_are_refused(part, given):
+    with pytest.raises(ValueError, match=r"expected|above 0"):
+        part(**given)
+
+
+@pytest.mark.parametrize(
+    ("part", "given"),
+    [
+        (k_step, {"k": 1}),
+        (adaptive, {"horizon": 1}),
+        (clip, {"low": 0.0}),
+        (clip, {"low": 1.0}),
+        (divergence_mask, {"delta": 1.0}),
+    ],
+)
+def test_settings_at_the_border_are_taken(part, given):
+    part(**given)
+
+
+def test_defaults_are_those_of_their_sources():
+    assert dual_clip().bound == 3.0
+    for name in ("ppo", "ppo_penalty"):
+        assert METHODS[name].defaults["num_generations"] == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: truncated_importance(1.0, floor=1.0),
+        lambda: masked_importance(level="word"),
+        lambda: divergence_rejection(0),
+        lambda: soft_clip(0),
+        lambda: divergence_mask(0),
+        lambda: geometric_clip(-1),
+        lambda: off_policy_mask(delta=0),
+        lambda: pass_at_k(0),
+        lambda: length_gae(0),
+    ],
+)
+def test_parameters_that_mean_nothing_are_refused(wrong):
+    with pytest.raises(ValueError, match="expected"):
+        wrong()

@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from edge_batches import batch, gradient, rows
 
 from psigrad.config.algorithms import resolve
 from psigrad.control.methods import presets as control_catalog
-from psigrad.objective import Batch, PolicyOutputs
+from psigrad.objective import Batch, PolicyOutputs, Totals
+from psigrad.objective.catalog import PPO
 from psigrad.objective.parts.aggregate import clip_covariance, fixed_length, sequence_mean, token_mean
 from psigrad.objective.parts.critic import bonus, value_loss
 from psigrad.objective.parts.ratio import KL
-from psigrad.objective.parts.surrogate import clip, dual_clip
+from psigrad.objective.parts.surrogate import clip, dual_clip, unclipped
 from psigrad.objective.slopes import has_slopes, slopes
 
 N, T = 5, 7
@@ -103,3 +105,45 @@ def test_a_step_that_a_filter_leaves_out_has_no_slope():
     assert slopes(first, prepared, first.totals(prepared)).logp(batch.logp_old).tolist() == [[-1.5, 0.0]]
     alone = prepared.steps().select(torch.tensor([1]))
     assert slopes(first, alone, first.totals(prepared)).logp(torch.zeros(1, 1)).tolist() == [[0.0]]
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_closed_slopes_divide_the_entropy_by_the_steps(tokens):
+    method = replace(resolve("reinforce"), kl=None, entropy=bonus(0.5))
+    batch = rows([[1]], reward=[[1.0]])
+    prepared = method.prepare(batch, method.initial_state())
+    assert slopes(method, prepared, Totals(1, tokens, tokens)).entropy == pytest.approx(-0.5 / tokens)
+
+
+def test_closed_slopes_need_rows_that_are_all_kept():
+    method = replace(resolve("reinforce"), kl=None)
+    prepared = method.prepare(rows([[1, 1], [1, 1]], reward=[[0.0, 1.0], [0.0, 0.0]]), method.initial_state())
+    dropped = replace(prepared, keep=torch.tensor([True, False]))
+    assert slopes(method, dropped, Totals(1, 2, 2)) is None
+    assert slopes(method, prepared, Totals(2, 4, 4)) is not None
+    idle = replace(prepared, needs_gradient=torch.tensor([True, False]))  # all rows count, one has nothing to teach
+    assert not idle.is_full and slopes(method, idle, Totals(2, 4, 4)) is not None
+
+
+@pytest.mark.parametrize("moved", [-0.3, -0.05, 0.05, 0.3])
+@pytest.mark.parametrize("target", [-1.0, -0.24, 0.0, 0.24, 1.0])
+def test_the_slope_of_a_clipped_critic_is_that_of_autograd(moved, target):
+    method = replace(PPO, critic=value_loss(0.5, 0.2), kl=None)
+    batch = rows([[1]], reward=[[target]], value=torch.tensor([[0.0]]))
+    prepared = method.prepare(batch, method.initial_state())
+    totals = method.totals(prepared)
+    value = torch.tensor([[moved]], requires_grad=True)
+    method.critic_loss(prepared, value, totals).value.backward()
+    closed = slopes(method, prepared, totals)
+    torch.testing.assert_close(closed.value(value.detach()), value.grad)
+
+
+@pytest.mark.parametrize("surrogate", [unclipped, clip(0.2, 0.2)])
+def test_closed_slopes_agree_with_autograd_beyond_the_bound(surrogate):
+    method = replace(resolve("grpo"), kl=None, surrogate=surrogate)
+    old = torch.zeros(4, 3, dtype=torch.float64)
+    rows = batch([1.0, 0.0, 3.0, -2.0], old, torch.float64)
+    logp = torch.tensor([[0.1, 25.0, -30.0]] * 4, dtype=torch.float64)
+    prepared = method.prepare(rows, {})
+    totals = method.totals(prepared)
+    torch.testing.assert_close(slopes(method, prepared, totals).logp(logp), gradient(method, rows, logp))

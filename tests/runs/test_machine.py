@@ -71,3 +71,25 @@ def test_a_device_that_is_none_is_refused_in_one_sentence(monkeypatch):
     machine.prepare_torch(Run(device="cuda:1"))
     with pytest.raises(UserError, match="'cuda:2', but there are 2 CUDA devices, numbered from cuda:0"):
         machine.prepare_torch(Run(device="cuda:2"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "threads"),
+    [
+        ({}, 8),
+        ({"OMP_NUM_THREADS": "3"}, 3),
+        ({"OMP_NUM_THREADS": "0"}, 8),
+        ({"OMP_NUM_THREADS": "4,2"}, 8),
+        ({"LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}, 1),
+        ({"LOCAL_WORLD_SIZE": "2"}, 4),
+        ({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, 4),
+        ({"LOCAL_WORLD_SIZE": "16"}, 1),
+    ],
+)
+def test_threads_are_the_environments_or_a_share_of_the_cores(monkeypatch, environment, threads):
+    monkeypatch.setattr(machine, "cores", lambda: 8)
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert machine.default_threads() == threads

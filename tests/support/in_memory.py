@@ -21,7 +21,7 @@ from psigrad.language.recipes.online import annotators_of
 from psigrad.language.rewards import resolve as reward
 from psigrad.language.rollout.collectors import ScoredRollout
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.types import Prompt, SamplingParams
+from psigrad.language.rollout.types import Completion, Prompt, SamplingParams, Trajectory
 from psigrad.language.training.online import online_rl
 from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.objective import PolicyGradient
@@ -118,3 +118,8 @@ def make(tokenizer, algorithm="grpo", *, function=early_letters, seed=3, steps=4
         params=SamplingParams(max_tokens=6),
         total_steps=steps,
     )
+
+
+def trajectory(reward: float | None = 1.0, status: str = "scored", **parts: float | None) -> Trajectory:
+    """A completion of one token and its reward."""
+    return Trajectory(0, 0, (1,), Completion((2,), (0.0,), (0.0,), "stop", 0), 0, reward=reward, status=status, parts=parts)

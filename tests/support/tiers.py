@@ -37,7 +37,7 @@ KERNELS = (
         "tests/extras/test_gguf_base.py",
         "tests/extras/connect/test_export_codes.py",
     ),
-    *(f"tests/language/rollout/test_{name}.py" for name in ("distribution", "samplers", "dialogue")),
+    *(f"tests/language/rollout/test_{name}.py" for name in ("distribution", "embedded", "dialogue")),
     *(f"tests/language/training/test_{name}.py" for name in ("kept_activations", "critic")),
 )
 """What `make test-tiers` runs on each tier."""

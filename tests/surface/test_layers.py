@@ -278,6 +278,23 @@ def test_the_page_shows_every_room_and_the_order_of_imports():
         assert re.findall(r"`([\w.]+)`", row) == list(rooms), ring
 
 
+def untested(modules: Sequence[Path], tests: set[Path]) -> list[str]:
+    """The modules of ring 0 with 60 lines or more that no test file has the name of, in the folder of their room or below it."""
+    rooms, missing = [Path(*room.split(".")) for room in RINGS["ring 0"]], []
+    for path in (one.relative_to(PACKAGE) for one in modules if one.name != "__init__.py"):
+        (room,) = [one for one in rooms if path.is_relative_to(one)] or [None]
+        if room and (PACKAGE / path).read_text().count("\n") >= 60:
+            named = [one for one in tests if one.name == f"test_{path.name}" and one.is_relative_to(room)]
+            missing += [] if named else [str(path)]
+    return missing
+
+
+def test_a_module_of_ring_0_has_its_tests_in_a_file_of_its_name():
+    tests = {path.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
+    assert untested(MODULES, tests) == []
+    assert untested(MODULES, tests - {Path("optim/test_rules.py")}) == ["optim/rules.py"], "negative control"
+
+
 def faults_of_size(source: str) -> list[str]:
     """What is too long, has too many public methods, or says nothing of itself."""
     tree, found = ast.parse(source), []

@@ -36,7 +36,7 @@ def missing(makefile):
 
 def test_every_path_that_the_makefile_names_exists():
     assert missing(MAKEFILE) == []
-    wrong = MAKEFILE.replace("tests/optim/test_optimizer.py", "tests/optim/test_gone.py").replace(",learn.py", ",update.py")
+    wrong = MAKEFILE.replace("tests/optim/test_optimizer.py", "tests/optim/test_gone.py").replace(",online_rl.py", ",update.py")
     assert missing(wrong) == ["tests/language/training/test_update.py", "tests/optim/test_gone.py"], "negative control"
 
 

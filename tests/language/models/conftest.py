@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from psigrad.language.models import tiny
+from psigrad.language.models import backbone, probe, tiny
+from psigrad.language.models.fused.gpu_parts import GpuParts
 from psigrad.language.models.language_model import LanguageModel, prepare
 from psigrad.language.models.packing import Groups
 
@@ -38,3 +39,11 @@ def groups() -> Groups:
         return [rng.randrange(260) for _ in range(n)]
 
     return Groups([ids(5), ids(9), ids(1)], [[ids(3), ids(7)], [ids(1), ids(12), ids(4)], [ids(6)]])
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """The branches of a GPU on the host."""
+    monkeypatch.setattr(backbone, "fuse", lambda model, texts, recompute: (None, ""))
+    monkeypatch.setattr(probe, "kernels", lambda: "none on a GPU")
+    monkeypatch.setattr(GpuParts, "runs", lambda self, x, *weights: self.on)

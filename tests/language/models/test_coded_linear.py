@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from cached import sample
@@ -27,7 +25,6 @@ from psigrad.language.loading.model_source import lora_of
 from psigrad.language.models import free_memory, language_model
 from psigrad.language.models.coded_linear import CodedLinear, code_linears, uncode_linears, unpack
 from psigrad.language.models.fused import caches
-from psigrad.language.models.fused.gguf_weights import _read_coded
 from psigrad.language.models.fused.layer import compute_dtype
 from psigrad.language.models.language_model import Lora, prepare
 from psigrad.language.models.packing import Groups
@@ -133,28 +130,6 @@ def test_products_have_the_bits_of_the_same_numbers_packed(kind, dtype, rows, mo
         theirs = native.multiply_packed(x, native.pack(plain), torch.empty(rows, 136, dtype=dtype), base)
         assert torch.equal(ours, theirs)
     torch.testing.assert_close(ours.float(), x.float() @ plain.float().T + base.float(), rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("form", ["Q4_0", "Q8_0", "Q4_K", "Q6_K"])
-def test_forms_of_gguf_keep_their_numbers(form):
-    """gguf's own reader is the oracle. It writes no K-quants, so that those are random bytes with small scales."""
-    kind = gguf.GGMLQuantizationType[form]
-    if form[-1] == "K":
-        size = {"Q4_K": 144, "Q6_K": 210}[form]
-        data = np.random.default_rng(0).integers(0, 256, (70, 2, size), dtype=np.uint8)
-        scales = np.random.default_rng(1).random((70, 2, 2)).astype(np.float16).view(np.uint8)
-        at = 0 if form == "Q4_K" else 208
-        data[:, :, at : at + scales.shape[2]] = scales[:, :, : min(4, size - at)]
-        data = data.reshape(70, -1)
-    else:
-        data = gguf.quantize(matrix_of(70, 512).numpy(), kind)
-    right = torch.from_numpy(gguf.dequantize(data, kind))
-    coded = _read_coded(form, data, [])
-    assert coded is not None and coded.shape == (70, 512)
-    torch.testing.assert_close(coded.by_torch(torch.float32), right, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(unpack(coded, torch.float32), right, rtol=1e-6, atol=1e-6)
-    turned = _read_coded(form, data, [7]).by_torch(torch.float32)  # rows of a Llama's heads
-    assert torch.equal(turned.view(7, 2, 5, 512).swapaxes(1, 2).reshape(70, 512), coded.by_torch(torch.float32))
 
 
 def with_codes(name, tokenizer, kind, dtype=torch.float32, plain=None):

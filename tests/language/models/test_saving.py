@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad.errors import UserError
-from psigrad.language.models import language_model, scalar_model, sharded, tiny
+from psigrad.language.models import language_model, scalar_model, tiny
 from psigrad.language.models.language_model import Lora, prepare
-from psigrad.processes.parallel.world import ALONE
 
 
 def logits(model) -> torch.Tensor:
@@ -50,19 +49,6 @@ def test_a_lora_model_is_saved_merged_for_others_and_as_an_adapter_for_itself(to
     assert torch.equal(again.evaluate(groups).logp, model.evaluate(groups).logp)
     assert list(again.trainable()) == list(model.trainable())
     assert "model.safetensors" not in {f.name for f in (tmp_path / "adapter").iterdir()}
-
-
-def test_shards_of_transformers_modules_are_saved_as_one_model(tokenizer, tmp_path):
-    """As several processes save what is not fused: one has all weights, beside modules that have none of them."""
-    model = prepare(tiny.model("qwen3", len(tokenizer)), tokenizer, lora=Lora(4))
-    with torch.no_grad():
-        for name, p in model.trainable().items():
-            p.normal_(std=0.1) if "lora_B" in name else None
-    model.save_merged(tmp_path / "one")
-    sharded.save_merged(model, ALONE, tmp_path / "shards")
-    one, shards = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "shards"))
-    assert one.keys() == shards.keys()
-    assert all(torch.allclose(one[name], shards[name], atol=1e-6) for name in one)
 
 
 def test_a_path_without_a_model_is_refused_in_one_sentence(tmp_path):

@@ -207,17 +207,3 @@ def test_log_probs_of_a_large_vocabulary_are_log_softmax(means):
         scaled = logits / (params.temperature or 1.0)
         wanted = scaled.log_softmax(-1).gather(1, drawn.ids[:, None])[:, 0]
         assert torch.allclose(drawn.logprobs, wanted, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("setting", "expected"),
-    [
-        ({"max_tokens": 0}, "at least 1"),
-        ({"temperature": -1.0}, "0 \\(greedy\\) or more"),
-        ({"top_p": 0.0}, "above 0"),
-        ({"min_p": 2.0}, "between 0 and 1"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(setting, expected):
-    with pytest.raises(ValueError, match=expected):
-        SamplingParams(**{"max_tokens": 5, **setting})

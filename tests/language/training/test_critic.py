@@ -32,11 +32,6 @@ from psigrad.processes.parallel.world import ALONE
 STILL = Optim(learning_rate=0.0, max_grad_norm=0)
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny.tokenizer(["say a: b"], 270)
-
-
 def with_critic(tokenizer, tmp_path, **settings):
     """A PPO run whose critic is a model of its own."""
     run = make(tokenizer, settings.pop("algorithm", "ppo"), **settings)

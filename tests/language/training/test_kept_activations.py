@@ -8,17 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from in_memory import make
 from safetensors.torch import load_file
 from tiny_jobs import episodes_config, online_config
 
 from psigrad.errors import UserError
-from psigrad.language.models import free_memory, tiny
-from psigrad.language.models.free_memory import ADAPTER, WHOLE, share_for_activations
+from psigrad.language.models import free_memory
 from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.recipes import online
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.annotators import old_log_probs
 from psigrad.processes.parallel.world import ALONE
 from psigrad.records.read import load
@@ -59,16 +56,6 @@ def test_a_run_learns_the_same_with_and_without(job, tmp_path, found, minibatche
     moved = sum(float((other[name] - before[name]).norm() ** 2) for name in other) ** 0.5
     apart = sum(float((other[name] - kept[name]).norm() ** 2) for name in other) ** 0.5
     assert moved > 0.1 and apart < 1e-3 * moved
-
-
-def test_a_quarter_of_the_memory_beside_the_model_is_for_activations(tmp_path, monkeypatch):
-    monkeypatch.setattr(free_memory, "available_memory", lambda: 9 * 10**9)
-    assert share_for_activations("", WHOLE) == 2.2
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.truncate(10**9)
-    assert share_for_activations(str(tmp_path), ADAPTER) == 2.0 and share_for_activations(str(tmp_path), WHOLE) == 0.2
-    monkeypatch.setattr(free_memory, "available_memory", lambda: 10**9)
-    assert share_for_activations(str(tmp_path), WHOLE) == 0.0
 
 
 @pytest.mark.needs("compiler")
@@ -155,10 +142,3 @@ def test_a_sampler_that_says_other_log_probs_stops_the_run_at_once(job, tmp_path
 def test_episodes_of_several_turns_keep_nothing(job, tmp_path, found):
     online.run(episodes_config(job, tmp_path / "run", max_steps=2))
     assert found == []
-
-
-def test_who_recomputes_activations_keeps_none():
-    run = make(tiny.tokenizer(["say a: b"], 270))
-    recomputing = replace(run, config=replace(run.config, model=replace(run.config.model, gradient_checkpointing=True)))
-    for job, keeps in ((run, True), (recomputing, False)):
-        assert (training.activation_cache(job) is not None) == keeps

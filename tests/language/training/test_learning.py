@@ -9,7 +9,6 @@ from cases import slow
 from in_memory import advance, log_of, make, with_reference
 
 from psigrad.config import Optim
-from psigrad.language.models import tiny
 from psigrad.language.rollout.types import SamplingParams, State
 from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.objective.catalog import METHODS as PRESETS
@@ -64,11 +63,6 @@ def reached(algorithm: str, shares: list[float]) -> bool:
 
 def lasting(shares: list[float]) -> float:
     return sum(shares[-LASTING:]) / LASTING
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny.tokenizer(["say a: b"], 270)
 
 
 # Behind the first token nothing matters here, and stays random: the fifth of the tokens that are least sure is never the first.

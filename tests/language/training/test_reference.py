@@ -28,11 +28,6 @@ pytestmark = pytest.mark.usefixtures("rewards_here")
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return tiny.tokenizer(["say a: b"], 270)
-
-
-@pytest.fixture(scope="module")
 def batch(tokenizer):
     """Completions of prompts for which the reference reads longer ones."""
     run = make(tokenizer)
