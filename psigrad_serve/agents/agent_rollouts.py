@@ -30,11 +30,9 @@ class Gateway(Protocol):
 
     def serve(self, sampler: Sampler, model: LanguageModel) -> None:
         """Answer with this sampler from now on."""
-        ...
 
     def close(self) -> None:
         """Stop answering."""
-        ...
 
 
 class AgentPool:

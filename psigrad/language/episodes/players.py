@@ -34,7 +34,6 @@ class Player(Protocol):
         `seed_of(i, k)` is the seed of the k-th trajectory of the i-th prompt. A game of several seats returns that many
         trajectories for each seat, seat by seat. `needs_reward` is True if there is no reward but the player's own.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,6 @@ class Opponents(Protocol):
 
     def pick(self, seed: int, version: int) -> Sampler | None:
         """Return the sampler of an opponent for one prompt in step `version` + 1; None if the policy plays against itself."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -36,12 +36,10 @@ class TrajectoryCollector(Protocol):
     @property
     def sampler(self) -> Sampler:
         """The sampler that completes prompts, or that answers an agent's requests."""
-        ...
 
     @property
     def plays(self) -> bool:
         """True if a trajectory may have several turns."""
-        ...
 
     def collect(
         self,
@@ -57,11 +55,9 @@ class TrajectoryCollector(Protocol):
         `seed_of(i, k)` is the seed of completion k of prompt i. `version` is the number of training steps that the weights have
         taken. A sampler may store activations in `cache` for the trainer.
         """
-        ...
 
     def snapshot(self) -> Self:
         """Return a collector that samples with the policy's current weights; see `Sampler.snapshot`."""
-        ...
 
 
 @dataclass(frozen=True)
