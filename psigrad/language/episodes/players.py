@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -13,26 +13,34 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.collectors import Completions, SeedOf, TrajectoryCollector
 from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams, Trajectory
 
+PlayedPrompt = tuple[int, tuple[int, ...], Row]
+"""(index, prompt ids, row)."""
+
+
+@dataclass(frozen=True)
+class PlayRequest:
+    """A request for `num_generations` trajectories of each prompt, the k-th of the i-th prompt with the seed `seed_of(i, k)`.
+
+    `version` is the number of training steps that the model's weights have taken.
+    """
+
+    num_generations: int
+    seed_of: SeedOf
+    model: LanguageModel
+    version: int
+    needs_reward: bool = True
+    """True if there is no reward but the player's own."""
+
 
 class Player(Protocol):
     """A producer of rollouts of several turns: local environments and tools, or agents over HTTP (psigrad_serve/agents/)."""
 
     def play(
-        self,
-        sampler: Sampler,
-        prompts: Sequence[tuple[int, tuple[int, ...], Row]],
-        params: SamplingParams,
-        *,
-        num_generations: int,
-        seed_of: Callable[[int, int], int],
-        model: LanguageModel,
-        version: int,
-        needs_reward: bool,
+        self, sampler: Sampler, prompts: Sequence[PlayedPrompt], params: SamplingParams, asked: PlayRequest
     ) -> list[Trajectory]:
-        """Return `num_generations` trajectories for each (index, prompt ids, row), in order.
+        """Return the trajectories that are `asked` for of each prompt, in order.
 
-        `seed_of(i, k)` is the seed of the k-th trajectory of the i-th prompt. A game of several seats returns that many
-        trajectories for each seat, seat by seat. `needs_reward` is True if there is no reward but the player's own.
+        A game of several seats returns that many trajectories for each seat, seat by seat.
         """
 
 
@@ -57,16 +65,8 @@ class PlayerCollector:
         cache: Any = None,
     ) -> Iterator[list[tuple[int, list[Trajectory]]]]:
         """Yield once, with the trajectories of all prompts: (prompt's position, its trajectories). See `TrajectoryCollector`."""
-        made = self.player.play(
-            self.sampler,
-            [(p.index, p.ids, p.row) for p in prompts],
-            params,
-            num_generations=num_generations,
-            seed_of=seed_of,
-            model=self.model,
-            version=version,
-            needs_reward=self.needs_reward,
-        )
+        asked = PlayRequest(num_generations, seed_of, self.model, version, self.needs_reward)
+        made = self.player.play(self.sampler, [(p.index, p.ids, p.row) for p in prompts], params, asked)
         count = len(made) // len(prompts)
         yield [(i, made[i * count : (i + 1) * count]) for i in range(len(prompts))]
 
