@@ -73,7 +73,7 @@ def play(sampler, game=Kuhn, count=2, nature=("JQ",), model=MODEL, playing=None,
     games = Games(Episodes(playing or InProcess(game)), game.seats, opponents)
     row = Row("x", prompt=":", columns={"nature": list(nature)})
     prompt = tuple(model.tokenizer(":").input_ids)
-    asked = PlayRequest(count, lambda i, k: 10 * i + k, model, version=0)
+    asked = PlayRequest(count, lambda i, k: 10 * i + k, version=0, model=model)
     return games.play(sampler, [(0, prompt, row)], params or SamplingParams(1), asked)
 
 
@@ -117,7 +117,7 @@ def test_a_game_with_images_or_undeclared_seats_is_refused():
     with pytest.raises(UserError, match="the model reads only text"):
         play(Scripted(MODEL, lambda context: "b"), Pictured)
     rules, prompt = Episodes(InProcess(lambda: Kuhn())), (0, (0,), Row("x", prompt=":", columns={"nature": ["JQ"]}))
-    asked = PlayRequest(1, lambda i, k: k, MODEL, version=0)
+    asked = PlayRequest(1, lambda i, k: k, version=0, model=MODEL)
     with pytest.raises(UserError, match="has no attribute `seats`"):
         rules.play(Scripted(MODEL, lambda context: "b"), [prompt], SamplingParams(1), asked)
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import decode
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.rollout.collectors import Completions, SeedOf, TrajectoryCollector
+from psigrad.language.rollout.collectors import Completions, GroupRequest, TrajectoryCollector
 from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams, Trajectory
 
 PlayedPrompt = tuple[int, tuple[int, ...], Row]
@@ -18,16 +18,10 @@ PlayedPrompt = tuple[int, tuple[int, ...], Row]
 
 
 @dataclass(frozen=True)
-class PlayRequest:
-    """A request for `num_generations` trajectories of each prompt, the k-th of the i-th prompt with the seed `seed_of(i, k)`.
+class PlayRequest(GroupRequest):
+    """A request for trajectories of several turns by `model`."""
 
-    `version` is the number of training steps that the model's weights have taken.
-    """
-
-    num_generations: int
-    seed_of: SeedOf
     model: LanguageModel
-    version: int
     needs_reward: bool = True
     """True if there is no reward but the player's own."""
 
@@ -56,17 +50,11 @@ class PlayerCollector:
     plays: bool = True
 
     def collect(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        num_generations: int,
-        seed_of: SeedOf,
-        version: int,
-        cache: Any = None,
+        self, prompts: Sequence[Prompt], params: SamplingParams, asked: GroupRequest, cache: Any = None
     ) -> Iterator[list[tuple[int, list[Trajectory]]]]:
         """Yield once, with the trajectories of all prompts: (prompt's position, its trajectories). See `TrajectoryCollector`."""
-        asked = PlayRequest(num_generations, seed_of, self.model, version, self.needs_reward)
-        made = self.player.play(self.sampler, [(p.index, p.ids, p.row) for p in prompts], params, asked)
+        play = PlayRequest(asked.num_generations, asked.seed_of, asked.version, self.model, self.needs_reward)
+        made = self.player.play(self.sampler, [(p.index, p.ids, p.row) for p in prompts], params, play)
         count = len(made) // len(prompts)
         yield [(i, made[i * count : (i + 1) * count]) for i in range(len(prompts))]
 
