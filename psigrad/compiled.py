@@ -52,15 +52,12 @@ class OptimizerKernels(Protocol):
 
     def squared_norm(self, gradients: Sequence[Tensor]) -> float:
         """Return Σ g² over all tensors."""
-        ...
 
     def dither(self, stored: Tensor, master: Tensor, first: int) -> None:
         """Write the float32 numbers `master` to the bfloat16 tensor `stored`, rounded by `psigrad.optim.low_memory.dither`."""
-        ...
 
     def adamw(self, weights: Sequence[AdamWWeight], lr: float, betas: tuple[float, float], eps: float, scale: float) -> None:
         """Take a step of AdamW on weights that have a master. Each gradient is first multiplied by `scale`."""
-        ...
 
     def adamw_low_memory(
         self,
@@ -72,7 +69,6 @@ class OptimizerKernels(Protocol):
         codes: Sequence[Tensor],
     ) -> None:
         """Take a step of AdamW on weights without a master, or whose moments are 8-bit codes; `codes` are lookup tables."""
-        ...
 
 
 class FlatKernels(Protocol):
@@ -83,14 +79,12 @@ class FlatKernels(Protocol):
 
         `flat` are the networks' weights, and `sizes` the widths of their layers.
         """
-        ...
 
     def backward(self, out: Tensor, flat: Tensor, x: Tensor, hs: Tensor, given: Tensor, sizes: Sequence[int]) -> None:
         """Write the gradient of the weights to `out`.
 
         `hs` is the result of `forward`, and `given` is the loss's gradient with respect to the last layer's outputs.
         """
-        ...
 
     def adam(
         self,
@@ -104,7 +98,6 @@ class FlatKernels(Protocol):
         scale: float,
     ) -> None:
         """Take a step of Adam on `weights` in place: `scale` multiplies the gradient, `correction` the mean square."""
-        ...
 
 
 class CompiledKernels(Protocol):
@@ -113,24 +106,20 @@ class CompiledKernels(Protocol):
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """The dtypes of logits that `draw` accepts."""
-        ...
 
     @property
     def half_precision(self) -> OptimizerKernels:
         """The kernels of AdamW steps on half-precision weights."""
-        ...
 
     @property
     def towers(self) -> FlatKernels:
         """The kernels of the small networks in psigrad.control."""
-        ...
 
     def draw(self, logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Sample a token from each row of `logits`. Return (the tokens, their log-probs).
 
         The token is the first one whose cumulative probability exceeds the uniform number `u` of the row.
         """
-        ...
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import importlib
 import re
 import shlex
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -89,6 +89,15 @@ def find(name: str) -> Any:
 def not_installed(purpose: str, error: ImportError, extra: str) -> UserError:
     """Return the error for a feature (`purpose`) that needs the packages of an extra, one of which cannot be imported."""
     return UserError(f"{purpose} needs {error.name}, which cannot be imported ({error}). Run `{install_command(extra)}`.")
+
+
+@contextlib.contextmanager
+def needing(purpose: str, extra: str) -> Iterator[None]:
+    """Import the packages of an extra in the block, for a feature (`purpose`). Raises `not_installed` if one is missing."""
+    try:
+        yield
+    except ImportError as error:
+        raise not_installed(purpose, error, extra) from error
 
 
 def install_command(extra: str) -> str:

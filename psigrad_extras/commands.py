@@ -85,10 +85,8 @@ def compare(arguments: list[str]) -> int:
 def lm_eval(arguments: list[str]) -> int:
     """Print the results of lm-eval's tasks for a model, and for its baseline if there is one."""
     config = flags.parse(LmEvalConfig, "lm-eval", arguments)
-    try:
+    with extras.needing("lm-eval", "lm-eval"):
         from psigrad_extras.connect import lm_eval as harness
-    except ImportError as error:
-        raise extras.not_installed("lm-eval", error, "lm-eval") from error
     _print_tasks(harness.run(config).metrics)
     return 0
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from psigrad import seeds
 from psigrad.config import Data, EvalConfig, Evaluation, Model, OnlineConfig, Optim, Run, Sampling, SFTConfig
@@ -100,11 +100,10 @@ def reinforcing(
     *,
     max_steps: int,
     progress: bool,
-    dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> OnlineConfig:
     """Return the settings of the second stage: GRPO on the fine-tuned `model`, with the task's scorer as reward."""
     return OnlineConfig(
-        model=Model(path=str(model), dtype=dtype),
+        model=Model(path=str(model)),
         data=Data(dataset=str(files["prompts"]), eval_dataset=str(files["held_out"]), plain_prompts=True),
         optim=Optim(learning_rate=5e-4, adam_beta2=0.99, warmup_steps=5),
         run=replace(_run(seed, progress), output_dir=str(output), max_steps=max_steps, save_steps=50),

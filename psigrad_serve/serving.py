@@ -33,10 +33,6 @@ class Running:
     url: str
     token: str
 
-    def session_url(self, session: str) -> str:
-        """Return the base URL of a session, for ANTHROPIC_BASE_URL. Append /v1 for OPENAI_BASE_URL."""
-        return f"{self.url}/s/{session}"
-
 
 def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
     """Open a socket on `port`, or if that is 0 on the first free port from 8500 on. Raises `UserError` if there is none."""

@@ -51,10 +51,8 @@ _PROTO = "application/x-protobuf"
 
 
 def _messages() -> Any:
-    try:
+    with extras.needing("The Tinker API", "tinker"):
         from tinker.proto import tinker_public_pb2
-    except ImportError as error:
-        raise extras.not_installed("The Tinker API", error, "tinker") from error
     return tinker_public_pb2
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -34,13 +33,13 @@ def pages(settings: StudioSettings, labels: LabelStore) -> list[Page]:
     ]
 
 
-def create_app(settings: StudioSettings, sessions: Sessions | None = None, shown: Sequence[Page] | None = None) -> FastAPI:
-    """Return the application for these settings. `shown` are its pages (default: all). Tests pass `sessions` and `shown`."""
+def create_app(settings: StudioSettings, sessions: Sessions | None = None) -> FastAPI:
+    """Return the application for these settings. Tests pass `sessions`."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     sessions = sessions or Sessions(settings.key, settings.session_seconds)
     app.state.labels = labels = LabelStore(settings)
     app.state.ending = threading.Event()
-    shown = pages(settings, labels) if shown is None else list(shown)
+    shown = pages(settings, labels)
     app.include_router(static_router())
     app.include_router(join_routes.router(labels))
     for page in shown:

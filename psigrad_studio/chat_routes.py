@@ -76,10 +76,10 @@ class TakeBackForm(RequestForm):
     duel: Id
 
 
-def router(settings: StudioSettings, labels: LabelStore, models: ModelCache | None = None) -> APIRouter:
-    """Return the routes of the chat page. Tests pass `models`."""
+def router(settings: StudioSettings, labels: LabelStore) -> APIRouter:
+    """Return the routes of the chat page."""
     routes = APIRouter(prefix="/api/chat")
-    models = models or ModelCache(settings.model_bytes)
+    models = ModelCache(settings.model_bytes)
     comparisons, stops = ChatComparisons(labels), dict[str, threading.Event]()
 
     @routes.get("/models")

@@ -16,7 +16,7 @@ from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.language.data import templates
-from psigrad.language.data.chat import dialect, rendering
+from psigrad.language.data.chat import rendering
 from psigrad.language.episodes import tools
 from psigrad.language.episodes.environments import InProcess
 from psigrad.language.episodes.episodes import Episodes, play
@@ -313,12 +313,6 @@ COLUMNS: dict[str, Callable[[Case], None]] = {
 }
 
 OUTCOMES = ("dropped", "refused", "wrong")
-
-
-def writes_calls(name: str) -> bool:
-    """Return True if a template offers tools and writes calls in words of its own."""
-    way = dialect.dialect_of(tokenizer_of(name), {"tools": None})
-    return way.tools and way.calls != "hermes"
 
 
 def outcome(name: str, column: str) -> str:

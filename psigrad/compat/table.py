@@ -43,9 +43,9 @@ def _needless(why: str, names: str) -> Iterator[Entry]:
     return (Entry(name, "trl", why=why, needless=True) for name in names.split())
 
 
-def _no_equal(why: str, library: str = "trl", /, **usual: Any) -> Iterator[Entry]:
+def _no_equal(why: str, /, **usual: Any) -> Iterator[Entry]:
     """Return the entries of names without an equivalent, given with their defaults. Only other values raise an error."""
-    return (Entry(name, library, usual=(value,), why=why) for name, value in usual.items())
+    return (Entry(name, "trl", usual=(value,), why=why) for name, value in usual.items())
 
 
 def _instead(why: str, names: str, library: str = "trl") -> Iterator[Entry]:

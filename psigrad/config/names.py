@@ -18,11 +18,9 @@ class Names(Protocol):
 
     def dotted_name(self, cls: Any, name: str) -> str:
         """Return the dotted name of a setting of `cls`, "learning_rate" -> "optim.learning_rate"; an unknown name unchanged."""
-        ...
 
     def check(self, cls: Any, given: Iterable[tuple[str, Any]]) -> None:
         """Raise `UserError` if `given` has two values for one setting under two names."""
-        ...
 
     def of_file(
         self, cls: Any, in_file: Mapping[str, Any], flags: Mapping[str, Any], source: str
@@ -32,14 +30,12 @@ class Names(Protocol):
         `in_file` is the content of the file `source`, and `flags` are the settings of the command line. In a file of rl-zoo3,
         each section is for one environment, and `env` in `flags` selects a section.
         """
-        ...
 
     def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[GivenSetting]) -> list[GivenSetting]:
         """Return the settings `given` under dotted names, with shortcuts expanded.
 
         `given` overrides `values`, which are already in sections. Raises `UserError` if the method lacks the part of a shortcut.
         """
-        ...
 
 
 class PlainNames:

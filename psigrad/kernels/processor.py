@@ -30,21 +30,6 @@ LEVELS = {
 A level has the compiler's flags and the instructions that a processor needs.
 """
 
-_LIBRARIES = {
-    "x86-64-v4-amx": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
-    "x86-64-v4-bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
-    "x86-64-v4": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
-    "x86-64-v3": {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
-}
-
-
-def environment_of(level: str) -> dict[str, str]:
-    """Return the environment variables that restrict the kernels and PyTorch in a new process to a level of `LEVELS`.
-
-    The level "0" disables the kernels.
-    """
-    return {SWITCH: level, **_LIBRARIES.get(level, {})}
-
 
 def forced_level() -> str | None:
     """Return the level that the environment variable `SWITCH` names, or None. The processor may lack it."""

@@ -33,11 +33,9 @@ class Use(Protocol):
     @property
     def size(self) -> int:
         """The number of elements that this object stores."""
-        ...
 
     def add_to(self, out: Tensor, rows: slice) -> None:
         """Compute the rows `rows` of the weight's gradient from this use, and add them to `out` [rows, E]."""
-        ...
 
 
 class Sums:

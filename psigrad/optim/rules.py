@@ -59,15 +59,12 @@ class UpdateRule(Protocol):
     @property
     def by_rows(self) -> bool:
         """True if the rows of a weight can be updated separately, one block of rows after another."""
-        ...
 
     def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
         """Return the initial state of the parameter `p`, called `name`, as {name of a state tensor: tensor}."""
-        ...
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
         """Update the weights and states in `updates` in place. `updates` has all parameters with a gradient."""
-        ...
 
 
 def adamw_kernels(dtype: torch.dtype, device: str) -> OptimizerKernels | None:

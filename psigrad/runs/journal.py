@@ -37,15 +37,12 @@ class Tracker(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of one step."""
-        ...
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log rows of rollouts.jsonl of one step."""
-        ...
 
     def close(self) -> None:
         """Close the tracker at the end."""
-        ...
 
 
 class CompletionPrinter:

@@ -37,7 +37,6 @@ class Game(Protocol):
 
     def position(self, history: tuple[str, ...]) -> Position:
         """Return the position after these actions of all seats and nature, in order."""
-        ...
 
 
 class MatchingPennies:

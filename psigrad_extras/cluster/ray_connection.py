@@ -23,10 +23,8 @@ def connect(address: str) -> Any:
 
     If `address` is "auto", connect to a running cluster, or start one on this machine.
     """
-    try:
+    with extras.needing("placement.cluster", "cluster"):
         import ray
-    except ImportError as error:
-        raise extras.not_installed("placement.cluster", error, "cluster") from error
     if ray.is_initialized():
         return ray
     knock(address)

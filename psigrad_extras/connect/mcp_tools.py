@@ -74,12 +74,10 @@ def _connect(server: str, variables: Mapping[str, str], seconds: float | None = 
 
     Raises `UserError` if there is no server.
     """
-    try:
+    with extras.needing("An MCP server's tools", "mcp"):
         from anyio.from_thread import start_blocking_portal
         from mcp import Client, StdioServerParameters
         from mcp.client.stdio import stdio_client
-    except ImportError as error:
-        raise extras.not_installed("An MCP server's tools", error, "mcp") from None
 
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))

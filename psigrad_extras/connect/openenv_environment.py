@@ -147,10 +147,8 @@ def _schema(url: str) -> dict[str, Any]:
 
 
 def _client_of(url: str) -> Any:
-    try:
+    with extras.needing("An environment of OpenEnv", "openenv"):
         from openenv.core.generic_client import GenericEnvClient
-    except ImportError as error:
-        raise extras.not_installed("An environment of OpenEnv", error, "openenv") from error
     _schema(url)
     return GenericEnvClient(base_url=url)
 

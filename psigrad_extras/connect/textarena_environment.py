@@ -87,10 +87,8 @@ class TextArenaGame:
 
 def _library() -> Any:
     """Return textarena. Raises `UserError` where it is not installed."""
-    try:
+    with extras.needing("An environment of textarena", "textarena"):
         import textarena
-    except ImportError as error:
-        raise extras.not_installed("An environment of textarena", error, "textarena") from error
     return textarena
 
 

@@ -228,8 +228,6 @@ def open_trackers(names: Sequence[str], folder: Path, config: Mapping[str, Any])
     for name in names:
         if name not in KNOWN:
             raise UserError(f"There is no tracker {name!r}; expected one of {', '.join(KNOWN)}{nearest(name, KNOWN)}")
-        try:
+        with extras.needing(f"The tracker {name}", name):
             importlib.import_module(name)
-        except ImportError as error:
-            raise extras.not_installed(f"The tracker {name}", error, name) from error
     return [Background(name, partial(KNOWN[name], folder, config)) for name in names]

@@ -141,11 +141,9 @@ class _House:
     """A running environment of verifiers, in its own thread, and the server through which its harness queries the policy."""
 
     def __init__(self, environment: Mapping[str, Any] | Callable[[], Any]) -> None:
-        try:
+        with extras.needing("An environment of verifiers", "verifiers"):
             import verifiers.v1 as verifiers
             from verifiers.v1.utils.loaders import load_environment, resolve_env_config
-        except ImportError as error:
-            raise extras.not_installed("An environment of verifiers", error, "verifiers") from error
         _offer_chat(verifiers)
         given = environment() if callable(environment) else load_environment(resolve_env_config(dict(environment)))
         self.verifiers, self.environment, self._unread, self._tasks = verifiers, given, iter(given.taskset), list[Any]()

@@ -23,7 +23,7 @@ from psigrad.config.load import from_dict
 from psigrad.errors import UserError
 from psigrad.language import images
 from psigrad.language.episodes.episodes import settle
-from psigrad.language.episodes.players import PlayerCollector
+from psigrad.language.episodes.players import PlayedPrompt, PlayerCollector, PlayRequest
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes.changes import apply_changes
@@ -104,21 +104,13 @@ class RecordedSessions:
     rows: Mapping[int, Row]
 
     def play(
-        self,
-        sampler: Sampler,
-        prompts: Sequence[tuple[int, tuple[int, ...], Any]],
-        params: SamplingParams,
-        *,
-        num_generations: int,
-        seed_of: Callable[[int, int], int],
-        version: int,
-        **_: Any,
+        self, sampler: Sampler, prompts: Sequence[PlayedPrompt], params: SamplingParams, asked: PlayRequest
     ) -> list[Trajectory]:
         """Return the recorded sessions as trajectories, with log-probs under the sampler's weights. See `Player`."""
         made = [
-            self._session(sampler, params, Trajectory(index, k, ids, Completion((), (), (), "stop", seed_of(place, k)), version))
+            self._session(sampler, params, Trajectory(index, k, ids, Completion((), (), (), "stop", seed), asked.version))
             for place, (index, ids, _row) in enumerate(prompts)
-            for k in range(num_generations)
+            for k, seed in ((k, asked.seed_of(place, k)) for k in range(asked.num_generations))
         ]
         return settle(sampler, made, params)
 

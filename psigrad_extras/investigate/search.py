@@ -24,11 +24,9 @@ from psigrad.records.row_lines import last_event
 from psigrad.records.rows import headline, number
 from psigrad.runs import session
 
-try:
+with extras.needing("sweep", "sweep"):
     import optuna
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-except ImportError as error:
-    raise extras.not_installed("sweep", error, "sweep") from error
 
 Train = Callable[[Sequence[str]], str]
 """A function that runs a command and returns the reason of a failure, or ""."""

@@ -131,10 +131,8 @@ def sentences(text: str) -> list[str]:
 
 @cache
 def _identify() -> Callable[[str], tuple[str, float]]:
-    try:
+    with extras.needing("An instruction about a language", "ifeval"):
         import py3langid
-    except ImportError as error:
-        raise extras.not_installed("An instruction about a language", error, "ifeval") from error
     classify: Callable[[str], tuple[str, float]] = py3langid.classify
     return classify
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Unpack
 
-from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.image_rows import to_agent_row
 from psigrad.language.episodes.episodes import settle
+from psigrad.language.episodes.players import PlayedPrompt, PlayRequest
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Sampler, SamplingParams, Trajectory
 from psigrad.processes.workers.worker_pool import Lost, PoolLimits, WorkerPool
@@ -30,11 +30,9 @@ class Gateway(Protocol):
 
     def serve(self, sampler: Sampler, model: LanguageModel) -> None:
         """Answer with this sampler from now on."""
-        ...
 
     def close(self) -> None:
         """Stop answering."""
-        ...
 
 
 class AgentPool:
@@ -79,31 +77,22 @@ class Agents:
     most: int = 64
 
     def play(
-        self,
-        sampler: Sampler,
-        prompts: Sequence[tuple[int, tuple[int, ...], Row]],
-        params: SamplingParams,
-        *,
-        num_generations: int,
-        seed_of: Callable[[int, int], int],
-        model: LanguageModel,
-        version: int,
-        needs_reward: bool,
+        self, sampler: Sampler, prompts: Sequence[PlayedPrompt], params: SamplingParams, asked: PlayRequest
     ) -> list[Trajectory]:
-        """Return the trajectories of `num_generations` sessions for each (index, prompt ids, row), in order.
+        """Return the trajectories of the sessions that are `asked` for of each prompt, in order.
 
         The agent's reward is placed on the session's last sampled token. A session has no reward, but a recorded reason, if it
         crashes, times out, sends no request or too many. Log-probs are recomputed by a forward pass, so that they do not depend
         on the order of requests.
         """
         sessions = [
-            Session(index, k, row, TokenTree(seed_of(place, k), ids), params, model.tokenizer, self.most)
+            Session(index, k, row, TokenTree(asked.seed_of(place, k), ids), params, asked.model.tokenizer, self.most)
             for place, (index, ids, row) in enumerate(prompts)
-            for k in range(num_generations)
+            for k in range(asked.num_generations)
         ]
         names = [secrets.token_hex(12) for _ in sessions]
         rewards: dict[int, float | None] = {}
-        self.gateway.serve(sampler, model)
+        self.gateway.serve(sampler, asked.model)
         self.gateway.sessions |= dict(zip(names, sessions, strict=True))
 
         def ended(number: int, reward: float | str | None) -> None:
@@ -111,7 +100,7 @@ class Agents:
             session.over = True
             if isinstance(reward, str):
                 session.fault = session.fault or reward
-            elif reward is None and needs_reward:
+            elif reward is None and asked.needs_reward:
                 session.fault = session.fault or "the agent returned no reward, and the run has no reward function"
             else:
                 rewards[number] = reward
@@ -121,7 +110,7 @@ class Agents:
         finally:
             for name in names:
                 self.gateway.sessions.pop(name, None)
-        made = [_rewarded(s.trajectory(version), rewards.get(n)) for n, s in enumerate(sessions)]
+        made = [_rewarded(s.trajectory(asked.version), rewards.get(n)) for n, s in enumerate(sessions)]
         return settle(sampler, made, params)
 
     def _place(self, session: Session, name: str) -> Place:

@@ -30,7 +30,7 @@ class ScryptCost:
 COST = ScryptCost()
 
 
-def hash_password(password: str, cost: ScryptCost | None = None, *, name: str = "") -> str:
+def hash_password(password: str, *, name: str = "") -> str:
     """Return `scrypt$log_n$r$p$salt$hash` of a password of a user with that name.
 
     Raises `Refusal` if it is too short, too long, or easily guessed.
@@ -41,9 +41,8 @@ def hash_password(password: str, cost: ScryptCost | None = None, *, name: str = 
     if judged["score"] < _SAFE:
         why = judged["feedback"]["warning"].rstrip(".") or "many passwords are similar"
         raise Refusal(f"The password is easy to guess ({why}); choose a longer one, such as four unrelated words.")
-    cost = cost or COST
     salt = secrets.token_bytes(16)
-    parts = (cost.log_n, cost.r, cost.p, *(base64.b64encode(b).decode() for b in (salt, _scrypt(password, salt, cost))))
+    parts = (COST.log_n, COST.r, COST.p, *(base64.b64encode(b).decode() for b in (salt, _scrypt(password, salt, COST))))
     return "$".join(("scrypt", *map(str, parts)))
 
 

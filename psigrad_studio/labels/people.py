@@ -132,12 +132,6 @@ def local(session: Session) -> Person:
     return _person(user)
 
 
-@reads
-def empty(session: Session) -> bool:
-    """Return True if nobody can log in yet, so that `invites.first` is needed."""
-    return session.scalar(select(User.id).where(User.password_hash.is_not(None)).limit(1)) is None
-
-
 def log_in(database: Database, name: str, password: str, device: str = "") -> Login:
     """Log a user in by name and password, and return the new session.
 

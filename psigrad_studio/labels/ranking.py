@@ -44,12 +44,6 @@ class Ranking:
         reach = _z(confidence) * np.sqrt(np.diag(self.covariance))
         return self.strength - reach, self.strength + reach
 
-    def difference(self, i: int, j: int, confidence: float = 0.95) -> tuple[float, float, float]:
-        """Return (θ_i − θ_j, lower end, upper end). If the interval does not contain 0, one of i and j is surely better."""
-        d, v = self.strength[i] - self.strength[j], self.covariance
-        reach = _z(confidence) * np.sqrt(max(v[i, i] + v[j, j] - 2 * v[i, j], 0.0))
-        return float(d), float(d - reach), float(d + reach)
-
     def ranks(self, confidence: float = 0.95) -> list[tuple[int, int]]:
         """Return (best, worst) possible rank of each competitor: 1 + the number surely better, n − the number surely worse."""
         n, v = len(self.strength), self.covariance

@@ -21,6 +21,7 @@ from psigrad.language.data.templates import decode
 from psigrad.language.episodes.environment_pool import EnvironmentPool
 from psigrad.language.episodes.environments import InProcess, resolve
 from psigrad.language.episodes.episodes import Episodes
+from psigrad.language.episodes.players import PlayRequest
 from psigrad.language.episodes.seats import Games
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.tiny import model as tiny_model
@@ -72,8 +73,8 @@ def play(sampler, game=Kuhn, count=2, nature=("JQ",), model=MODEL, playing=None,
     games = Games(Episodes(playing or InProcess(game)), game.seats, opponents)
     row = Row("x", prompt=":", columns={"nature": list(nature)})
     prompt = tuple(model.tokenizer(":").input_ids)
-    how = {"num_generations": count, "seed_of": lambda i, k: 10 * i + k, "model": model, "version": 0}
-    return games.play(sampler, [(0, prompt, row)], params or SamplingParams(1), **how)
+    asked = PlayRequest(count, lambda i, k: 10 * i + k, version=0, model=model)
+    return games.play(sampler, [(0, prompt, row)], params or SamplingParams(1), asked)
 
 
 def test_each_seat_is_a_trajectory_of_what_it_read_and_said():
@@ -116,9 +117,9 @@ def test_a_game_with_images_or_undeclared_seats_is_refused():
     with pytest.raises(UserError, match="the model reads only text"):
         play(Scripted(MODEL, lambda context: "b"), Pictured)
     rules, prompt = Episodes(InProcess(lambda: Kuhn())), (0, (0,), Row("x", prompt=":", columns={"nature": ["JQ"]}))
-    how = {"num_generations": 1, "seed_of": lambda i, k: k, "model": MODEL, "version": 0}
+    asked = PlayRequest(1, lambda i, k: k, version=0, model=MODEL)
     with pytest.raises(UserError, match="has no attribute `seats`"):
-        rules.play(Scripted(MODEL, lambda context: "b"), [prompt], SamplingParams(1), **how)
+        rules.play(Scripted(MODEL, lambda context: "b"), [prompt], SamplingParams(1), asked)
 
 
 def test_the_policy_that_is_solved_is_the_one_that_plays():

@@ -280,7 +280,7 @@ def test_the_recorder_hears_before_the_client_whose_session_it_was_and_may_settl
     monkeypatch.setattr(served.heard, "prepared", lambda session, call: replace(call, seed=11) if session else call)
     served.heard.completions.clear()
     asked = {"model": "tiny", "messages": HI, "seed": 2, "max_tokens": 5}
-    with openai.OpenAI(base_url=f"{served.at.session_url('one')}/v1", api_key=served.at.token, max_retries=0) as by_address:
+    with openai.OpenAI(base_url=f"{served.at.url}/s/one/v1", api_key=served.at.token, max_retries=0) as by_address:
         by_address.chat.completions.create(**asked)
         assert len(served.heard.completions) == 1
     with openai.OpenAI(base_url=f"{served.at.url}/v1", api_key=f"{served.at.token}.two", max_retries=0) as by_key:

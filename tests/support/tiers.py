@@ -47,6 +47,14 @@ EMULATED = (
 )
 """What runs by emulated instructions, which take a hundred times as long."""
 
+_LIBRARIES = {
+    "x86-64-v4-amx": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
+    "x86-64-v4-bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
+    "x86-64-v4": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
+    "x86-64-v3": {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+}
+"""The variables that restrict PyTorch's own kernels to a tier, in a new process."""
+
 
 def run(tier: str, tests: Sequence[str], *options: str, **given: object) -> subprocess.CompletedProcess[str]:
     """Run tests in a process that sees a processor of this tier."""
@@ -55,7 +63,7 @@ def run(tier: str, tests: Sequence[str], *options: str, **given: object) -> subp
         options = (*options, "-p", "amx")
         environment |= {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/support"}
     else:
-        environment |= processor.environment_of(tier)
+        environment |= {processor.SWITCH: tier, **_LIBRARIES.get(tier, {})}
     if tier == NONE:  # the tests of the kernels are left out on purpose
         environment |= {"CI": "", "PSIGRAD_TEST_EVERYTHING": "0"}
     command = (sys.executable, "-m", "pytest", "--quiet", *options, *tests)

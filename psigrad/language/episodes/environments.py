@@ -55,11 +55,9 @@ class Environment(Protocol):
 
     def reset(self, row: Mapping[str, Any]) -> Observation | None:
         """Start the episode. `row` has the dataset row's `prompt` and columns. The returned observation follows the prompt."""
-        ...
 
     def step(self, completion: str) -> tuple[Observation, float, bool]:
         """Answer the policy's turn, which is text (`templates.decode`)."""
-        ...
 
 
 class SeatedEnvironment(Protocol):
@@ -72,13 +70,11 @@ class SeatedEnvironment(Protocol):
 
     def reset(self, row: Mapping[str, Any]) -> tuple[int, Observation]:
         """Start the game. Return the seat that acts first, and what it reads after the prompt."""
-        ...
 
     def step(self, completion: str) -> tuple[int, Observation, Sequence[float], bool]:
         """Answer the acting seat's turn. Return the seat that acts next, what that seat reads (all since its own last turn),
         the reward of every seat, and True if the game is over.
         """
-        ...
 
 
 Factory = Callable[[], Environment | SeatedEnvironment]

@@ -21,8 +21,8 @@ from psigrad.language.data.image_rows import observation_text
 from psigrad.language.data.templates import Reading, decode, prompt_ids
 from psigrad.language.episodes.environments import Fault, Message, Observation, Opening, Playing, Step
 from psigrad.language.episodes.episode_history import EpisodeHistory, as_messages
+from psigrad.language.episodes.players import PlayedPrompt, PlayRequest
 from psigrad.language.episodes.tools import CallForm
-from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.scoring import transcript_of
 from psigrad.language.rollout.types import (
     Branch,
@@ -64,16 +64,11 @@ class Episodes:
         return EpisodeLimits(params.max_tokens, self.max_observation_length, total, max_length, self.max_turns), params
 
     def play(
-        self,
-        sampler: Sampler,
-        prompts: Sequence[tuple[int, tuple[int, ...], Row]],
-        params: SamplingParams,
-        *,
-        model: LanguageModel,
-        needs_reward: bool = True,
-        **how: Any,
+        self, sampler: Sampler, prompts: Sequence[PlayedPrompt], params: SamplingParams, asked: PlayRequest
     ) -> list[Trajectory]:
         """Play the episodes of a step with `play`, within the model's context length. See `Player`."""
+        how: dict[str, Any] = {"num_generations": asked.num_generations, "seed_of": asked.seed_of, "version": asked.version}
+        model = asked.model
         return play(self, sampler, prompts, params, tokenizer=model.tokenizer, max_length=model.max_length, **how)
 
 
@@ -220,7 +215,7 @@ class EpisodeLimits:
 def play(
     rules: Episodes,
     sampler: Sampler,
-    prompts: Sequence[tuple[int, tuple[int, ...], Row]],
+    prompts: Sequence[PlayedPrompt],
     params: SamplingParams,
     *,
     num_generations: int,
@@ -297,7 +292,7 @@ def _with_log_probs(trajectory: Trajectory, logps: Sequence[float]) -> Trajector
 
 def _begin(
     rules: Episodes,
-    prompts: Sequence[tuple[int, tuple[int, ...], Row]],
+    prompts: Sequence[PlayedPrompt],
     count: int,
     seed_of: Callable[[int, int], int],
     tokenizer: Any,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -10,31 +10,32 @@ from typing import Any, Protocol
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import decode
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.rollout.collectors import Completions, SeedOf, TrajectoryCollector
+from psigrad.language.rollout.collectors import Completions, GroupRequest, TrajectoryCollector
 from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams, Trajectory
+
+PlayedPrompt = tuple[int, tuple[int, ...], Row]
+"""(index, prompt ids, row)."""
+
+
+@dataclass(frozen=True)
+class PlayRequest(GroupRequest):
+    """A request for trajectories of several turns by `model`."""
+
+    model: LanguageModel
+    needs_reward: bool = True
+    """True if there is no reward but the player's own."""
 
 
 class Player(Protocol):
     """A producer of rollouts of several turns: local environments and tools, or agents over HTTP (psigrad_serve/agents/)."""
 
     def play(
-        self,
-        sampler: Sampler,
-        prompts: Sequence[tuple[int, tuple[int, ...], Row]],
-        params: SamplingParams,
-        *,
-        num_generations: int,
-        seed_of: Callable[[int, int], int],
-        model: LanguageModel,
-        version: int,
-        needs_reward: bool,
+        self, sampler: Sampler, prompts: Sequence[PlayedPrompt], params: SamplingParams, asked: PlayRequest
     ) -> list[Trajectory]:
-        """Return `num_generations` trajectories for each (index, prompt ids, row), in order.
+        """Return the trajectories that are `asked` for of each prompt, in order.
 
-        `seed_of(i, k)` is the seed of the k-th trajectory of the i-th prompt. A game of several seats returns that many
-        trajectories for each seat, seat by seat. `needs_reward` is True if there is no reward but the player's own.
+        A game of several seats returns that many trajectories for each seat, seat by seat.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -49,25 +50,11 @@ class PlayerCollector:
     plays: bool = True
 
     def collect(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        num_generations: int,
-        seed_of: SeedOf,
-        version: int,
-        cache: Any = None,
+        self, prompts: Sequence[Prompt], params: SamplingParams, asked: GroupRequest, cache: Any = None
     ) -> Iterator[list[tuple[int, list[Trajectory]]]]:
         """Yield once, with the trajectories of all prompts: (prompt's position, its trajectories). See `TrajectoryCollector`."""
-        made = self.player.play(
-            self.sampler,
-            [(p.index, p.ids, p.row) for p in prompts],
-            params,
-            num_generations=num_generations,
-            seed_of=seed_of,
-            model=self.model,
-            version=version,
-            needs_reward=self.needs_reward,
-        )
+        play = PlayRequest(asked.num_generations, asked.seed_of, asked.version, self.model, self.needs_reward)
+        made = self.player.play(self.sampler, [(p.index, p.ids, p.row) for p in prompts], params, play)
         count = len(made) // len(prompts)
         yield [(i, made[i * count : (i + 1) * count]) for i in range(len(prompts))]
 

@@ -7,7 +7,7 @@ the trajectories of one seat in the games of one row: these are a group.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ from psigrad.language.episodes.episodes import (
     render_opening,
     settle,
 )
-from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.episodes.players import PlayedPrompt, PlayRequest
 from psigrad.language.rollout.types import Cut, NextTurn, Sampler, SamplingParams, Trajectory
 
 
@@ -38,7 +38,6 @@ class Opponents(Protocol):
 
     def pick(self, seed: int, version: int) -> Sampler | None:
         """Return the sampler of an opponent for one prompt in step `version` + 1; None if the policy plays against itself."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -55,41 +54,33 @@ class Games:
         return self.rules.playing
 
     def play(
-        self,
-        sampler: Sampler,
-        prompts: Sequence[tuple[int, tuple[int, ...], Row]],
-        params: SamplingParams,
-        *,
-        num_generations: int,
-        seed_of: Callable[[int, int], int],
-        model: LanguageModel,
-        version: int,
-        needs_reward: bool = True,
+        self, sampler: Sampler, prompts: Sequence[PlayedPrompt], params: SamplingParams, asked: PlayRequest
     ) -> list[Trajectory]:
         """Play the games of a step and return the trajectories of the policy's seats. See `Player`.
 
         Against itself, the policy plays `num_generations` games per prompt, and all seats yield trajectories. Against an earlier
         version, it plays `num_generations` games in each seat, and only this seat yields trajectories.
         """
-        limits, params = self.rules.limits(params, model.max_length)
+        seed_of, tokenizer = asked.seed_of, asked.model.tokenizer
+        limits, params = self.rules.limits(params, asked.model.max_length)
         games: list[SeatedGame] = []
         for place, (index, ids, row) in enumerate(prompts):
-            opponent = None if self.opponents is None else self.opponents.pick(seed_of(place, 0), version)
+            opponent = None if self.opponents is None else self.opponents.pick(seed_of(place, 0), asked.version)
             for learner in (None,) if opponent is None else range(self.seats):
                 samplers = [sampler if learner in (None, seat) else opponent or sampler for seat in range(self.seats)]
-                for k in range(num_generations):
+                for k in range(asked.num_generations):
                     seed = seed_of(place, k) if learner is None else seeds.derive(seed_of(place, k), "learner", learner)
-                    seats = [self._seat(index, k, row, ids, seed, seat, model.tokenizer) for seat in range(self.seats)]
+                    seats = [self._seat(index, k, row, ids, seed, seat, tokenizer) for seat in range(self.seats)]
                     games.append(SeatedGame(seats, samplers, learner))
-        entries = Entries(model.tokenizer, limits)
+        entries = Entries(tokenizer, limits)
         self._begin(games, entries)
         self._play(games, params, entries)
         trajectories = []
-        for start in range(0, len(games), num_generations):
-            group = games[start : start + num_generations]
+        for start in range(0, len(games), asked.num_generations):
+            group = games[start : start + asked.num_generations]
             for seat in range(self.seats):
                 trajectories += [
-                    episode_trajectory(game.seats[seat], version, model.tokenizer)
+                    episode_trajectory(game.seats[seat], asked.version, tokenizer)
                     for game in group
                     if game.learner in (None, seat)
                 ]

@@ -38,7 +38,6 @@ class Saveable(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write weights in Hugging Face format."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -30,38 +30,39 @@ ToSamples = Callable[[Sequence[Trajectory]], Samples]
 """A function that turns a group of trajectories into the samples that reward functions receive: texts and dataset columns."""
 
 
+@dataclass(frozen=True)
+class GroupRequest:
+    """A request for `num_generations` trajectories of each prompt, the k-th of the i-th prompt with the seed `seed_of(i, k)`.
+
+    `version` is the number of training steps that the model's weights have taken.
+    """
+
+    num_generations: int
+    seed_of: SeedOf
+    version: int
+
+
 class TrajectoryCollector(Protocol):
     """A source of trajectories for prompts: single completions, episodes, or sessions of agents. It does not call the scorer."""
 
     @property
     def sampler(self) -> Sampler:
         """The sampler that completes prompts, or that answers an agent's requests."""
-        ...
 
     @property
     def plays(self) -> bool:
         """True if a trajectory may have several turns."""
-        ...
 
     def collect(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        num_generations: int,
-        seed_of: SeedOf,
-        version: int,
-        cache: ActivationCache | None = None,
+        self, prompts: Sequence[Prompt], params: SamplingParams, asked: GroupRequest, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Trajectory]]]]:
-        """Sample `num_generations` trajectories of each prompt. Yield lists of (prompt's index, its trajectories) as groups end.
+        """Sample the trajectories that are `asked` for of each prompt. Yield lists of (prompt's index, its group) as groups end.
 
-        `seed_of(i, k)` is the seed of completion k of prompt i. `version` is the number of training steps that the weights have
-        taken. A sampler may store activations in `cache` for the trainer.
+        A sampler may store activations in `cache` for the trainer.
         """
-        ...
 
     def snapshot(self) -> Self:
         """Return a collector that samples with the policy's current weights; see `Sampler.snapshot`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -74,22 +75,17 @@ class Completions:
     plays: bool = False
 
     def collect(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        num_generations: int,
-        seed_of: SeedOf,
-        version: int,
-        cache: ActivationCache | None = None,
+        self, prompts: Sequence[Prompt], params: SamplingParams, asked: GroupRequest, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Trajectory]]]]:
-        """Sample `num_generations` completions of each prompt; see `TrajectoryCollector`."""
-        requests = [Request(p.ids, tuple(seed_of(i, k) for k in range(num_generations))) for i, p in enumerate(prompts)]
+        """Sample the completions that are `asked` for of each prompt; see `TrajectoryCollector`."""
+        numbers = range(asked.num_generations)
+        requests = [Request(p.ids, tuple(asked.seed_of(i, k) for k in numbers)) for i, p in enumerate(prompts)]
         for completed in self.sampler.steps(requests, params, cache):
             groups = []
             for place, completions in completed:
                 prompt, texts = prompts[place], [self.decode(c.ids) for c in completions]
                 made = [
-                    Trajectory(prompt.index, k, prompt.ids, c, version, text=text, teacher_prompt_ids=prompt.teacher_ids)
+                    Trajectory(prompt.index, k, prompt.ids, c, asked.version, text=text, teacher_prompt_ids=prompt.teacher_ids)
                     for k, (c, text) in enumerate(zip(completions, texts, strict=True))
                 ]
                 groups.append((place, made))
@@ -129,13 +125,14 @@ class ScoredRollout:
         """Return `num_generations` scored trajectories for each prompt, or in a game for each prompt and player (seat), in order.
 
         `clock` measures sampling as "time/sample", and the wait for rewards after sampling as "time/score". For the other
-        arguments see `TrajectoryCollector.collect`.
+        arguments see `GroupRequest` and `TrajectoryCollector.collect`.
         """
         clock, world, central = clock or Clock(), self.world, self.collector.sampler.central
         share = range(world.rank, len(prompts), 1 if central else world.size)
         if central and world.rank:
             share = range(0)
-        found = self._collect(share, prompts, params, num_generations, seed_of, version, clock, cache) if share else []
+        asked = GroupRequest(num_generations, lambda i, k: seed_of(share[i], k), version)
+        found = self._collect([prompts[i] for i in share], params, asked, clock, cache) if share else []
         if world is ALONE:
             return found
         with clock("time/gather"):
@@ -147,23 +144,13 @@ class ScoredRollout:
         return [t for made, at in parts for t in made[at : at + count]]
 
     def _collect(
-        self,
-        share: range,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        num_generations: int,
-        seed_of: SeedOf,
-        version: int,
-        clock: Clock,
-        cache: ActivationCache | None,
+        self, mine: Sequence[Prompt], params: SamplingParams, asked: GroupRequest, clock: Clock, cache: ActivationCache | None
     ) -> list[Trajectory]:
-        """Sample and score trajectories of the prompts with the indices in `share`. For the other arguments see `__call__`."""
-        mine = [prompts[i] for i in share]
+        """Sample and score trajectories of this process's prompts. For the other arguments see `__call__`."""
         scoring = PendingRewards(self.scorer, self.to_samples({p.index: p.row for p in mine}))
         groups: dict[int, list[Trajectory]] = {}
         with clock("time/sample"):
-            collected = self.collector.collect(mine, params, num_generations, lambda i, k: seed_of(share[i], k), version, cache)
-            for completed in collected:
+            for completed in self.collector.collect(mine, params, asked, cache):
                 for place, group in completed:
                     groups[place] = group
                     scoring.add(group)

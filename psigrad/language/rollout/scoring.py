@@ -180,7 +180,6 @@ class Scorer(Protocol):
 
     def begin(self) -> Scoring:
         """Return a new `Scoring`, and cancel unfinished work of the previous one."""
-        ...
 
 
 def check_unscored(

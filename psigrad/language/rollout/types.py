@@ -409,7 +409,6 @@ class Pending(Protocol):
 
     def result(self) -> Collected:
         """Wait for the completions and return them."""
-        ...
 
 
 def trajectory_of(values: dict[str, Any]) -> Trajectory:

@@ -70,19 +70,15 @@ class World(Protocol):
 
     def broadcast(self, value: T) -> T:
         """Return the value that rank 0 passed."""
-        ...
 
     def all_gather(self, value: T) -> list[T]:
         """Return the values that all processes passed, in the order of their ranks."""
-        ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Replace `x` by its sum over all processes, in place."""
-        ...
 
     def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
         """Send `parts[r]` to each rank r. Return the parts that this process received, in the order of the sending ranks."""
-        ...
 
 
 class Alone:

@@ -100,7 +100,6 @@ class Executor(Protocol):
 
         Raise `SandboxError` if a program could not be run and is not itself the cause.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -326,11 +326,6 @@ class WorkerPool(Generic[C]):
         """The process ids of the workers."""
         return [place.worker.process.pid for place in self._places]
 
-    @property
-    def at_work(self) -> bool:
-        """True if a call is unanswered."""
-        return any(place.calls for place in self._places)
-
     def __len__(self) -> int:
         return len(self._places)
 

@@ -176,7 +176,8 @@ def test_answers_to_one_task_depend_on_one_another_with_the_prior_too(desks, db)
     low, high = apart.interval()
     by_name = {place.name: place for place in table.places}
     assert (by_name["one"].low, by_name["one"].high) == pytest.approx((low[0], high[0]))
-    narrow, wide = (found.difference(0, 1)[2] for found in (alone, apart))
+    between = np.array([1.0, -1.0, 0.0])
+    narrow, wide = (np.sqrt(between @ found.covariance @ between) for found in (alone, apart))
     assert wide / narrow == pytest.approx(np.sqrt(3), rel=0.05)
 
 

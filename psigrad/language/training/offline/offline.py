@@ -31,20 +31,16 @@ class Task(Protocol):
     @property
     def name(self) -> str:
         """The label on the progress bar."""
-        ...
 
     @property
     def model(self) -> Pretrained:
         """The model that is trained."""
-        ...
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        ...
 
     def tokens(self, rows: Sequence[int]) -> int:
         """Return the number of tokens in these rows."""
-        ...
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
         """Return the loss of one optimiser step on these rows, as one function per forward pass of at most `budget` tokens.
@@ -52,11 +48,9 @@ class Task(Protocol):
         If several processes (`ranks`) take the passes in turn, all passes have about equally many tokens. Whatever the `budget`,
         the losses, gradients and terms of the passes add up to those of the step.
         """
-        ...
 
     def held_out(self, budget: int, world: World = ALONE) -> Mapping[str, float | str]:
         """Return metrics over all rows; a text is a result of `marks_of`. All processes share the work. Call without gradient."""
-        ...
 
 
 class Settings(Protocol):
