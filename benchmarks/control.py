@@ -185,6 +185,27 @@ def agree(algorithm: str) -> float:
     return float(max((a - b).abs().max() for a, b in pairs) / norm)
 
 
+def agree_on_weights(given: dict[str, Any], **psigrad: Any) -> float:
+    """Largest difference between the weights that PPO's passes over the same rollout leave, in the same minibatches, relative to
+    the largest way that a weight went; `psigrad` are settings that it alone gets.
+    """
+    method, rollout, model, places = _pair("ppo", {**given, **psigrad}, given)
+    before = {name: weight.detach().clone() for name, weight in method.network.towers.named().items()}
+    orders = np.random.default_rng(0)
+    method.rng = lambda purpose: orders
+    method._learn(rollout, False)
+    own, orders = np.random.permutation, np.random.default_rng(0)
+    np.random.permutation = orders.permutation
+    try:
+        model.train()
+    finally:
+        np.random.permutation = own
+    after = method.network.towers.named()
+    with torch.no_grad():
+        furthest = max((after[name] - before[name]).abs().max() for name in places)
+        return float(max((model.policy.get_parameter(its) - after[mine]).abs().max() for mine, its in places.items()) / furthest)
+
+
 def _pair(algorithm: str, given: dict[str, Any], sb3: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, str]]:
     """psigrad's method, a rollout of it, and SB3's model with the same weights and that rollout; psigrad's name of each weight ->
     SB3's. Of the episodes that ended every other one counts as cut by its limit.

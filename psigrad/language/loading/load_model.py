@@ -160,7 +160,7 @@ def _choose_kernels(model: LanguageModel | ScalarModel, settings: Model, run: Ru
     """
     model.attend(settings.attention)
     if model.decoder is not None:
-        model.decoder.dequantises = not run.max_memory
+        model.decoder.may_dequantise = not run.max_memory
     if settings.compile_layers:
         from psigrad.language.models.fused.inductor import compile_layers  # imported here, since few runs compile
 

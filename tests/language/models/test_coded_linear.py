@@ -209,7 +209,7 @@ def test_sampler_and_trainer_agree_to_the_last_bit(dtype, members, free, packs, 
     monkeypatch.setattr(kernels().products, "packs_bfloat16", True)
     monkeypatch.setattr(kernels().products, "float32", True)
     model = with_codes("qwen3", tokenizer, "nf4", dtype)
-    model.decoder.dequantises = packs
+    model.decoder.may_dequantise = packs
     prompts = some_groups().prompts
     requests = [Request(tuple(p), tuple(range(members * i, members * (i + 1)))) for i, p in enumerate(prompts)]
     drawn = sample(EmbeddedSampler(model), requests, SamplingParams(max_tokens=20), None)

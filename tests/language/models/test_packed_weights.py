@@ -113,7 +113,7 @@ def test_large_models_are_decoded_without_and_few_sequences_with(model, packings
     whole = drawn(model)
     few = drawn(model, max_batch=2)
     packings.clear()
-    monkeypatch.setattr(PackedWeights.__init__, "__defaults__", (100,))
+    monkeypatch.setattr(PackedWeights.__init__, "__defaults__", (100, True))
     monkeypatch.setattr(caches, "HEAD_LIMIT", 100)
     large = drawn(model)
     assert not packings

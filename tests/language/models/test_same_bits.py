@@ -121,6 +121,6 @@ def test_nor_under_a_vocabulary_of_several_stretches_and_tiles(tokenizer, monkey
 
 def test_negative_control_without_packed_matrices_the_last_bits_differ(tokenizer, monkeypatch):
     """As of a model whose matrices would take too much memory."""
-    monkeypatch.setattr(PackedWeights.__init__, "__defaults__", (100,))
+    monkeypatch.setattr(PackedWeights.__init__, "__defaults__", (100, True))
     count, most = unlike(made(CONFIGS["qwen3"], tokenizer), members=4)
     assert count and most < 1e-5

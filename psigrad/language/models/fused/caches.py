@@ -353,19 +353,25 @@ class PackedProjection:
 class PackedWeights:
     """A cache of packed weight matrices by layer, up to `limit` bytes. A layer is packed again after its weights change.
 
-    If a quarter of the free memory holds `limit` bytes, and `dequantises` allows it, quantised matrices are packed as numbers:
-    sampling takes two thirds of the time, and the products have the same bits.
+    `may_dequantise` allows it to pack quantised matrices as numbers; see `dequantises`.
     """
 
-    def __init__(self, limit: int = LIMIT, dequantises: bool = True) -> None:
-        from psigrad.language.models.free_memory import available_memory  # imported here: training needs none of it
-
-        self.bytes, self.limit = 0, limit
-        self.dequantises = dequantises and available_memory() >= 4 * limit
+    def __init__(self, limit: int = LIMIT, may_dequantise: bool = True) -> None:
+        self.bytes, self.limit, self.may_dequantise = 0, limit, may_dequantise
         self._layers: dict[Hashable, tuple[list[Version], list[PackedProjection]]] = {}
         self._refused: set[Hashable] = set()
         self._table: tuple[Hashable, list[Version], Any] | None = None
         self._head: tuple[Version, int, PackedMatrix | None] = ((0, 0), 0, None)
+
+    @cached_property
+    def dequantises(self) -> bool:
+        """True if quantised matrices are packed as numbers, as a quarter of the free memory holds `limit` bytes.
+
+        Sampling then takes two thirds of the time, and the products have the same bits.
+        """
+        from psigrad.language.models.free_memory import available_memory  # imported here: few models are quantised
+
+        return self.may_dequantise and available_memory() >= 4 * self.limit
 
     def of(
         self, key: Hashable, weights: Sequence[Tensor], make: Callable[[], Sequence[Projection]], products: Products

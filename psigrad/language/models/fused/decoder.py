@@ -92,12 +92,12 @@ class Decoder:
     """The fused form of a model's decoder, from token ids to hidden states.
 
     `recompute` is gradient checkpointing: a layer stores only its input, and runs forward again in the backward pass.
-    `dequantises` is False if sampling may not pack quantised layers as numbers, to save memory. With
+    `may_dequantise` is False if sampling may not pack quantised layers as numbers, to save memory. With
     `exact` the decoder computes in float32 even if the weights are bfloat16. `vision` embeds the tokens of images. Raises
     `Unsupported`, with the reason, if the decoder cannot run the model, such as one whose architecture is not in `FAMILIES`.
     """
 
-    dequantises = True
+    may_dequantise = True
 
     def __init__(
         self, network: PreTrainedModel, recompute: bool = False, exact: bool = False, vision: Vision | None = None

@@ -279,15 +279,15 @@ class SharedCache(StateCache):
     between slots. Rows keep their order of arrival, so rows of one prompt are adjacent.
     """
 
-    def __init__(self, slots: int, longest: int, heads: Sequence[Heads], dtype: torch.dtype, dequantises: bool = True) -> None:
+    def __init__(self, slots: int, longest: int, heads: Sequence[Heads], dtype: torch.dtype, may_dequantise: bool = True) -> None:
         """Create empty slots. `longest` is the capacity of a slot in tokens, without the tokens of its prompt.
 
-        `heads` has an entry for each layer that computes keys and values: the number and size of its heads. `dequantises` is that
-        of `PackedWeights`.
+        `heads` has an entry for each layer that computes keys and values: the number and size of its heads. `may_dequantise` is
+        that of `PackedWeights`.
         """
         super().__init__(slots)
         self.longest, self.layers, self.heads = longest, len(heads), heads
-        self.packed_weights = PackedWeights(dequantises=dequantises)
+        self.packed_weights = PackedWeights(may_dequantise=may_dequantise)
         self.slot_tables = [torch.empty(2, slots, one.keys, 0, one.dim, dtype=dtype) for one in heads]
         self.prompts: dict[int, CachedPrompt] = {}
         self.prompt = np.zeros(0, dtype=np.int64)
@@ -430,7 +430,7 @@ def new_cache(model: LanguageModel, slots: int, longest: int, behind: int = 0) -
     if model.decoder is None:
         return KVCache(slots, longest, None if model.module_kernels is None else PackedWeights())
     decoder = model.decoder
-    return SharedCache(slots, behind or longest, decoder.heads, decoder.dtype, decoder.dequantises)
+    return SharedCache(slots, behind or longest, decoder.heads, decoder.dtype, decoder.may_dequantise)
 
 
 def prefill(

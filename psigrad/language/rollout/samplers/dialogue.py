@@ -75,7 +75,7 @@ class CachedDialogue(Dialogue):
         if (decoder := model.decoder) is None:
             self.cache = SlotCache(*room, None if model.module_kernels is None else PackedWeights())
         else:
-            self.cache = SharedCache(*room, decoder.heads, decoder.dtype, decoder.dequantises)
+            self.cache = SharedCache(*room, decoder.heads, decoder.dtype, decoder.may_dequantise)
         self.cached = np.zeros(len(prompts), dtype=bool)
         """[episodes] True if the cache has the episode's tokens."""
         # For each episode: its prompt in the cache, the number of cached tokens after it, and its slot.
