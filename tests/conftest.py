@@ -49,7 +49,13 @@ LONGEST = (
     *("models/test_tiers.py", "training/test_learning.py", "runs/test_resume.py", "rewards/test_pool.py", "models/test_probe.py"),
     *("vllm/test_vllm_broadcast.py", "control/test_saving.py", "recipes/test_pictured_turns.py", "recipes/test_pictures.py"),
     *("extras/test_model_types.py", "connect/test_entrances.py", "parallel/test_rank_runs.py", "sandbox/test_hostile.py"),
-    *("models/test_gpu_parts.py", "course/test_course.py", "surface/test_layers.py", "parallel/test_rank_gradients.py"),
+    *(
+        "models/test_gpu_parts.py",
+        "models/test_inductor.py",
+        "course/test_course.py",
+        "surface/test_layers.py",
+        "parallel/test_rank_gradients.py",
+    ),
 )
 """The files that take longest."""
 NEEDED = "needs"
