@@ -85,6 +85,8 @@ def run(config: OnlineConfig, given: ModelObject | None = None) -> Result:
     config = set_activation_memory(config)
     setup = (RewardSetup.of(config), RewardSetup.of_metric(config))
     with session.open_run(config, "online") as journal:
+        # each process has measured the free memory, which changes; all use the number of the one that writes the settings
+        config = replace(config, keep_activations_gb=journal.world.broadcast(config.keep_activations_gb))
         if (done := session.load_finished(config, journal, static_pins(config, setup))) is not None:
             return done
         with open_job(config, journal, session.newest_checkpoint(journal), setup, given) as job:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from in_memory import advance, log_of, make, trajectory, with_player
+from in_memory import advance, make, trajectory, with_player
 
 from psigrad.config import Optim
 from psigrad.errors import UserError
@@ -50,11 +50,9 @@ def test_a_failed_completion_keeps_its_parts_and_is_worth_its_reward_to_those_th
 
 def test_tokens_are_counted_step_by_step(tokenizer):
     run = make(tokenizer, steps=3)
-    state, expected = State(algorithm=run.algorithm.initial_state()), 0
+    state = State(algorithm=run.algorithm.initial_state())
     for _ in range(3):
-        before = len(log_of(run).lines)
         state = advance(run, state)
-        expected += sum(len(line["prompt_ids"]) + line["tokens"] for line in log_of(run).lines[before:] if "tokens" in line) or 0
         assert state.tokens > 0
     fresh = make(tokenizer, steps=3)
     totals, other = [], State(algorithm=fresh.algorithm.initial_state())
@@ -62,7 +60,7 @@ def test_tokens_are_counted_step_by_step(tokenizer):
         other = advance(fresh, other)
         totals.append(other.tokens)
     parts = [b - a for a, b in zip([0, *totals], totals, strict=False)]
-    assert all(part > 32 * 0 for part in parts) and sum(parts) == state.tokens
+    assert all(part > 0 for part in parts) and sum(parts) == state.tokens
 
 
 def test_an_evaluation_waits_for_episodes_that_are_played_ahead_and_for_nothing_else(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from psigrad.language.training.online.annotators import old_log_probs
 from psigrad.processes.parallel.world import ALONE
 from psigrad.records.read import load
 from psigrad.records.report.facts import facts
+from psigrad.runs import session
 
 
 def weights(folder):
@@ -76,6 +78,28 @@ def test_the_share_of_activations_is_chosen_once_and_stays_when_a_run_resumes(jo
     assert run("other", 80 * 10**9, 1) == {19.9}
     ours, others = weights(tmp_path / "chosen"), weights(tmp_path / "given")
     assert all(torch.equal(ours[name], others[name]) for name in ours)
+
+
+@pytest.mark.parametrize("mine", [1.9, 2.0], ids=["as rank 0 measured", "a little more"])
+def test_a_process_takes_the_number_of_rank_0_whatever_it_measured_itself(job, tmp_path, monkeypatch, mine):
+    """Memory changes between two measurements; the same settings on all processes are checked after the model was loaded."""
+
+    class Rank0(type(ALONE)):
+        def broadcast(self, value):
+            return 1.9 if isinstance(value, float) else value
+
+    used = []
+
+    def stop(config, *given):
+        used.append(config.keep_activations_gb)
+        raise UserError("enough")
+
+    monkeypatch.setattr(online, "open_job", stop)
+    monkeypatch.setattr(session, "join_world", lambda **given: nullcontext(Rank0()))
+    monkeypatch.setattr(free_memory, "available_memory", lambda: int(mine * 4e9) + (1 << 27))
+    with pytest.raises(UserError, match="enough"):
+        online.run(online_config(job, tmp_path / "run"))
+    assert used == [1.9]
 
 
 @pytest.mark.needs("compiler")
