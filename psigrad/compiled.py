@@ -138,18 +138,18 @@ def gpu_kernels(x: Tensor) -> Any | None:
     """Return the module `psigrad.kernels.triton_kernels` if its kernels run on the GPU that has x; otherwise None."""
     import torch
 
-    found = triton_kernels() if x.is_cuda else None
-    return found if found is not None and x.device.index == torch.cuda.current_device() else None
+    found = triton_kernels() if x.is_cuda else ""
+    return found if not isinstance(found, str) and x.device.index == torch.cuda.current_device() else None
 
 
 @functools.cache
-def triton_kernels() -> Any | None:
-    """Return the module `psigrad.kernels.triton_kernels` if its kernels run on the current GPU; otherwise None."""
+def triton_kernels() -> Any | str:
+    """Return the module `psigrad.kernels.triton_kernels`, or a string with the reason why its kernels do not run on this GPU."""
     import torch
 
     try:
         found: Any = importlib.import_module("psigrad.kernels.triton_kernels")
         found.log_probs(torch.zeros(1, 2, device="cuda"), torch.zeros(1, dtype=torch.long, device="cuda"), 1.0)
-    except Exception:  # no Triton, no C compiler, a GPU that Triton does not know: each has errors of its own
-        return None
+    except Exception as error:  # no Triton, no C compiler, a GPU that Triton does not know: each has errors of its own
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return found

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from psigrad import redaction
+from psigrad.compiled import triton_kernels
 from psigrad.errors import UserError
 from psigrad.language.images import FIRST, image_format_of
 from psigrad.language.models import attention
@@ -138,6 +139,8 @@ class Pretrained(ABC):
             return f"Layers run in transformers' modules, not fused, which takes up to twice the time: {self.why_unfused}."
         if self.why_sdpa:
             return f"Attention pads packed sequences, and so computes about ten times as many scores: {self.why_sdpa}."
+        if self.device.type == "cuda" and isinstance(why := triton_kernels(), str):
+            return f"Log-probs and the optimizer run as PyTorch's operations, which takes about a tenth of a step: {why}."
         return ""
 
     @property

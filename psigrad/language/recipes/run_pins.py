@@ -43,7 +43,7 @@ def collect_pins(
     rows = prepared.sums or sum_parts(prepared)
     day = {"date": day_of(tokenizer).isoformat()} if reads_clock(tokenizer) else {}
     # on a GPU those for a CPU are not asked for, which a checkout would compile for a minute
-    used = kernels() if device(config.run) == "cpu" else triton_kernels() or "torch's operations do their work"
+    used = kernels() if device(config.run) == "cpu" else triton_kernels()
     return {**rows, **content, **day, **_models(config), **_code(config, judges), **pins_of(config.run, used)}
 
 

@@ -229,7 +229,7 @@ def _kept_item(size: float, limit: float) -> MemoryItem:
     """Return the item of the activations that are kept from sampling until the update. Those beyond the limit are dropped."""
     if size <= limit:
         return MemoryItem(KEPT, size, "held", "so that training needs no forward pass")
-    return MemoryItem(KEPT, limit, "sample", f"dropped above {limit / 1e9:g} GB")
+    return MemoryItem(KEPT, limit, "sample", f"dropped above {limit / 1e9:.1f} GB")
 
 
 def _backward(policy: Shape, tokens: int) -> float:
