@@ -42,7 +42,7 @@ class CheckpointError(UserError):
 
 @dataclass(frozen=True)
 class Latest:
-    """The result of `latest`. `path` is None without an intact checkpoint. `ignored` has an error for each newer, damaged one."""
+    """The result of `latest`. `path` is None without an intact checkpoint. `ignored` has the error of each newer, damaged one."""
 
     path: Path | None
     step: int = 0
@@ -252,7 +252,7 @@ def _verify_file(root: Path, name: str, entry: Mapping[str, Any], summed: bool =
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step in a checkpoint folder's name, or None for another folder."""
+    """Return the step in a checkpoint folder's name, or None for any other folder."""
     match = _STEP.fullmatch(path.name)
     return int(match.group(1)) if match else None
 

@@ -13,7 +13,7 @@ ROWS = ("metrics", "timings", "rollouts", "events")
 
 
 def is_run(path: Path) -> bool:
-    """Return True if a folder contains a run of psigrad, or nothing but the first files of a start that was killed.
+    """Return True if a folder contains a run of psigrad, or at most the first files of a start that was killed.
 
     The folder of a Hugging Face model has a config.json too, but only a run's config.json has the keys `recipe` and `format`.
     """

@@ -143,7 +143,7 @@ def auto_class(model: Path) -> str:
 
 
 def show_number(value: Any) -> str:
-    """Format a number for display, with four significant digits or as a whole number; "–" for a value that is no number.
+    """Format a number for display, with four significant digits or as a whole number; "–" for a value that is not a number.
 
     Numbers below 1e-12 are rounding errors, and displayed as 0.
     """
@@ -157,7 +157,7 @@ def show_number(value: Any) -> str:
 
 
 def brief(value: float) -> str:
-    """Format a number with three significant digits, since an interval is no more precise."""
+    """Format a number below 1000 with three significant digits, since an interval is no more precise."""
     return show_number(value if abs(value) >= 1000 or not math.isfinite(value) else float(f"{value:.3g}"))
 
 

@@ -253,7 +253,7 @@ class RunFolder:
         """
         if row_lines.identity(self.path) != self._identity:
             raise RunFolderError(
-                f"{self.path} was moved or deleted during the run, which stopped. Move it back and start again: the run "
+                f"{self.path} was moved or deleted during the run, so the run stopped. Move it back and start again: the run "
                 "continues from its newest checkpoint."
             )
         for name, stream in tuple(self._files.items()):
@@ -291,8 +291,8 @@ class RunFolder:
         """Truncate metrics, timings and rollouts to their rows of step `step` and before.
 
         `written` has the number of these rows in each file, and `ends` the byte at which they end, as a checkpoint stores them. A
-        large file is truncated there without reading it. Damaged lines are moved to FILE.damaged. Log a message about damaged
-        lines and missing rows.
+        large file is truncated at this byte without reading it. Damaged lines are moved to FILE.damaged. Log a message about
+        damaged lines and missing rows.
         """
         with _errors_of(self.path):
             row_lines.restore_parts(self.path, step, written.get("rollouts"))

@@ -195,7 +195,7 @@ def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
 
 
 def _below_zero_late(figures: Figures, memory: Memory) -> float | None:
-    """Return minus the critic's explained variance; None in the first ten rows, while it may still learn the scale of returns."""
+    """Return minus the critic's explained variance; None in the first ten rows, in which it learns the scale of returns."""
     if (value := _finite(figures, "explained_variance")) is None:
         return None
     memory.cooldown += 1

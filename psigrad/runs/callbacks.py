@@ -190,7 +190,7 @@ class Callbacks:
     def step_end(self, state: S, evaluate: bool, save: bool) -> S:
         """Call `on_step_end` of all callbacks. Return `state` with the changes that they requested.
 
-        `evaluate` and `save` are True if an evaluation or a checkpoint is due. Callbacks may change both (`Control`).
+        `evaluate` and `save` are True if an evaluation or a checkpoint is due. Callbacks can change both (`Control`).
         """
         self.control.should_evaluate, self.control.should_save = evaluate, save
         return self._call_all("on_step_end", state) if self.callbacks else state
@@ -301,7 +301,7 @@ class Callbacks:
             self.folder.event("stop_asked", step=step, callback=name)
 
     def _on_rank_0(self, work: Callable[[], None], state: S) -> S:
-        """Run `work`, which calls callbacks, on rank 0. Return `state` with their changes. Raise on all ranks if it failed."""
+        """Run `work`, which calls callbacks, on rank 0. Return `state` with their changes. If it fails, raise on all ranks."""
         failure = ""
         if self.world.rank == 0:
             try:

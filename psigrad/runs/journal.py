@@ -118,8 +118,8 @@ class MemoryTrimmer:
     """A limit on memory that the process has freed but not returned to the system, because the heap is fragmented.
 
     Freed tensors of many different sizes leave gaps in the heap that later tensors do not fit into. The run is assumed to
-    need as much memory as in its first `steps` steps. If the process has more than `above` times that, the gaps are returned.
-    This is not done in every step, since the system then has to provide the memory again, page by page.
+    need as much memory as in its first `steps` steps. If it has more than `above` times that, the gaps are returned to the
+    system. This is not done in every step, since the system would have to provide the memory again, page by page.
     """
 
     def __init__(self, steps: int = 3, above: float = 1.02) -> None:

@@ -172,7 +172,7 @@ def save_checkpoint(journal: Journal, step: int, write: Callable[[Path], None], 
 
 
 def folder_facts(journal: Journal) -> dict[str, Any]:
-    """Return what a checkpoint's manifest stores about the run folder: settings, and the rows and bytes of each file."""
+    """Return what a checkpoint's manifest stores about the run folder: settings, and the row and byte counts of each file."""
     return {"settings": journal.folder.settings, "rows": dict(journal.folder.rows), "ends": journal.folder.ends()}
 
 

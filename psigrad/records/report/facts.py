@@ -64,7 +64,7 @@ def _times(n: int) -> str:
 def _describe_duration(run: RunData) -> str:
     """Return a text with the duration of the run, and with the time that steps and evaluations took.
 
-    The duration is the sum over all starts of the time from the start to the last event.
+    The duration is the sum, over all starts, of the time from a start to the last event before the next one.
     """
     spent, life, before = 0.0, math.nan, math.nan
     for event in run.events:
