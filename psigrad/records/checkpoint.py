@@ -30,9 +30,9 @@ from psigrad.records.pins import check_format
 from psigrad.records.rows import FORMAT
 
 MANIFEST = "manifest.json"
-# A checkpoint that is being replaced has the second form of name until the new one is in place.
+# While a new checkpoint replaces one of the same step, the old one has the suffix `.replaced-…`.
 _STEP = re.compile(r"step-(\d{8,})(\.replaced-[0-9a-f]{8})?")
-_moving = threading.Lock()  # between the renames of `replace_folder`, a folder is missing
+_moving = threading.Lock()  # between the renames of `replace_folder`, the folder is missing
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp-[0-9a-f]{8}")
 
 
@@ -42,7 +42,7 @@ class CheckpointError(UserError):
 
 @dataclass(frozen=True)
 class Latest:
-    """The result of `latest`. `path` is None without an intact checkpoint. `ignored` has an error for each newer, damaged one."""
+    """The result of `latest`. `path` is None without an intact checkpoint. `ignored` has the error of each newer, damaged one."""
 
     path: Path | None
     step: int = 0
@@ -112,7 +112,7 @@ def restore_folder(final: Path) -> bool:
 
 def _needed(root: Path) -> str:
     before = max((size_of(path) for path in steps(root)), default=0)
-    return f"; the last one takes {before}" if before else ""
+    return f"; the largest earlier one takes {before}" if before else ""
 
 
 def _temporary(root: Path, step: int) -> Path:
@@ -127,16 +127,17 @@ def _discard(path: Path) -> None:
 
 
 def seal_file(path: Path) -> dict[str, Any]:
-    """Return the size and the SHA-256 of a file, after flushing it to the disk."""
+    """Flush a file to the disk. Return its size and its SHA-256."""
     found = {"bytes": path.stat().st_size, "sha256": sha256(path)}
     sync(path)
     return found
 
 
 def seal(folder: Path, known: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Flush every file below a folder to the disk, and return its size and SHA-256 under its path in the folder.
+    """Flush the files below a folder to the disk. Return {path in the folder: size and SHA-256}.
 
-    Files are hashed by parallel threads during the flush. Those in `known`, which has their sizes and hashes, are not read again.
+    Threads hash the files during the flush. Files in `known`, which has their sizes and hashes, are neither read nor flushed
+    again. Raise `CheckpointError` if one of them is missing.
     """
     found = [path for path in folder.rglob("*") if path.is_file()]
     if lost := known.keys() - {str(path.relative_to(folder)) for path in found}:
@@ -152,7 +153,7 @@ def seal(folder: Path, known: Mapping[str, Any] = MappingProxyType({})) -> dict[
 
 
 def check_sealed(folder: Path, files: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` naming the first file that differs from the sizes and hashes that `seal` returned."""
+    """Raise `CheckpointError` if one of `files`, the result of `seal`, is missing or changed, or if `files` is empty."""
     if not files:
         raise CheckpointError(f"{folder} holds no weights.")
     for name, entry in files.items():
@@ -186,9 +187,9 @@ def _traces(path: Path, files: Mapping[str, Any]) -> list[Any]:
 
 
 def verify(path: Path, rank: int = 0, size: int = 1) -> dict[str, Any]:
-    """Return the manifest of a checkpoint whose files are all unchanged. Raise `CheckpointError` naming a changed file.
+    """Return the manifest of a checkpoint. Raise `CheckpointError` naming the first file that is changed, missing or extra.
 
-    With `size` processes, each hashes only every `size`-th file. If none of them raises, each must call `trust` afterwards.
+    With `size` processes, each hashes only every `size`-th file. If none raises an error, each must call `trust` afterwards.
     """
     manifest = read_manifest(path)
     check_format(path, manifest)
@@ -207,7 +208,7 @@ def verify(path: Path, rank: int = 0, size: int = 1) -> dict[str, Any]:
         for found in sorted(path.rglob("*")):
             name = str(found.relative_to(path))
             if found.is_symlink() or (not found.is_dir() and name not in (MANIFEST, *manifest["files"])):
-                raise CheckpointError(f"{path.name}/{name} is not among the files that were written; remove it.")
+                raise CheckpointError(f"psigrad did not write {path.name}/{name} into this checkpoint; remove it.")
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}.") from None
     if size == 1:
@@ -221,7 +222,7 @@ def trust(path: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint. Raise `CheckpointError` if it is missing, or does not match the hash in it."""
+    """Return the manifest of a checkpoint. Raise `CheckpointError` if it is missing, or does not match its own hash."""
     file = path / MANIFEST
     if not file.is_file():
         raise CheckpointError(f"{path.name} has no {MANIFEST}: its save was never finished.")
@@ -251,7 +252,7 @@ def _verify_file(root: Path, name: str, entry: Mapping[str, Any], summed: bool =
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step in a checkpoint folder's name, or None for another folder."""
+    """Return the step in a checkpoint folder's name, or None for any other folder."""
     match = _STEP.fullmatch(path.name)
     return int(match.group(1)) if match else None
 
@@ -286,8 +287,7 @@ def latest(root: Path | Sequence[Path], limit: int | None = None, check: Callabl
 def prune(root: Path, keep: int, spare: int = 0) -> None:
     """Delete old checkpoints. Keep the newest intact one, the `keep` − 1 before it, and the one of step `spare`, if not 0.
 
-    Checkpoints newer than the intact one are damaged. They stay for inspection until the run has passed their steps. Leftovers
-    of interrupted saves are deleted as well.
+    Damaged newer ones stay for inspection until the run has passed their steps. Leftovers of interrupted saves are deleted too.
     """
     newest = latest(root).path
     if newest is not None:

@@ -1,4 +1,4 @@
-"""Recognising and creating the folder of a run, and removing it again if the start is rejected."""
+"""Recognising and creating the folder of a run, and removing it again if the start fails."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ROWS = ("metrics", "timings", "rollouts", "events")
 
 
 def is_run(path: Path) -> bool:
-    """Return True if a folder contains a run of psigrad, or nothing but the first files of a start that was killed.
+    """Return True if a folder contains a run of psigrad, or at most the first files of a start that was killed.
 
-    A Hugging Face model has a config.json as well, but only a run's config.json has the keys `recipe` and `format`.
+    The folder of a Hugging Face model has a config.json too, but only a run's config.json has the keys `recipe` and `format`.
     """
     file, events = path / "config.json", path / "events.jsonl"
     saved = any(path.glob(f"checkpoints/step-*/{checkpoint.MANIFEST}"))

@@ -1,7 +1,7 @@
 """The pins of a run: settings, data, models, code and machine that must be unchanged when it is resumed.
 
-The fields of the settings are marked if they may change (config/fields.py). Resuming with any other change raises an error that
-names it. `run.allow` permits a change, which is then recorded among the run's events.
+Settings that may change are marked (config/fields.py). Resuming with any other change raises an error that names it, unless
+`run.allow` permits it. Permitted changes are recorded among the run's events.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def check_settings(
     """Return the settings that differ between a run (`before`) and its continuation (`now`), except those marked `FREE`.
 
     Raise `UserError` if one must not differ: it is not marked `RECORDED`, and neither `run.allow` nor `run.extend` permits it.
-    The marks are at the fields of the class `settings`. A missing setting counts as its default.
+    `settings` is the class whose fields have the marks. A setting that is missing in `before` counts as its default.
     """
     old, new, default = (
         rename_preset({name: value for name, value in flatten(one).items() if value != {}})
@@ -91,7 +91,7 @@ def check_settings(
                 raise UserError(f"{change}; run.extend makes a run longer, so set {change.name} above {change.before}.")
         refused = [c for c in refused if not c.is_length]
     if refused:
-        # a mistyped model or data setting explains the rest
+        # list these first: a mistake in a model or data setting often explains the other differences
         refused.sort(key=lambda change: not change.name.startswith(("model.", "data.")))
         more = f"; and {len(refused) - 5} more" if len(refused) > 5 else ""
         advice = "to resume it, set these back to what it was started with, or choose another output_dir"
@@ -116,7 +116,7 @@ def _read_allowed(now: Mapping[str, Any], known: Mapping[str, Any]) -> set[str]:
 def rename_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by dotted name in which `algorithm.preset` is renamed to `algorithm`, and `loss.preset` to `loss`.
 
-    Settings that also change a part of the preset use the longer name, others the shorter one. One name makes them comparable.
+    Settings that also change a part of the preset use the longer name, others the shorter one. With one name they are comparable.
     """
     return {n.removesuffix(".preset") if n in ("algorithm.preset", "loss.preset") else n: v for n, v in settings.items()}
 
@@ -154,7 +154,7 @@ def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], 
 def identify_model(path: str, revision: str = "") -> str | None:
     """Return the identity of the model at `path`: a hub model's commit, or the SHA-256 of a file or of a folder's files.
 
-    `revision` is a hub model's branch, tag or commit; "": main. Return None if the model is not on this machine.
+    `revision` is a hub model's branch, tag or commit; "" means main. Return None if the model is not on this machine.
     """
     if Path(path).is_dir():
         return _folder_hash(Path(path))
@@ -217,7 +217,7 @@ def hash_code(*objects: Any) -> str | None:
             _add_module(module, found)
     if not found:
         return None
-    # by the files' names: a project may move to another folder
+    # only the files' names, so that a project can move to another folder
     parts = sorted((Path(name).name, text) for name, text in found.items())
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -307,7 +307,7 @@ def _is_user_code(module: ModuleType) -> bool:
 
 
 def _is_library(path: Path) -> bool:
-    """Return True if a file belongs to Python, to psigrad or to an installed package, also one of another environment."""
+    """Return True if a file belongs to Python, to psigrad, or to a package installed in this or another environment."""
     return not {"site-packages", "dist-packages"}.isdisjoint(path.parts) or any(path.is_relative_to(h) for h in _libraries())
 
 

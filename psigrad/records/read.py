@@ -59,7 +59,7 @@ class RunData:
     troubles: Counter[tuple[str, str]] = field(default_factory=Counter)
     samples: dict[int, dict[str, Sample]] = field(default_factory=dict)
     held_out: dict[int, dict[int, float]] = field(default_factory=dict)
-    """Step -> row -> the mean of the metric over the row's scored held-out completions."""
+    """{step: {row: mean of the metric over the row's scored held-out completions}}."""
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Return (steps, values) of one metric or timing, without values that are not finite."""
@@ -69,7 +69,7 @@ class RunData:
         return [step for step, _ in points], [value for _, value in points]
 
     def keys(self, prefix: str) -> list[str]:
-        """Return names of metrics that begin with `prefix`, in the order in which they first occur."""
+        """Return the names of metrics that begin with `prefix`, in the order in which they first occur."""
         return list(dict.fromkeys(key for row in self.metrics for key in row if key.startswith(prefix)))
 
     @property
@@ -143,7 +143,7 @@ def auto_class(model: Path) -> str:
 
 
 def show_number(value: Any) -> str:
-    """Format a number for display, with four significant digits or as a whole number; "–" for a value that is no number.
+    """Format a number for display, with four significant digits or as a whole number; "–" for a value that is not a number.
 
     Numbers below 1e-12 are rounding errors, and displayed as 0.
     """
@@ -157,7 +157,7 @@ def show_number(value: Any) -> str:
 
 
 def brief(value: float) -> str:
-    """Format a number with three significant digits, since an interval is no more precise."""
+    """Format a number below 1000 with three significant digits, since an interval is no more precise."""
     return show_number(value if abs(value) >= 1000 or not math.isfinite(value) else float(f"{value:.3g}"))
 
 
@@ -173,7 +173,7 @@ def interval(row: Mapping[str, Any], stem: str = "") -> str:
 
 
 def clip(value: Any, limit: int = TEXT_LIMIT) -> str:
-    """Return the text of a value. Beyond `limit` characters, replace the rest by the number of its characters."""
+    """Return a value as text. If it is longer than `limit` characters, cut it there and add how many more there are."""
     text = value if isinstance(value, str) else str(value)
     return text if len(text) <= limit else f"{text[:limit]} … {len(text) - limit:,} more characters"
 

@@ -53,8 +53,8 @@ def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
 def restore_parts(folder: Path, step: int, written: int | None) -> None:
     """Undo each `rename_part` since the checkpoint of `step` was saved, for a run that returns to this checkpoint.
 
-    The file that was rollouts.jsonl at that time gets this name again and replaces all later files. It is the oldest part
-    whose last row is of a later step, or of `step` itself if the part has `written` rows, the number in the manifest.
+    The file that was rollouts.jsonl at that time gets its name back and replaces all later files. It is the oldest part whose
+    last row is of a later step, or of `step` itself if the part has `written` rows, the number in the checkpoint's manifest.
     """
     for part in reversed(parts_of(folder)):
         if part.last > step or (part.last == step and part.rows == written):
@@ -76,12 +76,12 @@ def read_lines(file: Path) -> Iterator[bytes]:
 
 
 def read_steps(file: Path) -> Iterator[dict[str, Any]]:
-    """Return the rows of metrics, timings or rollouts, in the order in which they were written; skip lines that are not rows."""
+    """Yield the rows of metrics, timings or rollouts in the order in which they were written; skip other lines."""
     return (row for line in read_lines(file) if (row := parse_step(line)) is not None)
 
 
 def last_event(events: Path, *kinds: str) -> dict[str, Any]:
-    """Return the last event of these `kinds` in the last megabyte of the file; empty if there is none."""
+    """Return the last event of these `kinds` in the last megabyte of the file; {} if there is none."""
     with events.open("rb") as stream:
         stream.seek(max(0, events.stat().st_size - (1 << 20)))
         lines = stream.read().splitlines()
@@ -134,10 +134,10 @@ def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
 
 
 def truncate_large(file: Path, step: int, written: int | None, end: int | None) -> Truncation | None:
-    """Truncate a large file to its first `end` bytes without reading all of it, which takes 15 seconds per gigabyte.
+    """Truncate a large file to its first `end` bytes without reading all of it, since that takes 15 seconds per gigabyte.
 
-    According to the checkpoint, these bytes are the `written` rows up to step `step`. If it has no such numbers, if the file is
-    small, or if no row of `step` or before ends at byte `end`, change nothing and return None; then use `truncate_to_step`.
+    According to the checkpoint, these bytes are the `written` rows up to step `step`. If the checkpoint lacks these numbers, the
+    file is small, or no row of `step` or before ends at byte `end`, change nothing and return None. Then use `truncate_to_step`.
     """
     if written is None or end is None or end < _LARGE or not file.is_file() or file.stat().st_size < end:
         return None
@@ -153,7 +153,7 @@ def truncate_large(file: Path, step: int, written: int | None, end: int | None) 
 
 def _longest_order(steps: array[int]) -> list[int]:
     """Return the positions of the longest non-decreasing subsequence of `steps`, by patience sorting. Steps of -1 are ignored."""
-    ends: list[int] = []  # by length, the position of the smallest last step
+    ends: list[int] = []  # ends[n]: of the subsequences of length n + 1, the position of the smallest last step
     lasts: list[int] = []
     before = array("q")
     for i, step in enumerate(steps):
@@ -216,7 +216,7 @@ def identity(path: Path) -> tuple[int, int] | None:
 def restore_file(file: Path, stream: BinaryIO) -> None:
     """Restore a file that was deleted or replaced by another while it was open, from the open `stream`. Close the stream.
 
-    If another file now has the name, it is renamed to FILE.replaced.
+    If another file has the name now, rename that file to FILE.replaced.
     """
 
     def pieces() -> Iterator[bytes]:

@@ -19,7 +19,7 @@ FORMAT = 1
 PARTS = "eval/rewards/"
 """The prefix of held-out figures of a single reward function. Figures of the sum of all functions lack this prefix."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_LARGEST = 1e100  # beyond it the arithmetic of axes overflows, and no figure of a run is so large
+_LARGEST = 1e100  # larger numbers count as infinite: they overflow the arithmetic of axes, and no real figure is so large
 _NUMBERS = re.compile(rb"\[[-+.0-9eE, ]+\]")
 
 
@@ -87,7 +87,7 @@ class RolloutRow(TypedDict):
     row: int
     """Index of the prompt's dataset row."""
     k: int
-    """Number of the completion within its group."""
+    """Index of the completion within its group."""
     prompt: str | Sequence[dict[str, Any]]
     """Text, or messages with "role" and "content". An image is a part of the content, with "sha256", "width" and "height"."""
     completion: str
@@ -213,7 +213,7 @@ def figures(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def number(value: Any) -> float:
-    """Return a JSON number as a float. Strings such as "NaN" and "Infinity" are converted; any other value becomes NaN."""
+    """Return a JSON number, or a string such as "NaN", as a float. Numbers from ±1e100 on become infinite, other values NaN."""
     if isinstance(value, str):
         return _NON_FINITE.get(value, math.nan)
     if not isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""The run folder: all data of a run, as files in open formats. Trainers only write it; reports and trackers only read it."""
+"""The run folder: all data of a run, as files in open formats. Trainers write it; reports and the studio only read it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class RunFolder:
 
         `settings` is the settings class, whose fields are marked if a resumed run may change them. A start that raises
         `UserError` before the run has begun leaves no new folder. Raise `RunFolderError` if another process has locked the
-        folder, or if it contains other files or another run (each setting that differs is named). Raise it also if `resume`
+        folder, or if it contains other files or another run (the error names settings that differ). Raise it also if `resume`
         is "never" and there are checkpoints, or "must" and there are none. "auto" allows both.
         """
         path = paths.absolute(path)
@@ -253,7 +253,7 @@ class RunFolder:
         """
         if row_lines.identity(self.path) != self._identity:
             raise RunFolderError(
-                f"{self.path} was moved or deleted during the run, which stopped. Move it back and start again: the run "
+                f"{self.path} was moved or deleted during the run, so the run stopped. Move it back and start again: the run "
                 "continues from its newest checkpoint."
             )
         for name, stream in tuple(self._files.items()):
@@ -291,8 +291,8 @@ class RunFolder:
         """Truncate metrics, timings and rollouts to their rows of step `step` and before.
 
         `written` has the number of these rows in each file, and `ends` the byte at which they end, as a checkpoint stores them. A
-        large file is truncated there without reading it. Damaged lines are moved to FILE.damaged. Log a message about damaged
-        lines and missing rows.
+        large file is truncated at this byte without reading it. Damaged lines are moved to FILE.damaged. Log a message about
+        damaged lines and missing rows.
         """
         with _errors_of(self.path):
             row_lines.restore_parts(self.path, step, written.get("rollouts"))
@@ -329,7 +329,7 @@ class RunFolder:
 
 
 class NullRunFolder(RunFolder):
-    """The run folder in all ranks but rank 0: it has the path and writes nothing."""
+    """The run folder on every rank except rank 0. It has the path and writes nothing."""
 
     def __init__(self, path: Path, finished: bool) -> None:
         self.path, self.checkpoints = path, path / "checkpoints"
@@ -403,7 +403,7 @@ def lock_folder(path: Path) -> BinaryIO:
 
 @contextlib.contextmanager
 def _errors_of(path: Path) -> Iterator[None]:
-    """Convert errors of the disk in the block to a `RunFolderError` that says what to do."""
+    """Convert disk errors in the block to a `RunFolderError` that says what to do."""
     try:
         yield
     except Exception as error:

@@ -22,12 +22,12 @@ class Signal:
     title: str
     says: str
     keys: tuple[str, ...]
-    """The keys of metrics.jsonl. A star matches any part of a key."""
+    """The keys of metrics.jsonl. A star matches any text."""
     unit: str = ""
     share: bool = False
     """True if the figure is between 0 and 1."""
     extra_keys: tuple[str, ...] = ()
-    """Keys that a report draws in the same picture."""
+    """Further keys, which a report draws in the same picture."""
     labels: tuple[str, ...] = ("",)
     """The report's labels for the figure and for the keys in `extra_keys`."""
     smooth: bool = True
@@ -63,14 +63,14 @@ SIGNALS = (
         share=True, extra_keys=("eval/accuracy", "eval/rewards/accuracies"), labels=("train", "held-out", "held-out")),
     Signal("token_accuracy", "Learning", "Token accuracy", "Share of tokens that are the model's most likely choice.",
         ("mean_token_accuracy",), share=True, extra_keys=("eval/mean_token_accuracy",), labels=_HELD_OUT),
-    Signal("margin", "Learning", "Margin", "Reward of the chosen completion less that of the rejected one.",
+    Signal("margin", "Learning", "Margin", "Reward of the chosen completion minus that of the rejected one.",
         ("margin", "rewards/margins"), extra_keys=("eval/margin", "eval/rewards/margins"),
         labels=("train", "held-out", "held-out")),
-    Signal("mean_reward", "Learning", "Mean reward", "Mean over both completions of a pair, on any scale.", ("mean_reward",),
+    Signal("mean_reward", "Learning", "Mean reward", "Mean over both completions of a pair, on no fixed scale.", ("mean_reward",),
         extra_keys=("eval/mean_reward",), labels=_HELD_OUT),
     Signal("calibration", "Learning", "Calibration error", "Gap between confidence and accuracy on held-out pairs.",
         ("eval/calibration_error",)),
-    Signal("implicit_reward", "Learning", "Implicit rewards", "Mean of chosen and rejected completions.", ("rewards/chosen",),
+    Signal("implicit_reward", "Learning", "Implicit rewards", "Mean of the chosen and of the rejected.", ("rewards/chosen",),
         extra_keys=("rewards/rejected",), labels=("chosen", "rejected")),
     Signal("logps", "Learning", "Log-probs", "Mean log-prob of whole completions, chosen and rejected.", ("logps/chosen",),
         "nats", extra_keys=("logps/rejected",), labels=("chosen", "rejected")),
@@ -87,7 +87,7 @@ SIGNALS = (
         "Difference of the log-probs of sampler and trainer on the same tokens; should be near 0.",
         ("sampling/sampling_logp_difference/mean", "optim/kl_sample_train_v1", "mismatch_kl/all"),
         extra_keys=("sampling/sampling_logp_difference/max",), labels=("mean", "largest")),
-    Signal("entropy", "Policy", "Entropy", "Uncertainty of the policy, per token or step.",
+    Signal("entropy", "Policy", "Entropy", "Uncertainty of the policy, per token or action.",
         ("entropy", "train/entropy", "optim/entropy", "entropy/all", "surprise"), "nats"),
     Signal("exploration", "Policy", "Exploration", "Share of actions drawn at random.", ("rollout/exploration_rate",),
         share=True, smooth=False),

@@ -92,7 +92,7 @@ def texts() -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Rule:
-    """A warning rule. It computes `measure` from each row of metrics, warns above `above`, and withdraws at or below `until`."""
+    """A warning rule. It computes `measure` from each row, warns above `above`, and withdraws the warning at or below `until`."""
 
     name: str
     measure: Measure
@@ -100,7 +100,7 @@ class Rule:
     until: float
     patience: int = 1
     worst: str = "reward"
-    """The completions of the step that are displayed with the warning: the lowest by "reward", the "longest", or the "unscored".
+    """The completions displayed with the warning: those of the step with the lowest "reward", the "longest", or the "unscored".
     """
     signal: str = ""
     grave: bool = False
@@ -144,14 +144,14 @@ def _mean(values: Collection[float]) -> float:
 
 
 def _not_finite(figures: Figures, memory: Memory) -> float | None:
-    """Return how many training metrics of a row are not finite, plus 1 if the step was skipped. Return None in held-out rows."""
+    """Return how many training metrics of a row are not finite, plus 1 if the step was skipped; None for held-out rows."""
     found = sum(not math.isfinite(value) for name, value in figures.items() if not name.startswith("eval/"))
     found += "loss" in figures and figures.get("updates") == 0  # the step was skipped, because its gradient was not finite
     return float(found) if found or any(not name.startswith(("eval/", "held_out")) for name in figures) else None
 
 
 def _uncorrected(figures: Figures, memory: Memory) -> float | None:
-    """Return the mean gap of the sampler's and the trainer's log-probs; None without one, or if importance weights correct it."""
+    """Return the mean gap between sampler's and trainer's log-probs; None without one, or if importance weights correct it."""
     return None if _CORRECTION in figures else _of("mismatch")(figures, memory)
 
 
@@ -195,7 +195,7 @@ def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
 
 
 def _below_zero_late(figures: Figures, memory: Memory) -> float | None:
-    """Return minus the critic's explained variance; None in the first ten rows, while it may still learn the scale of returns."""
+    """Return minus the critic's explained variance; None in the first ten rows, in which it learns the scale of returns."""
     if (value := _finite(figures, "explained_variance")) is None:
         return None
     memory.cooldown += 1
@@ -334,15 +334,15 @@ class Watch:
     def score(self) -> float | None:
         """The score of the task if it is solved, otherwise None.
 
-        The score is the mean of the last three held-out metrics; of the last three rewards or accuracies if there is no metric.
-        The task is solved if the score is at least 0.9, these values are at most 1, and the run's first value was below 0.9.
+        The score is the mean of the last three values of the held-out metric, or else of the reward, or else of the accuracy. The
+        task is solved if the score is at least 0.9, the three values are at most 1, and the run's first value was below 0.9.
         """
         name = next((name for name, last in self._scores.items() if last), "")
         score = _mean(self._scores[name]) if name and self._first[name] < 0.9 else 0.0
         return score if score >= 0.9 else None
 
     def explains(self, rule: str) -> bool:
-        """Return True if the task is solved and the rule's warning is normal for a solved task (`CALM`)."""
+        """Return True if the task is solved and the rule's warning is normal for a solved task (in `CALM`)."""
         return rule in CALM and self.score is not None
 
     def advice(self, rule: str) -> str:

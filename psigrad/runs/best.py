@@ -1,4 +1,4 @@
-"""The best evaluation of a run: its weights are saved, and training ends early if no later evaluation is better."""
+"""A callback that finds a run's best evaluation, saves a checkpoint of its weights, and can end training early."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from psigrad.runs.callbacks import Callback, Control
 class Best(Callback):
     """A callback that tracks the best evaluation. It requests a checkpoint of the best weights, and can end the run early.
 
-    The rules are those of transformers. An evaluation is better if its figure is better by any amount. It counts against
-    `early_stopping_patience` unless it is better by more than `early_stopping_threshold`. All evaluations are compared by the
-    same figure. An evaluation whose figure is missing or NaN is not better.
+    The rules are those of transformers. All evaluations are compared by the same figure. An evaluation is the new best one if its
+    figure is better by any amount, and never if the figure is missing or NaN. It counts against `early_stopping_patience` unless
+    it is better by more than `early_stopping_threshold`.
     """
 
     def __init__(self, settings: Evaluation) -> None:
@@ -30,7 +30,7 @@ class Best(Callback):
         return bool(getattr(settings, "load_best_model_at_end", False) or getattr(settings, "early_stopping_patience", 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and figure of the best evaluation, the figure's name, and the number of evaluations since then."""
+        """Return the best evaluation's step and value, the figure's name, and how many evaluations count against the patience."""
         return {"step": self.step, "value": self.value if self.step else None, "waited": self.waited, "figure": self.figure}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -39,7 +39,7 @@ class Best(Callback):
         self.value = math.nan if state["value"] is None else state["value"]
 
     def on_evaluate(self, args: Any, state: Any, control: Control, metrics: Mapping[str, Any], **kwargs: Any) -> None:
-        """Compare the evaluation with the best one. The model before its first step is not a candidate."""
+        """Compare the evaluation with the best one. The evaluation before the first step is never the best."""
         value, greater = self._figure(metrics, state.step)
         if state.step == 0:
             return
@@ -52,10 +52,10 @@ class Best(Callback):
             control.should_training_stop = True
 
     def _figure(self, metrics: Mapping[str, Any], step: int) -> tuple[float, bool]:
-        """Return (the figure of an evaluation's `metrics` that is compared, True if a greater value is better).
+        """Return (value, True if greater is better) of the compared figure in `metrics`; the value is NaN if it is missing.
 
-        The setting `metric_for_best_model` names the figure. If it is empty, the first evaluation with a main figure decides.
-        Raise `UserError` at the first evaluation after step 0 if neither it nor an earlier one has the named (or any) figure.
+        The setting `metric_for_best_model` names the figure. If it is empty, the run's first main figure is used. After step 0,
+        raise `UserError` if no evaluation so far had the named figure, or if none is named and `metrics` has no figures at all.
         """
         name = self.figure or self.settings.metric_for_best_model
         found = comparison_figure(metrics, name, self.settings.greater_is_better)

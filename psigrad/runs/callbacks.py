@@ -1,7 +1,7 @@
-"""Callbacks of a run: a user's objects that receive its steps, evaluations and checkpoints, and may intervene.
+"""Callbacks of a run: a user's objects that receive its steps, evaluations and checkpoints, and can intervene.
 
-The interface is that of transformers' `TrainerCallback`, whose subclasses work if they use these events. Rank 0 calls them, and
-all ranks carry out their requests.
+The interface is that of transformers' `TrainerCallback`. Its subclasses work too, but receive only the events in `EVENTS`. Rank 0
+calls the callbacks, and all ranks carry out their requests.
 """
 
 from __future__ import annotations
@@ -33,20 +33,19 @@ S = TypeVar("S", bound=RunState)
 EVENTS = ("on_init_end", "on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
 # The name of the held-out figure that measures the run's progress, among the metrics of `on_evaluate`.
 HEADLINE = "headline"
-# Sections of which a callback may change every number.
+# Sections of the settings in which a callback can change every number.
 PARTS = ("algorithm", "loss")
 
 
 class Callback:
-    """The events of a run. Override those you need; each method may take `**kwargs`, among them `model` and `processing_class`.
+    """A base class for callbacks: a method for each event. Override those you need. `kwargs` has `model` and `processing_class`.
 
-    `args` are the run's settings by name. `state` has `step` (also `global_step`), `max_steps`, `metrics` (the newest figures),
-    `history` (all rows of metrics.jsonl, also `log_history`), `best_metric` and `best_global_step`. `control` takes requests:
-    `should_training_stop`, `should_evaluate` and `should_save` are attributes to set, `control.change(learning_rate=1e-6)`
-    changes settings from the next step on.
+    `args` are the run's settings by name. `state` has `step` (or `global_step`), `max_steps`, `metrics` (the newest figures),
+    `history` (or `log_history`: all rows of metrics.jsonl), `best_metric` and `best_global_step`. `control` takes requests: set
+    its attributes `should_training_stop`, `should_evaluate` and `should_save`, or call `control.change(learning_rate=1e-6)`.
 
-    A callback with state that must survive a stop has `state_dict()`, which returns a value that JSON can represent, and
-    `load_state_dict(value)`, which restores it.
+    A callback whose state must survive a stop of the run defines `state_dict()`, which returns a value that JSON can represent,
+    and `load_state_dict(value)`, which restores it.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
@@ -56,24 +55,24 @@ class Callback:
         """Handle the start of each step."""
 
     def on_step_end(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
-        """Handle the end of a step. `control.should_evaluate` and `should_save` are True if due. The method may change both."""
+        """Handle the end of a step. `control.should_evaluate` and `should_save` are True if due, and can be changed."""
 
     def on_log(self, args: Any, state: Any, control: Control, logs: Mapping[str, Any], **kwargs: Any) -> None:
         """Handle each row of metrics, passed as `logs`."""
 
     def on_evaluate(self, args: Any, state: Any, control: Control, metrics: Mapping[str, Any], **kwargs: Any) -> None:
-        """Handle the end of each evaluation. `metrics` has figures as "eval/…", and as "eval_…" for transformers."""
+        """Handle the end of each evaluation. `metrics` has each figure under two keys: "eval/…" and transformers' "eval_…"."""
 
     def on_save(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
         """Handle each saved checkpoint. `kwargs["checkpoint"]` is its folder."""
 
     def on_train_end(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
-        """Handle the end of the last step, before the final model is written."""
+        """Handle the end of training, before the final model is written."""
 
 
 @dataclass
 class Control:
-    """The requests of callbacks, with transformers' names."""
+    """The requests of callbacks, as attributes with transformers' names."""
 
     should_training_stop: bool = False
     should_evaluate: bool = False
@@ -81,20 +80,20 @@ class Control:
     should_epoch_stop: bool = False
     should_log: bool = True
     changes: dict[str, Any] = field(default_factory=dict)
-    """Settings that were changed since the last step, by dotted name."""
+    """The settings that callbacks have changed during the current event, by dotted name."""
     check: Callable[[str, Any], tuple[str, Any]] = field(default=lambda name, value: (name, value), repr=False)
 
     def change(self, **settings: Any) -> None:
-        """Change settings from the next step on, given by dotted name or its last part.
+        """Change settings for the following steps. In `on_step_begin`, the step that begins is the first of them.
 
-        Examples are `change(learning_rate=1e-6)` and `change(**{"algorithm.kl.coefficient": 0.1})`. Raise `UserError` for a
-        setting that cannot be changed during a run.
+        Give a setting by its dotted name or by the last part of it: `change(**{"algorithm.kl.coefficient": 0.1})`,
+        `change(learning_rate=1e-6)`. Raise `UserError` for a setting that cannot be changed during a run.
         """
         self.changes |= dict(self.check(name, value) for name, value in settings.items())
 
 
 class Arguments:
-    """The callbacks' `args`: settings as `args.learning_rate`, and the `TrainingArguments` that transformers' callbacks read."""
+    """The callbacks' `args`: settings as `args.learning_rate`, and fields of `TrainingArguments` for transformers' callbacks."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -141,7 +140,7 @@ class Callbacks:
     def __post_init__(self) -> None:
         self.control = Control(check=self._check)
         self.trial: Callable[[Mapping[str, Any]], Any] = dict
-        """A function that raises an error if the run cannot be changed to these settings."""
+        """A function of changed settings. It raises an error if the run cannot be changed to them."""
         self.args: Any = Arguments(self.config) if self.callbacks else None
         self.current: list[str] = []
         self.changed_values: dict[str, Any] = {}
@@ -167,7 +166,7 @@ class Callbacks:
             self._rows.append(dict(row))
 
     def begin(self, state: S, total: int) -> S:
-        """Restore the callbacks' states. Call `on_init_end` and `on_train_begin` of a run of `total` steps. Return the state."""
+        """Restore the callbacks' states, then call `on_init_end` and `on_train_begin`. `total` is the run's number of steps."""
         if not self.callbacks:
             return state
         self.visible_state.max_steps = total
@@ -191,7 +190,7 @@ class Callbacks:
     def step_end(self, state: S, evaluate: bool, save: bool) -> S:
         """Call `on_step_end` of all callbacks. Return `state` with the changes that they requested.
 
-        `evaluate` and `save` are True if an evaluation or a checkpoint is due. Callbacks may change both (`Control`).
+        `evaluate` and `save` are True if an evaluation or a checkpoint is due. Callbacks can change both (`Control`).
         """
         self.control.should_evaluate, self.control.should_save = evaluate, save
         return self._call_all("on_step_end", state) if self.callbacks else state
@@ -302,7 +301,7 @@ class Callbacks:
             self.folder.event("stop_asked", step=step, callback=name)
 
     def _on_rank_0(self, work: Callable[[], None], state: S) -> S:
-        """Run `work`, which calls callbacks, on rank 0. Return `state` with their changes. Raise on all ranks if it failed."""
+        """Run `work`, which calls callbacks, on rank 0. Return `state` with their changes. If it fails, raise on all ranks."""
         failure = ""
         if self.world.rank == 0:
             try:
@@ -338,7 +337,7 @@ def check_change(config: Any, name: str, value: Any) -> tuple[str, Any]:
             f"{nearest(name, [*known, *(own.rpartition('.')[2] for own in known)]) or '.'}"
         )
     if dotted.startswith("sampling.") and getattr(config, "lag", False):
-        raise UserError(f"{name} cannot be changed with lag={config.lag}, since later completions exist already; set lag=0.")
+        raise UserError(f"{name} cannot be changed with lag={config.lag}, since later steps are already sampled; set lag=0.")
     try:
         return dotted, TypeAdapter(settings_of(type(config))[dotted].annotated).validate_python(value)
     except ValidationError as error:
@@ -362,7 +361,7 @@ def _describe(error: Exception, asked: Sequence[str]) -> str:
 
 
 def collect_memory(callback: Any) -> Any:
-    """Return a callback's state: its `state_dict()`, or the attributes that transformers' `ExportableState` names."""
+    """Return a callback's state: its `state_dict()`, else the "attributes" of transformers' `ExportableState`, else None."""
     if hasattr(callback, "state_dict"):
         return callback.state_dict()
     state = getattr(callback, "state", None)
@@ -379,7 +378,7 @@ def load(callback: Any, state: Any) -> None:
 
 
 def resolve(given: Any) -> Any:
-    """Return a callback, `given` as object, class, "module:Class" or {"callback": …, parameter: value}.
+    """Return the callback that `given` describes: an object, a class, "module:Class", or {"callback": …, parameter: value}.
 
     Raise `UserError` if it cannot be created, or has no method of `EVENTS`.
     """
@@ -407,6 +406,6 @@ def resolve(given: Any) -> Any:
 
 
 def never_called(callback: Any) -> list[str]:
-    """Return the events of transformers that a callback handles, but that psigrad never sends."""
+    """Return the names of transformers' events that a callback handles but psigrad never sends."""
     bases = [base for base in type(callback).__mro__ if base.__module__ not in ("transformers.trainer_callback", __name__)]
     return sorted({name for base in bases for name in vars(base) if name.startswith("on_")} - set(EVENTS))

@@ -19,7 +19,7 @@ from psigrad.runs.survival import Interrupted, Stopped
 from psigrad.step import Outcome, RunState
 
 S = TypeVar("S", bound=RunState)
-# If a rank of a sharded model fails, the others wait so many seconds for a background save, which may never end.
+# If a run with a sharded model fails, a rank waits at most this many seconds for a background save, since the save can hang.
 LEFT = 20.0
 
 
@@ -38,7 +38,7 @@ class Loop(Generic[S]):
     """Returns the number of changes so far to weights, and to anything else that is not in the state."""
     eval_steps: int = 0
     less_memory: str = ""
-    """Advice for the message of a step that ran out of memory."""
+    """Advice for the error message when a step runs out of memory."""
     wait: Callable[[float | None], None] = lambda seconds: None
     """Waits until a checkpoint that is written in the background is complete, but at most the given seconds."""
 
@@ -50,8 +50,8 @@ def cycle(loop: Loop[S], state: S, settings: Run, journal: Journal) -> S:
     out. All rows of step s are written before checkpoint s, so a resumed run repeats no row and lacks none.
 
     A request to stop takes effect between steps, or interrupts an evaluation, which the resumed run repeats. The state is saved,
-    then `Stopped` is raised. If a step fails before it has changed a weight, the previous state is saved before the error
-    propagates. If the free disk space falls below the size of 1.5 checkpoints, save the state and raise `UserError`.
+    then `Stopped` is raised. If a step fails before it has changed a weight, the previous state is saved (see `_Saves.step`), and
+    the error propagates. If the free disk space falls below the size of 1.5 checkpoints, save the state and raise `UserError`.
     """
     hooks, shown = journal.callbacks, settings.progress and journal.world.rank == 0
     state = hooks.begin(state, loop.total)
@@ -126,8 +126,8 @@ class _Saves(Generic[S]):
         return state
 
     def step(self, state: S) -> Outcome[S]:
-        """Take and record one step. If it fails before it changes a weight, save the previous state, but not with
-        `lockstep`: all processes would have to save together, and perhaps only this one has failed.
+        """Take and record one step. If it fails before it changes a weight, save the previous state. With `lockstep`
+        save nothing, since all processes would have to save together, and perhaps only this one has failed.
         """
         try:
             outcome = self.loop.step(state)
@@ -151,7 +151,7 @@ class _Saves(Generic[S]):
     def rescue(self) -> Iterator[None]:
         """At the end of the block, wait for checkpoints that are written in the background.
 
-        If a callback failed, first save the newest state, which is valid: callbacks fail on all ranks, and change no weight.
+        If a callback failed, first save the newest state. All ranks raise its error, so all save. Callbacks change no weights.
         """
         try:
             yield

@@ -46,7 +46,7 @@ class Tracker(Protocol):
 
 
 class CompletionPrinter:
-    """A tracker that prints `count` completions of a step, spread over its prompts, every `every` steps."""
+    """A tracker that prints up to `count` completions of a step, spread over its prompts, once every `every` steps."""
 
     def __init__(self, count: int, every: int) -> None:
         self._count, self._every, self._next = count, every, 0
@@ -55,7 +55,7 @@ class CompletionPrinter:
         """Do nothing: the progress bar displays the metrics."""
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Print a line for some of the rows (see the class): the completion's reward, the end of its prompt, and its text."""
+        """Print a line for each selected completion: step, reward, the end of its prompt, and the beginning of its text."""
         trained = [row for row in rows if row["kind"] == "train"]
         if step < self._next or not trained:
             return
@@ -73,8 +73,8 @@ class CompletionPrinter:
 class WarningReporter:
     """The warnings of a run: each rule of `psigrad.records.warnings` is reported once, on stderr and as an event.
 
-    Warnings that a solved task explains are suppressed while it is solved. Some warnings are raised once in a
-    sound run. They are reported only when they are raised again.
+    Warnings that a solved task explains are suppressed while it is solved. A warning that occurs in sound runs too is reported
+    only when it is raised for the `Rule.min_count`-th time.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -83,7 +83,7 @@ class WarningReporter:
         self._started = False
 
     def update(self, step: int, row: Mapping[str, Any]) -> None:
-        """Check one row of metrics and report new warnings. The first call also reads the run's earlier rows, silently."""
+        """Check one row of metrics and report new warnings. The first call also checks the run's earlier rows, silently."""
         if not self._started:
             self._started = True
             for before in read_steps(self._folder.path / "metrics.jsonl"):
@@ -118,15 +118,15 @@ class MemoryTrimmer:
     """A limit on memory that the process has freed but not returned to the system, because the heap is fragmented.
 
     Freed tensors of many different sizes leave gaps in the heap that later tensors do not fit into. The run is assumed to
-    need as much memory as in its first `steps` steps. If the process has more than `above` times that, the gaps are returned.
-    This is not done in every step, since the system then has to provide the memory again, page by page.
+    need as much memory as in its first `steps` steps. If it has more than `above` times that, the gaps are returned to the
+    system. This is not done in every step, since the system would have to provide the memory again, page by page.
     """
 
     def __init__(self, steps: int = 3, above: float = 1.02) -> None:
         self._left, self._above, self._needed = steps, above, 0
 
     def __call__(self) -> dict[str, int]:
-        """Return `memory()` without "anonymous_bytes". Trim the heap if that number is above the limit. Call after each step."""
+        """Trim the heap if "anonymous_bytes" is above the limit. Return `memory()` without this number. Call after each step."""
         held = memory()
         now = held.pop("anonymous_bytes", 0)  # cached pages of files vary with the machine's other needs
         if self._left > 0:
@@ -204,12 +204,12 @@ class Journal:
             tracker.log(step, {name: float(value) for name, value in figures.items() if isinstance(value, int | float)})
 
     def timings(self, step: int, seconds: Mapping[str, float], tokens: int) -> None:
-        """Write one row of timings.jsonl. `seconds` are from `Clock.read`; `tokens` is the number sampled or trained on."""
+        """Write one row of timings.jsonl. `seconds` are from `Clock.read`. `tokens` counts the tokens sampled or trained on."""
         rate = tokens / seconds["step_time"]
         self.folder.timings({"step": step, **seconds, "tokens": tokens, "tokens_per_second": rate, **self.trim()})
 
     def rollouts(self, completions: Sequence[Mapping[str, Any]]) -> None:
-        """Write rows of rollouts.jsonl, and log some to the trackers."""
+        """Write rows of rollouts.jsonl, and log those with a completion to the trackers."""
         self.folder.rollouts(completions)
         shown = [row for row in completions if "completion" in row]  # in control, rows are episodes
         for tracker in self.trackers if shown else ():
@@ -248,7 +248,7 @@ class Watchdog:
     """A thread that reports phases that hang.
 
     A phase hangs if it takes more than `seconds`, and more than ten times the longest earlier phase of the same name. The thread
-    writes all stacks to a file and calls `report(phase, time taken)` once for the phase. It does not stop the phase.
+    writes all stacks to a file and calls `report(phase, seconds so far)` once for the phase. It does not stop the phase.
     """
 
     def __init__(self, seconds: float, folder: Path, report: Callable[[str, float], None]) -> None:

@@ -1,4 +1,4 @@
-"""The machine and the process: threads and device of a run, and its time, hardware and command."""
+"""The machine and the process of a run: threads, device, hardware, versions, time and command."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from psigrad.errors import UserError
 _LIBRARIES = ("torch", "transformers", "trl")
 # malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# The number of shapes of bfloat16 products for which oneDNN, and torch's layer over it, cache code. Each takes a third of a MB.
-# The default is 1000, but a pass has fewer than 64, and its shapes seldom occur again, as they depend on its tokens.
+# For how many shapes of bfloat16 matrix products oneDNN, and torch's layer over it, cache code. A shape takes a third of a MB.
+# The default is 1000. A pass has fewer than 64 shapes, which depend on its number of tokens and so seldom occur again.
 _PRODUCTS = "64"
-# The largest freed block that malloc keeps, in bytes. If memory is short, the limit is small, so that the memory of large tensors
+# The largest freed block that malloc keeps, in bytes: `_ALL`, or `_PIECE` if memory is short, so that the memory of large tensors
 # always goes back to the system.
 _ALL, _PIECE = 1 << 30, 1 << 20
-# The limit to which glibc's default can rise by itself.
+# The limit up to which glibc raises its own default while a program runs.
 _USUAL = 1 << 25
 
 
@@ -126,7 +126,7 @@ def check_device(run: Run) -> None:
 
 @contextlib.contextmanager
 def prepared_torch(run: Run, *, recompute: bool = False, tf32: bool = False) -> Iterator[None]:
-    """Apply `prepare_torch` for the length of the block; with `tf32`, float32 products on a GPU use TF32.
+    """Apply `prepare_torch` while the block runs. With `tf32`, float32 matrix products on a GPU use TF32.
 
     On exit the caller's number of threads is restored, and malloc again gives large freed blocks back to the system.
     """
@@ -146,8 +146,8 @@ def keep_freed_memory(up_to: int = _ALL) -> None:
     """Make glibc's malloc keep freed blocks of at most `up_to` bytes, so that torch's next tensor of the size can use them.
 
     By default malloc gives every large freed block back to the kernel at once. The next tensor then gets its memory page fault by
-    page fault. On a CPU that takes 20 % of a training step or more, and 50 % with a large vocabulary. The drawback of kept blocks
-    is fragmented memory. Do nothing with other C libraries, which have no such setting.
+    page fault. On a CPU that takes 20 % of a training step or more, and 50 % with a large vocabulary. The drawback is that kept
+    blocks fragment the memory. Do nothing with other C libraries, which have no such setting.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -165,7 +165,7 @@ def device(run: Run) -> str:
 def pins_of(run: Run, kernels: object) -> dict[str, str]:
     """Return {name: value} of three facts that must not change when a run is resumed: "threads", "kernels" and "device".
 
-    Each changes the last bits of sums. `kernels` are psigrad's compiled kernels, or a string with the reason why they are off.
+    Another value changes the last bits of sums. `kernels` are psigrad's compiled kernels, or a string that says why they are off.
     """
     return {
         "threads": str(torch.get_num_threads()),

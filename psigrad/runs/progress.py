@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 SILENCE = 10.0
-"""If standard output is not a terminal, a step prints a line at its end when the last line is this many seconds old."""
+"""If standard output is not a terminal, the end of a step prints a line once the last line is this many seconds old."""
 NARROW = 100
-"""Columns of a terminal below which the bar itself is omitted, so that its numbers fit."""
+"""On a terminal with fewer columns the bar itself is omitted, so that its numbers fit."""
 
 
 class _ClosableStream:
@@ -68,7 +68,7 @@ class Advance(Protocol):
 
 
 def _lines(description: str, total: float, done: float, every: int, unit: str) -> Advance:
-    """Return a function that counts on from `done` and prints lines, "name 10/100  note  1.2 s a step, 2 min left"; see `bar`."""
+    """Return a function that counts from `done` and prints lines like "name 10/100  note  1.2 s a step, 2 min left"."""
     at, calls, printed, begun = done, 0, done, time.monotonic()
     since = begun
 

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     import pandas
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# The rows of a history that a notebook displays.
+# The number of rows of a history that a notebook displays.
 _SHOWN = 10
 
 
 class MetricsHistory(list[dict[str, Any]]):
-    """The rows of metrics.jsonl, each a training step or an evaluation, in order of their "step".
+    """The rows of metrics.jsonl, ordered by "step". Each has the figures of a training step or of an evaluation.
 
     `pandas.DataFrame(history)` is a table of these rows. `to_pandas()` returns a table with a single row for each step.
     """
@@ -69,22 +69,22 @@ class Result:
         return {name: value for row in self.history for name, value in row.items()}
 
     def load(self, **options: Any) -> PreTrainedModel:
-        """Load the trained model with transformers; `options` go to `from_pretrained`. An adapter is loaded on its base.
+        """Load the trained model with transformers; `options` go to `from_pretrained`. An adapter is loaded with its base model.
 
-        Raise `UserError` if the run left no language model.
+        Raise `UserError` if the run has not saved a language model.
         """
         import transformers
 
         config, adapter = self.model / "config.json", self.model / "adapter_config.json"
         if not config.exists() and not adapter.exists():
-            raise UserError(f"{self.model} is not a language model; load an agent of control by its class, such as PPO.load.")
+            raise UserError(f"{self.model} is not a language model; load a control agent with its class, such as PPO.load.")
         model: PreTrainedModel = getattr(transformers, auto_class(self.model)).from_pretrained(self.model, **options)
         return model
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, revision: str = "") -> str:
         """Upload the model with its card to the hub, as `psigrad push` does, and return the repository's address.
 
-        Raise `UserError` for a wrong name, a missing or rejected token, and an unreachable hub.
+        Raise `UserError` for an invalid name, a missing or rejected token, and an unreachable hub.
         """
         address: str = extras.load("hub").push(self.folder, repo_id, private=private, revision=revision)
         return address

@@ -35,7 +35,7 @@ from psigrad.runs.survival import Stopped, StopSignal, convert_exits
 
 @contextlib.contextmanager
 def open_run(config: Any, recipe: str) -> Iterator[Journal]:
-    """Set up a run for the length of the block: its processes, its locked folder, the trackers, and the stop signal.
+    """Set up a run for the duration of the block: its processes, its locked folder, the trackers, and the stop signal.
 
     Yield the run's journal. Only rank 0 writes to the folder.
     """
@@ -93,7 +93,7 @@ def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Jou
 
 
 def _callbacks(config: Any, folder: RunFolder, world: World) -> Callbacks:
-    """Return the callbacks that the settings name, and print which of their methods are never called."""
+    """Return the callbacks that the settings name or need (`Best`). Print which of their methods are never called."""
     with paths.kept_folder():
         found = [callbacks.resolve(given) for given in config.run.callbacks]
     evaluation: Any = getattr(config, "evaluation", None)
@@ -106,7 +106,7 @@ def _callbacks(config: Any, folder: RunFolder, world: World) -> Callbacks:
 
 
 def new_folder(recipe: str) -> Path:
-    """Return a folder that no run has yet, named by recipe and time."""
+    """Return the path of a folder that does not exist yet, named after the recipe and the time."""
     name = f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     return next(
         path for path in (Path(f"{name}{suffix}") for suffix in ("", *(f"-{i}" for i in range(2, 10000)))) if not path.exists()
@@ -172,7 +172,7 @@ def save_checkpoint(journal: Journal, step: int, write: Callable[[Path], None], 
 
 
 def folder_facts(journal: Journal) -> dict[str, Any]:
-    """Return the facts about the run folder that a checkpoint's manifest stores: settings, and each file's rows and bytes."""
+    """Return what a checkpoint's manifest stores about the run folder: settings, and the row and byte counts of each file."""
     return {"settings": journal.folder.settings, "rows": dict(journal.folder.rows), "ends": journal.folder.ends()}
 
 
@@ -182,12 +182,12 @@ def note_end(journal: Journal, **noted: Any) -> None:
     folder.flush()
     if journal.world.rank == 0:
         sums = checkpoint.seal(folder.path / "model")
-        sums = {name: sum for name, sum in sums.items() if not name.endswith("README.md")}  # a reader may change the card
+        sums = {name: sum for name, sum in sums.items() if not name.endswith("README.md")}  # a user may edit the card
         folder.event("finished", model=sums, pins=folder.pins, **noted)
 
 
 def note_start(run: Run, journal: Journal, checkpoint: Path | None, step: int, pinned: Mapping[str, str], **noted: Any) -> None:
-    """Write the event `started`, or `resumed` given a `checkpoint`: step, command, machine, `noted`, code hashes in `pinned`."""
+    """Write the event `started` (`resumed` with a `checkpoint`): step, command, machine, `noted`, and the code's hashes."""
     here = machine.provenance(device(run))
     del here["when"]  # an event has its own time
     kind = "started" if checkpoint is None else "resumed"
@@ -197,8 +197,8 @@ def note_start(run: Run, journal: Journal, checkpoint: Path | None, step: int, p
 
 
 def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: Mapping[str, str]) -> None:
-    """Raise `UserError` if `pinned` (hashes, threads, …) differs from a checkpoint's `manifest`, unless `run.allow` names the
-    difference. Record allowed differences as events.
+    """Raise `UserError` if `pinned` (hashes, …) differs from a checkpoint's `manifest` without permission by `run.allow`. Record
+    permitted differences as events. Other library versions and another number of ranks are always permitted.
     """
     if manifest.get("ranks", "1") != pinned.get("ranks", "1"):
         # sharing the work among more or fewer processes implies other rounding
@@ -212,7 +212,7 @@ def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: 
 
 
 def evaluations(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the metrics and "step" of two evaluations: (the run's first, that of its final weights); ({}, {}) if it has none."""
+    """Return (metrics of the first evaluation, metrics of the final weights), each with "step"; ({}, {}) without evaluations."""
     kept = find_best_step([last_event(folder / "events.jsonl", *KEEPS)])
     rows = merge_by_step(row for row in read_steps(folder / "metrics.jsonl") if any(name.startswith("eval/") for name in row))
     ordered = [rows[step] for step in sorted(rows) if step <= kept]

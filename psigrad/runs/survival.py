@@ -17,7 +17,7 @@ from psigrad.errors import UserError
 from psigrad.processes.proc import die_with_parent, end_by
 
 _FORWARDED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
-# Seconds within which a supervised process may receive the same signal twice.
+# A supervised process can receive one signal twice. A second one within this many seconds is ignored.
 _TWICE = 0.3
 _supervised = False
 
@@ -25,9 +25,9 @@ _supervised = False
 def supervise(work: Callable[[], int]) -> int:
     """Run a command in a forked child and return its exit status, which is 0 only if `work` returned 0.
 
-    A user's code in the command may leave the process by `os._exit(0)`, `posix.execv` or an exit handler. Only a parent process
-    can distinguish such an exit from a normal end. Signals to this process are forwarded to the child, which has the same
-    terminal, process group and folder. The child ends with this process. If a signal ends the child, it ends this process too.
+    User code in the command can leave the process by `os._exit(0)`, `posix.execv` or an exit handler. Only a parent process can
+    distinguish such an exit from a normal end. Signals to this process are forwarded to the child, which has the same terminal,
+    process group and folder. The child is killed if this process ends. If a signal ends the child, it ends this process too.
 
     `work` runs in this process if the system is not Linux, in a debugger, or if other threads run.
     """
@@ -35,7 +35,7 @@ def supervise(work: Callable[[], int]) -> int:
         return work()
     read, write = os.pipe()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # otherwise both would write the buffered output
+        stream.flush()  # otherwise both processes would write the buffered output
     own, before = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, signal.SIGCHLD})
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     child = os.fork()
@@ -132,7 +132,7 @@ class StopSignal:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if _supervised and number == self.number and time.monotonic() - self._since < _TWICE:
-            return  # it was sent to the whole group of processes, and once more by the parent
+            return  # the signal was sent to the whole process group, and the parent forwarded it as well
         if self.requested:
             raise KeyboardInterrupt
         self.requested, self.number, self._since = True, number, time.monotonic()

@@ -45,7 +45,7 @@ def test_the_model_and_the_tokenizer_are_loaded_by_transformers(result, job, tmp
     assert any("lora" in name for name, _ in adapted.named_parameters())
     judge = reward.run(reward_config(job, tmp_path / "reward"))
     assert type(judge.load(dtype=torch.bfloat16)).__name__ == "Qwen3ForSequenceClassification"
-    with pytest.raises(UserError, match="is not a language model; load an agent of control"):
+    with pytest.raises(UserError, match="is not a language model; load a control agent"):
         Result(tmp_path, tmp_path, None).load()
 
 

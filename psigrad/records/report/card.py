@@ -38,7 +38,7 @@ class ModelOrigin(NamedTuple):
 def text(folder: str | Path, repository: str = "") -> str:
     """Return the text of README.md for the model in a run folder. It starts with the metadata that the hub reads.
 
-    With `repository`, the card is for that hub repository: its example loads the model from there, and absolute paths are reduced
+    With `repository`, the card is for that hub repository: its example loads the model from it, and absolute paths are reduced
     to their last part. Raise `UserError` if `folder` is not a run folder.
     """
     run = load(folder)
@@ -62,12 +62,12 @@ def text(folder: str | Path, repository: str = "") -> str:
         method=method_of(run),
         settings=_yaml(_settings(run), width=110),
     )
-    card = f"{card}\n".encode("utf-8", "backslashreplace").decode()  # a file's name may not be valid text
+    card = f"{card}\n".encode("utf-8", "backslashreplace").decode()  # a file's name can be invalid text
     return _publish(card, run) if repository else card
 
 
 def _auto(run: RunData) -> str:
-    """Return the name of transformers' class that loads the model; "" for a reward model that reads images: no class loads it."""
+    """Return the name of transformers' class that loads the model; "" for a reward model of images, which no class loads."""
     found = auto_class(run.path / "model")
     return "" if kind_of(run.config) == "reward" and found == "AutoModelForImageTextToText" else found
 
@@ -132,9 +132,9 @@ def _held_out_figures(run: RunData) -> Iterator[tuple[str, str]]:
 
 
 def _held_out_table(run: RunData) -> list[list[str]]:
-    """Return the lines, lists of cells, of a Markdown table of held-out metrics before and after training, with 95 % intervals.
+    """Return the rows of a Markdown table, each a list of cells: held-out metrics before and after training, with 95 % intervals.
 
-    The first two lines are the table's head.
+    The first two rows are the table's head.
     """
     rows = run.evaluations
     if not rows:
@@ -208,7 +208,7 @@ def _settings(run: RunData) -> dict[str, Any]:
 
 
 def _base(run: RunData) -> ModelOrigin:
-    """Return the base model of the training. A local folder's hub name is the `base_model` in the folder's model card."""
+    """Return the base model of the training. A local folder gets its hub name from `base_model` in the folder's model card."""
     name = str(run.settings.get("model.path") or "")
     pin, local = str(_pins(run).get("model") or ""), Path(name)
     if name and (len(pin) == _COMMIT or (not pin and not local.exists() and _HUB_NAME.fullmatch(name))):

@@ -20,7 +20,7 @@ _CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceCo
 def facts(run: RunData) -> list[tuple[str, str]]:
     """Return (name, text) for the run's start, duration, commands, machine, reasons for low speed, and versions.
 
-    Facts that were not recorded are omitted.
+    Omit facts that were not recorded.
     """
     starts = run.starts
     began = format_time(number(run.events[0].get("time"))) if run.events else ""
@@ -49,11 +49,11 @@ def _describe_sampler_gap(run: RunData) -> str:
     mean, most, share = (run.series(f"sampling/sampling_logp_difference/{name}")[1] for name in ("mean", "max", "share"))
     if not share:
         return ""
-    said = f"{sum(share) / len(share):.2g} of the compared tokens differ in their last bits"
+    said = f"{sum(share) / len(share):.2g} of the compared tokens have different log-probs"
     return (
-        f"{said}: log-probs by {sum(mean) / len(mean):.2g} in the mean, {max(most):.2g} at most"
+        f"{said} (mean difference {sum(mean) / len(mean):.2g}, maximum {max(most):.2g})"
         if max(most)
-        else "every bit equal"
+        else "all log-probs equal to the last bit"
     )
 
 
@@ -64,7 +64,7 @@ def _times(n: int) -> str:
 def _describe_duration(run: RunData) -> str:
     """Return a text with the duration of the run, and with the time that steps and evaluations took.
 
-    The duration is the sum over all starts of the time from the start to the last event.
+    The duration is the sum, over all starts, of the time from a start to the last event before the next one.
     """
     spent, life, before = 0.0, math.nan, math.nan
     for event in run.events:
@@ -92,7 +92,7 @@ def _span(seconds: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Return a time, in seconds since 1970, as text in UTC; empty for an invalid time."""
+    """Return a time, in seconds since 1970, as text in UTC; "" for an invalid time."""
     if not (math.isfinite(seconds) and 0 <= seconds < 1e11):
         return ""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
@@ -127,12 +127,12 @@ def _name_of(method: Any, unnamed: str) -> Any:
 def settings_class(config: Mapping[str, Any]) -> Any:
     """Return the class of a run's settings."""
     kind = kind_of(config)
-    # psigrad.control may not be imported by the core, and a report needs only its settings
+    # the core must not import psigrad.control at import time, and a report needs only its settings
     return import_module("psigrad.control.settings").ControlConfig if kind == "control" else _CONFIGS.get(kind, OnlineConfig)
 
 
 def overrides(run: RunData) -> dict[str, Any]:
-    """Return settings that differ from the defaults, by dotted name."""
+    """Return the settings that differ from the defaults, by dotted name."""
     defaults = flatten(defaults_of(settings_class(run.config)))
     given = {name: value for name, value in run.settings.items() if name not in ("recipe", "format")}
     return {name: value for name, value in given.items() if value != defaults.get(name)}

@@ -87,7 +87,7 @@ _OF_ONE = ("lines", "verdict", "facts", "trace", "headline", "warnings", "episod
 
 
 def write(folders: str | Path | Sequence[str | Path], output: str | Path | None = None) -> Path:
-    """Write the report of one run (default: report.html in its folder) or of several compared (default: report.html here).
+    """Write the report of one run (default: report.html in its folder) or of several compared (default: ./report.html).
 
     The file is replaced atomically. Raise `UserError` for a folder that is not a run, or an output that cannot be written.
     """
@@ -243,7 +243,7 @@ def _compare(runs: Sequence[RunData]) -> Table:
 
 
 def _differences(runs: Sequence[RunData]) -> Table | None:
-    """Return a table of the settings that differ between runs, and of the hashes (12 digits) of user code that differs.
+    """Return a table of the settings that differ between runs, and of the hashes (12 digits) of user code that differ.
 
     Return None if nothing differs.
     """
@@ -273,7 +273,7 @@ def _samples(run: RunData) -> Table | None:
         better, worse = turns["bad", "good"], turns["good", "bad"]
         turned = (
             f"Of {len(rows):,} held-out prompts, {better:,} went from wrong to right and {worse:,} from right to wrong; "
-            f"{turns['good', 'good']:,} were right and {turns['bad', 'bad']:,} wrong at both ends."
+            f"{turns['good', 'good']:,} were right and {turns['bad', 'bad']:,} wrong both times."
         )
     cells = []
     for row in rows[:SAMPLES]:
@@ -293,7 +293,7 @@ def thumbnails(run: Path, text: str) -> list[str]:
 
     found, folder = list[str](), run / "images"
     for begins in _IMAGE.findall(text)[:8]:
-        with contextlib.suppress(Exception):  # a decoder can raise anything, and the label stays
+        with contextlib.suppress(Exception):  # a decoder can raise any error, and the page still has the label
             given = map(json.loads, (folder / "paths.jsonl").open()) if (folder / "paths.jsonl").exists() else ()
             files = [*folder.glob(f"{begins}*.*"), *(Path(path) for digest, path, *_ in given if digest.startswith(begins))]
             with Image.open(files[0], formats=("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")) as image:

@@ -21,7 +21,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7
 DARK = ("#4FA8E0", "#F0803C", "#2FBF94", "#DE98C0", "#F0B93A", "#8ACBF2", "#A5A9B0", "#E6E8EB")
 GREY = "#8a8f98"
 _INK = "#123456"  # a placeholder for the page's text colour
-_LABEL = 16  # the most characters of a label at the end of a curve, since a longer one makes the plot too narrow
+_LABEL = 16  # the maximum number of characters of a label at the end of a curve: longer ones make the plot too narrow
 _POINTS = 400  # a picture 340 pixels wide cannot display more
 
 
@@ -51,7 +51,7 @@ _SPREAD = Plot("Rewards", "Share of completions by reward.", ())
 def smooth(values: Sequence[float], weight: float = 0.0) -> list[float]:
     """Return the exponential moving average with bias correction: Σ w^i·x_i / Σ w^i, with x_i the value i steps back.
 
-    `weight` is w. With 0, w is 0.9, and larger for series of more than 800 values.
+    `weight` is w. If it is 0, w is 0.9, or larger for series of more than 800 values.
     """
     weight = weight or max(0.9, 1 - 80 / max(1, len(values)))
     out, total, norm = [], 0.0, 0.0
@@ -62,7 +62,7 @@ def smooth(values: Sequence[float], weight: float = 0.0) -> list[float]:
 
 
 def draw(runs: Sequence[RunData]) -> list[tuple[Plot, str]]:
-    """Return (plot, SVG) for each of `SIGNALS` that these runs have. For a single run add its rewards' spread and its timings."""
+    """Return (plot, SVG) for each of `SIGNALS` that the runs have. A single run also has plots of rewards and timings."""
     kinds = {kind_of(run.config) for run in runs}
     plots = dict.fromkeys(one for signal in SIGNALS if kinds & {*signal.kinds} for one in _plots_of(signal, runs))
     if len(runs) == 1 and len(parts := [key for key in runs[0].keys("rewards/") if key.endswith("/mean")][:8]) > 1:
@@ -81,7 +81,7 @@ def draw(runs: Sequence[RunData]) -> list[tuple[Plot, str]]:
 
 
 def _worth_drawing(values: Sequence[float]) -> bool:
-    """Return True if a curve has at least two points and is not zero everywhere, unlike clip ratios of on-policy runs."""
+    """Return True if a curve has at least two points and a value other than 0. On-policy runs' clip ratios have none."""
     return len(values) > 1 and any(values)
 
 
@@ -144,7 +144,7 @@ def _band(axes: Any, run: RunData, name: str, colour: str) -> None:
 
 
 def _spread(axes: Any, run: RunData) -> None:
-    """Draw each reward value's share of the completions as stacked areas over the steps. More than five become five ranges."""
+    """Draw the share of completions by reward as areas stacked over the steps. More than five rewards become five ranges."""
     steps = sorted(run.rewards)
     every = [reward for step in steps for reward in run.rewards[step]]
     low, high, values = min(every), max(every), sorted(set(every))
@@ -161,7 +161,7 @@ def _spread(axes: Any, run: RunData) -> None:
         found = [sum(reward >= edge for edge in edges) for step in group for reward in run.rewards[step]]
         shares.append([found.count(i) / len(found) for i in range(len(names))])
     layers = [(name, [share[i] for share in shares]) for i, name in enumerate(names)]
-    # Colours go from that of the lowest reward over grey to that of the highest. A layer too thin to see has no label.
+    # Low rewards have one colour, high ones another, and the middle is grey. A layer that is too thin to see has no label.
     last = max(1, len(names) - 1)
     colours = [COLOURS[1] if i < last / 2 else COLOURS[0] if i > last / 2 else GREY for i in range(len(names))]
     strengths = [0.25 + 0.5 * abs(2 * i / last - 1) for i in range(len(names))]
@@ -171,7 +171,7 @@ def _spread(axes: Any, run: RunData) -> None:
 
 
 def _phase_rows(run: RunData) -> list[dict[str, float]]:
-    """Return the seconds of each training step by phase. Rows of timings.jsonl that only have an evaluation are skipped."""
+    """Return the seconds of each training step by phase. Rows of timings.jsonl that only time an evaluation are skipped."""
     rows = [
         {"step": row["step"], **{key[5:]: number(value) for key, value in row.items() if key.startswith("time/")}}
         for row in run.timings
@@ -192,7 +192,7 @@ def _phases(axes: Any, run: RunData) -> None:
 def _stack(axes: Any, steps: Sequence[int], layers: Any, colours: Any, strengths: Any, ink: str = "") -> None:
     """Draw stacked areas over `steps` from `layers`, which are (label, values) pairs, with the labels at their right ends.
 
-    `colours` and `strengths` (opacities) are those of the layers. `ink` is the colour of all labels; "": that of their layers.
+    `colours` and `strengths` (opacities) are those of the layers. `ink` is the colour of all labels; "" means its layer's.
     """
     bottom, ends = [0.0] * len(steps), []
     for (name, values), colour, strength in zip(layers, colours, strengths, strict=True):

@@ -16,7 +16,7 @@ from psigrad.records.warnings import BY_NAME, SignalNames, Watch
 Mood = Literal["good", "bad", "plain"]
 _ENDS = ("finished", "stopped", "failed")
 _PAIRS = {"eval/accuracy": "accuracy", "eval/rewards/accuracies": "accuracy"}
-"""The accuracies on held-out pairs, by the keys of reward models and of preference losses, and their display names."""
+"""The display names of the accuracies on held-out pairs, by their keys in reward models and in preference losses."""
 
 _MARKS = {"0": 0.0, "h": 0.5, "1": 1.0}
 _UNMOVED = 0.9
@@ -102,7 +102,7 @@ def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
 def _pairs(run: RunData, before: int, after: int, *means: float) -> list[tuple[float, float]]:
     """Return (metric before, metric after) for each prompt that the evaluations at the steps `before` and `after` both scored.
 
-    `means` is the metric's mean in each evaluation. Return [] if recorded rows have another mean: some are missing or damaged.
+    `means` is the metric's mean in each evaluation. Return [] if the recorded rows have another mean (some were lost).
     """
     ends = [run.held_out.get(step, {}) for step in (before, after)]
     for rows, mean in zip(ends, means, strict=True):
@@ -165,7 +165,7 @@ def _describe_small_change(run: RunData) -> list[str]:
 
 
 def _least_rows(run: RunData, row: Mapping[str, Any]) -> float:
-    """Return the least number of rows or episodes that the evaluation with the metrics `row` scored; infinity if unknown."""
+    """Return a lower bound for the number of rows or episodes that the evaluation with the metrics `row` scored; ∞ if unknown."""
     if "eval/prompts" in row:
         size = max(1.0, number(run.settings.get("evaluation.num_generations_eval", 1)))
         return number(row["eval/prompts"]) - number(row.get("eval/unscored", 0)) // size

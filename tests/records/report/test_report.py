@@ -292,7 +292,7 @@ def test_completions_of_the_same_prompt_stand_side_by_side_with_their_verdicts(r
         ([("3", "0"), ("3", "15"), ("3", "30")], "✗", "✓", "✓"),
         ([("2", "0"), ("2", "15"), ("2", "30")], "✓", "✓", "✓"),
     ]
-    said = "Of 4 held-out prompts, 2 went from wrong to right and 1 from right to wrong; 1 were right and 0 wrong at both ends."
+    said = "Of 4 held-out prompts, 2 went from wrong to right and 1 from right to wrong; 1 were right and 0 wrong both times."
     assert said in " ".join(found.text)
 
 
@@ -404,7 +404,7 @@ def test_a_run_that_has_hardly_begun_still_gets_a_page(tmp_path, content):
     if content is not None:
         for name in ("metrics", "timings", "rollouts", "events"):
             (tmp_path / f"{name}.jsonl").write_text(content)
-    assert "There are no two steps to draw yet" in report.write([tmp_path]).read_text()
+    assert "Curves need at least two steps" in report.write([tmp_path]).read_text()
 
 
 def test_what_is_no_run_is_refused(tmp_path):
