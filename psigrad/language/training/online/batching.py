@@ -66,7 +66,7 @@ def to_batch(
             earned[n, place] += reward
             rewarded[n, place] = True
     outcome = torch.tensor([(t.reward or 0.0) - math.fsum(r for _, r in t.step_rewards) for t in rows], dtype=precision)
-    ends = (outcome != 0) | ~rewarded.any(1)  # if steps have rewards, an outcome of 0 does not count as one
+    ends = (outcome != 0) | ~rewarded.any(1)  # if steps have rewards, an outcome of 0 is not another reward
     return Batch(
         mask=mask,
         reward=terminal(outcome, mask) + earned,
@@ -162,7 +162,7 @@ def _contexts_of(batch: Batch, micro: MicroBatch) -> list[tuple[tuple[int, ...],
 
 
 def to_rows(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
-    """Return the model's outputs `x` for `inputs_of(batch, micro)` as [n, T]: one line per row of `micro`, padded with zeros."""
+    """Return `x`, the model's outputs for `inputs_of(batch, micro)`, as [n, T]: row by row of `micro`, padded with zeros."""
     width, rows = batch.mask.shape[1], rows_of(micro).tolist()
     pieces = [piece for _, own in _contexts_of(batch, micro) for piece in own]
     if [i for i, _ in pieces] == rows:  # one part for each row, in order
@@ -182,7 +182,7 @@ def minibatches(count: int, shares: int, seed: int, step: int, iteration: int) -
 
 
 def outputs_by_row(evaluation: PolicyOutputs, batch: Batch, micro: MicroBatch) -> PolicyOutputs:
-    """Return a forward pass's outputs as tensors [n, T], with one line per row of the micro-batch; see `to_rows`."""
+    """Return a forward pass's outputs as tensors [n, T], with the n rows of the micro-batch; see `to_rows`."""
     return PolicyOutputs(**{name: to_rows(x, batch, micro) for name, x in vars(evaluation).items() if x is not None})
 
 

@@ -63,7 +63,7 @@ def reference_log_probs(model: LanguageModel, batch: Batch, budget: int, tempera
 
 
 def inputs_for_reference(batch: Batch, micro: MicroBatch) -> Groups:
-    """Return the reference's inputs for `micro`, without the sampler's experts: the reference's own routers choose."""
+    """Return the reference's inputs for `micro`, without the experts that the sampler used. The reference's routers choose."""
     return reference_inputs_of(batch, micro) or replace(inputs_of(batch, micro), experts=None)
 
 
