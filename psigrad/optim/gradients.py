@@ -81,7 +81,7 @@ class Sums:
             self.float32[weight] = gradient.float()
 
     def defers(self, weight: Tensor, use: Use) -> bool:
-        """Store `use` for `blocks` and return True. Return False if `recompute` is off, `.grad` exists, or memory is over `HELD`.
+        """Store `use` for `blocks` and return True. Return False if `recompute` is off, `.grad` exists, or uses exceed `HELD`.
 
         After False, the caller must add the gradient of this use to the sum.
         """

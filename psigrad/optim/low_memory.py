@@ -231,7 +231,7 @@ class LowMemoryAdamW:
         )
 
     def _step_by_torch(self, w: AdamWWeight, remainder: Tensor | None, step: StepSize) -> None:
-        """Update one weight, or with a `remainder` the float32 master (see `join`), by Triton, or a chunk at a time by torch.
+        """Update one weight by Triton, or a chunk at a time by torch. With a `remainder`, update its float32 master (see `join`).
 
         This is used on devices other than the CPU. Tests compare the CPU's kernel with it.
         """

@@ -96,7 +96,7 @@ class AdamW:
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
         """Update all parameters: by kernels if there are any and the gradient is in half precision, otherwise by torch.
 
-        The kernels and torch clip the gradients while they read them. A separate pass for it would take a third of a step's time.
+        The kernels and torch clip gradients while reading them. A separate pass over memory would take a third of a step's time.
         """
         half = [u for u in updates if u.stored is not None and u.gradient.dtype == u.stored.dtype]
         plain = [u for u in updates if u.stored is None or u.gradient.dtype != u.stored.dtype]

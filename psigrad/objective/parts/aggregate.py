@@ -63,7 +63,7 @@ def sequence_sum(mask: Tensor, totals: Totals) -> Tensor:
 
 @dataclass(frozen=True)
 class fixed_length:
-    """The weights w of the sum over each sequence's steps divided by a constant n, then the mean over sequences: no length bias.
+    """Weights w without a length bias: sum over each sequence's steps, divide by a constant n, then take the mean over sequences.
 
     Formula: w_t = 1 / (n · number of sequences)
 

@@ -114,7 +114,7 @@ LEVELS: tuple[Level, ...] = ("token", "sequence", "geometric")
 
 
 def _sampler_ratio(batch: Batch, level: Level) -> Tensor:
-    """Return π_old / π_sampler [N, T] of each step ("token"), or the product or geometric mean of the sequence's ratios."""
+    """Return π_old / π_sampler [N, T]: each step's ratio ("token"), or the product ("sequence") or geometric mean of them."""
     gap = _gap(batch)
     if level != "token":
         gap = gap.sum(1, keepdim=True).expand(gap.shape)
@@ -279,7 +279,7 @@ def span_kl(logp: Tensor, ends: Tensor, theirs: Tensor, baseline: Tensor | None 
 
 @dataclass(frozen=True)
 class adaptive:
-    """A coefficient that follows a target: it rises when the KL of a sequence is above the target, and falls when below.
+    """A coefficient that follows a target: it rises if the mean KL per sequence is above the target, and falls if below.
 
     Formula: β ← β · (1 + clip(KL/target − 1, −0.2, 0.2) · sequences/horizon)
 

@@ -35,7 +35,7 @@ SEQUENCES = frozenset({"mask"})
 
 
 class SilentSurrogate:
-    """The base class of surrogates whose gradient is 0 at steps of advantage 0, except those that its method `marks` chooses."""
+    """The base class of surrogates whose gradient is 0 at steps of advantage 0 that their method `marks` does not choose."""
 
 
 class RatioSurrogate(SilentSurrogate):

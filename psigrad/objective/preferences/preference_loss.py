@@ -161,7 +161,7 @@ class logistic:
         _check_smoothing(self.label_smoothing)
 
     def __call__(self, chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-        """Return the loss [N] of pairs from h_w (`chosen`) and h_l (`rejected`), which have the factor `beta` already."""
+        """Return the loss [N] of pairs from h_w (`chosen`) and h_l (`rejected`), which already include the factor `beta`."""
         h, e = chosen - rejected, self.label_smoothing
         return -(1 - e) * logsigmoid(h) - (e * logsigmoid(-h) if e else 0)  # 0·∞ is NaN where π(rejected) = 0
 
@@ -185,7 +185,7 @@ class robust:
         _check_smoothing(self.label_smoothing)
 
     def __call__(self, chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-        """Return the loss [N] of pairs from h_w (`chosen`) and h_l (`rejected`), which have the factor `beta` already."""
+        """Return the loss [N] of pairs from h_w (`chosen`) and h_l (`rejected`), which already include the factor `beta`."""
         h, e = chosen - rejected, self.label_smoothing
         return -((1 - e) * logsigmoid(h) - e * logsigmoid(-h)) / (1 - 2 * e)
 
@@ -361,7 +361,7 @@ def correct(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class OnlinePreference:
-    """A preference loss on pairs that the policy samples and a reward ranks, step by step.
+    """A preference loss on pairs that are sampled from the policy in each training step and ranked by a reward.
 
     Source: Guo et al. 2024, online DPO, arXiv:2402.04792, with a reward instead of the judge.
     """
@@ -379,7 +379,7 @@ class OnlinePreference:
 
     @property
     def needs_reference(self) -> bool:
-        """True if the log-probs of a reference policy are read."""
+        """True if the loss reads the log-probs of a reference policy."""
         return self.loss.needs_reference
 
 

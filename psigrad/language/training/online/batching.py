@@ -141,7 +141,7 @@ def inputs_of(batch: Batch, micro: MicroBatch) -> Groups:
 
 
 def reference_inputs_of(batch: Batch, micro: MicroBatch) -> Groups | None:
-    """Return the reference's inputs for a micro-batch if the reference reads other prompts than the policy; otherwise None."""
+    """Return the reference's inputs for a micro-batch if its prompts differ from the policy's; otherwise None."""
     own = [batch.inputs[members[0]].teacher_prompt_ids for members in micro]
     if not any(own):
         return None
@@ -162,7 +162,7 @@ def _contexts_of(batch: Batch, micro: MicroBatch) -> list[tuple[tuple[int, ...],
 
 
 def to_rows(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
-    """Return `x`, the model's outputs for `inputs_of(batch, micro)`, as [n, T]: row by row of `micro`, padded with zeros."""
+    """Return `x`, the outputs of a model for `inputs_of(batch, micro)`, as [n, T], one line per row of `micro`, zero-padded."""
     width, rows = batch.mask.shape[1], rows_of(micro).tolist()
     pieces = [piece for _, own in _contexts_of(batch, micro) for piece in own]
     if [i for i, _ in pieces] == rows:  # one part for each row, in order

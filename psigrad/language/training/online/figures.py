@@ -130,7 +130,7 @@ class TokenFigures:
         self.logp, self.entropy = torch.full(shape, math.nan), torch.full(shape, math.nan)
 
     def store(self, rows: Tensor, evaluation: PolicyOutputs, sums: LossSums) -> None:
-        """Let `sums` copy the log-probs and entropies of a pass to the host, then store them. `rows` are its rows' indices."""
+        """Let `sums` copy a pass's log-probs and entropies to the host, then store them. `rows` are the indices of its rows."""
         wanted = rows < self.count
 
         def fill(table: Tensor, values: Tensor) -> None:

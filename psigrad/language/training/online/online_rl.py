@@ -6,7 +6,7 @@ Read this file first, then the files that it calls in the order of a step. One s
               collect.py            │           to_batch          batching.py                     runs/cycle.py
               │        ▲            │           annotators        annotators/   logp_old, logp_ref, value
               ▼        │            │           prepare           objective/    advantages, filters
-              sampler ─▶ rewards    │           losses ─▶ step    update.py     once for each share of the batch
+              sampler ─▶ rewards    │           losses ─▶ step    optim/        once for each share of the batch
               (others sample while  │
               a group is scored)    └─▶ metrics and rows of rollouts.jsonl      figures.py
 
