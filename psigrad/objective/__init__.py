@@ -1,6 +1,6 @@
-"""The mathematics of policy gradients on tensors. It imports torch and no other package of psigrad.
+"""The mathematics of policy gradients, preference losses and Q-learning. It imports torch and no other package of psigrad.
 
-Read batch.py, then policy_gradient.py, then catalog.py. The parts are grouped by the slots that they fill.
+Read batch.py, then policy_gradient.py, then catalog.py. The files in parts/ are grouped by the slots that their parts fill.
 """
 
 from __future__ import annotations

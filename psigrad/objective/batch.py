@@ -25,7 +25,7 @@ _NUMBERS = tuple(name for name in PER_STEP if name not in ("mask", "rewarded"))
 def zero_outside(mask: Tensor, x: Tensor) -> Tensor:
     """Return x where mask is True, 0 elsewhere. Values outside the mask, even NaN and inf, influence neither value nor gradient.
 
-    Multiplying by the mask fails: 0 · NaN = NaN. Masking after a function fails too: the gradient of
+    Multiplying by the mask fails: 0 · NaN = NaN. Masking the result of a function fails too: the gradient of
     where(mask, exp(x), 0) at a masked x = inf is 0 · inf = NaN. So mask first and compute afterwards.
     """
     return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
@@ -164,7 +164,7 @@ class Batch:
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
-    """Cast x to float32 if it is in half precision, which is too coarse for long sums and rounds GSPO's clip bounds to 1."""
+    """Cast x to float32 unless it is float64. Half precision is too coarse for long sums, and rounds GSPO's clip bounds to 1."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
@@ -235,7 +235,7 @@ class Prepared:
 
     @cached_property
     def is_full(self) -> bool:
-        """True if all steps are trained on. Always False on a GPU, where reading the mask would stall the CPU."""
+        """True if no step is masked, and every row is kept and needs a gradient. Always False on a GPU; see `Batch.is_full`."""
         return self.batch.is_full and bool((self.keep & self.needs_gradient).all())
 
     def select(self, rows: Tensor | slice) -> Prepared:
@@ -273,7 +273,7 @@ class Loss:
     value: Tensor
     """Scalar loss with gradient."""
     terms: dict[str, Tensor]
-    """Detached scalars by name. Metrics among them are means over the steps of rows that need a gradient."""
+    """Detached scalars by name. A policy gradient's metrics are means over the steps of rows that need a gradient."""
 
 
 def _pick(x: Tensor, at: Tensor) -> Tensor:

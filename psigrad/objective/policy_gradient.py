@@ -1,4 +1,4 @@
-"""A policy-gradient method made of nine parts, and the three steps common to all methods.
+"""A policy-gradient method made of nine parts, and the three stages of its use.
 
     loss = Σ_{i,t} w_{i,t}·(c_{i,t}·L(log π_{i,t}, log ρ_{i,t}, A_{i,t}) + β·KL_{i,t}) − c_H·mean(H) + c_V·mean(value error)
 
@@ -93,7 +93,7 @@ class PolicyGradient:
             ),
             (
                 self.critic is not None and isinstance(self.critic.returns, StatefulPsi | whitened),
-                "critic.returns is whitened or has a memory, so it estimates no return; choose gae, k_step or td_residual.",
+                "critic.returns is whitened or has a state, so it estimates no return; choose gae, k_step or td_residual.",
             ),
             (
                 not needs_of(self.psi) & {"value", "action_value"} and self.critic is not None,
@@ -132,7 +132,7 @@ class PolicyGradient:
 
     @property
     def needs_reference(self) -> bool:
-        """True if the method reads the log-probs of a frozen reference policy."""
+        """True if the method needs a reference policy, because it has a KL term whose coefficient is not 0."""
         return self.kl is not None and self.kl.coefficient != 0
 
     @property
@@ -157,7 +157,7 @@ class PolicyGradient:
 
     @property
     def needs_exact_kl(self) -> bool:
-        """True if the model's outputs must contain `kl`: the KL estimator needs more than log-probs of sampled steps."""
+        """True if the model's outputs must contain `kl`, since the KL estimator reads more than log-probs of sampled steps."""
         return self.kl is not None and self.kl.estimator in ratio.MEASURED and self.kl.coefficient != 0
 
     @property
@@ -194,8 +194,8 @@ class PolicyGradient:
 
         If `metrics` is False and the KL coefficient is not adaptive, the metrics are skipped. This speeds up loops of many small
         batches.
-        Errors: ValueError if a reward is not finite, if no group has `min_group_size` rows, or if the batch lacks a field that a
-        part reads.
+        Errors: ValueError if a number of the batch is not finite, if no group has `min_group_size` rows, or if the batch lacks a
+        field that a part reads.
         """
         self._check_batch(batch)
         shaped = batch
@@ -259,8 +259,8 @@ class PolicyGradient:
     def loss(self, prepared: Prepared, evaluation: PolicyOutputs, totals: Totals, state: State, *, metrics: bool = True) -> Loss:
         """Compute a micro-batch's share of an optimiser step's loss. `totals` are the step's numbers of sequences and tokens.
 
-        The loss is the policy's, plus the critic's if there is one. If `metrics` is False, only the losses are computed and
-        no other terms, which speeds up loops of many small steps.
+        The loss is the policy's, plus the critic's if there is one. If `metrics` is False, the clip fractions, the approximate KL
+        and the entropy are not computed, which speeds up loops of many small steps.
         Errors: ValueError if the batch or the evaluation lacks a field that a part reads.
         """
         policy = self.policy_loss(prepared, evaluation, totals, state, metrics=metrics)
@@ -352,7 +352,7 @@ class PolicyGradient:
             largest = int(group_size(batch.group)[batch.present].max())
             if largest < self.min_group_size:
                 raise ValueError(
-                    f"Every group has {largest} trajectory and {self.name or _name(self.psi)} compares trajectories of a "
+                    f"The largest group has size {largest}, but {self.name or _name(self.psi)} compares trajectories of a "
                     f"group; expected at least {self.min_group_size}; sample more completions per prompt (num_generations)."
                 )
         reads_logp_ref = self.needs_reference and (not self.needs_exact_kl or bool(self.kl and self.kl.initial_state()))

@@ -1,4 +1,4 @@
-"""The target and the loss of deep Q-learning. `back_up` needs only the target network, so one call serves many updates."""
+"""The target and the loss of deep Q-learning. `back_up` reads no network that learns, so one call serves many updates."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def td_target(worth: Tensor, choosing_q: Tensor | None = None) -> Tensor:
 
 
 def q_loss(q: Tensor, action: Tensor, target: Tensor) -> Tensor:
-    """Return the mean Huber loss (δ = 1) between the values `q` [M, A] at the taken actions [M] and y, the `target` [M].
+    """Return the mean Huber loss (δ = 1) between Q(s_t, a_t), the entry of `q` [M, A] at `action` [M], and the `target` y [M].
 
     Formula: mean of ½·d² where |d| < 1 and |d| − ½ elsewhere, d = Q(s_t, a_t) − y
     """
@@ -47,7 +47,7 @@ def shares(action: Tensor, actions: int, size: int) -> Tensor:
 
 
 def q_slope(q: Tensor, shares: Tensor, target: Tensor) -> Tensor:
-    """Return the gradient [M, A] of `q_loss` in `q`: clip(Q(s_t, ·) − y, −1, 1)·w, with y the `target` and w the `shares`."""
+    """Return the gradient [M, A] of `q_loss` with respect to `q`: clip(Q(s_t, ·) − y, −1, 1)·w; y is `target`, w is `shares`."""
     return (q - target[:, None]).clamp_(-1, 1).mul_(shares)
 
 
@@ -58,5 +58,5 @@ def polyak(target: Tensor, source: Tensor, tau: float) -> None:
 
 
 def linear_epsilon(progress: float, fraction: float, first: float, last: float) -> float:
-    """Return ε after a share `progress` of a run. It falls linearly from `first` to `last` until `fraction`, then it stays."""
+    """Return ε after the share `progress` of a run. ε falls linearly from `first` to `last` in the first `fraction` of a run."""
     return last if progress >= fraction else first + (last - first) * progress / fraction

@@ -79,7 +79,7 @@ def has_slopes(algorithm: PolicyGradient) -> bool:
 
 
 def slopes(algorithm: PolicyGradient, prepared: Prepared, totals: Totals) -> Slopes | None:
-    """Return the closed-form gradient of a method with `has_slopes`; None if a step is masked or a filter dropped a row."""
+    """Return the closed-form gradient for a method that `has_slopes` accepts; None if a step is masked or a row was dropped."""
     surrogate, batch = algorithm.surrogate, prepared.batch
     if not prepared.is_full and not bool((batch.mask & prepared.keep[:, None]).all()):
         return None

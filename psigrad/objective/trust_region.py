@@ -20,7 +20,7 @@ Product = Callable[[Tensor], Tensor]
 def conjugate_gradients(product: Product, b: Tensor, steps: int, tolerance: float = 1e-10) -> Tensor:
     """Return x with A·x ≈ b for a symmetric positive definite matrix A. `product` is the function v -> A·v.
 
-    It ends after `steps` iterations, or when |b − A·x|² ≤ tolerance · |b|². In exact arithmetic, len(b) iterations suffice.
+    The iteration stops after `steps` rounds, or when |b − A·x|² ≤ tolerance · |b|². In exact arithmetic, len(b) rounds suffice.
 
     Source: Hestenes and Stiefel 1952.
     """
@@ -63,7 +63,7 @@ class TrustRegionStep:
     kl: float
     """Mean KL(old‖new) after the step."""
     tries: int
-    """Number of step lengths tried; 0 if the curvature along the gradient is not positive."""
+    """Number of step lengths tried; 0 if the curvature sᵀFs along the step is not positive."""
 
 
 def step(

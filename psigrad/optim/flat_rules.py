@@ -1,8 +1,8 @@
 """Adam and RMSprop on one flat vector of weights.
 
 Their steps are those of `torch.optim`'s classes; `tests/optim/test_flat_rules.py` compares them. On one small vector, torch's
-classes spend ten times as long on bookkeeping as on arithmetic. Denormal numbers, to which the moments of a weight decay if its
-gradient stays 0, are set to 0. Arithmetic on denormal numbers takes a hundred times as long.
+classes spend ten times as long on bookkeeping as on arithmetic. If a weight's gradient stays 0, its moments shrink to denormal
+numbers, on which arithmetic takes a hundred times as long. So denormal numbers are set to 0.
 """
 
 from __future__ import annotations

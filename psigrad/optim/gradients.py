@@ -3,7 +3,7 @@
 Autograd allocates a full gradient for every use of a weight in a forward pass, then adds it to the sum. An embedding that is tied
 to the head is used twice, and each gradient is as large as the weight. Inside `in_place` each use adds to the sum directly. With
 `recompute` the sum is not stored either: each use stores a few numbers per token, and rows of the gradient are computed from
-these on demand. The error of a pass that ran out of memory is here too.
+these on demand. This module also defines the exception for a pass that runs out of memory.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.nn import functional as F
 BLOCK_ELEMENTS = 1 << 20
 HELD = 0.5
 
-# Messages of errors that are plain RuntimeErrors: of PyTorch's CPU allocator, of CUDA and Triton, of cuBLAS and cuDNN. The last
-# ones allocate beside PyTorch's allocator, which may have taken all memory of the GPU.
+# Messages of out-of-memory errors that are plain RuntimeErrors: of PyTorch's CPU allocator, CUDA, Triton, cuBLAS and cuDNN. The
+# last two do not use PyTorch's GPU allocator, which may have taken all memory of the GPU.
 _OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "[CUDA]: out of memory", "STATUS_ALLOC_FAILED")
 
 
@@ -81,7 +81,7 @@ class Sums:
             self.float32[weight] = gradient.float()
 
     def defers(self, weight: Tensor, use: Use) -> bool:
-        """Store `use` for `blocks` and return True. Return False if `recompute` is off, `.grad` exists, or memory is over `HELD`.
+        """Store `use` for `blocks` and return True. Return False if `recompute` is off, `.grad` exists, or uses exceed `HELD`.
 
         After False, the caller must add the gradient of this use to the sum.
         """

@@ -1,4 +1,4 @@
-"""Rounding to bfloat16, and AdamW with less memory: 8-bit moments, and weights whose float32 master is absent or a remainder."""
+"""Rounding to bfloat16, and AdamW with less memory: 8-bit moments, and a 16-bit remainder or nothing instead of a master."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def levels(signed: bool) -> Tensor:
 
 @functools.cache
 def middles(signed: bool) -> Tensor:
-    """Return for each of `levels(signed)` the largest number that is rounded to it: the middle to the next level, or ∞.
+    """Return for each of `levels(signed)` the largest number that is rounded to it: the midpoint to the next level, or ∞.
 
-    Unlike in bitsandbytes, no second moment above 0 is rounded to 0: the next step, divided by √0 + ε, would be far too large.
+    Unlike in bitsandbytes, no second moment above 0 is rounded to 0, as the next step, divided by √0 + ε, would be far too large.
     """
     own = levels(signed)
     found = torch.cat([(own[1:] + own[:-1]) / 2, torch.tensor([math.inf])])
@@ -59,7 +59,7 @@ def middles(signed: bool) -> Tensor:
 def encode(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Quantise numbers [blocks, 256] to (codes [blocks, 256] uint8, scales [blocks]).
 
-    A block's scale is its largest absolute number. A code is the index, in `levels(signed)`, of the level nearest number / scale.
+    A block's scale is its largest absolute number. A code is the index in `levels(signed)` of number / scale, rounded to a level.
     """
     scales = x.abs().amax(1)
     shares = (x / scales[:, None]).nan_to_num_(0.0)
@@ -177,9 +177,9 @@ class LowMemoryAdamW:
 
     With `eight_bits` the moments are codes in blocks of 256 numbers. Embeddings have float32 moments, as in transformers, because
     their rows learn at very different rates. With `remainders` a float32 master is stored as the bfloat16 weight and a remainder
-    (`split`). Otherwise the new bfloat16 weight θ - η·m̂ / (√v̂ + ε) is rounded up or down at random. Steps smaller than 1/256 of
-    a weight are then right on average (Zamirai et al. 2020, arXiv:2010.06192). The random numbers depend on `seed`, the weight's
-    name and the step.
+    (`split`). A bfloat16 weight without a master or remainder is rounded up or down at random after its step. Steps smaller than
+    1/256 of the weight are then right on average (Zamirai et al. 2020, arXiv:2010.06192). The random numbers depend on `seed`,
+    the weight's name and the step.
     """
 
     betas: tuple[float, float]
@@ -231,9 +231,9 @@ class LowMemoryAdamW:
         )
 
     def _step_by_torch(self, w: AdamWWeight, remainder: Tensor | None, step: StepSize) -> None:
-        """Update one weight, with a `remainder` its float32 master (see `join`): by Triton, or a chunk at a time by torch.
+        """Update one weight by Triton, or a chunk at a time by torch. With a `remainder`, update its float32 master (see `join`).
 
-        This is used on other devices than the CPU. Tests compare the CPU's kernel with it.
+        This is used on devices other than the CPU. Tests compare the CPU's kernel with it.
         """
         triton = gpu_kernels(w.weight) if remainder is not None and w.scales is None and w.weight.is_contiguous() else None
         if triton is not None:
@@ -305,7 +305,7 @@ def _has_kernel(w: AdamWWeight) -> bool:
 def _tables() -> tuple[Tensor, ...]:
     """Return six lookup tables for the kernels, three for the signed first moment, then three for the unsigned second moment.
 
-    The three are the `levels`, the `middles`, and for each cell (an interval) the index of the lowest level of its numbers.
+    The three are the `levels`, the `middles`, and for each cell (an interval) the lowest level to which its numbers are rounded.
     """
     # A cell is the interval of floats with the same upper 16 bits, from 2^-24 to 1. There is no middle below 2^-24.
     edges = ((torch.arange((24 << 7) + 2) + (103 << 7)) << 16).to(torch.int32).view(torch.float32)

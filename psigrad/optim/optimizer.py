@@ -32,7 +32,7 @@ STATE_FILE = "optimizer.safetensors"
 """The file in a checkpoint with the tensors of `Optimizer.state_dict()`."""
 
 Losses = Iterable[Callable[[], Tensor]]
-Read = Callable[[Tensor], Any]  # `to_list`, or a function that reads further tensors by the same transfer
+Read = Callable[[Tensor], Any]  # `to_list`, or a function that also copies other tensors in the same transfer
 to_list: Read = methodcaller("tolist")
 _HALF = (torch.bfloat16, torch.float16)
 MAX_NONFINITE = 3
@@ -143,7 +143,7 @@ class Optimizer:
     def step(self, losses: Losses, lr: float, read: Read = to_list) -> float | None:
         """Sum the gradients of the losses (one function per micro-batch), and update the weights with the learning rate `lr`.
 
-        Return the gradient norm before clipping, which `read` copies to the CPU; None if it is not finite: no weight changes.
+        Return the norm before clipping, which `read` copies to the CPU. If it is not finite, return None and change no weight.
         """
         norms = step_together([(self, lr)], losses, read)
         return None if norms is None else norms[0]
@@ -156,7 +156,7 @@ class Optimizer:
 
     @property
     def has_buffers(self) -> bool:
-        """True if a half-precision weight has a `buffer`, since gradients of several passes were summed in the last step."""
+        """True if a half-precision weight has a `buffer`, so that the last step summed gradients of several passes."""
         return any(w.buffer is not None for w in self._half)
 
     @contextlib.contextmanager
@@ -183,7 +183,7 @@ class Optimizer:
             w.buffer = None
 
     def finish_backward(self) -> None:
-        """Sum the gradients of a step's passes: on a weight's master if a part of the sum is there, otherwise on the weight."""
+        """Complete each weight's sum of gradients: on its master if part of the sum is already there, otherwise on the weight."""
         self.sums.finish()
         for w in self._half:
             if w.parameter in self.sums.float32:
@@ -198,7 +198,7 @@ class Optimizer:
         return [w.master for w in self.weights.values() if w.local is w.parameter]
 
     def norm(self, read: Read = to_list) -> float:
-        """Return the norm of the gradient, copied to the CPU by `read`. Move each gradient to the tensor that the update reads.
+        """Return the norm of the gradient, copied to the CPU by `read`. First move each gradient to where the update reads it.
 
         An update rule reads the master's gradient. Kernels that update a half-precision weight read the weight's own gradient.
         """
@@ -267,7 +267,7 @@ class Optimizer:
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore a state from `tensors`, the result of `state_dict`. The state of a parameter that `tensors` lacks becomes 0.
 
-        Raises `UserError`, and changes nothing, if `tensors` has the state of other parameters or of another rule.
+        Raises `UserError`, and changes nothing, if `tensors` has the state of another rule, or other parameters or shapes.
         """
         tensors, masters = dict(tensors), {f"master.{name}" for name in self.weights}
         # A checkpoint may be from another device: a CPU stores a master as it is, a GPU as a remainder.

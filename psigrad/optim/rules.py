@@ -64,7 +64,7 @@ class UpdateRule(Protocol):
         """Return the initial state of the parameter `p`, called `name`, as {name of a state tensor: tensor}."""
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Update the weights and states in `updates` in place. `updates` has all parameters with a gradient."""
+        """Update the weights and states in `updates` in place. `updates` has the rule's parameters that have a gradient."""
 
 
 def adamw_kernels(dtype: torch.dtype, device: str) -> OptimizerKernels | None:
@@ -96,7 +96,7 @@ class AdamW:
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
         """Update all parameters: by kernels if there are any and the gradient is in half precision, otherwise by torch.
 
-        Both clip the gradients while they read them. A separate pass over memory would take a third of a step's time.
+        The kernels and torch clip gradients while reading them. A separate pass over memory would take a third of a step's time.
         """
         half = [u for u in updates if u.stored is not None and u.gradient.dtype == u.stored.dtype]
         plain = [u for u in updates if u.stored is None or u.gradient.dtype != u.stored.dtype]
@@ -185,8 +185,8 @@ class Muon:
 
 @dataclass(frozen=True)
 class Adafactor:
-    """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235) with the run's learning rate in place of the paper's schedule. The bits
-    are those of transformers' `Trainer`. For a matrix it stores only R and C, mean squares of the gradient's rows and columns.
+    """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235) with the run's learning rate in place of the paper's schedule, bit for
+    bit as in transformers' `Trainer`. For a matrix it stores only R and C, mean squares of the gradient's rows and columns.
 
     Formula: R ← β·R + (1 − β)·mean_cols(g² + 10⁻³⁰),  C likewise by mean_rows, β = 1 − t^−0.8;  u = g / √(R·Cᵀ / mean(R));
              θ ← θ − lr·λ·θ − lr · u / max(1, rms(u)), in step t with gradient g and weight decay λ

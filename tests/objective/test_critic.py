@@ -43,5 +43,5 @@ def test_a_critic_may_have_an_estimator_of_returns_of_its_own():
     to_go = reward_to_go()(rows)  # λ = 1: the critic learns the return itself
     torch.testing.assert_close(prepared.returns[rows.mask], to_go[rows.mask])
     assert not torch.allclose(plain.returns[rows.mask], to_go[rows.mask])
-    with pytest.raises(ValueError, match=r"critic\.returns is whitened or has a memory"):
+    with pytest.raises(ValueError, match=r"critic\.returns is whitened or has a state"):
         replace(resolve("ppo"), critic=value_loss(returns=whitened(gae())))

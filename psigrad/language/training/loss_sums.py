@@ -56,7 +56,7 @@ class LossSums:
         return loss.value
 
     def of(self, share: Callable[[], Loss], weight: float = 1.0) -> Tensor:
-        """Compute a micro-batch's loss by `share()`, `add` and return it. If `weight` is 0, return 0 · loss and add nothing."""
+        """Compute a loss by `share()`, `add` it to the sums, and return it. If `weight` is 0, return 0 · loss and add nothing."""
         loss = share()
         return self.add(loss) if weight else 0.0 * loss.value
 

@@ -1,8 +1,8 @@
 """The psi slot: Batch -> A [N,T], the factor of grad log π(a_t|s_t).
 
 An advantage never carries gradient. A part that needs more than rewards declares it in `needs`: "value" (a critic),
-"action_value" (a critic of actions) or "group" (at least two trajectories of each group). `PolicyGradient` checks `needs`. A
-custom psi is any function Batch -> Tensor [N,T].
+"action_value" (a critic of actions), "group" (at least two trajectories of each group) or "parts" (the output of each reward
+function). `PolicyGradient` checks `needs`. A custom psi is any function Batch -> Tensor [N,T].
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def needs_of(part: object) -> frozenset[str]:
 
 
 def over_steps(x_N: Tensor, batch: Batch) -> Tensor:
-    """Return [N, T]: row i has the number `x_N[i]` on all of its steps, except for 0 on masked steps."""
+    """Return [N, T]: row i has the number `x_N[i]` on each of its steps, and 0 on masked steps."""
     return zero_outside(batch.mask, x_N[:, None].expand(batch.mask.shape))
 
 

@@ -63,7 +63,7 @@ def sequence_sum(mask: Tensor, totals: Totals) -> Tensor:
 
 @dataclass(frozen=True)
 class fixed_length:
-    """The weights w of the sum over each sequence's steps divided by a constant n, then the mean over sequences: no length bias.
+    """Weights w without a length bias: sum over each sequence's steps, divide by a constant n, then take the mean over sequences.
 
     Formula: w_t = 1 / (n · number of sequences)
 
@@ -93,7 +93,7 @@ Keep = Callable[..., Tensor]
 def has_signal(batch: Batch) -> Tensor:
     """Drop groups whose trajectories all have the same value M. The trainer then collects other groups.
 
-    Formula: keep i  ⇔  min(M) < max(M) in the group of i; M_i is trajectory i's reward, or the one that `filter_metric` names
+    Formula: keep i  ⇔  min(M) < max(M) in the group of i; M_i is trajectory i's return, or the reward that `filter_metric` names
 
     The test is exact equality, since the standard deviation of floats is not 0 for eight rewards of 0.1. The paper compares
     correctness. With a length penalty in the reward, a group of right answers would be kept although it teaches length alone. In
@@ -180,12 +180,12 @@ class top_entropy:
 
 @dataclass(frozen=True)
 class clip_covariance:
-    """Drop a few of the steps that lower the entropy most: likely ones of high advantage, or unlikely ones of low advantage.
+    """Drop a few of the tokens that lower the entropy most: likely ones of high advantage, or unlikely ones of low advantage.
 
     Formula: C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A))
-             of the steps with low < C_t < high, drop share · (number of all steps) at random, at least one
+             of the tokens with low < C_t < high, drop share · (number of all tokens) at random, at least one
 
-    The random choice is a hash of the log-probs, so the same steps are dropped whatever the order of the batch's rows.
+    The random choice is a hash of the log-probs, so the same tokens are dropped whatever the order of the batch's rows.
 
     Source: Cui et al. 2025, Clip-Cov, arXiv:2505.22617; verl's clip_cov (which recomputes C_t for every micro-batch).
 
@@ -194,11 +194,11 @@ class clip_covariance:
     """
 
     share: float = 2e-4
-    """The share of all steps to drop; at least one step. verl's clip_cov_ratio."""
+    """The share of all tokens to drop; at least one token. verl's clip_cov_ratio."""
     low: float = 1.0
-    """The least covariance of a step that may be dropped."""
+    """Only tokens with a covariance above this can be dropped."""
     high: float = 5.0
-    """The greatest covariance of a step that may be dropped."""
+    """Only tokens with a covariance below this can be dropped."""
     needs: ClassVar[frozenset[str]] = frozenset({"advantage"})
 
     def __post_init__(self) -> None:

@@ -12,8 +12,8 @@ from psigrad.objective.lazy_torch import Tensor, torch
 
 @dataclass(frozen=True)
 class value_loss:
-    """Mean squared error of the critic against the return R_t = Â_t + V_old(s_t). Â_t is computed by the
-    psi that `returns` gives; if `returns` is None, by the method's own psi, before whitening.
+    """Half the mean squared error of the critic against the return R_t = Â_t + V_old(s_t). Â_t is computed by the psi `returns`
+    or, if that is None, the method's own psi before whitening.
 
     Formula: c_V · ½·(V(s_t) − R_t)², and with clip ε: c_V · ½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²)
              c_V is `coefficient`, ε is `clip`
@@ -29,7 +29,7 @@ class value_loss:
     clip: float | None = None
     """ε: once V has moved by ε from V_old, moving further does not lower the loss. TRL's cliprange_value. None: no clip."""
     returns: Callable[[Batch], Tensor] | None = None
-    """A psi that estimates R_t − V_old(s_t), such as gae(lam=1). The critic can then have another λ than the policy (decoupled
+    """A psi that estimates R_t − V_old(s_t), such as gae(lam=1). The critic's λ can then differ from the policy's (decoupled
     GAE, Yuan et al. 2025, VC-PPO, arXiv:2503.01491). None: the method's own psi, before whitening.
     """
 

@@ -1,6 +1,6 @@
 """More parts for the psi slot: advantages that compare a completion with its group. `advantage.py` has the simpler ones.
 
-Most of them read one number per trajectory, its summed reward R_i, and assign it to each of its steps.
+Most of them compute one advantage per trajectory, from the trajectory's summed reward R_i, and assign it to each of its steps.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def length_weighted_mean(batch: Batch) -> Tensor:
     Formula: A_t = R_i − Σ_j |y_j|·R_j / Σ_j |y_j|
 
     This baseline has the least variance if the squared norm of ∇log π(y) grows in proportion to the length of y. It contains R_i,
-    so the expected gradient is not exactly that of the expected reward. The plain mean has the same bias.
+    so the expected gradient is not exactly that of the expected reward. The plain mean is biased for the same reason.
 
     Source: Hao et al. 2025, OPO, arXiv:2505.23585.
 

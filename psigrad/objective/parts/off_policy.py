@@ -1,7 +1,7 @@
 """Surrogates for samples of another policy.
 
-They fill the surrogate slot. If the sampler's log-probs are not known, log π_old takes their place. All but `off_policy_mask`
-weight steps by π / π_sampler and ignore the ratio slot, so a method with one of these may have no correction.
+They fill the surrogate slot. If the sampler's log-probs are not known, log π_old takes their place. `symmetric_mask` and
+`gamma_weight` weight steps by π / π_sampler and ignore the ratio slot. A method with one of these two must have no correction.
 """
 
 from __future__ import annotations

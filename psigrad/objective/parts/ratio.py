@@ -114,7 +114,7 @@ LEVELS: tuple[Level, ...] = ("token", "sequence", "geometric")
 
 
 def _sampler_ratio(batch: Batch, level: Level) -> Tensor:
-    """Return π_old / π_sampler [N, T] of each step ("token"), or the product or geometric mean of the sequence's ratios."""
+    """Return π_old / π_sampler [N, T]: each step's ratio ("token"), or the product ("sequence") or geometric mean of them."""
     gap = _gap(batch)
     if level != "token":
         gap = gap.sum(1, keepdim=True).expand(gap.shape)
@@ -279,7 +279,7 @@ def span_kl(logp: Tensor, ends: Tensor, theirs: Tensor, baseline: Tensor | None 
 
 @dataclass(frozen=True)
 class adaptive:
-    """A coefficient that follows a target: it rises when the KL of a sequence is above the target, and falls when below.
+    """A coefficient that follows a target: it rises if the mean KL per sequence is above the target, and falls if below.
 
     Formula: β ← β · (1 + clip(KL/target − 1, −0.2, 0.2) · sequences/horizon)
 
@@ -320,9 +320,9 @@ class KL:
     exact_forward is KL(π_ref‖π) summed over the vocabulary, exact_js the Jensen–Shannon divergence with weight `mixture`.
     span is for a reference with another tokenizer: Σ_w (log π(w) − log π_ref(w)) over pieces of text w. A piece ends where both
     tokenizers end a token. The gradient is Σ_w (log π(w) − log π_ref(w))·∇log π(w).
-    In the loss, k1 has gradient 0 in expectation and raises an error. The gradient of k3 is ∇KL(π_ref‖π), as in GRPO's paper;
-    that of k2, k1+, k3+ and exact is ∇KL(π‖π_ref). With importance_weighted each step counts ρ_t·k(d_t), which corrects for steps
-    sampled from π_old in later epochs. k1 and k3 then pass gradient through ρ_t, and their value and gradient are both correct.
+    In the loss, k1 has gradient 0 in expectation, and raises an error. The gradient of k3 is ∇KL(π_ref‖π), as in GRPO's paper;
+    that of k2, k1+, k3+ and exact is ∇KL(π‖π_ref). With importance_weighted k1 is allowed, and each step counts ρ_t·k(d_t), which
+    corrects for steps sampled from π_old. k1 and k3 then pass gradient through ρ_t, and their value and gradient are correct.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593 (reward); Shao et al. 2024, GRPO, arXiv:2402.03300 (loss, k3); Schulman 2020,
     Approximating KL divergence; DeepSeek-V3.2, arXiv:2512.02556 (importance-weighted k3).

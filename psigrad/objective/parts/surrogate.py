@@ -35,11 +35,11 @@ SEQUENCES = frozenset({"mask"})
 
 
 class SilentSurrogate:
-    """The base class of surrogates whose gradient is 0 wherever the advantage is 0."""
+    """The base class of surrogates whose gradient is 0 at steps of advantage 0 that their method `marks` does not choose."""
 
 
 class RatioSurrogate(SilentSurrogate):
-    """The base class of surrogates whose gradient flows through the ratio alone, and is 0 wherever the advantage is 0."""
+    """The base class of silent surrogates (see `SilentSurrogate`) whose gradient flows through the ratio alone."""
 
 
 class SamplerWeighted(SilentSurrogate):
@@ -165,7 +165,7 @@ def innermost(surrogate: Surrogate) -> Surrogate:
 
 
 def silent_without_advantage(surrogate: Surrogate) -> bool:
-    """Return True if a step of advantage 0 certainly has zero gradient. A custom surrogate gives False, as it may do anything."""
+    """Return True if a step of advantage 0 has zero gradient unless `marks` chooses it. For a custom function, return False."""
     return innermost(surrogate) in (score, unclipped) or isinstance(innermost(surrogate), SilentSurrogate)
 
 
@@ -194,7 +194,7 @@ class soft_clip(RatioSurrogate):
     Formula: L_t = −(4/τ)·σ(τ·(ρ_t − 1))·A_t
              τ is the parameter `positive` where A_t > 0, `negative` elsewhere
 
-    At ρ = 1 the gradient is that of ρ_t·A_t.
+    At ρ = 1 the gradient is that of −ρ_t·A_t.
 
     Source: Gao et al. 2025, SAPO, arXiv:2511.20347; TRL loss_type "sapo".
 
@@ -225,7 +225,7 @@ class divergence_mask(SilentSurrogate):
              M_t = 0 where A_t > 0 and π − π_old > δ, or A_t < 0 and π_old − π > δ; else 1
 
     The parameter `delta` (δ) bounds the change of the token's probability, not of its ratio. A rare token's probability may grow
-    by a large factor, a likely token's only by a small share. The change is the total variation if other tokens count as one.
+    by a large factor, a likely token's only by a small share. The change is the total variation if all others count as one token.
 
     Source: Qi et al. 2026, DPPO (binary TV), arXiv:2602.04879; verl's dppo_tv.
 
@@ -286,19 +286,19 @@ class geometric_clip(RatioSurrogate):
 
 @dataclass(frozen=True)
 class covariance_penalty(RatioSurrogate):
-    """The importance-weighted surrogate, with a penalty on changes of the few steps that lower the entropy most.
+    """The importance-weighted surrogate, with a penalty on changes of the few tokens that lower the entropy most.
 
     Formula: L_t = −ρ_t·A_t + [t ∈ M]·coefficient·|log ρ_t|
-             M are the steps with the greatest C_t, with |M| = share·(number of all steps)
+             M are the tokens with the greatest C_t, with |M| = share·(number of all tokens)
              C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A))
 
-    The penalty needs several passes or minibatches. In the first pass ρ_t = 1, where it has no gradient.
+    The penalty has no effect in the first optimiser step on a batch, where ρ_t = 1. It needs several passes or minibatches.
 
     Source: Cui et al. 2025, KL-Cov, arXiv:2505.22617; verl's kl_cov (which chooses M again in every micro-batch).
     """
 
     share: float = 2e-3
-    """The share of all steps with the penalty; at least one step. verl's kl_cov_ratio."""
+    """The share of all tokens that get the penalty; at least one token. verl's kl_cov_ratio."""
     coefficient: float = 1.0
     """Weight of the penalty; verl's ppo_kl_coef."""
     needs: ClassVar[frozenset[str]] = frozenset({"marks"})
@@ -311,7 +311,7 @@ class covariance_penalty(RatioSurrogate):
             )
 
     def marks(self, batch: Batch, advantage: Tensor) -> Tensor:
-        """Return the mask [N, T] of the penalised steps: the fraction `share` of all steps that has the greatest C_t."""
+        """Return the mask [N, T] of the penalised tokens: the fraction `share` of all tokens that has the greatest C_t."""
         covariance = step_covariance(batch.logp_old, advantage, batch.mask).masked_fill(~batch.mask, -math.inf).flatten()
         count = min(max(int(self.share * int(batch.mask.sum())), 1), int(batch.mask.sum()))
         marked = torch.zeros_like(batch.mask).flatten()
@@ -319,7 +319,7 @@ class covariance_penalty(RatioSurrogate):
         return marked.view(batch.mask.shape)
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, marks: Tensor) -> Tensor:
-        """Return the loss [N, T] of each step. `marks` [N, T] is True on the steps in M."""
+        """Return the loss [N, T] of each token. `marks` [N, T] is True on the tokens in M."""
         return -exp_ratio(log_ratio) * advantage + torch.where(marks, self.coefficient * log_ratio.abs(), 0.0)
 
 

@@ -1,9 +1,9 @@
-"""Learning from comparisons without a reward model: a preference loss is score × link × margin.
+"""Learning from comparisons without a reward model: a preference loss is a choice of score, link and margin.
 
-    loss = (1/N) Σ_n link(h_w − margin, h_l) + λ·NLL(chosen),   h = β·score(log π(y|x), log π_ref(y|x), |y|)
+    loss = p·(1/N) Σ_n link(h_w − margin, h_l) + λ·NLL(chosen),   h = β·score(log π(y|x), log π_ref(y|x), |y|)
 
-h_w is the h of the chosen completion, h_l of the rejected one. N and the number of chosen tokens in NLL are those of the whole
-optimiser step, so any split into micro-batches gives the same gradient. KTO, for unpaired completions, has its own class.
+h_w is the h of the chosen completion, h_l of the rejected one; |y| is a number of tokens. N and the number of tokens in the mean
+NLL are those of the whole optimiser step, so any split into micro-batches gives the same gradient. KTO has its own class.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Pairs:
     ref_rejected: Tensor | None = None
     """[N] summed log-probs under the reference policy."""
     margin: Tensor | None = None
-    """[N] the margin by which the chosen completion is better, for preferences with a margin per pair."""
+    """[N] the margin by which the chosen completion should be better, for preferences with a margin per pair."""
 
     def __post_init__(self) -> None:
         _check_rows(self)
         fewest = torch.minimum(self.tokens_chosen, self.tokens_rejected)
         if fewest.is_cpu and bool((fewest < 1).any()):  # reading it from a GPU would stall the CPU
-            raise ValueError("A completion of the pairs has no tokens; expected at least 1 in each; leave empty completions out.")
+            raise ValueError("A completion of the pairs has no tokens; expected at least 1 in each; drop empty completions.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ class Labelled:
 
 
 def _check_rows(of: Pairs | Labelled, but: tuple[str, ...] = ()) -> None:
-    """Raise `ValueError` if a field of `of`, except those named in `but`, has another shape than the first field, [N]."""
+    """Raise `ValueError` unless the fields of `of`, except those named in `but`, all have one shape [N]."""
     given = {f.name: getattr(of, f.name) for f in fields(of) if f.name not in but and getattr(of, f.name) is not None}
     shape = next(iter(given.values())).shape
     for name, tensor in given.items():
@@ -161,7 +161,7 @@ class logistic:
         _check_smoothing(self.label_smoothing)
 
     def __call__(self, chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-        """Return the loss [N] of pairs from h_w (`chosen`) and h_l (`rejected`), which have the factor `beta` already."""
+        """Return the loss [N] of pairs from h_w (`chosen`) and h_l (`rejected`), which already include the factor `beta`."""
         h, e = chosen - rejected, self.label_smoothing
         return -(1 - e) * logsigmoid(h) - (e * logsigmoid(-h) if e else 0)  # 0·∞ is NaN where π(rejected) = 0
 
@@ -185,13 +185,13 @@ class robust:
         _check_smoothing(self.label_smoothing)
 
     def __call__(self, chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-        """Return the loss [N] of pairs from h_w (`chosen`) and h_l (`rejected`), which have the factor `beta` already."""
+        """Return the loss [N] of pairs from h_w (`chosen`) and h_l (`rejected`), which already include the factor `beta`."""
         h, e = chosen - rejected, self.label_smoothing
         return -((1 - e) * logsigmoid(h) - e * logsigmoid(-h)) / (1 - 2 * e)
 
 
 def hinge(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """The hinge loss: 0 once the score of the chosen completion exceeds that of the rejected one by 1.
+    """The hinge loss: 0 once β·score of the chosen completion exceeds β·score of the rejected one by 1.
 
     Formula: max(0, 1 − (h_w − h_l))
 
@@ -253,7 +253,7 @@ def nca_pair(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def bco_pair(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """The loss of a classifier that takes each completion as chosen or rejected, without the paper's shift δ.
+    """The loss of a classifier that tells chosen from rejected completions, without the paper's shift δ.
 
     Formula: −log σ(h_w) − log σ(−h_l)
 
@@ -295,7 +295,7 @@ class Preference:
     sft: float = 0.0
     """λ: the weight of the negative log-likelihood of the chosen completions, per token."""
     preference: float = 1.0
-    """The weight of the link's loss relative to the likelihood; ORPO's λ."""
+    """p: the weight of the link's loss; ORPO's λ."""
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -310,7 +310,7 @@ class Preference:
 
     @property
     def needs_reference(self) -> bool:
-        """True if the log-probs of a reference policy are read."""
+        """True if the score reads a reference policy's log-probs; False for any custom score."""
         return self.score in (log_ratio, mean_log_ratio)
 
     def rewards(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
@@ -361,7 +361,7 @@ def correct(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class OnlinePreference:
-    """A preference loss on pairs that the policy samples and a reward ranks, step by step.
+    """A preference loss on pairs that are sampled from the policy in each training step and ranked by a reward.
 
     Source: Guo et al. 2024, online DPO, arXiv:2402.04792, with a reward instead of the judge.
     """
@@ -370,7 +370,7 @@ class OnlinePreference:
     """The loss of each pair."""
     name: str = ""
     min_group_size: int = 2
-    """The number of completions of one prompt from which a pair is picked."""
+    """The least number of completions of one prompt from which a pair can be picked."""
     needs_critic: ClassVar[bool] = False
 
     def initial_state(self) -> dict[str, float]:
@@ -379,7 +379,7 @@ class OnlinePreference:
 
     @property
     def needs_reference(self) -> bool:
-        """True if the log-probs of a reference policy are read."""
+        """True if the loss reads the log-probs of a reference policy."""
         return self.loss.needs_reference
 
 

@@ -1,9 +1,9 @@
-"""Losses and metrics of reward models: comparisons and steps.
+"""Losses and metrics of reward models that learn from comparisons or from labelled solution steps.
 
 All losses are sums over their inputs, divided by totals of the whole optimiser step. Any split into micro-batches therefore gives
 the same gradient.
 
-`psigrad reward` trains by `BradleyTerry`, and by `process_loss` on stepwise rows.
+`psigrad reward` trains with `BradleyTerry` on pairs, and with `process_loss` on solutions with labelled steps.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def process_loss(logits: Tensor, labels: Tensor, total_steps: int) -> Loss:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A comparison of the model's confidence max(p, 1 − p) with its accuracy, in bins of confidence."""
+    """A reward model's confidence max(p, 1 − p), with p = P(chosen beats rejected), and its accuracy, in bins of confidence."""
 
     lower: tuple[float, ...]
     """The least confidence of each bin."""

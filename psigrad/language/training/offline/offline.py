@@ -50,7 +50,7 @@ class Task(Protocol):
         """
 
     def held_out(self, budget: int, world: World = ALONE) -> Mapping[str, float | str]:
-        """Return metrics over all rows; a text is a result of `marks_of`. All processes share the work. Call without gradient."""
+        """Return metrics over all rows: numbers, or texts by `marks_of`. All processes share the work. Call under `no_grad`."""
 
 
 class Settings(Protocol):
@@ -70,7 +70,7 @@ class Settings(Protocol):
 
     @property
     def micro_batch_tokens(self) -> int:
-        """The most tokens of one forward pass."""
+        """The maximum number of tokens in one forward pass."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def step(run: OfflineRun, state: State) -> Outcome[State]:
 
 
 def learn(run: OfflineRun, rows: Sequence[int], lr: float) -> tuple[float | None, LossSums]:
-    """Take one optimiser step on these rows. Return (the gradient's norm, None if it is not finite; the loss and its terms)."""
+    """Take one optimiser step on these rows. Return (the gradient's norm or None if it is not finite, the step's `LossSums`)."""
     world, sums = run.world, LossSums(run.world)
     passes = run.task.shares(rows, run.config.micro_batch_tokens, num_teams(world))
     shares = shard(world, [partial(add_balance_loss, run.task.model, share, len(passes)) for share in passes])

@@ -25,7 +25,7 @@ from psigrad.processes.parallel.world import ALONE, World, map_shared, num_teams
 def answer_logps(
     model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]], cache: ActivationCache | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (log π of every answer, summed over its target tokens; the number of these), both [N]. `cache`: see `evaluate`."""
+    """Return (log π [N] of all answers, summed over target tokens, and the number [N] of these). For `cache` see `evaluate`."""
     texts = [[text for answer in group for text in answer.texts] for group in answers]
     logp = model.evaluate(Groups(prompts, [[text.ids for text in group] for group in texts]), cache=cache).logp
     mask = torch.zeros(logp.shape, dtype=torch.bool)
@@ -44,9 +44,9 @@ def answer_logps(
 def reference_logps(
     model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]], budget: int, world: World = ALONE
 ) -> list[list[float]]:
-    """Return log π_ref of every answer, summed over its tokens, as one list per prompt. A pass has at most `budget` tokens.
+    """Return log π_ref of every answer, summed over its target tokens, as one list per prompt.
 
-    A LoRA model without its adapter is its own reference.
+    A forward pass has at most `budget` tokens. The reference of a LoRA model is the model without its adapter.
     """
     found: list[list[float]] = [[] for _ in prompts]
     sizes = [len(p) + sum(a.tokens for a in group) for p, group in zip(prompts, answers, strict=True)]
@@ -63,9 +63,9 @@ def reference_logps(
 
 @dataclass(frozen=True)
 class PreferenceTask:
-    """The task of a `Preference` loss on pairs. `reference` has each pair's log-probs (chosen, rejected) if the loss needs them.
+    """The task of a `Preference` loss on pairs. `cache` has the activations from sampling, if the model itself wrote the answers.
 
-    `cache` has the activations from sampling, if the model itself wrote the answers.
+    `reference` has the reference's log-probs of each pair (chosen, rejected), if the loss needs them.
     """
 
     model: LanguageModel
@@ -127,7 +127,7 @@ class PreferenceTask:
         return {**sum_terms(terms for terms, _ in found), **{f"rewards/accuracies/{name}": value for name, value in more.items()}}
 
     def _judge(self, targets: int, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
-        """Return (what these pairs add to each term of the task's loss, [1 for a correct pair, ½ for a tie, else 0]).
+        """Return (the contribution of these pairs to each term of the task's loss, [1 for a correct pair, ½ for a tie, else 0]).
 
         `targets` is the number of target tokens in the chosen answers of the whole task.
         """
@@ -140,7 +140,7 @@ class PreferenceTask:
 class KTOTask:
     """The task of the KTO loss on rows labelled good or bad.
 
-    `reference` has for each row the log-probs of its own answer and of its mismatched answer (`mismatch`).
+    `reference` has the reference's log-probs of each row's own answer and of its mismatched answer (`mismatch`).
     """
 
     model: LanguageModel
@@ -176,7 +176,7 @@ class KTOTask:
 
     @torch.no_grad()
     def _z(self, rows: Sequence[int], budget: int, world: World) -> Tensor:
-        """Return KTO's estimate z of the KL from these rows' mismatched answers (`mismatch`), in passes of `budget` tokens."""
+        """Return z, KTO's estimate of the KL, from these rows' mismatched answers (`mismatch`), in passes of `budget` tokens."""
         others = [self._mismatched[i] for i in rows]
         sizes = [len(self.rows[i].prompt) + a.tokens for i, a in zip(rows, others, strict=True)]
         logps, parts = torch.zeros(len(rows)), pack_by_tokens(sizes, budget, num_teams(world))

@@ -55,7 +55,7 @@ class RewardTask:
         return self.loss.loss(scores[:, 0], scores[:, 1], margin, total)
 
     def _judge(self, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
-        """Return (the terms of the loss on these pairs, the margin of each pair: its chosen score minus its rejected score)."""
+        """Return (the contribution of these pairs to each term of the task's loss, [each pair's chosen − rejected score])."""
         scores = self.scores(rows)
         loss = self._loss_of(scores, rows, len(self))
         lead = scores.double()

@@ -66,7 +66,7 @@ def to_batch(
             earned[n, place] += reward
             rewarded[n, place] = True
     outcome = torch.tensor([(t.reward or 0.0) - math.fsum(r for _, r in t.step_rewards) for t in rows], dtype=precision)
-    ends = (outcome != 0) | ~rewarded.any(1)  # if steps have rewards, an outcome of 0 does not count as one
+    ends = (outcome != 0) | ~rewarded.any(1)  # if steps have rewards, an outcome of 0 is not another reward
     return Batch(
         mask=mask,
         reward=terminal(outcome, mask) + earned,
@@ -141,7 +141,7 @@ def inputs_of(batch: Batch, micro: MicroBatch) -> Groups:
 
 
 def reference_inputs_of(batch: Batch, micro: MicroBatch) -> Groups | None:
-    """Return the reference's inputs for a micro-batch if the reference reads other prompts than the policy; otherwise None."""
+    """Return the reference's inputs for a micro-batch if its prompts differ from the policy's; otherwise None."""
     own = [batch.inputs[members[0]].teacher_prompt_ids for members in micro]
     if not any(own):
         return None
@@ -162,7 +162,7 @@ def _contexts_of(batch: Batch, micro: MicroBatch) -> list[tuple[tuple[int, ...],
 
 
 def to_rows(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
-    """Return the model's outputs `x` for `inputs_of(batch, micro)` as [n, T]: one line per row of `micro`, padded with zeros."""
+    """Return `x`, the outputs of a model for `inputs_of(batch, micro)`, as [n, T], one line per row of `micro`, zero-padded."""
     width, rows = batch.mask.shape[1], rows_of(micro).tolist()
     pieces = [piece for _, own in _contexts_of(batch, micro) for piece in own]
     if [i for i, _ in pieces] == rows:  # one part for each row, in order
@@ -182,7 +182,7 @@ def minibatches(count: int, shares: int, seed: int, step: int, iteration: int) -
 
 
 def outputs_by_row(evaluation: PolicyOutputs, batch: Batch, micro: MicroBatch) -> PolicyOutputs:
-    """Return a forward pass's outputs as tensors [n, T], with one line per row of the micro-batch; see `to_rows`."""
+    """Return a forward pass's outputs as tensors [n, T], with the n rows of the micro-batch; see `to_rows`."""
     return PolicyOutputs(**{name: to_rows(x, batch, micro) for name, x in vars(evaluation).items() if x is not None})
 
 

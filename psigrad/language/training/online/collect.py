@@ -100,7 +100,7 @@ def collect(run: OnlineRun, cursor: int, version: int, clock: Clock, cache: Acti
     """Sample and score completions of `prompts_per_step` prompts, starting with prompt number `cursor` of the run.
 
     The sampler uses the weights after `version` training steps. With dynamic sampling (DAPO, Yu et al. 2025), new prompts replace
-    those whose completions all have the same metric (`metric_of`). This is repeated at most `max_refills` times.
+    those that are unscored, or whose completions all have the same metric (`metric_of`), at most `max_refills` times.
     """
     config = run.config
     trajectories: list[Trajectory] = []
@@ -150,7 +150,7 @@ def pick_prompts(prompts: Sequence[Prompt], seed: int, cursor: int, count: int) 
 
 
 def completion_seed(seed: int, cursor: int, i: int, k: int) -> int:
-    """Return the seed of completion k of a step's i-th prompt; `cursor` is the number of prompts drawn before the step."""
+    """Return the seed of completion k of prompt number `cursor` + i of the run. `seed` is the run's seed."""
     return seeds.derive(seed, "sample", cursor + i, k)
 
 
@@ -163,7 +163,7 @@ def penalise_truncated(trajectory: Trajectory, penalty: float) -> Trajectory:
 
 
 def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int) -> Iterator[list[Trajectory]]:
-    """Yield each `group_size` consecutive completions without their unscored and empty ones, if at least `smallest` remain."""
+    """Yield the groups of `group_size` consecutive completions, without unscored and empty ones, if `smallest` or more remain."""
     for start in range(0, len(trajectories), group_size):
         group = [t for t in trajectories[start : start + group_size] if t.reward is not None and t.completion.ids]
         if len(group) >= smallest:

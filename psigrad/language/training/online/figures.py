@@ -24,7 +24,7 @@ from psigrad.processes.parallel.world import World
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """The result of training on one collection: all its optimiser steps."""
+    """The result of all optimiser steps on one collection."""
 
     metrics: Mapping[str, Any]
     algorithm: dict[str, float]
@@ -130,7 +130,7 @@ class TokenFigures:
         self.logp, self.entropy = torch.full(shape, math.nan), torch.full(shape, math.nan)
 
     def store(self, rows: Tensor, evaluation: PolicyOutputs, sums: LossSums) -> None:
-        """Let `sums` copy the log-probs and entropies of a pass to the host, then store them. `rows` are its rows' indices."""
+        """Let `sums` copy a pass's log-probs and entropies to the host, then store them. `rows` are the indices of its rows."""
         wanted = rows < self.count
 
         def fill(table: Tensor, values: Tensor) -> None:
@@ -180,7 +180,7 @@ def rollout_rows(
     record_tokens: int,
     record_prompts: int = 0,
 ) -> Sequence[Mapping[str, Any]]:
-    """Return a row of rollouts.jsonl for every completion of the step. `prompts` are all prompts of the run, by `Prompt.index`.
+    """Return a row of rollouts.jsonl for every completion of a step. `prompts` are the run's prompts, sorted by `Prompt.index`.
 
     A row has an advantage, from the update `learned`, if its completion was trained on. Rows of the first `record_tokens` groups
     also have lists with a value per token, such as log-probs. If `record_prompts` is not 0, only completions of the first

@@ -35,7 +35,7 @@ def learn_preferences(
     lr: float,
     cache: ActivationCache | None,
 ) -> UpdateResult:
-    """Take all optimiser steps of one training step, on pairs of its completions `groups`. A group of equal rewards has no pair.
+    """Take all optimiser steps of one training step, on pairs of completions from `groups`. A group of equal rewards has no pair.
 
     Source: Guo et al. 2024, Direct language model alignment from online AI feedback, arXiv:2402.04792.
     """
@@ -64,7 +64,7 @@ def learn_preferences(
 
 @dataclass(frozen=True)
 class Pick:
-    """The pairs picked from a step's completions, whose number is `rows`, and the indices of those `chosen` and `rejected`."""
+    """The pairs picked from a step's `rows` completions, and the indices of each pair's `chosen` and `rejected` completion."""
 
     pairs: list[Pair]
     chosen: list[int]

@@ -6,12 +6,12 @@ Read this file first, then the files that it calls in the order of a step. One s
               collect.py            │           to_batch          batching.py                     runs/cycle.py
               │        ▲            │           annotators        annotators/   logp_old, logp_ref, value
               ▼        │            │           prepare           objective/    advantages, filters
-              sampler ─▶ rewards    │           losses ─▶ step    update.py     once for each share of the batch
+              sampler ─▶ rewards    │           losses ─▶ step    optim/        once for each share of the batch
               (others sample while  │
               a group is scored)    └─▶ metrics and rows of rollouts.jsonl      figures.py
 
-Sampling never waits for rewards. They are computed while it goes on, and `learn` waits for the last of them. With a lag, threads
-collect for later steps meanwhile; a step then waits only if its own collection is not ready.
+Sampling never waits for rewards. They are computed meanwhile, and a collection ends when the last reward is there. With a lag,
+threads collect for later steps while a step trains, so a step waits only if its own collection is not ready.
 
 `grpo` differs from the GRPO of Shao et al. 2024 (arXiv:2402.03300) in five points:
 
@@ -94,7 +94,7 @@ def step(run: OnlineRun, state: State) -> Outcome[State]:
         "prompts": collected.entries[ISSUED],
     }
     if config.num_generations == 1 or (isinstance(run.algorithm, PolicyGradient) and not run.algorithm.needs_reward):
-        for name in WITHIN_GROUPS:  # rewards are not compared within a group: equal ones are no fault
+        for name in WITHIN_GROUPS:  # the method does not compare rewards within a group, so equal ones are no problem
             metrics.pop(name, None)
     after = replace(
         state,
@@ -126,7 +126,7 @@ def is_critic_warmup(run: OnlineRun, state: State) -> bool:
 
 def activation_cache(run: OnlineRun) -> ActivationCache | None:
     """Return an empty cache for activations that sampling stores and training reuses; None if training recomputes all of them."""
-    # An episode is sampled turn by turn, and another process or a later step may train on these completions.
+    # No cache if an episode is sampled turn by turn, or if another process or a later step can train on the completions.
     if run.config.model.gradient_checkpointing or run.rollout.collector.plays or run.world.size > 1 or run.config.lag:
         return None
     limit = cache_limit(run)

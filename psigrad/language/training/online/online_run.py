@@ -43,7 +43,7 @@ class ValueModel:
 class Annotator:
     """A component that adds a column to the batches of a run, or a term to its forward passes. This base class adds nothing.
 
-    A collection is the completions of one step. An annotator may store data about it until `columns` receives the next one.
+    A collection is the completions of one step. An annotator can store data on it until `columns` receives the next collection.
     """
 
     gives_reference = False
@@ -79,7 +79,7 @@ class Annotator:
 
 @dataclass(frozen=True)
 class OnlineRun:
-    """The objects of one online run, each chosen by its settings.
+    """The objects of one online run, which the run's settings determine.
 
     If the algorithm needs a critic and `critic` is None, the policy's own value head is the critic.
     """

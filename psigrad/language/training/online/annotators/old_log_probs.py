@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from psigrad.language.models.packing import Groups
 
 COMPARE_EVERY, COMPARED = 4, 20
-"""With LoRA dropout or reused activations: every `COMPARE_EVERY` steps, recompute 1 of `COMPARED` completions for the gap."""
+"""With LoRA dropout or reused activations: every `COMPARE_EVERY` steps, recompute one in `COMPARED` completions for the gap."""
 
 
 class LogProbGap:
@@ -54,7 +54,7 @@ class LogProbGap:
     def check(self, step: int, bound: float) -> None:
         """Raise a `UserError` that names `step` if the mean difference exceeds `bound`.
 
-        Such a difference shows that another policy than the trained one sampled the tokens.
+        Such a difference shows that the tokens were not sampled from the policy that is trained.
         """
         if not self.mean <= bound:
             raise UserError(

@@ -63,7 +63,7 @@ def reference_log_probs(model: LanguageModel, batch: Batch, budget: int, tempera
 
 
 def inputs_for_reference(batch: Batch, micro: MicroBatch) -> Groups:
-    """Return the reference's inputs for `micro`, without the sampler's experts: the reference's own routers choose."""
+    """Return the reference's inputs for `micro`, without the sampler's experts, as the reference's routers choose their own."""
     return reference_inputs_of(batch, micro) or replace(inputs_of(batch, micro), experts=None)
 
 
@@ -74,7 +74,7 @@ def move_towards(reference: LanguageModel, model: LanguageModel, share: float) -
     Formula: θ_ref ← share·θ + (1 − share)·θ_ref
 
     With share 1 the reference becomes a copy of the policy. With a small share after every step it is an exponential moving
-    average. In half precision a change below the last digit is lost: keep such a reference in float32 (reference_dtype).
+    average. In half precision a change below the last digit is lost, so keep such a reference in float32 (reference_dtype).
 
     Source: TRL sync_ref_model; Gorbatovski et al. 2024, TR-DPO, arXiv:2404.09656.
     """
