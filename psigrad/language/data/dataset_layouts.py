@@ -87,9 +87,9 @@ def is_template(text: str) -> bool:
 
 
 def translate(raw: Mapping[str, Any], form: str, source: str) -> tuple[dict[str, Any], list[str]]:
-    """Return (the row `raw` with the columns of a dataset form of TRL, a note on each recognised layout).
+    """Return (the row `raw` with the columns of the dataset form `form`, as TRL names them; a note on each recognised layout).
 
-    `form` is a name of `dataset_rows.FORMS`, or "sft". Other columns stay. Raise `RowError`, which names `source`, for a row that
+    `form` is a key of `dataset_rows.FORMS`, or "sft". Other columns stay. Raise `RowError`, which names `source`, for a row that
     contradicts itself.
     """
     row, found = dict(raw), []
@@ -192,7 +192,7 @@ def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
         texts = {name: [_turn("assistant", row[name])] for name in names if isinstance(row[name], str) and row[name]}
         row |= texts
         return (
-            "the answers are text, which becomes messages as the prompt is"
+            "the answers are text, and become messages like the prompt"
             if texts
             else "the answers begin with the prompt, which is removed from them"
             if begin
@@ -206,7 +206,7 @@ def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
         _fail(source, "prompt", f"is text, but {names[0]} has no user's turn with this text; remove or correct the column")
     row["prompt"] = lead if users else [*lead, _turn("user", prompt)]
     row |= {name: turns[len(lead) :] for name, turns in zip(names, lists, strict=True)}
-    return "the prompt is text, which becomes messages as the answers are"
+    return "the prompt is text, and becomes messages like the answers"
 
 
 def _system_turn(row: dict[str, Any], form: str, source: str) -> str:

@@ -1,6 +1,6 @@
 """Procedural tasks from reasoning-gym as dataset rows, and imperfect demonstrations of them.
 
-The demo's task, words to spell backward, needs no other library. Its rows and scores are identical to reasoning-gym's, to the
+The demo's task, to spell a word backward, needs no other library. Its rows and scores are identical to reasoning-gym's, to the
 bit.
 """
 
@@ -156,9 +156,9 @@ def _number(text: str) -> int | float | bool | str:
 def demonstrations(
     rows: Sequence[dict[str, Any]], wrong_share: float, mistake: Callable[[str, random.Random], str], seed: int
 ) -> list[dict[str, Any]]:
-    """Return prompt-completion rows, of which a share of about `wrong_share` has a wrong answer, `mistake(answer, rng)`.
+    """Return prompt-completion rows. A share of about `wrong_share` gets a wrong answer, `mistake(answer, rng)`.
 
-    The choice of these rows depends on (seed, index) only. Training never reads the column `right`: True if the answer is right.
+    A row's answer depends on (seed, index) only. The column `right` is True if the answer is right. Training never reads it.
     """
     shown = []
     for i, row in enumerate(rows):
