@@ -65,8 +65,8 @@ class Dialect:
     Hidden means that the template removes thoughts.
     """
     calls: str = "object"
-    """The type that the template expects for the arguments of tool calls: object, or text (JSON). hermes: the template renders no
-    calls, so they are written as text into the content."""
+    """The type that the template expects for the arguments of tool calls: object, or text (JSON). hermes means that the template
+    renders no calls, so they are written as text into the content."""
     empty: str | None = None
     """The content that a turn with only tool calls must have: None or ""."""
     answers: bool = True

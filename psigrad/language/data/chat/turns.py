@@ -103,7 +103,7 @@ class Conversation:
         return self.render(before, generation_prompt=True) + str(last["content"])
 
     def blocks(self, messages: Sequence[Message]) -> list[Span] | None:
-        """Return the spans of the template's {% generation %} blocks; None if it has no blocks. Cache the text for `render`."""
+        """Return the spans of the template's {% generation %} blocks; None if it has none. Also cache the text for `render`."""
         if not _has_blocks(self.template):
             return None
         text, spans = self._run(generation_blocks, messages)
@@ -175,7 +175,7 @@ def contexts(conversation: Conversation, *, empty_thinking: bool = False) -> lis
 
 
 def _render_turn(conversation: Conversation, messages: Sequence[Message], empty_thinking: bool) -> tuple[str, str, list[Span]]:
-    """Return (text before the last turn, text up to its end, trained spans in this second text). `empty_thinking`: `contexts`."""
+    """Return (text before the last turn, text up to its end, trained spans in the second). `empty_thinking`: see `contexts`."""
     said = messages[-1]
     before, blocks = conversation.render(messages[:-1], generation_prompt=True), conversation.blocks(messages)
     text = as_rendered = conversation.render(messages)
@@ -235,8 +235,8 @@ def _find_last_turn(conversation: Conversation, messages: Sequence[Message], bef
 def _continue_thought(conversation: Conversation, message: Message, before: str, text: str, index: int) -> tuple[str, str]:
     """Return (text before the turn `message`, text up to its end), made to agree so that the second text starts with the first.
 
-    The generation prompt `before` ends with a tag that opens a thought. In `text`, rendered up to the end of the turn, the
-    template drops or changes that tag. If the two differ in anything else, raise `RowError` with the message's number `index`.
+    The generation prompt `before` ends with a tag that opens a thought. The template drops or changes it in `text`, rendered up
+    to the turn's end. If `text` lacks another part of `before`, raise `RowError` with the number `index` of the message.
     """
     opened, thought = OPEN.search(before), _thought_of(message)
     tail = "" if opened is None else text[opened.start() :]
