@@ -43,8 +43,8 @@ class ModelScorer:
     def __post_init__(self) -> None:
         if self.separator and not self.same_tokens:
             raise UserError(
-                f"The process reward model {self.name} has another tokenizer, chat template or plain_prompts than the policy, so "
-                "its steps cannot be found among the policy's tokens; train it from a model of the policy's family."
+                f"The process reward model {self.name} and the policy differ in tokenizer, chat template or plain_prompts, so "
+                "its steps cannot be found among the policy's tokens; train the reward model from a model of the policy's family."
             )
 
     @property
@@ -139,7 +139,7 @@ class ModelScorer:
 
 
 def describe_overflow(model: ScalarModel, pair: tuple[Ids, Ids]) -> str:
-    """Return a message if the tokens of both texts of `pair` together exceed the model's positions; empty if they fit."""
+    """Return the end of an error message if the texts of `pair` together exceed the model's positions; "" if they fit."""
     tokens = sum(map(len, pair))
     return f"{tokens} tokens, since it has {model.max_length} positions" if tokens > model.max_length else ""
 

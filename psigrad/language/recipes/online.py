@@ -266,7 +266,7 @@ def _prepare_rows(
 
 
 def longest_of(config: OnlineConfig, prepared: PreparedRows[Any], evaluator: Evaluator | None) -> int:
-    """Return the most tokens of a prompt with its completion; 0, for the model's limit, if completions are episodes."""
+    """Return the maximum number of tokens of a prompt with its completion; 0 (the model's limit) if completions are episodes."""
     if config.plays:
         return 0
     lengths = [len(ids) for _, ids in prepared.items] + [len(p.ids) for p in (evaluator.prompts if evaluator else ())]
