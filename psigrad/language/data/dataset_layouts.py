@@ -100,7 +100,7 @@ def translate(raw: Mapping[str, Any], form: str, source: str) -> tuple[dict[str,
 
 
 def to_raw_path(raw: Mapping[str, Any], row: Mapping[str, Any], column: str) -> str:
-    """Translate a path in a translated row, such as messages[0].role, to the original row: conversations[0].from."""
+    """Translate a path in a translated row to the raw row, such as messages[0].role to conversations[0].from."""
     name, index, rest = re.fullmatch(r"([^[.]*)(?:\[(\d+)\])?(.*)", column, re.DOTALL).groups()  # type: ignore[union-attr]
     if index and row.get("prompt") is None and "chosen" in row:  # the prompt is the common beginning of both answers
         shift = 0 if name == "prompt" else common_prefix(row["chosen"], row["rejected"])
@@ -280,9 +280,9 @@ def to_model_rows(
 def to_turns(tokenizer: PreTrainedTokenizerBase | None, row: Row, plain_prompts: bool = False) -> Row:
     """Return the row with its plain prompt as a user turn and its plain answers as assistant turns.
 
-    This applies if the tokenizer has a chat template, `plain_prompts` is False, and the prompt has no special tokens, which show
-    that it is already rendered. Otherwise only the text of a system column is put before the prompt. A row that was converted
-    before stays unchanged.
+    This applies if the tokenizer has a chat template, `plain_prompts` is False, and the prompt has no special tokens (with them,
+    it is already rendered). Otherwise only the text of a system column is put before the prompt. A row that was converted before
+    stays unchanged.
     """
     if not isinstance(row.prompt, str) or row.plain_prompt is not None:
         return row

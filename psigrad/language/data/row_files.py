@@ -266,7 +266,7 @@ def _rows_at_once(metadata: Any, expansion: _Expansion) -> int:
 
 
 def _batch(batch: Any, name: str, number: int) -> Records:
-    """Yield the rows of an Arrow batch. `number` rows of the file `name` precede it. A row of bad UTF-8 becomes a `BadRow`."""
+    """Yield the rows of an Arrow batch. `number` rows of the file `name` precede it. A row with bad UTF-8 becomes a `BadRow`."""
     try:
         yield from [RawRow(f"{name}:{number + i}", raw) for i, raw in enumerate(batch.to_pylist(), 1)]
     except UnicodeDecodeError:

@@ -54,7 +54,7 @@ def load(
 ) -> LoadedRows:
     """Load the rows of a JSONL, JSON, Parquet, CSV or TSV file, a folder of them or of `Dataset.save_to_disk`, or a hub dataset.
 
-    `form` is a name of `FORMS` or "sft". `split` may be a slice, as in `datasets`: train[:90%], train[100:]. If file names in a
+    `form` is a key of `FORMS` or "sft". `split` can be a slice, as in `datasets`: train[:90%], train[100:]. If file names in a
     folder contain split words (train, validation, test and their usual variants), only the files of the split are read. A file,
     like any source without splits, is a single split with all rows. `split` must then be a name in `single`, or the split word in
     the file's name, as in a-test.jsonl. A hub configuration is named after a colon: "openai/gsm8k:main". "task:NAME" makes rows
@@ -363,7 +363,7 @@ def _read_each(
 
 
 def describe_skipped(bad: Sequence[BadRow]) -> str:
-    """Return a sentence on the skipped rows `bad`: the number for each of the most common reasons, with the first row of each."""
+    """Return a sentence on the skipped rows `bad`: the most common reasons, each with the number of its rows and the first."""
     first: dict[str, BadRow] = {}
     counts: Counter[str] = Counter()
     for row in bad:

@@ -36,7 +36,7 @@ def can_spell(name: str, settings: dict[str, Any]) -> bool:
 
 
 def spell_rows(size: int, seed: int, *, min_word_len: int = SHORTEST, max_word_len: int) -> list[dict[str, Any]]:
-    """Return `size` rows: spell a word of `min_word_len` to `max_word_len` letters backward. Row i depends on `seed` + i only."""
+    """Return `size` rows that ask to spell a word of these lengths in letters backward. Row i depends on `seed` + i only."""
     known, found = [word for word in load_words() if min_word_len <= len(word) <= max_word_len], []
     lengths = {"difficulty": {"word_len": (min_word_len, max_word_len)}}
     for i in range(size):
@@ -124,7 +124,7 @@ def generate_distinct(name: str, size: int, seed: int, **settings: Any) -> list[
 def rows_by_name(text: str) -> list[dict[str, Any]]:
     """Return the rows of "task:NAME" or "task:NAME,size=2000,max_value=60": different prompts in a random order.
 
-    `size` (default 1,000) and `seed` (0) are psigrad's settings, all others the task's. Raise `UserError` for unknown settings.
+    `size` (default 1,000) and `seed` (0) are psigrad's settings. All others are the task's. Raise `UserError` for unknown ones.
     """
     name, *settings = text.removeprefix("task:").split(",")
     given: dict[str, Any] = {"size": 1000, "seed": 0}

@@ -209,7 +209,7 @@ class CheckpointWriter:
         """Wait until all ranks have written their parts of the checkpoint, or one has failed. `job` is this rank's write.
 
         Return how many seconds `job` may still take: `LEFT` if a write has failed, otherwise None, for no limit. The ranks
-        exchange their states every second. If one stalls, this raises an error within minutes; a write would do so after hours.
+        exchange their states every second. If one stalls, this raises an error within minutes. The write would need hours for it.
         """
         states = [0]
         while 0 in states and 2 not in states:

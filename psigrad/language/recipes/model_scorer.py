@@ -70,7 +70,7 @@ class ModelScorer:
         return self._where_it_fits(pairs, self._by_texts)
 
     def _where_it_fits(self, pairs: Sequence[tuple[Ids, Ids]], score: Callable[..., list[Result]]) -> list[Result]:
-        """Apply `score` to the texts that fit the model's positions. Return its results, and `Unscored` for each other text."""
+        """Apply `score` to the texts that fit the model's positions. Return its results, and `Unscored` for longer texts."""
         long = [describe_overflow(self.model, pair) for pair in pairs]
         found = iter(score([pair for pair, why in zip(pairs, long, strict=True) if not why]))
         return [Unscored(f"the reward model {self.name} cannot read {why}") if why else next(found) for why in long]
@@ -93,7 +93,7 @@ class ModelScorer:
         return to_turns(self.model.tokenizer, Row("a completion", prompt, completion, columns=columns), self.model.plain_prompts)
 
     def _tokens(self, row: Row, own: tuple[Ids, Ids] | None) -> tuple[Ids, Ids]:
-        """Return (prompt tokens, completion tokens) for the reward model; `own` are the policy's two lists, if it has tokens.
+        """Return (prompt tokens, completion tokens) for the reward model. `own` are the same of the policy, None if unknown.
 
         With `own`, the completion ends with the tokens that ended answers in the reward model's training. They replace the
         policy's own stop token, if it sampled one. If `own` is None, or the policy has another tokenizer or template, or the

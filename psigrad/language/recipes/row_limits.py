@@ -144,7 +144,7 @@ def check_images(config: Any, model: Pretrained | None = None, rows: Iterable[Ro
 
 
 def check_features(model: Pretrained, rows: Iterable[Row]) -> None:
-    """Raise `UserError` if the number of features that the vision tower computes for an image differs from its image tokens.
+    """Raise `UserError` if the features that the vision tower computes for an image and its image tokens differ in number.
 
     To save time, only one image of `rows` is checked for each number of tokens. Sharded models are checked at the first step.
     """

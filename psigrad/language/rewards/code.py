@@ -114,7 +114,7 @@ def whole_program(text: str, prompt: Any, entry: str) -> str:
     """Return the complete program of a completion.
 
     As in HumanEval, the prompt can begin the function `entry`. A completion that is only its body is appended to the prompt. A
-    complete function is put after the prompt too, if that is valid Python, since it may use the prompt's other definitions.
+    complete function follows the prompt too, if the prompt is valid Python, since it can use the prompt's other definitions.
     """
     program = program_of(text)
     if not entry or not isinstance(prompt, str) or f"def {entry}" not in prompt:

@@ -99,7 +99,7 @@ def _bound_by(statement: ast.Import | ast.ImportFrom) -> set[str]:
 def _own_names(tree: ast.Module) -> set[str]:
     """Return the names of Python's functions that the program defines itself, such as its own `sum`.
 
-    If the test calls only functions with Python's names, the program defines those that an assert calls outermost.
+    If all functions that the test calls have Python's names, the program defines those that an assert calls directly.
     """
     called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
     if called - _names().keys():

@@ -85,7 +85,7 @@ def _together(row: Mapping[str, Any], column: str) -> Any:
 
 
 def _unpack(value: Any) -> Any:
-    """Decode JSON text, also in LiveCodeBench's compressed form."""
+    """Decode JSON text, also in LiveCodeBench's compressed form. Return any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(value)

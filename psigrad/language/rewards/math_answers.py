@@ -260,8 +260,8 @@ def _parse(latex: str) -> Any:
 def _is_small(expression: Any) -> bool:
     """Return True if the expression is small enough to be evaluated fast.
 
-    A power of numbers can have an exponent of 999, a power of a sum one of 30 and 500 terms when it is expanded, a factorial of a
-    number an argument of 999, and a sum or product 1000 terms, or infinitely many.
+    A power of numbers can have an exponent up to 999, and a power of a sum one up to 30 and, expanded, 500 terms. A factorial can
+    have a number up to 999 as its argument. A sum or product can have up to 1000 terms, or infinitely many.
     """
     from sympy import Add, Basic, Integer, Pow, Product, Sum, factorial, preorder_traversal
 

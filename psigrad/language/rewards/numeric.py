@@ -75,7 +75,7 @@ def _near(found: Fraction, wanted: Fraction, tolerance: float) -> bool:
 
 @lru_cache(1 << 16)
 def read_number(text: str) -> Number | None:
-    """Return the number if it is the whole text, otherwise None."""
+    """Return the number that makes up the whole text; None if there is anything else in it."""
     text = unwrap(_plain(text))
     found = _NUMBER.fullmatch(re.sub(r"^([-+])\s+", r"\1", text).removesuffix("."))
     return None if found is None else _value(found)

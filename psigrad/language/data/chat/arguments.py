@@ -1,4 +1,4 @@
-"""The arguments of a chat template: the names it reads and their types. Any other argument has no effect."""
+"""Checks of a chat template's arguments: their names, since a template ignores others, and their types."""
 
 from __future__ import annotations
 

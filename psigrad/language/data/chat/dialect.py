@@ -1,7 +1,7 @@
 """Detect what a chat template can render, and rewrite conversations so that it can render them.
 
 A probe renders a short conversation and looks for its words in the result. A feature that the template lacks is expressed through
-one that it has. The role developer becomes system. An unsupported system prompt is put before the first user's turn. Tools are
+one that it has: the role developer becomes system, a system prompt is put before the text of the first user's turn, and tools are
 offered, called and answered in Hermes' form, which is plain text. No template is changed.
 """
 
@@ -130,7 +130,7 @@ def specials_of(tokenizer: PreTrainedTokenizerBase) -> Specials:
 
 @contextlib.contextmanager
 def cache_specials(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Cache the special tokens inside this block, in which the tokenizer must not change."""
+    """Cache the special tokens, and some encoded texts, in the `with` block. The tokenizer must not change in it."""
     _fixed[tokenizer] = replace(specials_of(tokenizer), prefix_ids={}, encoded={}, conversations={})
     try:
         yield
@@ -141,7 +141,7 @@ def cache_specials(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 def _backend_of(tokenizer: PreTrainedTokenizerBase, added: list[Any]) -> tuple[re.Pattern[str] | None, Any]:
     """Return (`cuts`, `backend`) of the tokenizer's `Specials`. `added` are its added tokens.
 
-    `backend` is the tokenizer of the library `tokenizers`. Both results are None if `tokenizer` adds code to its encoding. The
+    `backend` is the tokenizer of the library `tokenizers`. Both are None if the class of `tokenizer` overrides its encoding. The
     library splits a text at added tokens and encodes each piece alone. If several start at one position, it takes the longest.
     `cuts` matches the added tokens that the library finds in the text as it is, before normalisation. It is None if there are no
     such tokens, if one is part of another added token, or if one must be a separate word.

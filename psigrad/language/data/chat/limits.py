@@ -58,7 +58,7 @@ _exceeded: dict[str, list[str]] = {}
 def limit_rendering(template: str) -> Iterator[None]:
     """Raise `TemplateLimit` in the `with` block if a rendering of this template exceeds a limit of this module.
 
-    If the template has exceeded a limit `_TRIES` times before, raise the error at once, without a rendering. psigrad renders
+    If the template has exceeded a limit `_TRIES` times before, raise the error at once, without rendering. psigrad renders
     dozens of conversations to find a template's features, and each could take `SECONDS`.
     """
     if len(before := _exceeded.get(template, [])) == _TRIES:

@@ -88,7 +88,7 @@ def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
 
 
 def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
-    """Check that tool answers are in the order of the calls in the turn before: templates match answers to calls by order.
+    """Check that tool answers are in the order of the previous turn's calls: templates match answers to calls by order.
 
     Otherwise call `fail(path, reason)`, which raises; the path starts with `column`. Answers without an id are not checked.
     """

@@ -67,7 +67,7 @@ def arguments_of(tokenizer: PreTrainedTokenizerBase, row: Row) -> dict[str, Any]
 
 
 def tools_of(row: Row) -> list[Any] | None:
-    """Return the tools of a row, which it has as a list or as JSON text, without the nulls that Parquet adds to objects.
+    """Return the tools of a row (a list, or its JSON text) without the nulls that Parquet adds to objects.
 
     Return None if there are no tools, since an empty list makes Llama's template write its tool preamble.
     """
