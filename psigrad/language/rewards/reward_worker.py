@@ -246,7 +246,7 @@ def needed_columns(function: Callable[..., Any]) -> list[str]:
 
 
 def _part_of(name: str, value: Any) -> Part:
-    """Return one value of the list that a function returned as a plain Python object, which any process can load."""
+    """Convert one value of a function's list to a plain Python object, which any process can load."""
     if isinstance(value, Failure):
         return Failure(message_of(value))
     if isinstance(value, FailedTest):
