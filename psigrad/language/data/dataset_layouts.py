@@ -87,9 +87,9 @@ def is_template(text: str) -> bool:
 
 
 def translate(raw: Mapping[str, Any], form: str, source: str) -> tuple[dict[str, Any], list[str]]:
-    """Return (the row `raw` with the columns of a dataset form of TRL, a note on each recognised layout).
+    """Return (the row `raw` with the columns of the dataset form `form`, as TRL names them; a note on each recognised layout).
 
-    `form` is a name of `dataset_rows.FORMS`, or "sft". Other columns stay. Raise `RowError`, which names `source`, for a row that
+    `form` is a key of `dataset_rows.FORMS`, or "sft". Other columns stay. Raise `RowError`, which names `source`, for a row that
     contradicts itself.
     """
     row, found = dict(raw), []
@@ -100,7 +100,7 @@ def translate(raw: Mapping[str, Any], form: str, source: str) -> tuple[dict[str,
 
 
 def to_raw_path(raw: Mapping[str, Any], row: Mapping[str, Any], column: str) -> str:
-    """Translate a path in a translated row, such as messages[0].role, to the original row: conversations[0].from."""
+    """Translate a path in a translated row to the raw row, such as messages[0].role to conversations[0].from."""
     name, index, rest = re.fullmatch(r"([^[.]*)(?:\[(\d+)\])?(.*)", column, re.DOTALL).groups()  # type: ignore[union-attr]
     if index and row.get("prompt") is None and "chosen" in row:  # the prompt is the common beginning of both answers
         shift = 0 if name == "prompt" else common_prefix(row["chosen"], row["rejected"])
@@ -192,7 +192,7 @@ def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
         texts = {name: [_turn("assistant", row[name])] for name in names if isinstance(row[name], str) and row[name]}
         row |= texts
         return (
-            "the answers are text, which becomes messages as the prompt is"
+            "the answers are text, and become messages like the prompt"
             if texts
             else "the answers begin with the prompt, which is removed from them"
             if begin
@@ -206,7 +206,7 @@ def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
         _fail(source, "prompt", f"is text, but {names[0]} has no user's turn with this text; remove or correct the column")
     row["prompt"] = lead if users else [*lead, _turn("user", prompt)]
     row |= {name: turns[len(lead) :] for name, turns in zip(names, lists, strict=True)}
-    return "the prompt is text, which becomes messages as the answers are"
+    return "the prompt is text, and becomes messages like the answers"
 
 
 def _system_turn(row: dict[str, Any], form: str, source: str) -> str:
@@ -280,9 +280,9 @@ def to_model_rows(
 def to_turns(tokenizer: PreTrainedTokenizerBase | None, row: Row, plain_prompts: bool = False) -> Row:
     """Return the row with its plain prompt as a user turn and its plain answers as assistant turns.
 
-    This applies if the tokenizer has a chat template, `plain_prompts` is False, and the prompt has no special tokens, which show
-    that it is already rendered. Otherwise only the text of a system column is put before the prompt. A row that was converted
-    before stays unchanged.
+    This applies if the tokenizer has a chat template, `plain_prompts` is False, and the prompt has no special tokens (with them,
+    it is already rendered). Otherwise only the text of a system column is put before the prompt. A row that was converted before
+    stays unchanged.
     """
     if not isinstance(row.prompt, str) or row.plain_prompt is not None:
         return row

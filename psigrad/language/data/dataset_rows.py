@@ -1,4 +1,4 @@
-"""Checked rows of datasets. A row is checked once, so all other modules may trust the content of a `Row`.
+"""Checked rows of datasets. A row is checked once, so all other modules can trust the content of a `Row`.
 
 Forms and column names are those of TRL (docs/source/dataset_formats.md): prompt-only `prompt`; prompt-completion `prompt`,
 `completion`; conversations `messages`, or plain text in `text`; preference `prompt`, `chosen`, `rejected`; unpaired-preference
@@ -39,7 +39,7 @@ _FOREIGN_ROLES = {
 }
 _LABELS = {"true": True, "false": False, "1": True, "0": False}
 MAX_DEPTH = 100
-"""The most levels of lists and objects in a column: recursive code, such as JSON and pickle, must not exhaust the stack."""
+"""The maximum depth of nested lists and objects in a column. Deeper ones could exhaust the stack of JSON's and pickle's code."""
 _KINDS = {"NoneType": "null", "int": "a number", "float": "a number", "str": "a string", "dict": "an object", "list": "a list"}
 
 
@@ -65,7 +65,7 @@ class Row:
     columns: dict[str, Any] = field(default_factory=dict)
     plain_prompt: str | None = None
     raw_paths: dict[str, list[Any]] = field(default_factory=dict, compare=False)
-    """This row's column -> [the file's column, the offset of turn numbers, the file's key of a turn's content], if these differ.
+    """Column -> [its name in the file, the number to add to a turn's index, the file's key for a turn's content], if they differ.
     """
 
     @property
@@ -74,7 +74,7 @@ class Row:
         return self.prompt if self.plain_prompt is None else self.plain_prompt
 
     def raw_path(self, path: str) -> str:
-        """Translate a path in the row, such as messages[0].content, to the names of the file: conversations[0].value."""
+        """Translate a path in the row to the names in the file, such as messages[0].content to conversations[0].value."""
         name, index, rest = re.fullmatch(r"([^[.]*)(?:\[(\d+)\])?(.*)", path, re.DOTALL).groups()  # type: ignore[union-attr]
         if name not in self.raw_paths:
             return "chosen" + path.removeprefix(name) if name == "completion" and self.rejected is not None else path
@@ -86,7 +86,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BadRow:
-    """The reason for which a row was rejected.
+    """A rejected row and the reason.
 
     `column` is "" if the whole row is at fault. In that case `source` ends with the position of the bad character, if known.
     """
@@ -115,11 +115,11 @@ def show(value: object, limit: int = 60) -> str:
 
 
 def validate(raw: object, form: str, source: str, *, empty: bool = False) -> Row:
-    """Return the `Row` of one raw mapping.
+    """Check a raw row, which is a mapping, and return it as a `Row`.
 
-    `form` is a name of `FORMS`, or "sft": prompt-completion if the row has both columns, otherwise messages. Strings are not
-    changed, even if they have lone surrogates or NUL. Null keys of a message, which Parquet writes for absent ones, are dropped.
-    With `empty`, a turn may have no content. Raise RowError with source, column and reason.
+    `form` is a key of `FORMS`, or "sft": prompt-completion if the row has both columns, otherwise messages. Strings are not
+    changed, even if they have lone surrogates or NUL. Keys of a message that are null are dropped, since Parquet writes null for
+    absent keys. With `empty`, a turn without content is valid. Raise `RowError` with source, column and reason.
     """
     check = _Check(source, empty)
     if not isinstance(raw, Mapping):
@@ -163,7 +163,7 @@ def find_form(raw: object) -> str:
 
 
 def role_of(message: Mapping[str, Any]) -> str:
-    """Return the role of a message under psigrad's or ShareGPT's names; empty if it has none."""
+    """Return the role of a message, with ShareGPT's names (human, gpt) translated to psigrad's; empty if it has none."""
     if "role" in message or "from" not in message:
         return str(message.get("role") or "")
     return _FOREIGN_ROLES.get(str(message["from"]).lower(), str(message["from"]).lower())
@@ -214,7 +214,7 @@ def _messages(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pair(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a preference row. A missing prompt is the common beginning of the answers (TRL's implicit prompt)."""
+    """Return the fields of a preference row. Without a prompt, the answers' common beginning is the prompt, as in TRL."""
     if raw.get("prompt") is None:
         raw = {**raw, **_split_prompt(check, raw)}
     prompt = check.prompt(raw)
@@ -225,7 +225,7 @@ def _pair(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split_prompt(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Split `chosen` and `rejected` into their shared start, `prompt`, and the rest. Raise `RowError` if they share no start."""
+    """Return the common beginning of `chosen` and `rejected` as `prompt`, and the rest of both. Raise `RowError` for none."""
     chosen, rejected = check.present(raw, "chosen"), check.present(raw, "rejected")
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         check.fail("rejected", f"is {_kind(rejected)} and chosen is {_kind(chosen)}; both must be strings or lists of messages")
@@ -267,7 +267,7 @@ def _steps(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Form:
-    """A form of rows, such as preference: the `columns` it reads and `needs`, and the function `fields` that checks a row."""
+    """A form of rows, such as preference. It reads `columns` and requires those in `needs`. `fields` checks a row."""
 
     columns: tuple[str, ...]
     fields: Callable[[_Check, Mapping[str, Any]], dict[str, Any]]
@@ -324,7 +324,7 @@ class _Check:
             return self.text(value, "prompt")
         turns = self.turns(value, "prompt")
         last = turns[-1]
-        # a last assistant's turn is the beginning of the answer, which the model continues
+        # an assistant turn at the end is the beginning of the answer, which the model continues
         if last["role"] not in ("user", "tool") and not (last["role"] == "assistant" and len(turns) > 1 and last.get("content")):
             self.fail("prompt", f"ends with the role {last['role']!r}; the turn before the model's must be 'user' or 'tool'")
         return turns

@@ -27,11 +27,11 @@ _ASKED = ("prompt", "messages", "conversations", "conversation")
 _ANSWERS = ("completion", "chosen", "rejected")
 _KINDS = ("image", "image_url", "input_image")
 _SOURCES = ("image", "image_url", "url", "path", "bytes")
-MOVES = "an animated image is its first frame"
+MOVES = "an animated image is read as its first frame"
 
 
 def insert_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mapping[str, Any], list[str]]:
-    """Return (a raw row with a mark, `images.MARK`, for each image in its texts; notes on how the images were read).
+    """Return (a raw row whose texts have a mark, `images.MARK`, for each image; notes on how the images were read).
 
     A row without images is unchanged. `source` names the row in errors. Paths are relative to `base`. The column `images` keeps
     the images as given, for reward functions. An image part without an image stands for the next image of that column. Raises
@@ -75,7 +75,7 @@ def insert_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mappi
 
 
 def _anchored(given: Any, base: Path) -> Any:
-    """Return the image `given`. Make a path absolute, from `base`, since reward functions run in another folder."""
+    """Return the image `given`, with a path relative to `base` made absolute, since reward functions run in another folder."""
     path = (given.get("bytes") or given.get("path")) if isinstance(given, Mapping) else given
     return str(_path(path, base)) if isinstance(path, str | os.PathLike) and not str(path).startswith("data:") else given
 
@@ -127,7 +127,7 @@ class _Reader:
         return {**turn, name: [self.part(part, f"{where}.{name}[{i}]", rest) for i, part in enumerate(turn[name])]}
 
     def part(self, part: Any, where: str, rest: Iterator[str]) -> Any:
-        """Return a content part. An image part becomes text, its image's mark; see `turn` for `where` and `rest`."""
+        """Return a content part. An image part becomes a text part with the image's mark. `where` and `rest`: see `turn`."""
         if not is_image(part):
             return part
         own = source_of(part)
@@ -200,7 +200,7 @@ def _of_bytes(data: bytes, path: Path | None = None) -> tuple[Picture, bool]:
         size, moves = images.inspect(data)
     except Exception as error:  # a decoder can raise anything
         name = f"the file {path}" if path is not None else f"{len(data)} bytes"
-        unknown = type(error).__name__ == "UnidentifiedImageError"  # its text has the address of an object
+        unknown = type(error).__name__ == "UnidentifiedImageError"  # its message has an object's address, which means nothing
         why = f"expected {', '.join(images.FORMATS)}" if unknown else name_reason(error)
         raise ValueError(f"is {name}, which cannot be read as an image ({why})") from None
     return Picture(hashlib.sha256(data).hexdigest(), *size, path, None if path is not None else data), moves
@@ -226,7 +226,7 @@ def observation_text(content: Any) -> Any:
 
 
 def observation_json(content: Any) -> Any:
-    """Return an observation whose images are data URLs, so that it is JSON. Raises `ValueError` if an image cannot be read."""
+    """Return an observation with data URLs in place of images, for JSON. Raises `ValueError` if an image cannot be read."""
 
     def part(one: Any) -> Any:
         if not is_image(one):
@@ -245,7 +245,7 @@ def _each_content(content: Any, of_parts: Callable[[list[Any]], Any], of_text: C
 
 
 def has_parts(content: Any) -> bool:
-    """Return True if an observation is an image of Pillow or a list of content parts."""
+    """Return True if an observation is an image of Pillow, a content part, or a list of content parts."""
     parts = content if isinstance(content, list) and content else [content] if not isinstance(content, str) else [None]
     return all(is_image(part) or isinstance(_text(part), str) for part in parts)
 

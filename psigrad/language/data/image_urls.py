@@ -22,7 +22,7 @@ from psigrad.language.data.image_rows import is_conversation, is_image, read, so
 from psigrad.language.data.row_files import RawRow, Records
 
 MOST_BYTES = 1 << 28
-"""The most bytes of a downloaded file."""
+"""The maximum size of a downloaded file in bytes."""
 _ROWS, _THREADS = 256, 16
 _WAITS = (1.0, 4.0)
 """The seconds before the second and the third try of a download."""
@@ -31,8 +31,8 @@ _WAITS = (1.0, 4.0)
 def download(records: Records, columns: Mapping[str, str]) -> Records:
     """Yield records in which the path of a downloaded file replaces each image's http or https URL.
 
-    A record with an image that cannot be downloaded becomes a `BadRow`. `columns` are the new names of columns, as in
-    `sources.load`. Raise `UserError` if no download of the first 256 rows with a URL succeeds.
+    A record with an image that cannot be downloaded becomes a `BadRow`. `columns` (see `sources.load`) shows which other columns
+    will become `images`. Raise `UserError` if all downloads fail in the first block of 256 rows that has a URL.
     """
     renamed = [pair for pair in columns.items() if set(pair).intersection(images.COLUMNS)]
     names, succeeded = {*images.COLUMNS, *(name for pair in renamed for name in pair)}, False
@@ -44,7 +44,7 @@ def download(records: Records, columns: Mapping[str, str]) -> Records:
             if found and not succeeded:
                 url, why = next(iter(found.items()))
                 raise UserError(
-                    f"None of {len(found)} images could be downloaded. {url} {why}. Check the addresses and the network."
+                    f"None of {len(found)} images could be downloaded, such as {url}, which {why}. Check addresses and network."
                 )
             for record in chunk:
                 yield _local(record, names, found) if isinstance(record, RawRow) else record
@@ -63,7 +63,7 @@ def _urls_of(raw: object, names: set[str]) -> list[str]:
 
 
 def _local(record: RawRow, names: set[str], found: Mapping[str, Path | str]) -> RawRow | BadRow:
-    """Return a record with files for its URLs. `found` has the file of each URL, or the reason why there is none."""
+    """Return a record with files for its URLs, or a `BadRow` if one has no file. `found` maps a URL to its file or the reason."""
     bad: list[BadRow] = []
 
     def change(url: str, place: str) -> str:
@@ -107,10 +107,10 @@ def _replace(raw: object, names: set[str], change: Callable[[str, str], str]) ->
 
 
 def fetch(url: str) -> Path | str:
-    """Return the file of a downloaded image, or the reason why it could not be downloaded, as the end of a sentence.
+    """Download an image and return its file. If this fails, return the reason, worded to follow "the URL …, which".
 
     The file stays in the cache folder `images`, named by the SHA-256 of the URL. A failed download is tried twice more, unless
-    the server refuses it.
+    the server refuses it with a status below 500.
     """
     place = cache_folder("images") / hashlib.sha256(url.encode()).hexdigest()
     if place.exists():

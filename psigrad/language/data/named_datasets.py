@@ -61,7 +61,7 @@ def read_named(dataset: str, split: str, *, streaming: bool = False, single: Seq
 
 
 def _check_single(part: SplitSlice, name: str, own: str, single: Sequence[str]) -> None:
-    """Raise `UserError` unless `part` has a valid name for the only split of the source `name`: `own`, or any of `single`."""
+    """Raise `UserError` unless `part` names the only split of the source `name`: by `own`, or by any name in `single`."""
     if canonical_split(part.name) not in (own, *single):
         cut = f"{own or single[0]}[:90%]"
         raise UserError(f"{name} is a single split; remove the split {part.name!r}, or give a slice, such as {cut}.")
@@ -148,7 +148,7 @@ def _reject_compressed(path: Path) -> None:
                         place = _flatbuffer_field(buffer, _follow(buffer, place), 1)
                     if message.type != "schema" and _flatbuffer_field(buffer, _follow(buffer, place), 3):
                         raise UserError(
-                            f"{path / split} has compressed buffers, whose size has no limit; save it with save_to_disk."
+                            f"{path / split} has compressed buffers, whose size has no limit; save it again with save_to_disk."
                         )
 
 
@@ -166,7 +166,7 @@ def _flatbuffer_field(buffer: bytes, table: int, number: int) -> int:
 
 
 def keep_images_encoded(rows: Any) -> Iterable[Any]:
-    """Return the rows of a `datasets.Dataset` with images as encoded bytes, whose SHA-256 is the name of an image in psigrad."""
+    """Return the rows of a `datasets.Dataset` with images left encoded: psigrad names an image by the SHA-256 of these bytes."""
     if "Image(" not in str(getattr(rows, "features", "")):
         return rows  # type: ignore[no-any-return]
     return (row for batch in rows.with_format("arrow").iter(64) for row in batch.to_pylist())

@@ -65,8 +65,8 @@ def unpack_row(text: str, _: list[int]) -> Row:
 def pack(value: Any) -> tuple[str, list[int]]:
     """Return (the structure of a training item as JSON, its token ids).
 
-    In the JSON, a list of tokens becomes its length. A list of flags becomes the lengths of its runs; the first run has value
-    False.
+    In the JSON, a list of tokens becomes its length. A list of flags becomes the lengths of its runs of equal flags, where the
+    first run is of False and can be empty.
     """
     ids: list[int] = []
 
@@ -111,7 +111,7 @@ def unpack(text: str, ids: list[int]) -> Any:
 def _schema(bits: int = 32) -> pa.Schema:
     """Return the Arrow schema of packed items, whose token ids have `bits` bits.
 
-    pyarrow and pandas, which it imports, take 70 MB of memory. The import is in the function, since small data needs none.
+    The import of pyarrow, which imports pandas, takes 70 MB of memory. It is in the function, since small data does not need it.
     """
     import pyarrow as pa
 
@@ -183,10 +183,9 @@ class PreparedRows(Generic[T]):
 
 
 def write(path: Path, prepared: PreparedRows[Any], messages: Any, max_bytes: int) -> None:
-    """Write the rows and `messages`, the messages logged about them. Evict the oldest files until the cache is at most
-    `max_bytes` bytes.
+    """Write the rows, and the `messages` logged about them. Then delete the least recently used files beyond `max_bytes`.
 
-    If the disk is full or a row would change in a round trip, nothing is cached and no error is raised.
+    If the disk is full, or a row would change when it is written and read again, nothing is cached and no error is raised.
     """
     import pyarrow as pa
 
@@ -254,7 +253,7 @@ def _batches(part: Sequence[Any], packed: Callable[[Any], tuple[str, list[int]]]
 
 
 def _evict(newest: Path, max_bytes: int) -> None:
-    """Delete the least recently used files beyond `max_bytes`, and temporary files an hour older than the file `newest`."""
+    """Delete the least recently used files beyond `max_bytes`, and temporary files over an hour older than the file `newest`."""
     kept = sorted(newest.parent.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)
     used = 0
     for file in kept:

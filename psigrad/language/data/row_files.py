@@ -27,13 +27,13 @@ from psigrad.errors import UserError, name_reason
 from psigrad.language.data.dataset_rows import BadRow, show
 
 MAX_LINE_BYTES = 32 * 2**20
-"""The longest line in bytes. Longer lines are mistakes, and several copies of one would be in memory."""
+"""The maximum length of a line in bytes. A longer line is a mistake, and to read it takes the memory of several copies."""
 
 MOST_GROWTH, LEAST_BYTES = 200, 256 * 2**20
 """A compressed file may expand to `MOST_GROWTH` times its size, or to `LEAST_BYTES` if that is more."""
 
 _BOM = b"\xef\xbb\xbf"
-_ROW_BYTES = 64  # a row's own memory, at least
+_ROW_BYTES = 64  # the least memory that a row takes, even an empty one
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _SPACE = re.compile(r"[ \t\r\n]*")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -104,7 +104,7 @@ class _DuplicateKeyError(ValueError):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the dictionary of a JSON object's name-value `pairs`. Raise an error for a repeated name, which Python accepts."""
+    """Return the dictionary of a JSON object's name-value `pairs`. Raise an error for a repeated name, unlike Python's `json`."""
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
@@ -220,7 +220,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def _end_of(text: str, at: int) -> int:
-    """Return the index after the JSON value at text[at], which may have keys twice. Raise `JSONDecodeError` for other faults."""
+    """Return the index after the JSON value at text[at]. Accept repeated keys. Raise `JSONDecodeError` for other faults."""
     try:
         return _PLAIN.raw_decode(text, at)[1]
     except json.JSONDecodeError:
@@ -254,8 +254,8 @@ def _parquet(path: Path, name: str) -> Records:
 def _rows_at_once(metadata: Any, expansion: _Expansion) -> int:
     """Return the number of rows to read in one batch of a Parquet file with this `metadata`.
 
-    A dictionary-encoded column stores a value once, and may repeat it in every row. Even with its largest value in every row, a
-    batch stays within the limit of `expansion`. Raises `UserError` if the values as stored exceed that limit.
+    A dictionary-encoded column stores a value once, and can repeat it in every row. Even if every row has the largest value, a
+    batch stays within the limit of `expansion`. Raises `UserError` if the stored values alone exceed that limit.
     """
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     columns = [[group.column(i) for i in range(group.num_columns)] for group in groups]
@@ -266,7 +266,7 @@ def _rows_at_once(metadata: Any, expansion: _Expansion) -> int:
 
 
 def _batch(batch: Any, name: str, number: int) -> Records:
-    """Yield the rows of an Arrow batch. `number` rows of the file `name` precede it. A row of bad UTF-8 becomes a `BadRow`."""
+    """Yield the rows of an Arrow batch. `number` rows of the file `name` precede it. A row with bad UTF-8 becomes a `BadRow`."""
     try:
         yield from [RawRow(f"{name}:{number + i}", raw) for i, raw in enumerate(batch.to_pylist(), 1)]
     except UnicodeDecodeError:
@@ -313,7 +313,7 @@ def _csv_rows(path: Path, default: str) -> Iterator[tuple[int, dict[str, object]
 
 
 def _csv_lines(file: IO[str], path: Path) -> Iterator[str]:
-    """Yield the lines of a CSV file. A row may have many lines. Raises `UserError` for a line that is too long."""
+    """Yield the lines of a CSV file; a row can span several. Raises `UserError` for a line that is too long."""
     expansion = _Expansion(path)
     for number in itertools.count(1):
         if not (line := file.readline(MAX_LINE_BYTES + 2)):

@@ -1,4 +1,4 @@
-"""Rows for display as the model reads them: their tokens as text, and which tokens are trained."""
+"""Dataset rows rendered for display: the text of the tokens that the model reads, and which of them are trained."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ SHOWN, _LONGEST = 3, 2000
 
 
 class Segment(NamedTuple):
-    """Adjacent tokens as text. `kind`: prompt, trained, masked (after trained tokens, no loss) or sampled (a placeholder)."""
+    """The text of adjacent tokens of one `kind`: prompt, trained, masked (no loss, not the prompt) or sampled (a placeholder)."""
 
     kind: str
     text: str
 
 
 class RenderedRow(NamedTuple):
-    """A text that the model reads for a row, for display. A preference pair is rendered as two texts, one for each answer."""
+    """One of the texts that the model reads for a row, for display. The two answers of a preference pair are separate texts."""
 
     title: str
     pieces: list[Segment]
 
 
 def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -> list[RenderedRow]:
-    """Return one `RenderedRow`, with special tokens, for each text that the model reads for `row`. A preference pair has two.
+    """Return one `RenderedRow`, with special tokens, for each text that the model reads for `row`.
 
     `separator` ends each step of a stepwise row. A `Segment` of more than 2,000 characters is shortened in its middle.
     """
@@ -55,7 +55,7 @@ def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") 
 
 
 def first_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], separator: str = "\n") -> list[RenderedRow]:
-    """Return the first three rows as `render` does. For a row that the model cannot read, return the reason as its text."""
+    """Return the first three rows, rendered by `render`. If a row cannot be rendered, its text is the reason."""
     found: list[RenderedRow] = []
     for row in rows[:SHOWN]:
         try:

@@ -54,15 +54,15 @@ def load(
 ) -> LoadedRows:
     """Load the rows of a JSONL, JSON, Parquet, CSV or TSV file, a folder of them or of `Dataset.save_to_disk`, or a hub dataset.
 
-    `form` is a name of `FORMS` or "sft". `split` may be a slice, as in `datasets`: train[:90%], train[100:]. If file names in a
+    `form` is a key of `FORMS` or "sft". `split` can be a slice, as in `datasets`: train[:90%], train[100:]. If file names in a
     folder contain split words (train, validation, test and their usual variants), only the files of the split are read. A file,
-    like any source without splits, is one split of all rows. `split` must then be the split word in its name, as in a-test.jsonl,
-    or a name in `single`. A hub configuration is named after a colon: "openai/gsm8k:main". "task:NAME" makes rows of a
-    reasoning-gym task. With `max_rows` only the first rows are read, and a hub dataset is streamed. `columns` renames columns
-    (`dataset_layouts.map_columns`). `urls` downloads images that rows name by URL (`image_urls.download`).
+    like any source without splits, is a single split with all rows. `split` must then be a name in `single`, or the split word in
+    the file's name, as in a-test.jsonl. A hub configuration is named after a colon: "openai/gsm8k:main". "task:NAME" makes rows
+    of a reasoning-gym task. With `max_rows` only the first rows are read, and a hub dataset is streamed. `columns` renames
+    columns (`dataset_layouts.map_columns`). `urls` downloads images that rows name by URL (`image_urls.download`).
 
-    Raise UserError naming file, line, column and reason. With `bad_rows="skip"`, malformed rows are skipped and returned as
-    `skipped`; only an unreadable file raises an error.
+    Raise `UserError` with file, line, column and reason. With `bad_rows="skip"`, malformed rows are skipped and returned as
+    `skipped`. An unreadable file, or no valid row at all, still raises an error.
     """
     records = read_named(dataset, split, streaming=max_rows > 0, single=single)
     place = Path(dataset).expanduser()
@@ -79,7 +79,7 @@ def from_rows(
     columns: Mapping[str, str] | None = None,
     urls: bool = False,
 ) -> LoadedRows:
-    """Check rows in memory: a list of dicts, a `datasets.Dataset`, any iterable of mappings. Errors call them `source`.
+    """Check rows in memory: a list of dicts, a `datasets.Dataset`, or any iterable of mappings. Errors call the rows `source`.
 
     `load` explains the other arguments. Tensors and arrays, as in a `Dataset` with a format, become numbers and lists.
     """
@@ -91,7 +91,7 @@ def from_rows(
 
 
 def remove_format(rows: Any) -> Any:
-    """Return rows with Python's own values: a `datasets.Dataset` loses its format, such as "torch"."""
+    """Return rows whose values are Python's own types, by removing the format of a `datasets.Dataset`, such as "torch"."""
     return rows.with_format(None) if hasattr(rows, "with_format") else rows
 
 
@@ -113,10 +113,10 @@ def _to_plain(value: Any, depth: int = 0) -> Any:
 def hold_out(parts: Sequence[Sequence[Row]], counts: Sequence[int], seed: int = 0) -> tuple[list[list[Row]], list[Row]]:
     """Return (the rows of each part to train on, held-out rows of all parts), in the order of the source.
 
-    About `counts` rows of each part are held out, drawn with `seed`. The rows of a prompt, in any part, are all trained on or all
-    held out. Prompts are drawn in random order, and skipped if they would exceed a count. If every prompt of a part was skipped,
-    hold out one prompt that has at most twice the wanted rows. If none is that small, hold out single rows; only then can a
-    held-out prompt also be trained on. The two answers of a pair stay together.
+    About `counts[i]` rows of part i are held out, drawn with `seed`. The rows of a prompt, in any part, are all trained on or all
+    held out. Prompts are drawn in random order, and a prompt that would exceed a count is skipped. If every prompt of a part was
+    skipped, hold out one prompt that has at most twice the wanted rows. If none is that small, hold out single rows; only then
+    can a held-out prompt also be trained on. The two answers of a pair stay together.
 
     Raise UserError if no row is left to train on.
     """
@@ -245,14 +245,14 @@ def _summary(name: str, form: str, total: int, bad: list[BadRow], fits: str, hin
 
 
 class MixturePart(NamedTuple):
-    """One dataset of several, and its weight; None if no weight is given."""
+    """One of several datasets, and its weight, which is None if none is given."""
 
     dataset: Any
     weight: float | None
 
 
 def parse_mixture(dataset: object) -> list[MixturePart]:
-    """Return the datasets in a list of names, in which "a.jsonl:0.7" has the weight 0.7. Rows or a single name are one dataset.
+    """Return the datasets in a list of names, where "a.jsonl:0.7" sets the weight 0.7. Rows or a single name are one dataset.
 
     Raise `UserError` if only some names have a weight, or if a weight is 0.
     """
@@ -271,7 +271,7 @@ def parse_mixture(dataset: object) -> list[MixturePart]:
 
 
 def quotas(total: int, weights: Sequence[float]) -> list[int]:
-    """Return whole numbers with the sum `total`, in the ratio of `weights`. Each is at most 1 from its exact value."""
+    """Return whole numbers with the sum `total`, in the ratio of `weights`. Each differs from its exact value by at most 1."""
     ends = [round(total * sum(weights[: i + 1]) / sum(weights)) for i in range(len(weights))]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -292,8 +292,8 @@ def mix(parts: Sequence[Sequence[Row]], weights: Sequence[float | None], seed: i
     return rows
 
 
-# The default numbers of held-out rows: prompts, and comparisons, which cost no sampling. At most one of `ONE_OF` rows is held
-# out.
+# The default numbers of held-out rows: of prompts, and of comparisons, which need no sampling. Without an eval dataset, at most
+# one in `ONE_OF` rows is held out.
 HELD_OUT, _HELD_OUT_PAIRS, ONE_OF = 64, 256, 10
 
 
@@ -301,8 +301,8 @@ def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: L
     """Return (training rows, held-out rows).
 
     Held-out rows are drawn with `seed`: from the eval dataset if there is one, else from all datasets by their weights or sizes.
-    `eval_prompts` is their number. None means 64, or 256 for comparisons, labelled answers and labelled steps, but
-    without an eval dataset at most a tenth of each dataset. `log` receives the counts of recognised, skipped and held-out rows.
+    `eval_prompts` is the number of held-out rows. None means 64, or 256 for comparisons, labelled answers and labelled steps;
+    without an eval dataset, at most a tenth of each dataset. `log` receives the counts of recognised, skipped and held-out rows.
     """
     shares = parse_mixture(data.dataset)
     parts = _read_each(data, form, shares, data.split, log, single=SINGLE[:1])
@@ -363,7 +363,7 @@ def _read_each(
 
 
 def describe_skipped(bad: Sequence[BadRow]) -> str:
-    """Return a sentence on the skipped rows `bad`: the number for each of the most common reasons, with the first row of each."""
+    """Return a sentence on the skipped rows `bad`: the most common reasons, each with the number of its rows and the first."""
     first: dict[str, BadRow] = {}
     counts: Counter[str] = Counter()
     for row in bad:

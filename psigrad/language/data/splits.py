@@ -54,7 +54,7 @@ def parse_split(split: str) -> SplitSlice:
 
 
 def split_of(name: str) -> str:
-    """Return the split in a file's name, as on the hub: data/train-00000-of-00002.parquet is train. Return "" for none."""
+    """Return the split that a file's name contains, such as train for data/train-00000-of-00002.parquet; "" if there is none."""
     words = re.split(r"[^a-z]+", name.lower())
     return next((_SPLIT_OF[word] for word in words if word in _SPLIT_OF), "")
 

@@ -1,6 +1,6 @@
 """Procedural tasks from reasoning-gym as dataset rows, and imperfect demonstrations of them.
 
-The demo's task, words to spell backward, needs no other library. Its rows and scores are identical to reasoning-gym's, to the
+The demo's task, to spell a word backward, needs no other library. Its rows and scores are identical to reasoning-gym's, to the
 bit.
 """
 
@@ -36,7 +36,7 @@ def can_spell(name: str, settings: dict[str, Any]) -> bool:
 
 
 def spell_rows(size: int, seed: int, *, min_word_len: int = SHORTEST, max_word_len: int) -> list[dict[str, Any]]:
-    """Return `size` rows: spell a word of `min_word_len` to `max_word_len` letters backward. Row i depends on `seed` + i only."""
+    """Return `size` rows that ask to spell a word of these lengths in letters backward. Row i depends on `seed` + i only."""
     known, found = [word for word in load_words() if min_word_len <= len(word) <= max_word_len], []
     lengths = {"difficulty": {"word_len": (min_word_len, max_word_len)}}
     for i in range(size):
@@ -124,7 +124,7 @@ def generate_distinct(name: str, size: int, seed: int, **settings: Any) -> list[
 def rows_by_name(text: str) -> list[dict[str, Any]]:
     """Return the rows of "task:NAME" or "task:NAME,size=2000,max_value=60": different prompts in a random order.
 
-    `size` (default 1,000) and `seed` (0) are psigrad's settings, all others the task's. Raise `UserError` for unknown settings.
+    `size` (default 1,000) and `seed` (0) are psigrad's settings. All others are the task's. Raise `UserError` for unknown ones.
     """
     name, *settings = text.removeprefix("task:").split(",")
     given: dict[str, Any] = {"size": 1000, "seed": 0}
@@ -156,9 +156,9 @@ def _number(text: str) -> int | float | bool | str:
 def demonstrations(
     rows: Sequence[dict[str, Any]], wrong_share: float, mistake: Callable[[str, random.Random], str], seed: int
 ) -> list[dict[str, Any]]:
-    """Return prompt-completion rows, of which a share of about `wrong_share` has a wrong answer, `mistake(answer, rng)`.
+    """Return prompt-completion rows. A share of about `wrong_share` gets a wrong answer, `mistake(answer, rng)`.
 
-    The choice of these rows depends on (seed, index) only. Training never reads the column `right`: True if the answer is right.
+    A row's answer depends on (seed, index) only. The column `right` is True if the answer is right. Training never reads it.
     """
     shown = []
     for i, row in enumerate(rows):

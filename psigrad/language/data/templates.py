@@ -1,8 +1,8 @@
 """Encoding rows as token ids and loss masks, and decoding tokens to text for readers and verifiers.
 
-Text is encoded here, once; ids of encoded or sampled text are never encoded again (contract 1 of docs/architecture.md). The
-context in which a turn is trained equals, token for token, the one in which it would be sampled: tokens never merge across the
-start of an assistant's turn.
+A text is encoded once, here. Text decoded from tokens is never encoded again for training (contract 1 of docs/architecture.md).
+The context in which a turn is trained equals, token for token, the one in which it would be sampled: tokens never merge across
+the start of an assistant's turn.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def examples(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0, 
 def encode_batch(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, empty_thinking: bool = False) -> None:
     """Render the conversations among `rows`, and encode in one call all texts that later calls of `examples` will need.
 
-    Do nothing outside of `dialect.cache_specials`. One call is faster: running a template between the encodings of texts evicts
-    the encoder's data from the CPU's caches.
+    Do nothing outside of `dialect.cache_specials`, or if the tokenizer has no `Specials.cuts`. One call is faster: a template
+    that runs between two encodings evicts the encoder's data from the CPU's caches.
     """
     known, texts = dialect.specials_of(tokenizer), dict[str, None]()
     if known.prefix_ids is None or known.cuts is None or not _is_plain(known.backend):
@@ -131,7 +131,7 @@ def encode_batch(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, emp
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool) -> tuple[Conversation, list[list[Piece]]]:
-    """Return (a row's conversation, the pieces to encode of each context), made here or by `encode_batch`. See `examples`."""
+    """Return (a row's conversation, each context's pieces to encode), made here or by `encode_batch`. See `examples`."""
     made: tuple[Conversation, list[list[Piece]]] | None = dialect.specials_of(tokenizer).conversations.pop(id(row), None)
     if made is None or made[0].row is not row:
         conversation = Conversation(tokenizer, row)
@@ -214,7 +214,7 @@ def decode_after(tokenizer: PreTrainedTokenizerBase, before: int, ids: Iterable[
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
-    """Return text for readers, rewards and tools. It is never encoded again.
+    """Return the text of tokens for readers, rewards and tools. It is never encoded again.
 
     The tokenizer's named tokens (BOS, EOS, padding, …) and the end of a turn are dropped. Other special tokens stay. In some
     vocabularies these are <think>, <answer> and <tool_call>, which the policy writes like words.
@@ -257,7 +257,7 @@ def hidden_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def opened_thought(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> str:
-    """Return the tag of a thought that a prompt leaves open, as DeepSeek-R1's template leaves <think>; "" if there is none."""
+    """Return the tag that opens a thought at the prompt's end, such as <think> for DeepSeek-R1's template; "" if none does."""
     found = OPEN.search(images.decode(tokenizer, prompt_ids[-16:], clean_up_tokenization_spaces=False))
     return found.group() if found else ""
 
@@ -311,7 +311,7 @@ def _is_plain(backend: Any) -> bool:
 
 
 _NONE: list[int] = []
-_BEGUN = 64  # The most texts that `encode_after` caches: nearly always the same few, such as an assistant's opening.
+_BEGUN = 64  # The size of the cache of `encode_after`, which nearly always needs the same few texts, such as a turn's opening.
 
 
 def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
@@ -348,7 +348,7 @@ def _plain(tokenizer: PreTrainedTokenizerBase, row: Row, completion: str) -> tup
         prompt, ids = [], _encode(tokenizer, completion, special=True)
     else:
         prompt, ids = prompt_ids(tokenizer, row), encode_after(tokenizer, str(row.prompt), completion)
-    # Rendered text has its end of turn, followed by a line break that no policy samples.
+    # A text that was rendered before ends with an end-of-turn token, and with a line break that no policy samples.
     end = _trim(tokenizer, ids, 0, len(ids))
     if not end or not _ends_text(tokenizer, ids[end - 1]):
         ids, end = [*ids, tokenizer.eos_token_id], len(ids) + 1

@@ -14,11 +14,11 @@ R = TypeVar("R")
 
 
 def change_settings(run: R, changes: Mapping[str, Any]) -> R:
-    """Return the run with `changes` {setting: value}. Raises `UserError` for a setting that is unknown or may not be changed."""
+    """Return the run with `changes` {setting: value}. Raises `UserError` for a setting that is unknown or cannot be changed."""
     made: Any = run
     for name, value in changes.items():
         head, _, rest = name.partition(".")
-        if name == SETTING:  # memory ran out in larger micro-batches; a resumed run may be given smaller ones
+        if name == SETTING:  # lowered when memory ran out, but the settings of a resumed run can be lower still
             value = min(value, made.config.micro_batch_tokens)
         if head in PARTS:
             made = _change_method(made, head, rest, value)

@@ -27,7 +27,7 @@ from psigrad.runs.journal import Journal
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Rows of a built-in environment if no dataset was given.
+# The number of training rows that an environment makes if no dataset is given.
 OWN_ROWS = 2000
 
 

@@ -34,7 +34,7 @@ def fit_memory(config: C) -> C:
 
 
 def run(config: TrainingConfig, given: ModelObject | None = None) -> Result:
-    """Train by the recipe that belongs to the class of the settings. `given` holds a model given as an object.
+    """Train by the recipe that belongs to the class of the settings. `given` holds a model that the user gave as an object.
 
     With `push_to_hub`, the model is pushed when the run finishes, and again if the same finished run is started again.
     """

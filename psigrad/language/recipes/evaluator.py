@@ -103,7 +103,7 @@ class Evaluator:
 def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric: str) -> dict[str, Any]:
     """Return the mean over prompts of the metric named `metric`, with its 95 % interval, pass@k, and lengths.
 
-    pass@k is returned for k = 1, 2, 4, … up to `num_generations` or 64, if there are several completions per prompt and every
+    pass@k is returned for k = 1, 2, 4, … up to `num_generations` (at most 64) if prompts have several completions and every
     value of the metric is 0 or 1. If the metric is a sum of several reward functions, the mean of each is returned too. Unscored
     completions are excluded and counted. The interval is over prompts, since completions of one prompt are not independent.
     """

@@ -92,8 +92,8 @@ def sampler_of(
 ) -> Iterator[Sampler]:
     """Yield the sampler that the settings name, on a cluster or on this machine.
 
-    With a sharded model, the sampler gets a full copy, unless it is vLLM. `longest` is the most tokens of a prompt with its
-    completion.
+    With a sharded model, the sampler gets a full copy, unless it is vLLM without top_p, top_k and min_p. `longest` is the maximum
+    number of tokens of a prompt with its completion.
     """
     if config.placement.cluster and journal is not None:
         with extras.load("cluster").open_sampler(config, model, journal, longest) as sampler:
@@ -118,9 +118,9 @@ def generated_of(
     reference: Callable[[], LanguageModel | None],
     journal: Journal,
 ) -> Iterator[SampledEvaluation | None]:
-    """Yield the evaluation that samples completions of the held-out `rows` and scores them by `measure`; None without any reward.
+    """Yield the evaluation that samples completions of the held-out `rows` and scores them by `measure`.
 
-    With `eval_kl`, it also computes their KL to the model that `reference` returns.
+    With `eval_kl`, it also computes their KL to the model that `reference` returns. Yield None without rewards or rows.
     """
     if not (measure.weights and rows):
         yield None

@@ -63,7 +63,7 @@ Learners = Sequence[Learner | Follower]
 def commit(root: Path, step: int, write: Write, world: World, meta: Mapping[str, Any]) -> Path | None:
     """Write the checkpoint of step `step` into a folder below `root`. Return this folder on rank 0, and None on other ranks.
 
-    `write` writes its files, and `meta` is added to the manifest. With sharded models, all ranks must call this.
+    `write` writes the files, and `meta` is added to the manifest. With sharded models, all ranks must call this.
     """
     if world.rank:
         if world.lockstep:
@@ -77,7 +77,7 @@ def commit(root: Path, step: int, write: Write, world: World, meta: Mapping[str,
 def stage(state: State, learners: Learners, world: World, *, copies: bool) -> Write:
     """Return a function that writes a checkpoint of the current state.
 
-    With `copies`, everything that training changes is copied to host memory, so the function may run while steps continue. Raises
+    With `copies`, everything that training changes is copied to host memory, so the function can run while steps continue. Raises
     `NonFiniteError` if a weight is not finite.
     """
     for learner in learners:
@@ -163,7 +163,7 @@ def restore(path: Path, learners: Learners) -> State:
 
 
 class CheckpointWriter:
-    """The writer of a training loop's checkpoints. It writes at once, or with `async_save` in a thread while steps continue.
+    """The writer of a training loop's checkpoints. With `async_save` and no callbacks, it writes in a thread beside the steps.
 
     All ranks save together. The thread communicates in a separate `World`.
     """
@@ -209,7 +209,7 @@ class CheckpointWriter:
         """Wait until all ranks have written their parts of the checkpoint, or one has failed. `job` is this rank's write.
 
         Return how many seconds `job` may still take: `LEFT` if a write has failed, otherwise None, for no limit. The ranks
-        exchange their states every second. If one stalls, this raises an error within minutes; a write would do so after hours.
+        exchange their states every second. If one stalls, this raises an error within minutes. The write would need hours for it.
         """
         states = [0]
         while 0 in states and 2 not in states:

@@ -43,7 +43,7 @@ def check_online(run: OnlineRun) -> None:
 
 
 def check_offline(run: OfflineRun) -> None:
-    """Run a forward and backward pass on the micro-batch with the longest row, in a step with the dataset's longest rows."""
+    """Run a forward and backward pass on the micro-batch with the longest row, of a step on the dataset's longest rows."""
     task = run.task
     longest = sorted(range(len(task)), key=lambda i: -task.tokens([i]))[: run.config.batch_size]
     with _trial([run.optimizer]):

@@ -43,8 +43,8 @@ class ModelScorer:
     def __post_init__(self) -> None:
         if self.separator and not self.same_tokens:
             raise UserError(
-                f"The process reward model {self.name} has another tokenizer, chat template or plain_prompts than the policy, so "
-                "its steps cannot be found among the policy's tokens; train it from a model of the policy's family."
+                f"The process reward model {self.name} and the policy differ in tokenizer, chat template or plain_prompts, so "
+                "its steps cannot be found among the policy's tokens; train the reward model from a model of the policy's family."
             )
 
     @property
@@ -70,7 +70,7 @@ class ModelScorer:
         return self._where_it_fits(pairs, self._by_texts)
 
     def _where_it_fits(self, pairs: Sequence[tuple[Ids, Ids]], score: Callable[..., list[Result]]) -> list[Result]:
-        """Apply `score` to the texts that fit the model's positions. Return its results, and `Unscored` for each other text."""
+        """Apply `score` to the texts that fit the model's positions. Return its results, and `Unscored` for longer texts."""
         long = [describe_overflow(self.model, pair) for pair in pairs]
         found = iter(score([pair for pair, why in zip(pairs, long, strict=True) if not why]))
         return [Unscored(f"the reward model {self.name} cannot read {why}") if why else next(found) for why in long]
@@ -93,7 +93,7 @@ class ModelScorer:
         return to_turns(self.model.tokenizer, Row("a completion", prompt, completion, columns=columns), self.model.plain_prompts)
 
     def _tokens(self, row: Row, own: tuple[Ids, Ids] | None) -> tuple[Ids, Ids]:
-        """Return (prompt tokens, completion tokens) for the reward model; `own` are the policy's two lists, if it has tokens.
+        """Return (prompt tokens, completion tokens) for the reward model. `own` are the same of the policy, None if unknown.
 
         With `own`, the completion ends with the tokens that ended answers in the reward model's training. They replace the
         policy's own stop token, if it sampled one. If `own` is None, or the policy has another tokenizer or template, or the
@@ -139,7 +139,7 @@ class ModelScorer:
 
 
 def describe_overflow(model: ScalarModel, pair: tuple[Ids, Ids]) -> str:
-    """Return a message if the tokens of both texts of `pair` together exceed the model's positions; empty if they fit."""
+    """Return the end of an error message if the texts of `pair` together exceed the model's positions; "" if they fit."""
     tokens = sum(map(len, pair))
     return f"{tokens} tokens, since it has {model.max_length} positions" if tokens > model.max_length else ""
 

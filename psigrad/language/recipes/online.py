@@ -225,7 +225,7 @@ def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterato
     An overlap needs a `lag` above 0, and a sampler on a cluster or on a GPU that does not train. A cluster gets lag + 1 threads,
     one for each batch that is being sampled; one thread if completions are episodes. A sampler on a GPU gets one thread, since it
     holds one version of the weights. Such a sampler allows no overlap if several processes train, since they would
-    communicate in two threads at once. Nor does it with top_p, top_k or min_p: the trainer must then recompute the log-probs.
+    communicate in two threads at once, and none with top_p, top_k or min_p, since the trainer must then recompute the log-probs.
     """
     beside = sampler.overlaps and world.size == 1 and not config.sampling.filtered
     if not ((sampler.central or beside) and config.lag and world.rank == 0):
@@ -266,7 +266,7 @@ def _prepare_rows(
 
 
 def longest_of(config: OnlineConfig, prepared: PreparedRows[Any], evaluator: Evaluator | None) -> int:
-    """Return the most tokens of a prompt with its completion; 0, for the model's limit, if completions are episodes."""
+    """Return the maximum number of tokens of a prompt with its completion; 0 (the model's limit) if completions are episodes."""
     if config.plays:
         return 0
     lengths = [len(ids) for _, ids in prepared.items] + [len(p.ids) for p in (evaluator.prompts if evaluator else ())]

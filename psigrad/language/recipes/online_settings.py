@@ -242,7 +242,7 @@ def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGrad
 
 
 def check_reference_sync(config: OnlineConfig, adapter: bool) -> None:
-    """Raise `UserError` if `ref_model_sync_steps` is set with an `adapter`: the reference is then the policy without it."""
+    """Raise `UserError` if `ref_model_sync_steps` is set with an `adapter`, since the reference is then the policy without it."""
     if config.ref_model_sync_steps and adapter:
         raise UserError(
             "ref_model_sync_steps moves the reference's weights, but with LoRA the reference is the model without its adapter; "

@@ -1,4 +1,4 @@
-"""A reward model from settings to a model on disk, and scoring with one."""
+"""Training of a reward model from settings to a model on disk, and scoring with a reward model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(config: RewardConfig, given: ModelObject | None = None) -> Result:
         model = load_scalar_model(config.model, config.run, checkpoint, journal.world, given)
         if config.process and not model.per_token:
             raise UserError(
-                f"{config.model.path!r} gives no score for each token, which --process needs; give a causal language model."
+                f"{config.model.path!r} cannot score each token, which --process needs; give a causal language model."
             )
         if config.process:
             setattr(model.network.config, STEP_SEPARATOR, config.step_separator)  # stored in config.json
@@ -78,8 +78,8 @@ def score_rows(
     """Return the prompt-completion rows in order, with the reward model's score r(x, y) as `reward`; higher is better.
 
     `rows` is a file, folder or hub dataset with a `split`, or rows from Python; `columns` renames their columns. `budget` is the
-    most tokens of a forward pass. `bad_rows="skip"` drops malformed rows. Raises `UserError` if `model` has no trained scalar
-    head.
+    maximum number of tokens of a forward pass. `bad_rows="skip"` drops malformed rows. Raises `UserError` if `model` has no
+    trained scalar head, or too few positions for a row.
     """
     data = Data(dataset=rows, columns=columns, split=split, bad_rows=bad_rows)
     config = RewardConfig(model=Model(path=model), data=data, run=Run(device=device))

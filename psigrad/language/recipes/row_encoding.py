@@ -59,7 +59,7 @@ class Encoder(Generic[R]):
     encode: Callable[[R], Any]
     filter: RowFilter | None = None
     encode_batch: Callable[[Sequence[R]], None] | None = None
-    """Called with all rows before they are encoded one by one, for work that is faster on many rows at once."""
+    """A function called with the given rows before `encode` takes each, for work that is faster on many rows at once."""
 
     def __call__(self, rows: Sequence[R]) -> tuple[list[Any], list[BadRow], Counter[str]]:
         """Return (the encoded rows, a `BadRow` for each row that cannot be encoded, the sums of the counts from `filter`)."""
@@ -85,7 +85,7 @@ def encode_rows(rows: Sequence[R], encoder: Encoder[R], data: Data, log: Log | N
     """Return (the encoded rows, as Arrow batches if there are many; the sums of the counts of `encoder.filter`, by name).
 
     A row that the encoder rejects stops the run, and the error names its place in the file. With `bad_rows: skip` it is dropped
-    and counted.
+    and counted, unless all rows are rejected.
     """
     if len(rows) < FEW and data.num_proc <= 1:
         made: Sequence[Any]
@@ -207,7 +207,7 @@ def sum_parts(prepared: PreparedRows[Any]) -> dict[str, str]:
 
 
 def _drop_images(row: Row) -> Row:
-    """Return the row for hashing: without the columns of its images, if placeholders in its text contain the images' SHA-256."""
+    """Return the row as it is hashed: without its image columns, if marks in its text contain the SHA-256 of each image."""
     own = {name: value for name, value in row.columns.items() if name not in images.COLUMNS}
     return replace(row, columns=own) if len(own) < len(row.columns) and digests_of(row) else row
 

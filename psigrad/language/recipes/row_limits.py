@@ -35,8 +35,8 @@ from psigrad.runs.journal import Journal
 def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, completion: int, log: Log | None = None) -> Prompts:
     """Return the rows with the tokens of their prompts.
 
-    The model's positions must have room for a prompt and `completion` more tokens. A prompt that is too long raises `UserError`
-    with its place in the file. With `bad_rows: skip` it is dropped and counted.
+    A prompt is too long if it exceeds `data.max_prompt_length`, or leaves less than `completion` of the model's positions. This
+    raises `UserError` with its place in the file. With `bad_rows: skip` it is dropped and counted, unless no prompt is left.
     """
     room, limit = model.max_length - completion, data.max_prompt_length
 
@@ -120,7 +120,7 @@ def _teacher_row(row: Row, column: str, tokenizer: PreTrainedTokenizerBase) -> R
 
 
 def check_images(config: Any, model: Pretrained | None = None, rows: Iterable[Row] = ()) -> None:
-    """Raise `UserError` if there are images, but the settings name a sampler, placement or reference that reads text alone.
+    """Raise `UserError` if there are images, but the settings name a sampler, placement or reference that reads only text.
 
     There are images if one of `rows` has one and the model has a vision tower. If `model` is None, nothing is loaded yet: images
     are then assumed if the settings load or train a vision tower.
@@ -144,7 +144,7 @@ def check_images(config: Any, model: Pretrained | None = None, rows: Iterable[Ro
 
 
 def check_features(model: Pretrained, rows: Iterable[Row]) -> None:
-    """Raise `UserError` if the vision tower computes another number of features for an image than its prompt has image tokens.
+    """Raise `UserError` if the features that the vision tower computes for an image and its image tokens differ in number.
 
     To save time, only one image of `rows` is checked for each number of tokens. Sharded models are checked at the first step.
     """
@@ -157,7 +157,7 @@ def check_features(model: Pretrained, rows: Iterable[Row]) -> None:
 
 
 def token_limit(config: SFTConfig | RewardConfig | PreferenceConfig, model: LanguageModel | ScalarModel) -> int:
-    """Return the most tokens of a row: `max_length`, or the model's positions if they are fewer."""
+    """Return the maximum number of tokens of a row: `max_length`, or the model's positions if they are fewer."""
     return min(config.max_length or model.max_length, model.max_length)
 
 

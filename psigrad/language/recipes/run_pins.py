@@ -1,4 +1,4 @@
-"""The pins of a language model's run: its data, models, the user's code, and the machine."""
+"""The pins of a language model's run, which must be unchanged when it resumes: data, models, the user's code and the machine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def collect_pins(
         content["processor"] = str(getattr(image_format, "version", ""))
     rows = prepared.sums or sum_parts(prepared)
     day = {"date": day_of(tokenizer).isoformat()} if reads_clock(tokenizer) else {}
-    # on a GPU those for a CPU are not asked for, which a checkout would compile for a minute
+    # On a GPU, do not call `kernels()`: in a checkout it would compile the CPU's kernels for a minute.
     used = kernels() if device(config.run) == "cpu" else triton_kernels()
     return {**rows, **content, **day, **_models(config), **_code(config, judges), **pins_of(config.run, used)}
 

@@ -62,9 +62,9 @@ def score(
     """Score prompt-completion rows by reward functions, in a worker process, one row after another. Return the scores in order.
 
     `rows` is a file, folder or hub dataset with a `split`, or rows from Python; `columns` renames columns. The functions also
-    receive the rows' other columns. A reward is the sum of the functions' values, with `weights` (default 1). A call may take
-    `timeout` seconds. `tokenizer` names a model whose tokenizer makes the argument `completion_ids`. Without it, that argument is
-    empty. `bad_rows="skip"` drops malformed rows. Raises `UserError` if a reward counts tokens and no tokenizer is given.
+    receive the rows' other columns. A reward is the sum of the functions' values, with `weights` (default 1). A call has at most
+    `timeout` seconds. `tokenizer` names a model whose tokenizer makes the argument `completion_ids`, which is empty otherwise.
+    `bad_rows="skip"` drops malformed rows. Raises `UserError` if a reward counts tokens and no tokenizer is given.
     """
     if not rewards:
         raise UserError("No reward was given; name one with --reward, such as exact or my_module:my_reward.")

@@ -1,4 +1,4 @@
-"""The rewards of a run, resolved once from its settings: names, weights, pins, and scoring."""
+"""The rewards of a run, resolved once from its settings: their functions, names and weights, and the scorer that uses them."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ class RewardSetup:
         """Return the rows that the functions can score.
 
         Rows without a gold answer are dropped and counted, since no function applies to them. A row is bad if its gold answer can
-        be parsed only in part, since wrong completions would then be rewarded. Raises `UserError` with the place of the first bad
-        row. With `bad_rows: skip`, bad rows are dropped and counted instead, unless all rows are bad.
+        be parsed only in part, since wrong completions would then be rewarded. Raises `UserError` if no row has a gold answer,
+        and for the first bad row. With `bad_rows: skip`, bad rows are dropped and counted instead, unless all rows are bad.
         """
         rows = self._with_golds(rows, log)
         if not any(hasattr(function, "check_row") for function in self.functions):
@@ -159,7 +159,7 @@ class RewardSetup:
 
     @property
     def needs(self) -> list[list[str]]:
-        """The columns that each reward function needs; [] if there is a reward model, since this can score every row."""
+        """The columns that each reward function needs. [] if there is a reward model, since a model can score every row."""
         return [] if self.config.reward_model else [needed_columns(function) for function in self.functions]
 
     def _with_golds(self, rows: Sequence[Row], log: Log | None) -> Sequence[Row]:

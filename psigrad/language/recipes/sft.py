@@ -74,6 +74,6 @@ def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, 
 
 
 def _with_targets(texts: Sequence[Example]) -> tuple[list[Example] | None, dict[str, int]]:
-    """Return (those of a row's `texts` with target tokens, or None; the counts "rows" (1), "texts" and "cut" (truncated))."""
+    """Return (the row's `texts` that have target tokens, or None; the counts "rows" (1), "texts" and "cut" (truncated))."""
     own = [text for text in texts if any(text.mask)]
     return own or None, {"rows": 1, "texts": len(texts), "cut": sum(text.truncated for text in texts)}

@@ -50,5 +50,5 @@ if TYPE_CHECKING:
         hub: Any = field(init=False)
 
     def accept(settings: Callable[P, object]) -> Callable[[Callable[[M], Result]], Callable[Concatenate[M, P], Result]]:
-        """Return a decorator for an overload of `train` that has only the parameter `method`. It adds those of `settings`."""
+        """Return a decorator that adds the parameters of `settings` to an overload of `train` that has only `method`."""
         ...

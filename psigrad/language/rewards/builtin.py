@@ -27,7 +27,7 @@ class Exact:
     """A reward of 1 if the completion equals the answer in the column `answer`, or one of a list of answers; otherwise 0.
 
     White space at both ends, and Unicode variants of a letter or a space (NFC, no-break spaces), make no difference. A number
-    may be written with an exponent or in plain decimals. The reward is None if there is no answer.
+    can be written with an exponent or in plain decimals. The reward is None if there is no answer.
     """
 
     __name__ = "exact"
@@ -54,9 +54,9 @@ exact, math = Exact(), Math()
 class Format:
     """A reward of 1 if the whole completion matches `pattern`, otherwise 0.
 
-    The default pattern is one block of reasoning in <think>, then one answer in <answer>. None of these tags may occur inside,
-    and only white space around them. If the prompt ends with <think>, which some chat templates write before each answer, that
-    tag is put before the completion.
+    The default pattern is one block of reasoning in <think>, then one answer in <answer>, with no such tags inside the two blocks
+    and only white space around them. If the prompt ends with <think>, which some chat templates write before each answer, the
+    default pattern is matched with that tag before the completion.
     """
 
     pattern: str = _THOUGHT_AND_ANSWER
@@ -146,8 +146,8 @@ def _alike(a: str, b: str) -> float:
 def _edits(a: str, b: str) -> int:
     """Return Levenshtein's distance.
 
-    A column of the distance table is encoded in two integers. If cell i is one more than the cell above it, bit i of the first is
-    set; if one less, bit i of the second. Thus even two of the longest completions take a fraction of a second to compare.
+    Two integers encode a column of the distance table. Bit i of the first is set if cell i is one more than the cell above it,
+    bit i of the second if it is one less. Thus even two of the longest completions are compared in a fraction of a second.
     Source: Myers 1999, Hyyrö 2003.
     """
     places: dict[str, int] = {}
@@ -257,7 +257,7 @@ class Verifiers:
 
 @cache
 def _import_wrapped(kind: str, function: str) -> Callable[..., Any]:
-    """Return the function that an adapter wraps."""
+    """Return the function that the reward `kind` ("verl" or "verifiers") wraps, imported from its name `function`."""
     if not function:
         raise UserError(f"The reward {kind!r} needs a function to wrap; write it as {{reward: {kind}, function: module:name}}.")
     found: Callable[..., Any] = imported_callable(function, "reward")

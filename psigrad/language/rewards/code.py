@@ -48,9 +48,9 @@ class Code(SelfLimited):
     output_kb: int = 1024
     """The output limit of one run; higher if its test expects more."""
     tolerance: float = 1e-6
-    """The largest difference at which decimal numbers in the output count as equal, relative to the larger one, at least to 1."""
+    """The largest difference of equal decimal numbers in the output, relative to the larger; absolute if both are below 1."""
     packages: bool = False
-    """True if programs may import the packages of your own environment, such as numpy."""
+    """True if programs can import the packages of your own environment, such as numpy."""
     service: str = ""
     """URL of a sandbox service to use instead of this machine; see `psigrad_extras.connect.remote_sandbox`."""
     service_token_variable: str = ""
@@ -113,8 +113,8 @@ def program_of(text: str) -> str:
 def whole_program(text: str, prompt: Any, entry: str) -> str:
     """Return the complete program of a completion.
 
-    As in HumanEval, a completion may be only the body of the function `entry` that the prompt begins. It is then joined to the
-    prompt.
+    As in HumanEval, the prompt can begin the function `entry`. A completion that is only its body is appended to the prompt. A
+    complete function follows the prompt too, if the prompt is valid Python, since it can use the prompt's other definitions.
     """
     program = program_of(text)
     if not entry or not isinstance(prompt, str) or f"def {entry}" not in prompt:
@@ -122,7 +122,7 @@ def whole_program(text: str, prompt: Any, entry: str) -> str:
     begun = program_of(prompt)
     if program[:1] in (" ", "\t"):
         return begun + program
-    # the program may use the prompt's other definitions
+    # the program can use the prompt's other definitions
     return f"{begun}\n\n{program}" if _is_python(begun) else program
 
 
@@ -227,8 +227,8 @@ def _trouble(outcome: ProgramOutcome) -> str:
 def same_output(found: str, expected: str, tolerance: float = 1e-6) -> bool:
     """Return True if the outputs are equal.
 
-    White space at the ends of lines and of the text is ignored. Decimal numbers may differ by the tolerance. Spaces between words
-    must be equal, except in a line that has only numbers.
+    White space at the ends of lines and of the text is ignored. Numbers with a decimal point can differ by the tolerance. Spaces
+    between words must be equal, except in a line that has only numbers.
     """
     ours, theirs = ([line.rstrip() for line in text.strip().splitlines()] for text in (found, expected))
     return len(ours) == len(theirs) and all(_same_line(*pair, tolerance) for pair in zip(ours, theirs, strict=True))

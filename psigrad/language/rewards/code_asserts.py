@@ -1,7 +1,7 @@
 """Tests written in Python, split in two: calls of the program run in the sandbox, and all else is evaluated outside.
 
 For `assert abs(f(3) - 0.5) < 1e-6`, only `f(3)` runs inside, and returns a plain value. A name belongs to the program if neither
-Python nor the test defines it. Outside the sandbox, only expressions are evaluated whose syntax and names are in the lists
+Python nor the test defines it. Outside the sandbox, an expression is evaluated only if its syntax and its names are in the lists
 below. A test is rejected if it cannot be split without sending an expected value into the sandbox.
 """
 
@@ -30,7 +30,7 @@ _SIGNS |= {"Is": "is", "IsNot": "is not", "In": "in", "NotIn": "not in"}
 # Names of the program in a test that imports from it.
 _THE_PROGRAM = ("solution", "main", "program", "your_module")
 _WORD = re.compile(r"[^\W\d]\w*")
-# The modules of constants that are written with a name, for imports inside the sandbox.
+# Names that the repr of a constant can contain, and the modules from which the sandbox imports them.
 _HOMES = dict.fromkeys(("inf", "nan"), "math") | {"Counter": "collections", "deque": "collections", "Fraction": "fractions"}
 # Functions of one argument that only read an object: they run inside with the call, and contain no expected value.
 _INSIDE = ("str", "repr", "len", "bool")
@@ -99,7 +99,7 @@ def _bound_by(statement: ast.Import | ast.ImportFrom) -> set[str]:
 def _own_names(tree: ast.Module) -> set[str]:
     """Return the names of Python's functions that the program defines itself, such as its own `sum`.
 
-    These are the functions that the test's asserts call, if the test calls no function but Python's.
+    If all functions that the test calls have Python's names, the program defines those that an assert calls directly.
     """
     called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
     if called - _names().keys():
@@ -232,7 +232,7 @@ class _Apart:
     def truth(self, node: ast.expr) -> ast.expr:
         """Return the outer part of an expression of which only the truth value matters.
 
-        The sandbox then returns `bool(value)`, since an object of the program may not be a plain value.
+        The sandbox then returns `bool(value)`, since the value need not be plain: it can be an object of the program.
         """
         match node:
             case ast.BoolOp(op, parts):

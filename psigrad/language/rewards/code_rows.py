@@ -9,7 +9,7 @@
 | [{"input", "output", "testtype": "stdin" or "functional"}, …] | LiveCodeBench's `public_test_cases` and `private_test_cases` |
 | {"test_cases": [{"type": "stdin_stdout" or "function_call", "input", "output", …}]} | open-r1's `verification_info`, TRL |
 
-Each may also be JSON text. `code_asserts` defines the supported Python tests. Expected values never enter the sandbox.
+Each format can also be JSON text. `code_asserts` defines the supported Python tests. Expected values never enter the sandbox.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _together(row: Mapping[str, Any], column: str) -> Any:
 
 
 def _unpack(value: Any) -> Any:
-    """Decode JSON text, also in LiveCodeBench's compressed form."""
+    """Decode JSON text, also in LiveCodeBench's compressed form. Return any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(value)
@@ -121,7 +121,7 @@ class _Reader:
         self._setup = [line for lines in given if lines for line in ([lines] if isinstance(lines, str) else list(lines))]
 
     def read(self, tests: Any) -> RowTests:
-        """Return all tests."""
+        """Return the checks of `tests` and the setup that they need."""
         checks = tuple(self._checks(tests))
         return RowTests(checks, "\n".join(self._setup) if any(isinstance(check, Evaluated) for check in checks) else "")
 
@@ -189,7 +189,7 @@ def _read_call(name: str, arguments: Any, expected: Any) -> Evaluated:
 def _called_equal(expected: Any, value: Any) -> bool:
     """Return True if the values are equal as JSON, in which tuples are lists and keys are strings.
 
-    The expected value may also be wrapped in a list of one item, as some outputs of APPS are.
+    The expected value can also be wrapped in a list of one item, as some outputs of APPS are.
     """
     value, expected = _as_json(value), _as_json(expected)
     return same(value, expected) or (isinstance(expected, list) and len(expected) == 1 and same(value, expected[0]))

@@ -1,4 +1,4 @@
-"""Comparison of, and arithmetic on, values from a sandbox: with a tolerance for rounding, and with bounds on time and memory."""
+"""Comparison and arithmetic for values from a sandbox, with a tolerance for rounding and with bounds on time and memory."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _SEQUENCES = (list, tuple, deque)
 
 
 def same(a: Any, b: Any, tolerance: float = ROUNDING) -> bool:
-    """Return True if the values are equal in Python.
+    """Return True if the values are equal as in Python, but with a tolerance for floats, and with NaN equal to NaN.
 
-    Two floats may differ by `tolerance` times the larger absolute value, or by `tolerance` if both are below 1.
+    Two floats can differ by `tolerance` times the larger absolute value, or by `tolerance` if both are below 1.
     """
     if isinstance(a, float) and isinstance(b, float):
         return a == b or (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
@@ -40,9 +40,9 @@ def same(a: Any, b: Any, tolerance: float = ROUNDING) -> bool:
 
 
 def compare(sign: str, a: Any, b: Any) -> bool:
-    """Return `a sign b` as in Python, with `same` for equality.
+    """Return `a sign b` as in Python, but with `same` for equality, and with equal types and values for `is`.
 
-    Raise `TypeError` if the comparison is meaningless: NaN has no order, and an infinite difference is within an infinite
+    Raise `TypeError` for the order of NaN, or of two infinities: a test would accept an infinite error within an infinite
     tolerance.
     """
     match sign:
@@ -76,7 +76,7 @@ def _short(a: Any, b: Any) -> bool:
 
 
 def power(a: Any, b: Any) -> Any:
-    """Return `a ** b` for small exponents."""
+    """Return `a ** b` for small numbers. Raise `TypeError` if it could take too long."""
     if not all(isinstance(side, int | float | complex) for side in (a, b)) or abs(b) > 1000 or abs(a) > 1e100:
         raise TypeError("** could take too long")
     return a**b

@@ -13,7 +13,7 @@ from psigrad.errors import UserError, kind_of
 # Unicode spaces that look like a plain one: a no-break space before a unit, a thin space in French punctuation.
 _BLANKS = re.compile("[\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]")
 _LONGEST = 40
-"""The most characters of a number in plain decimals. A longer one keeps its exponent."""
+"""The maximum length of a number in plain decimals. A longer number keeps its exponent."""
 
 
 def normalise(text: str) -> str:

@@ -39,16 +39,16 @@ _UNIT = re.compile(
 _PROSE = re.compile(
     rf"(?:(?<=\s)|^)(?!(?:{_KNOWN}|{_SHORT_UNITS})(?![A-Za-z]))[A-Za-z]{{2,}}(?:'\w+)?[.,:;!?]?(?=\s|$)", re.IGNORECASE
 )
-# Two adjacent numbers are not a number, but a parser would multiply or add them.
+# Two adjacent numbers are not one number, but a parser would multiply or add them.
 _TWO_NUMBERS = re.compile(r"(?<![\^_\d.])\d[\d.]*(?:\s+|_\{?)[\d.]")
-# Expressions that take the parser itself hours; `_is_small` checks the rest.
+# Text that takes the parser hours. `_is_small` checks all parsed expressions.
 _HUGE = re.compile(r"\\[dt]?binom[^a-z]*\d{4}|\d{4}\s?!|!\s?!")
 _LONGEST = 500
 
 
 @dataclass(frozen=True)
 class MathAnswer:
-    """A parsed answer: a number, words, or LaTeX for math-verify; and the unit after it."""
+    """A parsed answer, which is a number, words, or LaTeX for math-verify, and the unit after it."""
 
     latex: str
     number: Number | None = None
@@ -62,8 +62,8 @@ class Math:
 
     The column `answer` holds one answer or a list. Numbers are compared as in `numeric`, words as words, and all else by
     math-verify, which decides if two expressions are equal. The completion's answer is its marked answer (`find_marked`), the
-    text after "the answer is", its last fenced LaTeX, or its last line. Units must agree if both name one. The reward is None if
-    the row's answer is null or cannot be parsed completely. `check_row` rejects the latter.
+    text after "the answer is", its last LaTeX in delimiters such as $…$, or its last line. Units must agree if both answers have
+    one. The reward is None if the row's answer is null or cannot be parsed completely. `check_row` rejects the second case.
     """
 
     def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
@@ -83,9 +83,9 @@ class Math:
 
 @lru_cache(1 << 16)
 def gold_answer(text: str) -> MathAnswer | None:
-    r"""Return a row's answer, parsed from its \boxed{…}, the text after its ####, or all of it.
+    r"""Return a row's answer, parsed from its \boxed{…}, the text after its ####, or the whole text.
 
-    Return None if that text cannot be parsed completely.
+    Return None if the answer cannot be parsed completely.
     """
     own = find_marked(text)
     gold = _read(text if own is None else own)
@@ -93,7 +93,7 @@ def gold_answer(text: str) -> MathAnswer | None:
 
 
 def _read(text: str) -> MathAnswer | None:
-    """Return a text as an answer, judged by its characters without parsing the LaTeX. Return None if it is not an answer."""
+    """Return a text as an answer, classified by its characters without parsing LaTeX. Return None if it is not an answer."""
     inner = unwrap(text)
     if number := read_number(inner):
         return MathAnswer(inner, number)
@@ -139,7 +139,7 @@ def _unit(text: str) -> str:
 
 
 def _same_unit(a: str, b: str) -> bool:
-    """Return True if two units may be the same: km matches kilometre, but not cm."""
+    """Return True if two units could be the same: km matches kilometre, but not cm."""
     (a, power), (b, power_) = (unit.replace("/", "").partition("^")[::2] for unit in (a, b))
     short, long = sorted((a, b), key=len)
     if power != power_:
@@ -153,7 +153,7 @@ def _same_unit(a: str, b: str) -> bool:
 def _last_words(text: str) -> tuple[str, bool]:
     """Return (a completion's last statement, True if it follows "the answer is").
 
-    The statement is its marked answer, the text after "the answer is", its last fenced LaTeX, or its last line.
+    It is the marked answer, the text after "the answer is", the last LaTeX in delimiters such as $…$, or the last line.
     """
     if (own := find_marked(text)) is not None:
         return own, False
@@ -213,9 +213,9 @@ def _matches(gold: MathAnswer, text: str) -> bool:
 
 
 def _trim(said: str, announced: bool) -> MathAnswer | None:
-    """Return an answer without the words before it, and without words after it that are not a unit.
+    """Return the answer in `said`, parsed without surrounding words except its unit; None if there is none or it is negated.
 
-    Of several answers, return the last, or the first if "the answer is" comes before it.
+    Of several answers, return the last, or the first if they are `announced` by "the answer is".
     """
     said = said.replace("**", "").strip().strip("`")
     if (whole := _read(said)) is not None and not whole.words:
@@ -234,7 +234,7 @@ def _trim(said: str, announced: bool) -> MathAnswer | None:
 
 
 def _latex(answer: MathAnswer) -> str:
-    """Return unambiguous LaTeX for math-verify: thousands and mixed numbers become one number."""
+    """Return unambiguous LaTeX for math-verify: a number such as 1,000 or 1 1/2 becomes an integer or a fraction."""
     number = answer.number
     if number is None:
         return answer.latex
@@ -244,7 +244,7 @@ def _latex(answer: MathAnswer) -> str:
 
 @lru_cache(1 << 12)
 def _parse(latex: str) -> Any:
-    """Return math-verify's parse of the complete LaTeX, or None if it cannot parse it."""
+    """Return math-verify's parse of the complete LaTeX, or None if it cannot parse it or the result is not small."""
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
     from math_verify.grader import should_treat_as_complex
 
@@ -260,12 +260,12 @@ def _parse(latex: str) -> Any:
 def _is_small(expression: Any) -> bool:
     """Return True if the expression is small enough to be evaluated fast.
 
-    Exponents may be up to 999 for powers of numbers and up to 30 for powers of sums. Factorials have the same limits. Sums and
-    products may have up to 1000 terms, or infinitely many.
+    A power of numbers can have an exponent up to 999, and a power of a sum one up to 30 and, expanded, 500 terms. A factorial can
+    have a number up to 999 as its argument. A sum or product can have up to 1000 terms, or infinitely many.
     """
     from sympy import Add, Basic, Integer, Pow, Product, Sum, factorial, preorder_traversal
 
-    # matrices are no instances of Basic
+    # matrices are not instances of Basic
     for part in (part for part in preorder_traversal(expression) if isinstance(part, Basic)):
         grows = part.args[1] if isinstance(part, Pow) else part.args[0] if isinstance(part, factorial) else Integer(0)
         most = 999 if part.is_number else 30 if isinstance(part, Pow) and isinstance(part.args[0], Add) else None

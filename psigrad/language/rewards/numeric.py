@@ -43,7 +43,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s?\{")
 _EMPHASIS = re.compile(r"(?<![\w\\)\]}])((?<!\*)\*\*+|_+)(?![\s{*_])([^*_\n]+)(?<!\s)\1(?![\w{(])")
 _BETWEEN = re.compile(r"[\s$,;.]*(?:and|or)?[\s$,;.]*")
 _LARGEST = 400
-"""The most digits and the largest exponent of a number that is compared; exact arithmetic on larger ones is slow."""
+"""The maximum number of digits, and the largest exponent, of a number that is compared. Larger ones are slow to compute."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _near(found: Fraction, wanted: Fraction, tolerance: float) -> bool:
 
 @lru_cache(1 << 16)
 def read_number(text: str) -> Number | None:
-    """Return the number if it is the whole text, otherwise None."""
+    """Return the number that makes up the whole text; None if there is anything else in it."""
     text = unwrap(_plain(text))
     found = _NUMBER.fullmatch(re.sub(r"^([-+])\s+", r"\1", text).removesuffix("."))
     return None if found is None else _value(found)
@@ -91,7 +91,7 @@ def last_number(text: str) -> Number | None:
 
 
 def _plain(text: str) -> str:
-    """Normalise minus signs, and write ½ as 1/2."""
+    """Return the text with plain minus and fraction signs, ½ as 1/2, and recurring decimals as fractions."""
     spelled = _VULGAR.sub(_as_digits, text)
     return _RECURRING.sub(_as_fraction, spelled).translate(_SIGNS).strip()
 
@@ -160,7 +160,7 @@ def _closing(text: str, at: int) -> int:
 
 
 def _value(found: re.Match[str]) -> Number | None:
-    """Return the value of a match if it is small enough for exact arithmetic."""
+    """Return the number of a match; None if it is invalid, such as 1/0, or too large for exact arithmetic."""
     sign, inner, mixed, top, bottom, a, b, parts, base, *ups, whole, n, d, number, e, ten, ten_, under, percent = found.groups()
     if any(sum(map(str.isdigit, given)) > _LARGEST for given in found.groups() if given):
         return None
@@ -196,7 +196,7 @@ class Numeric:
     The completion's number is the last one in its last \boxed{…}, otherwise after its last ####, otherwise in the whole text. If
     the completion has an <answer>…</answer>, only the last one is searched. An integer must match exactly, and other numbers
     within `tolerance` times their size. The reward is None if the row's answer is null or is not just a number. `check_row`
-    rejects the latter.
+    rejects the second case.
     """
 
     tolerance: float = 1e-6

@@ -49,12 +49,12 @@ class RewardCall:
 
 
 class RewardPool:
-    """A pool of `workers` processes that call the reward functions. A call may take `timeout` seconds.
+    """A pool of `workers` processes that call the reward functions. A call has at most `timeout` seconds.
 
-    A function is first called on a whole group. If it raises, hangs, crashes or returns an invalid result, it is called again
-    sample by sample. One bad sample thus does not affect its group. The other functions still receive the whole group. Results do
-    not depend on the number of workers. `weights` default to 1. Several threads may each have a scoring in progress. Use the pool
-    as a context manager, or call `close()`.
+    A function is first called on a whole group. If it raises, hangs, crashes or returns no list, it is called again sample by
+    sample, so that one bad sample does not affect its group. The other functions still receive the whole group. Results do not
+    depend on the number of workers. `weights` default to 1. Several threads can each have a scoring in progress. Use the pool as
+    a context manager, or call `close()`.
     """
 
     def __init__(
@@ -229,8 +229,8 @@ def enter(call: RewardCall, answer: list[Part] | Unscored, parts: Sequence[dict[
 def combine(names: Sequence[str], weights: Sequence[float], given: Sequence[Part], failure_value: float) -> Result:
     """Return the result of one sample: sum of weight × reward over the functions that apply to it (TRL's nansum).
 
-    A `Failure` counts as `failure_value`; the other functions keep their values. A sample to which no function with a weight
-    applies is `Unscored`: TRL's 0 would be a reward that no function gave.
+    A `Failure` counts as `failure_value`; the other functions keep their values. A sample is `Unscored` if a function could not
+    score it, if the sum is too large, or if no function with a weight applies: TRL's 0 would be a reward that no function gave.
     """
     parts: dict[str, float | None] = {}
     faults = []

@@ -121,8 +121,8 @@ def encode(answer: list[Part] | Unscored) -> Any:
 def ask(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> list[Part] | Unscored:
     """Return the results of `function` for each sample, or the reason why it has none.
 
-    Any exception, SystemExit included, is such a reason; only Ctrl-C passes. If a sample's row lacks a column that the function
-    needs, an exception means that the function does not apply.
+    Any exception, SystemExit included, is such a reason; only Ctrl-C passes. In a call on one sample whose row has an empty value
+    in a column that the function needs, an exception means that the function does not apply (None).
     """
     try:
         return call(name, function, samples)
@@ -139,9 +139,9 @@ def ask(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> lis
 def call(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> list[Part]:
     """Return the results of `function` for each sample.
 
-    `samples` has prompts, completions, completion_ids, the columns, and the other names of `Samples.shown`, as equally long
-    lists. Raise whatever the function raises, and `Malformed` if the return as a whole is not a list of rewards. A `Failure`
-    raised for a single sample is its result. Raised for several, it does not identify the sample, so it is raised again.
+    `samples` has prompts, completions, completion_ids, the columns, and the other names of `Samples.arguments`, as equally long
+    lists. Raise whatever the function raises, and `Malformed` if it returns no list. A `Failure` raised for a single sample is
+    the sample's result. Raised for several, it does not identify the sample, so it is raised again.
     """
     count = len(samples["completions"])
     try:
@@ -157,7 +157,7 @@ def call(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> li
     if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
         raise Malformed(f"{name} returned {kind_of(returned)}; expected a list with one number or None per completion")
     if len(values) != count:
-        # No exception: the pool would then call the function sample by sample, which may give a sample another one's reward.
+        # No exception: the pool would then call the function sample by sample, which could give a sample another one's reward.
         return [Unscored(f"{name} returned {len(values)} rewards for {count} completions")] * count
     return [_part_of(name, value) for value in values]
 
@@ -202,7 +202,7 @@ def name_texts(function: Callable[..., Any], samples: dict[str, Any]) -> tuple[d
 
 
 def _select_arguments(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> dict[str, Any]:
-    """Return only the arguments that the function takes, unless it takes all. Raise `Malformed` if one is missing."""
+    """Return the arguments that the function takes (all if it has **kwargs). Raise `Malformed` if a required one is missing."""
     samples, besides = name_texts(function, samples)
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -246,7 +246,7 @@ def needed_columns(function: Callable[..., Any]) -> list[str]:
 
 
 def _part_of(name: str, value: Any) -> Part:
-    """Return one value of a returned list as a plain Python object, which any process can load."""
+    """Convert one value of a function's list to a plain Python object, which any process can load."""
     if isinstance(value, Failure):
         return Failure(message_of(value))
     if isinstance(value, FailedTest):

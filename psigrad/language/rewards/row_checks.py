@@ -64,8 +64,8 @@ def missing_golds(
 ) -> list[str]:
     """Return one text per row: the name of a needed but empty column, or "" if the row can be judged.
 
-    A row can be judged if one function with a weight other than 0 has all the columns that it needs. Only columns in `there`, the
-    dataset's columns, count. A needed column that the dataset lacks is a mistake in the settings, reported by the first call.
+    A row can be judged if it has all the columns that one function with a weight other than 0 needs. Only the dataset's columns,
+    `there`, are checked. If a function needs another column, the settings are wrong, which its first call reports.
     """
     needs = [
         [name for name in needed_columns(spec.function) if name in there]

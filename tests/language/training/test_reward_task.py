@@ -83,6 +83,6 @@ def test_a_process_reward_model_of_a_model_without_tokens_is_refused(job, tmp_pa
     tokenizer.save_pretrained(tmp_path / "bert")
     config = reward_config(job, tmp_path / "run")
     config = replace(config, process=True, model=replace(config.model, path=str(tmp_path / "bert")))
-    with pytest.raises(UserError, match="no score for each token"):
+    with pytest.raises(UserError, match="cannot score each token"):
         reward.run(config)
     assert isinstance(config, RewardConfig) and not os.path.exists(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""The arguments of a chat template: the names it reads and their types. Any other argument has no effect."""
+"""Checks of a chat template's arguments: their names, since a template ignores others, and their types."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def templates_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 def check_arguments(templates: Sequence[str], kwargs: Mapping[str, Any]) -> None:
     """Raise `UserError` for templates that are not valid Jinja and for arguments that have no effect or the wrong type.
 
-    An argument has no effect if no template reads it. Its type is wrong if the templates only compare it with values of other
-    types. A template with the condition `if name` expects a boolean, so the text "fals" is wrong.
+    An argument has no effect if no template reads it. Its type is wrong if every use of it in the templates expects another type.
+    For example, the condition `if name` expects a boolean, so the text "fals" is wrong.
     """
     read = [_kinds_read(text) for text in templates]
     names = {"chat_template"}.union(*read)

@@ -1,7 +1,7 @@
 """Detect what a chat template can render, and rewrite conversations so that it can render them.
 
 A probe renders a short conversation and looks for its words in the result. A feature that the template lacks is expressed through
-one that it has. The role developer becomes system. An unsupported system prompt is put before the first user's turn. Tools are
+one that it has: the role developer becomes system, a system prompt is put before the text of the first user's turn, and tools are
 offered, called and answered in Hermes' form, which is plain text. No template is changed.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SENTINEL, OTHER, THIRD = "Zanzibar", "Yokohama", "Xanadu"
-"""Words that occur in no template, so that a probe finds them in its rendering."""
+"""Words that occur in no template. If a rendering has one, it comes from the probe's messages."""
 USER: Message = {"role": "user", "content": "a"}
 THINK = "<think>\n{}\n</think>\n\n"
 THOUGHT = re.compile(r"\s*<think>(?=.*?\S.*?</think>)(.*?)</think>\n*", re.DOTALL)
@@ -53,7 +53,7 @@ def tool_of(name: str = OTHER) -> Message:
 
 @dataclass(frozen=True)
 class Dialect:
-    """The features of conversations that a template can render, found by probes. It is cached for each template."""
+    """The features of conversations that a template can render, found by probes and cached for each template."""
 
     parts: bool = False
     """True if the template drops contents that are plain strings, so that contents must be lists of parts."""
@@ -65,15 +65,15 @@ class Dialect:
     Hidden means that the template removes thoughts.
     """
     calls: str = "object"
-    """The type of the arguments of tool calls: object, or text (JSON). hermes: the template renders calls only as text in the
-    content."""
+    """The type that the template expects for the arguments of tool calls: object, or text (JSON). hermes means that the template
+    renders no calls, so they are written as text into the content."""
     empty: str | None = None
     """The content that a turn with only tool calls must have: None or ""."""
     answers: bool = True
     tools: bool = True
     turn_end: str = ""
-    """The text after the content of an assistant's turn, up to and including the special token that ends the turn; empty without
-    one."""
+    """The text after the content of an assistant's turn, up to and including the special token that ends the turn. Empty if no
+    special token ends it."""
     call_end: str = ""
     """The text that ends a turn with a tool call, before the tool's answer."""
     turn_next: str = ""
@@ -130,7 +130,7 @@ def specials_of(tokenizer: PreTrainedTokenizerBase) -> Specials:
 
 @contextlib.contextmanager
 def cache_specials(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Cache the special tokens inside this block, in which the tokenizer must not change."""
+    """Cache the special tokens, and some encoded texts, in the `with` block. The tokenizer must not change in it."""
     _fixed[tokenizer] = replace(specials_of(tokenizer), prefix_ids={}, encoded={}, conversations={})
     try:
         yield
@@ -141,10 +141,10 @@ def cache_specials(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 def _backend_of(tokenizer: PreTrainedTokenizerBase, added: list[Any]) -> tuple[re.Pattern[str] | None, Any]:
     """Return (`cuts`, `backend`) of the tokenizer's `Specials`. `added` are its added tokens.
 
-    `backend` is the tokenizer of the library `tokenizers`. Both results are None if `tokenizer` does not encode by it alone. The
+    `backend` is the tokenizer of the library `tokenizers`. Both are None if the class of `tokenizer` overrides its encoding. The
     library splits a text at added tokens and encodes each piece alone. If several start at one position, it takes the longest.
     `cuts` matches the added tokens that the library finds in the text as it is, before normalisation. It is None if there are no
-    such tokens, if one may be inside another added token, or if one must be a separate word.
+    such tokens, if one is part of another added token, or if one must be a separate word.
     """
     from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
@@ -224,7 +224,7 @@ def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, s
     In `last`, the turn is the last one; in `followed`, another turn follows. `special` matches special tokens. Usually, both
     results are the text after the content, up to the special token that ends it in both renderings. Without such a token, they
     end at the last special token of `last` (gpt-oss: <|return|>). If `last` has none either, `turn_end` is the text of `followed`
-    after the content, up to its first special token (GLM: <|user|>). `turn_next` is then `turn_end` without the start they share.
+    after the content, up to its first special token (GLM: <|user|>). `turn_next` is then the part of it that `last` lacks.
     """
     ending, behind = last.rpartition(SENTINEL)[2], followed.rpartition(SENTINEL)[2]
     shared = next((i for i, (a, b) in enumerate(zip(ending, behind, strict=False)) if a != b), min(len(ending), len(behind)))
@@ -256,7 +256,7 @@ def rewrite(messages: Sequence[Message], tools: Any, dialect: Dialect) -> tuple[
             said = _assistant(said, dialect)
         elif said["role"] == "tool" and not dialect.answers:
             said = {"role": "user", "content": _ANSWER.format(said.get("content", ""))}
-            if spoken and spoken[-1].get("role") == "user":  # answers to one turn form one turn
+            if spoken and spoken[-1].get("role") == "user":  # answers to the calls of one turn form one user turn
                 said["content"] = f"{spoken.pop()['content']}\n{said['content']}"
         if before and said["role"] == "user":
             said["content"], before = before + said["content"], ""

@@ -1,4 +1,4 @@
-"""Limits on the work of a chat template, which is a program that comes with a model and may loop or fill the memory.
+"""Limits on the work of a chat template, a program that comes with a model and could loop forever or fill the memory.
 
 transformers' compiled template is replaced by one that counts. Each iteration of a loop and each call of a macro checks the
 thread's processor time. The sizes of values made by operators, filters and methods are added up.
@@ -23,15 +23,15 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from psigrad.errors import UserError
 
 SECONDS = 10.0
-"""The most seconds of a thread's processor time that one rendering may take."""
+"""The maximum processor time of one rendering in its thread, in seconds."""
 LENGTH = 1 << 27
-"""The most characters that the values made by one rendering may have together. An element of a list counts as eight."""
+"""The maximum total length, in characters, of all large values that one rendering makes. A list's element counts as eight."""
 LARGEST = 10**6
-"""The largest integer in a template and in the arguments of its calls."""
+"""The largest integer that is allowed in a template and in the arguments of its calls."""
 _FOLDED = 10**8  # the largest product of integers in a constant expression, which Jinja computes when it compiles
 _BITS = 4096
 _WIDE = re.compile(r"%[^\d%]{0,4}(?:\d{7}|\*)|\{[^{}]*\d{7}")  # a width in a format
-_SIZED, _SMALL = (str, list, tuple, dict), 4096  # smaller values are not counted
+_SIZED, _SMALL = (str, list, tuple, dict), 4096  # values of at most this length are not counted
 _TRIES = 3
 _EVERY = 16  # iterations between two looks at the clock
 
@@ -40,12 +40,12 @@ class TemplateLimit(UserError):
     """An error for a template that has exceeded a limit."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"The chat template {what}; set chat_template_path to another.")
+        super().__init__(f"The chat template {what}; set chat_template_path to another template.")
         self.what = what
 
 
 class _Spent(threading.local):
-    """A thread's rendering: `until` is the processor time at which it must end, `made` the number of characters so far."""
+    """The limits of a thread's rendering: it must end at the processor time `until`, and has made `made` characters so far."""
 
     until, made = math.inf, -math.inf
 
@@ -56,10 +56,10 @@ _exceeded: dict[str, list[str]] = {}
 
 @contextlib.contextmanager
 def limit_rendering(template: str) -> Iterator[None]:
-    """Limit a rendering of this template in the block: raise `TemplateLimit` if it exceeds a limit of this module.
+    """Raise `TemplateLimit` in the `with` block if a rendering of this template exceeds a limit of this module.
 
-    A template that has exceeded a limit `_TRIES` times is not rendered again: the error is raised at once. psigrad renders dozens
-    of conversations to find a template's features, and each could take `SECONDS`.
+    If the template has exceeded a limit `_TRIES` times before, raise the error at once, without rendering. psigrad renders
+    dozens of conversations to find a template's features, and each could take `SECONDS`.
     """
     if len(before := _exceeded.get(template, [])) == _TRIES:
         raise TemplateLimit(before[0])
@@ -213,7 +213,7 @@ _MULTIPLYING = ("replace", "indent", "expandtabs", "join", "format")
 
 
 def _check_arguments(name: str, values: Sequence[Any]) -> None:
-    """Raise `TemplateLimit` if a call `name(*values)` has a number above `LARGEST`, or would return too long a text."""
+    """Raise `TemplateLimit` if a call `name(*values)` has an integer above `LARGEST`, or would return too long a text."""
     counts = [value for value in values if type(value) is int]
     if counts and max(map(abs, counts)) > LARGEST:
         raise TemplateLimit("calls a function with a number that is too large")

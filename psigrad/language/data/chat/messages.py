@@ -22,7 +22,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def drop_nulls(value: Any) -> Any:
-    """Return the value without keys that are null, at every depth. Arrow gives a row the keys of other rows, with null."""
+    """Return the value without keys that have the value null, at every depth. Arrow writes null for a row's absent keys."""
     if isinstance(value, Mapping):
         return {key: drop_nulls(inner) for key, inner in value.items() if inner is not None}
     return [drop_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
@@ -59,17 +59,17 @@ def is_trained(message: Message) -> bool:
 
 
 def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
-    """Return the `messages` of a fine-tuning row, with the weight of each from a column that `WEIGHTS` names, if there is one.
+    """Return the `messages` of a fine-tuning row. If a column has a name of `WEIGHTS`, each message gets its weight from it.
 
-    `messages` is None for a prompt-completion row. Call `fail(path, reason)`, which raises, for a list that does not
-    have one weight per message, for a mask over tokens, and for a single number other than 1 as the weight of the whole row.
+    `messages` is None for a prompt-completion row. Call `fail(path, reason)`, which raises, for a list that does not have one
+    weight per message, for messages that have weights already, for a mask over tokens, and for a row's weight other than 1.
     """
     weighed = messages
     for name, given in columns.items():
         says_nothing = given in (None, 1, "1") or (isinstance(given, str) and not _NUMBERS.match(given))
         if says_nothing or not (name in WEIGHTS or _MASK.search(name)):
             continue
-        other = f"or, if the column is no weight, rename it: --columns {name}=other"
+        other = f"or, if the column is not a weight, rename it: --columns {name}=other"
         if not isinstance(given, list):
             fail(name, f"is {given!r}; every row has the same weight, so remove the rows that should not be trained, {other}")
         if name not in WEIGHTS or not isinstance(messages, list):
@@ -88,7 +88,7 @@ def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
 
 
 def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
-    """Check that tool answers are in the order of the calls in the turn before: templates match answers to calls by order.
+    """Check that tool answers are in the order of the previous turn's calls: templates match answers to calls by order.
 
     Otherwise call `fail(path, reason)`, which raises; the path starts with `column`. Answers without an id are not checked.
     """
@@ -115,7 +115,7 @@ def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
 
 
 def order_answers(messages: list[Message]) -> list[Message]:
-    """Return raw messages in which the tool answers after a turn have the order of the turn's calls, matched by their ids."""
+    """Return raw messages with the tool answers after each turn sorted into the order of the turn's calls, by their ids."""
     ordered: list[Message] = []
     ids: list[Any] = []
     for role, run in itertools.groupby(messages, key=lambda message: message.get("role")):

@@ -1,4 +1,4 @@
-"""A conversation as text: the chat template with the arguments of the run and of the row."""
+"""Conversations rendered as text by the chat template, with the template arguments of the run and of the row."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RenderSettings:
 
 
 def set_render_settings(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], today: date, rows: int = 0) -> None:
-    """Set `kwargs`, the template's arguments, and the date `today` for all later renderings. Arguments of a row take precedence.
+    """Set the template arguments `kwargs` and the date `today` for all later renderings. Arguments of a row take precedence.
 
     `rows` is the number of token ids for which the model has an embedding (0: unknown). `check_embedded` rejects larger ids.
     """
@@ -39,7 +39,7 @@ def set_render_settings(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str,
 
 
 def check_embedded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
-    """Raise `UserError` for tokens that the model has no embedding for."""
+    """Raise `UserError` if the model has no embedding for one of the tokens `ids`."""
     rows = getattr(tokenizer, RENDER_SETTINGS, RenderSettings()).rows
     if rows and (worst := max((token for token in ids if token < images.FIRST), default=0)) >= rows:
         raise UserError(
@@ -67,7 +67,7 @@ def arguments_of(tokenizer: PreTrainedTokenizerBase, row: Row) -> dict[str, Any]
 
 
 def tools_of(row: Row) -> list[Any] | None:
-    """Return the tools of a row, given as a list or JSON text of one, without the nulls that Parquet adds to objects.
+    """Return the tools of a row (a list, or its JSON text) without the nulls that Parquet adds to objects.
 
     Return None if there are no tools, since an empty list makes Llama's template write its tool preamble.
     """
@@ -94,7 +94,7 @@ def render(
     *,
     generation_prompt: bool = False,
 ) -> str:
-    """Return the text of `messages` by the chat template, to which `arguments` are passed. Raise whatever the template raises.
+    """Render `messages` by the chat template with the template `arguments`. Raise whatever the template raises.
 
     The messages must be in a form that the template understands; see `dialect.rewrite`.
     """

@@ -76,7 +76,7 @@ class Conversation:
         if self.dialect.header:
             raise UserError(
                 "The chat template does not open the assistant's turn: add_generation_prompt changes nothing, and turns begin "
-                f"with {show(self.dialect.header)}. Name a template that opens it with --chat-template-path."
+                f"with {show(self.dialect.header)}. Set --chat-template-path to a template that opens the turn."
             )
 
     def render(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
@@ -89,7 +89,7 @@ class Conversation:
     def prompt(self, messages: Sequence[Message]) -> str:
         """Return the text from which the model samples: it ends with the generation prompt.
 
-        If the last message is the assistant's, the text continues with its content. Raise `RowError` if it has other fields.
+        If the last message is the assistant's, its content follows. Raise `RowError` if that message has other fields.
         """
         *before, last = messages
         if last["role"] != "assistant":
@@ -130,7 +130,7 @@ def _has_blocks(template: str) -> bool:
 
 
 def contexts(conversation: Conversation, *, empty_thinking: bool = False) -> list[Context]:
-    """Return the row's `Context`s, in which each trained turn follows the same text as when the model samples it.
+    """Return the row's `Context`s, in which each trained turn follows the same text that precedes it in sampling.
 
     If the template never changes earlier turns, one context has all turns. If it changes them (Qwen3 drops their thoughts), a
     new context starts at each turn before which the text has changed. An empty thought that the template adds is trained only
@@ -175,7 +175,7 @@ def contexts(conversation: Conversation, *, empty_thinking: bool = False) -> lis
 
 
 def _render_turn(conversation: Conversation, messages: Sequence[Message], empty_thinking: bool) -> tuple[str, str, list[Span]]:
-    """Return (text before the last turn, text up to its end, trained spans of the latter); `empty_thinking`: see `contexts`."""
+    """Return (text before the last turn, text up to its end, trained spans in the second). `empty_thinking`: see `contexts`."""
     said = messages[-1]
     before, blocks = conversation.render(messages[:-1], generation_prompt=True), conversation.blocks(messages)
     text = as_rendered = conversation.render(messages)
@@ -233,10 +233,10 @@ def _find_last_turn(conversation: Conversation, messages: Sequence[Message], bef
 
 
 def _continue_thought(conversation: Conversation, message: Message, before: str, text: str, index: int) -> tuple[str, str]:
-    """Return (text before the turn `message`, text up to its end) for a generation prompt `before` that opens a thought.
+    """Return (text before the turn `message`, text up to its end), made to agree so that the second text starts with the first.
 
-    `text` is the conversation rendered up to the end of the turn. There the template drops or changes the opening tag. If `text`
-    differs from `before` for another reason, raise `RowError` with the message's number `index`.
+    The generation prompt `before` ends with a tag that opens a thought. The template drops or changes it in `text`, rendered up
+    to the turn's end. If `text` lacks another part of `before`, raise `RowError` with the number `index` of the message.
     """
     opened, thought = OPEN.search(before), _thought_of(message)
     tail = "" if opened is None else text[opened.start() :]
@@ -283,7 +283,7 @@ def check_rendered(
                 raise _missing_error(conversation.row, j, name, piece)
         for name in message.keys() - _KNOWN if every_field else ():
             if name == "name" and message["role"] == "tool":
-                continue  # the call has it
+                continue  # the call names the tool
             other = [{k: v for k, v in m.items() if k != name} if i == j else m for i, m in enumerate(part)]
             if message[name] not in (None, "", [], {}) and conversation.render(part) == conversation.render(other):
                 raise _missing_error(conversation.row, j, name, message[name])
