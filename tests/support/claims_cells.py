@@ -205,8 +205,7 @@ def summary(verdicts: dict[str, Verdict]) -> str:
     found = {v: own for v, own in by.items() if own}
     if len(found) == 1:
         return f"**{next(iter(found))}**"
-    only = {"holds": "holds only"}
-    return "<br>".join(f"**{only.get(v, v)}**: {', '.join(own)}" for v, own in found.items())
+    return "<br>".join(f"**{v}**: {', '.join(own)}" for v, own in found.items())
 
 
 def figure(d: Interval) -> str:
