@@ -1,7 +1,7 @@
 """Fewer kernels inside transformers' modules on a GPU.
 
-Four RMS norms take 32 of the 56 kernels in a forward pass of a Qwen3 layer; PyTorch has one kernel for a whole norm. The product
-that computes an adapter's update also adds it. Both are first compared with the outputs of the modules (`probe.attach_kernels`).
+Four RMS norms take 32 of the 56 kernels in a forward pass of a Qwen3 layer; here each norm is one kernel. In a LoRA layer, the
+last product also adds its result to the output. Both are used only if the model's outputs stay the same (`probe.attach_kernels`).
 """
 
 from __future__ import annotations
