@@ -32,7 +32,7 @@ ToSamples = Callable[[Sequence[Trajectory]], Samples]
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """A request for `num_generations` trajectories of each prompt. Number k of prompt i has the seed `seed_of(i, k)`.
+    """A request for `num_generations` trajectories of each prompt. Trajectory k of prompt i has the seed `seed_of(i, k)`.
 
     `version` is the number of training steps that the model's weights have taken.
     """

@@ -10,7 +10,7 @@ from psigrad.errors import UserError
 from psigrad.language import images
 
 WINDOW = 200
-"""The number of latest completions of which `max_unscored` limits the share that is unscored."""
+"""The number of most recent completions over which `max_unscored` is checked."""
 _ENOUGH = 8
 """The number of completions after which a reward that has never worked stops a run."""
 NOT_APPLICABLE = "no reward function applies to it"

@@ -179,7 +179,7 @@ def fitting(model: LanguageModel, room: Room) -> Room:
 
 
 def prefill_limit(model: LanguageModel) -> int:
-    """Return the maximum number of tokens in a prefill of several prompts: `PREFILLED`, or what half of the free memory holds."""
+    """Return the token limit of a prefill of several prompts: `PREFILLED`, but at most what half of the free memory holds."""
     hidden, inner = (size(model.network.config, name) for name in ("hidden", "inner"))
     token = (8 * hidden + 4 * (inner or 4 * hidden)) * model.network.dtype.itemsize  # in one layer; the next reuses the memory
     return min(PREFILLED, int(SHARE * free_memory(model.device)) // token)
