@@ -109,7 +109,7 @@ Answer = Observation | Opening | Step | Fault | None
 
 
 class Playing(ABC):
-    """A runner of many episodes at once, identified by number. Use it as a context manager, or call `close()`."""
+    """A runner of many numbered episodes at once. Use it as a context manager, or call `close()`."""
 
     paced = True
     """True if answers arrive as they are ready, and so in an unpredictable order."""
@@ -320,7 +320,7 @@ def library_of(environment: str | Factory) -> str:
 
 def resolve(environment: str | Factory) -> Factory:
     """Return the factory of an environment: a built-in name, "openenv:ADDRESS", "verifiers:TASKSET", "textarena:GAME",
-    "mcp:COMMAND", "module:Class", or a class. Raise `UserError` if there is none.
+    "mcp:COMMAND", "module:Class", or a class. Raise `UserError` if there is no such environment.
     """
     if not isinstance(environment, str):
         return environment

@@ -76,9 +76,9 @@ class EpisodeHistory:
             self.messages = [*self.messages[:-1], turn, *as_messages(said)]
 
     def _turn(self, said: Observation) -> Message | None:
-        """Return the policy's last turn as the message that the template receives. If `said` is of tools, parse its tool calls.
+        """Return the policy's last turn as the message that the template receives, with parsed calls if `said` answers calls.
 
-        Return None if `said` is of tools, but the turn has no call that can be read.
+        Return None if `said` answers calls, but the turn has no call or a malformed one.
         """
         text, before = self.messages[-1]["content"], self.messages[-2]["role"] if len(self.messages) > 1 else "user"
         form = turn_form(Conversation(self.tokenizer, self.row), before)

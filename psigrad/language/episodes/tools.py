@@ -1,4 +1,4 @@
-"""Tools that the policy may call: typed Python functions and those of MCP servers, offered through the chat template.
+"""Tools that the policy may call, offered through the chat template: typed Python functions and the tools of MCP servers.
 
 Each call gets its own answer. The policy's mistakes are reported in the answer and never end the episode or the run.
 """
@@ -186,9 +186,9 @@ class CallForm:
 def call_form_of(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> CallForm:
     """Return the syntax of calls under the tokenizer's chat template: the one that parses a rendered call back exactly.
 
-    If a template offers no tools or writes no calls, psigrad writes them in Hermes' syntax. If the vocabulary has the marks of
-    some syntax, the model may still write calls in it. Then each call is parsed by the marks that it has. `arguments` are those
-    of the template.
+    If a template offers no tools or writes no calls, psigrad writes them in Hermes' syntax. If the vocabulary then has the marks
+    of any syntax, the model may use that one, so each call is parsed by the marks around it. `arguments` are those of the
+    template.
     """
     before, seen, shows_hermes = _play(tokenizer, arguments)
     own = getattr(tokenizer, "response_template", None)

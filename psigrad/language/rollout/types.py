@@ -271,7 +271,7 @@ class ReplicaSampler(Sampler):
 
 
 class Cut(NamedTuple):
-    """An environment's answer that was too long. It was shortened (`kind` "cut"), or "dropped", which ended the episode.
+    """An environment's answer that was too long. `kind` is "cut" if it was shortened, "dropped" if the episode ended instead.
 
     `turn` is the number of policy turns before the answer, 0 for the environment's opening.
     """

@@ -98,7 +98,7 @@ class Block:
         if not whole or [(x.shape[1], x.dtype) for x in given] != kinds:
             raise ValueError(
                 f"Rows {first} to {first + count} of tensors {[(tuple(x.shape), x.dtype, x.stride()) for x in given]} can't be "
-                f"written to {kinds}: widths and types must be equal, and the tensors contiguous."
+                f"written to {kinds}. Widths and types must be equal, and the tensors contiguous."
             )
         known = np.array([[j < len(layer) for j in range(self.layout.sizes.shape[1])] for layer in self.layout.kinds])
         sizes = self.layout.sizes[known].tolist()
@@ -138,7 +138,7 @@ class CachedCompletion:
 class ActivationCache:
     """A cache of the activations of sampled tokens, one row per token, up to `limit` bytes. Its memory blocks are called slabs.
 
-    Once the limit is exceeded or a weight has changed, it empties itself and stores nothing more. Each step has a new cache.
+    Once the limit is exceeded or a weight has changed, it empties itself and stores nothing more. Each step makes a new cache.
     """
 
     def __init__(self, limit: float) -> None:
@@ -174,7 +174,7 @@ class ActivationCache:
         return self._slab(slab, parts), place
 
     def add(self, count: int, parts: RowLayout, now: list[Version], layers: Layers | None = None) -> None:
-        """Add `count` rows with the layout `parts`, copied from `layers`. If `layers` is None, they were written after `reserve`.
+        """Add `count` rows with the layout `parts`, copied from `layers`. If that is None, the caller of `reserve` wrote them.
 
         `now` are the versions of the weights that computed the activations.
         """

@@ -255,7 +255,7 @@ class Decoder:
         """Run a decoding step on embeddings `x` in one kernel call for all layers. Store the activations in the cache `keep`.
 
         Return the last layer's output. Return None, without computing anything, if this pass is not a decoding step, or if a
-        weight cannot be packed for the kernel. `now` are the weights' current versions: if one has changed, all are packed again.
+        weight cannot be packed for the kernel. `now` are the weights' current versions: a layer with a new one is packed again.
         """
         packed_weights, slots, rows = how.layout.packed_weights, how.layout.slots, len(x)
         if packed_weights is None or slots is None:
@@ -275,7 +275,7 @@ class Decoder:
         return block.part(len(block.layout.kinds) - 1, 0, start, rows)
 
     def _addresses(self, packed_weights: PackedWeights, adapted: bool) -> Tensor | None:
-        """Return `Layer.addresses` of all layers as one tensor, with those of LoRA if `adapted`; None if a layer returns None."""
+        """Return `Layer.addresses(packed_weights, adapted)` of all layers as one tensor; None if one of them returns None."""
         found = [layer.addresses(packed_weights, adapted) for layer in self.layers]
         packed = [row for row in found if row is not None]
         return torch.tensor(packed) if len(packed) == len(found) else None

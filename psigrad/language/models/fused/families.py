@@ -138,7 +138,7 @@ def eps_of(module: Any) -> Any:
 
 
 def first_of(module: Any, names: Sequence[str]) -> Any:
-    """Return the first attribute in `names` that the module has and that is not None; None if there is none."""
+    """Return the first of the module's attributes `names` that exists and is not None; otherwise None."""
     return next((child for name in names if (child := getattr(module, name, None)) is not None), None)
 
 

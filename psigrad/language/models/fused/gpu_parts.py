@@ -29,7 +29,7 @@ class GpuParts:
         replace_forwards(network, self._forward_of)
 
     def _forward_of(self, module: Any) -> Callable[..., Tensor] | None:
-        """Return a forward method for the module that launches fewer kernels than its own; None if there is none."""
+        """Return a forward method that launches fewer kernels than the module's own; None if there is none."""
         if norm_offset(module, _rms_norm) == 0.0:
             return self._norm(type(module).forward)
         adapts = hasattr(module, "lora_A") and type(getattr(module, "base_layer", None)) is nn.Linear

@@ -97,7 +97,7 @@ class Layer:
 
     Formula: h = x + r·m₁(mixer(n₁(x))),  y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))), or y = h without a feed-forward part.
     n and m are norms, which a family may lack, and r is `residual`. The mixer is attention; subclasses (`mixers`) have others.
-    `order` numbers the layers that compute keys and values. A layer that reuses keys has the `order` of their layer.
+    `order` numbers the layers that compute keys and values. A layer that reuses another's keys has the other's `order`.
     """
 
     order = -1

@@ -136,7 +136,7 @@ class ExpertLayer(Layer):
         return self.native.gated(both, self.gelu)
 
     def activate_gradient(self, both: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (the gradient of `both`, a = `activate(both)`). `dy` is the gradient of a. May overwrite the arguments."""
+        """Return (the gradient of `both`, a = `activate(both)`). `dy` is the gradient of a. The arguments may be overwritten."""
         return self.native.gradients.gated(both, dy, self.gelu, in_place=True)
 
     def feed(self, middle: Tensor, weights: LayerWeights, plain: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:

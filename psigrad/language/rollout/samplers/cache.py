@@ -282,8 +282,8 @@ class SharedCache(StateCache):
     def __init__(self, slots: int, longest: int, heads: Sequence[Heads], dtype: torch.dtype, may_dequantise: bool = True) -> None:
         """Create empty slots. `longest` is the capacity of a slot in tokens, without the tokens of its prompt.
 
-        `heads` has an entry for each layer that computes keys and values: the number and size of its heads. `may_dequantise` is
-        that of `PackedWeights`.
+        `heads` has an entry for each layer that computes keys and values: the number and size of its heads. For `may_dequantise`
+        see `PackedWeights`.
         """
         super().__init__(slots)
         self.longest, self.layers, self.heads = longest, len(heads), heads

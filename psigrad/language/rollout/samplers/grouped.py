@@ -120,7 +120,7 @@ class GroupedDecode(Decode):
     def __init__(
         self, cache: GroupedCache, places: Tensor, columns: int, width: int, seats: Sequence[Tensor], members: int
     ) -> None:
-        """Prepare a `Decode` that also reads `width` tokens of each prompt. `seats` and `members` are the fields of a `Seats`."""
+        """Prepare a `Decode` that also reads `width` tokens of each prompt. `seats` are the first three fields of a `Seats`."""
         self.grid, self.seat, self.behind = seats
         super().__init__(cache, places, columns, cache.longest, self.behind)
         self.grouped, self.prompt_width, self.members = cache, width, members

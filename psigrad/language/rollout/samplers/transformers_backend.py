@@ -37,7 +37,7 @@ class _Drawer(LogitsProcessor):
 
 
 class TransformersSampler(PolicyWeights):
-    """A sampler that runs transformers' `generate` on left-padded batches of up to `max_batch` sequences. See `Sampler.exact`."""
+    """A sampler that runs transformers' `generate` on left-padded batches of up to `max_batch` sequences; see `Sampler`."""
 
     engine = f"transformers {__version__}"
 
