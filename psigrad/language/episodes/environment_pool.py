@@ -15,11 +15,11 @@ from psigrad.processes.workers.worker_pool import START_LIMIT, Lost, PoolLimits,
 
 
 class EnvironmentPool(Playing):
-    """Episodes spread over `workers` processes (default 1). Each call of an environment may take `timeout` seconds (default 10).
+    """Episodes spread over `workers` processes (default 1). Each call of an environment has `timeout` seconds (default 10).
 
     If an environment hangs, exits or crashes, its own episode ends with a `Fault`. The other episodes of its process are replayed
     in a new process from their rows and turns. They give the same result, since an environment depends on these alone.
-    `sandboxed` is a list of files, if given: the processes then run in a sandbox that can read these files.
+    If `sandboxed` is a list of files, the processes run in a sandbox in which they can read these files.
     """
 
     def __init__(self, factory: Factory, *, sandboxed: Sequence[str] | None = None, **limits: Unpack[PoolLimits]) -> None:
@@ -28,7 +28,7 @@ class EnvironmentPool(Playing):
             limits["enclosure"] = enclosure_of_workers(sandboxed)
         self.workers: WorkerPool[Any] = WorkerPool.of(service, factory, decode, kind="environment", **limits)
         self._waiting: list[list[EpisodeCall]] = [[] for _ in range(len(self.workers))]
-        """For each worker, the calls that it has not started."""
+        """For each worker, the calls that wait until it is idle."""
 
     def close(self) -> None:
         """Kill the workers."""
@@ -85,10 +85,10 @@ class EnvironmentPool(Playing):
 
 
 def service(payload: Packed) -> Callable[[Any], Iterator[Any]]:
-    """Return the function that answers a worker's requests, for the packed factory of an environment.
+    """Return the function that answers requests in a worker, given the packed factory of an environment.
 
-    A request is (count, seed) for rows, or a list of `EpisodeCall`. Each call is answered separately. A null per replayed turn
-    precedes the answer, as a sign of life.
+    A request is (count, seed) for rows, or a list of `EpisodeCall`. Each call is answered separately. Before its answer, a null
+    is sent after each reset and turn that is played or replayed, as a sign of life.
     """
     factory = unpack(payload)
     if callable(prepare := getattr(factory, "prepare", None)):

@@ -21,7 +21,7 @@ Message = dict[str, Any]
 # Environments of other libraries: the prefix before the colon, and the module's name in `psigrad.extras`.
 LIBRARIES = {"openenv": "openenv", "verifiers": "verifiers", "mcp": "mcp environment", "textarena": "textarena"}
 # The policy's next input: text (a user turn if the prompt is a conversation), or messages with their own roles. An environment
-# may also give Pillow's image or a list of content parts, which become text with marks (`image_rows.observation_text`).
+# may also give a Pillow image or a list of content parts, which become text with marks (`image_rows.observation_text`).
 Observation = str | list[Message]
 
 
@@ -37,7 +37,7 @@ class Step(NamedTuple):
     seat: int = 0
     """The seat that acts next and reads the observation, in a game of several seats."""
     rewards: tuple[float, ...] = ()
-    """The reward of each seat, in such a game."""
+    """The reward of each seat, in a game of several seats."""
 
 
 class Opening(NamedTuple):
@@ -50,7 +50,7 @@ class Opening(NamedTuple):
 class Environment(Protocol):
     """One episode. A new object is created for each episode, and everything that varies comes from the row.
 
-    `step` may return any (observation, reward, done).
+    `step` returns a `Step` or a plain tuple (observation, reward, done).
     """
 
     def reset(self, row: Mapping[str, Any]) -> Observation | None:
@@ -72,7 +72,7 @@ class SeatedEnvironment(Protocol):
         """Start the game. Return the seat that acts first, and what it reads after the prompt."""
 
     def step(self, completion: str) -> tuple[int, Observation, Sequence[float], bool]:
-        """Answer the acting seat's turn. Return the seat that acts next, what that seat reads (all since its own last turn),
+        """Answer the acting seat's turn. Return the seat that acts next, the text that it reads (all since its own last turn),
         the reward of every seat, and True if the game is over.
         """
 
@@ -109,7 +109,7 @@ Answer = Observation | Opening | Step | Fault | None
 
 
 class Playing(ABC):
-    """A runner of many episodes at once, identified by number. Use it as a context manager, or call `close()`."""
+    """A runner of many numbered episodes at once. Use it as a context manager, or call `close()`."""
 
     paced = True
     """True if answers arrive as they are ready, and so in an unpredictable order."""
@@ -308,7 +308,7 @@ def _shorten(value: object) -> str:
 
 
 def is_ours(environment: str | Factory) -> bool:
-    """Return True if an environment is one of psigrad's games."""
+    """Return True if an environment is named like psigrad's games, by a text without a colon."""
     return isinstance(environment, str) and ":" not in environment
 
 
@@ -320,7 +320,7 @@ def library_of(environment: str | Factory) -> str:
 
 def resolve(environment: str | Factory) -> Factory:
     """Return the factory of an environment: a built-in name, "openenv:ADDRESS", "verifiers:TASKSET", "textarena:GAME",
-    "mcp:COMMAND", "module:Class", or a class. Raise `UserError` if there is none.
+    "mcp:COMMAND", "module:Class", or a class. Raise `UserError` if there is no such environment.
     """
     if not isinstance(environment, str):
         return environment

@@ -1,4 +1,4 @@
-"""A conversation as the policy reads it, turn by turn: the chat template's rendering of its messages, as a server sends it."""
+"""A conversation as the policy reads it, turn by turn: the chat template's rendering of its messages, as on a server."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def as_messages(said: Observation) -> list[Message]:
 class EpisodeHistory:
     """The conversation of one episode, as the policy has read and written it.
 
-    The policy's next input is the chat template's rendering of the messages. As long as the rendering starts with the tokens so
-    far, the sampled tokens stay, and only the rest is appended. If the template rewrites the past (Qwen3 drops the thinking), the
-    whole rendering replaces the context. So a turn is sampled in the context in which it would be trained as a demonstration. If
-    no template can render the messages (an unreadable call, a text prompt), the observation is appended to the tokens so far.
+    The policy's next input is the chat template's rendering of the messages. As long as the rendering starts with the text so
+    far, the sampled tokens stay, and only the new text is appended. If the template rewrites the past (Qwen3 drops the thinking),
+    the new rendering replaces the context. So a turn is sampled in the same context as a demonstration has in training. If the
+    template cannot render the messages (an unreadable call, a text prompt), the observation is appended to the tokens so far.
     """
 
     tokenizer: Any
     row: Row
     form: CallForm
-    """The syntax of the policy's tool calls. They are parsed by it before the template receives them."""
+    """The syntax of the policy's tool calls. The template receives the parsed calls."""
     messages: list[Message]
     known: str
     """The text that the policy has read and written so far; empty if no template can render it."""
@@ -50,7 +50,7 @@ class EpisodeHistory:
         return replace(self, messages=list(self.messages))
 
     def say(self, before: int, ids: Sequence[int], text: str) -> None:
-        """Add a turn of the policy, which follows the token `before`."""
+        """Add a turn of the policy: its tokens `ids`, which follow the token `before`, and its `text`."""
         if not self.known:
             return
         self.known += decode_after(self.tokenizer, before, ids)
@@ -58,7 +58,7 @@ class EpisodeHistory:
         self.messages.append({"role": "assistant", "content": begun + text})
 
     def read(self, said: Observation) -> Reading:
-        """Return the tokens and text of this observation, which the policy reads before its next turn.
+        """Return the tokens of this observation, which the policy reads before its next turn, and the text of the conversation.
 
         The text is empty if no template can render the conversation. Nothing is added to the history.
         """
@@ -76,9 +76,9 @@ class EpisodeHistory:
             self.messages = [*self.messages[:-1], turn, *as_messages(said)]
 
     def _turn(self, said: Observation) -> Message | None:
-        """Return the policy's last turn as the message that the template receives, with its tool calls parsed if tools answer.
+        """Return the policy's last turn as the message that the template receives, with parsed calls if `said` answers calls.
 
-        Return None if tools answer, but the turn has no call that can be read.
+        Return None if `said` answers calls, but the turn has no call or a malformed one.
         """
         text, before = self.messages[-1]["content"], self.messages[-2]["role"] if len(self.messages) > 1 else "user"
         form = turn_form(Conversation(self.tokenizer, self.row), before)

@@ -36,7 +36,7 @@ from psigrad.language.rollout.types import (
     Trajectory,
 )
 
-# The wait for further answers before the next round: a share of the previous round's time, at least these seconds.
+# The wait for further answers before the next round: (a share of the previous round's time, the minimum in seconds).
 LINGER = (0.1, 0.02)
 # The largest difference of log-probs, in nats, that a different order of summation explains.
 ROUNDING = 1e-3
@@ -49,9 +49,9 @@ class Episodes:
     playing: Playing
     max_turns: int = 8
     max_turn_length: int = 0
-    """The most tokens of a turn. All turns together then have at most the sampling's `max_tokens`. 0: each may have that many."""
+    """The maximum tokens of a turn; `SamplingParams.max_tokens` then limits all turns together. 0: it limits each turn."""
     max_observation_length: int = 0
-    """The most tokens of an environment's answer; 0: as many as fit."""
+    """The maximum tokens of an environment's answer; 0: as many as fit."""
     together: bool = False
     """True if each round of turns starts only when all episodes have their answers."""
     form: CallForm = field(default_factory=CallForm)
@@ -66,7 +66,7 @@ class Episodes:
     def play(
         self, sampler: Sampler, prompts: Sequence[PlayedPrompt], params: SamplingParams, asked: PlayRequest
     ) -> list[Trajectory]:
-        """Play the episodes of a step with `play`, within the model's context length. See `Player`."""
+        """Play the episodes of a step by the function `play`, within the model's context length. See `Player`."""
         how: dict[str, Any] = {"num_generations": asked.num_generations, "seed_of": asked.seed_of, "version": asked.version}
         model = asked.model
         return play(self, sampler, prompts, params, tokenizer=model.tokenizer, max_length=model.max_length, **how)
@@ -129,7 +129,7 @@ class LiveEpisode:
         self.messages.append({"role": "assistant", "content": text})
 
     def hear(self, answer: Step | Fault, limits: EpisodeLimits) -> None:
-        """Add the environment's answer. The episode ends if the answer says so, if the turn was cut, or if no other turn fits."""
+        """Add the environment's answer. The episode ends if the answer says so, if the turn was cut, or if no turn can follow."""
         was_cut, self.finish_reason = self.finish_reason == "length", "length"
         if isinstance(answer, Step):
             answer = mark_images(self.history.tokenizer, answer.observation, answer)
@@ -143,7 +143,7 @@ class LiveEpisode:
         self.observe(answer.observation, limits)
 
     def observe(self, observation: Observation, limits: EpisodeLimits) -> None:
-        """Add an observation, cut if it is too long. End the episode if it and the next turn do not both fit."""
+        """Add an observation, cut to leave room for the next turn. End the episode if no room is left or no turn may follow."""
         bare = self.history.read(cut(observation, 0))
         used, past = (0, len(bare.ids)) if bare.restart else (self.used, 0)
         turn = len(self.policy_turns)
@@ -176,7 +176,7 @@ class LiveEpisode:
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """The most tokens of a turn, of an observation and of all turns (0: no limit), and of the context; and the most turns."""
+    """The maximum tokens in a turn, an observation, all turns together (0: no limit) and the context, and the maximum turns."""
 
     turn: int
     observation: int
@@ -195,8 +195,8 @@ class EpisodeLimits:
     ) -> tuple[Sequence[int], Observation] | None:
         """Return (tokens, observation), cut so that another turn fits after the `used` tokens of the context and these tokens.
 
-        `render` returns the tokens of an observation, and the first `past` of them are not the observation's. Append to `cuts`
-        what was cut. Return None if nothing fits.
+        `render` returns the tokens of an observation, of which `past` are not its own but the conversation's. Describe a cut
+        in `cuts`. Return None if nothing fits.
         """
         room = self.context - used - self.turn
         limit, why = (
@@ -298,7 +298,7 @@ def _begin(
     tokenizer: Any,
     limits: EpisodeLimits,
 ) -> list[LiveEpisode]:
-    """Start `count` episodes of each prompt. Each prompt is followed by what `reset` returned, which must be equal in a group."""
+    """Start `count` episodes of each prompt, with `reset`'s observation after the prompt. It must be equal within a group."""
     shown = [{"prompt": images.remove_marks(row.dataset_prompt), **row.columns} for _, _, row in prompts for _ in range(count)]
     openings_of_all = [mark_images(tokenizer, opening) for opening in rules.playing.begin(shown)]
     episodes: list[LiveEpisode] = []
@@ -329,7 +329,7 @@ def _begin(
 
 
 def mark_images(tokenizer: Any, said: Any, step: Step | None = None) -> Any:
-    """Return an observation, or `step` with it, with text marks in place of images; a `Fault` if an image cannot be read."""
+    """Return the observation `said`, or `step` with it, with marks in place of images; a `Fault` if an image cannot be read."""
     image_format = images.image_format_of(tokenizer)
     try:
         read: Any = said if said is None or isinstance(said, Fault) else observation_text(said)
@@ -383,7 +383,7 @@ def episode_trajectory(episode: LiveEpisode, version: int, tokenizer: Any) -> Tr
     )
 
 
-# Characters read of an answer per available token, at most. Text has about four per token, code two or three.
+# The maximum number of characters read from an answer per available token. Text has about four per token, code two or three.
 CHARACTERS = 16
 # Marks the place of the text that was cut.
 MARK = "…"
@@ -410,7 +410,7 @@ def length(said: Observation) -> int:
 
 
 def cut(said: Observation, kept: int) -> Observation:
-    """Return the first `kept` characters, then `MARK`. Messages after the cut become empty, since each call needs an answer."""
+    """Return the first `kept` characters, then `MARK`. Messages after the cut become a `MARK`, as each call needs an answer."""
     if isinstance(said, str):
         return _clip(said, kept) + MARK
     shown: list[Message] = []

@@ -32,7 +32,7 @@ class Player(Protocol):
     def play(
         self, sampler: Sampler, prompts: Sequence[PlayedPrompt], params: SamplingParams, asked: PlayRequest
     ) -> list[Trajectory]:
-        """Return the trajectories that are `asked` for of each prompt, in order.
+        """Return the trajectories that `asked` requests for each prompt, in order.
 
         A game of several seats returns that many trajectories for each seat, seat by seat.
         """
@@ -59,7 +59,7 @@ class PlayerCollector:
         yield [(i, made[i * count : (i + 1) * count]) for i in range(len(prompts))]
 
     def snapshot(self) -> PlayerCollector:
-        """Return a copy whose sampler has the present weights. See `TrajectoryCollector`."""
+        """Return a copy whose sampler has the policy's current weights. See `TrajectoryCollector`."""
         return replace(self, sampler=self.sampler.snapshot())
 
 

@@ -1,7 +1,7 @@
 """Games of several seats (players). Each seat is an episode, and only the seats of the policy yield trajectories.
 
-All seats of a game share one environment. A seat reads its own observations alone, never another seat's. An advantage compares
-the trajectories of one seat in the games of one row: these are a group.
+All seats of a game share one environment. A seat reads its own observations alone, never another seat's. The trajectories of one
+seat in the games of one row are a group, within which advantages compare them.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Entries:
         self._known: dict[tuple[int, str], LiveEpisode] = {}
 
     def enter(self, seat: LiveEpisode, said: Observation) -> None:
-        """Set a seat's prompt to its row's prompt with its first observation. The seat is over if this does not fit."""
+        """Set a seat's prompt: its row's prompt, followed by its first observation. The seat is over if this does not fit."""
         key = (id(seat.row), repr(said))
         if key not in self._known:
             cuts: list[Cut] = []
@@ -179,7 +179,7 @@ class SeatedGame:
     def hear(self, answer: Step | Fault, entries: Entries) -> None:
         """Give every seat its reward, and the next seat its observation.
 
-        A turn that its length limit cut does not end the game: the environment has judged it.
+        A turn that was cut at the length limit does not end the game, because the environment has judged it.
         """
         if isinstance(answer, Fault):
             self.end(reason=answer.reason)
@@ -194,7 +194,7 @@ class SeatedGame:
             self.turn_to(answer.seat, answer.observation, entries)
 
     def turn_to(self, number: int, said: Observation, entries: Entries) -> None:
-        """Make this seat the acting one, and give it its observation.
+        """Make seat `number` the acting one, and give it the observation `said`.
 
         The game ends as truncated if there is no room for the seat's turn, or if the seat has had its last one.
         """

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_CALLS = 64
-"""The most calls of one turn that are run. All further calls get one common answer, that they were not run."""
+"""The maximum number of calls that are run in one turn. All further calls get one common answer: that they were not run."""
 DEEPEST = 64
 """The deepest nesting of arguments that is read."""
 SHOWN = 40
-"""The most characters of the policy's text that an error quotes."""
+"""The maximum number of characters of the policy's text that an error quotes."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A well-formed call. The tool may not exist or may not accept these arguments."""
+    """A well-formed call. It is not known yet if the tool exists and accepts these arguments."""
 
     name: str
     arguments: dict[str, Any]
@@ -104,7 +104,7 @@ _TOO_DEEP = f"the arguments are nested more than {DEEPEST} deep"
 
 
 def finite(number: str) -> float:
-    """Return a JSON number with a point or an exponent. Raise `ValueError` for NaN, Infinity and floats out of range."""
+    """Return the value of a JSON number with a point or an exponent. Raise `ValueError` for NaN, Infinity and overflow."""
     if not math.isfinite(value := float(number)):
         raise ValueError(f"{number[:SHOWN]} is no number in JSON")
     return value
@@ -364,7 +364,7 @@ FAMILIES = (
 
 
 def find_families(text: str) -> list[CallFamily]:
-    """Return the families whose opening mark occurs in a text, and last the family that needs no mark."""
+    """Return the families whose opening mark occurs in a text, and last Llama's, which writes calls without a mark."""
     return [family for family in FAMILIES if family.opens in text or family is FAMILIES[-1]]
 
 

@@ -1,6 +1,6 @@
-"""Tools that the policy may call: typed Python functions and those of MCP servers, offered through the chat template.
+"""Tools that the policy may call, offered through the chat template: typed Python functions and the tools of MCP servers.
 
-A call is answered in its own turn. The policy's mistakes are reported in the answer and never end the episode or the run.
+Each call gets its own answer. The policy's mistakes are reported in the answer and never end the episode or the run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ServerTool(ABC):
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """Parameter -> its JSON schema."""
+        """The JSON schema of each parameter, by the parameter's name."""
         properties: Mapping[str, Any] = self.schema["function"]["parameters"].get("properties", {})
         return properties
 
@@ -78,7 +78,7 @@ def resolve(tools: Sequence[str | Callable[..., Any]], variables: Sequence[str] 
     """Return the tools that a setting names.
 
     An item is a function, "module:function", or "mcp:COMMAND" or "mcp:http://…" for all tools of a server. `variables` are names
-    of environment variables that a server receives in addition to the defaults. Raises `UserError` for anything else.
+    of environment variables that a server receives besides the defaults. Raises `UserError` for other items and for equal names.
     """
     found: list[Tool] = []
     for tool in tools:
@@ -117,7 +117,7 @@ def schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class CallForm:
-    """The syntax in which the model writes calls. Without a family and a response template, each known syntax is tried."""
+    """The syntax in which the model writes calls. With neither a family nor a response template, each known syntax is tried."""
 
     family: str = ""
     response_template: Mapping[str, Any] | None = None
@@ -186,9 +186,9 @@ class CallForm:
 def call_form_of(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> CallForm:
     """Return the syntax of calls under the tokenizer's chat template: the one that parses a rendered call back exactly.
 
-    If a template offers no tools or writes no calls, psigrad writes them in Hermes' syntax. If the vocabulary has the marks of
-    some syntax, the model may still write calls in it. Then each call is parsed by the marks that it has. `arguments` are those
-    of the template.
+    If a template offers no tools or writes no calls, psigrad writes them in Hermes' syntax. If the vocabulary then has the marks
+    of any syntax, the model may use that one, so each call is parsed by the marks around it. `arguments` are those of the
+    template.
     """
     before, seen, shows_hermes = _play(tokenizer, arguments)
     own = getattr(tokenizer, "response_template", None)
@@ -201,7 +201,7 @@ def call_form_of(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> CallFo
 
 
 def _play(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> tuple[str, str, bool]:
-    """Render a test conversation: return (a question as prompt, the turn after it that calls a tool as text, flag).
+    """Render a test conversation. Return (the prompt with a question, the next turn, which calls a tool, a flag).
 
     The flag is True if psigrad itself offers tools or writes calls, because the template does not.
     """
@@ -230,7 +230,7 @@ class ToolBoxes:
     form: CallForm = field(default_factory=CallForm)
 
     def prepare(self) -> None:
-        """Connect to the servers of all tools in advance, since that may take longer than a call may."""
+        """Connect to the servers of all tools in advance, since that can take longer than the time limit of a call."""
         for tool in self.tools:
             if isinstance(tool, ServerTool):
                 tool.connect()

@@ -1,6 +1,6 @@
 """Collectors, which sample trajectories for prompts, and `ScoredRollout`, which scores trajectories while others are sampled.
 
-`Completions` collects single answers. The collectors of episodes, agents' sessions and recorded completions are in other
+`Completions` collects single completions. The collectors of episodes, agents' sessions and recorded completions are in other
 packages. `rollout_row` turns a trajectory into a line of rollouts.jsonl.
 """
 
@@ -32,7 +32,7 @@ ToSamples = Callable[[Sequence[Trajectory]], Samples]
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """A request for `num_generations` trajectories of each prompt, the k-th of the i-th prompt with the seed `seed_of(i, k)`.
+    """A request for `num_generations` trajectories of each prompt. Trajectory k of prompt i has the seed `seed_of(i, k)`.
 
     `version` is the number of training steps that the model's weights have taken.
     """
@@ -56,7 +56,7 @@ class TrajectoryCollector(Protocol):
     def collect(
         self, prompts: Sequence[Prompt], params: SamplingParams, asked: GroupRequest, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Trajectory]]]]:
-        """Sample the trajectories that are `asked` for of each prompt. Yield lists of (prompt's index, its group) as groups end.
+        """Sample the trajectories that `asked` requests. Yield lists of (prompt's index, its group) as groups are completed.
 
         A sampler may store activations in `cache` for the trainer.
         """
@@ -77,7 +77,7 @@ class Completions:
     def collect(
         self, prompts: Sequence[Prompt], params: SamplingParams, asked: GroupRequest, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Trajectory]]]]:
-        """Sample the completions that are `asked` for of each prompt; see `TrajectoryCollector`."""
+        """Sample the completions that `asked` requests; see `TrajectoryCollector`."""
         numbers = range(asked.num_generations)
         requests = [Request(p.ids, tuple(asked.seed_of(i, k) for k in numbers)) for i, p in enumerate(prompts)]
         for completed in self.sampler.steps(requests, params, cache):
@@ -107,7 +107,7 @@ class ScoredRollout:
     collector: TrajectoryCollector
     scorer: Scorer | None
     to_samples: Callable[[Mapping[int, Any]], ToSamples]
-    """A function that is given dataset rows by index, and returns the `ToSamples` function for trajectories of these rows."""
+    """A function that takes dataset rows by index, and returns the `ToSamples` function for trajectories of these rows."""
     world: World = ALONE
     complete: bool = False
     """True if every process receives the tokens of all trajectories, so that a checkpoint can store pending collections."""
@@ -191,13 +191,13 @@ class PendingRewards:
             self._scoring.poll()
 
     def assign_to(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Wait for the scores, and return the trajectories with their rewards. All must have been passed to `add` before."""
+        """Wait for the scores, and return the trajectories with their rewards. `add` must have received each of them before."""
         results: Sequence[Result] = [Scored(0.0)] * len(trajectories) if self._scoring is None else self._scoring.results()
         return [add_reward(t, results[self._places[id(t)]]) for t in trajectories]
 
 
 def add_reward(trajectory: Trajectory, result: Result) -> Trajectory:
-    """Return the trajectory with its reward: the scorer's value plus all rewards for single steps of the completion."""
+    """Return the trajectory with its reward (scorer's value plus step rewards), unscored if its player or the scorer failed."""
     if trajectory.reason:  # the environment or the agent failed
         return replace(trajectory, status="unscored")
     if isinstance(result, Unscored):

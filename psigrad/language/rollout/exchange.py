@@ -98,7 +98,7 @@ def pack(rows: Sequence[Trajectory]) -> bytes:
     text = json.dumps({"rows": packed, "prompts": [put("prompts", ids) for ids in prompts]}, ensure_ascii=False)
     flat: dict[str, Any] = {name: np.concatenate(parts, dtype=_KINDS[name], casting="unsafe") for name, parts in arrays.items()}
     for name in ("ids", "prompts"):
-        if flat[name].max(initial=0) < 2**31:  # no image
+        if flat[name].max(initial=0) < 2**31:  # true unless there is an image, whose token ids are larger
             flat[name] = flat[name].astype(np.int32)
     if np.array_equal(small := flat["numbers"].astype(np.float32), flat["numbers"], equal_nan=True):
         flat["numbers"] = small
@@ -106,7 +106,7 @@ def pack(rows: Sequence[Trajectory]) -> bytes:
 
 
 def unpack(data: bytes) -> list[Trajectory]:
-    """Return the trajectories that `pack` serialised. If one has no tokens, its log-probs and its mask are memoryviews."""
+    """Return the trajectories that `pack` serialised. For those without tokens, log-probs and masks are memoryviews."""
     arrays = safetensors.numpy.load(data)
     held, at = json.loads(arrays["rest"].tobytes().decode("utf-8", "surrogatepass")), dict.fromkeys(arrays, 0)
 

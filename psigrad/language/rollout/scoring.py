@@ -10,7 +10,7 @@ from psigrad.errors import UserError
 from psigrad.language import images
 
 WINDOW = 200
-"""The number of completions over which `max_unscored` is checked."""
+"""The number of most recent completions over which `max_unscored` is checked."""
 _ENOUGH = 8
 """The number of completions after which a reward that has never worked stops a run."""
 NOT_APPLICABLE = "no reward function applies to it"
@@ -143,7 +143,7 @@ Result = Scored | Failed | Unscored
 
 
 class Failure(Exception):
-    """The exception by which a reward function reports that a completion is the policy's fault.
+    """The exception by which a reward function reports that a completion failed through the policy's own fault.
 
     A reward function raises it, or puts it into its returned list in place of one sample's reward.
     """

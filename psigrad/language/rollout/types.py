@@ -234,7 +234,7 @@ class RestartedDialogue(Dialogue):
         return requests, owners
 
     def _steps(self, requests: list[Request], owners: list[list[int]]) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample like `Sampler.steps`. `owners[i]` are the episodes of request i. A subclass with more requests extends it."""
+        """Sample like `Sampler.steps`. `owners[i]` are the episodes of request i. A subclass that adds requests extends it."""
         return self.sampler.steps(requests, self.params)
 
 
@@ -247,7 +247,7 @@ class ReplicaSampler(Sampler):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample with this sampler's copy of the weights; see `Sampler`. `cache` is not filled: the trainer's weights differ."""
+        """Sample with this sampler's copy of the weights; see `Sampler`. `cache` is not filled, since the weights may differ."""
         return self.inner.steps(requests, params)
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
@@ -271,7 +271,7 @@ class ReplicaSampler(Sampler):
 
 
 class Cut(NamedTuple):
-    """An environment's answer that was too long. It was shortened (`kind` "cut"), or "dropped", which ended the episode.
+    """An environment's answer that was too long. `kind` is "cut" if it was shortened, "dropped" if the episode ended instead.
 
     `turn` is the number of policy turns before the answer, 0 for the environment's opening.
     """

@@ -38,8 +38,8 @@ Layers = list[tuple[Tensor, ...]]
 _ALIGNED = 64  # bytes
 # The limits of the packed matrices of all layers, and of the packed head, in bytes.
 LIMIT, HEAD_LIMIT = 1 << 30, 1 << 29
-# The number of requests after which the head is packed. Packing takes as long as this many products with few rows. Packed
-# products are then three times as fast.
+# The request at which the head is packed. Packing takes as long as this many products with few rows, and makes later products
+# three times as fast.
 _PAYS = 4
 
 
@@ -88,9 +88,9 @@ class Block:
         return [tuple(self.part(i, j) for j in range(len(layer))) for i, layer in enumerate(self.layout.kinds)]
 
     def write(self, start: int, layers: Layers, first: int, count: int) -> None:
-        """Copy `count` rows of the tensors in `layers`, from the row `first`, to this block's rows from `start`.
+        """Copy `count` rows of each tensor in `layers`, starting at row `first`, to this block's rows, starting at row `start`.
 
-        Raises `ValueError` if widths or dtypes differ from this block's.
+        Raises `ValueError` if a tensor has too few rows or is not contiguous, or if widths or dtypes differ from this block's.
         """
         given = [x for layer in layers for x in layer]
         kinds = [kind for layer in self.layout.kinds for kind in layer]
@@ -98,7 +98,7 @@ class Block:
         if not whole or [(x.shape[1], x.dtype) for x in given] != kinds:
             raise ValueError(
                 f"Rows {first} to {first + count} of tensors {[(tuple(x.shape), x.dtype, x.stride()) for x in given]} can't be "
-                f"written to {kinds}: widths and types must be equal, and the tensors contiguous."
+                f"written to {kinds}. Widths and types must be equal, and the tensors contiguous."
             )
         known = np.array([[j < len(layer) for j in range(self.layout.sizes.shape[1])] for layer in self.layout.kinds])
         sizes = self.layout.sizes[known].tolist()
@@ -107,7 +107,7 @@ class Block:
 
 
 def native() -> Kernels:
-    """Return the C++ kernels. They are always available here: only the fused decoder uses a `Block`, and it needs them too."""
+    """Return the C++ kernels. They are always available here, since only the fused decoder uses a `Block`, and it needs them."""
     found = kernels()
     assert not isinstance(found, str), found
     return found
@@ -128,7 +128,7 @@ class CachedLogProbs:
 
 @dataclass(frozen=True)
 class CachedCompletion:
-    """A sampled completion: its ids [T], its log-probs [T], and the cache's row of each token but the last, `rows` [T - 1]."""
+    """A sampled completion: its `ids` [T], their `logps` [T], and `rows` [T - 1], the cache row of each token except the last."""
 
     ids: tuple[int, ...]
     rows: np.ndarray
@@ -138,7 +138,7 @@ class CachedCompletion:
 class ActivationCache:
     """A cache of the activations of sampled tokens, one row per token, up to `limit` bytes. Its memory blocks are called slabs.
 
-    Once the limit is exceeded or a weight has changed, it empties itself and stores nothing more.
+    Once the limit is exceeded or a weight has changed, it empties itself and stores nothing more. Each step makes a new cache.
     """
 
     def __init__(self, limit: float) -> None:
@@ -164,7 +164,7 @@ class ActivationCache:
         return len(self._taken) * SLAB
 
     def reserve(self, count: int, parts: RowLayout) -> tuple[Block, int] | None:
-        """Return (slab, row in the slab) at which the caller may write the next `count` rows, with the layout `parts`.
+        """Return (slab, first row in the slab) for the caller to write the next `count` rows, with the layout `parts`.
 
         After writing them, the caller must call `add`. Return None for more than `SLAB` rows, the size of a slab.
         """
@@ -174,7 +174,7 @@ class ActivationCache:
         return self._slab(slab, parts), place
 
     def add(self, count: int, parts: RowLayout, now: list[Version], layers: Layers | None = None) -> None:
-        """Add `count` rows with the layout `parts`, copied from `layers`; None: they are already written (see `reserve`).
+        """Add `count` rows with the layout `parts`, copied from `layers`. If that is None, the caller of `reserve` wrote them.
 
         `now` are the versions of the weights that computed the activations.
         """
@@ -200,7 +200,7 @@ class ActivationCache:
         return self.slabs[index]
 
     def register(self, prompt: tuple[int, ...], prompt_rows: np.ndarray, completions: Iterable[CachedCompletion]) -> None:
-        """Store the completions of `prompt`, which `find` looks up. `prompt_rows` [P] are the cache rows of its tokens."""
+        """Store the completions of `prompt` for `find`. `prompt_rows` [P] are the cache rows of the prompt's tokens."""
         if self.slabs:
             self._prompts[prompt] = prompt_rows
             self._completions |= {(prompt, written.ids): written for written in completions}
@@ -259,7 +259,7 @@ class CacheHit:
     def saved_for_backward(self, index: int, target_rows: Tensor | None = None) -> tuple[Tensor | None, list[Tensor]]:
         """Return (a layer's input, the tensors that `Layer.forward` stored), for the backward pass of layer `index`.
 
-        The first layer's input is None. In the last layer, tensors after attention are returned only for tokens `target_rows`.
+        The first layer's input is None. If `target_rows` is given, tensors after attention are returned only for these tokens.
         """
         some, parts = self._of(target_rows), range(1, len(self._parts.kinds[index]))
         asked = [(index, part, some if part >= FIRST_PART_AFTER_ATTENTION else self._rows) for part in parts]
@@ -336,7 +336,7 @@ class PackedProjection:
         return 0 if self.low is None else self.low[0].shape[0]
 
     def multiply(self, x: Tensor, out: Tensor, residual: Tensor | None, products: Products) -> Tensor:
-        """Return `out`, with the concatenated products of `x` with all matrices, plus `residual`, biases and LoRA terms."""
+        """Write the concatenated products of x and all matrices, plus `residual`, biases and LoRA terms, to `out`; return it."""
         base = self.bias if residual is None else residual
         if self.matrix is None:
             products.multiply_codes(x, self.coded, out, base)
@@ -353,7 +353,7 @@ class PackedProjection:
 class PackedWeights:
     """A cache of packed weight matrices by layer, up to `limit` bytes. A layer is packed again after its weights change.
 
-    `may_dequantise` allows it to pack quantised matrices as numbers; see `dequantises`.
+    `may_dequantise` allows it to dequantise quantised matrices before packing them; see `dequantises`.
     """
 
     def __init__(self, limit: int = LIMIT, may_dequantise: bool = True) -> None:
@@ -365,7 +365,7 @@ class PackedWeights:
 
     @cached_property
     def dequantises(self) -> bool:
-        """True if quantised matrices are packed as numbers, as a quarter of the free memory holds `limit` bytes.
+        """True if matrices are dequantised before packing: if allowed, and if a quarter of the free memory holds `limit` bytes.
 
         Sampling then takes two thirds of the time, and the products have the same bits.
         """
@@ -379,7 +379,7 @@ class PackedWeights:
         """Return the packed matrices of the layer `key`. If they are missing or outdated, pack the result of `make`.
 
         Return None if the memory limit is reached, or if a matrix can't be packed. `weights` are the tensors whose versions show
-        if the matrices have changed. Packing pays even for one sequence: a single call then runs all layers, 1.25 times as fast.
+        if the matrices have changed. Packing pays even for one sequence: one kernel call runs all layers, 1.25 times as fast.
         """
         have = self._layers.get(key)
         if have is not None and have[0] == versions(weights):
@@ -399,7 +399,7 @@ class PackedWeights:
     def head(self, weight: Tensor, products: Products) -> PackedMatrix | None:
         """Return the packed LM head; None at the first three requests with the same weights, for which packing would not pay.
 
-        Return None too if the head is larger than `HEAD_LIMIT`, or if PyTorch, not psigrad's kernels, computes its products.
+        Also return None if the head is larger than `HEAD_LIMIT`, or if PyTorch, not psigrad's kernels, computes its products.
         """
         asked_of, asked, packed = self._head
         asked = 1 + (asked if asked_of == version_of(weight) else 0)

@@ -1,4 +1,4 @@
-"""The fused decoder on a CPU: psigrad's kernels compute all but large matrix products of the architectures in `families`.
+"""The fused decoder on a CPU: psigrad's kernels compute the architectures in `families`, except for large matrix products.
 
 Tests compare it with transformers' modules, which run all other cases: other architectures, other devices, float64.
 """
@@ -39,8 +39,8 @@ class _LayerFunction(torch.autograd.Function):
     """The autograd function of a fused layer, with a hand-written backward pass.
 
     With `cached` activations the layer does not run forward, and the backward pass reads the cache. The last layer's output also
-    comes from the cache. Other layers return NaN: autograd needs a tensor there, but nothing reads it. With `recompute` the
-    backward pass runs the layer forward again; `torch.utils.checkpoint` would import the compiler (2 seconds, 40 megabytes).
+    comes from the cache. Other layers return NaN, which nothing reads, because autograd needs an output. With `recompute` the
+    backward pass runs the layer forward again, without `torch.utils.checkpoint`, which imports the compiler (2 s, 40 megabytes).
     """
 
     @staticmethod
@@ -91,10 +91,10 @@ class _LayerFunction(torch.autograd.Function):
 class Decoder:
     """The fused form of a model's decoder, from token ids to hidden states.
 
-    `recompute` is gradient checkpointing: a layer stores only its input, and runs forward again in the backward pass.
-    `may_dequantise` is False if sampling may not pack quantised layers as numbers, to save memory. With
-    `exact` the decoder computes in float32 even if the weights are bfloat16. `vision` embeds the tokens of images. Raises
-    `Unsupported`, with the reason, if the decoder cannot run the model, such as one whose architecture is not in `FAMILIES`.
+    `recompute` is gradient checkpointing: a layer stores only its input, and runs forward again in the backward pass. With
+    `exact` the decoder computes in float32 even if the weights are bfloat16. `vision` embeds the tokens of images. Set
+    `may_dequantise` to False to save memory: sampling then keeps quantised layers quantised. Raises `Unsupported`, with the
+    reason, if the decoder cannot run the model, such as one whose architecture is not in `FAMILIES`.
     """
 
     may_dequantise = True
@@ -162,7 +162,7 @@ class Decoder:
         layer's output comes from this cache. A pass with gradient appends each router's logits [B·S, experts] to `router_logits`.
         """
         ids, inputs = input_ids.flatten(), None
-        if isinstance(layout, PackedLayout):  # a decoding step has too few rows to benefit
+        if isinstance(layout, PackedLayout):  # compute equal tokens once; a decoding step has too few rows to benefit
             distinct, places = ids.unique(return_inverse=True)
             if 2 * len(distinct) <= len(ids):
                 ids, inputs = distinct, places
@@ -255,7 +255,7 @@ class Decoder:
         """Run a decoding step on embeddings `x` in one kernel call for all layers. Store the activations in the cache `keep`.
 
         Return the last layer's output. Return None, without computing anything, if this pass is not a decoding step, or if a
-        weight cannot be packed for the kernel. `now` are the weights' current versions: if one has changed, all are packed again.
+        weight cannot be packed for the kernel. `now` are the weights' current versions: a layer with a new one is packed again.
         """
         packed_weights, slots, rows = how.layout.packed_weights, how.layout.slots, len(x)
         if packed_weights is None or slots is None:
@@ -275,7 +275,7 @@ class Decoder:
         return block.part(len(block.layout.kinds) - 1, 0, start, rows)
 
     def _addresses(self, packed_weights: PackedWeights, adapted: bool) -> Tensor | None:
-        """Return `Layer.addresses` of all layers as one tensor, with those of LoRA if `adapted`; None if a layer returns None."""
+        """Return `Layer.addresses(packed_weights, adapted)` of all layers as one tensor; None if one of them returns None."""
         found = [layer.addresses(packed_weights, adapted) for layer in self.layers]
         packed = [row for row in found if row is not None]
         return torch.tensor(packed) if len(packed) == len(found) else None
@@ -290,12 +290,12 @@ def _look_up(table: Any, ids: Tensor) -> Tensor:
         rows: Tensor = table(ids)
         return rows
     rows = gradients.embedding(table.weight, ids, table.padding_idx, sums)
-    factor = getattr(table, "embed_scale", None)  # Gemma's table does this itself
+    factor = getattr(table, "embed_scale", None)  # Gemma's table applies it in its own forward method, which has not run
     return rows if factor is None else rows * factor.to(rows.dtype)
 
 
 def _heads(base: Any, config: Any, family: Family, attending: dict[int, Any], eps: float) -> dict[int, Heads]:
-    """Return {layer: the sizes of its attention} from `attending`, {layer: its module}. `eps` is the epsilon of the norms."""
+    """Return {layer: its attention's sizes}. `attending` is {layer: its attention module}, `eps` the epsilon of the norms."""
     queries, keys = size(config, "heads"), layer_sizes(config, "key_heads")
     ropes, start = [family.rope(config, i) for i in attending], torch.zeros(1, 1, dtype=torch.int64)
     angles = _angles(base, config, family, ropes, int(next(iter(attending.values())).head_dim), start, torch.empty(0))
@@ -307,10 +307,10 @@ def _heads(base: Any, config: Any, family: Family, attending: dict[int, Any], ep
 
 
 def _order(layers: Sequence[Any], ropes: Sequence[str | None]) -> list[Layer]:
-    """Return those of the attention `layers` that compute keys and values, and set their `order` to their place in the result.
+    """Return the attention `layers` that compute their own keys and values. Set each one's `order` to its index in the result.
 
-    Let each other layer read the keys and values of the last returned layer before it with the same rotary embedding. `ropes`
-    names the rotary embedding of each layer.
+    Let every other layer read the keys and values of the nearest earlier one of these with the same rotary embedding. `ropes`
+    has the name of each layer's rotary embedding.
     """
     latest: dict[str | None, Layer] = {}
     keyed: list[Layer] = []

@@ -27,7 +27,7 @@ def _by_layer(config: Any, layer: int) -> int | None:
 
 
 def _mixer(state: str, attention: str = "") -> Callable[[Any, int], str]:
-    """Return a function (config, layer) -> the mixer's name: `attention`, "squared ReLU" for an MLP, or `state` for any other."""
+    """Return f(config, layer): `state` for a recurrence or convolution, "squared ReLU" for an MLP, `attention` otherwise."""
     kinds = {"conv": state, "linear_attention": state, "mamba": state, "mlp": "squared ReLU"}
     return lambda config, layer: kinds.get(config.layer_types[layer], attention)
 
@@ -39,7 +39,7 @@ def _experts(config: Any, layer: int) -> str:
 
 
 def _query_factors(config: Any, positions: Tensor) -> Tensor:
-    """Return the factors of queries in Llama 4 and Ministral 3: 1 + β·log(1 + ⌊position/L⌋), β and L from `config`."""
+    """Return the factors of queries in Llama 4 and Ministral 3: 1 + β·log(1 + ⌊position/L⌋), with β and L from `config`."""
     rope = config.rope_parameters
     found: Tensor = 1 + rope["llama_4_scaling_beta"] * torch.log(
         1 + torch.floor(positions / rope["original_max_position_embeddings"])
@@ -55,13 +55,13 @@ class Family:
     - `rope` returns the name of a layer's rotary embedding, "" if the model has only one, or None if the layer does not rotate.
     - `mixer` returns a layer's key in `mixers.MIXERS`, or "" for a plain `Layer`: attention without a gate, and no experts.
     - `before` has the names of the norms of attention's input and of the feed-forward layer's input; None: no norm.
-    - `after` has the names of the norms of both outputs. Gemma 4 has a third one, for the result of a layer's additional input.
+    - `after` has the names of the norms of these two parts' outputs. Gemma 4 has a third, for what a layer's extra input adds.
     - `wide` is True if one norm covers the queries of all heads, and another one the keys of all heads.
     - `offset` is added to the weights of norms.
     - `gelu` is True if the activation is GELU, in the form with tanh, in place of SiLU.
     - `halves` is True if the rotary embedding module returns D/2 cosines and sines, which both halves of a head [D] share.
     - `factors` returns the factor of the queries at each position; None: 1.
-    - `loads` is True if `load` can read the weights.
+    - `loads` is True if `loader.load` can read the weights.
     """
 
     window: Callable[[Any, int], int | None] = lambda config, layer: None
@@ -138,7 +138,7 @@ def eps_of(module: Any) -> Any:
 
 
 def first_of(module: Any, names: Sequence[str]) -> Any:
-    """Return the first attribute in `names` that the module has and that is not None; None if there is none."""
+    """Return the first of the module's attributes `names` that exists and is not None; otherwise None."""
     return next((child for name in names if (child := getattr(module, name, None)) is not None), None)
 
 
@@ -150,7 +150,7 @@ def at(module: Any, path: str) -> Any:
 
 
 def find(parent: Any, choices: Sequence[Sequence[str]]) -> list[Any]:
-    """Return the modules of `parent` by the first list of names in `choices` that it has in full, or raise `Unsupported`."""
+    """Return the modules of `parent` named in the first list in `choices` whose names all exist, or raise `Unsupported`."""
     for names in choices:
         if all(getattr(parent, name, None) is not None for name in names):
             return [getattr(parent, name) for name in names]
@@ -232,7 +232,7 @@ class LayerWeights:
     """The packed matrices of each group; None if they are not packed."""
     feed: Sequence[Tensor] = ()
     decoding: bool = False
-    """True in decoding. Products of few rows may then be summed in another order than in training, which is faster."""
+    """True in decoding. Products of few rows may then be summed in a faster order, which differs from that of training."""
 
     def apply(self, group: int, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
         """Write x·Wᵀ of each matrix W in `groups[group]` to `out`, side by side, plus biases, LoRA terms and `residual`."""
@@ -289,7 +289,7 @@ def split_adapter(child: Any) -> tuple[nn.Linear, Adapter | None]:
         return child, None
     kind = f"{type(child).__module__}.{type(child).__name__}"
     if kind != "peft.tuners.lora.layer.Linear":  # compared by name, so that peft is imported only with an adapter
-        raise Unsupported(f"{kind_of(child)} is in the place of a linear layer")
+        raise Unsupported(f"{kind_of(child)} takes the place of a linear layer")
     if type(child.base_layer) not in (nn.Linear, CodedLinear) or child.fan_in_fan_out:
         raise Unsupported(f"LoRA is applied to {kind_of(child.base_layer)}, not to a linear layer")
     if len(child.active_adapters) != 1 or child.merged or child.active_adapters[0] not in child.lora_A:

@@ -1,7 +1,7 @@
 """The layers of Gemma 4.
 
-They normalise values, the last ones may read the keys and values of earlier layers, and each may have an input of its own besides
-the residual stream (a per-layer embedding).
+Each layer normalises its values. In some models, the last layers read the keys and values of earlier layers, and each layer has
+an extra input besides the residual stream (a per-layer embedding).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from psigrad.language.models.packing import RowSelection
 class Gemma4Layer(Layer):
     """A layer of Gemma 4. It normalises its values by an RMS norm without a weight.
 
-    A layer without a matrix of values uses its keys as values. A layer without both matrices reads the keys and values of an
-    earlier layer, `source`. The output is s·y, with y the output of `Layer` and s a constant. If the layer has an input p (see
-    `LayerInputs`), it is s·(y + n(W·(gelu(G·y) ⊙ p))), with matrices W and G and a norm n.
+    A layer without a matrix of values uses its keys as values. A layer that also has no matrix of keys reads the keys and values
+    of an earlier layer, `source`. The output is s·y, with y the output of `Layer` and s a constant. If the layer has an extra
+    input p (see `LayerInputs`), the output is s·(y + n(W·(gelu(G·y) ⊙ p))), with matrices W and G and a norm n.
     """
 
     projections = ((("q_proj", "k_proj", "v_proj"), ("q_proj", "k_proj"), ("q_proj",)), (("o_proj",),))
@@ -57,8 +57,8 @@ class Gemma4Layer(Layer):
     def forward(self, x: Tensor, how: PassArguments, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return (the output, tensors for `backward`); see `Layer.forward`.
 
-        If `self.source` names another layer, that layer's keys and values are appended to the first of these tensors. If the
-        layer has an input p, three more tensors follow, in the notation of the class: W·(gelu(G·y) ⊙ p), y and [G·y|p].
+        If `self.source` is set, the keys and values of that layer are appended to the first of these tensors. If the layer has
+        an extra input p, three more tensors follow, in the notation of the class: W·(gelu(G·y) ⊙ p), y and [G·y|p].
         """
         weights = self._weights(how)
         y, (row, *parts) = super().forward(x, how._replace(ready={self.index: weights}), selection)
@@ -84,7 +84,7 @@ class Gemma4Layer(Layer):
         selection: RowSelection,
         overwrite: bool,
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the gradients as `Layer.backward` does. The list ends with that of the layer's own input p, if it has one."""
+        """Return the gradients as `Layer.backward` does. If the layer has an extra input p, the list ends with p's gradient."""
         weights, dy = self._weights(how), self._scale(dy)
         how = how._replace(ready={self.index: weights})
         if not self.has_input:
@@ -122,7 +122,7 @@ class Gemma4Layer(Layer):
         drow = gradients.attention(dout, mixed, normaliser, rotated, qkv, how.layout.spans, self.heads, self.window)
         dkeys = drow[:, self.queries :]
         if self.source is not None:
-            # The backward pass starts at the last reader. It replaces what a pass that ended early has left.
+            # The backward pass reaches the last reader first, which overwrites gradients that an aborted pass may have left.
             first = self.source.reader is self
             how.key_gradients[self.order] = dkeys.clone() if first else how.key_gradients[self.order].add_(dkeys)
             given = (drow[:, : self.queries].contiguous(), row[:, : self.queries].contiguous(), [*others, *others], angles)

@@ -1,4 +1,4 @@
-"""The reader of weights in GGUF files. Matrices stay quantised if psigrad supports their codes; others are dequantised."""
+"""The reader of weights in GGUF files. Layers' matrices with supported codes stay quantised; all else is dequantised."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PERMUTED = ("attn_q.", "attn_k.")
 
 
 def read(folder: str, config: Any, wanted: Collection[str]) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
-    """Yield (name, tensor) from the GGUF file in `folder`, for each of the names `wanted` of transformers' parameters.
+    """Yield (name, tensor) from the GGUF file in `folder` for each name in `wanted`. Names are those of transformers' parameters.
 
     `config` is the configuration of transformers' model. Raises `ValueError` if the file lacks a tensor.
     """
@@ -73,7 +73,7 @@ def _rows(x: Any, permuted: list[int]) -> Any:
 
 
 def _read_coded(kind: str, data: Any, permuted: list[int]) -> CodedMatrix | None:
-    """Return a `CodedMatrix` with the values of `data`, of GGUF type `kind`; None for other types. `permuted`: see `_rows`."""
+    """Return a `CodedMatrix` of `data`, or None if psigrad does not support its GGUF type `kind`. For `permuted` see `_rows`."""
     if kind not in _FORMS:
         return None
     size, form, bits, levels = _FORMS[kind]

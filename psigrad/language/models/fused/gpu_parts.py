@@ -1,7 +1,7 @@
 """Fewer kernels inside transformers' modules on a GPU.
 
-Four RMS norms take 32 of the 56 kernels in a forward pass of a Qwen3 layer; PyTorch has one kernel for a whole norm. The product
-that computes an adapter's update also adds it. Both are first compared with the outputs of the modules (`probe.attach_kernels`).
+Four RMS norms take 32 of the 56 kernels in a forward pass of a Qwen3 layer; here each norm is one kernel. In a LoRA layer, the
+last product also adds its result to the output. Both are used only if the model's outputs stay the same (`probe.attach_kernels`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class GpuParts:
         replace_forwards(network, self._forward_of)
 
     def _forward_of(self, module: Any) -> Callable[..., Tensor] | None:
-        """Return a forward method for the module that launches fewer kernels than its own; None if there is none."""
+        """Return a forward method that launches fewer kernels than the module's own; None if there is none."""
         if norm_offset(module, _rms_norm) == 0.0:
             return self._norm(type(module).forward)
         adapts = hasattr(module, "lora_A") and type(getattr(module, "base_layer", None)) is nn.Linear

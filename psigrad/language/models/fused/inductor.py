@@ -30,7 +30,7 @@ def compile_layers(model: Any) -> None:
 
 
 def _compiled(model: Any) -> str:
-    """Compile the layers, and return "". If that changes their outputs or fails, undo it and return the reason."""
+    """Compile the layers, and return "". If that fails or changes their outputs or gradients, undo it and return the reason."""
     AttentionInterface.register(hf_attention.IMPLEMENTATION, torch.compiler.disable(hf_attention.attention))
     limit: Any = torch._dynamo.config
     limit.recompile_limit = max(VERSIONS, limit.recompile_limit)

@@ -1,8 +1,8 @@
 """One layer of the fused decoder, forward and backward.
 
 The forward pass stores what the backward pass can't recompute row by row: the residual stream before both norms, the projections,
-attention's output and the log-sum-exp of its scores. The products with LoRA's matrices and with the layer's matrices are computed
-separately. Without an adapter the layer is then exactly the original one. Rounding to half precision does not remove the
+attention's output and the log-sum-exp of its scores. LoRA's matrices are not merged into the layer's matrices but multiplied
+separately. So a layer without an adapter is exactly the original one, and rounding weights to half precision does not remove the
 adapter's small update.
 """
 
@@ -35,7 +35,7 @@ from psigrad.language.models.fused.families import (
 )
 from psigrad.language.models.packing import RowSelection
 
-# The matrices are in four groups by their input, under either of these names. The outputs of a group are stored side by side.
+# The matrices are in four groups by their input. Each group has one of these lists of names. Its outputs are stored side by side.
 _ATTENTION = ((("q_proj", "k_proj", "v_proj"), ("qkv_proj",)), (("o_proj",), ("out_proj",)))
 _GATES = (("gate_proj", "up_proj"), ("gate_up_proj",), ("input_linear",), ("w1", "w3"))
 _FEED_FORWARD = (_GATES, (("down_proj",), ("output_linear",), ("w2",)))
@@ -50,7 +50,7 @@ def compute_dtype(stored: torch.dtype) -> torch.dtype:
 
 
 class Weights:
-    """Weights, cast to the dtype of a layer's computation. The copies are cached, and made again when a weight changes.
+    """Weights, cast to the dtype of a layer's computation. The copies are cached, and a copy is replaced when its weight changes.
 
     With `exact`, weights are cast to float32 at each use, and the copies are not cached. Quantised matrices are not cast.
     """
@@ -97,14 +97,14 @@ class Layer:
 
     Formula: h = x + r·m₁(mixer(n₁(x))),  y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))), or y = h without a feed-forward part.
     n and m are norms, which a family may lack, and r is `residual`. The mixer is attention; subclasses (`mixers`) have others.
-    `order` numbers the layers that compute keys and values. A layer that reuses keys has the `order` of the layer they are from.
+    `order` numbers the layers that compute keys and values. A layer that reuses another's keys has the other's `order`.
     """
 
     order = -1
-    # The names of the mixer's module, of the matrices before and after it, and of its other weights; alternatives in turn.
+    # The names of the mixer's module, of the matrices before and after it, and of its other weights. Some names are alternatives.
     mixer: tuple[str, ...] = ("self_attn", "mixer")
     projections: Sequence[Sequence[Sequence[str]]] = _ATTENTION
-    # The same of the feed-forward layer, and True if it has experts. `last` names the matrices at the layer's end.
+    # The same names for the feed-forward layer. `last` names the matrices at the layer's end. `sparse` is True if it has experts.
     feed_forward: Sequence[Sequence[Sequence[str]]] = _FEED_FORWARD
     feed_others: Sequence[str] = ()
     last: Sequence[str] = ()
@@ -256,7 +256,7 @@ class Layer:
         return y, (row, mixed, normaliser, *own, *plain)
 
     def _join(self, group: int, weights: LayerWeights, x: Tensor, base: Tensor, plain: list[Tensor]) -> Tensor:
-        """Return base + r·m(p), a part of `Layer`'s formula: p is x·Wᵀ, and W the matrix of `group`. If the layer has the norm
+        """Return base + r·m(p), a part of `Layer`'s formula, with p = x·Wᵀ and the matrix W of `group`. If the layer has the norm
         m, append p to `plain`.
         """
         norm, out = weights.norms[2 + group // 2], torch.empty_like(base)
@@ -313,7 +313,7 @@ class Layer:
         selection: RowSelection,
         overwrite: bool,
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return (the gradient of x, the gradients of the layer's `weights` in their order; None for untrained weights).
+        """Return (the gradient of x, the gradients of the layer's `weights` in their order, or None for a frozen matrix).
 
         `learns` is True for the weights that need a gradient. `kept` has the tensors from `forward`. The list is emptied, so that
         each tensor is freed after its last use. With `overwrite` the gradients may be written into these tensors.
@@ -361,7 +361,7 @@ class Layer:
 
 
 class WeightGradients:
-    """The gradients of a layer's weights, with the names in `LayerWeights`, collected during its backward pass."""
+    """The gradients of a layer's weights, collected during its backward pass. They have the names of `LayerWeights`' fields."""
 
     def __init__(self, layer: Layer, weights: LayerWeights, learns: Sequence[bool]) -> None:
         self.layer, self.weights, self.learns = layer, weights, learns
@@ -381,7 +381,7 @@ class WeightGradients:
                 self.lora[i] = delta.gradients(dy, x)
 
     def add_through_norm(self, which: int, dx: Tensor, x: Tensor, dnormed: Tensor) -> None:
-        """Add the gradient of x to `dx`. `dnormed` is the gradient of n(x), with n = `weights.norms[which]` (None: identity)."""
+        """Add the gradient of x to `dx`, given that of n(x), `dnormed`. Store that of the norm n, `weights.norms[which]`."""
         if self.weights.norms[which] is None:
             dx += dnormed
         else:

@@ -63,7 +63,7 @@ def _empty(config: PreTrainedConfig, generation: GenerationConfig | None, scalar
     with torch.random.fork_rng(devices=[]), no_init_weights(), torch.device("meta"):
         network = auto.from_config(config)
     network.tie_weights()
-    # The files have no buffers, so the rotary embedding's are computed.
+    # The files have no buffers, so those of the rotary embedding are computed.
     network.base_model.rotary_emb = type(network.base_model.rotary_emb)(config=network.config)
     if generation is not None:
         network.generation_config = generation
@@ -112,7 +112,7 @@ def load(
                 if name == "score.weight":
                     raise ValueError(f"the head gives {shape[0]} numbers; the head of a reward model or critic gives one")
                 raise ValueError(f"{name} has shape {shape}; the configuration says {tuple(wanted[name])}")
-        tensors: dict[str, Tensor] = {}  # those to be quantised are read below, one by one
+        tensors: dict[str, Tensor] = {}  # tensors to be quantised are read below, one by one
         if mapped and kind is None:
             tensors = {name: file.get_tensor(name).to(dtype) for name, file in found.items()}
         elif kind is None:
@@ -185,5 +185,5 @@ def _file(path: str, name: str) -> str | None:
 def _generation_config(path: str) -> GenerationConfig:
     try:
         return GenerationConfig.from_pretrained(path)
-    except OSError:  # older models store the settings in config.json, whose reader drops them
+    except OSError:  # older models store these settings in config.json, and `AutoConfig` drops them
         return GenerationConfig.from_pretrained(path, config_file_name="config.json", _from_model_config=True)

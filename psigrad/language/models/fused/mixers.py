@@ -1,8 +1,8 @@
-"""The mixers of fused layers other than plain attention: recurrences, short convolutions, and attention whose output has a gate.
+"""The mixers of fused layers other than plain attention: recurrences, convolutions, MLPs, and attention with gates or sinks.
 
-A recurrence's state is computed by the C++ kernels through the pass's layout, so that sequences share a prompt's state. The
-backward pass computes the mixer again from its projections, with a graph, and autograd differentiates it. Only the projections
-and the mixer's output are kept, as for attention, so that training can take both from sampling.
+The pass's layout runs a recurrence by C++ kernels, so that the completions of a prompt share the state after it. The backward
+pass of a `StateLayer` recomputes the mixer from its projections and differentiates it by autograd. As for attention, only the
+projections and the mixer's output are stored, so that training can reuse those of sampling.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from psigrad.language.models.fused.mixtures import ClampedExpertLayer, ExpertLay
 from psigrad.language.models.hf_state import ConvolutionFunction, DeltaRule, Mamba2, Switch
 from psigrad.language.models.segments import ShortConvolution
 
-_UNUSED: Any = None  # transformers' function for whole sequences, which the kernels compute
+_UNUSED: Any = None  # in place of transformers' function for whole sequences, which the kernels replace
 
 
 class GatedAttention(Layer):
@@ -62,12 +62,12 @@ class GatedAttention(Layer):
 
 
 class SinkAttention(Layer):
-    """Attention with a sink for each head: one more score in the softmax, which belongs to no key and no value (gpt-oss)."""
+    """Attention with a sink for each head (gpt-oss): one more score in the softmax, without a key or a value."""
 
     others = ("sinks",)
 
     def mix(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
-        """Compute attention. The sink takes a share of the softmax, so the other weights sum to less than 1; see `Layer.mix`."""
+        """Compute attention; see `Layer.mix`. The sink takes a share of the softmax; the values' weights sum to less than 1."""
         mixed, sums = super().mix(row, (), how)
         total = torch.logaddexp(sums, others[0].float())
         share = (sums - total).exp()[:, :, None]

@@ -1,7 +1,7 @@
 """Mixtures of experts in fused layers, in the place of a feed-forward layer.
 
-transformers' router module chooses the experts of each token, so that its choice can be recorded and replayed. The pairs of a
-token and an expert are sorted by expert, so that an expert multiplies all its rows at once.
+transformers' router module chooses the experts of each token, so that its choice can be recorded and replayed. The pairs (token,
+expert) are sorted by expert, so that an expert multiplies all its rows at once.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class _Pairs:
     def __init__(self, choice: Tensor, experts: int) -> None:
         flat = choice.flatten()
         self.order = flat.argsort(stable=True)
-        """[W·k] the number of each sorted pair among the pairs in the order of tokens."""
+        """[W·k] the index that each sorted pair has in the flattened `choice`."""
         self.tokens, self.experts = self.order // choice.shape[1], flat.index_select(0, self.order)
         """[W·k] the token and the expert of each sorted pair."""
         self.inverse = torch.empty_like(self.order).index_copy_(0, self.order, torch.arange(len(flat)))
         ends = [0, *flat.bincount(minlength=experts).cumsum(0).tolist()]
         self.spans = [(e, slice(a, b)) for e, (a, b) in enumerate(itertools.pairwise(ends)) if a < b]
-        """The expert and the sorted pairs of each expert that has any."""
+        """(expert, the slice of its sorted pairs) for each expert that has any."""
 
     def sum(self, rows: Tensor, tokens: int) -> Tensor:
-        """Return the sum [W, E] of the rows of each token's k pairs. `rows` [W·k, E] has a row per pair; W is `tokens`."""
+        """Return the sum [W, E] of each token's k rows. `rows` [W·k, E] has a row for each sorted pair; W is `tokens`."""
         return rows.index_select(0, self.inverse).view(tokens, -1, rows.shape[1]).sum(1)
 
 
 class _KernelLinear(TorchFunctionMode):
-    """A context in which `F.linear` has the same bits for few rows as for many."""
+    """A context in which the result of `F.linear` for a row has the same bits, however many other rows there are."""
 
     def __init__(self, products: Products) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class ExpertLayer(Layer):
         self._names = [path.partition(".")[2] for path in self.feed_others if path.startswith(f"{self.router}.")]
 
     def _expand(self, plain: LayerWeights) -> LayerWeights:
-        """Return `plain` with the matrices of the experts, [gate|up] and down of each in turn. Each matrix is a group."""
+        """Return `plain` with the experts' matrices added: [gate|up] and down of each expert in turn, each a group of its own."""
 
         def alternate(both: Sequence[Tensor]) -> list[Tensor]:
             return list(itertools.chain(*zip(*(x.unbind() for x in both), strict=True)))
@@ -125,7 +125,7 @@ class ExpertLayer(Layer):
         return made
 
     def _multiply(self, which: int, x: Tensor, width: int, pairs: _Pairs, weights: LayerWeights) -> Tensor:
-        """Multiply each row of `x`, one per pair, by its expert's [gate|up] (`which`=0) or down matrix (1) of `width` outputs."""
+        """Multiply each pair's row of `x` by its expert's [gate|up] (`which` 0) or down matrix (1), which has `width` outputs."""
         out = x.new_empty(len(x), width)
         for e, rows in pairs.spans:
             weights.apply(2 + 2 * e + which, x[rows], out[rows])
@@ -136,7 +136,7 @@ class ExpertLayer(Layer):
         return self.native.gated(both, self.gelu)
 
     def activate_gradient(self, both: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (the gradient of `both`, a = `activate(both)`). `dy` is the gradient of a. May overwrite the arguments."""
+        """Return (the gradient of `both`, a = `activate(both)`). `dy` is the gradient of a. The arguments may be overwritten."""
         return self.native.gradients.gated(both, dy, self.gelu, in_place=True)
 
     def feed(self, middle: Tensor, weights: LayerWeights, plain: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -181,14 +181,14 @@ class ExpertLayer(Layer):
         return dx
 
     def _input_grads(self, which: int, dy: Tensor, width: int, pairs: _Pairs, weights: LayerWeights) -> Tensor:
-        """Return the gradient of the rows x [W·k, `width`] that `_multiply` got. `dy` is the gradient of the products."""
+        """Return the gradient of `_multiply`'s input rows x [W·k, `width`]. `dy` is the gradient of its result."""
         out = dy.new_empty(len(dy), width)
         for e, rows in pairs.spans:
             self.native.products.of(dy[rows], weights.matrices[len(self._linear) + 2 * e + which], out[rows])
         return out
 
     def _learn(self, made: WeightGradients, dys: Sequence[Tensor], xs: Sequence[Tensor], pairs: _Pairs) -> list[Tensor | None]:
-        """Return the gradients of the experts' [gate|up] and down matrices, None for a frozen one, and then of their biases.
+        """Return the gradients of the experts' [gate|up] and down matrices (None if frozen), then those of their biases.
 
         `dys` are the gradients of the outputs of [gate|up] and of down, and `xs` their inputs, with one row per pair.
         """
@@ -207,7 +207,7 @@ class ExpertLayer(Layer):
 
 
 class ClampedExpertLayer(ExpertLayer):
-    """A layer with the experts of gpt-oss, whose matrices have biases: act is (up + 1)·gate·sigmoid(α·gate), both clamped.
+    """A layer with the experts of gpt-oss: their matrices have biases, and `activate` replaces act(gate)·up.
 
     The outputs of [gate|up] alternate: one of gate, one of up.
     """
@@ -220,7 +220,7 @@ class ClampedExpertLayer(ExpertLayer):
     transposed = True
 
     def activate(self, both: Tensor) -> Tensor:
-        """Return (up + 1)·gate·sigmoid(α·gate), with gate and up clamped, for the outputs `both` of [gate|up]."""
+        """Return (up + 1)·gate·sigmoid(α·gate), with gate and up clamped, from the outputs `both` of [gate|up]."""
         limit, alpha = self._mlp.experts.limit, self._mlp.experts.alpha
         gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
         return (up + 1) * (gate * torch.sigmoid(gate * alpha))

@@ -22,12 +22,12 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids, pack
 from psigrad.language.models.segments import Recurrence, ShortConvolution
 
-GROWTH = 64  # tokens by which the slots grow, at least
-BLOCK = 16  # tokens whose keys the fused decoder reads at once
+GROWTH = 64  # the least number of tokens by which slots grow
+BLOCK = 16  # the number of tokens whose keys the fused decoder reads at once
 
 
 Key = tuple[str, int, int]  # the kind of a layer, its index, and the number of earlier calls in the same pass
-Where = slice | Tensor  # some slots
+Where = slice | Tensor  # a selection of slots
 
 
 class StateCache:
@@ -48,8 +48,8 @@ class KVCache(StateCache):
     """Keys and values [slots, H_kv, capacity, D] of each attention. Slots 0 … active - 1 hold sequences of `lengths` tokens.
 
     A layer can attend several times in a pass: DiffLlama attends twice in each layer, and HRM-Text runs its layers several times.
-    The `Key` of an attention therefore has the number of earlier attentions of its layer in the pass. For recurrent layers the
-    cache has the state of each slot [slots, ...], and for convolutions the last inputs of each slot (windows).
+    The `Key` therefore includes how often the layer has already attended in this pass. For recurrent layers the cache has the
+    state of each slot [slots, ...], and for convolutions the last inputs of each slot (windows).
     """
 
     exact = False
@@ -60,7 +60,7 @@ class KVCache(StateCache):
         self.slots, self.longest, self.packed_weights = slots, longest, packed_weights
         self.layers: dict[Key, tuple[Tensor, Tensor]] = {}
         self.lengths = torch.zeros(0, dtype=torch.long)
-        # [active] the position of the next token minus its index in the slot, which images in a prompt change (M-RoPE)
+        # [active] the position of the next token minus its index in the slot: 0, unless a prompt has images (M-RoPE)
         self.shifts = torch.zeros(0, dtype=torch.long)
 
     @property
@@ -208,7 +208,7 @@ class StateDecode(_CallCounter):
         return how.finish((wide * how.weight.t()).sum(1)) if ready is None else ready
 
     def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
-        """Run the recurrence by one token from the stored states, and store the new states."""
+        """Advance the recurrence by one token from the stored states, and store the new states."""
         states = self.states.states[self.next_call("recurrence", layer)]
         states = states if self.rows is not None else states[self.where]
         out, after = recurrence.step(inputs, states, self.rows)
@@ -218,7 +218,7 @@ class StateDecode(_CallCounter):
 
 
 class Decode(StateDecode):
-    """The layout of one decoding step: one new token per active slot. It attends only to the tokens of this slot."""
+    """The layout of one decoding step: one new token per active slot. A token attends only to the tokens of its slot."""
 
     def __init__(self, cache: KVCache, places: Tensor, columns: int, room: int, shifts: Tensor | None = None) -> None:
         """Prepare a step that stores one new token in each of the first len(places) slots: in slot i at index `places[i]`.
@@ -282,8 +282,8 @@ class SharedCache(StateCache):
     def __init__(self, slots: int, longest: int, heads: Sequence[Heads], dtype: torch.dtype, may_dequantise: bool = True) -> None:
         """Create empty slots. `longest` is the capacity of a slot in tokens, without the tokens of its prompt.
 
-        `heads` has an entry for each layer that computes keys and values: the number and size of its heads. `may_dequantise` is
-        that of `PackedWeights`.
+        `heads` has an entry for each layer that computes keys and values: the number and size of its heads. For `may_dequantise`
+        see `PackedWeights`.
         """
         super().__init__(slots)
         self.longest, self.layers, self.heads = longest, len(heads), heads
@@ -345,11 +345,11 @@ class SharedCache(StateCache):
 
     @property
     def selection(self) -> np.ndarray:
-        """[3, active]: the prompt, the number of tokens and the slot of each active row: the arguments of `select_slots`."""
+        """The arguments of `select_slots` for the active rows, as an array [3, active]: prompt, number of tokens, slot."""
         return np.stack([self.prompt, self.lengths, self.slots])
 
     def select_slots(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
-        """Select `slots`, the slots that the next steps decode, in their order. Slots of one prompt must be adjacent.
+        """Let the next steps decode `slots`, in this order. Slots of one prompt must be adjacent.
 
         `prompt` and `lengths` are each slot's prompt and number of tokens. Other slots are unchanged, and can be selected later.
         """
@@ -357,7 +357,7 @@ class SharedCache(StateCache):
         self._arrangement = None
 
     def retain_slots(self, prompt: np.ndarray, slots: np.ndarray) -> None:
-        """Free all prompts and slots but `prompt` and `slots`. Select no slot; `select_slots` can select the kept ones later."""
+        """Free all prompts and slots except `prompt` and `slots`. Select no slot; `select_slots` can select kept ones later."""
         self.select_slots(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
         self._free = np.setdiff1d(np.arange(self.slot_tables[0].shape[1]), slots)
         kept = set(prompt.tolist())
@@ -426,7 +426,7 @@ class SharedDecode(StateDecode):
 
 
 def new_cache(model: LanguageModel, slots: int, longest: int, behind: int = 0) -> KVCache | SharedCache:
-    """Return an empty cache of `slots` sequences of at most `longest` tokens, at most `behind` (0: all) after the prompt."""
+    """Return an empty cache for `slots` sequences of at most `longest` tokens. At most `behind` (0: all) follow the prompt."""
     if model.decoder is None:
         return KVCache(slots, longest, None if model.module_kernels is None else PackedWeights())
     decoder = model.decoder

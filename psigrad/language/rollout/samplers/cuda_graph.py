@@ -23,25 +23,25 @@ from psigrad.language.rollout.samplers.grouped import GroupedCache, GroupedDecod
 from psigrad.language.rollout.types import SamplingParams
 from psigrad.seeds import uniform_on_device
 
-# The number of tokens of a sequence between two checks for ended sequences. Tokens drawn after an end are discarded.
+# The number of tokens drawn for each sequence between two checks for ended sequences. Tokens drawn after an end are discarded.
 TOKENS_AT_ONCE = 8
 # Columns (cached tokens per slot) that the shortest recording reads. Longer ones read 1.5, 2, 3, 4, 6, … times as many.
 _NARROWEST = 128
 # The number of distributions whose recordings are kept: training draws from one, evaluation from another.
 _KEPT = 4
-# The largest share of the free memory that recorded keys and values may take, and that the activations of a prefill may.
+# The largest share of the free memory for the keys and values of recordings, and also that for the activations of a prefill.
 SHARE = 0.5
-# The most tokens of several prompts in a forward pass. A GPU computes no faster with more.
+# The maximum number of tokens if a forward pass has several prompts. A GPU computes no faster with more.
 PREFILLED = 1 << 15
 
-# A function that records the GPU work of its argument, and returns the replay of that work.
+# A function that records the GPU work of its argument, and returns a function that replays this work.
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 class Room(NamedTuple):
     """The capacity of a cache: `slots` of `longest` tokens each.
 
-    If prompts are stored once for their group, there is also room for `prompts` of `longest_prompt` tokens each.
+    If prompts are stored once for their group, there is also room for `prompts` prompts of `longest_prompt` tokens each.
     """
 
     slots: int
@@ -50,7 +50,7 @@ class Room(NamedTuple):
     longest_prompt: int = 0
 
     def covers(self, other: Room) -> bool:
-        """Return True if a cache of this capacity suffices for `other`: no number is smaller, both or neither have `prompts`."""
+        """Return True if this capacity suffices for `other`: no number is smaller, and `prompts` is 0 in both or in neither."""
         return bool(self.prompts) == bool(other.prompts) and all(a >= b for a, b in zip(self, other, strict=True))
 
 
@@ -71,7 +71,7 @@ class CudaGraphDecoding:
         self._kept: dict[Hashable, dict[tuple[int, ...], Callable[[], None]]] = {}
         self._seats: dict[tuple[int, int], list[torch.Tensor]] = {}
         slots, device = room.slots, model.device
-        # For each slot: its last token, the position of the next, the number of drawn tokens, and the seed.
+        # For each slot: its last token, that token's index in the slot, the number of drawn tokens, and the seed.
         self.state = torch.zeros(4, slots, dtype=torch.long, device=device)
         self.at = torch.zeros(1, dtype=torch.long, device=device)
         self.ids = torch.zeros(TOKENS_AT_ONCE, slots, dtype=torch.long, device=device)
@@ -179,9 +179,9 @@ def fitting(model: LanguageModel, room: Room) -> Room:
 
 
 def prefill_limit(model: LanguageModel) -> int:
-    """Return the most tokens of several prompts in one prefill: `PREFILLED`, or fewer if half of the free memory holds fewer."""
+    """Return the token limit of a prefill of several prompts: `PREFILLED`, but at most what half of the free memory holds."""
     hidden, inner = (size(model.network.config, name) for name in ("hidden", "inner"))
-    token = (8 * hidden + 4 * (inner or 4 * hidden)) * model.network.dtype.itemsize  # in one layer, which the next one reuses
+    token = (8 * hidden + 4 * (inner or 4 * hidden)) * model.network.dtype.itemsize  # in one layer; the next reuses the memory
     return min(PREFILLED, int(SHARE * free_memory(model.device)) // token)
 
 
@@ -203,7 +203,7 @@ def active_adapters(model: LanguageModel) -> Hashable:
 
 
 def cuda_recorder() -> Recorder:
-    """Return a function that records a function `run` as a CUDA graph, and returns its replay. All graphs share a memory pool.
+    """Return a `Recorder` that records a function `run` as a CUDA graph. All its graphs share a memory pool.
 
     `run` runs once before it is recorded, so that first allocations and choices of kernels are not in the graph.
     """

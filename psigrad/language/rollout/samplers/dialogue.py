@@ -96,7 +96,7 @@ class CachedDialogue(Dialogue):
         live = sorted(next_turns)
         longest, total = max(map(len, unread.values())), sum(len(self.contexts[i]) for i in live)
         vision = self.model.vision
-        whole = vision is not None and (vision.axes or vision.two_way)  # such an image must be read in one pass
+        whole = vision is not None and (vision.axes or vision.two_way)  # a new image must then be read in one pass
         images = whole and any(token >= FIRST for ids in unread.values() for token in ids)
         restart = images or not self.cached[live].all() or longest * max(STEP, len(live)) > total
         if not restart:

@@ -14,7 +14,7 @@ from psigrad.compiled import kernels
 from psigrad.language.models.stats import upcast
 from psigrad.language.rollout.types import SamplingParams
 
-# Tokens per block in which a large vocabulary is summed.
+# A large vocabulary is summed in blocks of this many tokens.
 _BLOCK = 1024
 
 # Logits per tensor operation on a CPU, so that their float64 sums fit the caches and the allocator reuses their memory.
@@ -145,7 +145,7 @@ def inverse(weights: Tensor, u: Tensor) -> Tensor:
         return ids
     end = _last(sums)  # the last block with weight
     last = end * _BLOCK + _last(blocks[torch.arange(batch, device=weights.device), end])
-    return torch.where(lost, last.clamp_max_(size - 1), ids)  # NaN lies beyond
+    return torch.where(lost, last.clamp_max_(size - 1), ids)  # with NaN weights, `last` is in the padding
 
 
 def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""psigrad's own sampler. It decodes with the training model itself, so weights are not copied and arithmetic is the same."""
+"""psigrad's own sampler. It decodes with the training model itself, so it copies no weights and its arithmetic is the same."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class EmbeddedSampler(PolicyWeights):
     """A sampler with continuous batching in at most `max_batch` slots.
 
     A prompt is prefilled once for its group. Finished sequences leave immediately, and waiting groups enter as slots become free.
-    A token depends on its seed and on the number of tokens before it, never on other sequences in the batch. Only the rounding of
-    matrix products varies with the batch size. After each step `progress` is called with the number of tokens that the step made.
+    A completion depends on its prompt and seed, never on other sequences in the batch. Only the rounding of matrix products
+    varies with the batch size. After each step `progress` is called with the number of tokens that the step made.
     With `cuda_graphs`, decoding steps on a GPU are recorded and replayed. `cuda_graph.fitting` then determines the number of
     slots, and the cache persists between calls, so two calls must not overlap.
     """
@@ -97,7 +97,7 @@ class EmbeddedSampler(PolicyWeights):
         batch.name_rows()
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
-        """Start episodes; see `Sampler`. On a CPU, keys, values and states stay cached between turns if each has a slot."""
+        """Start episodes; see `Sampler`. On a CPU, keys, values and states stay cached from turn to turn, if all episodes fit."""
         model = self.model
         restarts = model.decoder is None and (
             model.device.type != "cpu" or model.router_recorder is not None or model.shard_root is not None
@@ -108,7 +108,7 @@ class EmbeddedSampler(PolicyWeights):
         return CachedDialogue(model, prompts, without_placeholders(model, params))
 
     def _recording(self, requests: list[Request], params: SamplingParams) -> CudaGraphDecoding | None:
-        """Return recorded decoding steps with room for these requests: if possible, the recordings of the last call.
+        """Return recorded decoding steps with room for these requests: those of the last call, if they have it.
 
         Return None if decoding cannot be recorded, or if not even one slot fits in the memory.
         """
@@ -175,7 +175,7 @@ def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -
 
 
 def _graph_room(requests: list[Request], params: SamplingParams, max_batch: int, most: int, before: Room | None) -> Room:
-    """Return the capacity of a cache for recorded decoding steps, rounded up so that the next call may have longer prompts.
+    """Return the capacity of a cache for recorded decoding steps, rounded up so that it also suffices for similar calls later.
 
     The cache has at most `max_batch` slots of at most `most` tokens. A prompt is stored once for its group if prompts are long
     and have several completions. This is also done if the last call did so (`before`), to use its recordings again.

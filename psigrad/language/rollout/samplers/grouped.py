@@ -66,7 +66,7 @@ class GroupedCache(KVCache):
         return order
 
     def seats(self, size: int) -> Seats:
-        """Return the active slots' `Seats`, padded to `size` slots. The grid has 1, 2, 4, … columns and rows (≤ `prompts`)."""
+        """Return the active slots' `Seats`, padded to `size` slots. The grid has 2^i columns and min(2^j, `prompts`) rows."""
         members = np.bincount(self.owners, minlength=self.count)
         rows, most = (1 << (int(n) - 1).bit_length() for n in (self.count, members.max()))
         by_owner = self.owners.argsort(kind="stable")
@@ -79,7 +79,7 @@ class GroupedCache(KVCache):
 
 
 class Seats(NamedTuple):
-    """A grid of P prompts × M = `members` places. A row of the grid has the slots that continue one prompt.
+    """A grid with M = `members` places for each of P prompts. A row of the grid has the slots that continue one prompt.
 
     `grid` [P · M] is the slot at each place (0 at unused places), and `seat` [size] the place of each slot. `behind` [size] is
     the number of tokens of each slot's prompt.
@@ -95,7 +95,7 @@ class GroupedPrefill(Prefill):
     """The layout of a prefill whose prompts are stored once."""
 
     def __init__(self, cache: GroupedCache, prompts: PackedLayout, copies: Tensor) -> None:
-        """Add n slots, of which slot i continues prompt `copies[i]`."""
+        """Add len(copies) slots to the cache. The i-th new slot continues prompt `copies[i]`."""
         super().__init__(cache, prompts, copies)
         self.grouped, lengths, own = cache, prompts.pieces.prefixes, copies.cpu().numpy()
         cache.lengths[self.first :] = 0
@@ -120,7 +120,7 @@ class GroupedDecode(Decode):
     def __init__(
         self, cache: GroupedCache, places: Tensor, columns: int, width: int, seats: Sequence[Tensor], members: int
     ) -> None:
-        """Prepare a `Decode` that also reads `width` tokens of each prompt. `seats` and `members` are the fields of a `Seats`."""
+        """Prepare a `Decode` that also reads `width` tokens of each prompt. `seats` are the first three fields of a `Seats`."""
         self.grid, self.seat, self.behind = seats
         super().__init__(cache, places, columns, cache.longest, self.behind)
         self.grouped, self.prompt_width, self.members = cache, width, members

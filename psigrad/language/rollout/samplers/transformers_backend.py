@@ -37,7 +37,7 @@ class _Drawer(LogitsProcessor):
 
 
 class TransformersSampler(PolicyWeights):
-    """A sampler that runs transformers' `generate` on left-padded batches of up to `max_batch` sequences. See `Sampler.exact`."""
+    """A sampler that runs transformers' `generate` on left-padded batches of up to `max_batch` sequences; see `Sampler`."""
 
     engine = f"transformers {__version__}"
 
@@ -59,7 +59,7 @@ class TransformersSampler(PolicyWeights):
 
     @torch.inference_mode()
     def stream(self, request: Request, params: SamplingParams) -> Iterator[DrawnToken]:
-        """Yield the tokens of one completion as they are drawn. The request has one seed. `sample` would draw the same tokens."""
+        """Yield the tokens of one completion as they are drawn, the same as `sample` draws. The request must have one seed."""
         check_room(self.model, [request], params)
         self.model.network.eval()
         stops = {*self.model.eos_token_ids, *params.stop_token_ids}
@@ -80,7 +80,7 @@ class TransformersSampler(PolicyWeights):
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in batch], device=self.model.device)
         drawer = _Drawer(params, np.array([seed for _, seed in batch], dtype=np.uint64))
         config = GenerationConfig(max_new_tokens=params.max_tokens, do_sample=False, eos_token_id=stops, pad_token_id=stops[0])
-        # `generate` fills missing values from the model's own config (Qwen2.5's has a repetition penalty). The copy has none.
+        # `generate` fills missing values from the model's own config (Qwen2.5's has a repetition penalty). The copy's is empty.
         bare: Any = copy.copy(self.model.network)
         bare.generation_config = GenerationConfig()
         out = bare.generate(ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList([drawer]))
