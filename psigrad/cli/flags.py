@@ -122,7 +122,7 @@ def join_columns(arguments: Sequence[str], settings: Container[str] = ()) -> lis
 
 
 def parse_known(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, list[str]]:
-    """Return (settings of class `cls`, all other arguments). The caller passes the other arguments on to another command."""
+    """Return (settings of class `cls`, all other arguments). The caller passes the other arguments to another command."""
     parser = _Parser(prog=f"psigrad {command}", add_help=False, usage=argparse.SUPPRESS)
     _add_flags(parser, cls, command, {}, every=True, texts=asks_for_help(arguments))
     known, rest = parser.parse_known_args(list(arguments))
@@ -246,7 +246,7 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
 def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) -> None:
     """Add a flag for each `Shortcut`: a short name for a setting in a part of a training method, such as the clip range.
 
-    Help lists the shortcuts for parts that `method` has: all if `every`, else the main ones. Others raise an error when used.
+    Help lists those for parts that `method` has: all if `every`, else the main ones. Those for other parts raise an error.
     """
     known = shortcuts.shortcuts_of(cls)
     group = parser.add_argument_group("parts of the method; `psigrad explain` shows them all") if known else parser

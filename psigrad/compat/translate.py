@@ -24,7 +24,7 @@ from psigrad.importing import with_colon
 
 # The settings of TRL whose value "epoch" means a number of steps.
 _BY_EPOCH = {"eval_strategy": "evaluation.eval_steps", "save_strategy": "run.save_steps"}
-# The settings that these names stand for are only defaults: another setting of the same run overrides them.
+# Names that only set defaults, which other settings of the same run override.
 _ONLY_A_DEFAULT = ("use_peft", "sync_ref_model", "bf16")
 # Names that are translated together with others, besides batch sizes and parts of the method.
 _RULES = (
@@ -63,7 +63,7 @@ def our_name(cls: Any, name: str) -> str:
 
 
 def our_value(name: str, value: Any) -> Any:
-    """Return the value with TRL's names of reward functions replaced by psigrad's. Return the value of another setting unchanged.
+    """Return the value of `reward_funcs` with psigrad's names of reward functions, and any other setting's value unchanged.
 
     On TRL's command line, a reward is the name of a function in TRL, or a dotted path, which becomes module:function.
     """
@@ -99,7 +99,7 @@ def refuse_two_values(cls: Any, given: Iterable[tuple[str, Any]], where: str = "
 
 
 def is_refused(name: str, value: Any) -> bool:
-    """Return True if no method of psigrad has an equivalent for a setting of another library, or for this value of it."""
+    """Return True if no method of psigrad has an equivalent for another library's setting, or for this value."""
     row = TABLE.get(name, NOTHING)
     if name in SHORTCUTS or value is None or row.rule or row.needless or _meaning(name, value) is not None or value in row.usual:
         return False
