@@ -176,8 +176,8 @@ def parse_names_and_output(command: str, arguments: Sequence[str]) -> tuple[list
 def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] | None = None) -> None:
     """Raise `UserError` for the first unknown argument of `rest`, if any.
 
-    For a flag that only methods with another settings class than `cls` have, the message names these methods. For any other flag
-    it names the most similar flag. If the argument is no flag, it says that a flag or `expected` belongs there.
+    If only methods with settings classes other than `cls` have such a flag, the message names these methods. For any other flag
+    it names the most similar flag. If the argument is no flag, it says that a flag or `expected` must come here.
     """
     for text in rest:
         if text.startswith("-"):
@@ -246,7 +246,7 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
 def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) -> None:
     """Add a flag for each `Shortcut`: a short name for a setting in a part of a training method, such as the clip range.
 
-    Help lists those for parts that `method` has: all if `every`, else the main ones. Those for other parts raise an error.
+    Help lists those for parts that `method` has: all if `every`, else the main ones. Others raise an error if used.
     """
     known = shortcuts.shortcuts_of(cls)
     group = parser.add_argument_group("parts of the method; `psigrad explain` shows them all") if known else parser

@@ -86,7 +86,7 @@ def _attack(rewards: list[str], dataset: str, output: str, **how: Any) -> int:
     `how` are further arguments of `attack`. All scored answers are written to the file `output`, if one is given.
     """
     if not dataset:
-        raise UserError("No dataset was given; name a file of prompts with answers with --dataset.")
+        raise UserError("No dataset was given; name a file of prompts and answers with --dataset.")
     attack = extras.load("attack")
     found = attack.attack(rewards, dataset, **how)
     if output:

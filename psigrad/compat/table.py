@@ -321,7 +321,7 @@ _ROWS = (
         rollout_func=None),
     *_no_equal("give environment=module:Class with reset(row) and step(text)", environment_factory=None),
     *_no_equal("lora_rank=16 adds an adapter; psigrad.train takes a LoraConfig as peft_config", peft_config=None),
-    *_no_equal("the model brings its tokenizer; pass another one to psigrad.train as tokenizer", processing_class=None,
+    *_no_equal("the model comes with its tokenizer; pass another one to psigrad.train as tokenizer", processing_class=None,
         tokenizer=None),
     # Names with a replacement.
     Entry("reward", why=_REWARDS),
@@ -354,7 +354,7 @@ _ROWS = (
     *_instead(_TORCHRUN, "num_machines"),
     # Names of rl-zoo3 and Stable-Baselines3.
     *_instead("psigrad has no gSDE; log_std_init sets the initial deviation of continuous actions", "sde_sample_freq", "sb3"),
-    *_instead("give each hyperparameter as a setting of its own, such as learning_rate=1e-3",
+    *_instead("give each hyperparameter as a separate setting, such as learning_rate=1e-3",
         "hyperparams hyperparameters hyperparameter", "sb3"),
     *_instead("eval_steps sets when to evaluate", "eval_freq", "sb3"),
     *_instead(_CHECKPOINTS, "save_freq", "sb3"),

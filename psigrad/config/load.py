@@ -113,7 +113,7 @@ def has_cuda() -> bool:
 
 
 def _merge(below: Any, above: Any) -> Any:
-    """Return a file's value `above` merged over the default `below`: sections name by name; any other value replaces it."""
+    """Return a file's value `above` merged over the default `below`: sections name by name; any other value replaces `below`."""
     sections = isinstance(below, dict) and isinstance(above, dict) and "preset" not in below
     return {**below, **above} if sections else above
 

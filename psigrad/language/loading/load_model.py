@@ -108,7 +108,7 @@ class SavedWeights:
 
     @classmethod
     def of(cls, checkpoint: Path | None, part: str = "") -> SavedWeights:
-        """Return the weights of the policy in a checkpoint, or of the model in its folder `part`: reference or critic."""
+        """Return the weights of the policy in a checkpoint, or of another model in its folder `part`, such as critic."""
         place = part_of(checkpoint, part)
         if place is None:
             return cls()
@@ -214,7 +214,7 @@ def load_scalar_model(
     if given is not None and given.network is not None:
         if getattr(given.network.config, "num_labels", 0) != 1 or "SequenceClassification" not in type(given.network).__name__:
             raise UserError(
-                f"The model is {kind_of(given.network)}, and a reward model has a head with one label; give "
+                f"The model is {kind_of(given.network)}, but a reward model needs a head with one label; give "
                 "AutoModelForSequenceClassification.from_pretrained(…, num_labels=1), or the folder of a language model."
             )
         model = _prepare_given(scalar_model.prepare, given, settings, run, whole, world)
