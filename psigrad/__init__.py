@@ -1,4 +1,4 @@
-"""Reinforcement learning from a grid world to the post-training of language models, on one identity.
+"""Reinforcement learning, from a grid world to the post-training of language models.
 
     import psigrad
     psigrad.train("grpo", model="…", dataset="prompts.jsonl", reward=my_reward, max_steps=100)
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
 
-# An OpenMP thread that waits spins on its core. If another program needs the core too, the threads wait for each other and a step
-# takes ten times as long. Without any spin, the core of a virtual machine sleeps between two small kernels and wakes late. This
-# value spins for a short time. libgomp reads it when torch is first imported.
+# A waiting OpenMP thread spins on its core. If another program needs that core, the threads wait for each other and a step takes
+# ten times as long. Without any spinning, the core of a virtual machine sleeps between two small kernels and wakes late. With
+# this value, threads spin for a short time. libgomp reads it when torch is first imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "100000")
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ _HELP = {"-h", "--help", "--help-all"}
 
 
 def start() -> int:
-    """Run this process's command in a supervised child process (`supervise`), which is forked before any slow import.
+    """Run the command in a supervised child process (see `supervise`), which is forked before any slow import.
 
-    Servers and help run in this process. So do the ranks of a run with several processes, since a launcher supervises them.
+    Servers, chat and help run in this process. So do the ranks of a run with several processes: their launcher supervises them.
     """
     arguments = sys.argv[1:]
     alone = not arguments or arguments[0] in _UNTIL_ENDED or _HELP.intersection(arguments) or "WORLD_SIZE" in os.environ

@@ -108,9 +108,9 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
 
 
 def _from_trl(args: Any, method: Any, settings: Mapping[str, Any], *, has_eval_dataset: bool) -> tuple[Any, dict[str, Any]]:
-    """Return (the method, the settings) of TRL's configuration `args`. The user's own `settings` override its settings.
+    """Return (the method, the settings) for `args`, a configuration of TRL. The user's own `settings` override those of `args`.
 
-    Warn of differences from TRL. Raise `UserError` if the user's `method` is not that of `args`.
+    Warn about differences from TRL. Raise `UserError` if the user's `method` is not that of `args`.
     """
     converted = convert_object(args)
     if method not in (converted.trainer, converted.method):
@@ -129,12 +129,12 @@ def _from_trl(args: Any, method: Any, settings: Mapping[str, Any], *, has_eval_d
 
 
 def _in_memory(objects: ModelObject, named: Mapping[str, Any], recipe: str) -> dict[str, Any]:
-    """Return settings for the model in memory, `objects`: output folder, path of the initial weights, precision, and vision.
+    """Return the settings for a model in memory (`objects`): output folder, path of the initial weights, precision, vision.
 
-    `named` are the user's settings. If they have no output folder, a new one is named after `recipe`.
+    `named` are the user's settings. If they have no output folder, the name of a new one starts with `recipe`.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not named.get("run.output_dir"):
-        raise UserError("Several processes train a model that is given as an object; give all of them the same output_dir.")
+        raise UserError("Several processes train a model that was given as an object; give the same output_dir in each process.")
     folder = Path(named.get("run.output_dir") or new_folder(recipe))
     start = TypedPath(str(absolute(folder / START)), str(folder / START))
     if named.get("model.dtype", objects.dtype) != objects.dtype:
@@ -152,7 +152,7 @@ def _in_memory(objects: ModelObject, named: Mapping[str, Any], recipe: str) -> d
 
 
 def _adapter(config: peft.LoraConfig | None, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that add the LoRA adapter of `config`. Raises `UserError` if the user's settings `named` have one."""
+    """Return the settings that add the LoRA adapter of `config`. Raises `UserError` if the user's `named` set one too."""
     if config is None:
         return {}
     from psigrad.language.models.lora import settings_of
@@ -206,9 +206,9 @@ def _load_rows(dataset: Dataset, settings: Mapping[str, Any]) -> Any:
 def _rows(dataset: Dataset, split: str = "train", setting: str = "split", default_split: str = "train") -> Any:
     """Return a dataset in a form that can be read more than once: a name, or a list of rows.
 
-    A name of a local file or folder becomes an absolute path. Of a `DatasetDict`, return the rows of `split`. A slice in `split`,
-    such as train[:90%], is applied later, when the recipe reads the rows. Raise `UserError` if there is no such split; rows
-    without splits only accept `default_split`. Errors name `setting`, the setting that gives `split`.
+    The name of a local file or folder becomes an absolute path. For a `DatasetDict`, return the rows of `split`. A slice in
+    `split`, such as train[:90%], is applied later, when the recipe reads the rows. Raise `UserError`, which names `setting`, if a
+    `DatasetDict` has no such split, or if rows without splits are given and `split` is not `default_split`.
     """
     name = parse_split(split).name
     if isinstance(dataset, str | os.PathLike):

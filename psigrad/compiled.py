@@ -1,7 +1,7 @@
 """The interface to the compiled kernels of `psigrad.kernels`, for code that must also work without them.
 
-Optimisers, control and sampling call this module and import no kernel. `psigrad.kernels` decides if kernels are used, by the
-processor, the compiler and an environment variable.
+Optimisers, control and sampling call this module and import no kernel. The processor, the compiler and an environment variable
+determine if kernels are used; `psigrad.kernels` checks them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class AdamWWeight:
-    """One weight in an AdamW step by kernels, with its gradient and moments.
+    """One weight for the AdamW kernels, with its gradient and moments.
 
     The weight is a float32 tensor `master`, a bfloat16 tensor `stored`, or both. If there are both, the step writes both.
     """
@@ -37,7 +37,7 @@ class AdamWWeight:
     seed: int = 0
     """The seed of the random numbers that round a weight without a master."""
     first: int = 0
-    """The index of the first element in the whole parameter, by which a weight with a master is rounded."""
+    """The index of the first element in the whole parameter. The rounding of a master depends on it (`dither`)."""
 
     @property
     def weight(self) -> Tensor:
@@ -57,7 +57,7 @@ class OptimizerKernels(Protocol):
         """Write the float32 numbers `master` to the bfloat16 tensor `stored`, rounded by `psigrad.optim.low_memory.dither`."""
 
     def adamw(self, weights: Sequence[AdamWWeight], lr: float, betas: tuple[float, float], eps: float, scale: float) -> None:
-        """Take a step of AdamW on weights that have a master. Each gradient is first multiplied by `scale`."""
+        """Take a step of AdamW on weights with a master and a stored copy. Each gradient is first multiplied by `scale`."""
 
     def adamw_low_memory(
         self,
@@ -97,7 +97,7 @@ class FlatKernels(Protocol):
         epsilon: float,
         scale: float,
     ) -> None:
-        """Take a step of Adam on `weights` in place: `scale` multiplies the gradient, `correction` the mean square."""
+        """Take a step of Adam in place. `scale` multiplies the gradient, and `correction` the moving average of its square."""
 
 
 class CompiledKernels(Protocol):
@@ -135,7 +135,7 @@ def kernels() -> CompiledKernels | str:
 
 
 def gpu_kernels(x: Tensor) -> Any | None:
-    """Return the module `psigrad.kernels.triton_kernels` if its kernels run on the GPU that has x; otherwise None."""
+    """Return the module `psigrad.kernels.triton_kernels` if its kernels run on x's GPU and this is the current GPU, else None."""
     import torch
 
     found = triton_kernels() if x.is_cuda else ""

@@ -42,7 +42,7 @@ def name_reason(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the first line of another library's error. Advice about remote code is replaced by psigrad's setting."""
+    """Return the first line of another library's error, or psigrad's advice on remote code or a damaged pickle."""
     while isinstance(error, BaseExceptionGroup):  # its own text only counts the errors
         error = error.exceptions[0]
     text = str(error).strip() or type(error).__name__

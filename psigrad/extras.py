@@ -79,7 +79,7 @@ def load(name: str) -> Any:
 
 
 def find(name: str) -> Any:
-    """Import the plug-in `name` of the table `BESIDE`. Return None if its package is not installed."""
+    """Import the plug-in `name` of the table `BESIDE`. Return None if its package or a requirement is not installed."""
     try:
         return load(name)
     except UserError:
@@ -93,7 +93,7 @@ def not_installed(purpose: str, error: ImportError, extra: str) -> UserError:
 
 @contextlib.contextmanager
 def needing(purpose: str, extra: str) -> Iterator[None]:
-    """Import the packages of an extra in the block, for a feature (`purpose`). Raises `not_installed` if one is missing."""
+    """Convert an ImportError in the block to the error of `not_installed`, for the feature `purpose` and its `extra`."""
     try:
         yield
     except ImportError as error:
@@ -109,7 +109,7 @@ def install_command(extra: str) -> str:
 
 
 def find_extra(package: str) -> str:
-    """Return the first extra that installs a package, or an empty string."""
+    """Return the first extra that installs a package, apart from `DEVELOPERS`; empty if there is none."""
     return next((extra for extra in requirements() if extra not in DEVELOPERS and _installs(extra, package)), "")
 
 
@@ -122,7 +122,7 @@ def _installs(extra: str, package: str) -> bool:
 def check_versions() -> None:
     """Raise `UserError` if the installed torch, transformers or peft is older than psigrad requires."""
     for name in ("torch", "transformers", "peft"):
-        with contextlib.suppress(metadata.PackageNotFoundError):  # it, or psigrad itself, was not installed by pip
+        with contextlib.suppress(metadata.PackageNotFoundError):  # the package, or psigrad itself, was not installed by pip
             needed, found = next(one for one in requirements()[""] if one.startswith(f"{name}>=")), metadata.version(name)
             if [*map(int, re.findall(r"\d+", found)[:2])] < [*map(int, re.findall(r"\d+", needed))]:
                 command = shlex.join(["pip", "install", "--upgrade", needed])

@@ -34,7 +34,7 @@ def imported(path: str, kind: str) -> Any:
     module_name, _, attribute = path.rpartition(":")
     if not module_name:
         raise UserError(
-            f"The {kind} {path!r} names a module or file, but nothing in it; write "
+            f"The {kind} {path!r} names a module or file, but no object in it; write "
             f"{path if path.endswith('.py') else 'module'}:name."
         )
     module = _module(module_name, path, kind)
@@ -59,7 +59,7 @@ def imported_callable(path: str, kind: str) -> Any:
 
 
 def with_colon(name: str) -> str:
-    """Return `module:function` for a name like TRL's, `module.function`. Return any other text unchanged."""
+    """Return `module:function` for TRL's form, `module.function`. Return any other text unchanged."""
     module, _, function = name.rpartition(".")
     dotted = bool(module) and function != "py" and all(part.isidentifier() for part in name.split("."))
     return f"{module}:{function}" if dotted else name
@@ -80,7 +80,7 @@ def _imported(name: str, path: str, kind: str) -> ModuleType:
         if name.endswith(".py"):
             file = Path(name).resolve()
             if not file.exists():
-                raise UserError(f"The {kind} {path!r}: there is no file {str(file)!r}; give the path of one, or module:name.")
+                raise UserError(f"The {kind} {path!r}: there is no file {str(file)!r}; give the path of a file, or module:name.")
             if str(file.parent) not in sys.path:
                 sys.path.append(str(file.parent))  # the file may import its neighbours; last, to hide no other module
             inner = FILE_MODULE + hashlib.sha256(str(file).encode()).hexdigest()[:12]
@@ -98,9 +98,9 @@ def _imported(name: str, path: str, kind: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _watched(name: str) -> Iterator[None]:
-    """Record what happens while the block imports the module `name`: files that are opened for reading, and other imports.
+    """Record which files are opened for reading, and which modules are imported, while the block imports the module `name`.
 
-    The files are stored in `opened_by`, and the imported modules in `loaded_by`.
+    The files are stored in `opened_by`, and the modules in `loaded_by`.
     """
     before = set(sys.modules)
     if not _watching:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 _Z = NormalDist().inv_cdf(0.975)
 LEAST_ROWS = 10
-"""The least number of rows for a verdict on two evaluations."""
+"""The minimum number of rows for a verdict on two evaluations."""
 LARGE = 50
-"""The least number of rows for which the normal distribution replaces Student's t for differences of zeros and ones."""
+"""From this number of rows on, the normal distribution replaces Student's t for differences of zeros and ones."""
 
 
 def wilson(successes: float, n: int, outside: float = 0.05) -> tuple[float, float]:
@@ -68,7 +68,7 @@ def _moments(values: Sequence[float]) -> tuple[int, float, float]:
 
 
 def _student(freedom: int) -> float:
-    """Return Student's t at 97.5 % for `freedom` degrees of freedom, to 0.2 %, without scipy (Abramowitz and Stegun, 26.7.5)."""
+    """Return Student's t at 97.5 %, accurate to 0.2 %, for `freedom` degrees of freedom (Abramowitz and Stegun, 26.7.5)."""
     if freedom < 3:
         return math.tan(0.475 * math.pi) if freedom == 1 else 0.95 * math.sqrt(2 / (1 - 0.95**2))
     z, v = _Z, freedom
@@ -92,12 +92,12 @@ class Interval(NamedTuple):
 def paired_difference(before: Sequence[float], after: Sequence[float]) -> Interval:
     """Return the mean of after − before over the same rows, and its 95 % interval.
 
-    Formula: d̄ ± c·s(d)/√n, c = 1.96 if the rows' differences are 0 and ± one number and n ≥ `LARGE`, else Student's t
+    Formula: d̄ ± c·s(d)/√n. c is 1.96 if n ≥ `LARGE` and all differences are 0, x or −x, for one number x; else Student's t
 
-    A change counts as real if the interval does not contain 0. For rows of 0 and 1 this happens with an unchanged policy in at
+    A change counts as real if the interval does not contain 0. For an unchanged policy and rows of 0 and 1 this happens in at
     most 5.6 % of cases, at any success rate and any n ≥ 10. The interval of such rows reaches at least ±3/n (the rule of three):
-    if all rows agree, that does not prove that no other row would differ. Below `LARGE` rows it reaches at least ±4/n, so that
-    four changed rows are not enough, as in McNemar's test. The ends are NaN if all values are one number outside [0, 1].
+    even if no row changed, another row might change. Below `LARGE` rows it reaches at least ±4/n, so that four changed rows are
+    not enough, as in McNemar's test. The ends are NaN if all values are the same number outside [0, 1].
 
     Raises ValueError without rows, and if the numbers of rows differ.
     """
@@ -132,10 +132,9 @@ def detectable_gain(values: Sequence[float]) -> float:
 
     Formula: g = 2.8·√((v(m) + v(m + g))/n), with v the variance of a row at that mean
 
-    g is at least 5.5/n of the values' range, so that four rows change in 80 % of cases; below `LARGE` rows 6.7/n, for five rows.
-
-    Both evaluations are treated as independent, so the detectable gain is really smaller if rows differ in difficulty.
-    Raises ValueError without values.
+    g is at least 5.5/n times the values' range, at which four rows change in 80 % of cases. Below `LARGE` rows it is at least
+    6.7/n times the range, for five rows. For values in [0, 1] the range is 1. Both evaluations are treated as independent. If
+    rows differ in difficulty, the true detectable gain is smaller. Raises ValueError without values.
     """
     n, mean, error = _moments(values)
     within = all(0 <= value <= 1 for value in values)

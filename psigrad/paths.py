@@ -64,7 +64,7 @@ def expand(text: str) -> str:
 def find_absolute(text: str) -> str:
     """Return an absolute path for a name that is a file or folder on this machine. Return any other name unchanged.
 
-    `~` is expanded. A weight after a dataset's name, as in a.jsonl:0.7, stays.
+    `~` is expanded. A weight after a dataset's name, as in a.jsonl:0.7, is kept.
     """
     if not text or isinstance(text, TypedPath) or "\0" in text:
         return text
@@ -79,7 +79,7 @@ def find_absolute(text: str) -> str:
 def check_folder(folder: Path, setting: str, owns: Callable[[Path], bool] = lambda folder: False) -> None:
     """Check that a command may write into a folder: it does not exist, is empty, or `owns(folder)` is True.
 
-    Raises `UserError` naming the setting otherwise. Nothing is written.
+    Otherwise raises `UserError`, which names `setting`. Nothing is written.
     """
     nearest = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
     if not nearest.is_dir():
@@ -109,7 +109,7 @@ def claim(folder: Path, command: str, setting: str = "output_dir") -> Path:
 
 
 def _owner(folder: Path) -> Any:
-    """Return the name of the command that made a folder; "" while that command writes its name; None for any other folder."""
+    """Return the name of the command that made a folder; "" if its name is not written yet; None for any other folder."""
     try:
         text = (folder / OWNER).read_text()
         return text and json.loads(text).get("command")

@@ -1,7 +1,7 @@
-"""Redaction of secrets: tokens, passwords, credentials in URLs, and the values of environment variables with such names.
+"""Redaction of secrets: tokens, passwords, credentials in URLs, and values of environment variables with secret-looking names.
 
-Use `clear` for anything that is written to files, and `say` for messages on the terminal. The run folder's writer calls the two
-halves of `clear`, `hide` and `without`, separately, which is faster for many lines.
+Use `clear` for anything that is written to files, and `say` for messages on the terminal. `clear` consists of `hide` and
+`without`. The run folder's writer calls these two itself, which is faster for many lines.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SPOKEN = tuple(
 
 
 def hide(value: Any) -> Any:
-    """Return a JSON value without secrets. In texts they are recognised by their format, in mappings and flags by their name."""
+    """Return a JSON value without secrets. Secrets are recognised in text by format, and after a key or flag by its name."""
     if isinstance(value, str):
         for pattern in _SPOKEN:
             value = pattern.sub(rf"\1{HIDDEN}", value)
@@ -66,9 +66,7 @@ def hide(value: Any) -> Any:
 
 
 def clear(value: Any) -> Any:
-    """Return a JSON value without secrets: without those that `hide` recognises and without the values of secret environment
-    variables.
-    """
+    """Return a JSON value without the secrets that `hide` recognises and the values of secret environment variables."""
     return json.loads(without(json.dumps(hide(value)).encode(), values()))
 
 

@@ -41,12 +41,12 @@ def uniform(seeds: np.ndarray, counter: int | np.ndarray) -> np.ndarray:
 
 
 def uniform_on_device(seeds: Tensor, counter: Tensor) -> Tensor:
-    """Return the numbers of `uniform`, bit for bit, on a device. `seeds` [B] is int64, with the bits of the unsigned seeds."""
+    """Return the numbers of `uniform`, bit for bit, on a device. `seeds` [B] are int64 with the bits of the unsigned seeds."""
     return _shift(words_on_device(seeds, counter), 11).double() * 2.0**-53
 
 
 def words_on_device(seeds: Tensor, counter: Tensor) -> Tensor:
-    """Return the 64-bit words, as int64, from which `uniform_on_device` makes its numbers. Both take the same arguments."""
+    """Return the 64-bit words, as int64, from which `uniform_on_device` makes its numbers, for the same arguments."""
     x = seeds + (counter + 1) * _signed(_GOLDEN)
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)

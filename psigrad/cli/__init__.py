@@ -24,7 +24,7 @@ def _training(settings: type[Any]) -> dict[str, Command]:
     return {name: Command(m.summary, language.train(name)) for name, m in list_declarations().items() if m.settings is settings}
 
 
-# The commands of the optional packages, by name, and that of the plug-in for control.
+# The commands of the optional packages, by name, and the command of the plug-in for control.
 _extra, _serve, _studio = (partial(extras.command, package) for package in ("psigrad_extras", "psigrad_serve", "psigrad_studio"))
 _control = extras.command("control", "control")
 
@@ -49,7 +49,7 @@ GROUPS = {
         "sample": Command("sample completions as a dataset: all, the best of each prompt, or pairs", _extra("sample")),
         "pairs": Command("convert rankings or ratings to pairs; ties are dropped and counted", _extra("pairs")),
         "tasks": Command("list the procedural tasks of reasoning-gym", language.tasks),
-        "eval": Command("sample held-out prompts from a model and score them", language.evaluate),
+        "eval": Command("sample completions of held-out prompts and score them", language.evaluate),
         "lm-eval": Command("run tasks of EleutherAI's lm-eval, and show what training has made worse", _extra("lm_eval")),
         "judge-report": Command("measure how often a judge agrees with people's votes, and with itself", _studio("judge_report")),
         "plan": Command("estimate the peak memory, batches and speed of a run before it starts", _extra("plan")),

@@ -38,9 +38,9 @@ def init(arguments: list[str]) -> int:
 
 
 def write(kind: str, folder: Path) -> list[str]:
-    """Write the project template `kind` into a new folder. Return the file names. Raises `UserError` for a folder with files."""
+    """Write the project template `kind` into a new folder. Return the file names. Raises `UserError` if the folder has files."""
     files = {path.name.removesuffix(".in"): path for path in sorted((_TEMPLATES / kind).iterdir())}
-    check_folder(folder, "FOLDER", lambda found: all(path.name.startswith(".") for path in found.iterdir()))  # .git may be there
+    check_folder(folder, "FOLDER", lambda found: all(path.name.startswith(".") for path in found.iterdir()))  # .git may exist
     folder.mkdir(parents=True, exist_ok=True)
     for name, path in files.items():
         (folder / name).write_bytes(path.read_bytes())

@@ -122,7 +122,7 @@ def join_columns(arguments: Sequence[str], settings: Container[str] = ()) -> lis
 
 
 def parse_known(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, list[str]]:
-    """Return (settings of class `cls`, all other arguments). The caller passes the other arguments on to another command."""
+    """Return (settings of class `cls`, all other arguments). The caller passes the other arguments to another command."""
     parser = _Parser(prog=f"psigrad {command}", add_help=False, usage=argparse.SUPPRESS)
     _add_flags(parser, cls, command, {}, every=True, texts=asks_for_help(arguments))
     known, rest = parser.parse_known_args(list(arguments))
@@ -176,8 +176,8 @@ def parse_names_and_output(command: str, arguments: Sequence[str]) -> tuple[list
 def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] | None = None) -> None:
     """Raise `UserError` for the first unknown argument of `rest`, if any.
 
-    For a flag that only methods with another settings class than `cls` have, the message names these methods. For any other flag
-    it names the most similar flag. If the argument is no flag, it says that a flag or `expected` belongs there.
+    If only methods with settings classes other than `cls` have such a flag, the message names these methods. For any other flag
+    it names the most similar flag. If the argument is no flag, it says that a flag or `expected` must come here.
     """
     for text in rest:
         if text.startswith("-"):
@@ -246,7 +246,7 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
 def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) -> None:
     """Add a flag for each `Shortcut`: a short name for a setting in a part of a training method, such as the clip range.
 
-    Help lists the shortcuts for parts that `method` has: all if `every`, else the main ones. Others raise an error when used.
+    Help lists those for parts that `method` has: all if `every`, else the main ones. Others raise an error if used.
     """
     known = shortcuts.shortcuts_of(cls)
     group = parser.add_argument_group("parts of the method; `psigrad explain` shows them all") if known else parser

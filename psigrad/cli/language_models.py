@@ -45,10 +45,10 @@ def train(name: str) -> Callable[[list[str]], int]:
 
 
 _SCORE = """\
-Score each row of a dataset with prompts and completions by reward functions (--reward NAME|module:function ...
+Score each row (prompt and completion) of a dataset, by reward functions (--reward NAME|module:function ...
 [--reward-weights X ...]) or by a reward model (--model). The scores are written to OUTPUT, or printed. --attack tests
-reward functions on the first MAX_ROWS rows with wrong answers, and with right answers in other forms. Its exit status
-is 1 if a wrong answer is rewarded."""
+reward functions: it gives them wrong answers to the first MAX_ROWS rows, and right answers in other forms. Its exit
+status is 1 if a wrong answer is rewarded."""
 
 
 def score(arguments: list[str]) -> int:
@@ -86,7 +86,7 @@ def _attack(rewards: list[str], dataset: str, output: str, **how: Any) -> int:
     `how` are further arguments of `attack`. All scored answers are written to the file `output`, if one is given.
     """
     if not dataset:
-        raise UserError("No dataset was given; name a file of prompts with answers with --dataset.")
+        raise UserError("No dataset was given; name a file of prompts and answers with --dataset.")
     attack = extras.load("attack")
     found = attack.attack(rewards, dataset, **how)
     if output:
@@ -129,7 +129,7 @@ def tasks(arguments: list[str]) -> int:
 
 
 def check_method(preset: str, given: Any, setting: str = "algorithm") -> None:
-    """Raise `UserError` if `given`, the value of `setting`, names another method than `preset`, which is the command's name."""
+    """Raise `UserError` if `given`, the value of `setting`, names a method other than `preset`, the command's name."""
     named = given.get("preset", preset) if isinstance(given, dict) else given
     if isinstance(named, str) and named != preset and named in list_declarations():
         raise UserError(
@@ -139,7 +139,7 @@ def check_method(preset: str, given: Any, setting: str = "algorithm") -> None:
 
 
 def evaluate(arguments: list[str]) -> int:
-    """Sample held-out prompts and print their scores."""
+    """Sample completions of held-out prompts and print their scores."""
     config = flags.parse(EvalConfig, "eval", arguments)
     from psigrad.language.recipes import evaluate
     from psigrad.records.report import terminal

@@ -26,7 +26,7 @@ class Conversion:
 
     method: str
     trainer: str
-    """The method of TRL's trainer. `method` differs from it if the configuration's loss is a method of its own in psigrad."""
+    """The method of TRL's trainer. `method` differs from it if psigrad has a separate method for the configuration's loss."""
     settings: dict[str, Any] = field(default_factory=dict)
     differs: list[str] = field(default_factory=list)
     """Notes on small differences in training from TRL."""
@@ -44,7 +44,7 @@ class Conversion:
 
     @property
     def spec(self) -> str | dict[str, Any]:
-        """The method's name, or a mapping of it and those of its parts that differ from the defaults."""
+        """The method's name, or a mapping that also has its parts that differ from the defaults."""
         parts: dict[str, Any] = {}
         for name, value in self.settings.items():
             first, _, rest = name.partition(".")
@@ -79,14 +79,14 @@ def convert_object(args: Any) -> Conversion:
 
 
 def translated(config: str, values: Mapping[str, Any], *, held_out: bool = False) -> Conversion:
-    """Return the settings that train as TRL would with the class named `config`, whose defaults `values` override.
+    """Return the settings that train as TRL would with the configuration class `config`, with `values` over its defaults.
 
     `held_out` is True if the trainer gets held-out rows. Raises `UserError` if the batch sizes do not fit together.
     """
     method, cls = METHODS[config]
     usual = {**DEFAULTS[config], **FIXED.get(config, {})}
     if not values.get("sync_ref_model"):
-        values = {name: value for name, value in values.items() if name != "ref_model_sync_steps"}  # TRL reads it with that alone
+        values = {name: value for name, value in values.items() if name != "ref_model_sync_steps"}  # TRL reads it only then
     given = [GivenSetting(name, value, DEFAULT) for name, value in usual.items() if name not in values and value is not None]
     given += [GivenSetting(name, value, config) for name, value in values.items() if value is not None]
     translation = translate(cls, declaration(method).defaults, given)

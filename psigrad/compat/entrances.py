@@ -62,8 +62,8 @@ def split_flags(
     """Return (the arguments with psigrad's flags, the settings under other libraries' names that are not flags of psigrad).
 
     Users of TRL type flags with underscores, under TRL's names, and `--flag true` for a flag that takes no value in psigrad.
-    `switches` maps each flag of psigrad to whether it takes no value. Raises one `UserError` for all names that psigrad has in
-    another sense.
+    `switches` maps each flag of psigrad to True if it takes no value. Raises one `UserError` that lists all flags without an
+    equivalent in psigrad.
     """
     ours: list[str] = []
     others: dict[str, Any] = {}
@@ -127,9 +127,9 @@ _SCHEDULES = {"learning_rate": "lr_scheduler_type", "clip_range": "clip_range_sc
 
 
 def open_zoo_file(in_file: Mapping[str, Any], env: Any, source: str) -> dict[str, Any]:
-    """Return the settings of a file, or of one section if it is a file of rl-zoo3, whose sections are environments.
+    """Return the settings of a file. If it is a file of rl-zoo3, which has a section per environment, return one section.
 
-    That is the section of `env`, or the only section if `env` is None. Linear schedules and `normalize` become psigrad's
+    It is the section of `env`, or the only section if `env` is None. Linear schedules and `normalize` become psigrad's
     settings. Raises `UserError` if the file has no section for the environment, or several and `env` is None.
     """
     sections = {name: part for name, part in in_file.items() if isinstance(part, Mapping) and {"policy", "n_timesteps"} & {*part}}

@@ -18,7 +18,7 @@ from psigrad.errors import UserError, nearest
 
 
 class ForeignNames:
-    """A `Names` that accepts the names of psigrad and of other libraries, and computes batch sizes from theirs."""
+    """A `Names` that accepts the names of psigrad and of other libraries, and converts other libraries' batch sizes."""
 
     def dotted_name(self, cls: Any, name: str) -> str:
         """Return psigrad's dotted name of a setting of class `cls`: "lr" -> "optim.learning_rate". Keep an unknown name."""
@@ -46,7 +46,7 @@ load = partial(own.load, names=ForeignNames())
 
 
 def resolve_names(cls: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings under psigrad's dotted names. Their names may be dotted or not, or be those of other libraries.
+    """Return `settings` under psigrad's dotted names. The given names may be dotted, undotted, or another library's.
 
     Raises `UserError` for an unknown name, and one `UserError` for all names of other libraries that have no equivalent.
     """

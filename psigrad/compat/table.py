@@ -1,7 +1,7 @@
 """The table of known settings of TRL, verl, OpenRLHF, Stable-Baselines3 and rl-zoo3.
 
-Each has its equivalent in psigrad, or the reason why there is none. TRL's names are those of its configurations, of transformers'
-and peft's configurations, of its trainers' arguments and of its commands.
+Each has its equivalent in psigrad, or the reason why there is none. TRL's names include those of its trainers' arguments and
+commands, and of the configurations of transformers and peft.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Entry(NamedTuple):
 
 
 def _same(ours: str, trl: str = "", verl: str = "", openrlhf: str = "", sb3: str = "") -> Iterator[Entry]:
-    """Yield the entries of the names that other libraries have for psigrad's setting `ours`, separated by spaces."""
+    """Yield the entries of other libraries' names (separated by spaces) for psigrad's setting `ours`."""
     for library, names in (("trl", trl), ("verl", verl), ("openrlhf", openrlhf), ("sb3", sb3)):
         yield from (Entry(name, library, means=ours) for name in names.split())
 
@@ -68,7 +68,7 @@ _REWARDS = "only methods and commands that sample, like grpo, ppo and eval, take
 _CHECKPOINTS = "save_steps and save_minutes set when checkpoints are written"
 _TORCHRUN = "on several machines torchrun or SLURM starts the processes"
 _ONLINE = "only online methods (such as grpo) have it, as a part of their algorithm"
-_COLUMNS = "psigrad reads TRL's columns, such as prompt and messages; rename yours by columns=question=prompt"
+_COLUMNS = "psigrad reads TRL's columns, such as prompt and messages; rename yours with columns=question=prompt"
 _NO_EVALUATION = {"evaluation.eval_steps": 0, "evaluation.eval_prompts": 0}
 _NO_CHECKPOINTS = {"run.save_steps": 0, "run.save_minutes": 0.0}
 METHOD = "the method is the command: psigrad grpo, psigrad ppo, psigrad dapo, psigrad ipo; in Python, the first argument"
@@ -279,7 +279,7 @@ _ROWS = (
     *_no_equal("set dp_replicate_size, tp_size and cp_size in the section placement", parallelism_config=None),
     *_no_equal("rows are shuffled in every epoch", train_sampling_strategy="random"),
     Entry("output_router_logits", "trl", values={False: {"model.router_aux_loss_coef": 0.0}, True: {}}),
-    *_no_equal("psigrad reads plain text from the column text; rename yours by columns=body=text", dataset_text_field="text"),
+    *_no_equal("psigrad reads plain text from the column text; rename yours with columns=body=text", dataset_text_field="text"),
     *_no_equal(_READ_ONCE, dataset_kwargs=None),
     *_no_equal("rows that are too long are cut at their end, or dropped", truncation_mode="keep_start"),
     *_no_equal("sequences are packed whole", packing_strategy="bfd", eval_packing=None),
@@ -312,7 +312,7 @@ _ROWS = (
     *_no_equal("the whole dataset is read before the first step", dataset_streaming=False),
     *_no_equal("set optimizer, learning_rate, weight_decay, lr_scheduler_type and warmup_steps",
         optimizers=(None, None), optimizer_cls_and_kwargs=None),
-    *_no_equal("the method sets the loss; replace one of its parts by yours: algorithm.psi=mine.py:my_advantage",
+    *_no_equal("the method sets the loss; replace one of its parts with yours: algorithm.psi=mine.py:my_advantage",
         compute_loss_func=None),
     *_no_equal("set metric=module:function, which has a reward's signature", compute_metrics=None),
     *_no_equal("psigrad packs the rows itself; the columns of the dataset determine what is learned", data_collator=None),
@@ -321,7 +321,7 @@ _ROWS = (
         rollout_func=None),
     *_no_equal("give environment=module:Class with reset(row) and step(text)", environment_factory=None),
     *_no_equal("lora_rank=16 adds an adapter; psigrad.train takes a LoraConfig as peft_config", peft_config=None),
-    *_no_equal("the model brings its tokenizer; pass another one to psigrad.train as tokenizer", processing_class=None,
+    *_no_equal("the model comes with its tokenizer; pass another one to psigrad.train as tokenizer", processing_class=None,
         tokenizer=None),
     # Names with a replacement.
     Entry("reward", why=_REWARDS),
@@ -354,14 +354,14 @@ _ROWS = (
     *_instead(_TORCHRUN, "num_machines"),
     # Names of rl-zoo3 and Stable-Baselines3.
     *_instead("psigrad has no gSDE; log_std_init sets the initial deviation of continuous actions", "sde_sample_freq", "sb3"),
-    *_instead("give each hyperparameter as a setting of its own, such as learning_rate=1e-3",
+    *_instead("give each hyperparameter as a separate setting, such as learning_rate=1e-3",
         "hyperparams hyperparameters hyperparameter", "sb3"),
     *_instead("eval_steps sets when to evaluate", "eval_freq", "sb3"),
     *_instead(_CHECKPOINTS, "save_freq", "sb3"),
     *_instead(_TRACKERS, "track tensorboard_log", "sb3"),
     *_instead("write net_arch: [64, 64], activation: relu and log_std_init: -2 as settings", "policy_kwargs", "sb3"),
     *_instead("give them as the setting wrappers: [module:Class]", "env_wrapper frame_stack", "sb3"),
-    *_instead("give settings by --config FILE; the same --output-dir resumes a run", "conf_file trained_agent", "sb3"),
+    *_instead("give settings with --config FILE; the same --output-dir resumes a run", "conf_file trained_agent", "sb3"),
     *_instead("psigrad control has no search for hyperparameters; call psigrad.control from Optuna", "optimize n_trials", "sb3"),
     *_instead("vectorization=serial, sync or async sets how copies of an environment are stepped", "vec_env", "sb3"),
 )

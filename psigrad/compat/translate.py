@@ -24,7 +24,7 @@ from psigrad.importing import with_colon
 
 # The settings of TRL whose value "epoch" means a number of steps.
 _BY_EPOCH = {"eval_strategy": "evaluation.eval_steps", "save_strategy": "run.save_steps"}
-# The settings that these names stand for are only defaults: another setting of the same run overrides them.
+# Names that only set defaults, which other settings of the same run override.
 _ONLY_A_DEFAULT = ("use_peft", "sync_ref_model", "bf16")
 # Names that are translated together with others, besides batch sizes and parts of the method.
 _RULES = (
@@ -63,7 +63,7 @@ def our_name(cls: Any, name: str) -> str:
 
 
 def our_value(name: str, value: Any) -> Any:
-    """Return the value with TRL's names of reward functions replaced by psigrad's. Return the value of another setting unchanged.
+    """Return the value of `reward_funcs` with psigrad's names of reward functions, and any other setting's value unchanged.
 
     On TRL's command line, a reward is the name of a function in TRL, or a dotted path, which becomes module:function.
     """
@@ -99,7 +99,7 @@ def refuse_two_values(cls: Any, given: Iterable[tuple[str, Any]], where: str = "
 
 
 def is_refused(name: str, value: Any) -> bool:
-    """Return True if no method of psigrad has an equivalent for a setting of another library, or for this value of it."""
+    """Return True if no method of psigrad has an equivalent for another library's setting, or for this value."""
     row = TABLE.get(name, NOTHING)
     if name in SHORTCUTS or value is None or row.rule or row.needless or _meaning(name, value) is not None or value in row.usual:
         return False
@@ -199,13 +199,13 @@ class _Translator:
         self.made.refused.append((one, sentence or refusal(one.name, one_value(one.value))))
 
     def _has(self, name: str) -> bool:
-        """Return True if the class has a setting of this name, or one that is a mapping with this field, such as `algorithm`."""
+        """Return True if the class has a setting of this name, or if the name is a field of a mapping, such as algorithm.kl."""
         first = name.partition(".")[0]
         inside = first in ("algorithm", "loss") and first != name and not is_known(name)
         return name in self.known or (inside and first in self.known)
 
     def _number(self, name: str) -> Any:
-        """Return the value of a setting of psigrad according to the settings so far: given, in the file, or its default."""
+        """Return the current value of a psigrad setting: the last one given, else that in the file, else the default."""
         return next((one.value for one in reversed(self.taken) if one.name == name), value_below(self.cls, self.values, name))
 
     def _is_in_file(self, name: str) -> bool:
@@ -214,7 +214,7 @@ class _Translator:
         return first in self.values and (not rest or (isinstance(inner, Mapping) and rest in inner))
 
     def _warm_up(self, one: GivenSetting) -> None:
-        """Convert a warm-up given as a share of the run into steps, if the number of steps is known.
+        """Convert a warm-up given as a share of the run into steps. Refuse it if the number of steps is not known.
 
         A warm-up given in steps overrides the share, as in TRL.
         """
@@ -228,7 +228,7 @@ class _Translator:
             self._refuse(one, f"{what}; give warmup_steps in steps, or max_steps.")
 
     def _each_epoch(self, name: str, batches: Sequence[GivenSetting]) -> None:
-        """Convert the value "epoch" into steps. A run of one epoch gets 0, since it evaluates and saves at its end anyway."""
+        """Convert the value "epoch" to 0 in a run of one epoch, which acts at its end anyway. Refuse it in longer runs."""
         one, setting = self.rules.get(name), _BY_EPOCH[name]
         if one is None or not self._has(setting):
             return
@@ -260,7 +260,7 @@ class _Translator:
                 self._refuse(one)
 
     def _vllm_correction(self) -> None:
-        """Drop the settings that correct vLLM's log-probs if the sampler is not vLLM, since TRL ignores them then too."""
+        """Drop the settings that correct vLLM's log-probs if the sampler is not vLLM, as TRL does."""
         if not self._has("sampling.sampler") or self._number("sampling.sampler") != "vllm":
             self.made.needless += [one for one in self.taken if one.name.startswith(_VLLM)]
             self.taken = [one for one in self.taken if not one.name.startswith(_VLLM)]
@@ -352,7 +352,7 @@ class _Translator:
 
 
 def _generation_batch(theirs: Mapping[str, int], at_once: int, accumulated: int, group: int, source: str) -> list[GivenSetting]:
-    """Return prompts_per_step and num_minibatches, computed from the batch sizes of TRL's online trainers in completions."""
+    """Return prompts_per_step and num_minibatches for the batch sizes of TRL's online trainers, which count completions."""
     rounds = theirs.get("steps_per_generation", accumulated)
     completions = theirs.get("generation_batch_size", at_once * rounds)
     update = at_once * accumulated
@@ -402,6 +402,6 @@ def _is_share(name: str, value: Any) -> bool:
 
 
 def _meaning(name: str, value: Any) -> Mapping[str, Any] | None:
-    """Return psigrad's settings for which this value of another library's setting stands, or None."""
+    """Return the psigrad settings that this value of another library's setting means, or None."""
     plain = value is None or isinstance(value, str | int | float | bool)
     return TABLE.get(name, NOTHING).values.get(value) if plain else None

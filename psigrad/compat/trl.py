@@ -117,7 +117,7 @@ def _write_whitened(root: Part, place: str, value: Any) -> Any:
 
 
 def _write_correction(change: Callable[[Any], Mapping[str, Any]]) -> Callable[[Part, str, Any], Any]:
-    """Return a function that sets the correction of vLLM's log-probs in a method: `change(value)` over its present fields."""
+    """Return a function that sets the correction of vLLM's log-probs in a method: its fields, updated by `change(value)`."""
 
     def write(root: Part, place: str, value: Any) -> Any:
         if root.parameters["surrogate"].name == "gamma_weight":

@@ -46,7 +46,7 @@ def resolve(spec: Spec) -> PolicyGradient:
     A string is a preset's name, "module:object" or "file.py:object". A mapping {"preset": name, slot: part, …} replaces
     the parts in some slots (`SLOTS`) of a preset. Without a preset, it must have psi, ratio, surrogate and aggregate. A part is a
     name, "module:object" or {"part": name, parameter: value, …}. A mapping without "part" keeps the preset's part and changes its
-    parameters. `null` removes an optional part. `keep` has a list of parts.
+    parameters. `null` removes an optional part. The value of `keep` is a list of parts.
     Raises `UserError` for an unknown name (with the nearest one), parameter or combination.
     """
     if isinstance(spec, PolicyGradient | str):
@@ -58,7 +58,7 @@ def resolve(spec: Spec) -> PolicyGradient:
 
 
 def change(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyGradient:
-    """Return `start` with other parts. Without a start, `changes` must have psi, ratio, surrogate and aggregate.
+    """Return `start` with some parts replaced. Without a start, `changes` must have psi, ratio, surrogate and aggregate.
 
     `changes` is {slot: part}, with each part in one of the forms that `resolve` lists.
     """
@@ -126,7 +126,7 @@ def resolve_online(spec: Spec | OnlinePreference) -> PolicyGradient | OnlinePref
 def explain(spec: Spec | LossSpec | OnlinePreference, other: Spec | LossSpec | None = None) -> str:
     """Return the formula that a method minimises, part by part. With two methods, return the differences between them.
 
-    Both may be names, mappings as in the settings, or objects.
+    Each method may be a name, a mapping as in the settings, or an object.
     """
     return describe.explain(_resolve_any(spec), None if other is None else _resolve_any(other))
 
@@ -142,9 +142,9 @@ def _resolve_any(spec: Any) -> PolicyGradient | OnlinePreference | Preference | 
 
 
 def _with_numbers(part: T) -> T:
-    """Return a method or a part unchanged. Raises `UserError` if a number in it, or in its parts, is NaN or infinite.
+    """Return a method or a part unchanged. Raises `UserError` if a number in it or in its inner parts is NaN or infinite.
 
-    Only a parameter that `_BOUNDS` names may be +∞, which means that there is no bound.
+    Only the parameters in `_BOUNDS` may be +∞, which means that there is no bound.
     """
     for name in [f.name for f in fields(part)]:  # type: ignore[arg-type]
         value = getattr(part, name)

@@ -1,7 +1,7 @@
 """The facts about a setting, read from its field: type and range, default, help text, and marks for its behaviour.
 
 A fact about a setting is stored on its field and nowhere else. Help and the settings page are made from the fields, and so are
-the lists of settings that a run pins and that a callback may change.
+two lists: the settings that a run pins, and those that a callback may change.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ PATH, WRITTEN = Mark.PATH, Mark.WRITTEN
 
 
 class DeviceDefault:
-    """A note on a setting: its default when training on a type of device: `Annotated[str, DeviceDefault(cuda="bfloat16")]`."""
+    """A note on a setting: its default when a type of device trains, as in `Annotated[str, DeviceDefault(cuda="bfloat16")]`."""
 
     def __init__(self, **values: Any) -> None:
         self.values = values
 
 
 class Unread:
-    """A note on a section that lists which of its settings a command does not read: `run: Annotated[Run, Unread("max_steps")]`.
+    """A note on a section: the settings that a command does not read, as in `run: Annotated[Run, Unread("max_steps")]`.
 
-    A keyword argument names such a setting and the one to use instead: `Unread(temperature="evaluation.eval_temperature")`.
+    A keyword argument also names the setting to use instead: `Unread(temperature="evaluation.eval_temperature")`.
     """
 
     def __init__(self, *names: str, **instead: str) -> None:

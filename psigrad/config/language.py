@@ -49,7 +49,7 @@ else:
     Loss = Annotated[Any, _named("Preference", "KahnemanTversky")]
 
 
-# The settings that others need to have an effect.
+# Settings without which others have no effect.
 _SCORED, _PLAYED, _SERVED = Needs("reward", "evaluation.metric"), Needs("environment", "tools"), Needs("server")
 _ASKED = Needs("agent", "agent_command")
 _WORKERS, _ENCLOSED = Needs(*_SCORED.settings, *_PLAYED.settings, *_ASKED.settings), Needs(*_PLAYED.settings, *_ASKED.settings)
@@ -136,7 +136,7 @@ class EpisodeSettings:
     """Maximum tokens of one turn of the policy; max_completion_length then limits the sum over an episode's turns. 0:
     max_completion_length limits each turn."""
     max_observation_length: Annotated[CountOrZero, _PLAYED] = 0
-    """Maximum tokens of an environment's or tool's answer, which is then cut. 0: as many as leave room for another turn."""
+    """Maximum tokens of an environment's or tool's answer. A longer one is cut. 0: as many as leave room for another turn."""
     turns_together: Annotated[bool, RECORDED, _PLAYED] = False
     """Sample the next turns only when all episodes have their answers. Slower, but the order in which answers arrive then cannot
     change results, even by rounding."""
@@ -151,7 +151,7 @@ class EpisodeSettings:
     agent_workers: Annotated[Count, RECORDED, _ASKED] = 4
     """Concurrent sessions of the agent, each in its own process."""
     agent_calls: Annotated[Count, _ASKED] = 64
-    """Maximum requests of one session. A session with more is dropped, without a reward."""
+    """Maximum requests of one session. A session with more requests is dropped and gets no reward."""
 
     @property
     def plays(self) -> bool:
@@ -225,7 +225,7 @@ class SFTConfig(_SectionsForRows, PackingSettings, RewardSettings):
 
 @dataclass(frozen=True)
 class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
-    """Online reinforcement learning with a `PolicyGradient`: GRPO, RLOO, DAPO, REINFORCE and the rest of the catalog."""
+    """Online reinforcement learning with a `PolicyGradient`: GRPO, RLOO, DAPO, REINFORCE and others."""
 
     algorithm: Algorithm = "grpo"
     """Preset name, or {preset: grpo, part: value, …}, or a PolicyGradient."""
@@ -252,7 +252,7 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     """With past_opponents: copy the policy as a new past self every this many steps. The first past self is the policy at the
     start of the run."""
     past_kept: Annotated[Count, Needs("past_opponents")] = 1
-    """With past_opponents: number of past selves to draw from, the newest ones. The full weights of each stay in memory."""
+    """With past_opponents: draw from this many of the newest past selves. The full weights of each stay in memory."""
     teacher_prompt: str = ""
     """Column with another prompt for the reference, such as one with the solution (self-distillation); empty: the policy's
     prompt."""
@@ -266,7 +266,7 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     """Peak learning rate of a separate critic. 0: the policy's rate or 0.05 / width of the model, whichever is larger (about 1e-5
     for 7B parameters)."""
     critic_warmup_steps: CountOrZero = 0
-    """First steps in which a separate critic learns and the policy does not change."""
+    """Initial steps in which only a separate critic learns, not the policy."""
     missing_eos_penalty: Annotated[PositiveOrZero, LIVE] = 0.0
     """Penalty subtracted from the reward of every completion that the length limit cut."""
     max_unscored: Share = 0.1
@@ -292,21 +292,21 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     """Train a mixture of experts with the experts that each token used when it was sampled (R3, arXiv:2510.11370). Only with the
     embedded sampler, without episodes or agents."""
     keep_activations_gb: Annotated[PositiveOrZero | None, RECORDED] = None
-    """Memory, in 1e9 bytes, to keep activations of sampling for training. 0, or too little for all of them: training computes
-    them again. Not given: a quarter of the memory that the model leaves free at the start. Only for families that run fused
-    (docs/families.md), without gradient checkpointing."""
+    """Memory, in 1e9 bytes, for activations that training reuses from sampling. If 0, or too little for all of them, training
+    computes them again. Not given: a quarter of the memory that the model leaves free at the start. Only for families
+    that run fused (docs/families.md), without gradient checkpointing."""
     max_logp_difference: PositiveOrZero = 0.0
-    """Stop if the log-probs of sampler and trainer differ by more nats than this, on average over a step's tokens. 0: 1e-3 in
+    """Stop if sampler and trainer differ in log-prob by more nats than this, on average over a step's tokens. 0: 1e-3 in
     float32, 0.1 in bfloat16."""
     record_tokens: Annotated[CountOrZero, RECORDED, LIVE] = 4
-    """Prompts per step whose completions get log-prob, entropy and advantage of each token in rollouts.jsonl."""
+    """Prompts per step for which rollouts.jsonl also has each token's log-prob, entropy and advantage."""
     record_prompts: Annotated[CountOrZero, RECORDED, LIVE] = 0
     """Prompts per step whose completions are written to rollouts.jsonl; 0: all."""
     show_completions: Annotated[CountOrZero, RECORDED] = 0
     """Print this many completions of a step with their rewards, every logging_steps steps; 0: none."""
     record_rows: Annotated[CountOrZero, RECORDED] = 0
-    """Keep about this many rows of completions: the oldest files of rollouts.jsonl, which is split at every gigabyte, are
-    deleted. 0: keep all."""
+    """Keep about this many rows of completions. rollouts.jsonl is split at every gigabyte, and its oldest files are deleted.
+    0: keep all."""
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ class RewardConfig(PackingSettings):
     step_separator: Annotated[str, Needs("process")] = "\n"
     """Text that ends a step, in process reward models."""
     center_rewards_coefficient: PositiveOrZero = 0.0
-    """Weight of (r_w + r_l)² in the loss, for better answers with reward r_w and worse ones with r_l; pulls the mean to 0."""
+    """Weight of (r_w + r_l)² in the loss, with r_w the better answer's reward and r_l the worse one's. Pulls the mean to 0."""
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
     """Share of the comparisons whose label is assumed to be wrong."""
     batch_size: Annotated[Count, MAIN] = 16
@@ -357,7 +357,7 @@ class PreferenceConfig(_SectionsForRows, PackingSettings, RewardSettings):
 
 @dataclass(frozen=True)
 class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSettings):
-    """Sample held-out prompts from a model and score them."""
+    """Sample completions of held-out prompts and score them."""
 
     model: _AsItIs = field(default_factory=Model)
     data: _JudgedRows = field(default_factory=lambda: Data(split="test"))
@@ -376,7 +376,7 @@ class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetting
     """With questions of several choices, such as mmlu: answer with the letter that the model finds likeliest, as lm-eval does,
     instead of sampling."""
     fewshot_dataset: Annotated[str, PATH, Needs("num_fewshot")] = ""
-    """With num_fewshot: dataset whose first rows are the worked examples; empty: first rows of `dataset`, not evaluated then."""
+    """With num_fewshot: dataset whose first rows are the worked examples; empty: `dataset`, without evaluating these rows."""
     output: Annotated[str, WRITTEN, MAIN] = ""
     """JSON file for the figures, the settings that made them, and every completion."""
 
@@ -396,7 +396,7 @@ class SampleConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetti
     """Completions to write for each prompt: all, the best one, or pairs of the best and the worst."""
     bradley_terry: Annotated[PositiveOrZero, Needs("keep=pairs")] = 0.0
     """With keep=pairs: draw the winner of two completions with probability σ(bradley_terry · difference of rewards), like a noisy
-    human judge; 0: the best against the worst."""
+    human judge; 0: pair the best with the worst."""
     output: Annotated[str, WRITTEN, MAIN] = ""
     """JSONL file for the rows."""
 
@@ -419,19 +419,19 @@ class LmEvalConfig(PackingSettings):
     baseline: Annotated[str, PATH] = ""
     """Another model to compare with, such as the one that training started from. The difference shows what training broke."""
     tasks: tuple[str, ...] = ()
-    """Names of lm-eval's tasks, custom YAML files, or everyday: 110 facts and points of grammar that come with psigrad and need
+    """Names of lm-eval's tasks, custom YAML files, or `everyday`, 110 facts and points of grammar that come with psigrad and need
     no network."""
     include_path: Annotated[str, PATH] = ""
     """Folder with YAML files of custom tasks, which `tasks` may then name."""
     num_fewshot: CountOrZero = 0
     """Examples before each question; 0: the task's own number."""
     limit: CountOrZero = 0
-    """Documents of each task to use, the first ones; 0: all."""
+    """Use only this many documents of each task, the first ones; 0: all."""
     apply_chat_template: bool = False
     """Format each question as a conversation with the chat template."""
     chat_template_kwargs: str | dict[str, Any] = ""
-    """Arguments of the chat template, such as '{"enable_thinking": false}'. Where a template prints today's date, the model of a
-    run is given the date of its run."""
+    """Arguments of the chat template, such as '{"enable_thinking": false}'. If a template prints today's date, a run's model gets
+    the date of its run instead."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights and of the forward pass."""
     max_decode_batch: Count = 256

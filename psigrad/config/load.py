@@ -93,7 +93,7 @@ def _locate(config: T) -> T:
 
 
 def _add_device_defaults(cls: type[Any], values: dict[str, Any]) -> None:
-    """Add to `values`, if the run uses a GPU, the GPU's defaults (`DeviceDefault`) of the settings that were not given."""
+    """If the run uses a GPU, add the GPU's defaults (`DeviceDefault`) to `values`, for settings that were not given."""
     table = device_defaults(cls, "cuda")
     asked = str(value_below(cls, values, "run.device")) if table else ""
     if not (asked.startswith("cuda") or (asked == "auto" and has_cuda())):
@@ -113,7 +113,7 @@ def has_cuda() -> bool:
 
 
 def _merge(below: Any, above: Any) -> Any:
-    """Return a file's value `above` merged over the default `below`: a section name by name, any other value as a whole."""
+    """Return a file's value `above` merged over the default `below`: sections name by name; any other value replaces `below`."""
     sections = isinstance(below, dict) and isinstance(above, dict) and "preset" not in below
     return {**below, **above} if sections else above
 
@@ -138,7 +138,7 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 
 def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str] = frozenset(), names: Names = OWN) -> T:
     """Return a `cls` with `values`. Errors name the file `source`, except for the settings in `beside`, which overrides or
-    flags gave. `names` translates other libraries' names, so that the error for an unknown name can suggest psigrad's.
+    flags have set. `names` translates other libraries' names, so that the error for an unknown name can suggest psigrad's.
     """
 
     def locate(name: str) -> str:
@@ -201,7 +201,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
             where = f"{source}: " if source else ""
             within = f" in {prefix[:-1]}" if prefix else ""
             theirs = names.dotted_name(OnlineConfig, str(name))
-            mine = theirs.rpartition(".")[2]  # some libraries name it lr in optim
+            mine = theirs.rpartition(".")[2]  # another library may write optim: {lr: …}
             near = f"; did you mean {mine!r}?" if mine != name and mine in known else other_methods(cls, theirs)
             near = near or nearest(str(name), {*known, *(() if prefix else dict(flat_names(cls)))} - {str(name)})
             raise UserError(f"{where}there is no setting {name!r}{within}{near or '.'}")
@@ -219,7 +219,7 @@ def _convert_types(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for name, value in values.items():
         if dataclasses.is_dataclass(hints[name]) and isinstance(value, Mapping):
-            # A section keeps the defaults of this recipe: SFT has another learning rate than the online recipes.
+            # A section keeps the defaults of this recipe. SFT's learning rate, for example, differs from that of online recipes.
             blank = getattr(cls(), name)
             usual = {f.name: getattr(blank, f.name) for f in dataclasses.fields(blank)}
             made[name] = {**usual, **_convert_types(hints[name], value)}

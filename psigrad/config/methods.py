@@ -60,8 +60,8 @@ def declaration(name: str) -> Declaration:
 def of_spec(spec: Any) -> Declaration:
     """Return the declaration of an algorithm, given as a name, as {"preset": name, …} or as an object with a `name`.
 
-    Raise `UserError` for a plain name if no method has it. Anything else, such as "module:name", is a custom online method. The
-    defaults in its declaration are {"algorithm": `spec`}.
+    Raise `UserError` for a plain name that no method has. Any other unknown `spec`, such as "module:name", is a custom online
+    method, whose declaration has the defaults {"algorithm": `spec`}.
     """
     name = spec.get("preset", "") if isinstance(spec, Mapping) else spec if isinstance(spec, str) else getattr(spec, "name", "")
     if name in list_declarations():
@@ -89,7 +89,7 @@ _COUNTERPARTS: dict[tuple[type[Any], str], str] = {
 
 
 def other_methods(cls: type[Any], name: str) -> str:
-    """Return a hint for a setting `name` that `cls` lacks, such as ": it is a setting of the online methods."; else ""."""
+    """Return a hint on the setting `name`, which `cls` lacks: the replacement, or the methods with it; "" if there are none."""
     if cls not in _FAMILIES:
         return ""
     leaf = name.rpartition(".")[2]

@@ -64,14 +64,14 @@ def field_types(cls: type[Any]) -> Iterator[tuple[str, Any]]:
 
 
 MOST_VALUES = 100_000
-"""The most values in a file of settings."""
+"""The maximum number of values in a file of settings."""
 
 
 class _Loader(yaml.SafeLoader):
     """A YAML loader without the surprises of YAML 1.1: 1e-5 is a number, a date is text, and a repeated key is an error."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)  # before merges (<<), whose keys may be overridden
+        node = super().compose_mapping_node(anchor)  # before merges (<<), since a key may override a merged one
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge"]
         for i, key in enumerate(keys):
             if any((key.tag, key.value) == (other.tag, other.value) for other in keys[:i]):
@@ -79,13 +79,13 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        super().flatten_mapping(node)  # replaces merges (<<) by their names, which merges of merges multiply
+        super().flatten_mapping(node)  # replaces merges (<<) by their keys, which nested merges multiply
         if len(node.value) > MOST_VALUES:
             raise yaml.MarkedYAMLError(problem=f"<< merges more than {MOST_VALUES:,} keys", problem_mark=node.start_mark)
 
 
 def _check_size(values: Any) -> None:
-    """Raise `ValueError` if there are more than `MOST_VALUES` values, which even a small file has with aliases of aliases."""
+    """Raise `ValueError` for more than `MOST_VALUES` values. Even a small file has as many if it nests aliases."""
     found = [values]
     for value in found:
         found += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

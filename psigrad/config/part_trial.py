@@ -51,7 +51,7 @@ def make_batch() -> Batch:
 def try_parts(method: PolicyGradient) -> None:
     """Call each custom part of a method with the arguments that a run passes, then the whole method.
 
-    Raises `UserError` with the part's file and line if the part raises, or returns another type or shape than its slot expects.
+    Raises `UserError` with the part's file and line if the part raises, or returns a type or shape that its slot does not expect.
     """
     custom = [part for part in _parts_within(method) if _is_custom(part)]
     if not custom:
@@ -92,7 +92,7 @@ def try_parts(method: PolicyGradient) -> None:
 
 
 def _compute_loss(method: PolicyGradient, batch: Batch, logp: Tensor) -> None:
-    """Compute the method's loss of `batch` and its gradient by `logp`, the policy's log-probs, only to find errors."""
+    """Compute the method's loss and its gradient with respect to `logp`, the policy's log-probs, only to find errors."""
     state = method.initial_state()
     prepared = method.prepare(batch, state)
     outputs = PolicyOutputs(logp, entropy=batch.entropy, value=batch.value, kl=torch.zeros_like(logp) + 0 * logp)

@@ -22,7 +22,7 @@ Positive = Annotated[float, Gt(0), Lt(math.inf)]
 PositiveOrZero = Annotated[float, Ge(0), Lt(math.inf)]
 Share = Annotated[float, Ge(0), Le(1)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]
-# The settings that others need to have an effect.
+# Settings without which others have no effect.
 _ADAPTER, _CLUSTER, _PUSHED = Needs("model.lora_rank"), Needs("placement.cluster"), Needs("hub.push_to_hub")
 _SHARDS = Needs("placement.strategy=fsdp")
 _BEST = Needs("evaluation.load_best_model_at_end", "evaluation.early_stopping_patience")
@@ -153,7 +153,7 @@ class Data:
     eval_split: Annotated[str, Needs("data.eval_dataset")] = "test"
     """Split of `eval_dataset` to read, or a slice of it. A file has one split, named train or test."""
     max_rows: CountOrZero = 0
-    """Maximum rows to read of each dataset; a dataset of the hub is then streamed. 0: all."""
+    """Maximum rows to read from each dataset; a dataset of the hub is then streamed. 0: all."""
     max_prompt_length: CountOrZero = 0
     """Maximum tokens of a prompt. A row with a longer prompt counts as malformed (data.bad_rows). 0: no limit but the model's."""
     bad_rows: Literal["stop", "skip"] = "stop"
@@ -241,7 +241,7 @@ class Sampling:
     """With sampler=embedded on a GPU: record decoding steps once per batch size and replay them."""
 
     def vllm_memory_alone(self, gpus: float = 1.0) -> float:
-        """Return the fraction of GPU memory for a vLLM engine on GPUs without a trainer. `gpus` is their number, also below 1."""
+        """Return the share of GPU memory for a vLLM engine on `gpus` GPUs without a trainer. A shared GPU counts below 1."""
         return 0.8 * min(1.0, gpus) if self.vllm_memory == Sampling.vllm_memory else self.vllm_memory
 
     @property
@@ -257,8 +257,8 @@ class Evaluation:
     eval_steps: Annotated[CountOrZero, LIVE, STEPS, MAIN] = 0
     """Evaluate every this many steps; 0: at the end only."""
     eval_prompts: CountOrZero | None = None
-    """Held-out prompts. 0: no evaluation in training; all rows in `eval` and `sample`. Not given: a tenth of the dataset, at most
-    64 prompts, or 256 rows of comparisons."""
+    """Held-out prompts. 0: training evaluates nothing; `eval` and `sample` use all rows. Not given: 64, or 256 rows of
+    comparisons, but without eval_dataset at most a tenth of the dataset."""
     num_generations_eval: Annotated[Count, MAIN, DRAWS] = 1
     """Completions per held-out prompt; more than one gives pass@k."""
     eval_temperature: Annotated[PositiveOrZero, DRAWS] = 1.0
@@ -300,10 +300,10 @@ class Placement:
     """With fsdp: processes that share the tokens of every row, and in attention the heads (context parallelism,
     Ulysses)."""
     reduce_once: Annotated[bool, RECORDED, Needs("placement.strategy=fsdp")] = False
-    """With fsdp: sum gradients over the processes once per optimiser step, not in each pass. It saves messages, but each process
-    holds the whole float32 gradient."""
+    """With fsdp: sum gradients over the processes once per optimiser step, not in each pass. This saves messages, but each
+    process holds the whole float32 gradient."""
     timeout_minutes: Annotated[Positive, RECORDED] = 30.0
-    """Minutes that a process waits for another one before it ends with an error."""
+    """Minutes that a process waits for another one before failing with an error."""
     cluster: Annotated[str, RECORDED] = ""
     """Address of a Ray cluster to sample on. auto: a running cluster, or else one that is started on this machine. Empty: the
     training processes sample too."""
@@ -314,7 +314,7 @@ class Placement:
     sampler_gpus: Annotated[PositiveOrZero, RECORDED, _CLUSTER] = 0.0
     """With a cluster: GPUs per sampling process; below 1, several share one."""
     weight_transfer: Annotated[Literal["auto", "object_store", "nccl", "gloo"], RECORDED, _CLUSTER] = "auto"
-    """With a cluster: transfer of weights to vLLM's engines: between GPUs (nccl), CPUs (gloo), or by Ray's object_store; auto:
+    """With a cluster: how weights get to vLLM's engines: between GPUs (nccl), CPUs (gloo), or by Ray's object_store; auto:
     nccl if trainer and engines have GPUs."""
     parcel_prompts: Annotated[Count, RECORDED, _CLUSTER] = 2
     """With a cluster: prompts that are sent to a process together. Their completions are decoded in one batch."""
@@ -351,7 +351,7 @@ class Run:
     output_dir: Annotated[str, WRITTEN, FREE, MAIN] = ""
     """Run folder; empty: runs/<recipe>-<time>."""
     max_steps: Annotated[CountOrZero, LENGTH, MAIN] = 0
-    """Steps of the run: optimiser steps, in online methods rounds of sampling and training. 0: num_train_epochs decides. control:
+    """Optimiser steps of the run; in online methods, rounds of sampling and training. 0: num_train_epochs decides. control:
     set total_timesteps instead."""
     num_train_epochs: Annotated[Positive, LENGTH, MAIN, Needs("run.max_steps=0")] = 1.0
     """Passes over the data, if max_steps is 0; half a pass is 0.5. Not for control."""
@@ -367,7 +367,7 @@ class Run:
     watchdog_minutes: Annotated[PositiveOrZero, RECORDED] = 30.0
     """Report a phase of the run that lasts longer than this many minutes, and write all stacks to stacks.txt; 0: never."""
     async_save: Annotated[bool, RECORDED, DeviceDefault(cuda=True)] = False
-    """Write checkpoints in a thread while training continues. Without effect if there are callbacks, which receive a finished
+    """Write checkpoints in a thread while training continues, unless there are callbacks, which receive a finished
     checkpoint."""
     save_total_limit: Annotated[Count, RECORDED] = 2
     """Checkpoints to keep. The newest undamaged one is never deleted."""
@@ -396,5 +396,5 @@ class Run:
     """Draw report.html at the end."""
 
     def steps(self, rows: int, per_step: int) -> int:
-        """Return `max_steps`, or else the steps that `num_train_epochs` over `rows` rows take with `per_step` rows in each."""
+        """Return `max_steps`, or if it is 0 the steps for `num_train_epochs` over `rows` rows, at `per_step` rows a step."""
         return self.max_steps or math.ceil(self.num_train_epochs * rows / per_step)

@@ -1,6 +1,6 @@
 """Short, common names for parts of the algorithm: `beta` is algorithm.kl.coefficient, `gae_lambda` is psi.psi.lam.
 
-The setting that a shortcut means depends on the method's parts. If the method lacks the part, the error lists those that have it.
+The setting of a shortcut depends on the method's parts. If the method lacks the part, the error lists methods that have it.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
 def find_grouped(root: Part) -> Places:
-    """Return [(dotted path, d)] of psis that subtract group means. d names the std they divide by: "batch", "group" or "none"."""
+    """Return [(dotted path, d)] of psis that subtract group means. d says which std divides them: "batch", "group" or "none"."""
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
         for place, part in find_parts(root)
@@ -335,7 +335,7 @@ SHORTCUTS = {
     ),
     "kl_in": Shortcut("KL term", "where the KL term acts: loss or reward", find_parameter("where", "KL")),
     "use_bias_correction_kl": Shortcut(
-        "KL term", "weight the KL of each step by the ratio π/π_old", find_parameter("importance_weighted", "KL"), switch=True
+        "KL term", "weight the KL of each token by the ratio π/π_old", find_parameter("importance_weighted", "KL"), switch=True
     ),
     "epsilon": Shortcut(
         "clip of the ratio",
@@ -356,7 +356,7 @@ SHORTCUTS = {
     ),
     "aggregate": Shortcut(
         "aggregate",
-        "how the steps' losses are averaged: token_mean, sequence_mean, sequence_sum, or fixed_length (by max_completion_length)",
+        "how token losses are averaged: token_mean, sequence_mean, sequence_sum, or fixed_length (by max_completion_length)",
         find_slot("aggregate"),
         lambda root, place, value: _AGGREGATES.get(value, value) if isinstance(value, str) else value,
     ),
@@ -389,7 +389,7 @@ SHORTCUTS = {
     ),
     "gamma": Shortcut(
         "discount",
-        "discount per step",
+        "discount per token",
         find_parameter("gamma", "gae", "length_gae", "td_residual", "k_step", "reward_to_go", "total_return"),
     ),
     "target_kl": Shortcut("KL penalty", "target of the KL between old and new policy", find_parameter("target", "kl_penalty")),

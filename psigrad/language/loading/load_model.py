@@ -108,7 +108,7 @@ class SavedWeights:
 
     @classmethod
     def of(cls, checkpoint: Path | None, part: str = "") -> SavedWeights:
-        """Return the weights of the policy in a checkpoint, or of the model in its folder `part`: reference or critic."""
+        """Return the weights of the policy in a checkpoint, or of another model in its folder `part`, such as critic."""
         place = part_of(checkpoint, part)
         if place is None:
             return cls()
@@ -131,7 +131,7 @@ def part_of(checkpoint: Path | None, part: str) -> Path | None:
 def _prepare_given(
     prepare: Callable[..., M], given: ModelObject, settings: Model, run: Run, checkpoint: Path | None, world: World
 ) -> M:
-    """Save the initial weights of the network in `given` at `settings.path`. Return the model that `prepare` makes of it."""
+    """Save the initial weights of the network in `given` at `settings.path`. Return the model that `prepare` makes from it."""
     given.save_start(Path(settings.path), world, "model" in run.allow)
     network: Any = given.network
     lora = lora_of(settings)
@@ -156,7 +156,7 @@ def _prepare_given(
 def _choose_kernels(model: LanguageModel | ScalarModel, settings: Model, run: Run) -> None:
     """Set a model's attention implementation, and compile its layers if the settings enable it.
 
-    With `run.max_memory`, sampling does not pack quantised layers as numbers.
+    With `run.max_memory`, sampling keeps quantised matrices as codes, since dequantised copies are faster but larger.
     """
     model.attend(settings.attention)
     if model.decoder is not None:
@@ -194,7 +194,7 @@ def _check_shards(settings: Model, lora: Lora | None, world: World) -> None:
 
 
 def load_shard(model: LanguageModel | ScalarModel, world: World, device: str, folder: Path | None) -> None:
-    """With fsdp, reduce the model to this process's shard, on its device. Then load the shards in the folder `folder`, if any."""
+    """With fsdp, reduce the model to this process's shard, on its device. Then load the shards in `folder`, if it is given."""
     if world.lockstep:
         sharded.shard(model, world, device)
     if folder is not None:
@@ -214,7 +214,7 @@ def load_scalar_model(
     if given is not None and given.network is not None:
         if getattr(given.network.config, "num_labels", 0) != 1 or "SequenceClassification" not in type(given.network).__name__:
             raise UserError(
-                f"The model is {kind_of(given.network)}, and a reward model has a head with one label; give "
+                f"The model is {kind_of(given.network)}, but a reward model needs a head with one label; give "
                 "AutoModelForSequenceClassification.from_pretrained(…, num_labels=1), or the folder of a language model."
             )
         model = _prepare_given(scalar_model.prepare, given, settings, run, whole, world)
@@ -286,8 +286,8 @@ def load_online_reference(
 ) -> LanguageModel | Teacher:
     """Load the reference that `config.reference` names, or the policy's initial weights if it names none.
 
-    With LoRA, the initial model is the trained model without its adapter; otherwise it is a frozen copy. If the reference is a
-    server or has another tokenizer, return a `Teacher`.
+    With LoRA, the initial model is the trained model without its adapter; otherwise it is a frozen copy. A reference that moves
+    (ref_model_sync_steps) resumes from `checkpoint`. If the reference is a server or its tokenizer differs, return a `Teacher`.
     """
     dtype = config.reference_dtype or config.model.dtype
     if teacher.is_address(config.reference):
@@ -307,8 +307,8 @@ def load_start(
 ) -> LanguageModel:
     """Return the run's initial model, frozen, in `dtype` ("": that of `config`). If `saved` is given, load that folder's weights.
 
-    In a new run (`checkpoint` is None) return a copy of the trained `model`, which still has the initial weights. If `model` has
-    a LoRA adapter, return `model` itself: without its adapter it is the initial model.
+    If `model` has a LoRA adapter, return `model` itself, which without its adapter is the initial model. In a new run
+    (`checkpoint` is None), `model` still has the initial weights and is copied, unless it is sharded or `dtype` differs.
     """
     dtype = dtype or config.model.dtype
     if model.is_own_reference:
@@ -384,7 +384,7 @@ def _first_day(checkpoint: Path) -> str | None:
 
 def template_kwargs(given: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of the chat template, given as a mapping or as JSON text."""
-    wanted = "give an object, as '{\"enable_thinking\": false}'"
+    wanted = "give an object, such as '{\"enable_thinking\": false}'"
     try:
         kwargs = json.loads(given or "{}") if isinstance(given, str) else given
     except ValueError as error:

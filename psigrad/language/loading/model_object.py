@@ -41,10 +41,10 @@ _TRAINED: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDictionary
 
 @dataclass
 class ModelObject:
-    """A network and a tokenizer given as objects in place of names. `network` is None if only the tokenizer is an object.
+    """A network and a tokenizer as objects. `network` is None if the model was given as a name.
 
-    The network's initial weights are saved as a Hugging Face folder, `start/` in the run folder. References, critics and resumed
-    runs load them from there.
+    The network's initial weights are saved as a Hugging Face folder, `start/` in the run folder, from which references, critics
+    and resumed runs load them.
     """
 
     network: PreTrainedModel | None
@@ -67,7 +67,7 @@ class ModelObject:
         """Save the initial weights in `folder`. If `folder` already has initial weights, load them into the network instead.
 
         Raises `UserError` with fsdp, and if the weights in `folder` are of a model of another class. It also raises if the
-        network has other weights than these, unless `allowed` is True or this run has trained the network.
+        network's weights differ from them, unless `allowed` is True or this run has trained the network.
         """
         network = self.network
         assert network is not None
@@ -102,13 +102,13 @@ class ModelObject:
 
     @contextlib.contextmanager
     def restore_after(self) -> Iterator[None]:
-        """After the block, restore the network's attention, dropout and training mode. Merge an adapter that the run added."""
+        """After the block, merge an adapter that the run added, and restore settings that training changes, such as dropout."""
         network: Any = self.network
         if network is None:
             yield
             return
         own = network.config._attn_implementation
-        # The configurations of some vision-language models have none.
+        # The configurations of some vision-language models have no pad_token_id.
         mode, padding, recomputes = network.training, getattr(network.config, "pad_token_id", None), _recomputes(network)
         dropouts = dropouts_of(network)
         learns = {name: p.requires_grad for name, p in network.named_parameters()}
@@ -142,7 +142,7 @@ def weights_digest(network: nn.Module) -> str:
 
 
 def digest_weights(digest: Any, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Update the hashlib object `digest` with the weights `named`, (name, tensor) pairs, in order of their names."""
+    """Update the hashlib object `digest` with the (name, tensor) pairs `named`, in order of their names."""
     for name, tensor in sorted(named):
         digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -162,10 +162,10 @@ def load_weights(network: PreTrainedModel, folder: Path) -> None:
 
 
 def wrap_objects(model: Any, tokenizer: Any) -> ModelObject | None:
-    """Return the `ModelObject` of a model and a tokenizer of which at least one is an object; None if both are names.
+    """Return the `ModelObject` of a model and a tokenizer, each an object or a name; None for a model's name without a tokenizer.
 
-    Without a tokenizer, use the tokenizer of the folder or hub name that the model was loaded from. Raises `UserError` for an
-    object that is not a causal transformers model.
+    For a model object without a tokenizer, load that of the folder or hub name that the model came from. Raises `UserError` for
+    a model that is not transformers', is quantised or has an adapter, and for a tokenizer that cannot be loaded.
     """
     named = isinstance(model, str | os.PathLike)
     if named and tokenizer is None:

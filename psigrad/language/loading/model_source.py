@@ -1,7 +1,7 @@
 """Sources of a model: a folder, the hub, a GGUF file, or a PEFT adapter, which is trained on or merged into its base.
 
 GGUF files and adapters to merge are converted once, and the most recently used of the converted folders are cached. A folder's
-name is a hash of its source's content, so another file of the same name is converted again.
+name is a hash of its source's content, so a changed file of the same name is converted again.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _check_base(base: str, adapter: str) -> None:
 def check_exists(settings: Model, run: str) -> None:
     """Raise `UserError` if the model in `settings` does not exist. `run` is the run folder, which may not exist yet.
 
-    The hub is asked only if that folder has a run of another model. In all other cases, loading the model reports the error.
+    The hub is queried only if that folder has a run of another model. In all other cases, loading the model reports the error.
     """
     from transformers.utils import cached_file
 
@@ -224,7 +224,7 @@ def check_exists(settings: Model, run: str) -> None:
 
 
 def resolve_path(text: str) -> str:
-    """Return the path of a run's model if `text` is a run folder: of the trained model, or else of the newest checkpoint.
+    """Return the path of a run's trained model, or else of its newest checkpoint, if `text` is a run folder.
 
     Run folders of psigrad and transformers are understood. Any other text is returned unchanged. Raises `UserError` if a run of
     psigrad has neither model nor checkpoint.
@@ -327,7 +327,7 @@ def _without_weights(path: str) -> Path:
 
 
 def _identity(files: list[Path], *more: str) -> str:
-    digest = hashlib.sha256("\n".join(("2", *more)).encode())  # count up when conversions change: copies are then made again
+    digest = hashlib.sha256("\n".join(("2", *more)).encode())  # increase "2" when conversions change, so that they are repeated
     for file in files:
         with file.open("rb") as stream:
             digest.update(f"{file.name}\0{hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
@@ -410,7 +410,7 @@ def _convert_tokenizer(file: Path, folder: Path) -> None:
 
 
 def quantisation_of(adapter: Path) -> dict[str, Any]:
-    """Return how the base was quantised while an adapter was trained (`quantize_base`, `dtype`); empty if it was not."""
+    """Return `quantize_base` and `dtype` of an adapter's base during training; empty if the base was not quantised."""
     file = adapter / CODED_BASE
     return (parse_row(file.read_bytes()) or {}) if file.is_file() else {}
 
@@ -434,7 +434,7 @@ def _merge_adapter(adapter: Path, folder: Path) -> None:
         return write_end_tokens(folder, trained.tokenizer)
     base = json.loads((adapter / CONFIG).read_text())["base_model_name_or_path"]
     kind: Any = peft.AutoPeftModelForCausalLM
-    if needs_vision(base, is_beside_towers(adapter)):  # peft has no class for them, though the adapters are of the same type
+    if needs_vision(base, is_beside_towers(adapter)):  # peft has no class for vision models, though their adapters load alike
         kind = type("AutoPeftModel", (kind,), {"_target_class": AutoModelForImageTextToText})
     with check_peft_warnings():
         wrapped: Any = kind.from_pretrained(adapter, dtype="auto")

@@ -1,4 +1,4 @@
-"""Teachers: references that are behind a server, or that have another tokenizer than the policy."""
+"""Teachers: references that run on a server, or whose tokenizer differs from the policy's."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Ask = Callable[[Groups, float, int], Sequence[TeacherOutput]]
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher that serves as the reference. If its tokenizer is not the policy's (`spans`), the KL compares pieces of text.
+    """A teacher that serves as the reference. If its tokenizer differs from the policy's (`spans`), the KL compares text pieces.
 
     A text piece ends where both tokenizers end a token.
     """
@@ -63,7 +63,7 @@ class Teacher:
     """The teacher's folder or address, for messages."""
     _cache: dict[Any, TeacherOutput] = field(default_factory=dict, repr=False)
     _pieces: list[Tensor] = field(default_factory=list, repr=False)
-    """Of the last batch: a mask [N, T] of the ends of text pieces, the teacher's log-probs there [N, T], and baselines [N]."""
+    """For the last batch: a mask [N, T] of the ends of text pieces, the teacher's log-probs of these, and baselines [N]."""
 
     @property
     def is_own_reference(self) -> bool:
@@ -80,7 +80,7 @@ class Teacher:
         kind = "" if algorithm.kl is None else algorithm.kl.estimator
         if self.spans and kind != "span":
             raise UserError(
-                f"The teacher {self.name} has another tokenizer than the model, so {algorithm.name or 'the method'} cannot "
+                f"The tokenizer of the teacher {self.name} differs from the model's, so {algorithm.name or 'the method'} cannot "
                 f"compare them token by token (estimator={kind!r}). Set algorithm.kl.estimator=span, which compares pieces of "
                 "text that end at a token boundary of both tokenizers."
             )
@@ -91,7 +91,7 @@ class Teacher:
         return torch.nn.utils.rnn.pad_sequence([one.logp for one in said], batch_first=True)
 
     def top(self, groups: Groups, temperature: float) -> Top:
-        """Return the ids and log-probs [n, T, `top_k`] of the teacher's most probable tokens at each token of a completion."""
+        """Return the ids and log-probs [n, T, `top_k`] of the teacher's most probable tokens at each place of a completion."""
         tops = [one.top for one in self._evaluate(groups, temperature, self.top_k) if one.top is not None]
         ids, logp = ([getattr(top, name) for top in tops] for name in ("ids", "logp"))
         return Top(*(torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (ids, logp)))
@@ -99,7 +99,7 @@ class Teacher:
     def store_pieces(self, ends: Tensor, theirs: Tensor, logp: Tensor) -> None:
         """Store for `add_kl` a batch's text pieces, and the baseline of each completion's KL (see `span_kl`).
 
-        All arguments have the shape [N, T]. `ends` is True at the last token of a piece. There, `theirs` has the teacher's
+        All arguments have the shape [N, T]. `ends` is True at the last token of a piece, where `theirs` has the teacher's
         log-prob of the piece. `logp` has the policy's log-prob of each token.
         """
         d = torch.where(ends, span_kl(logp, ends, theirs), 0.0).sum(1)

@@ -18,7 +18,7 @@ from psigrad.errors import UserError
 from psigrad.processes.parallel.world import RankLost
 from psigrad.processes.proc import die_with_parent
 
-# Seconds that the other processes get to end by themselves after a failure, and bytes that are stored of a process's last output.
+# Seconds in which the other processes may end by themselves after a failure, and bytes of a process's last output to store.
 GRACE, WORDS = 10.0, 8000
 
 
@@ -45,8 +45,8 @@ def check(processes: int) -> None:
 def run(processes: int, arguments: Sequence[str]) -> int:
     """Run `psigrad` with `arguments` as ranks 0 … processes - 1 of this machine. Return the exit status of the run.
 
-    Rank 0 has the terminal. When a process fails, the others are ended, and the last output of the first failed process is
-    printed. SIGTERM and SIGHUP are forwarded to all processes. Ctrl-C reaches them from the terminal.
+    Rank 0 has the terminal. After a process fails, the others are killed unless they end within `GRACE` seconds. Then the failed
+    process's last output is printed, unless it is rank 0. All processes get SIGTERM and SIGHUP, and Ctrl-C from the terminal.
     """
     with tempfile.TemporaryDirectory(prefix="psigrad-") as folder:
         ranks = [_Rank(rank, processes, folder, arguments) for rank in range(processes)]
@@ -112,7 +112,7 @@ def _watch(ranks: Sequence[_Rank]) -> int:
     while any(rank.process.poll() is None for rank in ranks):
         failed = [rank for rank in ranks if rank.failed]
         if first is None and failed:
-            # a process that ended because another was lost is not the cause
+            # a process that ended because it lost another one is not the cause
             first, since = min(failed, key=lambda rank: rank.status == RankLost.exit_status), time.monotonic()
         if first is not None and time.monotonic() - since > GRACE:
             break

@@ -1,7 +1,7 @@
-"""Sharded tensors (DTensors), of which each process holds some rows: access to the local rows, and safetensors files.
+"""Sharded tensors (DTensors): access to the rows that this process holds, and safetensors files of all rows.
 
-The files have the Hugging Face format of torch.distributed.checkpoint, without pickle. Any number of processes can read files
-that N processes wrote, and also a plain model.safetensors.
+The files have the Hugging Face format of torch.distributed.checkpoint, without pickle. Any number of processes can read them, as
+well as a plain model.safetensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def num_replicas(x: Tensor, size: int) -> int:
 
 @torch.no_grad()
 def local_parameter(parameter: Any) -> nn.Parameter:
-    """Return a parameter that shares the memory of this process's rows of a sharded one. Return any other one unchanged."""
+    """Return this process's rows of a sharded parameter as a parameter in the same memory. Return any other one unchanged."""
     if not is_sharded(parameter):
         whole: nn.Parameter = parameter
         return whole
@@ -58,7 +58,7 @@ def first_element(parameter: Any) -> int:
 
 
 def shard_like(local: Tensor, parameter: Tensor) -> Tensor:
-    """Return a tensor sharded like `parameter`, such as an optimiser's moment. `local` are this process's rows of the tensor."""
+    """Return a tensor sharded like `parameter`, such as an optimiser's moment, from `local`, this process's rows of it."""
     if not is_sharded(parameter) or local.dim() == 0:
         return local
     from torch.distributed.tensor import DTensor
@@ -75,7 +75,7 @@ def has_shards(folder: Path) -> bool:
 
 
 def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return copies of the tensors in host memory. Of a sharded tensor, each process copies its own rows."""
+    """Return copies of the tensors in host memory. Each process copies only its own rows of a sharded tensor."""
     if not any(map(is_sharded, tensors.values())):
         return {name: x.detach().to("cpu", copy=True) for name, x in tensors.items()}
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions

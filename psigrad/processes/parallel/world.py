@@ -198,10 +198,10 @@ def _store() -> Any:
 def join_world(
     *, device: str = "cpu", lockstep: bool = False, minutes: float = 30.0, division: Division | None = None
 ) -> Iterator[World]:
-    """Yield the `World` of this process, which the environment variables RANK and WORLD_SIZE determine.
+    """Yield the `World` of this process, as the environment variables RANK and WORLD_SIZE define it.
 
-    `psigrad … --processes N`, torchrun, SLURM or Ray Train set them; otherwise there is one process. `World` explains `lockstep`.
-    A process ends if another does not answer for `minutes` minutes. Raise `UserError` if `division` does not fit WORLD_SIZE.
+    `psigrad … --processes N`, torchrun, SLURM or Ray Train set them; otherwise there is one process. See `World` for `lockstep`.
+    Calls fail if a process does not answer for `minutes` minutes. Raise `UserError` if `division` does not fit WORLD_SIZE.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if division is not None and (size % math.prod(division) or (division != Division() and not lockstep)):
@@ -261,14 +261,14 @@ def _make_group(device: str, size: int, minutes: float) -> None:
 
 
 def check_equal(world: World, values: Mapping[str, str]) -> None:
-    """Raise `UserError` if the processes have different values under a name in `values`. The message gives the name."""
+    """Raise `UserError` if the processes have different values for a name in `values`. The message gives the name."""
     each = world.all_gather(dict(values))
     for name in values:
         others = [rank for rank, own in enumerate(each) if own.get(name) != each[0].get(name)]
         if others:
             raise UserError(
-                f"Rank {others[0]} of {world.size} has another {name.replace('_', ' ')} than rank 0; start all processes with "
-                "the same settings, files and versions."
+                f"Rank {others[0]} of {world.size} has a different {name.replace('_', ' ')} from rank 0; start all processes "
+                "with the same settings, files and versions."
             )
 
 
@@ -311,9 +311,9 @@ def map_shared(world: World, parts: Sequence[P], of: Callable[[P], T]) -> list[T
 def sum_gradients(world: World, parameters: Sequence[Tensor], failed: bool = False) -> bool:
     """Replace each parameter's gradient by its sum over the ranks, computed in at least float32, and return False.
 
-    If a rank passes `failed`, sum nothing and return True on all ranks. If no rank has a gradient for a parameter, its gradient
-    stays None, so that the optimizer does not decay the parameter. If only some ranks have a gradient, the others add zeros.
-    Small gradients are sent in one message.
+    If a rank passes `failed`, sum nothing and return True on all ranks. With a single process, always return False. If no rank
+    has a gradient for a parameter, the gradient stays None, so that the optimizer does not decay the parameter. If only some
+    ranks have a gradient, the others add zeros. Small gradients are sent in one message.
     """
     if world.size == 1 or not parameters:
         return False
@@ -338,7 +338,7 @@ def sum_gradients(world: World, parameters: Sequence[Tensor], failed: bool = Fal
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of parameters of one dtype with at most `BUCKET` elements in all. A larger parameter has its own list."""
+    """Yield lists of parameters of one dtype with at most `BUCKET` elements in total. A larger parameter has its own list."""
     bucket: list[Tensor] = []
     for p in parameters:
         if bucket and (p.dtype != bucket[0].dtype or sum(q.numel() for q in bucket) + p.numel() > BUCKET):

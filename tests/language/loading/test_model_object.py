@@ -286,7 +286,7 @@ def test_what_cannot_be_trained_in_place_is_refused_in_a_sentence(objects, job, 
         psigrad.train("sft", model=AutoModelForCausalLM.from_pretrained(job / "base").double(), **data)
     with pytest.raises(UserError, match="PeftModelForCausalLM, which has an adapter"):
         psigrad.train("sft", model=peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM")), **data)
-    with pytest.raises(UserError, match="a reward model has a head with one label"):
+    with pytest.raises(UserError, match="a reward model needs a head with one label"):
         short = {name: value for name, value in SHORT.items() if name != "max_completion_length"}
         fresh = AutoModelForCausalLM.from_pretrained(job / "base")
         psigrad.train("reward", model=fresh, dataset=job / "pairs.jsonl", output_dir=tmp_path / "r", **short)

@@ -103,7 +103,7 @@ def test_parameters_reach_a_builtin():
         ("no_such_module_at_all:f", "cannot be imported: ModuleNotFoundError"),
         ("psigrad.language.rewards.builtin:exat", "has no 'exat'.*did you mean 'exact'"),
         ("psigrad.language.rewards.builtin:NAMES", "is a dict; expected a function"),
-        (":f", "':f' names a module or file, but nothing in it; write module:name"),
+        (":f", "':f' names a module or file, but no object in it; write module:name"),
         ("no_such_file.py:f", r"there is no file '.*/no_such_file\.py'; give the path"),
     ],
 )

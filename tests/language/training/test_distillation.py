@@ -208,9 +208,7 @@ def test_a_teacher_with_another_tokenizer_teaches_by_pieces_of_text(job, foreign
     assert sum(kl[-6:]) / 6 < 0.7 * sum(kl[:3]) / 3
     told = [json.loads(line).get("rule") for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert not {"flat_reward", "dead_groups"} & set(told)  # a teacher rewards nothing, and that is no fault
-    with pytest.raises(
-        UserError, match=r"foreign has another tokenizer than the model.+estimator='exact'.+algorithm.kl.estimator=span"
-    ):
+    with pytest.raises(UserError, match=r"foreign differs from the model's, so .+estimator='exact'.+algorithm.kl.estimator=span"):
         distil(job, tmp_path / "other", 1, reference=foreign)
 
 

@@ -206,7 +206,7 @@ def test_an_agent_that_asks_for_what_it_is_not_given_is_refused_at_once():
         AgentCommand(" ")
     with pytest.raises(UserError, match="No closing quotation"):
         AgentCommand("python 'a")
-    with pytest.raises(UserError, match=r"'my_agent.py' names a module or file, but nothing in it; write my_agent.py:name"):
+    with pytest.raises(UserError, match=r"'my_agent.py' names a module or file, but no object in it; write my_agent.py:name"):
         imported_callable("my_agent.py", "agent")
     check_agent(AgentCommand(f"{sys.executable} my_agent.py"))
     with pytest.raises(UserError, match="the program 'pyhton' was not found"):
