@@ -213,9 +213,6 @@ def _rows(dataset: Dataset, split: str = "train", setting: str = "split", defaul
     name = parse_split(split).name
     if isinstance(dataset, str | os.PathLike):
         return find_absolute(os.fspath(dataset))
-    if type(dataset).__name__ == "DataFrame":
-        frame: Any = dataset
-        return _plain(frame.to_dict("records"))
     if isinstance(dataset, Mapping):
         if name not in dataset:
             raise UserError(
@@ -224,6 +221,9 @@ def _rows(dataset: Dataset, split: str = "train", setting: str = "split", defaul
         dataset = dataset[name]
     elif name != default_split:
         raise UserError(f"{setting} is {split!r}, but the given rows have no splits; remove {setting}.")
+    if type(dataset).__name__ == "DataFrame":
+        frame: Any = dataset
+        return _plain(frame.to_dict("records"))
     if not isinstance(dataset, Iterable):
         raise UserError(f"The dataset is {dataset!r}; expected the name of a file, folder or hub dataset, or rows.")
     return list(keep_images_encoded(remove_format(dataset)))

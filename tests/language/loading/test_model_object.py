@@ -212,6 +212,9 @@ def test_datasets_frames_and_splits(objects, job, tmp_path):
     for setting in ("split", "eval_split"):
         with pytest.raises(UserError, match=rf"has the splits train, test but not 'validation'; set {setting} to one of them\.$"):
             psigrad.train("sft", dataset=both, eval_dataset=both, **{setting: "validation"}, **short)
+        with pytest.raises(UserError, match=rf"^{setting} is 'validation', but the given rows have no splits"):
+            frame = pandas.DataFrame(train)
+            psigrad.train("sft", dataset=frame, eval_dataset=frame, **{setting: "validation"}, **short)
 
 
 def test_frames_have_gaps_and_lists_as_json_has_them(tmp_path):
