@@ -90,7 +90,7 @@ class Lora:
 
 
 def _as_pattern(name: str) -> str:
-    """Return `name`, a string as peft's `target_modules`. Enclose a pattern in a group if `_is_pattern` misses it."""
+    """Return a string from peft's `target_modules`. Enclose a pattern in a group if `_is_pattern` would miss it."""
     return name if name == "all-linear" or _is_pattern(name) else f"(?:{name})"
 
 
