@@ -1,4 +1,4 @@
-"""Tokenizers of folders and hub models. Their files come with a model, so they are checked before they are read."""
+"""Tokenizers of folders and hub models. Their files are untrusted, so they are checked before they are read."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from psigrad.language.models.towers import file_of
 
 MOST_ADDED = 100_000
-"""The most added tokens of a tokenizer. The time that the tokenizers library takes grows with the square of their number."""
+"""The maximum number of added tokens of a tokenizer. The tokenizers library's time grows with the square of this number."""
 MOST_GROWTH = 1024
-"""The most characters that a normaliser or decoder may make of one character, and that a template may put around a text."""
+"""The maximum number of characters that a normaliser or decoder makes of one character, and of parts in a template."""
 
 
 def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
