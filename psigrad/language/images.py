@@ -50,9 +50,7 @@ class Picture:
     data: bytes | None = None
 
     def read(self) -> bytes:
-        """Return the encoded bytes of the image. Raises `UserError` if its file is missing or has changed since it was first
-        read.
-        """
+        """Return the image's encoded bytes. Raises `UserError` if its file is missing or has changed since the first read."""
         if self.data is not None or self.path is None:
             return self.data or b""
         try:
@@ -422,7 +420,7 @@ def media_type(data: bytes) -> str:
     from PIL import Image
 
     with _open(data) as image:
-        # Phones write JPEG files with a second picture, which Pillow calls MPO; other readers take them for JPEG.
+        # Phones write JPEG files with a second picture, which Pillow calls MPO; other readers read them as JPEG.
         return Image.MIME["JPEG" if image.format == "MPO" else str(image.format)]
 
 

@@ -75,7 +75,7 @@ class StateLayout(Protocol):
 
 
 class Layout(StateLayout, Protocol):
-    """The division of a forward pass's S tokens into sequences. psigrad's attention in transformers' modules calls it."""
+    """The division of a forward pass's S tokens into sequences. psigrad's attention in transformers' modules calls `attend`."""
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA

@@ -120,7 +120,7 @@ class Pretrained(ABC):
 
     @property
     def vision(self) -> Vision | None:
-        """The reader of the images in prompts; None if the model reads text alone."""
+        """The reader of the images in prompts; None if the model reads only text."""
         found: Vision | None = image_format_of(self.tokenizer)
         return found
 
@@ -417,7 +417,7 @@ def _unscaled_lengths(config: Any) -> list[int]:
 
 
 def _check_repeatable(model: Pretrained) -> None:
-    """Run the same texts twice in training mode. Raise `UserError` if the outputs differ: the model then draws random numbers."""
+    """Run the same texts twice in training mode. Raise `UserError` if random numbers make the outputs differ."""
     with torch.enable_grad():  # training mode is set only when a gradient is enabled
         one, other = (model._probe(model._texts(), packed=not model.why_padded).detach() for _ in range(2))
     if gap := float((one - other).abs().max()):

@@ -59,8 +59,8 @@ class Lora:
     Formula: s = alpha / rank, or alpha / √rank with `rslora`. With `dora` each row of W + s·B A is scaled to a trained length.
 
     `target_modules` are names as in peft. "all-linear" means every linear layer except the head. In models with Mamba, it also
-    excludes the mixers' outputs, which peft rejects. A single regular expression means the modules whose full name it matches.
-    The modules in `modules_to_save` are trained in full.
+    excludes the mixers' output layers, which peft rejects. A single regular expression means the modules whose full name it
+    matches. The modules in `modules_to_save` are trained in full.
 
     Source: Hu et al. 2021, LoRA, arXiv:2106.09685; Kalajdzievski 2023, rsLoRA, arXiv:2312.03732; Liu et al. 2024, DoRA,
     arXiv:2402.09353.

@@ -23,6 +23,7 @@ def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     file exceeds the limits of this module.
 
     For Qwen, Gemma and GPT-2, transformers creates an empty tokenizer if the files are missing, and every text would be empty.
+    Prompts may have images if the model is of a type in `vision.FAMILIES`.
     """
     from transformers import AutoTokenizer
 
@@ -39,7 +40,7 @@ def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
 
 
 def check_tokenizer(path: str) -> None:
-    """Raise `ValueError` for tokenizer files that would make a text very much longer, or take minutes to read."""
+    """Raise `ValueError` for tokenizer files that would make a text far longer, or take minutes to read."""
     added = 0
     for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"):
         if (file := file_of(path, name)) is None:
@@ -61,7 +62,7 @@ def check_tokenizer(path: str) -> None:
 
 
 def _growth(part: Any) -> float:
-    """Return a bound on the number of characters that a part of tokenizer.json, such as a normalizer, makes of one character."""
+    """Return a bound on the characters that a part of tokenizer.json makes of one character, or a template's number of parts."""
     if not isinstance(part, dict):
         return 1.0
     if part.get("type") == "TemplateProcessing":
