@@ -19,8 +19,7 @@ MOST_GROWTH = 1024
 
 
 def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder or hub model. Raises `ValueError` if there is none, if its vocabulary is empty, or if a
-    file exceeds the limits of this module.
+    """Return the tokenizer of a folder or hub model. Raises `ValueError` if it is missing, empty or beyond this module's limits.
 
     For Qwen, Gemma and GPT-2, transformers creates an empty tokenizer if the files are missing, and every text would be empty.
     Prompts may have images if the model is of a type in `vision.FAMILIES`.
