@@ -10,9 +10,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Example:
-    """A text to train on: `ids` [T], and a `mask` [T] that is True on tokens with loss. `truncated`: `max_length` cut the end.
+    """A training text: `ids` [T], and a `mask` [T], True on tokens with loss. `truncated`: True if `max_length` cut its end.
 
-    The first token has no context, so its mask is False. After a cut the mask may be all False; drop such an example.
+    The first token has no context, so its mask is False. In a truncated text the mask can be all False; drop such an example.
     """
 
     ids: list[int]
@@ -24,8 +24,8 @@ class Example:
 class Answer:
     """An answer to a prompt: its `ids`, and a `mask` that is True for tokens of the assistant (its end of turn included).
 
-    If the template renders an earlier turn differently once others follow, the turn has its own context. It is then one of the
-    texts `apart`, which follow the same prompt.
+    Some templates render an earlier turn differently once others follow. Such a turn has its own context, and is one of the texts
+    `apart`, which follow the same prompt.
     """
 
     ids: list[int]
@@ -50,7 +50,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt with a better and a worse answer. `margin` is the difference of their quality; None if the row has none."""
+    """A prompt with a better and a worse answer. `margin` is the difference in quality; None if the row has none."""
 
     prompt: list[int]
     chosen: Answer
@@ -65,7 +65,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class LabelledAnswer:
-    """A prompt with one answer that is desirable or not."""
+    """A prompt with one answer, labelled as desirable or not."""
 
     prompt: list[int]
     answer: Answer
@@ -92,7 +92,7 @@ class Steps:
 
 
 def pair_of(chosen: Sequence[Example], rejected: Sequence[Example]) -> Pair:
-    """Return two answers as a `Pair`. Its prompt is the prefix that all of their texts share before a trained token."""
+    """Return two answers as a `Pair`. Its prompt is the prefix that all texts share before a trained token."""
     shared = shared_prefix([*chosen, *rejected])
     return Pair(chosen[0].ids[:shared], answer_behind(shared, chosen), answer_behind(shared, rejected))
 
@@ -100,7 +100,7 @@ def pair_of(chosen: Sequence[Example], rejected: Sequence[Example]) -> Pair:
 def shared_prefix(texts: Sequence[Example]) -> int:
     """Return the number of tokens that all texts share before their first trained token.
 
-    It may be less than the prompt: a template may render the prompt's end differently before another answer.
+    It can be less than the prompt, because templates can render the prompt's end differently before different answers.
     """
     return min([text.mask.index(True) for text in texts] + [common_prefix(texts[0].ids, text.ids) for text in texts[1:]])
 

@@ -33,7 +33,7 @@ _PLACES = 16
 COLUMNS = ("images", "image")
 """The columns of a dataset that may have images."""
 MOST_PIXELS = 89_478_485
-"""The most pixels of an image: the number from which Pillow warns of a decompression bomb."""
+"""The maximum number of pixels of an image. Above it, Pillow warns of a decompression bomb."""
 # Pillow's other readers start programs (EPS) or are rarely tested.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
@@ -50,9 +50,7 @@ class Picture:
     data: bytes | None = None
 
     def read(self) -> bytes:
-        """Return the encoded bytes of the image. Raises `UserError` if its file is missing or has changed since it was first
-        read.
-        """
+        """Return the image's encoded bytes. Raises `UserError` if its file is missing or has changed since the first read."""
         if self.data is not None or self.path is None:
             return self.data or b""
         try:
@@ -139,10 +137,10 @@ def unregister(digest: str) -> None:
 
 
 def store_in(folder: Path | None, digests: Iterable[str] = ()) -> None:
-    """Store a run's images in this folder: those of its rows (`digests`), and all that are registered later. With None, stop.
+    """Store a run's images in this folder: those of its rows (`digests`), and those registered later as bytes. With None, stop.
 
-    Images given as bytes become files named by their SHA-256. For images given as files, paths.jsonl has the paths. A resumed
-    run, and other processes, read the images there.
+    Images given as bytes become files named by their SHA-256. paths.jsonl lists the paths of the rows' other images. A resumed
+    run, and other processes, find the images through this folder.
     """
     _run[:] = [] if folder is None else [folder]
     if folder is None:
@@ -155,7 +153,7 @@ def store_in(folder: Path | None, digests: Iterable[str] = ()) -> None:
 
 
 def _store(picture: Picture, folder: Path) -> Picture:
-    """Write an image that was given as bytes to the folder. Return the `Picture` of the written file."""
+    """Write an image that was given as bytes to the folder, and return the `Picture` of the file. Return others unchanged."""
     if picture.data is None:
         return picture
     with _open(picture.data) as image:
@@ -258,7 +256,7 @@ def label_of(token: int) -> str:
 
 
 def parts_of(content: str) -> list[dict[str, Any]]:
-    """Split a content into the parts that a chat template reads. The part of an image also has its SHA-256 and size."""
+    """Split a message's content into the parts that a chat template reads. An image's part also has its SHA-256 and size."""
 
     def part(digest: str) -> dict[str, Any]:
         known = picture(digest)
@@ -301,7 +299,7 @@ def _open_all(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_open_all(one) for one in value]
     given = (value.get("bytes") or value.get("path")) if isinstance(value, Mapping) else value
-    with contextlib.suppress(OSError, ValueError):  # not an image: another column of that name
+    with contextlib.suppress(OSError, ValueError):  # not images: the column only has the name
         if isinstance(given, str) and given.startswith("data:"):
             return _open(base64.b64decode(given.partition(",")[2]))
         if isinstance(given, bytes | str | os.PathLike):
@@ -315,7 +313,7 @@ def insert_marks(
     """Replace the placeholders of images in a rendered text by marks. Return (the text, a shift for each image).
 
     A shift is (the index of the placeholder, the number of characters by which the mark is longer). Raises `ValueError` if the
-    template leaves an image out or writes it elsewhere, and if a text contains the placeholder.
+    model reads only text, the template drops or moves an image, or a text contains the placeholder.
     """
     wanted = [
         part
@@ -378,7 +376,7 @@ def insert_image_ids(ids: Sequence[int], pictures: Sequence[Picture], image_form
 
 
 def decode_upright(data: bytes, *, small: bool = False) -> Image:
-    """Return the pixels of an encoded image in RGB; see `rgb`. Of an animation this is the first frame.
+    """Return the pixels of an encoded image in RGB; see `rgb`. For an animation, return the first frame.
 
     If `small`, a JPEG is decoded at an eighth of its size, which still reads all of its data. Raises whatever Pillow raises, and
     `ValueError` for more than `MOST_PIXELS`.
@@ -422,7 +420,7 @@ def media_type(data: bytes) -> str:
     from PIL import Image
 
     with _open(data) as image:
-        # Phones write JPEG files with a second picture, which Pillow calls MPO; other readers take them for JPEG.
+        # Phones write JPEG files with a second picture, which Pillow calls MPO; other readers read them as JPEG.
         return Image.MIME["JPEG" if image.format == "MPO" else str(image.format)]
 
 

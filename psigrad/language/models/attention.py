@@ -1,4 +1,4 @@
-"""Attention, convolutions and recurrences over a packed row: the sequences of a pass, concatenated, with shared prefixes."""
+"""Attention, convolutions and recurrences over a packed row: a pass's concatenated sequences, with each shared prefix once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SDPA: Any = F.scaled_dot_product_attention
 class AttentionLayer(Protocol):
     """The properties of a fused layer that `FusedLayout.mix` reads. `window` is the sliding window in tokens; 0: no window.
 
-    `order` numbers the layers that compute keys and values. A layer that reuses keys has the `order` of the layer they are from.
+    `order` is the layer's number among those that compute keys and values. A layer that reuses another's keys has that `order`.
     """
 
     order: int
@@ -44,7 +44,7 @@ def modified_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention like `scaled_dot_product_attention`, with capped scores or with sinks.
+    """Compute attention like `scaled_dot_product_attention`, optionally with capped scores or sinks.
 
     `softcap` c caps scores s to c·tanh(s/c) (Gemma 2). `sinks` [H] is an extra score per head: it enters the softmax, and its
     probability multiplies no value (gpt-oss). The matrix of all scores is in memory at once.
@@ -55,7 +55,7 @@ def modified_attention(
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if attn_mask is not None:
-        unseen = torch.finfo(scores.dtype).min  # -inf would make rows of padding, which attend to nothing, NaN
+        unseen = torch.finfo(scores.dtype).min  # -inf would give NaN in rows of padding, which attend to nothing
         scores = scores.masked_fill(~attn_mask, unseen) if attn_mask.dtype == torch.bool else scores + attn_mask
     if sinks is not None:
         beside = sinks.to(scores.dtype).view(1, scores.shape[1], -1, 1).expand(*scores.shape[:3], 1)
@@ -75,7 +75,7 @@ class StateLayout(Protocol):
 
 
 class Layout(StateLayout, Protocol):
-    """The division of a forward pass's S tokens into sequences. The attention of transformers' modules calls it."""
+    """The division of a forward pass's S tokens into sequences. psigrad's attention in transformers' modules calls `attend`."""
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
@@ -92,7 +92,7 @@ class FusedLayout(StateLayout, Protocol):
 
     @property
     def packed_weights(self) -> PackedWeights | None:
-        """The cache of weight matrices that are packed for the kernels; None if this pass may not use it."""
+        """The cache of weight matrices that are packed for the kernels; None in passes that must not use it."""
 
     @property
     def slots(self) -> Slots | None:
@@ -120,8 +120,8 @@ def rows_at(x: Tensor, index: Tensor) -> Tensor:
 
 
 class _Take(torch.autograd.Function):
-    """The function `rows_at(x, index)` for an `index` that takes no row of x twice. Row i of x is row `inverse[i]` of the output,
-    or is not taken (-1). The gradient of x is then `rows_at(grad, inverse)`, a gather. Autograd's scatter is slower.
+    """The autograd function `rows_at(x, index)` for an `index` with no row of x twice. Row i of x becomes row `inverse[i]` of the
+    output (-1: none). The gradient is the gather `rows_at(grad, inverse)`, which is faster than autograd's scatter.
     """
 
     @staticmethod
@@ -145,7 +145,7 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 class Pieces(NamedTuple):
     """The pieces of a packed row, as NumPy arrays: the token counts of B `prefixes`, and of N `sequences` that follow them.
 
-    `prefix` [N] is the prefix that each sequence continues, and `seen` [N] the number of prefix tokens that it attends to.
+    `prefix` [N] is the index of each sequence's prefix, and `seen` [N] the number of prefix tokens that it attends to.
     """
 
     prefixes: np.ndarray
@@ -193,7 +193,7 @@ class PackedLayout:
     pieces: Pieces
     device: torch.device
     blocks: Tensor | None = None
-    """[S] the number of each token's block; 0: no block. Tokens of a block, such as an image in Gemma 3, attend to each other."""
+    """[S] the index of each token's block; 0: no block. Tokens of a block, such as an image in Gemma 3, attend to each other."""
     packed_weights = slots = None
 
     @cached_property
@@ -235,8 +235,8 @@ class PackedLayout:
         return on_device((begin - pieces.starts).repeat(pieces.lengths) + np.arange(self.rows), self.device)
 
     def _prefix_mask(self, window: int | None) -> Tensor | None:
-        """Return the mask of attention within prefixes: [B, 1, P, P] if there are blocks (images), otherwise [P, P]. Return None
-        for the plain causal mask: if there are neither blocks nor a sliding window that is shorter than the prefixes.
+        """Return the mask of attention within prefixes: [B, 1, P, P] if there are blocks (images), otherwise [P, P]. If there are
+        no blocks and no sliding window shorter than the longest prefix, return None: the plain causal mask suffices.
         """
         length = self.prefix_rows.shape[1]
         if self.blocks is None and (window is None or window >= length):
@@ -246,8 +246,8 @@ class PackedLayout:
         return near & self._or_same_block((distance >= 0).to(near.device), self.prefix_rows)
 
     def _or_same_block(self, causal: Tensor, rows: Tensor) -> Tensor:
-        """Return the mask `causal` [L, L] plus attention between all tokens of an image: [K, 1, L, L] for K pieces, whose
-        tokens have the positions `rows` [K, L]. If the layout has no blocks, return `causal` itself.
+        """Return the mask [K, 1, L, L] of K pieces whose tokens have the positions `rows` [K, L]: `causal` [L, L], plus attention
+        between all tokens of a block. If the layout has no blocks, return `causal` itself.
         """
         if self.blocks is None:
             return causal
@@ -317,9 +317,9 @@ class PackedLayout:
     def _windows(self, taps: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return (rows [E], begin [S], windows [S, taps]), by which a convolution finds the packed tokens that it reads.
 
-        `rows` and `windows` are positions of packed tokens, `begin` are indices into `rows`. `rows` lists, for all prefixes and
-        then all sequences, the `taps - 1` tokens before it in its text (-1: none), then its own tokens. Token s reads the `taps`
-        entries of `rows` from begin[s] on, which are windows[s]; the last one is s.
+        `rows` and `windows` are positions of packed tokens, `begin` are indices into `rows`. For each prefix, then each sequence,
+        `rows` lists the `taps - 1` tokens before it in its text (-1: none) and its own tokens. Token s reads the `taps` entries
+        of `rows` from begin[s] on. These entries are windows[s], and the last one is s.
         """
         if taps not in self._taps:
             pieces, before = self.pieces, np.arange(1 - taps, 0)

@@ -79,11 +79,11 @@ class Pretrained(ABC):
     - `network` is transformers' model, which has the weights. With LoRA it contains the adapters' layers.
     - `adapter` is the peft wrapper that saves and merges adapters. `from_adapter` is True if training started with an adapter, so
       that the model without it is not the initial model.
-    - `why_padded` is empty if the packed forward pass reproduces the model; otherwise it is the reason for padded passes.
+    - `why_padded` is empty if packed passes reproduce the model's outputs; otherwise it is the reason for padded passes.
     - `decoder` runs the packed forward pass in fused kernels; if it is None, `why_unfused` is the reason.
     - `module_kernels` are psigrad's kernels inside transformers' modules, if these run packed on a CPU.
-    - `attention_kernel` is the attention that transformers' modules use for packed sequences. `why_sdpa` is why a GPU uses
-      "sdpa".
+    - `attention_kernel` is the attention that transformers' modules use for packed sequences. `why_sdpa` is the reason if a GPU
+      uses "sdpa".
     - `compiled` is True if torch.compile runs the layers. If compilation was requested and failed, `why_uncompiled` is the
       reason.
     - `probe_texts` are the texts on which psigrad's computation was compared with transformers'.
@@ -121,7 +121,7 @@ class Pretrained(ABC):
 
     @property
     def vision(self) -> Vision | None:
-        """The reader of the images in prompts; None if the model reads text alone."""
+        """The reader of the images in prompts; None if the model reads only text."""
         found: Vision | None = image_format_of(self.tokenizer)
         return found
 
@@ -132,7 +132,7 @@ class Pretrained(ABC):
 
     @property
     def slow_reason(self) -> str:
-        """The reason why the model is slower than its device allows, with the cost; empty if it runs at full speed."""
+        """The reason why the model is slower than its device allows, and the cost; empty if it runs at full speed."""
         if self.why_padded:
             return f"Sequences are padded, not packed, which takes two to five times the time and memory: {self.why_padded}."
         if self.why_unfused and self.device.type == "cpu":
@@ -145,19 +145,19 @@ class Pretrained(ABC):
 
     @property
     def instructions(self) -> str:
-        """The CPU instructions of the kernels' matrix products: AVX2, AVX-512, AMX tiles, …; empty without such kernels."""
+        """The CPU instructions of the kernels' matrix products: AVX2, AVX-512, AMX tiles, …; empty if no kernels are used."""
         if self.decoder is not None:
             return self.decoder.native.products.instructions(self.decoder.dtype)
         return "" if self.module_kernels is None else self.module_kernels.native.products.instructions(self.network.dtype)
 
     @cached_property
     def max_length(self) -> int:
-        """The largest number of tokens of one sequence, prompt and completion together."""
+        """The maximum length of a sequence (a prompt with its completion) in tokens."""
         config = self.network.config.get_text_config()
         return min(size(config, "positions") or 1 << 31, *_unscaled_lengths(config))
 
     def switch(self, training: bool) -> None:
-        """Set training or evaluation mode, unless it is set already, because setting it visits every module."""
+        """Set training or evaluation mode. Do nothing if it is already set, because setting it visits every module."""
         if self.network.training != training:
             set_mode(self.network, training)
 
@@ -219,8 +219,8 @@ class Pretrained(ABC):
     def _embedded(self, input_ids: Tensor) -> tuple[Any, dict[str, Any]]:
         """Return (the module that runs a packed pass, its keyword arguments: ids, or embeddings with the features of images).
 
-        On a GPU, a decoding step (one token per sequence) reads ids only, never images: it may be captured as a CUDA graph, in
-        which the host cannot look for image tokens. On a CPU, a decoding step reads images as well (`dialogue.py`).
+        On a GPU, a decoding step (one token per sequence) reads no images, because it can be captured as a CUDA graph, in which
+        the host cannot look for image tokens. On a CPU, a decoding step reads images as well (`rollout/samplers/dialogue.py`).
         """
         if self.vision is None or (input_ids.shape[1] == 1 and self.device.type != "cpu"):
             return self.network.base_model, {"input_ids": input_ids}
@@ -239,21 +239,21 @@ class Pretrained(ABC):
         return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
     def placed(self, inputs: ForwardInputs) -> ForwardInputs:
-        """Return packed inputs with the positions and attention that images need. Raises `UserError` if the model reads none."""
+        """Return packed inputs with the positions and attention of images. Raises `UserError` if the model cannot read them."""
         vision = self._check_images(inputs)
         return inputs if vision is None else vision.apply_layout(inputs)
 
     def _check_images(self, inputs: ForwardInputs) -> Vision | None:
-        """Return the reader of images if `inputs` have any, else None. Raises `UserError` if this model reads text alone."""
+        """Return the image reader if `inputs` have images, else None. Raises `UserError` if the model cannot read them."""
         if inputs.has_images and self.vision is None:
             raise UserError(
-                f"A row has an image, and {type(self.network).__name__} reads only text; give a vision-language model, also as "
-                "the reference."
+                f"A row has an image, but {type(self.network).__name__} reads only text; give vision-language models, "
+                "including the reference."
             )
         return self.vision if inputs.has_images else None
 
     def target_hidden(self, inputs: ForwardInputs) -> Tensor:
-        """Return the hidden states [M, E] that predict the targets, packed or padded."""
+        """Return the hidden states [M, E] that predict the targets, from a packed or padded pass."""
         wanted = inputs.targets.rows
         if inputs.layout is not None:
             if self.dropout_masks.used:
@@ -270,7 +270,7 @@ class Pretrained(ABC):
         return hidden.to(self.network.dtype)
 
     def _padded(self, module: Any, inputs: ForwardInputs) -> Any:
-        """Return the output of transformers' `module` for padded inputs. The module sets the positions: RoBERTa's start at 2."""
+        """Return the output of transformers' `module` for padded inputs. The module sets the positions (RoBERTa's start at 2)."""
         if self.dropout_masks.used:
             self.dropout_masks.read(inputs)
         vision = self._check_images(inputs)
@@ -283,7 +283,7 @@ class Pretrained(ABC):
         return self._balanced(made, inputs.attention_mask)
 
     def _balanced(self, output: Any, mask: Tensor | None = None) -> Any:
-        """Return `output`, after `load_balancing`, if set, has computed its loss over the tokens where `mask` [B, S] is 1."""
+        """Compute the loss of `load_balancing`, if set, over the tokens where `mask` [B, S] is 1. Return `output` unchanged."""
         if self.load_balancing is not None:
             self.load_balancing.compute(output, mask)
         return output
@@ -305,9 +305,9 @@ class Pretrained(ABC):
         """Choose packed or padded passes and fused or transformers' layers, and add the adapter if there is one.
 
         `task` is the adapter's task type in peft. `is_known` is True if `fused.loader.load` loaded the model. Without LoRA such a
-        model runs packed and fused without a test. For other models, psigrad's outputs are first compared with transformers'.
-        The model's dropout is switched off as in TRL, because it would change the probability ratio π/π_old. Outside the text
-        model, only the vision and audio modules `towers` are trained.
+        model runs packed and fused without a test. For other models, psigrad's outputs are first compared with transformers'. The
+        model's dropout (not the adapter's) is switched off as in TRL, because it would change the probability ratio π/π_old.
+        Outside the text model, only the vision and audio modules `towers` are trained.
         """
         check_finite(self.network)
         hf, is_known = self.network, is_known and lora is None
@@ -337,8 +337,8 @@ class Pretrained(ABC):
         return self
 
     def attend(self, choice: str) -> None:
-        """Set the attention of packed passes. "auto" takes the first of "varlen", "flex" and "sdpa" that works on a GPU, and
-        "sdpa" on a CPU. Raises `UserError` if `choice` does not run, or if its outputs or gradients differ from those of "sdpa".
+        """Set the attention of packed passes. On a GPU, "auto" is the first of "varlen", "flex" and "sdpa" that works; on a CPU,
+        "sdpa". Raises `UserError` if the model cannot use `choice`, or if its outputs or gradients differ from those of "sdpa".
         """
         attend(self, choice)
 
@@ -361,7 +361,7 @@ class Pretrained(ABC):
         return made
 
     def save(self, folder: Path) -> None:
-        """Save weights and tokenizer in Hugging Face format. A LoRA model saves only its adapter (and a scalar head)."""
+        """Save weights and tokenizer in Hugging Face format. Of a LoRA model, save only the adapter (and a scalar head)."""
         write(self.adapter or self.network, self.tokenizer, folder)
 
     def save_merged(self, folder: Path) -> None:
@@ -381,7 +381,7 @@ def with_gathered_weights(model: Pretrained, compute: Callable[[], R]) -> R:
 
 
 def local_share(model: Pretrained, inputs: ForwardInputs) -> ForwardInputs:
-    """Return this process's part of the inputs: its tokens if several processes divide each row (cp_size), otherwise all."""
+    """Return this process's tokens of the inputs if several processes divide each packed row (cp_size), otherwise all inputs."""
     packed = inputs.layout
     if model.sequence_group is None or not isinstance(packed, attention.PackedLayout):
         return inputs
@@ -406,8 +406,8 @@ def reshard(model: Pretrained) -> None:
 
 
 def _unscaled_lengths(config: Any) -> list[int]:
-    """Return, for each rotary table of the type longrope (Phi) or dynamic NTK, the length up to which its angles are fixed.
-    Beyond it, they depend on the longest sequence of a pass. Without such a table, return [2³¹].
+    """Return, for each rotary table of the type longrope (Phi) or dynamic NTK, the length up to which its angles are fixed. In
+    longer passes, the angles depend on the longest sequence. Without such a table, return [2³¹].
     """
     rope = getattr(config, "rope_parameters", None) or {}
     tables = list(rope.values()) if rope and all(isinstance(table, dict) for table in rope.values()) else [rope]
@@ -420,7 +420,7 @@ def _unscaled_lengths(config: Any) -> list[int]:
 
 
 def _check_repeatable(model: Pretrained) -> None:
-    """Run the same texts twice in training mode. Raise `UserError` if the outputs differ: the model then draws random numbers."""
+    """Run the same texts twice in training mode. Raise `UserError` if random numbers make the outputs differ."""
     with torch.enable_grad():  # training mode is set only when a gradient is enabled
         one, other = (model._probe(model._texts(), packed=not model.why_padded).detach() for _ in range(2))
     if gap := float((one - other).abs().max()):

@@ -16,7 +16,7 @@ from psigrad.kernels.codes import CodedMatrix, Kind, can_code, code
 from psigrad.kernels.kernels import kernels
 
 CODED_BASE = "quantized_base.json"
-"""The file next to an adapter that was trained on a quantised base. It has the kind of codes and the base's dtype.
+"""The file next to an adapter that was trained on a quantised base. It stores the kind of codes and the base's dtype.
 
 peft's configuration has no field for the kind.
 """
@@ -26,7 +26,7 @@ _PARTS = ("scales", "offsets", "levels")
 class CodedLinear(nn.Linear):
     """The layer x · Wᵀ + b with a quantised W (Dettmers et al. 2023, QLoRA, arXiv:2305.14314).
 
-    `weight` has the codes of W, and `kind` says what they mean.
+    `weight` stores the codes of W, and `kind` is their format.
     """
 
     def __init__(self, matrix: CodedMatrix, bias: nn.Parameter | None, kind: Kind) -> None:
@@ -87,7 +87,7 @@ def unpack(matrix: CodedMatrix, dtype: torch.dtype) -> Tensor:
 def _decoder() -> Callable[..., Tensor]:
     """Return `codes.decode`, compiled for all shapes. Compiled, it moves about 3 bytes of memory per weight; uncompiled, 30.
 
-    If torch.compile fails, print the reason once, and decode without it.
+    If torch.compile fails, print the reason once, and use the uncompiled function.
     """
     current: Callable[..., Tensor] = torch.compile(codes.decode, dynamic=True)
 
@@ -97,7 +97,7 @@ def _decoder() -> Callable[..., Tensor]:
             return current(*given)
         except torch._dynamo.exc.TorchDynamoException as error:
             redaction.say(
-                f"Quantised weights are decoded without torch.compile, which takes ten times as long ({reason_of(error)})."
+                f"Decoding quantised weights takes ten times as long, because torch.compile failed ({reason_of(error)})."
             )
             current = codes.decode
             return current(*given)
@@ -124,12 +124,12 @@ def code_linears(network: nn.Module, kind: Kind) -> None:
 
 
 def coded_as(network: nn.Module) -> Kind | None:
-    """Return the kind of codes in a model's layers; None if no layer is quantised."""
+    """Return the kind of codes in a model's quantised layers; None if no layer is quantised."""
     return next((module.kind for module in network.modules() if isinstance(module, CodedLinear)), None)
 
 
 def uncode_linears(network: nn.Module, dtype: torch.dtype) -> None:
-    """Replace quantised layers by `nn.Linear` layers with the dequantised numbers, so that an adapter can be merged in."""
+    """Replace quantised layers by `nn.Linear` layers with the dequantised weights, so that an adapter can be merged in."""
     for name, child in list(network.named_modules()):
         if isinstance(child, CodedLinear):
             plain = nn.Linear(child.in_features, child.out_features, bias=False, device="meta")

@@ -1,4 +1,4 @@
-"""Mixture-of-experts models: the load-balancing loss, and the reuse in training of the experts that were chosen in sampling.
+"""Mixture-of-experts models: the load-balancing loss, and training with the experts that were chosen in sampling.
 
 A router sends each token to k of E experts. If two experts score about the same, rounding decides. Sampler and trainer may then
 use different experts, and their log-probs differ by far more than rounding. Training with the sampler's choice avoids this.
@@ -27,10 +27,10 @@ from psigrad.objective import Loss
 class LoadBalancing:
     """The auxiliary loss of a mixture-of-experts model, and its coefficient.
 
-    Formula: E · Σ_e f_e · P_e, with f_e the number of tokens sent to expert e and P_e the sum of its router probabilities
+    Formula: E · Σ_e f_e · P_e, with f_e the share of tokens sent to expert e and P_e the mean of its router probabilities
 
-    f_e and P_e are summed over all layers and divided by the number of tokens times layers. If all E experts are used equally,
-    the loss is k, the number of experts that process each token.
+    The share and the mean are over the tokens of all layers. If all E experts are used equally, the loss is k, the number of
+    experts that process each token.
 
     Source: Fedus et al. 2021, Switch Transformer, arXiv:2101.03961; transformers' `load_balancing_loss_func`.
     """
@@ -46,7 +46,7 @@ class LoadBalancing:
         return {"output_router_logits": True} if torch.is_grad_enabled() else {}
 
     def compute(self, output: Any, mask: Tensor | None = None) -> None:
-        """Compute a forward pass's auxiliary loss for `add_to`, if PyTorch records gradients. `mask` [B, S] is 0 at padding."""
+        """If PyTorch records gradients, compute a forward pass's auxiliary loss for `add_to`. `mask` [B, S] is 0 at padding."""
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         logits = getattr(output, "router_logits", None)
@@ -55,7 +55,7 @@ class LoadBalancing:
             self._last = found
 
     def add_to(self, loss: Loss, passes: float) -> Loss:
-        """Return `loss` + coefficient · auxiliary loss of the last forward pass / `passes`, the number of passes in a step."""
+        """Return `loss` plus the last pass's auxiliary loss · coefficient / `passes` (forward passes in an optimiser step)."""
         last, self._last = self._last, None
         if last is None:
             return loss
@@ -83,9 +83,9 @@ def balance_of(network: Any, coefficient: float | None) -> LoadBalancing | None:
 
 
 def add_balance_loss(model: Any, share: Callable[[], Loss], passes: float) -> Loss:
-    """Return the loss `share()` of one forward pass, plus any auxiliary loss of `model` / `passes`.
+    """Call `share` for the loss of one forward pass. Return this loss plus any auxiliary loss of `model`.
 
-    `passes` is the number of forward passes in a step.
+    `passes` is the number of forward passes in an optimiser step; see `LoadBalancing.add_to`.
     """
     loss = share()
     return loss if model.load_balancing is None else model.load_balancing.add_to(loss, passes)
@@ -111,7 +111,7 @@ class RouterRecorder:
         return np.uint8 if self.num_experts <= 256 else np.uint16
 
     def _route(self, place: int, router: Any, given: Any, named: Any, made: Any) -> Any:
-        """Return a router's output (logits, weights [S, k], experts [S, k]). Inside `follow` the experts are those given to it.
+        """Return a router's output (logits, weights [S, k], experts [S, k]). Inside `follow`, the router uses the given experts.
 
         This is the forward hook of router number `place`. The router got the arguments `given` and the keyword arguments `named`,
         and returned `made`. Inside `record`, the hook records the weights and experts.
@@ -126,7 +126,7 @@ class RouterRecorder:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Yield a list. Each router appends (weights [S, k], experts [S, k]): the k experts of each token, and their weights."""
+        """Yield a list to which each router appends (weights [S, k], experts [S, k]) of the k experts per token."""
         self._seen = []
         try:
             yield self._seen
@@ -137,7 +137,7 @@ class RouterRecorder:
     def follow(self, choices: Tensor | None) -> Iterator[None]:
         """Make the routers choose the experts `choices` [layers, S, k] inside this context; None lets them choose freely.
 
-        If PyTorch records gradients, the choices remain set after the block, because the backward pass may recompute layers.
+        If PyTorch records gradients, the choices remain set after the context, because the backward pass may recompute layers.
         """
         before, self._followed = self._followed, choices
         try:
@@ -147,7 +147,7 @@ class RouterRecorder:
                 self._followed = before
 
     def read(self, inputs: Groups, device: torch.device) -> Tensor | None:
-        """Return the experts [layers, S, k] that `inputs` stores for S packed tokens, k for each; None if it stores none."""
+        """Return the k experts [layers, S, k] that `inputs` stores for each of S packed tokens; None if it stores no experts."""
         if inputs.experts is None:
             return None
         texts = [prompt for prompt, _ in inputs.experts] + [own for _, group in inputs.experts for own in group]
@@ -177,7 +177,7 @@ class FixedChoice(TorchFunctionMode):
 
 
 class Routes:
-    """The experts that a sampler records in one call, for all tokens of each prompt and all sampled tokens but the last.
+    """The experts that a sampler records in one call, for all tokens of each prompt and all but the last of each completion.
 
     The last token of a completion is never an input of the model, so no router sees it. `read` and `write` take `seen`, the list
     that `RouterRecorder.record` filled in one forward pass.
@@ -200,11 +200,11 @@ class Routes:
         self.prompts |= {r: _text(part) for r, part in zip(requests, parts, strict=True)}
 
     def write(self, sequences: np.ndarray, places: np.ndarray, seen: list[tuple[Tensor, Tensor]]) -> None:
-        """Record `seen` from a pass over new tokens. The i-th is token number `places[i]` of completion `sequences[i]`."""
+        """Record `seen` from a pass over new tokens. The i-th token is number `places[i]` of completion `sequences[i]`."""
         self.written[sequences, places] = self._found(seen)
 
     def of(self, request: int, sequence: int, count: int) -> dict[str, str]:
-        """Return `prompt_experts` of prompt `request` and `experts` of its completion `sequence` of `count` tokens, in base64."""
+        """Return `prompt_experts` of prompt `request` and `experts` of completion `sequence` (`count` tokens), in base64."""
         return {"prompt_experts": self.prompts[request], "experts": _text(self.written[sequence, : max(count - 1, 0)])}
 
 
@@ -224,7 +224,7 @@ def routers_of(network: Any) -> list[nn.Module]:
 def replay_routers(model: Any) -> RouterRecorder:
     """Set `model.router_recorder`, so that sampling records the experts of each token and training chooses the same ones.
 
-    Raises `UserError` if the model has no routers, or if they cannot be made to choose given experts.
+    Raises `UserError` if the model has no routers or pads sequences, or if its routers cannot be made to choose given experts.
     """
     hf = model.network
     name = type(hf).__name__
@@ -248,7 +248,7 @@ def replay_routers(model: Any) -> RouterRecorder:
         followed = torch.equal(torch.stack([choice for _, choice in seen]), others)
         weighed = all(bool((weights != 0).all()) for weights, _ in seen)
         if not (followed and weighed and float((same - own).abs().max()) < 1e-3 * float((other - own).abs().max())):
-            raise ValueError("the model uses other experts than those set")
+            raise ValueError("the model uses experts other than those that were set")
     except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
         model.router_recorder = None
         raise UserError(f"router_replay cannot set the experts that {name} chooses ({error}); remove router_replay.") from error

@@ -1,4 +1,4 @@
-"""The memory of this machine, and the part of it for the activations that training reuses from sampling."""
+"""The memory of this machine, and the part of it that can store the activations that training reuses from sampling."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _cached(name: str) -> object:
 
 
 def installed_memory() -> int:
-    """Return the bytes of memory of this machine, or of this process's container."""
+    """Return the memory of this machine in bytes, or the limit of this process's container if that is less."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

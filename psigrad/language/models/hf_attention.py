@@ -1,4 +1,4 @@
-"""psigrad's attention inside any transformers model: by scaled_dot_product_attention, or without padding by GPU kernels.
+"""psigrad's attention inside any transformers model: by scaled_dot_product_attention, or by GPU kernels that need no padding.
 
 transformers can replace a model's attention by a registered function. psigrad's function receives the layout of the packed row as
 a keyword argument of the forward call. Without a layout it calls transformers' SDPA, so that the same model still runs padded
@@ -41,7 +41,7 @@ def attention(
     layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention for transformers: return (output, None). With a `layout`, `attention_mask` and dropout are ignored."""
+    """Compute attention for transformers. Return (output, None). With a `layout`, `attention_mask` and dropout are ignored."""
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     plain = softcap is None and sinks is None
     if layout is None and plain:
@@ -62,7 +62,7 @@ AttentionInterface.register(IMPLEMENTATION, attention)
 AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 
-# The number of queries and keys of a block of FlexAttention.
+# The number of queries, and of keys, in a block of FlexAttention.
 BLOCK = 128
 # The arguments: queries, keys and values [·, H, D]; the cumulative lengths of the pieces' queries and keys, from 0; the largest
 # number of queries and of keys in a piece; the scale; the window.
@@ -73,8 +73,8 @@ Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float, int 
 def varlen_kernel() -> Varlen:
     """Return a kernel for causal attention within pieces of different lengths: torch's `varlen_attn`, or flash-attn's.
 
-    If a piece has more keys than queries, its queries are those of its last tokens: the causal mask is aligned at the end. Both
-    kernels need half precision. Raises `ValueError` if neither is installed.
+    If a piece has more keys than queries, its queries are those of its last tokens, so the causal mask is aligned at the end.
+    Both kernels need half precision. Raises `ValueError` if neither is installed.
     """
 
     def left(window: int | None) -> tuple[int, int]:
@@ -146,7 +146,7 @@ class VarlenLayout(_Unpadded):
 
         `tokens[k]` is the token of key k. Each of the P prefix tokens has at most C keys: one for its prefix, and one for each
         sequence that attends to it. `keys[p]` lists the keys of prefix token p. If they are fewer than C, `missing[p]` is True in
-        the unused places. Every other token has one key, and `single` lists these.
+        the unused places. Every other token has one key, and `single` lists these keys.
         """
         pieces, device = self.packed.pieces, self.packed.device
         real = pieces.lengths > 0
@@ -213,8 +213,8 @@ class FlexLayout(_Unpadded):
 
     @cached_property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """For each token: (its prefix, its sequence, its position in the text, the position where its sequence starts), [S] each.
-        A token of a prefix has the sequence -1 and the start S. In a row without prefixes, every sequence counts as a prefix.
+        """For each token: (prefix, sequence, position in the text, position in the text where the sequence starts), [S] each. A
+        token of a prefix has the sequence -1 and the start S. In a row without prefixes, every sequence counts as a prefix.
         """
         pieces, count, rows = self.packed.pieces, len(self.packed.pieces.prefixes), self.packed.rows
         numbers, nothing = np.arange(len(pieces.sequences)), np.full(len(pieces.sequences), -1)
@@ -228,14 +228,14 @@ class FlexLayout(_Unpadded):
     def blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
         """Return two masks [Q, K] over blocks of BLOCK queries and BLOCK keys, for a sliding `window` in tokens (None: none).
 
-        The first is True where some query attends to some key, the second where all queries attend to all keys.
+        The first is True where some query attends to some key. The second is True only where all queries attend to all keys.
         """
         pieces, size, reach = self.packed.pieces, -(-self.packed.rows // BLOCK), window or self.packed.rows
         some, whole = np.zeros((2, size, size), dtype=bool)
         for start, length, before, first in zip(pieces.starts, pieces.lengths, pieces.before, pieces.base, strict=True):
             for row in range(start // BLOCK, -(-(start + length) // BLOCK) if length else 0):
                 low, high = max(start, row * BLOCK), min(start + length, (row + 1) * BLOCK)
-                gone = low - start - reach + 1  # own tokens that the first query does not see; negative if it sees the prefix
+                gone = low - start - reach + 1  # own tokens out of the first query's window; negative if it reaches the prefix
                 for begin, end, sure in (
                     (first + max(0, before + gone), first + before, first + before),
                     (start + max(0, gone), high, low + 1),
@@ -274,7 +274,7 @@ class FlexLayout(_Unpadded):
 def unpad(packed: PackedLayout, how: str | Varlen) -> Layout:
     """Return a layout with the attention `how`: "varlen", "flex", or a kernel in place of `varlen_kernel`.
 
-    If the row has images, which need a mask, return `packed`.
+    If the row has `blocks` (images in Gemma 3), return `packed`, because they need a mask.
     """
     if packed.blocks is not None:
         return packed

@@ -1,10 +1,10 @@
 """Recurrent layers inside any transformers model: the gated delta rule, Mamba-2 and short convolutions, over packed rows.
 
 transformers has a registry for attention functions, but none for recurrences. Its recurrent layers (mixers) call a few global
-functions, and pass on the keyword arguments of the forward call. `attach` replaces these functions by psigrad's in the mixers
-of a loaded model. psigrad's functions read the layout of the packed row from the keyword arguments. State and window start at
-zero in each sequence, and those of a prompt are computed once for its completions. Without a layout, psigrad's functions call
-transformers'. On a CPU, C++ kernels compute packed rows with their gradients if the mixer's `Switch` has kernels.
+functions, and pass them the keyword arguments of the forward call. `attach` replaces these functions by psigrad's in the mixers
+of a loaded model. psigrad's functions read the layout of the packed row from the keyword arguments. Each text starts with a state
+and a convolution window of zeros, and a prompt's are computed once for all its completions. Without a layout, psigrad's functions
+call transformers'. On a CPU, C++ kernels compute packed rows and their gradients if the mixer's `Switch` has kernels.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def attach(network: nn.Module) -> None:
 
 
 class Switch:
-    """The holder of the C++ kernels for a recurrent layer's packed rows, or of None. Copies of the layer share this object."""
+    """A switch for the C++ kernels of a recurrent layer's packed rows: `native`, or None if off. Copies of the layer share it."""
 
     native: Kernels | None = None
 
@@ -128,7 +128,7 @@ def _mamba2(own: Function, layer: int, switch: Switch) -> Function:
         if layout is None:
             more = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit, **given}
             return own(hidden_states, dt, A, B, C, chunk_size=chunk_size, **more)
-        # computed here, so that padding tokens can have the step 0
+        # computed here, so that padding tokens can have the time step 0
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
         dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
         out = layout.scan(layer, Mamba2(own, A, chunk_size, switch), tuple(x.flatten(0, 1) for x in (hidden_states, dt, B, C)))
@@ -267,7 +267,7 @@ class DeltaRule:
 class Mamba2:
     """The recurrence of Mamba-2 (Dao & Gu 2024, arXiv:2405.21060): S ← e^(Δ·A) S + Δ x ⊗ B, y = S·C.
 
-    Inputs are x [N, L, H, P], steps Δ [N, L, H], and B and C [N, L, groups, states]. `A` [H] is negative. `chunks` is
+    Inputs are x [N, L, H, P], time steps Δ [N, L, H], and B and C [N, L, groups, states]. `A` [H] is negative. `chunks` is
     transformers' function for whole sequences, and `size` the number of tokens in one of its chunks.
     """
 

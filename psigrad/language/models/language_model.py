@@ -38,7 +38,7 @@ from psigrad.objective import PolicyOutputs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# The file of the value head in a checkpoint, and the prefix of its parameters' names.
+# The value head's file in a checkpoint (without its suffix), and the prefix of its parameters' names.
 VALUE_HEAD = "value_head"
 
 
@@ -47,8 +47,8 @@ class Divergence:
     """A request for a divergence between policy and reference, which `LanguageModel.evaluate` sums over the vocabulary."""
 
     model: LanguageModel | Top
-    """The reference (or teacher), or its most probable tokens [N, T, k]. If it is the evaluated LoRA model itself, its adapter
-    is disabled.
+    """The reference (or teacher), or its most probable tokens [N, T, k]. If `model` is the evaluated LoRA model itself, its
+    adapter is disabled.
     """
     kind: str = "exact"
     """KL(π‖ref) ("exact"), KL(ref‖π) ("exact_forward") or the Jensen–Shannon divergence ("exact_js")."""
@@ -79,12 +79,12 @@ class SoftcappedHead:
 class LanguageModel(Pretrained):
     """A causal language model with its tokenizer.
 
-    `value_head` makes the model its own critic: V(s_t) = w · h_t + b on the hidden state that predicts token t.
+    `value_head` makes the model its own critic: V(s_t) = w · h_t + b, with h_t the hidden state that predicts token t.
     """
 
     value_head: nn.Linear | None = None
     full_logits: bool = False
-    """True if the LM head on the last hidden states does not give the logits of a padded pass. transformers then computes the
+    """True if applying the LM head to the last hidden states does not give a padded pass's logits. transformers then computes the
     logits of all tokens at once.
     """
     new_cache: ClassVar[type[ActivationCache]] = ActivationCache
@@ -104,7 +104,7 @@ class LanguageModel(Pretrained):
 
     @torch.no_grad()
     def _why_full_logits(self) -> str:
-        """Return why the LM head on the last hidden states does not give the logits of a padded pass; "" if it does."""
+        """Return why applying the LM head to the last hidden states does not give a padded pass's logits; "" if it does."""
 
         def logits(full: bool) -> Tensor:
             self.full_logits = full
@@ -114,11 +114,11 @@ class LanguageModel(Pretrained):
 
         try:
             return difference(self.network, lambda: logits(True), lambda: logits(False))
-        except (TypeError, ValueError, AttributeError, RuntimeError) as error:  # some do not run in bfloat16
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:  # some models do not run in bfloat16
             return reason_of(error)
 
     def usable(self, cache: ActivationCache | None) -> ActivationCache | None:
-        """Return `cache`, or None if this model cannot reuse its activations: it needs a fused decoder with the adapter on."""
+        """Return `cache`, or None if this model cannot reuse its activations. Only a fused decoder with its adapter on can."""
         return cache if self.decoder is not None and (self.adapter is None or self.decoder.adapted) else None
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -165,7 +165,7 @@ class LanguageModel(Pretrained):
         """Return the logits [B, V] of hidden states [B, E].
 
         With `exact` the logits have the same bits as in training, even if there are few rows. `packed_weights` is a cache that
-        packs the head's matrix when many decoding steps use it.
+        packs the head's matrix after a few requests.
         """
         output = self.output_head()
         plain = type(output) is nn.Linear and output.bias is None and not torch.is_grad_enabled()
@@ -269,8 +269,8 @@ class LanguageModel(Pretrained):
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return (hidden states, head): `_target_hidden` of the reference model `other`, without gradient.
 
-        If `other` is this model itself, its adapter is disabled. `inputs` are the policy's tokens, and `forward` is their layout
-        for a pass. If `request.inputs` is set, the reference reads these tokens instead.
+        If `other` is this model itself, its adapter is disabled. `inputs` are the policy's tokens, and `forward` has them laid
+        out for a pass. If `request.inputs` is set, the reference reads these tokens instead.
         """
         theirs = replace(forward, cached=None, experts=None)
         if request.inputs is not None or other.why_padded != self.why_padded:
@@ -283,7 +283,7 @@ class LanguageModel(Pretrained):
                 with self.without_adapter():
                     hidden, head = self._target_hidden(theirs)
                 head = base_of(head)  # the head is called later, when the adapter is on again
-            # With other prompts, the row is divided differently, so other processes have this process's targets.
+            # With other prompts, the row is divided differently, so other processes compute the states of this process's targets.
             if self.sequence_group is not None and theirs.local_targets is not forward.local_targets:
                 every: Any = self.sequence_group.gather(hidden, theirs.local_targets, len(whole.targets.ids))
                 hidden = (
@@ -331,7 +331,7 @@ class LanguageModel(Pretrained):
     def _applies_head(self) -> bool:
         """True if psigrad applies the LM head to the hidden states of a padded pass, in chunks; else transformers does.
 
-        A model that can run packed passes uses padded ones only to check them. There transformers computes everything.
+        A model that can run packed passes uses padded passes only to check these, so transformers then computes everything.
         """
         return bool(self.why_padded) and not self.full_logits
 
@@ -374,7 +374,7 @@ def load(
     - `trust_remote_code` runs the Python code that comes with the model.
     - `for_shards` leaves the weights in the host's memory, where `sharded.shard` reads this process's shard.
     - `base` is the quantisation of the layers under a LoRA adapter: "nf4", "int8" or "gguf".
-    - `vision` loads the vision tower even of a checkpoint from which transformers can load the language model alone.
+    - `vision` loads the vision tower even if transformers can load the checkpoint's language model without it.
     - `towers` names the modules outside the language model that are trained.
 
     Raises `UserError` if no model can be loaded from `path`.

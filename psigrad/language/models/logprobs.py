@@ -23,15 +23,15 @@ CHUNK_ELEMENTS = 1 << 24
 # The number of logits of one tile of `_ChosenLogProbs`, and the largest number of hidden states in it.
 TILE_ELEMENTS = 1 << 20
 TILE_ROWS = 4096
-# The factors of these sizes on a GPU: its hundred processors need more work at once, and a tile need not fit into a cache.
+# Factors of these sizes on a GPU, whose many processors need more work at once, and where a tile need not fit into a cache.
 CHUNK_ON_GPU, TILE_ON_GPU = 4, 256
 
 
 class _Logits(torch.autograd.Function):
-    """The autograd function h·Wᵀ by `kernels.multiply`, which unlike PyTorch compiles no code for each new number of tokens.
+    """The autograd function h·Wᵀ by `kernels.multiply`. PyTorch's product would compile code for each new number of tokens.
 
-    The backward pass of each chunk of tokens computes a gradient of W. If `sums` is given, it adds up these gradients in
-    float32, since a sum in half precision would lose small terms.
+    The backward pass of each chunk of tokens computes a gradient of W. If `sums` is given, it adds these gradients up in float32,
+    since a sum in half precision would lose small terms.
     """
 
     @staticmethod
@@ -58,7 +58,7 @@ class _ChosenLogProbs(torch.autograd.Function):
     """The autograd function log π(a) of tokens a, computed in tiles of logits. Only a log-sum-exp per token is stored.
 
     Formula: with z = h·Wᵀ / T, π = softmax(z) and e_a = one-hot(a), d log π(a) / dz = e_a − π. A tile has as many hidden states
-    as possible, so that the head's weights are read once in each direction (Wijmans et al. 2024, arXiv:2411.09009).
+    as possible, so that each pass, forward or backward, reads the head's weights once (Wijmans et al. 2024, arXiv:2411.09009).
     """
 
     @staticmethod
@@ -102,7 +102,7 @@ class _ChosenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, dlogp: Tensor) -> tuple[Any, ...]:
         hidden, weight, ids, normaliser = ctx.saved_tensors
         use = _HeadUse(hidden, ctx.head, ids, normaliser, dlogp, ctx.temperature)
-        # a sum of half-precision products would lose the small ones
+        # a sum in half precision would lose small products
         dhidden = torch.zeros_like(hidden, dtype=normaliser.dtype) if ctx.needs_input_grad[0] else None
         dweight = None
         if ctx.sums is not None:
@@ -204,7 +204,7 @@ def _statistics(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (log π(a), logits of a, entropies, most probable tokens), [rows] each, from the logits `stored` [rows, V].
 
-    The tokens a are `ids`, and `wide` is the dtype of the results. The last two are arbitrary if they are not wanted.
+    The tokens a are `ids`, and `wide` is the dtype of the results. The last two are arbitrary if they are not requested.
     """
     triton = gpu_kernels(stored) if wide == torch.float32 else None
     if triton is not None:
@@ -219,7 +219,7 @@ def _statistics(
 def _gradient(
     stored: Tensor, ids: Tensor, normaliser: Tensor, slope: Tensor, less: Tensor, temperature: float, room: list[Tensor]
 ) -> Tensor:
-    """Overwrite the logits `stored` by slope · (e_a − softmax(stored / temperature)), for the tokens a = `ids` [rows].
+    """Return slope · (e_a − softmax(stored / temperature)) for the tokens a = `ids` [rows]. The result overwrites `stored`.
 
     `normaliser` [rows] is the log-sum-exp, and `less` is −slope. `room` stores the float32 tensor of the first and largest chunk,
     which the next ones reuse.
@@ -351,13 +351,13 @@ def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple
 
 
 def _hits(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return (True if an id is in the range `columns` [m], its index there [m, 1]) for `ids`. Others get an arbitrary one."""
+    """Return (mask [m] of the `ids` in the range `columns`, their indices in the range [m, 1]). Other ids get arbitrary ones."""
     hit = (ids >= columns.start) & (ids < columns.stop)
     return hit, (ids - columns.start).clamp_(0, columns.stop - columns.start - 1)[:, None]
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Compute out ← out + a·b, in the precision of `out`."""
+    """Compute out ← out + a·b. The sum has the precision of `out`, and the product that of `a`."""
     if out.dtype == a.dtype:
         multiply(a, b, out, base=out)
     else:

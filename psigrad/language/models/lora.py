@@ -1,6 +1,6 @@
 """LoRA adapters of peft: their creation, loading, merging and dropout.
 
-A dropout mask is a function of the run, the step, the text and the layer. It does not depend on the state of a random generator.
+A dropout mask is a function of the run, the training step, the text and the layer, not of a random generator's state.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Lora:
     Formula: s = alpha / rank, or alpha / √rank with `rslora`. With `dora` each row of W + s·B A is scaled to a trained length.
 
     `target_modules` are names as in peft. "all-linear" means every linear layer except the head. In models with Mamba, it also
-    excludes the mixers' outputs, which peft rejects. A single regular expression means the modules whose full name it matches.
-    The modules in `modules_to_save` are trained in full.
+    excludes the mixers' output layers, which peft rejects. A single regular expression means the modules whose full name it
+    matches. The modules in `modules_to_save` are trained in full.
 
     Source: Hu et al. 2021, LoRA, arXiv:2106.09685; Kalajdzievski 2023, rsLoRA, arXiv:2312.03732; Liu et al. 2024, DoRA,
     arXiv:2402.09353.
@@ -90,17 +90,17 @@ class Lora:
 
 
 def _as_pattern(name: str) -> str:
-    """Return the regular expression `name` from peft's `target_modules`, changed if needed so that `_is_pattern` is True."""
+    """Return a string from peft's `target_modules`. Enclose a pattern in a group if `_is_pattern` would miss it."""
     return name if name == "all-linear" or _is_pattern(name) else f"(?:{name})"
 
 
 def _is_pattern(name: str) -> bool:
-    """Return True if a target module is a regular expression: if it has a character that module names cannot have."""
+    """Return True if a target module is a regular expression, that is, has a character that module names cannot have."""
     return re.search(r"[^\w.-]", name) is not None
 
 
 def is_adapted(name: str, targets: Sequence[str]) -> bool:
-    """Return True if peft puts an adapter on a linear layer with this full name. The caller excludes the head."""
+    """Return True if peft puts an adapter on a linear layer with this full name. The caller must exclude the head."""
     if len(targets) == 1 and _is_pattern(targets[0]):
         return re.fullmatch(targets[0], name) is not None
     return tuple(targets) == ("all-linear",) or any(f".{name}".endswith(f".{target}") for target in targets)
@@ -155,7 +155,7 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Return a saved adapter's configuration. Raises `UserError` if the adapter is not of peft's type LORA."""
+    """Return a saved adapter's configuration. Raises `UserError` if it cannot be read or its type is not LORA."""
     try:
         held: dict[str, Any] = json.loads((folder / CONFIG).read_text())
         kind, _ = held["peft_type"], held["base_model_name_or_path"]
@@ -165,7 +165,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         ) from error
     if kind != "LORA":
         raise UserError(
-            f"The adapter {str(folder)!r} has the type {kind}, but psigrad continues only LORA. Set model.adapter=merge to merge "
+            f"The adapter {str(folder)!r} has the type {kind}, but psigrad trains only LORA. Set model.adapter=merge to merge "
             "it into its base, if its type can be merged."
         )
     return held
@@ -194,12 +194,12 @@ def add_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, tow
             ) from error
         check_untied(hf)
         return wrapped
-    # the adapter names its base, and may be read from other working directories
+    # the saved adapter stores the path of its base, and may be loaded in another working directory
     if hf.name_or_path and Path(hf.name_or_path).is_dir():
         hf.name_or_path = str(Path(hf.name_or_path).resolve())
     targets = _peft_targets(lora.target_modules)
     alpha: Any = lora.alpha  # peft accepts any number
-    # peft refuses the outputs of Mamba mixers, whose weights kernels for GPUs read without the adapter
+    # peft rejects the output layers of Mamba mixers, because GPU kernels read their weights without the adapter
     mixers = r".*\.out_proj" if targets == "all-linear" and hf.config.model_type in _OF_MAMBA else None
     config = peft.LoraConfig(
         r=lora.rank,
@@ -226,17 +226,17 @@ def add_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, tow
 
 
 def _in_half(hf: PreTrainedModel, lora: Lora) -> bool:
-    """Return True if a new adapter's weights must be bfloat16: on a GPU, if the base model is bfloat16 too.
+    """Return True if an adapter's weights must be bfloat16: on a GPU, if the base model is bfloat16 too.
 
-    A float32 adapter would cast the input of every layer and its own output, which takes 10 % of a step's time. The optimiser
-    stores float32 copies of the adapter anyway. An adapter with DoRA or on a quantised base is float32.
+    A float32 adapter would cast the input of every layer and its own output, which takes 10 % of a training step's time. The
+    optimiser stores float32 copies of the adapter anyway. An adapter with DoRA or on a quantised base is float32.
     """
     coded = any(isinstance(module, CodedLinear) for module in hf.modules())
     return hf.device.type == "cuda" and hf.dtype == torch.bfloat16 and not lora.dora and not coded
 
 
 def check_untied(network: Any) -> None:
-    """Raise `UserError` if an adapter is on a matrix that is both embedding and head. Merging it would change both of them."""
+    """Raise `UserError` if an adapter is on a matrix that is both embedding and head. Merging would change both."""
     ends = [network.get_input_embeddings(), network.get_output_embeddings()]
     if None in ends or not any(hasattr(layer, "base_layer") for layer in ends):
         return
@@ -250,9 +250,9 @@ def check_untied(network: Any) -> None:
 
 @contextlib.contextmanager
 def check_peft_warnings() -> Iterator[None]:
-    """Raise `ValueError` if a saved adapter lacks weights of the model. peft only warns, and leaves such weights random.
+    """In this context, raise `ValueError` if a saved adapter lacks weights. peft only warns, and leaves them random.
 
-    Suppress transformers' warning about a deprecated name, which is used by peft, not by users.
+    Suppress transformers' warning about a deprecated name, because peft uses it and users cannot change that.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
@@ -270,7 +270,7 @@ def is_beside_towers(adapter: Path) -> bool:
 
     try:
         return any(".language_model." in name for name in peft.load_peft_weights(str(adapter), device="cpu"))
-    except Exception:  # a missing or broken file, which loading the adapter names
+    except Exception:  # a missing or broken file; loading the adapter raises an error that names it
         return False
 
 
@@ -337,7 +337,7 @@ class DropoutMasks:
                 self.used = True
 
     def draw(self, *parts: int | str) -> None:
-        """Set the seed of the masks for the next passes. It is derived from `parts`, such as the run's seed and the step."""
+        """Set the masks' seed for the next passes. It is derived from `parts`, such as the run's seed and the training step."""
         self.seed = seeds.derive("dropout", *parts)
 
     def read(self, inputs: ForwardInputs) -> None:
@@ -388,7 +388,7 @@ class CountedDropout(nn.Module):
 def hash_tokens(ids: Tensor, positions: Tensor, layout: Any = None) -> Tensor:
     """Return a hash of the text up to each token [B, S]: Σ_i w(id_i, i) modulo 2^64, with w a pseudo-random function.
 
-    `positions` [B, S] are the i. A token's hash is the same in a packed row (`layout`), a padded row, and after a shared prompt.
+    `positions` [B, S] are the i. A token has the same hash in a packed row (`layout`), in a padded row and after a shared prompt.
     """
     sums = seeds.words_on_device(ids, positions).cumsum(-1)
     if not isinstance(layout, PackedLayout):  # padding is at the end, and no text follows it

@@ -89,11 +89,11 @@ def _evenly(lengths: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
 def pack_groups(
     prompts: Sequence[int], completions: Sequence[Sequence[int]], budget: int, ranks: int = 1
 ) -> list[list[tuple[int, list[int]]]]:
-    """Return micro-batches, lists of (g, ks): the indices ks of completions of group g, whose prompt is computed once for them.
+    """Return micro-batches. Each is a list of (g, ks), with ks the indices of completions of group g, which share its prompt.
 
-    `prompts[g]` and `completions[g][k]` are token counts. A group costs its prompt plus its completions. A group is split only
-    if it alone is above the budget, or above each rank's share of all tokens. Each part of the group then has the prompt again.
-    Every (g, k) occurs exactly once.
+    `prompts[g]` and `completions[g][k]` are token counts. A group costs its prompt plus its completions. A group is split only if
+    it alone costs more than the budget, or than each rank's share of all tokens. Each part of the group then computes the prompt
+    again. Every (g, k) occurs exactly once.
     """
     most = budget
     if ranks > 1:  # one long group must not be the work of a single rank
@@ -113,8 +113,8 @@ Ids = Sequence[int]
 
 @dataclass(frozen=True)
 class Groups:
-    """Completions that share prompts. `completions[b][k]` continues `prompts[b]`, or with `starts` its first `starts[b][k]`
-    tokens. Every token of a completion is a target, or with `masks` only the tokens where `masks[b][k]` is True.
+    """Completions that share prompts. `completions[b][k]` continues `prompts[b]`, or if `starts` is given only its first
+    `starts[b][k]` tokens. All tokens of completions are targets, or if `masks` is given only those where `masks[b][k]` is True.
 
     The log-probs of a forward pass are [N, T]: N completions in order, T the length of the longest.
     """
@@ -143,8 +143,8 @@ class Groups:
 class Rows:
     """Independent rows of tokens. The tokens where `masks` is True are targets.
 
-    The log-probs of a forward pass are [N, T], T the length of the longest row. That of token t of row n is at [n, t]. A row's
-    first token has no context, so its mask must be False.
+    The log-probs of a forward pass are [N, T], T the length of the longest row. The log-prob of token t of row n is at [n, t]. A
+    row's first token has no context, so its mask must be False.
     """
 
     rows: Sequence[Ids]
@@ -204,9 +204,9 @@ class ForwardInputs:
     token_hashes: Tensor | None = None
     """[B, S] `lora.hash_tokens` of these tokens, if several processes divide the row and dropout needs them."""
     has_images: bool = False
-    """True if a token is an image's."""
+    """True if an input token belongs to an image."""
     local_targets: Tensor | None = None
-    """The indices of this process's targets in the whole row, if several processes divide the row (`Pretrained.context`)."""
+    """The indices of this process's targets among those of the row, if several processes divide it (`local_share`)."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class RowSelection:
     """The rows that a layer reads and writes. None means one row for each of the S tokens.
 
     `input_rows` [S] is the row of the input x for each token. In the first layer, equal tokens share a row. `output_rows` [W]
-    lists each token whose output is needed. In the last layer these are the tokens that predict a target; for the others the
+    lists each token whose output is needed. In the last layer these are the tokens that predict a target; for other tokens the
     layer computes only keys and values.
     """
 
@@ -234,7 +234,7 @@ class RowSelection:
         return x if self.output_rows is None else x.index_select(0, self.output_rows)
 
     def scatter_output_grads(self, dx: Tensor, tokens: int) -> Tensor:
-        """Return the gradient of `tokens` tokens: `dx` [W, …] at `output_rows`, 0 elsewhere; `dx` itself if that is None."""
+        """Return the gradient [tokens, …]: `dx` [W, …] at `output_rows`, 0 elsewhere. If `output_rows` is None, return `dx`."""
         return dx if self.output_rows is None else dx.new_zeros(tokens, dx.shape[1]).index_copy_(0, self.output_rows, dx)
 
 
@@ -279,7 +279,7 @@ def _lengths(pieces: Iterable[Sized]) -> np.ndarray:
 def pack(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInputs:
     """Return one packed row without padding, in which each prompt appears once.
 
-    The last token of a completion predicts nothing, so the row does not contain it.
+    The last token of a completion (or of one of the `Rows`) predicts nothing, so the packed row does not contain it.
     """
     return _pack_groups(inputs, device) if isinstance(inputs, Groups) else _pack_rows(inputs, device)
 
@@ -290,7 +290,7 @@ def _pack_groups(groups: Groups, device: torch.device | str) -> ForwardInputs:
     prefix = np.arange(len(before)).repeat(_lengths(groups.completions))
     own, ends, total = np.maximum(lengths - 1, 0), before.cumsum() - 1, int(before.sum())
     begin = np.array(groups.begin(), dtype=np.int64)
-    # For every token: its completion, its position there, and whether it is computed.
+    # For every token of the completions: its completion, its position in it, its id, and True if the row contains it.
     n, t, ids = np.arange(len(lengths)).repeat(lengths), _places(lengths), _flat(completions, int(lengths.sum()))
     kept = t < own[n]
     tokens = np.concatenate([_flat(groups.prompts, total), ids[kept]])
@@ -311,7 +311,7 @@ def _pack_groups(groups: Groups, device: torch.device | str) -> ForwardInputs:
 
 
 def _targets(found: tuple[np.ndarray, ...], lengths: np.ndarray, device: torch.device | str) -> Targets:
-    # The id of an image's token is not in the vocabulary. An environment wrote it and its log-prob is unused; 0 replaces the id.
+    # Image tokens come from environments, so their log-probs are unused. Their ids are not in the vocabulary; 0 replaces them.
     rows, ids, n, t = (on_device(x, device) for x in (found[0], np.where(found[1] >= FIRST, 0, found[1]), *found[2:]))
     return Targets(rows, ids, n, t, (len(lengths), int(lengths.max(initial=0))))
 
@@ -339,7 +339,7 @@ def lay_out(inputs: Groups | Rows, device: torch.device, packed: bool) -> Forwar
 
 
 def pad(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInputs:
-    """Return one right-padded batch, as for transformers' own forward pass. A row of `Groups` is a prompt with one completion."""
+    """Return one right-padded batch, for transformers' own forward pass. For `Groups`, a row is a prompt with one completion."""
     sequences, targets = [], _TargetLists()
     if isinstance(inputs, Groups):
         flat = [(p, c) for p, group in zip(inputs.prompts, inputs.completions, strict=True) for c in group]

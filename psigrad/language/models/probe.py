@@ -1,7 +1,7 @@
 """Tests that psigrad's faster computation of a model gives the same outputs as transformers' modules.
 
 In bfloat16 two correct computations can differ widely: on random token ids, SmolLM2 in bfloat16 is 7 nats from SmolLM2 in
-float32. Both computations therefore also run in float32. Their difference there must be a small share of the difference between
+float32. Both computations therefore also run in float32, where their difference must be a small share of the difference between
 bfloat16 and float32. In float32 rounding is a thousand times smaller, but a wrong layer's error is as large as in bfloat16.
 """
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 # The number of tokens of a text. A longer attention window is shortened to `WINDOW` for the test, so that the texts exceed it.
 LENGTH, WINDOW = 14, 4
-# In float32, the largest allowed difference as a share of that between bfloat16 and float32. Correct code stays below 0.001.
+# The largest allowed difference in float32, as a share of bfloat16's difference from float32. Correct code stays below 0.001.
 SHARE = 0.02
-# The largest allowed distance of the faster computation in bfloat16 from float32, as a multiple of that of transformers' modules.
+# The largest allowed error of the faster computation in bfloat16, as a multiple of the error of transformers' modules.
 # With so few tokens, two equally good computations differ by chance, by up to a factor of two.
 ROUNDING = 4.0
 
@@ -37,10 +37,10 @@ Numbers = Callable[[], Tensor]
 
 @torch.no_grad()
 def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe: Callable[[Groups, bool], Tensor]) -> str:
-    """Compare packed passes with transformers' attention. Return the reason why they can't be used; empty if outputs are equal.
+    """Compare packed passes with transformers' attention. Return why packed passes cannot be used; "" if the outputs agree.
 
     `texts_of()` returns the texts for the test, and `probe(texts, packed)` the model's outputs on them, without a fused decoder.
-    Afterwards the model uses psigrad's attention if the test passed, otherwise transformers'.
+    Afterwards the model uses psigrad's attention if the outputs agree, otherwise transformers'.
     """
     from psigrad.language.models.hf_attention import IMPLEMENTATION
     from psigrad.language.models.hf_state import attach
@@ -100,7 +100,7 @@ def attend(model: Any, choice: str) -> None:
 def with_gradient(model: Any) -> list[Tensor]:
     """Return [the outputs on the model's probe texts, then the gradient of their sum for each trained parameter].
 
-    Each gradient is scaled to norm 1. For a sharded model there are none: `torch.autograd.grad` skips FSDP's gradient hooks.
+    Each gradient is scaled to norm 1. A sharded model returns no gradients, because `torch.autograd.grad` skips FSDP's hooks.
     """
     learns = [p for p in model.trainable().values() if p.requires_grad] if model.shard_root is None else []
     with torch.set_grad_enabled(bool(learns)):
@@ -122,7 +122,7 @@ def check_gap(model: Any, own: list[Tensor]) -> None:
 def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, str]:
     """Return (fused decoder of `model`, ""), or (None, the reason) if the model cannot use one.
 
-    It can use one whose hidden states on `texts` equal those of transformers' modules, up to rounding. `recompute` enables
+    It can if the decoder's hidden states on `texts` equal those of transformers' modules, up to rounding. `recompute` enables
     gradient checkpointing.
     """
     hf = model.network
@@ -153,8 +153,8 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
 def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
     """Enable psigrad's kernels in a packed model's modules, each kind only if the outputs on `texts` remain the same.
 
-    Return (the `ModuleKernels`, the reason why recurrent layers run without kernels). The first is None if it is not used, the
-    second is "" if there is no reason. On a GPU, enable `GpuParts`, which launches fewer kernels, and return (None, "").
+    Return (the `ModuleKernels`, or None if they are not used; the reason why recurrent layers run without kernels, or "" if there
+    is none). On a GPU, enable `GpuParts`, which launches fewer kernels, and return (None, "").
     """
     from psigrad.language.models.fused.gpu_parts import GpuParts
     from psigrad.language.models.fused.module_kernels import ModuleKernels
@@ -217,7 +217,7 @@ def _why_not(hf: PreTrainedModel, numbers: Callable[[bool], Tensor]) -> str:
 def difference(hf: PreTrainedModel, own: Numbers, fast: Numbers) -> str:
     """Return "" if the outputs `fast()` differ from the correct outputs `own()` only by rounding, else the difference in words.
 
-    If the model has attention windows longer than the texts, one more comparison in float32 is made with shortened windows.
+    If the model has attention windows longer than the texts, a second comparison in float32 is made with shortened windows.
     """
     half = hf.dtype not in (torch.float32, torch.float64)
     exact = torch.float32 if half else hf.dtype
@@ -256,7 +256,7 @@ def shared_prompts(one: Sequence[int], other: Sequence[int]) -> Groups:
 def draw_texts(hf: PreTrainedModel, first: int, vocabulary: int, length: int) -> list[list[int]]:
     """Return two texts of `length` ids. Each is `first`, then ids below `vocabulary` sampled by transformers' forward pass."""
     draw = torch.Generator().manual_seed(0)
-    # full length from the start: a product of a new shape would be compiled again
+    # full length from the start, since PyTorch would compile a product of each new shape again
     ids = torch.full((2, length), first, device=hf.device)
     with torch.no_grad():
         for end in range(1, length):
@@ -288,7 +288,7 @@ def in_precision(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
             if p in kept:
                 p.data = kept.pop(p)
 
-    # Some models (CTRL) replace their buffers in a forward pass by ones of its precision.
+    # Some models (CTRL) replace their buffers in a forward pass by buffers of the pass's precision.
     buffers = [(module._buffers, name, held) for module in hf.modules() for name, held in module._buffers.items()]
     layers = _layers(hf)
     compiled = [(layer, layer._compiled_call_impl) for layer in layers]  # compiled layers would ignore these hooks
@@ -324,7 +324,7 @@ def _layers(hf: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def shorten_windows(hf: PreTrainedModel) -> Iterator[bool]:
-    """Inside this context, shorten attention windows and chunks above `LENGTH` tokens to `WINDOW`. Yield True if any were longer.
+    """Inside this context, shorten attention windows and chunks above `LENGTH` tokens to `WINDOW`. Yield True if there are any.
 
     The size is set in the model's modules, and in its configuration, from which masks are built. Both are restored at the end.
     """
@@ -357,7 +357,7 @@ def _suppress_advice(hf: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _perturb_fresh_adapters(decoder: Decoder) -> Iterator[None]:
-    """Set B, which is 0 in new adapters, to random weights inside this context, so that the adapters affect the outputs."""
+    """Inside this context, set new adapters' matrices B, which are 0, to random weights, so that adapters affect the outputs."""
     fresh = [b for layer in decoder.layers for _, b in (a.weights for a in layer.adapters.values()) if not b.any()]
     generator = torch.Generator().manual_seed(0)
     for b in fresh:

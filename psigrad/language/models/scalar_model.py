@@ -41,9 +41,9 @@ TEXTS = ("The capital of France is Paris, and that of Peru is Lima.", "Water boi
 
 @dataclass
 class ScalarModel(Pretrained):
-    """A transformers `…ForSequenceClassification` with one label, and its tokenizer.
+    """A `…ForSequenceClassification` with one label, or a vision-language model with a scalar head, and its tokenizer.
 
-    Formula: V(s_t) = w · h_t, with h_t the hidden state after the tokens before step t. The score of a text is V after its last
+    Formula: V(s_t) = w · h_t, with h_t the hidden state of the last token before token t. The score of a text is V after its last
     token. Models whose head is not a plain `score` layer (such as BERT) can only score whole texts.
     """
 
@@ -62,7 +62,7 @@ class ScalarModel(Pretrained):
         return self.values(texts, packed=packed) if self.per_token else self.scores(texts)[:, None]
 
     def _sample_texts(self, length: int) -> list[list[int]]:
-        """Return two fixed sentences, repeated up to `length` tokens, because a scalar model cannot generate texts."""
+        """Return two fixed sentences, each repeated to `length` tokens, because a scalar model cannot generate texts."""
         rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"] or [0] for text in TEXTS]
         return [(row * length)[:length] for row in rows]
 
@@ -225,15 +225,15 @@ def prepare(
 def _padding(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the padding id by which transformers finds the last token of a row, or None if padding and EOS have the same id.
 
-    transformers scores a row at its last token that is not padding. If padding were EOS, transformers would score a text before
-    its EOS token. Without a padding id, transformers raises an error for a batch instead.
+    transformers scores a row at its last token that is not padding. If padding were EOS, transformers would score a text at the
+    token before its EOS. Without a padding id, transformers raises an error for a batch instead.
     """
     return None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress transformers' warning that the head is newly initialised, since `load` has its own check for a new head."""
+    """Suppress transformers' warning that the head is newly initialised, since `load` itself checks for a new head."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -29,7 +29,7 @@ class Recurrence(Protocol):
         """Return (outputs [N, L, ...], final states [N, ...]) of the inputs [N, L, ...] from the initial `state`; None: zeros."""
 
     def step(self, inputs: Tensors, state: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return (outputs [N, ...], states) after one more token per sequence. `slots` [N] are the sequences' rows of `state`.
+        """Return (outputs [N, ...], states) after one more token per sequence. `slots` [N] are the sequences' rows in `state`.
 
         Without gradient, `state` may be updated in place. The second result is then `state`, otherwise new states [N, ...].
         """
@@ -43,7 +43,7 @@ class Recurrence(Protocol):
 
 @dataclass(frozen=True)
 class ShortConvolution:
-    """A causal depthwise convolution along sequences, with its activation. An output reads its token and the K - 1 tokens before.
+    """A causal depthwise convolution along sequences, with its activation. An output reads its token and the K - 1 before it.
 
     `weight` is [C, K]. `kernel(x, windows)` computes the convolution of x [S, C] in C++, or returns None for tensors it does
     not support. Row s of `windows` [S, K] has the indices of the rows of x that token s reads, and -1 before the text's start.

@@ -1,4 +1,4 @@
-"""A model sharded over the processes (FSDP2, torch's `fully_shard`): a layer's weights are gathered for its pass, then freed.
+"""A model sharded over the processes (FSDP2, torch's `fully_shard`): each layer's weights are gathered while it runs, then freed.
 
 Gradients are summed, not averaged, because the losses already divide by counts over all processes.
 """
@@ -57,7 +57,7 @@ def shard(model: Pretrained, world: World, device: str = "cpu") -> None:
     tensors.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # takes a second, and forty megabytes
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # the import takes a second and 40 MB
 
     kind = torch.device(device).type
     alone = world.division == Division()
@@ -129,7 +129,7 @@ def gather(model: Pretrained, names: set[str] | None = None) -> Iterator[tuple[s
 def save_merged(model: Pretrained, world: World, folder: Path, saved_form: str = "merged") -> None:
     """Save the complete model in Hugging Face format with the adapter merged in. Rank 0 gathers all of it in memory.
 
-    If `saved_form` is "adapter", save only the adapter. If it is "both", save also the adapter, in the folder adapter/.
+    If `saved_form` is "adapter", save only the adapter. If it is "both", save the adapter too, in the subfolder adapter/.
     """
     state: dict[str, Tensor] = {}
     for name, weight in gather(model):
@@ -165,7 +165,7 @@ class _Saved:
 
 
 def merge(model: Pretrained, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights `state` by the base model's names, with LoRA merged in: scaling·B·A is added to each matrix."""
+    """Return the weights `state` under the base model's names, with LoRA merged in: scaling·B·A is added to each matrix."""
     found = {}
     for name, weight in state.items():
         if ".lora_" in name:

@@ -46,7 +46,7 @@ def upcast(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Top:
-    """The k most probable tokens of a reference at M positions: ids and log-probs [M, k]. Its other probabilities are unknown."""
+    """The k most probable tokens of a reference at M positions: ids and log-probs [M, k]. Other probabilities are unknown."""
 
     ids: Tensor
     logp: Tensor
@@ -63,7 +63,7 @@ class Top:
         rest, rest_ref = (torch.full_like(normaliser, -torch.inf) for _ in range(2))
         if self.ids.shape[-1] < logits.shape[-1]:
             rest = logits.scatter(-1, self.ids, -torch.inf).logsumexp(-1) - normaliser
-            # If a server rounds the rest to 0, log π_ref would be −∞ and the KL infinite.
+            # Without the limit, log π_ref would be −∞ and the KL infinite if a server rounds the rest to 0.
             rest_ref = torch.log1p(-self.logp.exp().sum(-1).clamp(max=1 - LEAST_REST))
         return torch.cat([log_pi, rest[:, None]], -1), torch.cat([self.logp, rest_ref[:, None]], -1)
 

@@ -36,8 +36,8 @@ Architecture = Literal["qwen3", "llama", "gpt2", "gpt_neox"]
 def tokenizer(corpus: Iterable[str], vocabulary: int = 256, *, digits_alone: bool = True) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer on `corpus`, with distinct EOS and PAD tokens and the special tokens of ChatML.
 
-    It has at most `vocabulary` tokens, but never fewer than 260. It can encode any text, because the 256 bytes are in its
-    alphabet. `digits_alone` makes every digit a separate token, so that each number has only one tokenisation.
+    It has at most `vocabulary` tokens, or 260 if that is more. It can encode any text, because the 256 bytes are in its alphabet.
+    `digits_alone` makes every digit a separate token, so that each number has only one tokenisation.
     """
     bpe = Tokenizer(models.BPE())
     steps = [pre_tokenizers.Digits(individual_digits=True)] if digits_alone else []

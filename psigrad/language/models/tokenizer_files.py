@@ -1,4 +1,4 @@
-"""Tokenizers of folders and hub models. Their files come with a model, so they are checked before they are read."""
+"""Tokenizers of folders and hub models. Their files are untrusted, so they are checked before they are read."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from transformers import PreTrainedTokenizerBase
 from psigrad.language.models.towers import file_of
 
 MOST_ADDED = 100_000
-"""The most added tokens of a tokenizer. The time that the tokenizers library takes grows with the square of their number."""
+"""The maximum number of added tokens of a tokenizer. The tokenizers library's time grows with the square of this number."""
 MOST_GROWTH = 1024
-"""The most characters that a normaliser or decoder may make of one character, and that a template may put around a text."""
+"""The maximum number of characters that a normaliser or decoder makes of one character, and of parts in a template."""
 
 
 def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder or hub model. Raises `ValueError` if there is none, if its vocabulary is empty, or if a
-    file exceeds the limits of this module.
+    """Return the tokenizer of a folder or hub model. Raises `ValueError` if it is missing, empty or beyond this module's limits.
 
     For Qwen, Gemma and GPT-2, transformers creates an empty tokenizer if the files are missing, and every text would be empty.
+    Prompts may have images if the model is of a type in `vision.FAMILIES`.
     """
     from transformers import AutoTokenizer
 
@@ -39,7 +39,7 @@ def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
 
 
 def check_tokenizer(path: str) -> None:
-    """Raise `ValueError` for tokenizer files that would make a text very much longer, or take minutes to read."""
+    """Raise `ValueError` for tokenizer files that would make a text far longer, or take minutes to read."""
     added = 0
     for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"):
         if (file := file_of(path, name)) is None:
@@ -61,7 +61,7 @@ def check_tokenizer(path: str) -> None:
 
 
 def _growth(part: Any) -> float:
-    """Return a bound on the number of characters that a part of tokenizer.json, such as a normalizer, makes of one character."""
+    """Return a bound on the characters that a part of tokenizer.json makes of one character, or a template's number of parts."""
     if not isinstance(part, dict):
         return 1.0
     if part.get("type") == "TemplateProcessing":

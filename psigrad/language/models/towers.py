@@ -1,7 +1,7 @@
 """Saving models, and the vision and audio towers of multimodal checkpoints. The language model in them is called the text half.
 
-If transformers loads the whole model (Gemma 3 and 4), its towers are frozen. If transformers loads the text half alone (Qwen3.5),
-the towers are copied from the original checkpoint when the model is saved.
+If transformers loads the whole model (Gemma 3 and 4), its towers are frozen by default. If transformers loads the text half alone
+(Qwen3.5), the towers are copied from the original checkpoint when the model is saved.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def freeze_towers(network: Any, learns: Sequence[str] = ()) -> None:
 
 
 def check_names(names: Sequence[str], learns: Sequence[str]) -> list[str]:
-    """Return the dotted `names` of the modules that stay frozen: those whose last part is not in `learns`, the trained ones.
+    """Return the dotted `names` of modules that stay frozen. `learns` has the last parts of the names of the trained ones.
 
     Raises `UserError` if an entry of `learns` is not the last part of any name.
     """
@@ -83,16 +83,16 @@ def check_names(names: Sequence[str], learns: Sequence[str]) -> list[str]:
 
 
 class Towers:
-    """The configuration, tensors and processor files of a checkpoint of which only the text half was loaded.
+    """The configuration, tensors and processor files of a checkpoint from which only the text half was loaded.
 
-    Its weight files stay open, so that training can finish if they are deleted meanwhile.
+    Its weight files stay open, so that the model can be saved even if they are deleted during training.
     """
 
     def __init__(self, config: dict[str, Any], files: Sequence[Path], processors: dict[str, bytes]) -> None:
         self.config, self.processors = config, processors
         self._open = [safe_open(file, framework="pt") for file in files]
         self.text: dict[str, str] = {}
-        """The names of the text half's tensors in the checkpoint, by their names without enclosing modules."""
+        """The names of the text half's tensors in the checkpoint, by their plain names (see `_plain`)."""
         self.other_tensors: list[tuple[Any, str]] = []
         for file in self._open:
             for name in file.keys():  # noqa: SIM118 (it is no dictionary)
@@ -177,7 +177,7 @@ def tower_names(network: Any) -> list[str]:
 
 
 def lora_exclusion(network: nn.Module, learns: Sequence[str] = ()) -> str | None:
-    """Return a regular expression for the towers that get no adapter: those not in `learns`. Return None if there are none."""
+    """Return a regular expression for the towers that get no adapter, which are not in `learns`; None if there are none."""
     names = check_names(towers_of(network), learns)
     return rf"({'|'.join(map(re.escape, names))})(\..*)?" if names else None
 
@@ -253,10 +253,10 @@ def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         vision.save(folder)
     if not put_back(getattr(model, "network", model), folder):
         redaction.say(
-            f"{folder} has only the language model, without its towers, since its weights have other names than in the original "
-            "checkpoint."
+            f"{folder} has only the language model, without its towers, since the names of its weights differ from those in the "
+            "original checkpoint."
         )
-    if isinstance(model, nn.Module) and (kind := coded_as(model)) is not None:  # weights in shards have no modules here
+    if isinstance(model, nn.Module) and (kind := coded_as(model)) is not None:  # sharded weights (`_Saved`) have no modules
         numbers = {"quantize_base": kind, "dtype": str(model.dtype).removeprefix("torch.")}
         (folder / CODED_BASE).write_text(json.dumps(numbers) + "\n")
     umask = os.umask(0)

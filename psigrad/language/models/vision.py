@@ -1,7 +1,7 @@
 """Vision towers of the model families that psigrad trains with images. An image's features replace embeddings in a prompt.
 
-transformers' modules compute the features of each image separately, so that they do not depend on other images of a batch. If the
-tower is frozen, features are computed once and cached. The language model then runs as on text: packed, with kernels or fused.
+transformers' modules compute the features. If the tower is frozen, each image's features are computed alone, so that they do not
+depend on other images of a batch, and cached. The language model then runs as on text: packed, with kernels or fused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Features = tuple[Tensor, ...]
 
 
 class _ImageCache:
-    """A cache of tensors by the SHA-256 of an image. Beyond `KEPT_BYTES`, the least recently used are dropped."""
+    """A cache of tensors by the SHA-256 of an image. Beyond `KEPT_BYTES`, the least recently used images are dropped."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[Tensor, ...]] = OrderedDict()
@@ -178,7 +178,7 @@ class Vision:
         return 0
 
     def apply_layout(self, inputs: ForwardInputs) -> ForwardInputs:
-        """Return packed inputs, changed to have the positions and the attention that the family gives image tokens."""
+        """Return packed inputs with the positions and the attention that image tokens have in this family."""
         return inputs
 
     def forward_arguments(self, inputs: ForwardInputs) -> dict[str, Tensor]:
@@ -203,7 +203,7 @@ class Tiles(Vision):
     """The images of Idefics 3 and SmolVLM, which are cut into tiles.
 
     In a prompt the tiles of an image are followed by the whole image, scaled down to one tile. Each tile has the same number of
-    features, after a token that names the tile.
+    features, which follow a token that names the tile.
     """
 
     inputs, along = ("pixel_values", "pixel_attention_mask"), 1
@@ -260,7 +260,7 @@ class Blocks(Vision):
         """Return the inputs with a layout in which the tokens of an image attend to each other."""
         ids = inputs.input_ids.flatten()
         seen = ids >= FIRST
-        # A run of image tokens is one image, as for transformers: those of two images have text between them.
+        # Consecutive image tokens are one image, as for transformers, because there is always text between two images.
         begins = seen & ~torch.nn.functional.pad(seen, (1, -1))
         blocks = torch.where(seen, begins.cumsum(0), 0)
         return replace(inputs, layout=replace(inputs.layout, blocks=blocks))
@@ -355,7 +355,7 @@ def needs_vision(path: str, requested: bool = False) -> bool:
 
 
 def requires_vision(kind: Any) -> bool:
-    """Return True if `kind`, a `model_type` of `FAMILIES`, has no class in transformers for its language model alone."""
+    """Return True if the `model_type` `kind` is in `FAMILIES` and transformers has no class for its language model alone."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return kind in FAMILIES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -388,7 +388,7 @@ def configure_vision(tokenizer: Any, network: Any, path: str) -> None:
 
 
 def attach(tokenizer: Any, path: str, config: Any = None) -> str:
-    """Allow images in the tokenizer's prompts if the model at `path` is of `FAMILIES` and has an image processor.
+    """Allow images in the tokenizer's prompts if the model at `path` is of a type in `FAMILIES` and has an image processor.
 
     If the model's `config` is given, only the processor is read from `path`. If the processor cannot be loaded, return the error,
     otherwise "".
@@ -408,7 +408,7 @@ def attach(tokenizer: Any, path: str, config: Any = None) -> str:
 
 
 def tokenizer_of(processor: Any, config: Any) -> Any:
-    """Return a multimodal processor's tokenizer with its chat template. Prompts may have images if `config` is of `FAMILIES`."""
+    """Return a multimodal processor's tokenizer with its chat template. Allow images if `config` is of a type in `FAMILIES`."""
     tokenizer = processor.tokenizer
     if getattr(processor, "chat_template", None) and not tokenizer.chat_template:
         tokenizer.chat_template = processor.chat_template

@@ -233,7 +233,7 @@ def test_other_adapters_and_lost_bases_are_sentences(base, tmp_path, monkeypatch
     with pytest.raises(UserError, match="run any command on the original GGUF file or adapter"):
         load_model(Model(path=str(tmp_path / "adapter"), adapter="merge"), Run(), None)
     file.write_text(json.dumps({**held, "peft_type": "IA3"}))
-    with pytest.raises(UserError, match=r"has the type IA3, but psigrad continues only LORA"):
+    with pytest.raises(UserError, match=r"has the type IA3, but psigrad trains only LORA"):
         load_model(Model(path=str(tmp_path / "adapter")), Run(), None)
 
 
