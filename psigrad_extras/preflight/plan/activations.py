@@ -7,6 +7,7 @@ twin's norms and attention are functions that keep what the GPU's kernels keep, 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -22,12 +23,16 @@ from psigrad.language.models.fused.gpu_parts import GpuParts
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
-from psigrad.language.models.sizes import size
-from psigrad_extras.preflight.plan.shape import Shape, count_shape, model_of, resize
+from psigrad.language.models.sizes import cached_numbers, size
+from psigrad_extras.preflight.plan.shape import Shape, count_shape, layer_kinds, model_of, resize
 
 # The widest hidden size of a twin. For a wider model, all widths are divided by one factor, and the counts multiplied by it.
 _WIDE = 512
 _NARROW = 256
+# The lengths of the prompts in the two passes that are counted.
+_PROMPTS = (2, 34)
+# What the widths of layers with a state are called: numbers of heads, and the width of Falcon-H1's Mamba-2.
+_STATE_WIDTHS = (*("linear_num_key_heads", "linear_num_value_heads", "mamba_n_heads", "mamba_num_heads", "mamba_d_ssm"),)
 
 
 @dataclass(frozen=True)
@@ -81,41 +86,56 @@ def _terms(kind: type[Any], settings: str, dtype: str, lora: bool, on_gpu: bool 
     config = kind.from_dict(json.loads(settings))
     shape, width = count_shape(config), DTYPES[dtype].itemsize
     try:
-        twins = [_twin(config, shape, layers) for layers in (1, 2)]
-        models: list[Any] = [_prepare(twin, dtype, lora) for twin in twins]
-        for model in models if on_gpu and not models[0].why_padded else ():
-            _TwinParts(model.network)
-            model.attention_kernel = _Attention.apply
-        short, long = ([_count_saved(model, prompt) for model in models] for prompt in (2, 34))
+        kinds = layer_kinds(config)
+        # Every twin has a layer with attention, since the fused decoder computes no model without one.
+        attends = next((i for i in kinds if cached_numbers(resize(config, [i]))), 0)
+        twin = _twin(config, shape, [attends])
+        model = _prepare(twin, dtype, lora, on_gpu)
+        one = [_count_saved(model, prompt) for prompt in _PROMPTS]
+        twos = {kind: _prepare(_twin(config, shape, [kind, attends]), dtype, lora, on_gpu) for kind in kinds}
+        layers = {kind: _per_layer(one, [_count_saved(two, prompt) for prompt in _PROMPTS]) for kind, two in twos.items()}
     except Exception:  # an architecture's code may raise anything at unexpected sizes
         return Terms.estimate(shape, width)
-    per_layer = [(two - one, tokens, carried) for (one, tokens, carried), (two, _, _) in (short, long)]
-    (a, s, c), (b, t, d) = per_layer
-    prefix = max(0.0, (b * s - a * t) / (d * s - c * t))
-    token = (a - prefix * c) / s
-    once = max(0.0, short[0][0] - a) / s
-    narrowing = shape.hidden / size(twins[0], "hidden")
-    fused = models[0].decoder.dtype.itemsize if models[0].decoder is not None else 0
+    token, prefix = (sum(layers[kind][i] * count for kind, count in kinds.items()) / shape.layers for i in (0, 1))
+    (whole, tokens, carried), (own_token, own_prefix) = one[0], layers[attends]
+    once = max(0.0, whole - own_token * tokens - own_prefix * carried) / tokens
+    narrowing = shape.hidden / size(twin, "hidden")
+    fused = model.decoder.dtype.itemsize if model.decoder is not None else 0
     return Terms(token * narrowing, prefix * narrowing, once * narrowing, width * shape.hidden, fused)
 
 
-def _twin(config: PreTrainedConfig, shape: Shape, layers: int) -> PreTrainedConfig:
-    """Return the configuration of a twin: few layers, a tiny vocabulary, and smaller widths in the original proportions."""
+def _per_layer(one: Sequence[tuple[int, int, int]], two: Sequence[tuple[int, int, int]]) -> tuple[float, float]:
+    """Return `Terms.token` and `Terms.prefix` of a layer from counts by `_count_saved` without it and with it, for `_PROMPTS`."""
+    (a, s, c), (b, t, d) = [
+        (more - less, tokens, carried) for (less, tokens, carried), (more, _, _) in zip(one, two, strict=True)
+    ]
+    prefix = max(0.0, (b * s - a * t) / (d * s - c * t))
+    return (a - prefix * c) / s, prefix
+
+
+def _twin(config: PreTrainedConfig, shape: Shape, like: Sequence[int]) -> PreTrainedConfig:
+    """Return the configuration of a twin: the layers with indices `like`, a tiny vocabulary, and widths in proportion."""
     factor = 1.0 if shape.hidden <= _WIDE else _NARROW / shape.hidden
     heads = shape.heads if factor == 1 else max(4, round(shape.heads * factor))
     keys = max(1, round(heads * shape.key_heads / shape.heads))
     dim = max(8, round(shape.query * factor / heads / 8) * 8)
-    sizes = {"hidden": round(shape.hidden * factor), "inner": round(shape.inner * factor / 8) * 8, "layers": layers}
+    sizes = {"hidden": round(shape.hidden * factor), "inner": round(shape.inner * factor / 8) * 8}
     sizes |= {"heads": heads, "key_heads": keys, "vocab_size": 16, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
-    return resize(config, **sizes, head_dim=dim)
+    given = config.get_text_config().to_dict()
+    sizes |= {name: max(1, round(given[name] * factor)) for name in _STATE_WIDTHS if given.get(name)}
+    return resize(config, like, **sizes, head_dim=dim)
 
 
-def _prepare(config: PreTrainedConfig, dtype: str, lora: bool) -> LanguageModel:
+def _prepare(config: PreTrainedConfig, dtype: str, lora: bool, on_gpu: bool) -> Any:
     """Return the twin as a model with random weights, prepared for training as the trainer does it."""
     with torch.random.fork_rng(devices=[]):
         hf = model_of(config, dtype=DTYPES[dtype])
         tokenizer: Any = SimpleNamespace(bos_token_id=None, eos_token_id=0)
-        return language_model.prepare(hf, tokenizer, lora=Lora(rank=2) if lora else None)
+        model: Any = language_model.prepare(hf, tokenizer, lora=Lora(rank=2) if lora else None)
+    if on_gpu and not model.why_padded:
+        _TwinParts(model.network)
+        model.attention_kernel = _Attention.apply
+    return model
 
 
 class _Norm(torch.autograd.Function):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -165,16 +167,17 @@ def model_of(config: PreTrainedConfig, **options: Any) -> Any:
     return auto.from_config(config, **options)
 
 
-def resize(config: PreTrainedConfig, **sizes: int) -> PreTrainedConfig:
-    """Return the configuration of the text model with other sizes, and only its first layers.
+def resize(config: PreTrainedConfig, like: Sequence[int] = (), **sizes: int) -> PreTrainedConfig:
+    """Return the configuration of the text model with other sizes, and only its first layers or those with the indices `like`.
 
     Sizes are given by the keys of `models.sizes.NAMES`, or by the configuration's own names.
     """
     text = config.get_text_config()
-    given, layers = text.to_dict(), size(config, "layers")
-    by_layer = {name: value for name, value in given.items() if isinstance(value, list) and len(value) == layers}
+    given, by_layer = text.to_dict(), _by_layer(text)
+    sizes = {**sizes, "layers": len(like)} if like else sizes
+    chosen = like or range(sizes.get("layers", size(config, "layers")))
     kept = {name: value for name, value in given.items() if name not in _DROPPED}
-    kept |= {name: [value[i % layers] for i in range(sizes.get("layers", layers))] for name, value in by_layer.items()}
+    kept |= {name: [value[i % len(value)] for i in chosen] for name, value in by_layer.items()}
     if "kv_lora_rank" in given:  # in multi-head latent attention, head_dim follows from other sizes
         sizes.pop("head_dim", None)
     for what, value in {**sizes, "num_kv_shared_layers": 0}.items():
@@ -184,6 +187,18 @@ def resize(config: PreTrainedConfig, **sizes: int) -> PreTrainedConfig:
     if "per_layer_config" in given:
         kept["per_layer_config"] = {}
     return type(text).from_dict(kept)
+
+
+def layer_kinds(config: PreTrainedConfig) -> dict[int, int]:
+    """Return {index of the first layer of a kind: number of such layers}, by the settings that a configuration lists by layer."""
+    rows = zip(*_by_layer(config.get_text_config()).values(), strict=True)
+    kinds = list(map(str, rows)) or [""] * size(config, "layers")
+    return {kinds.index(kind): count for kind, count in Counter(kinds).items()}
+
+
+def _by_layer(text: PreTrainedConfig) -> dict[str, list[Any]]:
+    layers = size(text, "layers")
+    return {name: value for name, value in text.to_dict().items() if isinstance(value, list) and len(value) == layers}
 
 
 def _ends(module: Any) -> tuple[int, int]:

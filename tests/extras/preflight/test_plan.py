@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from dataclasses import replace
@@ -10,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kept_bytes import running
 from speed import measured_once  # noqa: F401 (a fixture)
-from transformers import AutoConfig, AutoModelForSequenceClassification, Qwen3Config
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from psigrad import cli
 from psigrad.config import Data, Model, OnlineConfig, Optim, PreferenceConfig, RewardConfig, Run, Sampling, SFTConfig
@@ -64,62 +64,6 @@ def test_an_adapters_parameters_are_counted(targets):
     expected = count_shape(hf.config).lora_parameters(4, targets)
     model = language_model.prepare(hf, SimpleNamespace(bos_token_id=None, eos_token_id=0), lora=Lora(4, target_modules=targets))
     assert sum(p.numel() for p in model.trainable().values()) == expected
-
-
-def running(vocabulary: int, prompts: int, members: int, prompt: int, length: int) -> Groups:
-    """Prompts and completions whose tokens are as unlike as the vocabulary allows: a plan does not count on equal ones."""
-    ids = itertools.cycle(range(vocabulary))
-    given = [list(itertools.islice(ids, prompt)) for _ in range(prompts)]
-    return Groups(given, [[list(itertools.islice(ids, length)) for _ in range(members)] for _ in range(prompts)])
-
-
-def kept_by_autograd(hf, prompts: int, members: int, prompt: int, length: int) -> tuple[int, int, int]:
-    """(bytes, packed tokens, prompt tokens carried) of a forward pass to the last hidden state."""
-    model = language_model.prepare(hf, SimpleNamespace(bos_token_id=None, eos_token_id=0))
-    own = {t.untyped_storage().data_ptr() for t in (*hf.parameters(), *hf.buffers())}
-    held: list[torch.Tensor] = []
-
-    def keep(tensor):
-        held.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.stats(running(hf.config.vocab_size, prompts, members, prompt, length))
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-    total = sum(size for place, size in sizes.items() if place not in own)
-    return total, prompts * (prompt + members * (length - 1)), prompts * members * prompt
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_what_the_backward_pass_needs_is_what_autograd_keeps(architecture):
-    hf = tiny.model(architecture, 32, hidden=96, layers=4)
-    kept, tokens, carried = kept_by_autograd(hf, 3, 4, 20, 50)
-    assert terms(hf.config, "float32").bytes_for(4, tokens, carried) == pytest.approx(kept, rel=0.05)
-
-
-def test_a_wide_model_is_counted_on_a_narrow_twin():
-    hf = tiny.model("qwen3", 100, hidden=1024, layers=1, heads=8)
-    kept, tokens, carried = kept_by_autograd(hf, 1, 4, 8, 20)
-    assert terms(hf.config, "float32").bytes_for(1, tokens, carried) == pytest.approx(kept, rel=0.05)
-
-
-def test_what_a_gpu_keeps_of_a_layer_by_hand():
-    """Four times the hidden size: the inputs of norms and of products behind them. Four times the inner size: gate, up, its
-    activation and the product. Queries before the norm, behind the rotation, and attention's output; keys likewise, but twice
-    copied with a prompt's. Each is a number of 2 bytes; a few per cent more are sums of rows.
-    """
-    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 300}
-    config = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
-    found = terms(config, "bfloat16", device="cuda")
-    assert found.prefix == 2 * (128 + 128), "keys and values of the prompt, for each completion"
-    assert 1 < found.token / (2 * (4 * 256 + 4 * 768 + 3 * 256 + 3 * 128)) < 1.1
-
-
-@pytest.mark.needs("compiler")
-def test_negative_control_another_architectures_terms_do_not_fit():
-    hf = tiny.model("qwen3", 32, hidden=96, layers=4)
-    kept, tokens, carried = kept_by_autograd(hf, 3, 4, 20, 50)
-    assert terms(tiny.model("gpt2", 32, hidden=96).config, "float32").bytes_for(4, tokens, carried) > 1.15 * kept
 
 
 def test_recomputing_layers_keeps_their_inputs_and_one_layer():
