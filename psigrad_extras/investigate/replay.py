@@ -379,7 +379,7 @@ def lines_of(found: Replay) -> Iterator[str]:
     if not found.differences:
         yield "The step's metrics, gradient and rows equal the recorded ones bit for bit."
         return
-    yield f"{len(found.differences)} differences from the record:"
+    yield f"{len(found.differences)} difference{'s' * (len(found.differences) > 1)} from the record:"
     yield from (f"  {line}" for line in found.differences[:12])
     if len(found.differences) > 12:
         yield f"  and {len(found.differences) - 12} more"

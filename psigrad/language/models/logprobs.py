@@ -369,7 +369,8 @@ def _check_ids(ids: Tensor, count: int) -> None:
         return torch._assert_async(((ids >= 0) & (ids < count)).all(), "A target is not a token of the head.")
     low, high = torch.stack(torch.aminmax(ids)).tolist()
     if low < 0 or high >= count:
-        raise IndexError(f"A target is token {high}, but the head has {count} tokens; give the tokenizer of this model.")
+        wrong = low if low < 0 else high
+        raise IndexError(f"A target is token {wrong}, but the head has {count} tokens; give the tokenizer of this model.")
 
 
 def token_stats(

@@ -78,7 +78,8 @@ def check_names(names: Sequence[str], learns: Sequence[str]) -> list[str]:
     short = {name.rpartition(".")[2]: name for name in names}
     for name in learns:
         if name not in short:
-            raise UserError(f"trained_towers has {name!r}; expected modules outside the language model: {', '.join(short)}.")
+            known = f"expected modules outside the language model: {', '.join(short)}" if short else "this model has no towers"
+            raise UserError(f"trained_towers has {name!r}; {known}.")
     return [name for own, name in short.items() if own not in learns]
 
 

@@ -137,7 +137,8 @@ def _report(rank: _Rank, size: int, unaware: Sequence[str]) -> None:
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     print(f"psigrad: process {rank.rank} (of 0 to {size - 1}) {how}; all other processes were ended too.", file=sys.stderr)
     if unaware:  # a time-out of NCCL ends the waiting processes by SIGABRT
-        print(f"psigrad: process {', '.join(unaware)} was still running; the others may have waited for it.", file=sys.stderr)
+        running = f"processes {', '.join(unaware)} were" if unaware[1:] else f"process {unaware[0]} was"
+        print(f"psigrad: {running} still running; the others may have waited for it.", file=sys.stderr)
     time.sleep(0.1)  # its last output may not have arrived yet
     if words := rank.words.decode(errors="replace").strip():
         print(words, file=sys.stderr)

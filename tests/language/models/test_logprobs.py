@@ -121,6 +121,8 @@ def test_a_token_that_the_head_does_not_have_is_refused(monkeypatch):
     monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 16)
     with pytest.raises(IndexError, match="token 30, but the head has 30"):
         logprobs.token_stats(hidden, ids, head, 30, TokenStatsRequest())
+    with pytest.raises(IndexError, match="token -1, but the head has 30"):
+        logprobs.token_stats(hidden[:7], ids[:7] - 1, head, 30, TokenStatsRequest())
     logprobs.token_stats(hidden[:7], ids[:7], head, 30, TokenStatsRequest())
 
 

@@ -18,6 +18,7 @@ from psigrad.language import images
 from psigrad.language.models import language_model
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
+from psigrad.language.models.towers import check_names
 from psigrad.language.models.vision import Blocks, Grid
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler, why_not_embedded
 from psigrad.language.rollout.types import Request, SamplingParams
@@ -266,6 +267,8 @@ def test_towers_are_frozen_unless_they_are_named(made):
     assert any("vision_model" in name for name in adapted) and not any("connector" in name for name in adapted)
     with pytest.raises(UserError, match=r"trained_towers has 'tower'; expected .*: vision_model, connector\."):
         language_model.load(folder, towers=["tower"])
+    with pytest.raises(UserError, match=r"trained_towers has 'tower'; this model has no towers\.$"):
+        check_names([], ["tower"])
 
 
 def test_the_text_half_alone_takes_no_images(made):

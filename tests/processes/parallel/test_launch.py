@@ -38,6 +38,8 @@ def test_where_those_that_wait_are_ended_by_a_signal_who_is_still_at_work_is_nam
     status = launch._watch([rank_of(0, -6), rank_of(1, None), rank_of(2, -6)])
     said = capsys.readouterr().err
     assert status == 134 and "process 0 (of 0 to 2) was ended by SIGABRT" in said and "process 1 was still running" in said
+    launch._watch([rank_of(0, -6), rank_of(1, None), rank_of(2, None)])
+    assert "processes 1, 2 were still running; the others" in capsys.readouterr().err
 
 
 def rank_of(number: int, code: int | None):
