@@ -189,7 +189,7 @@ VC_PPO = METHODS.declare(
 )
 VAPO = METHODS.declare(
     "vapo",
-    "VC-PPO with a λ by length, clip-higher and imitation of right answers",
+    "VC-PPO with λ growing with length, clip-higher and imitation of right answers",
     replace(VC_PPO, psi=whitened(length_gae(0.05)), surrogate=with_imitation(clip(0.2, 0.28), 0.1)),
     num_iterations=4,
 )

@@ -93,7 +93,7 @@ Keep = Callable[..., Tensor]
 def has_signal(batch: Batch) -> Tensor:
     """Drop groups whose trajectories all have the same value M. The trainer then collects other groups.
 
-    Formula: keep i  ⇔  min(M) < max(M) in the group of i; M_i is trajectory i's reward, or the one that `filter_metric` names
+    Formula: keep i  ⇔  min(M) < max(M) in the group of i; M_i is trajectory i's metric (`filter_metric`), or its reward
 
     The test is exact equality, since the standard deviation of floats is not 0 for eight rewards of 0.1. The paper compares
     correctness. With a length penalty in the reward, a group of right answers would be kept although it teaches length alone. In
@@ -124,7 +124,7 @@ def not_truncated(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class top_k:
-    """Keep the k trajectories of each group with the greatest returns R. Of equal returns, the earlier comes first.
+    """Keep the k trajectories of each group with the greatest returns R. Among equal returns, the earlier trajectory wins.
 
     Formula: keep i  ⇔  R_i is among the k greatest of its group
 

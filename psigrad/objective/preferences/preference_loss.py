@@ -191,7 +191,7 @@ class robust:
 
 
 def hinge(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """The hinge loss: 0 once the score of the chosen completion exceeds that of the rejected one by 1.
+    """The hinge loss: 0 once h_w exceeds h_l by 1, where h = β·score.
 
     Formula: max(0, 1 − (h_w − h_l))
 
