@@ -45,10 +45,11 @@ def train(name: str) -> Callable[[list[str]], int]:
 
 
 _SCORE = """\
-Score each row of a dataset with prompts and completions by reward functions (--reward NAME|module:function ...
-[--reward-weights X ...]) or by a reward model (--model). The scores are written to OUTPUT, or printed. --attack tests
-reward functions on the first MAX_ROWS rows with wrong answers, and with right answers in other forms. Its exit status
-is 1 if a wrong answer is rewarded."""
+Score prompts with completions: the rows of split SPLIT of DATASET, a file, folder or hub name. Use reward functions (--reward
+NAME|module:function ... [--reward-weights X ...]) or a reward model (--model). The scores are written to the file OUTPUT,
+or printed. COLUMNS renames columns, as in question=prompt. ROWS is stop or skip, for malformed rows. TOKENIZER names a
+model, for rewards that count tokens. A reward has --reward-timeout seconds per call. --attack instead scores wrong answers
+to the first MAX_ROWS prompts, and right answers in other forms. Its exit status is 1 if a wrong answer is rewarded."""
 
 
 def score(arguments: list[str]) -> int:
@@ -118,7 +119,7 @@ def _write(lines: str, output: str, count: int) -> None:
 def tasks(arguments: list[str]) -> int:
     """Print the names of reasoning-gym's tasks."""
     if flags.asks_for_help(arguments):
-        print("psigrad tasks\n\nNames of the procedural tasks of reasoning-gym, one per line.")
+        print("psigrad tasks\n\nPrint the names of reasoning-gym's procedural tasks, one per line.")
         return 0
     if arguments:
         raise UserError(f"tasks got {arguments[0]!r} and takes no arguments; `psigrad tasks` lists every task.")
@@ -157,7 +158,7 @@ def report(arguments: list[str]) -> int:
     """Write the report of a run again, or a report that compares several runs."""
     usage = "psigrad report RUN [RUN ...] [--output FILE]"
     if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nRedraw the report of a run folder, or draw one report that compares several.")
+        print(f"{usage}\n\nRedraw the report of a run folder, or write a report that compares several runs to FILE.")
         return 0
     folders, output = flags.parse_names_and_output("report", arguments)
     if not folders:

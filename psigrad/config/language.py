@@ -357,7 +357,7 @@ class PreferenceConfig(_SectionsForRows, PackingSettings, RewardSettings):
 
 @dataclass(frozen=True)
 class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSettings):
-    """Sample held-out prompts from a model and score them."""
+    """Sample a model's completions of held-out prompts and score them."""
 
     model: _AsItIs = field(default_factory=Model)
     data: _JudgedRows = field(default_factory=lambda: Data(split="test"))
@@ -409,9 +409,9 @@ Played = OnlineConfig | EvalConfig | SampleConfig
 
 @dataclass(frozen=True)
 class LmEvalConfig(PackingSettings):
-    """Tasks of EleutherAI's lm-eval on a model, computed with psigrad's packed forward pass and its sampler.
+    """Run tasks of EleutherAI's lm-eval (--tasks) on a model (--model), with psigrad's packed forward pass and sampler.
 
-    With a baseline, also report the difference between both models, paired by document.
+    With a --baseline, also report the difference between the two models, paired by document.
     """
 
     model: Annotated[str, PATH] = ""
