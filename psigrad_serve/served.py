@@ -346,7 +346,7 @@ async def merged(answers: Sequence[ServedAnswer]) -> AsyncGenerator[tuple[int, S
     finally:
         for task in tasks:
             task.cancel()
-        for answer, k in sources:  # before any await, which may be cancelled again; some tasks never started
+        for answer, k in sources:  # a task that never started cannot cancel its stream; do it before an await is cancelled
             answer.streams[k].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 

@@ -102,7 +102,7 @@ class TinkerServer:
         )
 
     def close(self) -> None:
-        """End all running work."""
+        """Cancel queued work, wait for running work, and close the engines."""
         self._trainer.shutdown(cancel_futures=True)
         for engine in self.engines.values():
             engine.close()
