@@ -90,7 +90,7 @@ def rows(folder: Path, count: int, first_seed: int) -> list[Row]:
 def demonstrations(given: list[Row], folder: Path, wrong_share: float, seed: int) -> list[Row]:
     """Return demonstrations of the game. A share `wrong_share` of the counts is wrong by one, and of the places by one cell.
 
-    The wrong places are drawn, so that the right one is the most frequent also if half of the places are wrong.
+    A wrong place is a random neighbouring cell, so the right one is the most frequent even if half of the places are wrong.
     """
     rng, made = random.Random(seed), []
     for row in given:

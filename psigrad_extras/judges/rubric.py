@@ -139,7 +139,7 @@ class Rubric(Judge, Preparable):
     """A reward from 0 to 1 for how well a completion meets a rubric, as a language model judges it.
 
     Formula: local judge: Σ_k k·p(k) / scale, with p the judge's distribution over the replies 0 … scale, from one forward pass;
-             endpoint: the score at the end of its reply, over scale, or with `probabilities` the formula of a local judge
+             endpoint: the score at the end of its reply / scale, or with `probabilities` the formula of a local judge
 
     The rubric is the parameter `rubric`, or the dataset's column `rubric`. If there is a column `answer`, the judge reads it as a
     reference. If the judge does not reply, or replies without a score, the completion stays unscored.

@@ -24,7 +24,7 @@ class SessionOver(Exception):
 
 @dataclass
 class Session:
-    """The requests of one agent on one row, all in one thread, and their answers. After the end, a request raises `SessionOver`."""
+    """The requests of one agent on one row, all in one thread, and their answers. After the end, requests raise `SessionOver`."""
 
     index: int
     """The index of the row in its dataset."""
