@@ -15,7 +15,7 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220)}
 CELLS, PIXELS = 3, 8
 PLACES = [f"{column}{row + 1}" for row in range(CELLS) for column in "abc"]
 MOST = 3
-"""The most squares of the colour in question."""
+"""The maximum number of squares of the colour in question."""
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from psigrad_serve.api_errors import ApiError
 from psigrad_serve.engine.engine import SamplingEngine
 
 MOST_PIXELS = 4 * images.MOST_PIXELS
-"""The most pixels of all images of a request together."""
+"""The maximum number of pixels of all images of a request together."""
 KEPT_BYTES = 1 << 30
-"""The most bytes of cached images. Beyond this, images that no running request has are dropped, the oldest first."""
+"""The maximum number of bytes of cached images. Beyond this, images that no running request has are dropped, the oldest first."""
 
 
 class HeldImages:

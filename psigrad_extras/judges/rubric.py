@@ -62,7 +62,7 @@ class Judge:
     api_key_variable: str = "OPENAI_API_KEY"
     """Environment variable with the endpoint's key, which may be unset. `worker_env` must name it too."""
     attempts: int = 3
-    """The most requests for one completion. If all fail, it stays unscored."""
+    """The maximum number of requests for one completion. If all fail, it stays unscored."""
     seconds: float = 60.0
     """Maximum seconds to wait for a reply."""
     concurrency: int = 8
