@@ -69,7 +69,7 @@ def compare(arguments: list[str]) -> int:
     """Train with several methods and draw the comparison."""
     methods, given, rest = flags.parse_lists(arguments, "--seeds", "--pairs")
     usage = "compare METHOD ... [--seeds 0 1 2] [--pairs FILE]"
-    about = "Train by several methods from one checkpoint, over seeds, with equal samples, and draw the comparison."
+    about = "Compare methods from one checkpoint, over seeds, with equal samples. Preference methods train on the pairs in FILE."
     config = flags.parse(OnlineConfig, usage, rest, {"algorithm": methods[0]} if methods else {}, about)
     from psigrad.records.report import terminal
     from psigrad_extras.investigate import compare as compare_page
@@ -116,7 +116,8 @@ def _parse_plan(arguments: Sequence[str]) -> tuple[Any, PlanConfig]:
     )
     name = next((text for text in arguments[:1] if not text.startswith("-")), "")
     if not name and flags.asks_for_help(arguments):
-        print(f"{usage}\n\nPredict peak memory, batch sizes and speed of a run from the model's configuration alone.")
+        print(f"{usage}\n\nPredict the peak memory, batch sizes and speed of a run, without loading the model's weights.")
+        print("`psigrad plan METHOD --help` explains all flags.")
         raise SystemExit(0)
     if not name:
         raise UserError(f"plan got no method; the usage is {usage}.")
@@ -135,9 +136,10 @@ _REPLAY = "psigrad replay RUN --step N [--method NAME|MAPPING ...] [--output FIL
 def replay(arguments: list[str]) -> int:
     """Recompute a step of a run. Return exit status 1 if it differs from the recorded one."""
     if flags.asks_for_help(arguments):
-        print(f"{_REPLAY}\n\nRecompute a step of an online run from the nearest earlier checkpoint and the run's rows, and print")
-        print("every difference from the record. --method adds other methods on the same completions: dapo, rloo or a variant")
-        print("such as '{preset: grpo, kl: null}'. A page with every token is written to RUN/replays/.")
+        print(f"{_REPLAY}\n\nRecompute step N of an online run from the nearest earlier checkpoint and the run's rows. Print")
+        print("every difference from the record; the exit status is 1 if there is any. --method also applies other methods to")
+        print("the same completions: dapo, or a variant such as '{preset: grpo, kl: null}'. A page with every token is written")
+        print("to FILE, by default in RUN/replays/.")
         return 0
     names, listed, rest = flags.parse_lists(arguments, "--step", "--method", "--output")
     if len(names) != 1 or rest or len(listed["--step"]) != 1 or len(listed["--output"]) > 1:
@@ -163,9 +165,10 @@ _REFEREE = (
     "psigrad referee --trl 'SCRIPT.py [ARGUMENTS]' [SETTINGS.yaml] | A.yaml B.yaml [--python PYTHON] [--steps 2] [--tolerance X]"
 )
 _REFEREE_HELP = """\
-Train on the same rows and tokens with TRL and psigrad, or with two files of settings, and print the first tensor in which
-they differ. TRL runs the script unmodified in PYTHON; psigrad uses SETTINGS, or the settings converted from the script.
-A step is one collection of completions with all its updates. Nothing is saved. The exit status is 1 if they differ."""
+Train on the same rows and tokens with TRL and psigrad, or with two settings files of psigrad. Print the first tensor that
+differs; the exit status is then 1. The interpreter PYTHON (default: this one) runs TRL's script unmodified. psigrad uses
+SETTINGS.yaml, or the settings converted from the script. A step is one collection of completions with all its updates.
+--tolerance is the difference, as a share of a tensor's scale, that counts as rounding. Nothing is saved."""
 
 
 def referee(arguments: list[str]) -> int:
@@ -194,12 +197,10 @@ def export(arguments: list[str]) -> int:
     """Write a model in a format for other programs."""
     usage = "psigrad export RUN_OR_MODEL --to gguf|merged|adapter [--output FOLDER] [--quantization f16]"
     if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nWrite the model of a run, a folder, a hub name or a GGUF file to a new folder:\n")
+        print(f"{usage}\n\nWrite the model of a run, a folder, a hub name or a GGUF file to a new folder, in the format --to:\n")
         print("  gguf     one file for llama.cpp, with its chat template and a Modelfile for Ollama; --quantization is f32, f16,")
-        print(
-            "           bf16, q8_0, q5_1, q5_0, q4_1 or q4_0\n  merged   the model with its adapter merged in, for transformers"
-        )
-        print("  adapter  only the adapter, for peft")
+        print("           bf16, q8_0, q5_1, q5_0, q4_1 or q4_0")
+        print("  merged   the model with its adapter merged in, for transformers\n  adapter  only the adapter, for peft")
         return 0
     names, _, rest = flags.parse_lists(arguments)
     given = flags.parse_plain("export", rest, {"to": "", "output": "", "quantization": "f16", "trust_remote_code": False})
@@ -233,8 +234,11 @@ def sweep(arguments: list[str]) -> int:
         "[--direction maximize|minimize] [--output-dir FOLDER] [METHOD's settings]"
     )
     if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nSearch any settings with Optuna. Each trial is trained once for each seed and judged by its mean")
-        print("held-out metric. The same command resumes the study. METHOD is one of `psigrad --all`, or: control ppo.")
+        print(f"{usage}\n\nSearch over any settings with Optuna. METHOD is one of `psigrad --all`, or: control ppo.")
+        print("--search gives each setting a range (:log draws it on a log scale) or a list of values. A trial trains once for")
+        print("each of --seeds (default 0). Its value is the mean of the held-out --metric (default: the report's headline).")
+        print("--direction is by default minimize for a loss, otherwise maximize. The same command resumes the study in FOLDER")
+        print("(default runs/sweep) until it has --trials trials.")
         return 0
     single = ("--trials", "--metric", "--direction", "--output-dir")
     names, listed, rest = flags.parse_lists(arguments, "--search", "--seeds", *single)
@@ -288,8 +292,9 @@ def sample(arguments: list[str]) -> int:
 
 
 _PAIRS = """\
-Convert rows with a ranking of their completions, or with ratings from 1 to SCALE (a list, or one rating a row), to pairs of
-a chosen and a rejected completion in OUTPUT. Ratings that differ by at most TIE are a tie. Ties are dropped and counted."""
+Write pairs of a chosen and a rejected completion to the file OUTPUT. Rows of the file DATASET have a ranking of their
+completions, a list of ratings from 1 to SCALE, or one completion with its rating. COLUMNS renames columns, as in
+question=prompt. Ratings that differ by at most TIE are a tie. Ties are dropped and counted."""
 
 
 def pairs(arguments: list[str]) -> int:
@@ -333,7 +338,7 @@ def push(arguments: list[str]) -> int:
 def doctor(arguments: list[str]) -> int:
     """Print which features for training this machine has, and which are missing."""
     if flags.asks_for_help(arguments):
-        print("psigrad doctor [--json]\n\nList what this machine offers for training and what is missing, one line each.")
+        print("psigrad doctor [--json]\n\nList what this machine offers for training and what is missing, as lines or as JSON.")
         return 0
     given = flags.parse_plain("doctor", arguments, {"json": False})
     from psigrad_extras.preflight import doctor
@@ -350,7 +355,7 @@ def experiment(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         if not flags.asks_for_help(arguments):
             raise UserError(f"experiment got no name; the usage is {usage}.")
-        print(usage)
+        print(f"{usage}\n\nRun an experiment and write its figures. `psigrad experiment NAME --help` explains its flags.")
         for title, few in experiments.groups().items():
             print(f"\n{title}:\n\n" + "\n".join(f"  {one.name:<16}  {one.purpose}" for one in few))
         return 0
@@ -365,10 +370,8 @@ _FROM_TRL = "psigrad from-trl SCRIPT.py|CONFIG.yaml [--trainer grpo] [--output F
 def from_trl(arguments: list[str]) -> int:
     """Print the settings that are equivalent to a script of TRL or a file of its command line, and the differences."""
     if flags.asks_for_help(arguments):
-        print(
-            f"{_FROM_TRL}\n\nPrint the equivalent settings of psigrad, as YAML and as a command, and the differences. "
-            "The script is read, not run."
-        )
+        print(f"{_FROM_TRL}\n\nPrint psigrad's equivalent settings, as YAML and as a command, and the differences from TRL.")
+        print("The script is only read. --trainer names TRL's trainer if the file does not. --output writes the YAML to a file.")
         return 0
     paths, given, rest = flags.parse_lists(arguments, "--trainer", "--output")
     if len(paths) != 1 or rest:
@@ -412,23 +415,19 @@ def _command(method: str, settings: dict[str, Any]) -> str:
 
 _DEMO = """\
 A language model of 1.3 million parameters learns to spell words backwards: first from demonstrations, of which 60 %
-make the same mistake (SFT), then from rewards that notice it (GRPO). Both models are tested on words that are in no training
-data. The demo takes two to five minutes on two cores and downloads nothing. The same command resumes a stopped demo.
-OUTPUT_DIR/grpo/report.html shows the result; `psigrad chat OUTPUT_DIR/grpo` talks to the model.
-With --vision, a vision-language model learns a game about pictures instead: 1,000 and 250 steps in runs/demo-vision, in
-about seven minutes."""
-
-
+make the same mistake (--sft-steps of SFT), then from rewards that notice it (--rl-steps of GRPO). Both models are tested on
+words that are in no training data. The demo takes two to five minutes on two cores and downloads nothing. The same command
+resumes a stopped demo. DIR/grpo/report.html shows the result; `psigrad chat DIR/grpo` talks to the model. --seed sets data,
+model and samples. With --vision, a vision-language model learns a game about pictures instead, in about seven minutes; the
+defaults are then 1,000 steps of SFT, 250 of GRPO, and the folder runs/demo-vision. --no-progress prints only the result."""
 _DEMO_STARTS = """\
 A small language model (1.3 million parameters) learns to spell words backward, on your CPU.
 It copies demonstrations, 60 % of which contain the same mistake, then unlearns the mistake by reinforcement learning.
 This takes two to five minutes on two idle cores. Ctrl-C saves and stops; the same command resumes."""
-
-
 _VISION_STARTS = """\
 A small vision-language model (0.5 million parameters) learns a game about pictures, on your CPU: to count the squares of
 a colour, and then to find the only such square in a second picture. It copies games in which half of the answers are
-wrong, then unlearns that by reinforcement learning. Ctrl-C saves and stops; the same command resumes."""
+wrong, then unlearns the mistakes by reinforcement learning. Ctrl-C saves and stops; the same command resumes."""
 
 
 def demo(arguments: list[str]) -> int:

@@ -27,7 +27,7 @@ def find_checkout() -> Path | None:
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment: its name, its purpose, and the module in `studies/` with its code."""
+    """An experiment: its name, its purpose, and the name of the module in `studies/` with its code."""
 
     name: str
     purpose: str
@@ -64,25 +64,25 @@ class Experiment:
 _STUDIES = (
     ("psi", "bias and variance of the gradient for each form of Ψ", "studies.psi"),
     ("bias", "bias and variance of TD, n-step, λ and Monte Carlo targets", "studies.bias"),
-    ("clip", "surrogates and their gradients over the ratio", "studies.clip"),
-    ("methods", "REINFORCE, RLOO, GRPO, PPO, RAFT and DPO at equal samples", "studies.claims.methods"),
+    ("clip", "surrogates and their gradients as functions of the ratio", "studies.clip"),
+    ("methods", "REINFORCE, RLOO, GRPO, PPO, RAFT and online DPO at equal samples", "studies.claims.methods"),
     ("lambda", "PPO's λ on a language task and on CartPole", "studies.claims.ppo_lambda"),
-    ("noise", "RAFT, RLOO and PPO under noise in the reward and under β", "studies.claims.noise"),
-    ("memory", "memory and seconds of RLOO, GRPO and PPO, measured and planned", "studies.claims.memory"),
-    ("action_space", "how few tokens hold the probability, and where", "studies.claims.action_space"),
-    ("length", "GRPO's length bias, exact and over training, against Dr. GRPO", "studies.claims.length"),
+    ("noise", "RAFT, RLOO and PPO with noise in the reward, and with a KL penalty", "studies.claims.noise"),
+    ("memory", "memory and time of RLOO, GRPO and PPO, measured and predicted", "studies.claims.memory"),
+    ("action_space", "how few tokens have most of the probability, by position", "studies.claims.action_space"),
+    ("length", "GRPO's length bias, computed and in training, against Dr. GRPO", "studies.claims.length"),
     ("difficulty", "how GRPO and Dr. GRPO weigh easy and hard prompts", "studies.claims.difficulty"),
     ("clip_higher", "entropy and pass@k with a higher upper clip", "studies.claims.clip_higher"),
-    ("dynamic_sampling", "updates and samples with groups without signal replaced", "studies.claims.dynamic_sampling"),
-    ("loopholes", "rewards that a policy exploits, and what the warnings notice", "studies.claims.loopholes"),
+    ("dynamic_sampling", "DAPO with and without the replacement of groups without signal", "studies.claims.dynamic_sampling"),
+    ("loopholes", "rewards that a policy exploits, and the warnings that notice it", "studies.claims.loopholes"),
     ("pretrained", "RLVR, SFT, DPO and distillation of a real model", "studies.claims.pretrained"),
-    ("false_alarms", "how often the warnings speak of honest runs", "studies.claims.false_alarms"),
-    ("dpo", "margins and log-probs of DPO and its kin, against online methods", "studies.claims.dpo"),
+    ("false_alarms", "how often honest runs raise a warning", "studies.claims.false_alarms"),
+    ("dpo", "margins and log-probs of DPO, IPO and SimPO, against online methods", "studies.claims.dpo"),
 )
 EXPERIMENTS = {name: Experiment(name, purpose, module) for name, purpose, module in _STUDIES}
 _GROUPS = {
-    "on problems whose answer is known exactly; seconds": ("studies.psi", "studies.bias", "studies.clip"),
-    "claims of the literature over seeds; minutes to an hour (docs/claims.md)": ("studies.claims.",),
+    "problems with a known exact answer (seconds)": ("studies.psi", "studies.bias", "studies.clip"),
+    "claims of the literature, over several seeds (minutes to an hour; docs/claims.md)": ("studies.claims.",),
 }
 
 

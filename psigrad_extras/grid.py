@@ -27,13 +27,13 @@ MOST_SWEEPS = 10_000
 
 @dataclass(frozen=True)
 class GridSettings:
-    """A grid world, solved sweep by sweep: values as numbers and colours, the best action of each cell as an arrow.
+    """Solve a grid world sweep by sweep. Show each cell's value as a number and a colour, and its best action as an arrow.
 
-    If γ is 1 and several actions have the same value, the arrow is one that leads towards an end, or · if none does.
+    If γ is 1 and several actions have the same value, the arrow shows one that leads towards an end, or · if none does.
     """
 
     map: str = ""
-    """Text file: `.` free, `#` wall, `S` start, `+` a prize of 1, `-` one of −1; empty: 8×8 with one of each."""
+    """Text file: `.` free, `#` wall, `S` start, `+` a prize of 1, `-` a prize of −1; empty: 8×8 cells with each prize once."""
     method: Method = "value_iteration"
     """Method that solves the grid."""
     discount: float = 0.9
@@ -43,7 +43,7 @@ class GridSettings:
     step_reward: float = 0.0
     """Reward of every step; negative for a cost."""
     every: int = 0
-    """Show every this many sweeps, besides the first and the last; 0: only those two."""
+    """Show a sweep after every this many, besides the first and the last; 0: only those two."""
     play: float = 0.0
     """Seconds between sweeps, to show them as a film instead of one below the other; 0: no film."""
 

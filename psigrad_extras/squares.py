@@ -15,7 +15,7 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220)}
 CELLS, PIXELS = 3, 8
 PLACES = [f"{column}{row + 1}" for row in range(CELLS) for column in "abc"]
 MOST = 3
-"""The most squares of the colour in question."""
+"""The maximum number of squares of the colour in question."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def rows(folder: Path, count: int, first_seed: int) -> list[Row]:
 def demonstrations(given: list[Row], folder: Path, wrong_share: float, seed: int) -> list[Row]:
     """Return demonstrations of the game. A share `wrong_share` of the counts is wrong by one, and of the places by one cell.
 
-    The wrong places are drawn, so that the right one is the most frequent also if half of the places are wrong.
+    A wrong place is a random neighbouring cell, so the right one is the most frequent even if half of the places are wrong.
     """
     rng, made = random.Random(seed), []
     for row in given:

@@ -1,4 +1,4 @@
 """The gateway: a server for a local model with the APIs of OpenAI and Anthropic.
 
-Its tokens equal those of sampling without it.
+With a seed, a request gets the tokens that psigrad's own sampler gives without a server.
 """

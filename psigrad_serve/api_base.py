@@ -21,7 +21,7 @@ C = TypeVar("C", bound="CompletionForm")
 class Api(ABC, Generic[F]):
     """One request in the format of some API: its `calls`, and the format of its answer. The answer's id begins with `prefix`.
 
-    The gateway replaces `calls` by those that are sampled before it formats the answer.
+    Before sampling, the gateway replaces `calls` with the calls that the recorder returns.
     """
 
     prefix: ClassVar[str] = ""
@@ -51,7 +51,7 @@ class Api(ABC, Generic[F]):
 
 
 class StreamOptions(BaseModel):
-    """The field `stream_options`: whether a stream ends with the numbers of tokens (`include_usage`)."""
+    """The field `stream_options`. With `include_usage`, a stream ends with the numbers of tokens."""
 
     include_usage: bool = False
 

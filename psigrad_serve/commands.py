@@ -18,14 +18,17 @@ def serve(arguments: list[str]) -> int:
     """Run `psigrad serve`: serve a model over HTTP, and return the exit status."""
     usage = "psigrad serve MODEL_OR_RUN [--name NAME ...] [--port N] [--host ADDRESS] [--token TOKEN] [--max-batch N]"
     if flags.asks_for_help(arguments):
-        print(f"{usage}\n       [--sampler embedded|vllm] [--dtype float32|bfloat16] [--device D] [--threads N]")
-        print("       [--chat-template-path FILE] [--trust-remote-code] [--vision]")
-        print("       [--state FOLDER]\n       psigrad serve MODEL --tinker [--state FOLDER]\n")
+        print(f"{usage}\n       [--sampler embedded|vllm] [--dtype float32|bfloat16] [--device D] [--threads N] [--state FOLDER]")
+        print("       [--chat-template-path FILE] [--trust-remote-code] [--vision]\n       psigrad serve MODEL --tinker\n")
         print("Serve a model through the APIs of OpenAI (chat completions, completions, responses) and Anthropic (messages).")
-        print("Vision-language models read images as data URLs; --vision loads the tower of Qwen 3.5.")
-        print("--state stores responses on disk, so that requests can continue them after a restart.")
-        print("--tinker serves the Tinker API: its client trains adapters of the model, stored in --state.")
-        print("The server listens on this machine only and requires a token: the printed one, or PSIGRAD_SERVE_TOKEN.")
+        print("Requests name the model by one of --name (default: MODEL_OR_RUN). Up to --max-batch (64) are sampled together.")
+        print("The server listens on --host (default: this machine only) and --port (default: the first free one from 8500).")
+        print("It requires a token: --token, PSIGRAD_SERVE_TOKEN, or a new one, which it prints. --sampler vllm samples by vLLM.")
+        print("--dtype is the precision, --device is auto, cpu or cuda, and --threads limits CPU threads (default: all cores).")
+        print("--chat-template-path gives another template. --trust-remote-code runs the model's own Python code. --state stores")
+        print("responses on disk, so that requests can continue them after a restart. Vision-language models read images as data")
+        print("URLs; --vision loads the tower of Qwen 3.5. --tinker serves the Tinker API, whose client trains adapters of the")
+        print("model; they are stored in --state (default runs/tinker).")
         return 0
     models, listed, rest = flags.parse_lists(arguments, "--name")
     mine: dict[str, Any] = {"port": 0, "host": "127.0.0.1", "token": "", "tinker": False, "state": ""}
@@ -58,8 +61,9 @@ def chat(arguments: list[str]) -> int:
     usage = "psigrad chat MODEL_OR_RUN [--system TEXT] [--temperature T] [--max-tokens N] [--seed N]"
     if flags.asks_for_help(arguments):
         print(f"{usage}\n\nTalk to a model in the terminal. An empty line or Ctrl-D ends the chat; /new starts a new one.")
-        print("/image FILE adds an image to the next line, if the model is a vision-language model.")
-        print("--max-tokens is 512 by default. Without a chat template it is the limit of the training.")
+        print("/image FILE adds an image to the next line, if the model is a vision-language model. --system is the system")
+        print("message. --temperature is 1 by default, and 0 is greedy. --seed makes the answers repeatable. --max-tokens limits")
+        print("an answer (default 512; without a chat template, the limit on completions in the model's training).")
         return 0
     models, _, rest = flags.parse_lists(arguments)
     asked = {"system": "", "temperature": 1.0, "max_tokens": 0, "seed": 0}

@@ -16,9 +16,9 @@ from psigrad_serve.api_errors import ApiError
 from psigrad_serve.engine.engine import SamplingEngine
 
 MOST_PIXELS = 4 * images.MOST_PIXELS
-"""The most pixels of all images of a request together."""
+"""The maximum number of pixels of all images of a request together."""
 KEPT_BYTES = 1 << 30
-"""The most bytes of cached images. Beyond this, images that no running request has are dropped, the oldest first."""
+"""The maximum number of bytes of cached images. Beyond this, images that no running request has are dropped, the oldest first."""
 
 
 class HeldImages:
@@ -51,7 +51,7 @@ class Pictures:
     def marked(self, messages: Sequence[Any], rest: Mapping[str, Any]) -> tuple[list[Any], HeldImages]:
         """Return messages in OpenAI's format with marks for images, and an object that keeps the images until a row does.
 
-        A part may give its place in the body as "at".
+        A part can have the key "at": its place in the request's body, for error messages.
 
         Raises `ApiError` for an image that cannot be read, for images beyond the limits, and for a mark in a text of the messages
         or of the `rest` of the request, which would let a client read another client's image.

@@ -11,7 +11,7 @@ from psigrad.errors import UserError
 from psigrad.paths import absolute, claim
 
 MOST, MOST_BYTES = 1000, 1 << 30
-"""The most conversations that are stored, and their most bytes together. The oldest are dropped first."""
+"""The maximum number of conversations that are stored, and of their bytes together. The oldest are dropped first."""
 
 
 class Remembered:

@@ -33,9 +33,9 @@ from psigrad_serve.steering import Forms, Wish, call_grammar
 from psigrad_serve.writer import Offered, Writer
 
 MOST_WAITING = 1024
-"""The most completions that wait for the engine. Further requests are rejected, and clients may retry them."""
+"""The maximum number of completions that wait for the engine. Further requests are rejected, and clients may retry them."""
 MOST_FORMS = 64
-"""The most sets of chat template arguments whose tool-call syntax is cached; the oldest are dropped first."""
+"""The maximum number of sets of chat template arguments whose tool-call syntax is cached; the oldest are dropped first."""
 
 
 @dataclass(frozen=True)
@@ -346,7 +346,7 @@ async def merged(answers: Sequence[ServedAnswer]) -> AsyncGenerator[tuple[int, S
     finally:
         for task in tasks:
             task.cancel()
-        for answer, k in sources:  # before any await, which may be cancelled again; some tasks never started
+        for answer, k in sources:  # a task that never started cannot cancel its stream; do it before an await is cancelled
             answer.streams[k].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 

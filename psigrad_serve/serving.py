@@ -21,9 +21,9 @@ from psigrad_serve.tinker_api import TinkerServer
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, PORTS = 8500, 20
 GRACE = 2
-"""The seconds that requests have to end at a shutdown. After that they are cancelled, and have as long to clean up."""
+"""The seconds that requests have to end at a shutdown. They are then cancelled, and have the same time again to clean up."""
 VARIABLE = "PSIGRAD_SERVE_TOKEN"
-"""The environment variable with the token. It is no flag, since everyone on the machine can see command-line arguments."""
+"""The environment variable with the token. It is safer than --token, since all users of a machine see its command lines."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Running:
 
 
 def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
-    """Open a socket on `port`, or if that is 0 on the first free port from 8500 on. Raises `UserError` if there is none."""
+    """Open a socket on `port`; 0: on the first free port from 8500. Raises `UserError` if the port cannot be used."""
     if not 0 <= port <= 65535:
         raise UserError(f"The port is {port}; expected 1 to 65535, or no --port for the first free port from {FIRST_PORT} on.")
     why = ""

@@ -18,11 +18,11 @@ from psigrad_serve.engine.engine import SamplingEngine
 from psigrad_serve.served import Served
 
 MAX_TOKENS = 512
-"""The most tokens of an answer, unless the user sets another number or the model's training had one."""
+"""The maximum number of tokens of an answer, unless the user sets another number or the model's training had one."""
 
 
 class Training(NamedTuple):
-    """Facts about a model's training: example prompts, and the most tokens of a completion (0: unknown)."""
+    """Facts about a model's training: example prompts, and the maximum tokens of a completion (0: unknown)."""
 
     prompts: tuple[str, ...] = ()
     max_tokens: int = 0

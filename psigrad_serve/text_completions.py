@@ -43,7 +43,7 @@ class TextCompletions(CompletionApi[TextForm]):
     def __init__(self, served: Served, body: dict[str, Any]) -> None:
         super().__init__(served, TextForm, body)
         form = self.form
-        self.scores = form.max_tokens == 0  # the prompt is scored, and nothing is answered
+        self.scores = form.max_tokens == 0  # only the prompt's log-probs are returned
         if self.scores and not form.echo:
             raise ApiError(
                 "max_tokens is 0, which returns no text without echo; raise max_tokens, or set echo.",
@@ -51,7 +51,7 @@ class TextCompletions(CompletionApi[TextForm]):
                 code="invalid_value",
             )
         stop, asked, top = read_stop(form.stop), form.asked(form.max_tokens or 1), form.logprobs or 0
-        if not form.echo:  # a prompt's are computed by the model itself
+        if not form.echo:  # with echo, `_read` computes the prompt's log-probs without the sampler
             served.check_top(top, "logprobs")
         more: dict[str, Any] = {"n": form.n, "stop": stop, "top": top, "wish": served.wish(form.penalties, None, None, "", "")}
         self.calls = [served.call(body, *each, asked, **more) for each in self._prompts(form.prompt)]
@@ -86,7 +86,7 @@ class TextCompletions(CompletionApi[TextForm]):
         return self.body(made, self.kind, usage=self.usage(self.count))
 
     def _scored(self, piece: ServedPiece) -> ServedPiece:
-        """Return a piece of an answer; if the prompt is only scored, without its text and tokens."""
+        """Return a piece of an answer. If only the prompt is scored, remove the text and tokens."""
         return replace(piece, text="", tokens=(), finish=piece.finish and "length") if self.scores else piece
 
     def _prompts(self, given: Any) -> Iterator[tuple[Row, tuple[int, ...] | None]]:

@@ -44,7 +44,7 @@ from psigrad_serve.writer import Writer
 PATIENCE = 20.0
 """The seconds that a poll waits for its future before it answers that the client should try again."""
 KEPT = 4
-"""The most sampling engines that are open; the least recently used are closed."""
+"""The maximum number of sampling engines that are open; the least recently used are closed."""
 ANSWERS = 1000
 """The number of finished answers that are kept, for clients that repeat a request."""
 _PROTO = "application/x-protobuf"
@@ -102,7 +102,7 @@ class TinkerServer:
         )
 
     def close(self) -> None:
-        """End all running work."""
+        """Cancel queued work, wait for running work, and close the engines."""
         self._trainer.shutdown(cancel_futures=True)
         for engine in self.engines.values():
             engine.close()

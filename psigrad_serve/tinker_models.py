@@ -22,7 +22,7 @@ from psigrad_serve.api_errors import ApiError
 ALPHA = 32.0
 """The alpha of every adapter, as in Tinker."""
 AT_ONCE = 4096
-"""The most tokens of a forward pass."""
+"""The maximum number of tokens of a forward pass."""
 _STATE = "training_state.safetensors"
 _DATUM = ("target_tokens", "weights", "advantages", "logprobs")
 _OTHER_TARGETS = (

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _HALF = "\ufffd"
-# The maximal number of tokens decoded together, and how many of them stay as context for the next ones.
+# The maximum number of tokens to decode together, and how many of them stay as context for the next ones.
 _WINDOW, _CONTEXT = 64, 16
 
 

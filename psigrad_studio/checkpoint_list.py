@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DEEPEST = 4
 MOST = 2000
-"""The most checkpoints in a list, and the most entries that are read from a folder. Further ones are ignored."""
+"""The maximum number of checkpoints in a list, and of entries that are read from a folder. Further ones are ignored."""
 MOST_FOLDERS = 20_000
 # transformers imports lazily, and fails if two threads import at once.
 _LOADING = threading.Lock()

@@ -16,11 +16,11 @@ _JUDGED = f"""\
 {_JUDGE_REPORT}
 
 Compare a judge with people's votes (agreement and Cohen's kappa, by criterion), and with itself: does it prefer the first
-answer, the longer one, or texts of its own model? VOTES is a file that the labelling desk exports, or its database with
---project NAME. The judge reads each pair in both orders, as in the reward ranking. --model is the judge's name at the
-endpoint, --self-model the name that completions have for its model, --cache a folder that stores replies, --output a
-JSON file for the figures, --api-key-variable the environment variable with the endpoint's key. --max-pairs N reads only
-the first N pairs."""
+answer, the longer one, or texts of its own model? VOTES is a file that the labelling desk has exported, or its database
+with --project NAME. --criteria are the criteria and their weights. The judge reads each pair in both orders, as the reward
+`ranking` does. --model is its name at the endpoint --base-url, --self-model the name of its model in the votes, --cache a
+folder for its replies, --output a JSON file for the figures, --api-key-variable the environment variable with the
+endpoint's key. --max-pairs N reads only the first N pairs."""
 
 
 def judge_report(arguments: list[str]) -> int:
@@ -59,7 +59,11 @@ def studio(arguments: list[str]) -> int:
     )
     if flags.asks_for_help(arguments):
         print(f"{usage}\n\nStart the web application: grid world, runs, labelling, chat. It listens on this machine only.")
-        print("--backup copies the labels to a new file, also while a studio runs; --restore replaces the labels by such a file.")
+        print("It shows the runs in RUNS_FOLDER (default runs). --checkpoint adds models to the chat; --model-memory limits the")
+        print("weights in memory (default 8 GB). --database is a file or postgresql:// URL of labels (default labels.db next to")
+        print("RUNS_FOLDER). --allow-host names the host of a reverse proxy. --port is by default the first free one from 8420.")
+        print("--no-open opens no browser. --backup copies the labels to a new FILE, even while a studio is running; --restore")
+        print("replaces the labels with those of a backup.")
         return 0
     folders, listed, rest = flags.parse_lists(arguments, "--checkpoint", "--allow-host")
     given = flags.parse_plain(

@@ -20,7 +20,7 @@ from psigrad_studio.studio_settings import StudioSettings
 
 SIDE = 20
 MOST_NUMBERS = 60_000
-"""The most numbers in one response. For larger grids, it contains fewer frames."""
+"""The maximum number of numbers in one response. For larger grids, it contains fewer frames."""
 UPDATES_SHOWN = 3
 Number = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
 Index = Annotated[int, Field(ge=0, lt=SIDE, strict=True)]

@@ -131,7 +131,7 @@ def votes_of(source: str, project: str = "") -> list[Mapping[str, Any]]:
         except (OSError, ValueError) as error:
             raise UserError(f"{source} is not a JSONL file of votes ({error}); for a database, add --project NAME.") from error
     if "://" not in source and not path.is_file():
-        raise UserError(f"{source} does not exist; give the labels' database, labels.db beside the runs folder.")
+        raise UserError(f"{source} does not exist; give the labels' database, labels.db next to the runs folder.")
     db = database.connect(source)
     person = people.local(db)
     found = {one.settings.name: one.id for one in projects.mine(db, person)}
@@ -189,7 +189,7 @@ def _row(name: str, count: float, n: int, of: str) -> dict[str, Any]:
 
 
 def _kappa(name: str, a: Sequence[int], b: Sequence[int]) -> dict[str, Any]:
-    """Return Cohen's kappa with his interval: κ ± 1.96·√(p_o (1 − p_o) / (n (1 − p_e)²))."""
+    """Return Cohen's kappa with Cohen's interval: κ ± 1.96·√(p_o (1 − p_o) / (n (1 − p_e)²))."""
     kappa, observed, n = cohen_kappa(a, b), sum(x == y for x, y in zip(a, b, strict=True)) / len(a), len(a)
     row = {"name": name, "value": kappa, "unit": f"of {n} pairs"}
     if math.isnan(kappa) or kappa == 1:

@@ -29,7 +29,7 @@ class StudioSettings:
     session_seconds: float = 7 * DAY
     body_bytes: int = 256 * 1024
     import_bytes: int = 16 * 2**20
-    """The most bytes of a file of completions to be labelled, which only administrators may send."""
+    """The maximum number of bytes of a file of completions to be labelled, which only administrators may send."""
     body_seconds: float = 10.0
     """The time limit for receiving a body. A slower body is refused."""
     header_seconds: float = 5.0
@@ -40,7 +40,7 @@ class StudioSettings:
     """The rate limit of refused requests. Above it, strangers get status 429, even for valid requests."""
     strangers_burst: int = 60
     work_at_once: int = 2
-    """The most concurrent computations.
+    """The maximum number of concurrent computations.
 
     Further requests wait, and after a time-out they get an error that asks to retry later.
     """
@@ -50,7 +50,7 @@ class StudioSettings:
     checkpoints: tuple[Path, ...] = ()
     """Models to chat with, in addition to those in the runs folder."""
     model_bytes: int = 8 * 10**9
-    """The most bytes of weights in memory for the chat page. The least recently used models are freed first."""
+    """The maximum number of bytes of weights in memory for the chat page. The least recently used models are freed first."""
 
     @property
     def hosts(self) -> frozenset[str]:

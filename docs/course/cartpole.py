@@ -24,7 +24,7 @@ from psigrad.objective.parts.surrogate import clip, unclipped
 
 # %% tags=["parameters"]
 seeds = 3
-steps = 40_000  # of the environment, for each run
+steps = 40_000  # environment steps of each run
 
 # %% [markdown]
 # CartPole gives a reward of 1 for each step that the pole stays up, for 500 steps at most. A random
@@ -337,7 +337,7 @@ print(f"first pass: |log ρ| = {held[0]:.0e}, {clipped[0]:.0%} clipped")
 #     play T steps with π_old ← π_θ; keep s_t, a_t, r_t, log π_old(a_t|s_t)
 #     Â ← 0
 #     for t from the last step to the first
-#         δ ← r_t + γ V(s_{t+1}) − V(s_t)          (V = 0 behind a step that ends the episode)
+#         δ ← r_t + γ V(s_{t+1}) − V(s_t)          (V = 0 after a step that ends the episode)
 #         Â ← δ + γ λ Â;  Â_t ← Â;  G_t ← Â_t + V(s_t)
 #     for a few epochs, for each minibatch
 #         ρ ← exp( log π_θ(a|s) − log π_old(a|s) )

@@ -168,7 +168,7 @@ for name, run in runs.items():
 # %% [markdown]
 # Margins rise: the models prefer the better answers, since the rejected ones became improbable. But look at
 # the middle plot: the chosen answers did not become more probable. The loss depends only on the
-# *difference* of two log-ratios, so both may fall. The probability that the rejected answers lose may go to
+# *difference* of two log-ratios, so both can fall. Probability taken from the rejected answers can go to
 # answers that are in no pair.
 #
 # Which model answers best? RLOO gets as many completions as DPO's pairs have, with a reward of 1 for right

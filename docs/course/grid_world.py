@@ -120,7 +120,7 @@ plt.show()
 
 # %% [markdown]
 # The treasure's value spreads by one cell per sweep. The arrows are right long before the numbers
-# are: a policy depends on the order of the actions, not on their exact values.
+# are: a policy depends on the order of the actions' values, not on the exact values.
 
 # %%
 best = tabular.solve(mdp)
@@ -319,16 +319,16 @@ print(f"largest difference from A = Q − V: {np.abs(estimated - exact).max():.0
 # 1. Move the trap next to the treasure, to (1, 5). What happens to the arrows around it, and why?
 # 2. Set γ to 0.5. Does the best policy change? Do the values?
 # 3. A reward model may give a reward for each token instead of one at the end. What is V("") if a
-#    completion gets 1/3 for each letter that is larger than the one before it (the first always
-#    counts)?
+#    completion gets 1/3 for each letter that comes later in the alphabet than the previous one (the
+#    first always counts)?
 
 # %% [markdown]
 # ### Answer 1
 
 # %% tags=["hide-cell"]
-# The cell to the left of the trap goes round it, and so does the row that leads there. The cells
-# above and below still lead past it: a slip there, once in twenty, costs less than a detour. Set
-# `slip` to 0.4 and they turn away.
+# In the two cells to the left of the trap the arrows turn away. Above and below it they still
+# pass it: a slip into the trap, one move in twenty, costs less than a detour. Set `slip` to 0.4
+# and they turn away too.
 moved = grid.moved((3, 4), (1, 5))
 solution = tabular.solve(moved.mdp())
 print(moved.render(solution.value, solution.policy))

@@ -96,7 +96,7 @@ print("another picture, other ids:    ", other != ids)
 #     e_i = f_φ(picture)_i for a token of the picture, e_i = E_θ[x_i] for any other.
 #
 # The picture is part of the condition x of π(y|x), like any prompt. So the identity of chapter 2 holds as it stands, for θ and φ together,
-# and the chain rule says what φ gets:
+# and the chain rule gives the gradient of φ:
 #
 #     ∇_φ log π(y|x) = Σ_i ( ∂ log π(y|x) / ∂e_i )·∇_φ f_φ(picture)_i.
 #
@@ -117,8 +117,8 @@ for name in ("vision_model", "connector", "text_model"):
 # %% [markdown]
 # ## Now on a language model
 #
-# The game: how many squares have a colour? There are 0 to 3 such squares, and others. The teachers are careless, as in chapter 4: half
-# of their counts are one too many or too few.
+# The game: how many squares have the given colour? A board has 0 to 3 of these, and others. The teachers are careless, as in chapter 4:
+# half of their counts are one too many or too few.
 
 
 # %%

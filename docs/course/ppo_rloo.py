@@ -189,7 +189,7 @@ for name, values in accuracy.items():
 #   each round takes several times as long. [The page of claims](../claims.md) also compares PPO
 #   with one pass, whose result does not differ measurably from RLOO's.
 # - λ = 0.5 does a little worse than λ = 1 here, where an answer has six tokens. The reward comes at
-#   the end. Its weight halves at each earlier token, where the critic's estimate takes the rest.
+#   the end. With each token before that its weight halves, and the critic's estimate weighs more.
 #   Over several seeds, on words of up to five letters, λ = 0.5 learns much less and λ = 0 nothing
 #   (same page).
 # - RLOO has no λ, no critic and no second learning rate to tune.
@@ -231,7 +231,7 @@ print(f"mean over the second half: {np.mean(explained[len(explained) // 2 :]):.2
 # Both gradients have the same mean. RLOO's baseline is the mean of K − 1 other returns, so its advantage has
 # the variance
 #
-#     Var(R_i − b_i) = Var(R)·K/(K − 1),
+#     Var(R_i − b_i) = Var(R)·K/(K − 1).
 #
 # With the prompt's true mean it would be Var(R). An exact critic would also remove the part that depends on the state; a learned
 # critic removes as much as it has learned so far.

@@ -244,7 +244,7 @@ check(
 #
 # ```text
 # until you are sure, or have learned why not
-#     look at rows, at answers and at what is paid; write down what you expect
+#     look at rows, at answers and at their rewards; write down what you expect
 #     change one thing; run two seeds, short
 #     compare on held-out prompts, pair by pair, with an interval
 # ```

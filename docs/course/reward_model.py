@@ -123,9 +123,9 @@ held_out, prompts = words.rows()
 sft = words.imitate(prompts, folder, sft_steps)
 
 # %% [markdown]
-# Judges see two answers, and prefer the better one with probability σ(8·difference). Both answers
-# have four letters; the judges never see other lengths. The reward model is the SFT model with one
-# number as its output, read at the last token.
+# Judges see two answers, and prefer the better one with probability σ(8·difference in similarity).
+# All answers have four letters; the judges never see other lengths. The reward model is the SFT
+# model with one number as its output, read at the last token.
 
 
 # %%
@@ -157,7 +157,7 @@ def compare(rows, seed):
     return pairs
 
 
-pairs = compare(prompts[:1500], seed=1)  # comparisons are dear
+pairs = compare(prompts[:1500], seed=1)  # comparisons are expensive
 reward_model = psigrad.train(
     "reward",
     model=sft.model,

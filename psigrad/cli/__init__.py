@@ -43,7 +43,7 @@ GROUPS = {
     "train on examples, and reward models": {
         **_training(SFTConfig),
         **_training(RewardConfig),
-        "score": Command("score prompts with completions by reward functions or a reward model", language.score),
+        "score": Command("score recorded completions by reward functions or a reward model", language.score),
     },
     "make data, measure, plan": {
         "sample": Command("sample completions as a dataset: all, the best of each prompt, or pairs", _extra("sample")),
@@ -59,7 +59,7 @@ GROUPS = {
         "referee": Command("find the first tensor in which TRL and psigrad, or two settings files, differ", _extra("referee")),
         "report": Command("redraw the report.html of a run, or compare several runs", language.report),
         "export": Command("export a model as GGUF (with a Modelfile for Ollama), merged, or as its adapter", _extra("export")),
-        "merge": Command("merge a model's adapter into it: export --to merged", _extra("merge")),
+        "merge": Command("merge an adapter into its model, as export --to merged does", _extra("merge")),
         "push": Command("upload a finished run's model with its model card to the Hugging Face hub", _extra("push")),
         "studio": Command("start the web application: grid world, runs, labelling, chat", _studio("studio")),
     },

@@ -23,7 +23,7 @@ def init(arguments: list[str]) -> int:
     if flags.asks_for_help(arguments):
         listed = "\n".join(f"  {kind:<12} {what}" for kind, (what, _) in KINDS.items())
         usage = f"psigrad init {'|'.join(KINDS)} [FOLDER]"
-        print(f"{usage}\n\nA working project: data, a reward with its test, settings, a README.\n\n{listed}")
+        print(f"{usage}\n\nWrite a working project to a new FOLDER: data, a reward or environment, tests, settings.\n\n{listed}")
         return 0
     names = [text for text in arguments if not text.startswith("-")]
     if not 1 <= len(names) <= 2 or len(names) < len(arguments):

@@ -226,8 +226,8 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
     parser = _Parser(
         prog=f"psigrad {command}",
         description=inspect.getdoc(cls),
-        epilog="Settings may also be in a YAML file (--config) or be given by dotted name: optim.learning_rate=1e-5. psigrad "
-        "explain defaults lists the defaults that differ from those of TRL and Stable-Baselines3.",
+        epilog="Settings can also be given in a YAML file (--config) or by dotted name: optim.learning_rate=1e-5. `psigrad "
+        "explain defaults` lists the defaults that differ from those of TRL and Stable-Baselines3.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
         usage=f"psigrad {command} [--config FILE] [name.of.setting=value ...] [flags]",
     )

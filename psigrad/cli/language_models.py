@@ -118,7 +118,7 @@ def _write(lines: str, output: str, count: int) -> None:
 def tasks(arguments: list[str]) -> int:
     """Print the names of reasoning-gym's tasks."""
     if flags.asks_for_help(arguments):
-        print("psigrad tasks\n\nNames of the procedural tasks of reasoning-gym, one per line.")
+        print("psigrad tasks\n\nPrint the names of reasoning-gym's procedural tasks, one per line.")
         return 0
     if arguments:
         raise UserError(f"tasks got {arguments[0]!r} and takes no arguments; `psigrad tasks` lists every task.")
@@ -157,7 +157,7 @@ def report(arguments: list[str]) -> int:
     """Write the report of a run again, or a report that compares several runs."""
     usage = "psigrad report RUN [RUN ...] [--output FILE]"
     if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nRedraw the report of a run folder, or draw one report that compares several.")
+        print(f"{usage}\n\nRedraw the report of a run folder, or write a report that compares several runs to FILE.")
         return 0
     folders, output = flags.parse_names_and_output("report", arguments)
     if not folders:

@@ -409,9 +409,9 @@ Played = OnlineConfig | EvalConfig | SampleConfig
 
 @dataclass(frozen=True)
 class LmEvalConfig(PackingSettings):
-    """Tasks of EleutherAI's lm-eval on a model, computed with psigrad's packed forward pass and its sampler.
+    """Run tasks of EleutherAI's lm-eval (--tasks) on a model (--model), with psigrad's packed forward pass and sampler.
 
-    With a baseline, also report the difference between both models, paired by document.
+    With a --baseline, also report the difference between the two models, paired by document.
     """
 
     model: Annotated[str, PATH] = ""

@@ -80,7 +80,7 @@ class Trpo:
 
 @dataclass(frozen=True)
 class ControlConfig:
-    """Reinforcement learning on a Gymnasium environment with a `PolicyGradient`, TRPO or DQN."""
+    """Train an agent on a Gymnasium environment by a policy gradient (PPO, A2C, REINFORCE), TRPO or DQN."""
 
     algorithm: Annotated[Any, MAIN] = "ppo"
     """Preset name, {preset: ppo, part: value, …}, a PolicyGradient, "trpo" or "dqn"."""

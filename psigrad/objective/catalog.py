@@ -105,7 +105,7 @@ DR_GRPO = METHODS.declare(
 # The paper's soft overlong punishment is a reward function, not a part of the loss.
 DAPO = METHODS.declare(
     "dapo",
-    "clip-higher, dynamic sampling, token-level loss",
+    "GRPO with clip-higher, dynamic sampling and a token-level loss",
     PolicyGradient(group_mean(), ratio.token, clip(0.2, 0.28), token_mean, keep=(has_signal, not_truncated)),
 )
 
@@ -115,7 +115,7 @@ GSPO = METHODS.declare(
     PolicyGradient(group_mean(), ratio.sequence, clip(3e-4, 4e-4), sequence_mean),
 )
 CISPO = METHODS.declare(
-    "cispo", "truncated importance weights", PolicyGradient(group_mean(), ratio.token, truncated_weight(5.0), token_mean)
+    "cispo", "truncated weights, without a clip", PolicyGradient(group_mean(), ratio.token, truncated_weight(5.0), token_mean)
 )
 
 # As in TRL's RLOO: beta 0.05 with k1 in the reward, and a clip of the whole completion's ratio. On fresh samples the ratio is 1
@@ -189,7 +189,7 @@ VC_PPO = METHODS.declare(
 )
 VAPO = METHODS.declare(
     "vapo",
-    "VC-PPO with a λ by length, clip-higher and imitation of right answers",
+    "VC-PPO with λ growing with length, clip-higher and imitation of right answers",
     replace(VC_PPO, psi=whitened(length_gae(0.05)), surrogate=with_imitation(clip(0.2, 0.28), 0.1)),
     num_iterations=4,
 )
@@ -211,33 +211,33 @@ MAXRL = METHODS.declare(
     "maxrl", "maximum likelihood of success", PolicyGradient(over_group_mean, ratio.token, clip(0.2, 0.28), token_mean)
 )
 PASS_AT_K = METHODS.declare(
-    "pass_at_k", "at least one right answer among k", PolicyGradient(pass_at_k(4), ratio.token, clip(0.2, 0.28), token_mean)
+    "pass_at_k", "one right answer among k is enough", PolicyGradient(pass_at_k(4), ratio.token, clip(0.2, 0.28), token_mean)
 )
 SAPO = METHODS.declare(
     "sapo", "a sigmoid in place of the clip", PolicyGradient(group_mean(), ratio.token, soft_clip(), sequence_mean)
 )
 DPPO = METHODS.declare(
     "dppo",
-    "a bound on probabilities in place of the clip",
+    "a bound on changes of probability in place of the clip",
     PolicyGradient(group_mean(), ratio.token, divergence_mask(), token_mean),
 )
 GMPO = METHODS.declare(
-    "gmpo", "the geometric mean of the ratios", PolicyGradient(group_mean(), ratio.token, geometric_clip(), sequence_mean)
+    "gmpo", "a geometric mean of clipped ratios", PolicyGradient(group_mean(), ratio.token, geometric_clip(), sequence_mean)
 )
 
 # Two methods for samples of older weights. prime-rl calls the first one IPO, which is also the name of a preference loss.
 PRIME_IPO = METHODS.declare(
     "prime_ipo",
-    "a bound on probabilities for both signs of the advantage",
+    "IPO of prime-rl: DPPO's bound, for both signs of the advantage",
     PolicyGradient(group_mean(std=False), ratio.token, symmetric_mask(), token_mean),
 )
 VESPO = METHODS.declare(
-    "vespo", "a soft weight of whole sequences", PolicyGradient(group_mean(), ratio.token, gamma_weight(), token_mean)
+    "vespo", "a smooth weight on whole sequences", PolicyGradient(group_mean(), ratio.token, gamma_weight(), token_mean)
 )
 
 GDPO = METHODS.declare(
     "gdpo",
-    "each reward standardised by itself",
+    "GRPO with each reward standardised separately",
     PolicyGradient(decoupled_group_mean(), ratio.token, clip(0.2, 0.2), sequence_mean, kl=KL("loss", "k3", 0.04)),
 )
 PROCESS_GRPO = METHODS.declare(

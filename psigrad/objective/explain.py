@@ -66,7 +66,7 @@ def _head(method: Explained, name: str = "") -> list[str]:
     if isinstance(method, OnlinePreference):
         return [f"{name}, on pairs of fresh completions:", *_head(method.loss)]
     if isinstance(method, KahnemanTversky):
-        return [f"{name} minimises, over labelled completions"]
+        return [f"{name} minimises the mean of this loss over labelled completions"]
     formula = "loss(θ) = (1/N) Σ_n link(h_w − margin, h_l)"
     formula = formula.replace("link", f"{method.preference:g}·link") if method.preference != 1 else formula
     formula += f" + {method.sft:g}·NLL(chosen)" if method.sft else ""

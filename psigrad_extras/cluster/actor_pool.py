@@ -42,7 +42,7 @@ Job = Callable[[Any], Any]
 class Affinity:
     """A group of jobs that should run on the same worker, because it caches data for them.
 
-    `worker` answered the group's last job. It also gets the group's next job, unless it is lost or late; then any other gets it.
+    `worker` answered the group's last job. It also gets the next one, unless it is lost or late; then any other worker gets it.
     """
 
     worker: Any = None
@@ -397,7 +397,7 @@ class JobBatch:
 
 
 def _cause_of(error: Exception) -> tuple[str, str]:
-    """Return (the reason why a worker was lost, Ray's message without the middle if it is long)."""
+    """Return (the reason why a worker was lost, Ray's message, of which only start and end are kept if it is long)."""
     name, said = type(error).__name__, " ".join(str(error).split())
     if "low on memory" in said:
         used = re.search(r"was ([\d.]+) ?GB\D*/ ?([\d.]+) ?GB", said)

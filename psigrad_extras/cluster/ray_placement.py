@@ -129,8 +129,8 @@ def _broadcasts(
 ) -> Broadcasts:
     """Return the trainer's side of the broadcasts.
 
-    On CPUs, an update sends the weights also before it starts, to choose what is compared, since vLLM's packed weights cannot be
-    read completely afterwards.
+    On CPUs, the weights are first sent once more before an update, to choose the values that are compared after it, since vLLM's
+    packed weights cannot be read completely.
     """
     import ray
 

@@ -52,7 +52,7 @@ def ask(url: str, body: Any = None, *, key: str = "", seconds: float, largest: i
 
 
 def repeat(request: Callable[[], T], most: int, given_up: Callable[[], bool] = lambda: False) -> T:
-    """Return the result of `request`, which is called again after a `NoAnswerError` that may pass, at most `most` times in all.
+    """Call `request`, and again after a temporary `NoAnswerError`, at most `most` times in all. Return its result.
 
     The wait before the next call is 0.5, 1, 2, … up to 8 seconds, or as long as the server asked for, up to a minute.
     """

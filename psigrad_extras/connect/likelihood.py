@@ -80,7 +80,7 @@ def _fill(
 
 
 def likeliest_letters(model: LanguageModel, rows: Sequence[Row]) -> list[tuple[tuple[int, ...], Completion, int, str]]:
-    """Return (prompt tokens, the most likely letter as a completion, its version 0, the letter as text) for each question.
+    """Return (prompt tokens, the most likely letter as a completion, 0 as version, the letter as text) for each question.
 
     After a plain text, the letter has a space before it, as in lm-eval. At the start of an assistant's turn, it has none. Raises
     `RowError` for a row without choices.

@@ -54,7 +54,7 @@ EVERYDAY_TASK: dict[str, Any] = {
     "metadata": {"version": 1},
 }
 _ROOM = 256
-"""The most tokens of an answer if the task sets no limit, as in lm-eval's `hf`."""
+"""The maximum number of tokens of an answer if the task sets no limit, as in lm-eval's `hf`."""
 _SAMPLED = {"do_sample", "temperature", "top_p", "top_k", "min_p"}
 
 

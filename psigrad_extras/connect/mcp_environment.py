@@ -1,7 +1,7 @@
 """Environments that are MCP servers: `--environment "mcp:python game.py"`, or mcp:http://… of a running one.
 
 The server's tools are the policy's actions, offered and called like the tools of a run. The field `_meta` of an answer, which the
-policy does not read, may have `reward`, a number, and `done`. The tool `reset`, which is not offered to the policy, starts an
+policy does not read, can have the number `reward` and `done`. The tool `reset`, which is not offered to the policy, starts an
 episode and may return its name (`episode`). This name is passed to every tool with a parameter `episode`, which the policy does
 not see. So one server without sessions can play any number of episodes at once.
 """

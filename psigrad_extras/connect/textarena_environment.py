@@ -86,7 +86,7 @@ class TextArenaGame:
 
 
 def _library() -> Any:
-    """Return textarena. Raises `UserError` where it is not installed."""
+    """Return textarena. Raises `UserError` if it is not installed."""
     with extras.needing("An environment of textarena", "textarena"):
         import textarena
     return textarena

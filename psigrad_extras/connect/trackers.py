@@ -51,7 +51,7 @@ class _TensorBoard:
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # a resumed run logs again the steps behind its checkpoint, which TensorBoard then hides
+        # a resumed run logs the steps after its checkpoint again, and TensorBoard then hides the old ones
         behind = [(checkpoint.step_of(path) or 0) + 1 for path in checkpoint.steps(folder / "checkpoints")[:1]]
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=behind[0] if behind else None)
 

@@ -163,7 +163,7 @@ class _Script:
                 continue
             value = self._value(word.value)
             if isinstance(value, Unevaluated):
-                made.look_at.append(f"{word.arg} = {value}: only a run of the script tells the value; add the setting.")
+                made.look_at.append(f"{word.arg} = {value}: the value is known only when the script runs; add the setting.")
             else:
                 values[word.arg] = value
         return values

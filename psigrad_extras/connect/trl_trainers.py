@@ -9,7 +9,7 @@ from typing import Any
 from psigrad.compat.conversion import Conversion, translated, without_usual
 
 _TOKENIZER = "pass this object to psigrad.train as tokenizer="
-# Arguments of a trainer -> what to do for them.
+# Arguments of a trainer -> advice on the equivalent in psigrad.
 _LOOK_AT = {
     "environment_factory": "write a class with reset(row) and step(text) instead; see docs/multi_turn.md",
     "callbacks": "pass the callbacks as callbacks=[…] or --callbacks file.py:Class",

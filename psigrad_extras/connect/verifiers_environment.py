@@ -33,7 +33,7 @@ TASK = "task_idx"
 
 
 def adapt(environment: Mapping[str, Any] | Callable[[], Any], call_family: str = "") -> type:
-    """Return an environment of verifiers as a class for `--environment`. `environment` is its settings, or a function for it.
+    """Return an environment of verifiers as a class for `--environment`. `environment` is its settings, or makes it.
 
     ```python
     from psigrad_extras.connect.verifiers_environment import adapt

@@ -23,7 +23,7 @@ _OF_PAIRS = ("margin", "score_chosen", "score_rejected")
 
 @dataclass(frozen=True)
 class Converted:
-    """The converted rows, and the counts of what was dropped."""
+    """The converted rows, and the counts of dropped pairs and prompts."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     ties: int = 0
@@ -75,7 +75,7 @@ def group_by_prompt(rows: Iterable[Raw], column: str, source: str = "rows") -> l
 
 
 def split_pairs(rows: Iterable[Raw], source: str = "rows") -> list[dict[str, Any]]:
-    """Split each pair into two labelled rows, for KTO. In rows without `prompt`, it is the shared start of both answers.
+    """Split each pair into two labelled rows, for KTO. Without `prompt`, the shared start of both answers is the prompt.
 
     Raises `UserError` naming row and column.
     """

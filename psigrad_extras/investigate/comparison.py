@@ -154,7 +154,7 @@ def _task(comparison: Comparison, folder: Path, method: str, seed: int) -> dict[
 
 
 def _check_same(comparison: Comparison, folder: Path, method: str, seed: int) -> None:
-    """Raise `UserError` if there is a result of other settings. Settings that a run may change when it resumes may differ."""
+    """Raise `UserError` if there is a result of other settings, except for those that a resumed run is free to change."""
     job = folder / "settings" / f"{method}-{seed}.json"
     told = parse_row(job.read_bytes()) if job.exists() else None
     if told is None or not _is_done(_record(folder, method, seed)):

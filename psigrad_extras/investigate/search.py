@@ -68,7 +68,7 @@ def run(
     """Run trials of `command` until the study in `folder` has `trials` of them, and return the study.
 
     `metric` is the held-out metric (empty: the headline of the report). The default direction is "minimize" for a loss. A failed
-    trial counts as one. Raises `UserError` if the first trial fails, if the folder has another sweep, and if the user's code
+    trial counts too. Raises `UserError` if the first trial fails, if the folder has another sweep, and if the user's code
     (`pins.CODE`) is not that of the earlier trials.
     """
     folder = absolute(folder)
@@ -117,7 +117,7 @@ def run(
 
 
 def _other_code(study: Any, place: Path, chosen: str) -> UserError | None:
-    """Return an error if a run's own code is not that of the study's earlier runs with the same `chosen` words."""
+    """Return an error if the user's code in a run differs from that in earlier runs with the same `chosen` values."""
     code = last_event(place / "events.jsonl", "started", "resumed").get("code", {})
     known = study.user_attrs.get("code", {})
     if known.setdefault(chosen, code) == code:
@@ -125,7 +125,7 @@ def _other_code(study: Any, place: Path, chosen: str) -> UserError | None:
         return None
     changed = ", ".join(name for name in CODE if known[chosen].get(name) != code.get(name))
     return UserError(
-        f"{place} was trained by other code than the trials before (changed: {changed}), so their figures cannot be compared; "
+        f"{place} was trained with other code than the earlier trials (changed: {changed}), so their figures are not comparable; "
         "change the code back, or name another folder with --output-dir."
     )
 

@@ -126,7 +126,7 @@ class GroupRanking(Judge):
         return INSTRUCTIONS.format(mark=mark, lines=lines, **parts)
 
     def _read(self, reply: str, count: int) -> Ranks:
-        """Return the ranks in a reply, by criterion. Raises an error if a criterion is missing or ranks other letters."""
+        """Return the ranks in a reply, by criterion. Raises an error if a criterion does not rank each answer exactly once."""
         found: Ranks = {}
         for name in self.criteria:
             said = re.findall(

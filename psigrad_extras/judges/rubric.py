@@ -62,7 +62,7 @@ class Judge:
     api_key_variable: str = "OPENAI_API_KEY"
     """Environment variable with the endpoint's key, which may be unset. `worker_env` must name it too."""
     attempts: int = 3
-    """The most requests for one completion. If all fail, it stays unscored."""
+    """The maximum number of requests for one completion. If all fail, it stays unscored."""
     seconds: float = 60.0
     """Maximum seconds to wait for a reply."""
     concurrency: int = 8
@@ -139,7 +139,7 @@ class Rubric(Judge, Preparable):
     """A reward from 0 to 1 for how well a completion meets a rubric, as a language model judges it.
 
     Formula: local judge: Σ_k k·p(k) / scale, with p the judge's distribution over the replies 0 … scale, from one forward pass;
-             endpoint: the score at the end of its reply, over scale, or with `probabilities` the formula of a local judge
+             endpoint: the score at the end of its reply / scale, or with `probabilities` the formula of a local judge
 
     The rubric is the parameter `rubric`, or the dataset's column `rubric`. If there is a column `answer`, the judge reads it as a
     reference. If the judge does not reply, or replies without a score, the completion stays unscored.

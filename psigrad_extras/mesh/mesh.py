@@ -190,7 +190,7 @@ class _Through(torch.autograd.Function):
 
 
 def _probe(model: Pretrained) -> list[Tensor]:
-    """Return outputs of the model and their gradients in its vectors (norms, biases), to compare before and after a division.
+    """Return outputs of the model and their gradients by its vectors (norms, biases), to compare before and after a division.
 
     A plan may omit the gradients of vectors.
     """

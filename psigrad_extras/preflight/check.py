@@ -199,13 +199,13 @@ def check_packing(subject: Subject) -> Finding:
 
 
 def check_sharing(subject: Subject) -> Finding:
-    """Return the check "shared prompts": the difference of log-probs if a group's prompt is computed once or for each."""
+    """Return the check "shared prompts": the difference of log-probs if a prompt is computed once, or for each completion."""
     shared = subject.logp(subject.groups)
     apart = subject.logp(Groups([p for p, _ in subject.alone], [[c] for _, c in subject.alone]))
     prompts = [p for p, _ in subject.alone]
     others = [*prompts[COMPLETIONS:], *prompts[:COMPLETIONS]]
     wrong = subject.logp(Groups(others, [[c] for _, c in subject.alone]))
-    what = "a group's prompt computed once, or for each"
+    what = "a prompt computed once, or for each completion"
     return Finding("shared prompts", what, _apart(shared, apart), subject.bounds[0], _apart(wrong, apart))
 
 
@@ -252,7 +252,7 @@ def check_reference(subject: Subject) -> Finding:
 
 @contextlib.contextmanager
 def _changed(model: LanguageModel) -> Iterator[None]:
-    """Change trainable matrices of a model during the block: the last one that is not 0, and all that are."""
+    """During the block, change trainable matrices of a model: all that are 0, and the last one that is not."""
     matrices = [p.detach() for p in model.trainable().values() if p.dim() == 2]
     # The second matrix of an adapter starts at 0, so changing its sign would change nothing.
     zero = [p for p in matrices if not bool(p.any())]

@@ -86,7 +86,7 @@ def try_rewards(config: OnlineConfig) -> list[tuple[str, str]]:
 
 
 def _as_given(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a raw row with its images under the name, and of the type, with which reward functions get them in training."""
+    """Return a raw row with its images as reward functions get them in training: in the same column, of the same type."""
     made = to_json_row(raw)
     name = next((name for name in COLUMNS if raw.get(name)), "")
     own = raw[name] if name and isinstance(raw[name], list) else [raw[name]] if name else []

@@ -9,9 +9,9 @@ from psigrad.config import OnlineConfig
 from psigrad.config.sections import CountOrZero, PositiveOrZero
 
 CHECK = """\
-Check that a model, its data and its settings will train correctly. Print the first rows as the model reads them, and the
-answers of rewards, tools and the environment to them. Compute values in two ways that must agree. Nothing is trained.
-The flags are those of a run. With a METHOD, such as sft or dpo, the rows and settings are those of its command."""
+Check that a model, its data and its settings will train correctly. Print the first rows as the model reads them, and what
+rewards, tools and the environment answer. Compute values in two ways that must agree. Nothing is trained. The flags are
+those of a run. With a METHOD, such as sft or dpo, its command's rows and settings are checked. --json prints JSON."""
 
 
 def for_check(config: Any, method: str) -> tuple[OnlineConfig, str]:
@@ -30,18 +30,18 @@ class PlanConfig:
     """The settings of the plan itself, besides those of the planned method."""
 
     memory: str = ""
-    """Memory to fit in, such as 24GB; empty: this machine's."""
+    """Memory that the run must fit in, such as 24GB; empty: this machine's."""
     prompt_length: CountOrZero = 0
     """Mean tokens of a prompt; 0: the dataset's, or a guess."""
     completion_length: CountOrZero = 0
-    """Mean tokens of a completion; 0: the dataset's, or the longest that may be sampled."""
+    """Mean tokens of a completion; 0: the dataset's, or the limit of the settings."""
     tflops: PositiveOrZero = 0.0
     """Speed of matrix products in TFLOP/s; 0: measured on this machine."""
     gpu: str = ""
-    """Name of a GPU, such as h100, to plan with its memory, speed and bandwidth without having one."""
+    """Name of a GPU, such as h100, whose memory, speed and bandwidth the plan assumes, even if this machine has none."""
     devices: CountOrZero = 0
-    """Show how to divide this many such devices between training and sampling; 0: plan the settings as given."""
+    """Show how to divide this many equal devices between training and sampling; 0: plan the settings as given."""
     network: PositiveOrZero = 50.0
-    """With devices: speed of the network between them in GB/s (50 is 400 Gb/s)."""
+    """With `devices`: speed of the network between them in GB/s (50 is 400 Gb/s)."""
     json: bool = False
     """Print one JSON object instead of the table."""

@@ -186,7 +186,7 @@ class RecordedTrainer(Base):  # type: ignore[misc]
 
 
 def _reverse(shuffle: Any, columns: dict[str, Any], torch: Any) -> Any:
-    """Let TRL shuffle with a permutation that keeps groups together, and that is visible if a column does not follow it."""
+    """Run TRL's shuffle with a reversal as permutation: it keeps groups together, and exposes a column that stays in place."""
     draw, torch.randperm = torch.randperm, lambda n, **named: torch.arange(n).flip(0)
     try:
         return shuffle(columns)

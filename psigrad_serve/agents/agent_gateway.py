@@ -43,7 +43,7 @@ class AgentGateway(Recorder):
         """The path of the Unix socket; "" if there is none."""
 
     def serve(self, sampler: Sampler, model: LanguageModel) -> None:
-        """Restart the server with this sampler, unless it has it already."""
+        """Start the server, or restart it if it runs with another sampler than this one."""
         if self._sampler is sampler:
             return
         self._stack.close()
@@ -65,7 +65,7 @@ class AgentGateway(Recorder):
     def prepare(self, session_id: str, call: Call) -> Call:
         """Return the call with its session's tokens and seeds, and with the run's sampling settings.
 
-        So the policy reads the session's earlier tokens exactly, and the sampled distribution is the trained one.
+        The policy therefore reads the session's earlier tokens exactly, and the sampled distribution is the trained one.
         """
         session = self.sessions.get(session_id)
         if session is None:
@@ -116,7 +116,7 @@ def _reply(session: Session, call: Call, ids: Ids) -> tuple[Message, bool]:
 
 
 def open_agents(config: Played) -> Agents:
-    """Return the `Agents` of a run: workers that run its agent and can be killed, and their server, one per training process."""
+    """Return the `Agents` of a run: killable workers that run its agent, and their server. Each training process has its own."""
     agent = imported_callable(config.agent, "agent") if isinstance(config.agent, str) and config.agent else config.agent
     gateway = AgentGateway(tunnel=config.environment_sandbox)
     try:

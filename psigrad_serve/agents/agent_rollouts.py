@@ -79,10 +79,10 @@ class Agents:
     def play(
         self, sampler: Sampler, prompts: Sequence[PlayedPrompt], params: SamplingParams, asked: PlayRequest
     ) -> list[Trajectory]:
-        """Return the trajectories of the sessions that are `asked` for of each prompt, in order.
+        """Run `asked.num_generations` sessions for each prompt, and return their trajectories in order.
 
         The agent's reward is placed on the session's last sampled token. A session has no reward, but a recorded reason, if it
-        crashes, times out, sends no request or too many. Log-probs are recomputed by a forward pass, so that they do not depend
+        crashes, times out, or sends no request or too many. Log-probs are recomputed by a forward pass, so that they don't depend
         on the order of requests.
         """
         sessions = [

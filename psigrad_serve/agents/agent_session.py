@@ -24,7 +24,7 @@ class SessionOver(Exception):
 
 @dataclass
 class Session:
-    """The requests of one agent on one row, and their answers. All come in one thread. After the end they raise `SessionOver`."""
+    """The requests of one agent on one row, all in one thread, and their answers. After the end, requests raise `SessionOver`."""
 
     index: int
     """The index of the row in its dataset."""
@@ -32,10 +32,10 @@ class Session:
     row: Row
     tree: TokenTree
     params: SamplingParams
-    """The run's sampling settings. A request can set only `max_tokens`, because the run trains this one distribution."""
+    """The run's sampling settings. A request can only lower `max_tokens` and add stop tokens, since the run trains on them."""
     tokenizer: Any
     most: int
-    """The maximal number of requests that are answered."""
+    """The maximum number of requests that are answered."""
     over: bool = False
     fault: str = ""
     answers: list[tuple[Row, Message, str]] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Session:
         return images.decode(self.tokenizer, ids, clean_up_tokenization_spaces=False)
 
     def answer(self, asked: Asked, request: Row, completion: Completion, reply: Message, whole: bool) -> None:
-        """Record an answer: its tokens, and the message that its client gets. `whole` is False if that lacks some of its text."""
+        """Record an answer: its tokens and the client's message `reply`. `whole` is False if `reply` lacks some of the text."""
         if not completion.ids or self.over:
             return
         text = decode(self.tokenizer, completion.ids)

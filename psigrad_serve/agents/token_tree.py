@@ -43,11 +43,11 @@ class Heard:
     """True if the policy sampled that mark, so that the answer's tokens include it."""
 
     def begins(self, text: str) -> bool:
-        """Return True if a request with this text continues this one: all of this one's text is unchanged at its start."""
+        """Return True if a request with this text continues this one: it starts with all of this request's text and answer."""
         return bool(self.said) and text.startswith(self.prompt) and text.startswith(self.said + self.end)
 
     def rest(self, text: str) -> str:
-        """Return the part of a continuing request's text that the tokens of this request and its answer do not have."""
+        """Return the new part of a continuing request's text, after that of this request and its answer."""
         return text[len(self.said) + (len(self.end) if self.ended else 0) :]
 
 

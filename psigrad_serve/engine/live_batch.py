@@ -19,7 +19,7 @@ from psigrad.language.rollout.samplers.transformers_backend import TransformersS
 from psigrad.language.rollout.types import DrawnToken, Request, Sampler, SamplingParams
 from psigrad_serve.engine.streams import TokenStream
 
-# The most prompt tokens of one prefill, while other completions wait for their next token.
+# The maximum number of prompt tokens in one prefill, since running completions wait for it.
 _PREFILL = 8192
 # If a slot of the KV cache has more tokens than this, the cache is freed when nothing is running.
 _KEPT = 1024

@@ -21,7 +21,7 @@ ProjectQuery = Annotated[int, Query(ge=1, lt=2**63)]
 Aspect = Annotated[str, Query(max_length=60)]
 By = Literal["sampler", "run", "step", "completion"]
 MOST_PLACES = 200
-"""The most lines of a ranking that are sent, since a ranking may have a line for each completion."""
+"""The maximum number of lines of a ranking that are sent, since a ranking may have a line for each completion."""
 
 
 def add_routes(routes: APIRouter, store: LabelStore) -> None:

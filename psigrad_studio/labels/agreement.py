@@ -16,7 +16,7 @@ from scipy import stats
 Level = Literal["nominal", "ordinal", "interval", "ratio"]
 Floats = NDArray[np.float64]
 AT_ONCE = 2**20
-"""The most numbers in one table of the bootstrap."""
+"""The maximum number of numbers in one table of the bootstrap."""
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,11 @@ class TaskOptions:
     """The options for creating tasks from imported completions."""
 
     prompts: int | None = None
-    """The most prompts to import, drawn at random; None: all. In a run's rollouts, a prompt counts once for each step."""
+    """The maximum number of prompts, drawn at random; None: all. In a run's rollouts, a prompt counts once for each step."""
     per_prompt: int | None = None
-    """The most tasks of a prompt, drawn at random; None: a task for every pair of its completions, or every one to rate."""
+    """The maximum number of tasks of a prompt, drawn at random; None: one for every pair of completions, or for each to rate."""
     ranked: int = 5
-    """The most completions in one ranking."""
+    """The maximum number of completions in one ranking."""
     overlap: int | None = None
     """The number of answers to each task, by different people; None uses the project's value."""
     overlap_share: float = 1.0

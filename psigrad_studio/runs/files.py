@@ -47,7 +47,7 @@ class Tail:
 
     path: Path
     longest: int = LONGEST_LINE
-    """The most bytes of a line. A longer line is read in pieces, which are no valid rows."""
+    """The maximum number of bytes of a line. A longer line is read in pieces, which are no valid rows."""
     generation: int = 0
     offset: int = 0
     _identity: tuple[int, int] | None = None

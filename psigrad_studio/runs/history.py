@@ -21,7 +21,7 @@ from psigrad_studio.runs.tokens import is_deep
 
 BYTES_AT_ONCE = 1 << 20
 MOST_KEYS, MOST_EVENTS = 400, 200
-# The most bytes in a line of metrics, and in all stored events.
+# The maximum number of bytes in a line of metrics, and in all stored events.
 LONGEST_LINE, EVENT_BYTES = 1 << 20, 1 << 20
 SILENT_SECONDS = 120.0
 

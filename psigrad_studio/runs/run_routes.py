@@ -34,7 +34,7 @@ from psigrad_studio.studio_settings import StudioSettings
 
 FIRST_ROWS = "first_rows"
 MOST_RUNS, MOST_TABLE, MOST_STREAMS = 40, 10_000, 32
-"""The most runs in a request for curves, the most runs in a table, and the most pages that follow runs live."""
+"""The maximum number of runs in a request for curves, of runs in a table, and of pages that follow runs live."""
 LOOK_SECONDS, STREAM_SECONDS = 0.5, 600.0
 OWN_PROJECT = "Sent from runs"
 INSTRUCTIONS = "Which of the two completions answers the prompt better?"

@@ -1,9 +1,9 @@
-// Questions to the server of this page. A refusal is an Error whose message is meant for people.
+// Requests to this page's server. A refused request throws an Error whose message is shown to the user.
 import { el } from "./dom.js";
 
 const SESSION = "psigrad-session";
 
-/** Keep the token of a new session where only pages from this port can read it. Nobody gets past this with storage blocked. */
+/** Store the token of a new session where only pages from this port can read it. Without local storage nobody can log in. */
 export const keepSession = (token) => localStorage.setItem(SESSION, token);
 
 async function answered(response) {
@@ -28,7 +28,7 @@ async function fetched(path, options) {
 
 const asked = async (path, options) => answered(await fetched(path, options));
 
-/** GET, as an object. */
+/** Send a GET request, and return the JSON answer as an object. */
 export const get = (path, signal) => asked(path, { signal });
 
 const posted = (content, signal) => ({
@@ -38,12 +38,12 @@ const posted = (content, signal) => ({
   signal,
 });
 
-/** POST of an object as JSON, answered by an object. */
+/** POST an object as JSON, and return the JSON answer as an object. */
 export const post = (path, content, signal) => asked(path, posted(content, signal));
 
 export const pause = (milliseconds) => new Promise((ready) => setTimeout(ready, milliseconds));
 
-/** What `ask` resolves to. After an error that `passing` accepts it asks again, after each of the `waits` in milliseconds. */
+/** Return the result of `ask`. After an error that `passing` accepts, ask again, after each of the `waits` in milliseconds. */
 export async function persistently(ask, waits, passing) {
   for (const wait of waits) {
     try {
@@ -62,10 +62,10 @@ async function file(path) {
   return response;
 }
 
-/** A picture of the server's, as the address of an object in this page. */
+/** Fetch a picture, and return the URL of an object in this page. */
 export const picture = async (path) => URL.createObjectURL(await (await file(path)).blob());
 
-/** Save a file of the server's under the name that it gives. */
+/** Download a file under the name that the server gives. */
 export async function download(path) {
   const response = await file(path), url = URL.createObjectURL(await response.blob());
   const name = /filename="([^"]+)"/.exec(response.headers.get("content-disposition") ?? "")?.[1] ?? "";
@@ -73,7 +73,7 @@ export async function download(path) {
   setTimeout(() => URL.revokeObjectURL(url), 60_000);
 }
 
-/** POST, or GET without `content`, that is answered by server-sent events: their data, as objects, one after the other. */
+/** Yield the data of server-sent events as objects, in answer to a POST, or to a GET without `content`. */
 export async function* events(path, content, signal, opened = () => {}) {
   const response = await fetched(path, content === undefined ? { signal } : posted(content, signal));
   if (!response.ok) await answered(response);

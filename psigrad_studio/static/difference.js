@@ -1,17 +1,17 @@
 // The difference of two texts by words: a longest common subsequence, by dynamic programming between their equal ends.
 const WORDS = /\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu;
-/** Cells of the table; two texts that would need more count as different between their equal ends. */
+/** The most cells of the table. Two texts that need more count as different between their equal ends. */
 const MOST = 6_000_000;
 
-/** `text` in parts {words, own}, where own words are missing in `other`. What is common is the same seen from either text. */
+/** Return `text` in parts {words, own}; own words are missing in `other`. The common words are the same for both orders. */
 export function differing(text, other) {
-  const turned = text > other; // of several longest subsequences one, whichever text is asked about
+  const turned = text > other; // if there are several longest subsequences, choose the same one for both orders
   const [a, b] = (turned ? [other, text] : [text, other]).map((each) => each.match(WORDS) ?? []);
   const own = aligned(a, b);
   return turned ? parts(b, own[1]) : parts(a, own[0]);
 }
 
-/** Of each of two lists of words, which are not common. */
+/** Return, for each word of two lists, true if it is not common to both. */
 function aligned(a, b) {
   const own = [Array(a.length).fill(true), Array(b.length).fill(true)];
   const common = (i, j) => { own[0][i] = own[1][j] = false; };
@@ -22,11 +22,11 @@ function aligned(a, b) {
   return own;
 }
 
-/** The pairs of places of a longest common subsequence. */
+/** Return the pairs of indices of a longest common subsequence. */
 function subsequence(a, b) {
   const n = a.length, m = b.length, width = m + 1, found = [];
   if (n * m === 0 || n * m > MOST) return found;
-  // length[i, j] of the longest one of a from i on and b from j on
+  // length[i, j] of the longest common subsequence of a from i on and b from j on
   const length = new Uint16Array((n + 1) * width);
   for (let i = n - 1; i >= 0; i--) {
     for (let j = m - 1; j >= 0; j--) {
@@ -46,7 +46,7 @@ function subsequence(a, b) {
 function parts(words, own) {
   const found = [];
   words.forEach((word, i) => {
-    // blanks between two words of its own belong to them
+    // blanks between two own words count as own too
     const mine = own[i] || (!/\S/.test(word) && own[i - 1] === true && own[i + 1] === true);
     if (found.length && found.at(-1).own === mine) found.at(-1).words += word;
     else found.push({ words: word, own: mine });

@@ -1,8 +1,8 @@
-// Elements by hand. Text only ever becomes a text node; there is no way here to make markup out of a string.
+// Creation of elements. Text always becomes a text node, so no string can become markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** The element of the page with this id. */
+/** Return the element of the page with this id. */
 export const $ = (id) => document.getElementById(id);
 
 function filled(node, attributes, children) {
@@ -15,29 +15,29 @@ function filled(node, attributes, children) {
   return node;
 }
 
-/** An HTML element; attributes that start with "on" are listeners. Children that are null, undefined or false are left out. */
+/** Return an HTML element. Attributes that start with "on" are listeners. Children that are null, undefined or false are skipped. */
 export const el = (tag, attributes, ...children) => filled(document.createElement(tag), attributes, children);
 
-/** An SVG element. */
+/** Return an SVG element. */
 export const svg = (tag, attributes, ...children) => filled(document.createElementNS(SVG, tag), attributes, children);
 
-/** A button that sends no form. */
+/** Return a button that does not submit a form. */
 export const button = (attributes, ...children) => el("button", { type: "button", ...attributes }, ...children);
 
-/** The cap of a key, which only those who see it need. */
+/** Return a key cap, which screen readers skip. */
 export const cap = (key) => el("kbd", { "aria-hidden": "true" }, key);
 
-/** A select with [value, label] pairs as its options. */
+/** Return a select element whose options are [value, label] pairs. */
 export const select = (attributes, options, chosen) =>
   el("select", attributes, ...options.map(([value, label]) => el("option", { value, selected: value === chosen }, label)));
 
-/** Something that scrolls by itself, also by keyboard, where it is wider than its place. */
+/** Return a box that scrolls, also by keyboard, if its content is too wide. */
 export const wide = (label, ...content) => el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": label }, ...content);
 
-/** A name as text that may break after each of its parts. */
+/** Return a name as text in which a line can break after each part. */
 export const parted = (name) => name.split(/(?<=[/_.-])/).flatMap((part) => [part, el("wbr")]);
 
-/** Let the arrow keys move the focus through those elements in `node` that `selector` finds, from where `here` says that it is. */
+/** Let the arrow keys move the focus through the elements of `node` that match `selector`; `here` returns the current one. */
 export function arrows(node, selector, here = () => document.activeElement) {
   node.addEventListener("keydown", (event) => {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
@@ -50,7 +50,7 @@ export function arrows(node, selector, here = () => document.activeElement) {
 
 let fading;
 
-/** A message across the bottom of the page, gone after a while. */
+/** Show a message at the bottom of the page for some seconds. */
 export function notice(text, seconds = 6) {
   const box = $("notice");
   box.textContent = text;

@@ -1,4 +1,4 @@
-// Keeps the token of a session that has just begun, and goes to the first page. Storage belongs to this port, cookies to all of them.
+// Store the token of a new session, and go to the first page. Local storage belongs to this port, cookies to all ports of the host.
 import { keepSession } from "./api.js";
 
 const meta = (name) => document.querySelector(`meta[name="${name}"]`).content;

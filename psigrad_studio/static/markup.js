@@ -1,19 +1,19 @@
-// Markdown and formulas of other people's and models' texts, as elements. marked reads the text, temml makes MathML of formulas;
-// what becomes an element is listed here, and everything else is shown as it was written: tags, pictures, the addresses of links.
+// Conversion of Markdown and formulas in texts of people and models to elements. marked parses the text, temml makes MathML.
+// Only the kinds listed here become elements. Everything else is shown as written: tags, pictures, the addresses of links.
 import { el, wide } from "./dom.js";
 import { Marked } from "./vendor/marked/marked.esm.js";
 
 const FORMULAS = 200, LONGEST_FORMULA = 4000;
 const ENTITIES = { "&amp;": "&", "&lt;": "<", "&gt;": ">", "&quot;": '"', "&#39;": "'", "&nbsp;": "\u00a0" };
-/** A sign is read as in Markdown: what a browser would make of an entity, without one. */
+/** Replace entities by their characters, as Markdown does, without a browser's HTML parser. */
 const plain = (text) => text.replace(/&(?:amp|lt|gt|quot|#39|nbsp);/g, (entity) => ENTITIES[entity]);
 
-// [what opens it, the whole, whether it stands on a line of its own]; lengths are bounded, so that no text costs more than its length
+// [expression of a formula, true if it is displayed on a separate line]; lengths are bounded, so the time is linear in the text
 const INLINE = [
   [/^\$\$([^]{1,4000}?)\$\$/, true],
   [/^\\\[([^]{1,4000}?)\\\]/, true],
   [/^\\\(([^]{1,4000}?)\\\)/, false],
-  // as pandoc has it: no blank inside the dollars, no digit behind them, so that prices stay prices
+  // as in pandoc: no blank just inside the dollars, and no digit after them, so that prices are no formulas
   [/^\$(?![\s$])((?:\\.|[^\\$\n]){0,999}(?:\\.|[^\\$\s]))\$(?!\d)/, false],
 ];
 const BLOCK = [
@@ -26,7 +26,7 @@ const formula = (found, display) => found && { type: "formula", raw: found[0], t
 const reader = new Marked({
   gfm: true,
   breaks: true,
-  // a tag or a definition is text like any other: nothing of what was written may be hidden
+  // tags and definitions are plain text, so that nothing of the text is hidden
   tokenizer: { html: () => undefined, tag: () => undefined, def: () => undefined },
   extensions: [
     {
@@ -44,13 +44,13 @@ const reader = new Marked({
   ],
 });
 
-/** `text` as nodes. Formulas are there when `formulas` of them has been awaited. */
+/** Return `text` as nodes. Its formulas are drawn once `formulas` has been awaited. */
 export function marked(text) {
   const waiting = [];
   try {
     return { nodes: blocks(reader.lexer(text), waiting), waiting };
   } catch {
-    return { nodes: [el("p", { class: "as-written" }, text)], waiting: [] }; // nested too deep to be read
+    return { nodes: [el("p", { class: "as-written" }, text)], waiting: [] }; // the text is nested too deeply
   }
 }
 
@@ -64,7 +64,7 @@ export async function formulas(waiting) {
       if (text.length > LONGEST_FORMULA || /\\sideset/.test(text)) continue;
       temml.render(text, node, {
         displayMode: display, throwOnError: true, trust: false, strict: false, maxExpand: 200, maxSize: [8, 80],
-        macros: { "\\pmb": "\\boldsymbol" }, // the only other command that sets a style attribute, which the policy forbids
+        macros: { "\\pmb": "\\boldsymbol" }, // the only other command that sets a style attribute, which the content security policy forbids
       });
       node.querySelector("math")?.setAttribute("aria-label", text);
       node.title = source;
@@ -75,10 +75,10 @@ export async function formulas(waiting) {
   }
 }
 
-/** What an element is made of each kind of block. */
+/** The element for each kind of block. */
 const BLOCKS = {
   space: () => "",
-  // no heading of the page: it would stand in its outline
+  // not a heading element, which would appear in the page's outline
   heading: ({ depth }, inside) => el("p", { class: `heading depth-${Math.min(4, depth)}` }, ...inside()),
   paragraph: (_, inside) => el("p", {}, ...inside()),
   text: (token, inside) => el("span", {}, ...(token.tokens ? inside() : [plain(token.text)])),
@@ -93,7 +93,7 @@ const BLOCKS = {
   formula: (token, _, waiting) => el("p", { class: "display" }, waitingFor(token, waiting)),
 };
 
-/** What is made of each kind of text inside a block. */
+/** The node for each kind of text inside a block. */
 const SPANS = {
   text: (token, inside) => (token.tokens ? el("span", {}, ...inside()) : plain(token.text)),
   escape: ({ text }) => text,
@@ -102,13 +102,13 @@ const SPANS = {
   del: (_, inside) => el("s", {}, ...inside()),
   codespan: ({ text }) => el("code", {}, text),
   br: () => el("br"),
-  // where it leads is said and not followed
+  // the address is shown, and cannot be followed
   link: ({ autolink, href, text }, inside) =>
     el("span", { class: "link" }, ...inside(), !autolink && href !== text && el("span", { class: "soft" }, ` (${href})`)),
   formula: (token, _, waiting) => waitingFor(token, waiting),
 };
 
-/** The node of a token; undefined for kinds that are not listed. */
+/** Return the node of a token; undefined for kinds that are not listed. */
 const made = (kinds, token, waiting) => kinds[token.type]?.(token, () => inline(token.tokens ?? [], waiting), waiting);
 const blocks = (tokens, waiting) => tokens.map((token) => made(BLOCKS, token, waiting) ?? el("p", { class: "as-written" }, token.raw)).filter(Boolean);
 const inline = (tokens, waiting) => tokens.map((token) => made(SPANS, token, waiting) ?? token.raw);

@@ -2,14 +2,14 @@
 import { el } from "./dom.js";
 import uPlot from "./vendor/uplot/uPlot.js";
 
-/** Dashes of lines that share a colour, or that are told apart without it. */
+/** Dashes that distinguish lines of the same colour, and all lines without colour vision. */
 export const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
 export const join = uPlot.join;
 
 const plots = new Set(), colours = new Map(), probe = el("span", { hidden: true });
 document.body.append(probe);
 
-/** A custom property of the style sheet as a colour that a canvas understands. */
+/** Return a custom property of the style sheet as a colour for a canvas. */
 export function colour(name) {
   if (!colours.has(name)) {
     probe.style.color = `var(${name})`;
@@ -25,7 +25,7 @@ function repaint() {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 new MutationObserver(repaint).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
 
-/** Ticks of a logarithmic axis: powers of ten; over fewer than three of them 1, 2 and 5 as well; within one as on a linear axis. */
+/** Return the ticks of a logarithmic axis: powers of ten; below three decades also 2 and 5 times them; below one, linear steps. */
 function logTicks(low, high) {
   const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high)), span = Math.log10(high / low);
   let ticks;
@@ -40,7 +40,7 @@ function logTicks(low, high) {
   return ticks.filter((tick) => tick >= low * (1 - 1e-9) && tick <= high * (1 + 1e-9));
 }
 
-/** An axis with lines across the chart and no ticks; `text` makes the label of a value from it and the distance to the next. */
+/** An axis with grid lines and no tick marks. `text(value, step)` returns the label of a value; `step` is the distance of labels. */
 const axis = (size, space, { text, log }, lines) => ({
   ...(log ? { splits: (_, __, low, high) => logTicks(low, high), filter: (_, splits) => splits } : {}),
   size, space, gap: 6, font: "11px system-ui, sans-serif", ticks: { show: false },
@@ -49,7 +49,7 @@ const axis = (size, space, { text, log }, lines) => ({
   values: (_, splits, __, ___, step) => splits.map((value) => text(value, step)),
 });
 
-/** An empty chart inside `node`: `x` and `y` are {range, text, log}, `options` anything else of uPlot's. */
+/** Create an empty chart inside `node`. `x` and `y` are {range, text, log}; `options` are further options of uPlot. */
 export function plot(node, height, { x, y, ...options }) {
   const made = new uPlot({
     width: node.clientWidth, height, padding: [10, 18, 0, 0], legend: { show: false },

@@ -1,17 +1,17 @@
-// How a text is read: rendered, as it was written, or by its difference to another. What people chose holds for all pages.
+// The display of texts: rendered, as written, or as the difference from another text. The user's choice applies to all pages.
 import { el } from "./dom.js";
 import { differing } from "./difference.js";
 
 const KEPT = "psigrad-reading";
-/** Without one of these a text is the same rendered as written. */
+/** A text without any of these looks the same rendered and as written. */
 const MARKUP = /[*_`#>|~$\\]|\[[^\]]*\]|^\s*(?:[-+]|\d{1,9}[.)])\s|https?:/m;
 const LONGEST = 20_000;
 
-/** rendered or written. */
+/** Return the user's choice: "rendered" or "written". */
 export const chosen = () => (localStorage.getItem(KEPT) === "written" ? "written" : "rendered");
 export const choose = (reading) => localStorage.setItem(KEPT, reading);
 
-/** A text as it was written, with the blanks at its ends marked. */
+/** Return a text as written, with the blanks at its ends marked. */
 export function written(text) {
   const begin = /^\s*/.exec(text)[0], end = text.length > begin.length ? /\s*$/.exec(text)[0] : "";
   return el("div", { class: "text" }, blanks(begin), text.slice(begin.length, text.length - end.length), blanks(end));
@@ -19,7 +19,7 @@ export function written(text) {
 
 const blanks = (text) => (text === "" ? null : el("span", {}, ...[...text].map((sign) => el("span", { class: sign === "\n" ? "blank line-end" : "blank" }, sign))));
 
-/** A text with its Markdown and formulas rendered: as it was written until that is done. */
+/** Return a text with Markdown and formulas rendered. Until that is done, it is shown as written. */
 export function rendered(text) {
   const node = written(text);
   node.classList.add("rendered");
@@ -29,14 +29,14 @@ export function rendered(text) {
     node.className = "rich rendered";
     node.replaceChildren(...nodes);
     await formulas(waiting);
-  }).catch(() => { /* then it stays as it was written */ });
+  }).catch(() => { /* the text stays as written */ });
   return node;
 }
 
-/** Text by the reading that was chosen. */
+/** Return a text in the chosen display. */
 export const read = (text, reading = chosen()) => (reading === "written" ? written(text) : rendered(text));
 
-/** `text` as it was written, with the words marked that `other` does not have at their place. */
+/** Return `text` as written, with the words marked that `other` lacks at that place. */
 export function compared(text, other) {
   const parts = differing(text, other);
   const node = el("div", { class: "text" }, ...parts.map(({ words, own }) => (own ? el("mark", { class: "own" }, words) : words)));

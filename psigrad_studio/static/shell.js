@@ -1,4 +1,4 @@
-// What every page has: the theme switch, and the way past the navigation.
+// The parts of every page: the theme switch, and the link that skips the navigation.
 import { $, svg } from "./dom.js";
 
 const SUN = "M10 6a4 4 0 1 1 0 8 4 4 0 0 1 0-8zM9.2 1h1.6v3H9.2zM9.2 16h1.6v3H9.2zM1 9.200h3v1.6H1zM16 9.200h3v1.6h-3zM3.100 4.200l1.100-1.100 2.100 2.100-1.100 1.100zM13.700 14.800l1.100-1.100 2.100 2.100-1.100 1.100zM3.100 15.800l2.100-2.100 1.100 1.100-2.100 2.100zM13.700 5.200l2.100-2.100 1.100 1.100-2.100 2.100z";
@@ -24,7 +24,7 @@ button.addEventListener("click", () => {
 dark.addEventListener("change", label);
 label();
 
-// the fragment of an address is the page's own, so the link must not write there
+// pages store their state in the fragment of the address, so the link must not change it
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
   $("main").focus();

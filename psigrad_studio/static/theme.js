@@ -1,4 +1,4 @@
-// Before the first paint: the theme that was chosen here last, or the system's.
+// Set the theme before the first paint: the user's last choice, or the system's.
 "use strict";
 try {
   const chosen = localStorage.getItem("psigrad-theme");

@@ -116,7 +116,7 @@ def test_pairs_by_keyboard_alone(opened, studio):
         before = page.locator(".how").text_content()
         page.keyboard.press("b")
         expect(page.locator(".how")).not_to_have_text(before)
-    expect(page.locator(".done")).to_contain_text("Nothing is left for you")
+    expect(page.locator(".done")).to_contain_text("No tasks are left for you")
     assert all(0 <= row["client_ms"] < 60_000 for row in votes(studio, number) if row["action"] == "vote")
 
 
@@ -525,7 +525,7 @@ def test_grades_that_the_form_does_not_offer_stay_and_weights_of_0_are_not_weigh
     owner.get_by_role("link", name="Results").click()
     expect(owner.get_by_role("group", name="Table: Question").get_by_role("rowheader")).to_have_text(["overall", "clear", "true"])
     options = owner.get_by_label("Question to export").locator("option")
-    expect(options).to_have_text(["overall", "clear", "true", "all questions, each in rows of its own (column criterion)"])
+    expect(options).to_have_text(["overall", "clear", "true", "all questions, each in separate rows (column criterion)"])
 
 
 def test_a_rate_that_guessing_may_give_is_named_as_that(opened, studio):

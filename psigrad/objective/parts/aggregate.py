@@ -124,7 +124,7 @@ def not_truncated(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class top_k:
-    """Keep the k trajectories of each group with the greatest returns R. Of equal returns, the earlier comes first.
+    """Keep the k trajectories of each group with the greatest returns R. Among equal returns, the earlier trajectory wins.
 
     Formula: keep i  ⇔  R_i is among the k greatest of its group
 

@@ -29,13 +29,13 @@ from psigrad.objective.preferences.preference_loss import (
 METHODS: Catalog[Preference | KahnemanTversky] = Catalog()
 
 DPO = METHODS.declare("dpo", "direct preference optimisation", Preference(log_ratio, logistic(), beta=0.1))
-CDPO = METHODS.declare("cdpo", "DPO that assumes 10 % of the labels to be swapped", replace(DPO, link=logistic(0.1)))
+CDPO = METHODS.declare("cdpo", "DPO that assumes that 10 % of labels are swapped", replace(DPO, link=logistic(0.1)))
 ROBUST_DPO = METHODS.declare("robust_dpo", "DPO without the bias of swapped labels", replace(DPO, link=robust(0.1)))
 # This is TRL's form, per token. The paper's form sums over tokens: replace(IPO, score=log_ratio).
 IPO = METHODS.declare(
     "ipo", "a squared loss with a finite optimum even if all labels agree", Preference(mean_log_ratio, squared, beta=0.1)
 )
-HINGE = METHODS.declare("hinge", "DPO with a hinge, as in SLiC", replace(DPO, link=hinge))
+HINGE = METHODS.declare("hinge", "DPO with a hinge loss, as in SLiC", replace(DPO, link=hinge))
 LN_DPO = METHODS.declare("ln_dpo", "DPO per token: length-normalised", replace(DPO, score=mean_log_ratio, beta=2.0))
 SIMPO = METHODS.declare(
     "simpo", "length-normalised log-probs and a margin, no reference", Preference(mean_logp, logistic(), beta=2.0, margin=1.0)
@@ -48,7 +48,7 @@ ORPO = METHODS.declare(
 )
 APO_ZERO = METHODS.declare("apo_zero", "raises the chosen, lowers the rejected", replace(DPO, link=apo_zero))
 APO_DOWN = METHODS.declare("apo_down", "lowers both, the rejected more", replace(DPO, link=apo_down))
-KTO = METHODS.declare("kto", "completions that are good or bad by themselves", KahnemanTversky())
+KTO = METHODS.declare("kto", "completions labelled good or bad, without pairs", KahnemanTversky())
 
 # The names that the settings `score` and `link` accept. The last three links have no method of their own.
 PARTS: dict[str, tuple[Callable[..., Any], ...]] = {

@@ -139,7 +139,7 @@ def _prepare(config: PreTrainedConfig, dtype: str, lora: bool, on_gpu: bool) -> 
 
 
 class _Norm(torch.autograd.Function):
-    """Keeps what PyTorch's kernel of an RMS norm keeps on a GPU: the input, the weight, and a number for each row."""
+    """An RMS norm that keeps what PyTorch's kernel keeps on a GPU: the input, the weight, and a number for each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps what `hf_attention.varlen_kernel` keeps: its inputs, its output, and a number for each query and head."""
+    """An attention that keeps what `hf_attention.varlen_kernel` keeps: inputs, output, and a number per query and head."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
@@ -158,7 +158,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _TwinParts(GpuParts):
-    """The forward methods of a GPU, on a CPU."""
+    """The forward methods for a GPU, with parts that run on a CPU and only keep tensors."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         found: Tensor = _Norm.apply(x, weight)

@@ -239,7 +239,7 @@ class StepCost:
     def with_codes(self, work: Work, flops: float, packed: float) -> StepCost:
         """Return the cost with quantised matrices. Dequantising all matrices once takes as long as `flops` FLOPs.
 
-        They are dequantised in the forward and backward pass of each micro-batch, and in each decoding step, but for the share
+        They are dequantised in the forward and backward pass of each micro-batch, and in each decoding step, except the share
         `packed`, which is dequantised once before decoding.
         """
         decoding = packed + (1 - packed) * work.rounds if self.sampling else 0

@@ -93,7 +93,7 @@ def machine(
 ) -> Machine:
     """Return this machine, or one with the given `memory` and `tflops`.
 
-    Without `tflops`, the speed is measured, or with `roughly` in 20 % of the time and with little memory. For a GPU that this
+    Without `tflops`, the speed is measured; with `roughly`, this takes a fifth of the time and little memory. For a GPU that this
     machine lacks, `memory` is required, and the speed is unknown without `tflops`.
     """
     here = device == "cpu" or torch.cuda.is_available()

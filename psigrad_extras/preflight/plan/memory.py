@@ -108,8 +108,8 @@ def count(parameters: float) -> str:
 def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int, device: str = "cpu") -> float:
     """Return the bytes of the KV cache at full length, over all slots.
 
-    The fused decoder stores a prompt once for its group. So does decoding with CUDA graphs, with room for twice as many prompts
-    as are decoded at once, if the step has so many. There lengths are rounded up (`embedded._graph_room`).
+    The fused decoder stores a prompt once for its group. Decoding with CUDA graphs does so too, with room for twice the prompts
+    that are decoded at once, or for all prompts of the step, and rounds lengths up (`embedded._graph_room`).
     """
     prompt, completion = work.lengths.longest_prompt, work.lengths.longest_completion
     prompts = math.ceil(work.slots / work.members) if kept.fused else work.slots
@@ -187,7 +187,7 @@ def passing(
         held = _kept_item(kept_size(work, policy, kept), work.keeps)
     there = held.bytes if held is not None and held.phase == "held" else 0.0
     if there:
-        # Memory has the kept activations and copies of one layer; or, one step in twenty and in later passes, a forward pass's.
+        # Besides those kept, a pass needs copies of one layer; one step in twenty, and in later passes, it computes all again.
         activations = max(activations - there, activations / policy.layers)
         note += ", besides the kept activations"
     found = [

@@ -154,7 +154,7 @@ def tera(value: float) -> str:
 
 
 def band(value: float) -> str:
-    """Return the range in which a speed is, of half an order of magnitude, such as "1,000 to 3,000"."""
+    """Return a speed as a range of half an order of magnitude, such as "1,000 to 3,000"."""
     low = 10 ** (math.floor(2 * math.log10(value)) / 2)
 
     def rounded(x: float) -> str:
@@ -221,7 +221,7 @@ def _arithmetic(plan: Plan, source: str) -> list[str]:
         even = [float(i % 2) for i in range(prompts or DEFAULT_PROMPTS)]
         asked = f"{len(even)} held-out prompts" if prompts else f"at most {len(even)} held-out prompts"
         lines.append(
-            f"verdict    {asked} detect a rise from 0.5 by {detectable_gain(even):.2g} of a 0-or-1 reward in 4 of 5 runs"
+            f"verdict    with {asked}, a rise of a 0-or-1 reward from 0.5 by {detectable_gain(even):.2g} shows in 4 of 5 runs"
         )
     return lines
 

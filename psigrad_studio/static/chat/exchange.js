@@ -1,4 +1,4 @@
-// One question with its answer, or with two. While an answer is written it is plain text; its Markdown is rendered at the end.
+// One question with one or two answers. An answer is plain text while it is written; its Markdown is rendered at the end.
 import { button, cap, el } from "../dom.js";
 import { compared, read } from "../reading.js";
 
@@ -7,7 +7,7 @@ const SIDES = ["A", "B"];
 const OFFERED = [["left", "A is better", "1"], ["right", "B is better", "2"], ["tie", "Tie", "3"], ["both_bad", "Both bad", "4"]];
 
 export class Exchange {
-  /** `name` is the model's, or null where two are compared. */
+  /** `name` is the model's name, or null if two models are compared. */
   constructor(content, name) {
     this.content = content;
     this.duel = null;
@@ -39,7 +39,7 @@ export class Exchange {
     this.part(side, "text").append(text);
   }
 
-  /** The last word on an answer: its whole text, why it ended, and what repeats it. */
+  /** End an answer: show its complete text, why it ended, and the seed that reproduces it. */
   end({ side, text, reason, tokens, seed }) {
     this.texts[side] = text;
     this.show(side);
@@ -49,13 +49,13 @@ export class Exchange {
     this.part(side, "facts").textContent = `${tokens} ${tokens === 1 ? "token" : "tokens"} · ${shown} · seed ${seed}`;
   }
 
-  /** An answer that has ended, by the reading that was chosen, or by its difference to the other one. */
+  /** Show a complete answer in the chosen display, or as the difference from the other one. */
   show(side, difference = false) {
     const text = this.texts[side], other = this.texts[1 - side];
     this.part(side, "words").replaceChildren(difference && other !== undefined ? compared(text, other) : read(text));
   }
 
-  /** Show the ended answers again: the reading is another now. */
+  /** Show the complete answers again, after a change of the display. */
   again(difference = false) {
     this.done.forEach((done, side) => { if (done) this.show(side, difference); });
   }
@@ -84,7 +84,7 @@ export class Exchange {
     this.again(differ);
   }
 
-  /** Name the models; `undo` takes back what was stored. */
+  /** Reveal the models' names. `undo` removes the stored choice. */
   reveal({ names, choice, note }, undo) {
     names.forEach((name, side) => {
       this.answers[side].querySelector("h2").textContent = `${SIDES[side]}: ${name}`;

@@ -1,4 +1,4 @@
-// The chat page: a conversation with one model, or with two that stay unnamed until one is chosen.
+// The chat page: a conversation with one model, or with two whose names are hidden until the user chooses.
 import { events, get, post } from "../api.js";
 import { $, button, el, notice } from "../dom.js";
 import { choose as chooseReading, chosen as chosenReading } from "../reading.js";
@@ -6,10 +6,10 @@ import { Exchange } from "./exchange.js";
 
 const CHOICES = { 1: "left", 2: "right", 3: "tie", 4: "both_bad" };
 
-const exchanges = []; // all that are on the page
-const talk = []; // what was said and stands: { role, content }
+const exchanges = []; // all exchanges on the page
+const talk = []; // the conversation so far: { role, content }
 let abilities = { template: true, system: false };
-let writing = null; // the answer on its way: { exchange, id, abort }
+let writing = null; // the running answer: { exchange, id, abort }
 let open = null; // the comparison that waits for a choice
 
 const comparing = () => $("compare").checked;
@@ -28,13 +28,13 @@ for (const select of [$("first"), $("second")]) {
   }
   select.append(...groups.values());
 }
-// what was trained last, and the run before it
+// preselect the models of the two most recent runs
 const finals = models.filter(({ run, step }) => run !== null && step === null);
 const byAge = [...(finals.length > 1 ? finals : models)].sort((a, b) => b.written - a.written);
 $("first").value = byAge[0]?.id ?? "";
 $("second").value = (byAge[1] ?? byAge[0])?.id ?? "";
 
-/** What the models can do; two are taken to do what both can. */
+/** Look up the models' abilities; of two models, only those that both have. */
 async function look() {
   const ids = chosen();
   if (models.length === 0) return;
@@ -115,7 +115,7 @@ function finish(exchange, content) {
     say("The answer has ended.");
   }
   draw();
-  // whoever types goes on typing: the group takes the focus, never a button of it, which Enter would press
+  // do not interrupt typing; focus the group and not one of its buttons, which Enter would press
   if (document.activeElement === $("message") && $("message").value !== "") return;
   if (open) exchange.choices.focus({ preventScroll: true });
   else $("message").focus();
@@ -140,7 +140,7 @@ async function choose(choice) {
   exchange.choices.setAttribute("aria-busy", "true");
   try {
     exchange.reveal(await post("/api/chat/choose", { duel: exchange.duel, choice }), () => takeBack(exchange));
-    // a tie goes on with the left one; of two bad answers neither is part of the conversation
+    // after a tie the conversation continues with the left answer; two bad answers are not part of it
     if (choice !== "both_bad") keep(exchange, choice === "right" ? 1 : 0);
     say(exchange.stored ? "Stored." : "Not stored.");
   } catch (error) {
@@ -180,7 +180,7 @@ function skip() {
   $("message").focus();
 }
 
-/** Begin anew; the conversation that was can be had back until something is said. */
+/** Start a new conversation. The previous one can be restored until the first message. */
 function fresh() {
   if (writing) stop();
   const was = { open, talk: [...talk], exchanges: [...exchanges], nodes: [...$("log").childNodes] };

@@ -1,4 +1,4 @@
-// One grid: cells with values as colours and numbers, arrows for the policy, pieces that can be dragged or carried.
+// One grid: cells with values as colours and numbers, arrows for the policy, and pieces that can be moved by mouse or keyboard.
 import { el, svg } from "../dom.js";
 
 const TURNS = [0, 90, 180, 270];
@@ -10,17 +10,17 @@ const DRAG_AFTER = 5;
 /** "row 2, column 7", counted from 1. */
 export const spoken = ([row, column]) => `row ${row + 1}, column ${column + 1}`;
 
-/** A number as short as it may be: 0.59, −1, +1 where a sign is wanted. */
+/** Return a number with at most `digits` decimals, and a typographic minus. */
 export const short = (x, digits = 2) => (Math.abs(x) < 0.5 * 10 ** -digits ? "0" : x.toFixed(digits).replace("-", "−"));
 export const signed = (x) => `${x > 0 ? "+" : x < 0 ? "−" : ""}${Number(Math.abs(x).toPrecision(4))}`;
 
-/** What a piece is called. */
+/** Return the name of a piece. */
 export const named = (piece) =>
   piece.kind === "prize" ? `${piece.worth < 0 ? "trap" : "treasure"} ${signed(piece.worth)}` : { wall: "wall", start: "start", free: "free" }[piece.kind];
 
 /**
- * `told` is what the board tells: select(cell), pick(cell), drop(cell), cancel(), drag(from, to, last) -> moved, dropped(), edit(cell, what),
- * play(what); and what it asks: world(), carried() -> cell or null.
+ * `told` has the callbacks of the board: select(cell), pick(cell), drop(cell), cancel(), drag(from, to, last) -> moved, dropped(),
+ * edit(cell, what), play(what); and its questions: world(), carried() -> cell or null.
  */
 export class Board {
   constructor(label, told) {
@@ -96,7 +96,7 @@ export class Board {
     node.dataset.actions = String(actions);
   }
 
-  /** The way of the last episode, if there is one. */
+  /** Draw the path of the last episode, if there is one. */
   drawPath(world, frame) {
     const states = frame?.episode?.states ?? [];
     const point = (state) => `${(state % world.columns) + 0.5},${Math.floor(state / world.columns) + 0.5}`;
@@ -115,7 +115,7 @@ export class Board {
     });
   }
 
-  /** Put the focus on a cell. */
+  /** Move the focus to a cell. */
   focus(place) {
     this.focused = place;
     const cell = this.cells.find((c) => c.place[0] === place[0] && c.place[1] === place[1]);
@@ -161,7 +161,7 @@ export class Board {
     event.preventDefault();
   }
 
-  /** A click, Enter or Space: pick up, put down, or select. */
+  /** Handle a click, Enter or Space: pick up a piece, put it down, or select the cell. */
   choose(place) {
     const carried = this.told.carried(), kind = this.told.world().at(...place).kind;
     if (carried !== null) this.told.drop(place);
@@ -200,7 +200,7 @@ export class Board {
     if (movable) event.preventDefault();
   }
 
-  /** The piece goes with the pointer from one free cell to the next, and the world is solved again under it. */
+  /** Move the piece with the pointer from one free cell to the next. The world is solved again after each move. */
   onDrag(drag, event) {
     if (!drag.started && Math.hypot(event.clientX - drag.x, event.clientY - drag.y) < DRAG_AFTER) return;
     drag.started = true;
@@ -209,7 +209,7 @@ export class Board {
     const to = this.node.contains(under) ? placeOf(under) : null;
     drag.to = undefined;
     if (to === null || (to[0] === drag.at[0] && to[1] === drag.at[1]) || this.told.world().at(...to).kind !== "free") return;
-    // a busy studio is not asked; then the piece follows with the next movement, or at the end
+    // if the studio is busy, the piece follows with the next movement, or when it is put down
     if (this.told.drag(drag.at, to)) drag.at = to;
     else drag.to = to;
   }

@@ -1,13 +1,13 @@
-// How each algorithm comes nearer, on a logarithmic scale, drawn again after every change.
+// The chart of each algorithm's distance to the solution, on a logarithmic scale.
 import { el } from "../dom.js";
 import { colour, DASHES, plot } from "../plot.js";
 
 const HEIGHT = 210;
-/** Smaller values are rounding errors: they are drawn on the lowest line. */
+/** The smallest drawn value. Smaller ones are rounding errors. */
 const FLOOR = 1e-16;
 
 export class Chart {
-  /** `jump(step)` is called where the chart is pressed. */
+  /** `jump(step)` is called if the chart is clicked. */
   constructor(jump) {
     Object.assign(this, { field: "error", drawn: [[], 0], plot: null, shape: "" });
     this.node = el("div", { class: "chart", role: "img" });
@@ -20,7 +20,7 @@ export class Chart {
     });
   }
 
-  /** `series` is [{title, frames, endless, colour}]; of a playback without an end, a stretch beyond `at` is shown. */
+  /** `series` is [{title, frames, endless, colour}]. An endless playback is shown up to a few steps after `at`. */
   draw(series, at) {
     this.drawn = [series, at];
     const width = this.node.clientWidth, stretch = Math.max(50, Math.ceil(at / 50 + 0.5) * 50);
@@ -34,7 +34,7 @@ export class Chart {
     this.shape = shape;
     this.plot ??= this.made(shown);
     const steps = Array.from({ length: this.steps + 1 }, (_, step) => step);
-    // the first frame is no step, so nothing changed in it
+    // the first frame is the start, so it has no change
     const y = (frame) => (this.field === "residual" && frame.index === 0 ? undefined : Math.max(FLOOR, frame[this.field]));
     this.plot.batch(() => {
       this.plot.setSize({ width, height: HEIGHT });
@@ -69,14 +69,14 @@ export class Chart {
   }
 }
 
-/** Whole powers of ten around the values, at least one between them. */
+/** Return the powers of ten that enclose the values, at least one decade apart. */
 function decades(low, high) {
   if (!Number.isFinite(low) || !Number.isFinite(high)) return [0.1, 1];
   const top = Math.ceil(Math.log10(Math.max(high, 1e-2))), bottom = Math.floor(Math.log10(low));
   return [10 ** Math.min(bottom, top - 1), 10 ** top];
 }
 
-/** 1.2·10⁻³ as people write it. */
+/** Return a number as text, such as 1.2·10⁻³. */
 export function number(value) {
   if (value === 0) return "0";
   if (value >= 0.001 && value < 10_000) return String(Number(value.toPrecision(3)));

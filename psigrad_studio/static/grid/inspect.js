@@ -6,7 +6,7 @@ const ARROWS = ["↑", "→", "↓", "←"];
 const four = (x) => short(x, 4);
 const term = (x) => (x < 0 ? `(${four(x)})` : four(x));
 
-/** The content of the panel about a cell; `answer` is what /api/grid/backup said, or null while it is on its way. */
+/** Return the content of the panel about a cell. `answer` is the response of /api/grid/backup, or null until it arrives. */
 export function inspection(place, piece, carried, family, algorithm, answer) {
   const nodes = [el("p", { class: "place" }, el("b", {}, capital(spoken(place))), `: ${named(piece)}`)];
   if (carried) nodes.push(el("p", { class: "hint" }, "Picked up. Choose a free cell to put it down, or press Escape."));

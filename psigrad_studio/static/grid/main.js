@@ -1,4 +1,4 @@
-// The grid page: one state, drawn again after every change.
+// The grid page, which is drawn from one state after every change.
 import { get, post } from "../api.js";
 import { $, el, notice } from "../dom.js";
 import { named, spoken } from "./board.js";
@@ -21,7 +21,7 @@ const history_ = new History();
 const chart = new Chart((step) => go(step));
 $("chart").append(chart.node, chart.legend);
 
-// ---- the state and what follows from it
+// ---- the state
 
 const settings = () => ({ discount: state.discount, slip: state.slip, cost: state.cost });
 const form = () => ({
@@ -38,7 +38,7 @@ const warmth = () => panels.map((panel) => {
 });
 const moment = () => ({ state: structuredClone(state), warm: panels.map((panel) => panel.warm) });
 
-/** Adopt a state: the panels of its algorithms, and a playback for each, warm where `warm` holds values. */
+/** Adopt a state: create the panels of its algorithms, and start a playback for each, from the values in `warm` if given. */
 function adopt(next, warm = []) {
   const same = panels.length === next.run.length && panels.every((panel, index) => panel.algorithm === next.run[index]);
   state = next;
@@ -56,7 +56,7 @@ function adopt(next, warm = []) {
   draw();
 }
 
-/** A change that undo brings back. The playbacks go on from the values on the grid, and play until the solvers have arrived. */
+/** Make a change that can be undone. The playbacks continue from the values on the grid, and play until the solvers are done. */
 function change(changes, { cold = false, remembered = true } = {}) {
   if (remembered) history_.push(moment());
   carried = null;
@@ -66,14 +66,14 @@ function change(changes, { cold = false, remembered = true } = {}) {
   else play(planners);
 }
 
-/** What playing ends with, for those who want no motion. */
+/** Show the last frame at once, for users who prefer reduced motion. */
 async function arriveAtOnce() {
   const playbacks = planners().map((panel) => panel.playback);
   await Promise.all(playbacks.map((playback) => playback.ensure(END)));
   if (playbacks.every((playback) => panels.some((panel) => panel.playback === playback))) go(Math.max(...playbacks.map((playback) => playback.last)));
 }
 
-/** Show another step, unless something else has been asked for when it is there. */
+/** Show another step when it is loaded, unless the playbacks have been replaced by then. */
 async function go(step) {
   stop();
   const playbacks = panels.map((panel) => panel.playback);
@@ -83,7 +83,7 @@ async function go(step) {
   draw();
 }
 
-/** Play until all, or those panels that `which` names, have arrived. */
+/** Play until all panels, or those of `which`, are done. */
 function play(which = () => panels) {
   if (timer !== null) return;
   const tick = async () => {
@@ -129,7 +129,7 @@ const plays = {
   end: () => go(END),
 };
 
-// ---- what the boards tell
+// ---- callbacks of the boards
 
 const told = (index) => ({
   world: () => world,
@@ -378,7 +378,7 @@ function arrive() {
 }
 
 arrive();
-// an address that asks for nothing shows what this page is about: values that spread from the treasure
+// without settings in the address, play an introduction: values that spread from the treasure
 if (location.hash === "") {
   if (still.matches) arriveAtOnce();
   else play(planners);

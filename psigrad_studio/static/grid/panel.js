@@ -1,4 +1,4 @@
-// One algorithm on the shared world: its name, its board, and what its playback shows at this step.
+// One algorithm on the shared world: its name, its board, and the current frame of its playback.
 import { button, el } from "../dom.js";
 import { Board, signed } from "./board.js";
 import { number } from "./chart.js";
@@ -7,7 +7,7 @@ import { Playback } from "./playback.js";
 const FAMILIES = [["planning", "Planning, with the model"], ["prediction", "Prediction: the value of a policy, from episodes"], ["control", "Control: learning to act, from episodes"]];
 
 export class Panel {
-  /** `told` as of Board, and also: replace(name), remove(), loaded(). */
+  /** `told` has the callbacks of Board, and replace(name), remove(), loaded(). */
   constructor(index, algorithm, algorithms, told) {
     Object.assign(this, { index, algorithm, algorithms, told, playback: null, warm: null });
     this.board = new Board(`${this.title} on the grid world`, told);
@@ -30,7 +30,7 @@ export class Panel {
     return this.algorithms.get(this.algorithm).title;
   }
 
-  /** A new playback, from zeros or from the {value, q} of a warm start. */
+  /** Start a new playback, from zeros or from the {value, q} of a warm start. */
   start(form, warm) {
     this.playback?.stop();
     this.warm = warm;
@@ -38,10 +38,10 @@ export class Panel {
     this.playback = new Playback({ ...form, algorithm: this.algorithm, ...values }, this.family === "planning", () => this.told.loaded());
   }
 
-  /** `mark` is {cell, carried, here}: the cell that was chosen, the one carried, and whether that was on this board. */
+  /** `mark` is {cell, carried, here}: the chosen cell, the carried one, and true if that is on this board. */
   draw(world, at, scale, mark, alone) {
     const frame = this.playback.at(at);
-    // until the first frame is there, what was drawn last stays, under the world as it is now
+    // until the first frame arrives, keep the last values, drawn on the current world
     if (frame !== null || this.playback.failure !== null || this.shown === undefined) this.shown = frame;
     const fits = this.shown !== null && this.shown.value.length === world.rows * world.columns;
     this.board.draw(world, fits ? this.shown : null, scale, mark);
@@ -53,7 +53,7 @@ export class Panel {
     this.node.classList.toggle("done", this.playback.ended && frame?.index === this.playback.last);
   }
 
-  /** The frame in words. */
+  /** Return a description of the frame. */
   said(frame, at) {
     const parts = [];
     const ended = this.playback.ended && frame.index === this.playback.last;

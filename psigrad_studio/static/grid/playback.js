@@ -1,24 +1,24 @@
-// A playback: the frames of an algorithm, fetched from the server in pieces as they are needed.
+// A playback: the frames of an algorithm, fetched from the server in parts when needed.
 import { persistently, post } from "../api.js";
 
 const FIRST = 20, NEAR = 30, AHEAD = 60;
-/** How long to wait, again and again, when the studio says that it is asked too much. */
+/** The waits in milliseconds before repeated requests, if the studio reports too many requests. */
 const WAITS = [500, 1000, 1500, 2000, 2500];
 
 export class Playback {
-  /** `request` is the server's form without first and count; `whole` asks for all at once; `changed` is called after every piece. */
+  /** `request` is the server's form without first and count. `whole` requests all frames at once. `changed` is called after each part. */
   constructor(request, whole, changed) {
     Object.assign(this, { request, whole, changed, frames: [], length: 0, ended: false, note: "", target: [], map: "", failure: null });
     Object.assign(this, { stopped: new AbortController(), wanted: 0, loading: null });
   }
 
-  /** Resolves when frame `index` is there, or the playback has ended before it, or cannot be made. */
+  /** Resolve when frame `index` is loaded, or when the playback has ended before it or has failed. */
   async ensure(index) {
     const here = this.frames.length > index;
     this.wanted = Math.max(this.wanted, here ? index + NEAR : index);
     if (this.over || (here && this.frames.length > this.wanted)) return;
     this.loading ??= this.load();
-    if (here) return; // those that come after it are fetched while it is looked at
+    if (here) return; // later frames are loaded in the background
     await this.loading;
     if (this.frames.length <= index && !this.over) await this.ensure(index);
   }
@@ -27,7 +27,7 @@ export class Playback {
     return this.ended || this.failure !== null || this.stopped.signal.aborted;
   }
 
-  /** Whether nothing of it is here yet. */
+  /** True until the first frame is loaded. */
   get awaited() {
     return this.frames.length === 0 && !this.over;
   }
@@ -36,7 +36,7 @@ export class Playback {
     return this.frames.length - 1;
   }
 
-  /** The frame of a step: the last one where the playback is shorter, or not here yet. */
+  /** Return the frame of a step; the last loaded one if there are fewer. */
   at(index) {
     return this.frames[Math.min(index, this.last)] ?? null;
   }

@@ -1,7 +1,7 @@
-// Everything that the page shows follows from this state; the address holds it, and undo goes back through it.
+// The state from which the page is drawn. The address stores it, and undo restores earlier ones.
 import { DEFAULT, World } from "./world.js";
 
-/** name in the address -> [name here, default, smallest, largest, whole]; numbers outside are brought inside. */
+/** name in the address -> [name here, default, smallest, largest, true for whole numbers]; other numbers are clamped. */
 const NUMBERS = {
   discount: ["discount", 0.9, 0, 1, false],
   slip: ["slip", 0, 0, 1, false],
@@ -24,7 +24,7 @@ export const initial = () => ({
   ...Object.fromEntries(Object.values(NUMBERS).map(([name, value]) => [name, value])),
 });
 
-/** The state as the fragment of an address; what is as usual is left out. */
+/** Return the state as the fragment of an address, without values equal to the defaults. */
 export function written(state) {
   const usual = initial(), parts = [];
   const put = (name, value) => parts.push(`${name}=${encodeURIComponent(value).replaceAll("%2F", "/").replaceAll("%2C", ",")}`);
@@ -38,7 +38,7 @@ export function written(state) {
   return parts.join("&");
 }
 
-/** The state of a fragment, and sentences about what could not be read. */
+/** Return the state in a fragment, and error messages for the parts that cannot be read. */
 export function read(fragment, algorithms) {
   const state = initial(), complaints = [];
   for (const [name, value] of new URLSearchParams(fragment.replace(/^#/, ""))) {
@@ -77,18 +77,18 @@ function understand(state, name, value, algorithms) {
   }
 }
 
-/** Undo and redo: what was there before each change, newest last. */
+/** The states for undo and redo, newest last. */
 export class History {
   past = [];
   future = [];
 
-  /** Remember what is about to change. */
+  /** Store the state before a change. */
   push(moment) {
     this.past = [...this.past, moment].slice(-MOST_MOMENTS);
     this.future = [];
   }
 
-  /** What was there before ("undo") or after ("redo") the present, which is remembered on the other side. */
+  /** Return the previous ("undo") or next ("redo") state, and store `present` for the opposite direction. */
   turn(which, present) {
     const [from, to] = which === "undo" ? [this.past, this.future] : [this.future, this.past];
     const moment = from.pop();

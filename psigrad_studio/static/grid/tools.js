@@ -1,9 +1,9 @@
-// Small helpers of the controls.
+// Helpers for the controls.
 import { $, notice } from "../dom.js";
 
 let pending;
 
-/** To whoever listens instead of looking; `late` waits until things have settled. */
+/** Announce a text to screen readers; with `late`, only after a pause without further texts. */
 export function say(text, late = false) {
   const box = $("status");
   clearTimeout(pending);
@@ -12,7 +12,7 @@ export function say(text, late = false) {
   else speak();
 }
 
-/** `use` at most every 60 ms and not while `awaiting()`; the last call is never lost, and `now` does not wait. */
+/** Return a function that calls `use` at most every 60 ms, and not while `awaiting()`. No last call is lost; `now` does not wait. */
 export function paced(awaiting, use) {
   let waiting = null;
   const run = () => {
@@ -29,7 +29,7 @@ export function paced(awaiting, use) {
   return call;
 }
 
-/** The number in a field, brought inside its bounds and used; what is no number is put back. */
+/** Clamp the number in a field to its bounds and call `use` with it. If it is not a number, call `putBack`. */
 export function bounded(field, putBack, use) {
   const value = Number(field.value);
   if (field.value.trim() === "" || !Number.isFinite(value)) {
@@ -41,7 +41,7 @@ export function bounded(field, putBack, use) {
   use(field.step === "0.1" ? inside : Math.round(inside));
 }
 
-/** Text into the clipboard, or onto the page where the browser keeps it closed. */
+/** Copy a text to the clipboard, or show it if the browser does not allow that. */
 export async function copy(text, what) {
   try {
     await navigator.clipboard.writeText(text);

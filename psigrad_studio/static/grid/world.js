@@ -1,4 +1,4 @@
-// A grid world as the page holds it. As text it is its rows from the top, with runs of free cells as numbers:
+// A grid world. Its text has the rows from the top, with numbers for runs of free cells:
 // 8/6G1/8/4T3/8/8/8/8 is the default. G pays 1, T pays -1, (2.5) pays 2.5, W is a wall, S the start.
 
 export const LARGEST = 20;
@@ -16,14 +16,14 @@ export const LAYOUTS = [
 const key = (row, column) => `${row},${column}`;
 const place = (text) => text.split(",").map(Number);
 
-/** Immutable: every change gives a new world. */
+/** An immutable world. Every change returns a new one. */
 export class World {
   constructor(rows, columns, prizes = new Map(), walls = new Set(), start = null) {
     Object.assign(this, { rows, columns, prizes, walls, start });
     Object.freeze(this);
   }
 
-  /** The world of a text; an Error with a sentence where there is none. */
+  /** Return the world of a text. Throws an Error with a message for an invalid one. */
   static parse(text) {
     const prizes = new Map(), walls = new Set();
     let start = null, columns = null;
@@ -73,7 +73,7 @@ export class World {
     return { wall: "W", start: "S", free: "" }[kind];
   }
 
-  /** What is in a cell: {kind: prize | wall | start | free, worth}. */
+  /** Return the content of a cell: {kind: prize | wall | start | free, worth}. */
   at(row, column) {
     const name = key(row, column);
     if (this.prizes.has(name)) return { kind: "prize", worth: this.prizes.get(name) };
@@ -82,7 +82,7 @@ export class World {
     return { kind: "free" };
   }
 
-  /** With something in a cell instead of what was there. */
+  /** Return the world with another content of a cell. */
   with(row, column, piece) {
     const prizes = new Map(this.prizes), walls = new Set(this.walls), name = key(row, column);
     let start = this.at(row, column).kind === "start" ? null : this.start;
@@ -94,12 +94,12 @@ export class World {
     return new World(this.rows, this.columns, prizes, walls, start);
   }
 
-  /** With what is at `from` at the free cell `to`. */
+  /** Return the world with the piece at `from` moved to the free cell `to`. */
   moved(from, to) {
     return this.with(...from, { kind: "free" }).with(...to, this.at(...from));
   }
 
-  /** Cut or grown at the bottom and the right. */
+  /** Return the world cut or extended at the bottom and the right. */
   resized(rows, columns) {
     const inside = (name) => place(name)[0] < rows && place(name)[1] < columns;
     const prizes = new Map([...this.prizes].filter(([name]) => inside(name)));
@@ -108,7 +108,7 @@ export class World {
     return new World(rows, columns, prizes, walls, start);
   }
 
-  /** The form of the server. */
+  /** Return the world as the server's form. */
   form(settings) {
     return {
       rows: this.rows,

@@ -1,9 +1,9 @@
-// Comes in by an invite, or logs in. The invite's token stands behind the # and leaves the address bar at once.
+// Join by an invite link, or log in. The invite's token is after the #, and is removed from the address bar at once.
 import { keepSession, post } from "../api.js";
 import { $ } from "../dom.js";
 
 const token = location.hash.slice(1);
-// shows that this browser was logged in before, so that guesses from elsewhere do not lock its user out
+// proves that this browser was logged in before, so that guesses from elsewhere do not lock its user out
 const DEVICE = "psigrad-device";
 const ROLES = { labeller: "to label in", viewer: "to see the results of", admin: "to manage" };
 history.replaceState(null, "", location.pathname);

@@ -1,4 +1,4 @@
-// One's own account: API tokens for programs, and the password.
+// The user's account: API tokens for programs, and the password.
 import { get, post } from "../api.js";
 import { button, el, notice, select } from "../dom.js";
 import { asked, day, field, form, number, once, table, text } from "./forms.js";
@@ -18,7 +18,7 @@ export function account(me, projects) {
     ],
     async (given) => {
       const { token: value } = await post("/api/label/token", { ...given, project: Number(given.project) || null });
-      made.replaceChildren(once("Copy the token; it is shown only now:", value));
+      made.replaceChildren(once("Copy the token; it is shown only once:", value));
       await draw();
     },
   );

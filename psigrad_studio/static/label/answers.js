@@ -1,4 +1,4 @@
-// The controls of each kind of question. Each is {node, key(event), read(reading)} and says `give(answer)` when the person has decided.
+// The controls of each kind of question. Each is {node, key(event), read(reading)}, and calls `give(answer)` with the answer.
 import { button, cap, el } from "../dom.js";
 import { GRADES } from "./grades.js";
 import { sheet } from "./questions.js";
@@ -7,7 +7,7 @@ import * as texts from "./texts.js";
 export const LETTERS = "ABCDEFGHIJKL";
 const press = (key, label, onclick, attributes) => button({ onclick, ...attributes }, el("span", {}, label), cap(key));
 
-/** Controls for a task of a project; `read(reading)` of them shows the completions rendered, written, or by their difference. */
+/** Return the controls for a task. Their `read(reading)` shows the completions rendered, as written, or as a difference. */
 export function controls(project, task, give) {
   const made = project.questions.length ? asked(project, task, give) : ({ pair, ranking }[project.kind] ?? rating)(project, task, give);
   const read = (reading) => {
@@ -26,7 +26,7 @@ function card(letter, at, extra = {}) {
   return el("article", { class: "completion card", "aria-label": label }, head, el("div", { class: "words", "data-at": at, ...extra.words }));
 }
 
-/** What a project's own questions are about, and their sheet below it. */
+/** Return the completions, with the sheet of custom questions below them. */
 function asked(project, task, give) {
   const made = sheet(project, task, give), one = task.completions.length === 1;
   const cards = task.completions.map((_, i) => card(one ? null : LETTERS[i], i));
@@ -97,7 +97,7 @@ function rating(project, task, give) {
 // ---- several in order
 
 function ranking(project, task, give) {
-  // rows are [{index, equal}], best first; `equal` means: as good as the row above
+  // rows are [{index, equal}], best first; `equal` means as good as the row above
   let rows = task.completions.map((_, index) => ({ index, equal: false }));
   const list = el("ol", { class: "order", "aria-label": "Completions, the best first" });
   const said = el("p", { class: "visually-hidden", role: "status" });
@@ -115,7 +115,7 @@ function ranking(project, task, give) {
   }
 
   const at = (index) => rows.findIndex((row) => row.index === index);
-  /** The rank of each row: its place, or that of the row above that it equals. */
+  /** The rank of each row: its place, or the rank of the row above if they are equal. */
   const ranks = () => rows.reduce((found, row, i) => [...found, i > 0 && row.equal ? found[i - 1] : i + 1], []);
 
   function draw(focus) {
@@ -139,7 +139,7 @@ function ranking(project, task, give) {
     const from = at(index), to = from + by;
     if (to < 0 || to >= rows.length) return;
     const [row] = rows.splice(from, 1);
-    // a row that says "as the one above" must not change what it means
+    // a row that equals the one above must not become equal to another one
     if (rows[from] && !row.equal) rows[from].equal = false;
     rows.splice(to, 0, { ...row, equal: false });
     if (rows[to + 1]) rows[to + 1].equal = false;

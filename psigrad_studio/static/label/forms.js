@@ -1,4 +1,4 @@
-// What the forms and tables of the labelling page have in common.
+// Helpers for the forms and tables of the labelling page.
 import { post } from "../api.js";
 import { button, el, notice, wide } from "../dom.js";
 
@@ -6,7 +6,7 @@ export const day = (ms) => new Date(ms).toLocaleDateString(undefined, { day: "nu
 
 let fields = 0;
 
-/** A labelled control; what is said below it is its description. */
+/** Return a labelled control, with the description `say` below it. */
 export function field(label, input, say) {
   const id = `field-${++fields}`;
   input.setAttribute("aria-labelledby", id);
@@ -17,16 +17,16 @@ export function field(label, input, say) {
 export const number = (name, attributes) => el("input", { type: "number", name, step: 1, ...attributes });
 export const text = (name, attributes) => el("input", { type: "text", name, autocomplete: "off", ...attributes });
 
-/** A box to tick, with its label. */
+/** Return a labelled checkbox. */
 export const tick = (name, label, checked = false) => el("label", { class: "row" }, el("input", { type: "checkbox", name, checked }), label);
 
-/** What a control holds: a tick, a number (null where there is none), or a text. */
+/** Return the value of a control: a boolean, a number (null if it is empty), or a text. */
 function value({ type, checked, value: written }) {
   if (type === "checkbox") return checked;
   return type !== "number" ? written : written === "" ? null : Number(written);
 }
 
-/** What the named controls in `node` hold, by name; `a.b` is the part b of an object a. */
+/** Return the values of the named controls in `node`, by name; `a.b` is the field b of an object a. */
 export function values(node) {
   const found = {};
   for (const input of node.querySelectorAll("[name]")) {
@@ -37,7 +37,7 @@ export function values(node) {
   return found;
 }
 
-/** A form whose button sends what the controls hold; what is refused is said above the button. */
+/** Return a form whose button sends the values of the controls. An error is shown above the button. */
 export function form(label, controls, send, attributes = {}) {
   const trouble = el("p", { class: "failure", role: "alert", hidden: true });
   const submit = el("button", { type: "submit", class: "primary" }, label);
@@ -57,7 +57,7 @@ export function form(label, controls, send, attributes = {}) {
   return node;
 }
 
-/** Ask the studio and draw again; a refusal is said below. */
+/** Send a request, then call `then`. An error is shown as a notice. */
 export async function asked(path, content, then) {
   try {
     await post(path, content);
@@ -67,7 +67,7 @@ export async function asked(path, content, then) {
   }
 }
 
-/** A secret that is shown once, with a button that copies it. */
+/** Return a box with a secret that is shown once, and a button that copies it. */
 export function once(label, value) {
   const input = el("input", { type: "text", readonly: true, value, "aria-label": label, onfocus: () => input.select() });
   async function copy() {
@@ -82,7 +82,7 @@ export function once(label, value) {
   return el("div", { class: "once" }, el("p", {}, label), el("div", { class: "row" }, input, button({ onclick: copy }, "Copy")));
 }
 
-/** A table of rows of cells. A head that begins with a space is one of figures; the first head with a name is that of the rows. */
+/** Return a table. A head that begins with a space is for numbers; the first column with a head has the rows' names. */
 export function table(heads, rows) {
   const names = heads.map((head) => head.trim()), first = names.findIndex(Boolean);
   const line = (cells, tag) => el("tr", {}, ...cells.map((cell, i) => el(...tag(i), cell)));

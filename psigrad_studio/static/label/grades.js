@@ -1,4 +1,4 @@
-// How much better, in words.
+// Words for the strength of a preference.
 const WORDS = {
   2: ["slightly", "clearly"],
   3: ["slightly", "clearly", "by far"],
@@ -6,5 +6,5 @@ const WORDS = {
   5: ["barely", "slightly", "clearly", "much", "by far"],
 };
 
-/** The word for a strength out of `of` grades. */
+/** Return the word for a strength out of `of` grades. */
 export const GRADES = (strength, of) => WORDS[of]?.[strength - 1] ?? String(strength);

@@ -1,4 +1,4 @@
-// The labelling page: which project and which part of it is open stands in the address.
+// The labelling page. The address names the open project and its open part.
 import { get, post } from "../api.js";
 import { $, el, notice } from "../dom.js";
 import { read } from "../reading.js";
@@ -21,7 +21,7 @@ let me = null, projects = [], working = null, turn = 0;
 
 const address = (project, part) => `#project=${project}${part ? `&part=${part}` : ""}`;
 
-/** What can be opened of a project by who is here, the most useful part first. */
+/** Return the parts of a project that the user may open, the most useful one first. */
 const parts = (project) => Object.keys(PARTS).filter((name) => project.may.includes(PARTS[name][1]));
 
 async function draw() {

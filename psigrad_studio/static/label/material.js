@@ -1,4 +1,4 @@
-// Bring completions into a project: a JSONL file, or the rollouts of a run.
+// Import of completions into a project: from a JSONL file, the rollouts of a run, or by sampling.
 import { get, pause, post } from "../api.js";
 import { button, el, notice, select } from "../dom.js";
 import { field, form, number, text, tick } from "./forms.js";
@@ -16,7 +16,7 @@ export async function material(root, project, me) {
   columns.append(await fromModel(project, said));
 }
 
-/** The pairs that a reward model is least sure of come first. */
+/** Return the card that sorts pairs so that those about which a reward model is least sure come first. */
 const byDoubt = (project, said) => form(
   "Ask these first",
   [el("h2", {}, "Most uncertain first"), el("p", { class: "soft" }, UNSURE)],
@@ -27,7 +27,7 @@ const byDoubt = (project, said) => form(
   { class: "card lines last" },
 );
 
-/** How many tasks are made. */
+/** Return the fields that set how many tasks are created. */
 const making = (project) => el(
   "div",
   { class: "pairs" },
@@ -51,7 +51,7 @@ function report({ since, until, ...added }, name) {
   return `${name}: ${parts.join("; ")}.`;
 }
 
-/** What was brought in, and a way to take it out again. */
+/** Report an import, with a button that undoes it. */
 function told(said, project, added, name) {
   async function undo() {
     try {
@@ -84,7 +84,7 @@ function fromFile(project, said) {
   );
 }
 
-/** What can be chosen from; nothing where that is refused. */
+/** Return the list of choices; an empty one if the request is refused. */
 const offered = (path) => get(path).catch(() => []);
 const nothing = (title, why) => el("section", { class: "card lines" }, el("h2", {}, title), el("p", { class: "soft" }, why));
 

@@ -1,16 +1,16 @@
-// Who takes part in a project: members, their roles, and links for new ones.
+// The members of a project, their roles, and links for new members.
 import { get, post } from "../api.js";
 import { button, el, notice, select } from "../dom.js";
 import { asked, day, field, form, number, once, table } from "./forms.js";
 
 const ROLES = { labeller: "labels", viewer: "sees results", admin: "labels and manages" };
 const OPTIONS = Object.entries(ROLES).map(([role, does]) => [role, `${role}: ${does}`]);
-const FAR = "The address is this machine's. Others need an ssh tunnel to the same port, or a reverse proxy and --allow-host.";
+const FAR = "The link works only on this machine. Others need an ssh tunnel to the same port, or a reverse proxy and --allow-host.";
 
-/** Where others reach the studio: by the name that it was given, else as this page does. */
+/** Return the address for others: by the host name of --allow-host, or else this page's. */
 const base = ({ outside }) => (outside.length && !outside.some((each) => new URL(each).host === location.host) ? outside[0] : location.origin);
 
-/** Whether the address that this page was opened by means nothing on another machine. */
+/** Return true if this page's address works only on this machine. */
 const local = ({ outside }) => ["127.0.0.1", "localhost"].includes(location.hostname) && !outside.length;
 
 export async function people(root, project, me) {
@@ -28,7 +28,7 @@ export async function people(root, project, me) {
     ],
     async (given) => {
       const { path } = await post("/api/label/invite", { ...given, ...(studio.checked ? { role: "admin" } : { project: project.id }) });
-      link.replaceChildren(once("Send this link; it is shown only now:", base(me) + path));
+      link.replaceChildren(once("Send this link; it is shown only once:", base(me) + path));
       if (local(me)) link.append(el("p", { class: "soft small" }, FAR));
       await draw();
     },
@@ -57,7 +57,7 @@ export async function people(root, project, me) {
     const dialog = el(
       "dialog",
       { class: "card", "aria-label": `Block ${name}`, onclose: () => dialog.remove() },
-      el("p", {}, `${name} is logged out of the whole studio and can't come back. Their answers stay.`),
+      el("p", {}, `${name} will be logged out of the entire studio and cannot log in again. Their answers stay.`),
       el("form", { class: "row", method: "dialog" },
         el("button", { class: "primary", onclick: () => asked("/api/label/disable", { id }, draw) }, "Block"),
         el("button", {}, "Cancel")),
@@ -70,7 +70,7 @@ export async function people(root, project, me) {
     if (!all.length) return el("p", { class: "soft" }, "No open links.");
     const revoke = (id) => button({ class: "quiet", onclick: () => asked("/api/label/uninvite", { id }, draw) }, "Revoke");
     const rows = all.map((one) => [one.role, `until ${day(one.expires_at)}`, revoke(one.id)]);
-    return el("section", { class: "card" }, el("h2", {}, "Open links"), table(["Role", "Good", ""], rows));
+    return el("section", { class: "card" }, el("h2", {}, "Open links"), table(["Role", "Valid", ""], rows));
   }
 
   root.replaceChildren(said, el("div", { class: "columns" }, lists, invite));

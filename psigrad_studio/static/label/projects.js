@@ -1,11 +1,11 @@
-// A form for a new project, or for what can be changed of one.
+// A form for a new project, or for changes to an existing one.
 import { post } from "../api.js";
 import { el, select } from "../dom.js";
 import { field, form, number, text, tick } from "./forms.js";
 import { GRADES } from "./grades.js";
 import { questions } from "./wording.js";
 
-/** The kinds of projects, as their names and in a sentence. */
+/** The kinds of projects: name and description. */
 const KINDS = {
   pair: ["Two side by side", "Which of two completions is better."],
   ranking: ["Ranking", "Up to twelve completions, put in order."],
@@ -20,8 +20,8 @@ const RAISED = "You can raise this number later, but not lower it.";
 const RESERVED = "Until then only the person who sees the task can answer it.";
 const kindOf = (project) => (project.overall ? project.kind : project.kind === "pair" ? "own-pair" : "own-one");
 
-/** What a project asks, in words. */
-export const asks = (project) => KINDS[kindOf(project)][0] + (project.overall && project.questions.length ? `, and ${project.questions.length} of your own` : "");
+/** Return a description of a project's questions. */
+export const asks = (project) => KINDS[kindOf(project)][0] + (project.overall && project.questions.length ? `, custom questions: ${project.questions.length}` : "");
 
 function strengths(chosen) {
   const words = (n) => Array.from({ length: n }, (_, i) => GRADES(i + 1, n)).join(", ");
@@ -29,21 +29,21 @@ function strengths(chosen) {
   return select({ name: "strengths" }, offered.map((n) => [n, n ? `${n} grades: ${words(n)}` : "not asked"]), chosen);
 }
 
-/** `done(number)` is called when the project is made or changed. */
+/** `done(number)` is called when the project has been created or changed. */
 export function projectForm(project, done) {
   const old = project ?? NEW, minutes = Math.max(1, Math.round(old.lease_s / 60));
   const said = el("small", { class: "soft" });
   const kinds = Object.entries(KINDS).map(([value, [label]]) => [value, label]);
   const kind = select({ name: "kind", disabled: project !== null, onchange: adapt }, kinds, kindOf(old));
   const own = questions(old.questions, () => kind.value);
-  const tied = tick("ties", "Ties may be chosen", old.ties), bad = tick("both_bad", "“Both bad” may be chosen", old.both_bad);
+  const tied = tick("ties", "Allow ties", old.ties), bad = tick("both_bad", "Allow “both bad”", old.both_bad);
   const count = (name, min, max) => number(name, { value: old[name], min, max, required: true });
   const pairs = el(
     "div",
     { class: "lines" },
     bad,
     field("How much better", strengths(old.strengths)),
-    field("Attention checks per 100 tasks", count("checks", 0, 50), "Checks are imported pairs with a known answer. Everybody gets them at random places."),
+    field("Attention checks per 100 tasks", count("checks", 0, 50), "Checks are imported pairs with a known answer. Everybody gets them at random times."),
   );
   const people = field("People who answer each task", count("overlap", project ? old.overlap : 1, 1000), project && RAISED);
   const lease = field("Minutes that a task is reserved", number("lease", { value: minutes, min: 1, max: 10080, required: true }), RESERVED);

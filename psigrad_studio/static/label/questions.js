@@ -1,10 +1,10 @@
-// The sheet of a project with questions of its own: one row for each, answered by keys or by hand, sent when it is complete.
+// The sheet of a project with custom questions: a row for each, answered by keys or mouse, and submitted when complete.
 import { button, cap, el, notice } from "../dom.js";
 import { GRADES } from "./grades.js";
 
 const SIDES = ["left", "right"];
 
-/** The questions of a project as rows: {question, at, options: [{label, key, value}]}; a scale of a pair has a row for A and one for B. */
+/** Return a project's questions as rows with options [{label, key, value}]. A scale for a pair has a row for A and one for B. */
 function rows(project, shown) {
   const better = (name, ask, more) => ({ name, ask, kind: "better", required: true, options: compared(project, more), ...more });
   const main = project.kind === "pair" ? better("", "Overall, which is better?", { bad: project.both_bad, tie: project.ties }) : rated("", "Overall", Number(project.kind.split("-")[1]));
@@ -24,7 +24,7 @@ const rated = (name, ask, top) => ({
   options: Array.from({ length: top }, (_, i) => ({ label: String(i + 1), value: i + 1, key: String((i + 1) % 10) })),
 });
 
-/** From A by far to B by far; without grades just A, tie and B. Letters where they are clear, else digits from left to right. */
+/** Return options from A by far to B by far; without grades A, tie and B. Keys are letters if they are clear, otherwise digits. */
 function compared(project, { tie, bad }) {
   const grades = project.strengths;
   const side = (i, strength) => ({ label: strength ? `${"AB"[i]} ${GRADES(strength, grades)}` : `${"AB"[i]}`, value: SIDES[i], strength, key: grades ? null : "ab"[i] });
@@ -34,7 +34,7 @@ function compared(project, { tie, bad }) {
   return bad ? [...found, { label: "Both bad", value: "both_bad", key: "x" }] : found;
 }
 
-/** The sheet of a task: {node, key(event)}; `give(answer)` is called when what is required is there. */
+/** Return the sheet of a task, {node, key(event)}. `give(answer)` is called once all required questions are answered. */
 export function sheet(project, task, give) {
   const all = rows(project, task.completions.length).map((row, i) => drawn(row, i));
   const missing = () => all.filter((row) => row.required && !row.answered());
@@ -70,7 +70,7 @@ export function sheet(project, task, give) {
     all[i].node.scrollIntoView({ block: "nearest" });
   }
 
-  /** Where no answer is required, choosing what is chosen already takes it back. */
+  /** Choose an option. Choosing it again clears the answer, if none is required. */
   function pick(i, option) {
     const row = all[i];
     row.picked = row.picked === option && !row.required ? null : option;

@@ -1,4 +1,4 @@
-// What the answers say: progress, agreement, whether the side decides, the ranking, people; and exports.
+// Results of a project: progress, agreement, position bias, ranking, people; and exports.
 import { download, get } from "../api.js";
 import { button, el, notice, select } from "../dom.js";
 import { table } from "./forms.js";
@@ -19,7 +19,7 @@ const WHY = {
   check: "attention checks",
 };
 
-/** What can be looked at by itself: [name, label]. The first is shown first. */
+/** Return the questions that can be shown alone, as [name, label]. The first is shown at the start. */
 function aspects(project, train = false) {
   const own = project.questions.filter(({ kind }) => kind === "better" || kind === "scale" || (kind === "choice" && !train)).map(({ name }) => [name, name]);
   const weighed = project.questions.filter(({ kind, weight }) => (kind === "better" || kind === "scale") && weight > 0).length > 1;
@@ -63,7 +63,7 @@ function done({ tasks, wanted, answered, leased, skipped }) {
   return card("Progress", el("p", {}, el("strong", {}, `${answered} of ${wanted}`), " answers received. ", more), bar);
 }
 
-/** Every question side by side; one of them is looked at below. */
+/** Return a table of all questions. The cards below show one of them. */
 function each(found, on) {
   const rows = Object.entries(found).map(([name, { percent, alpha, shared }]) => {
     const best = alpha.ordinal ?? alpha.nominal;
@@ -114,7 +114,7 @@ function ranking(found, by) {
     place.comparisons,
   ]);
   const notes = [
-    `Bradley–Terry strengths from ${found.comparisons} comparisons, with 95 % intervals; one more is odds of 2.7 to 1.`,
+    `Bradley–Terry strengths from ${found.comparisons} comparisons, with 95 % intervals; a difference of 1 means odds of 2.7 to 1.`,
     found.prior_sd !== null && `One entry never lost or never won, so a weak prior (standard deviation ${found.prior_sd}) limits the strengths.`,
     found.same > 0 && `${found.same} comparisons within one entry are left out.`,
     found.shared > 0 && `${found.shared} comparisons of a text with several origins are left out.`,
@@ -152,7 +152,7 @@ function people({ progress, agreement: { cohen, position: sides, gold } }) {
 
 function exports_(project) {
   const trains = aspects(project, true);
-  if (trains.length > 1) trains.push(["each", "all questions, each in rows of its own (column criterion)"]);
+  if (trains.length > 1) trains.push(["each", "all questions, each in separate rows (column criterion)"]);
   const votes = select({ "aria-label": "Which answers count", onchange: draw }, Object.entries(VOTES));
   const on = select({ "aria-label": "Question to export", onchange: draw }, trains);
   const has = (project.kind.startsWith("rating") && project.overall) || project.strengths > 0 || project.questions.some(({ kind }) => kind === "scale");
@@ -176,7 +176,7 @@ function exports_(project) {
       notice(error.message);
     }
     const made = [["preference", "Preferences"], ["unpaired", "Unpaired"]].map(([form, label]) => link(form, label, found ? out(found[form]) : ""));
-    links.replaceChildren(...(trains.length ? made : []), link("votes", "All votes", "all answers, also undone ones, with person, time and side"));
+    links.replaceChildren(...(trains.length ? made : []), link("votes", "All votes", "all answers, including undone ones, with person, time and side"));
   }
 
   draw();

@@ -1,13 +1,13 @@
-// Submissions that must arrive once: the same key until there is an answer, however often that takes.
+// Submissions that must be stored exactly once: all attempts of one submission send the same key.
 import { persistently, post } from "../api.js";
 
 const WAITS = [300, 700, 1500, 3000, 5000, 8000, 10000];
 const PASSING = new Set([429, 500, 502, 503, 504]);
 
-/** A key that nobody else will make. (randomUUID wants HTTPS, which a team's own proxy may not have.) */
+/** Return a unique key. (randomUUID needs HTTPS, which a team's proxy may lack.) */
 const freshKey = () => [...crypto.getRandomValues(new Uint8Array(16))].map((b) => b.toString(16).padStart(2, "0")).join("");
 
-/** POST with a key of its own, sent again while the studio is away or busy; `waiting(error)` is told of each further try. */
+/** POST with a new key, and repeat while the studio is unreachable or busy. `waiting(error)` is called before each repetition. */
 export function submit(path, content, waiting) {
   const body = { ...content, key: freshKey() };
   function passing(error) {

@@ -1,10 +1,10 @@
-// What is shown of a prompt or a completion: strings, or conversations, by the reading that was chosen.
+// The display of prompts and completions, which are strings or conversations.
 import { el } from "../dom.js";
 import { compared, read } from "../reading.js";
 
 const NAMES = { system: "System", developer: "Developer", user: "User", assistant: "Assistant", tool: "Tool" };
 
-/** A prompt or a completion: plain text, or messages one after the other. One message of the `usual` role needs no name over it. */
+/** Return a prompt or a completion as text or messages. A single message of the `usual` role has no name above it. */
 const content = (given, reading, usual) => {
   if (!Array.isArray(given)) return text(given, reading);
   return given.length === 1 && given[0].role === usual ? message(given[0], reading) : conversation(given, reading);
@@ -12,7 +12,7 @@ const content = (given, reading, usual) => {
 export const prompt = (given, reading) => content(given, reading, "user");
 export const completion = (given, reading) => content(given, reading, "assistant");
 
-/** A completion as it was written, with what `other` does not have marked word by word. */
+/** Return a completion as written, with the words marked that `other` lacks. */
 export const difference = (given, other) => compared(flat(given), flat(other));
 
 function conversation(messages, reading) {
@@ -36,7 +36,7 @@ function text(content, reading) {
 
 const partial = (part) => (part?.type === "text" ? part.text : JSON.stringify(part));
 
-/** The words of a completion alone, to be compared. */
+/** Return a completion as plain text, for comparison. */
 function flat(content) {
   if (typeof content === "string") return content;
   if (!Array.isArray(content)) return JSON.stringify(content);

@@ -1,10 +1,10 @@
-// The questions of a project's own, as they are written and changed in its settings.
+// The editor of a project's custom questions.
 import { button, el, select } from "../dom.js";
 import { field, number, text, tick, values } from "./forms.js";
 
 const KINDS = { better: "Which of the two is better", scale: "A scale for each completion", choice: "A choice among options", text: "A text" };
 
-/** An editor: {node, adapt(), given()}. `kind()` is that of the project; questions that are there keep their kind, name and scale. */
+/** Return an editor, {node, adapt(), given()}. `kind()` is the project's kind. Existing questions keep their kind, name and scale. */
 export function questions(old, kind) {
   const list = el("ol", { class: "own" });
   const add = button({ onclick: () => { list.append(one(null)); adapt(); list.lastElementChild.querySelector("input").focus(); } }, "Add a question");

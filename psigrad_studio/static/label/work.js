@@ -1,4 +1,4 @@
-// The desk itself: one task after the other, by keyboard or by hand.
+// The labelling desk: one task after the other, by keyboard or mouse.
 import { post } from "../api.js";
 import { $, button, cap, el, notice } from "../dom.js";
 import { choose, chosen } from "../reading.js";
@@ -12,7 +12,7 @@ const RECOUNT = 20;
 const LATER = "All tasks are answered, skipped by you, or being answered by others. Tasks that others leave come back, so look again later.";
 
 export class Work {
-  /** Labels `project` inside `root` until `close` is called. */
+  /** Show the tasks of `project` inside `root`, until `close` is called. */
   constructor(root, project) {
     Object.assign(this, { root, project, task: null, ask: null, busy: false, left: null, mine: { answered: 0, skipped: 0 }, since: 0 });
     this.stage = el("div", { class: "stage" });
@@ -47,7 +47,7 @@ export class Work {
     this.stop.abort();
   }
 
-  /** The next task, or the one that is this person's still. */
+  /** Fetch the next task, or the one that is still leased to this person. */
   async next() {
     try {
       const count = this.left === null || this.since++ % RECOUNT === 0;
@@ -71,7 +71,7 @@ export class Work {
     if (task === null) {
       this.ask = null;
       this.lease.textContent = "";
-      this.wait("Nothing is left for you here", LATER);
+      this.wait("No tasks are left for you now", LATER);
       return;
     }
     this.shownAt = performance.now();
@@ -85,7 +85,7 @@ export class Work {
     scrollTo(0, 0);
   }
 
-  /** Show the texts rendered, as they were written, or two completions by their difference. */
+  /** Show the texts rendered or as written, or the difference of two completions. */
   read(reading) {
     this.reading = reading;
     if (reading !== "difference") choose(reading);
@@ -116,7 +116,7 @@ export class Work {
     this.send("/api/label/undo", { project: this.project.id });
   }
 
-  /** One submission at a time; what is on the page stays until the studio has it on its disk. */
+  /** Send one submission at a time. The page keeps the answer until the studio has stored it on disk. */
   async send(path, content) {
     if (this.busy) return;
     this.busy = true;
@@ -125,7 +125,7 @@ export class Work {
       const receipt = await submit(path, content, (error) => notice(`${error.message} Trying again; nothing is lost while this page stays open.`));
       if (receipt.action === "undo") this.left = this.left === null ? null : this.left + 1;
       else if (this.left) this.left -= 1;
-      this.ask = null; // until the next task is there, keys mean nothing
+      this.ask = null; // ignore keys until the next task arrives
       await this.next();
       if (receipt.action === "undo") this.say("Undone. Answer again.");
     } catch (error) {
@@ -148,7 +148,7 @@ export class Work {
     this.task = this.ask = null;
   }
 
-  /** Say why there is no task now, with a way to look again. */
+  /** Show why there is no task now, with a button to look again. */
   wait(title, why) {
     const card = done(title, why);
     card.append(button({ onclick: () => this.next() }, "Look again"));
@@ -161,7 +161,7 @@ export class Work {
     this.tick();
   }
 
-  /** Keep the task for a person who is at work; say so when its time is up. */
+  /** Renew the lease while the person is active, and report when it has expired. */
   async tick() {
     if (!this.task) return;
     const rest = this.until - Date.now();
@@ -218,7 +218,7 @@ export class Work {
   }
 }
 
-/** A card in the place of a task. */
+/** Return a card that is shown instead of a task. */
 export const done = (title, ...why) => el("div", { class: "card done" }, el("h2", {}, title), el("p", { class: "soft" }, ...why));
 
 export const loggedOut = () =>
@@ -228,7 +228,7 @@ const span = (ms) => (ms >= 90_000 ? `${Math.round(ms / 60_000)} min` : `${Math.
 const SINGLE = "psigrad-label-keys";
 const single = () => localStorage.getItem(SINGLE) !== "off";
 
-/** The ways to read the texts, as buttons. */
+/** Return the buttons that choose the display of texts. */
 function readings(project, read) {
   const offered = [["rendered", "Rendered", "M"], ["written", "As written", "M"], ...(project.kind === "pair" ? [["difference", "Difference", "D"]] : [])];
   const way = ([reading, label, key]) =>

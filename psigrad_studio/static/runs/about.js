@@ -1,9 +1,9 @@
-// One run: what the rules say of it, an episode to watch, what happened, and its settings.
+// The About tab of one run: warnings, a recorded episode, first rows, events and settings.
 import { picture as pictureOf, post } from "../api.js";
 import { button, el, notice, wide } from "../dom.js";
 import { figure, whole } from "./format.js";
 
-/** An episode to watch; it moves only while it is open. */
+/** Return the recorded episode, which is animated only while it is open. */
 export function episodePicture(run) {
   const picture = el("img", { alt: "An episode of the trained policy, animated", width: "300" });
   const node = el("details", { class: "card episode" }, el("summary", {}, "Watch an episode of the trained policy"), picture);
@@ -23,7 +23,7 @@ export function episodePicture(run) {
   return node;
 }
 
-/** A setting as the studio sends it, Python's text of a value, in words: None, True and False, and lists without brackets. */
+/** Return a setting for display. The studio sends Python's repr: None, True and False become words, lists lose their brackets. */
 function setting(text) {
   const words = { None: "not set", True: "yes", False: "no", "[]": "none" };
   if (Object.hasOwn(words, text)) return words[text];
@@ -33,12 +33,12 @@ function setting(text) {
 const table = (title, rows) => wide(title, el("table", {}, el("tbody", {}, ...rows)));
 
 export class About {
-  /** `open(run, step, n)` shows completions, `noted(run, {tags, note})` hears of new notes. */
+  /** `open(run, step, n)` shows completions. `noted(run, {tags, note})` is called after a change of tags or note. */
   constructor(node, open, noted) {
     Object.assign(this, { node, open, noted, turn: 0 });
   }
 
-  /** What there is to say of a run; with `watch` its recorded episode is open. */
+  /** Show a run; with `watch`, its recorded episode is open. */
   async show(run, watch = false) {
     const turn = ++this.turn;
     try {
@@ -55,7 +55,7 @@ export class About {
     this.node.replaceChildren(this.notes(run), picture, this.alerts(run), this.rows(run), this.events(run), this.settings(run));
   }
 
-  /** Tags and a note of one's own. */
+  /** Return the form of the user's tags and note. */
   notes(run) {
     const tags = el("input", { type: "text", value: run.tags.join(", "), maxlength: "400", placeholder: "baseline, paper", autocomplete: "off" });
     const note = el("textarea", { rows: "2", maxlength: "10000", placeholder: "Notes about this run" }, run.note);
@@ -103,7 +103,7 @@ export class About {
     return button({ onclick: () => this.open(run.id, row.step, row.n) }, said);
   }
 
-  /** The first rows as the model reads them: what is prompt, what is trained, what is read without loss. */
+  /** Return the first rows as the model reads them, with the kind of each part: prompt, trained, masked or sampled. */
   rows(run) {
     if (!run.first_rows.length) return "";
     const kinds = ["prompt", "trained", "masked", "sampled"];

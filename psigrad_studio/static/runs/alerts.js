@@ -1,4 +1,4 @@
-// Above the curves: what the rules warn of in the chosen runs, and why a run failed.
+// The box above the curves: the warnings of the chosen runs, and why a run failed.
 import { post } from "../api.js";
 import { button, el } from "../dom.js";
 import { whole } from "./format.js";
@@ -6,7 +6,7 @@ import { whole } from "./format.js";
 const SILENT = "The process ended without a message. It may have been killed, or the machine may have stopped.";
 
 export class Alerts {
-  /** `about(run)` shows all that is known of a run. */
+  /** `about(run)` opens the About tab of a run. */
   constructor(node, about) {
     Object.assign(this, { node, about, shown: "", reasons: new Map() });
   }
@@ -29,7 +29,7 @@ export class Alerts {
     );
   }
 
-  /** One kind of alert in all the runs that have it: from its first step to its last, and how often. */
+  /** Return the line of one kind of warning, over all runs that have it: its first and last step, and its count. */
   kind({ calm, grave, of }) {
     const first = Math.min(...of.map(({ alert }) => alert.step)), stands = of.some(({ alert }) => alert.ended === null);
     const last = Math.max(...of.map(({ alert }) => alert.ended ?? alert.step)), times = of.reduce((sum, { alert }) => sum + alert.count, 0);

@@ -1,14 +1,14 @@
-// One figure of the chosen runs: uPlot draws it, the page shares its cross-hair and its zoom with the other charts.
+// The chart of one metric of the chosen runs, drawn by uPlot. All charts share the cross-hair and the zoom.
 import { el } from "../dom.js";
 import { colour, DASHES, join, plot } from "../plot.js";
 import { nearest, smoothed, together } from "./curve.js";
 import { figure, tick } from "./format.js";
 
 const HEIGHT = 170;
-/** Colours of runs in the style sheet; the seventh run has the first colour again, dashed. */
+/** The number of colours for runs in the style sheet. The seventh run has the first colour again, dashed. */
 export const COLOURS = 6;
 
-/** Where x begins and ends; of a single step, which uPlot would show on an axis to 100, one further. */
+/** Return the range of x. For a single step it is one longer, since uPlot would show an axis to 100. */
 const ends = (steps = [0]) => [steps[0], steps.at(-1) > steps[0] ? steps.at(-1) : steps[0] + 1];
 
 export class Chart {
@@ -58,7 +58,7 @@ export class Chart {
     event.preventDefault();
   }
 
-  /** The x under the pointer; null beside the curves. */
+  /** Return the x under the pointer; null outside the curves. */
   at(event) {
     if (!this.plot) return null;
     const box = this.plot.over.getBoundingClientRect(), left = event.clientX - box.left;
@@ -81,7 +81,7 @@ export class Chart {
     this.draw();
   }
 
-  /** Whether there is nothing to see but zeros; such a chart shows its title alone. */
+  /** True if all values are 0. Such a chart shows only its title. */
   get flat() {
     return this.alerts.length === 0 && this.lines.length > 0 && this.lines.every((line) => line.values.every((y) => y === 0));
   }
@@ -98,7 +98,7 @@ export class Chart {
     this.point(this.cross);
   }
 
-  /** What is drawn of a line, in the order of `described`: the ends of a band or the values before smoothing, then the line. */
+  /** Return the series of a line in the order of `described`: the ends of a band or the unsmoothed values, then the line. */
   columns({ values, drawn, low, high }) {
     if (low) return [low, high, drawn];
     return this.options.smooth > 0 ? [values, drawn] : [drawn];
@@ -129,7 +129,7 @@ export class Chart {
     };
   }
 
-  /** A stretch was drawn with the mouse. */
+  /** Zoom to a range that was drawn with the mouse. */
   selected(u) {
     const { left, width } = u.select;
     if (width === 0) return;
@@ -137,18 +137,18 @@ export class Chart {
     this.page.zoom([u.posToVal(left, "x"), u.posToVal(left + width, "x")]);
   }
 
-  /** Where y begins and ends, from the least and the largest value that is drawn. */
+  /** Return the range of y for the smallest and the largest drawn value. */
   range(low, high) {
     const { log } = this.options, share = this.signal.share && !log;
     if (!Number.isFinite(low) || !Number.isFinite(high)) return log ? [0.1, 1] : [0, 1];
     if (share) [low, high] = [Math.min(0, low), Math.max(high, low + 0.05)];
     const [bottom, top] = log ? [Math.log10(low), Math.log10(high)] : [low, high];
-    const span = top - bottom > 1e-9 * Math.abs(top) ? top - bottom : 0; // less is rounding
+    const span = top - bottom > 1e-9 * Math.abs(top) ? top - bottom : 0; // a smaller span is only rounding
     const pad = (span || Math.abs(top) || 1) * 0.06, below = share && low === 0 ? 0 : pad;
     return log ? [10 ** (bottom - pad), 10 ** (top + pad)] : [bottom - below, top + pad];
   }
 
-  /** A dotted line and a triangle where a rule first warned. */
+  /** Draw a dotted line and a triangle at the first step of each warning. */
   marks({ ctx, bbox, scales, valToPos }) {
     const ratio = devicePixelRatio, size = 5 * ratio;
     ctx.save();
@@ -163,7 +163,7 @@ export class Chart {
     ctx.restore();
   }
 
-  /** Put the cross-hair at x, or take it away. */
+  /** Move the cross-hair to x, or remove it (null). */
   point(x) {
     this.cross = x;
     if (this.plot) {
@@ -179,7 +179,7 @@ export class Chart {
     this.frame.setAttribute("aria-label", `${this.signal.title}. ${this.sentence()} ${keys}`);
   }
 
-  /** Values at the cross-hair, or the last ones. */
+  /** Return the values at the cross-hair, or the last ones. */
   values() {
     return this.lines.map((line) => {
       const i = this.cross === null ? line.x.length - 1 : nearest(line.x, this.cross);

@@ -1,6 +1,6 @@
-// Mathematics of curves, without a page: smoothing, and several seeds as one. Missing values are null.
+// Computations on curves: smoothing, and the band of several seeds. Missing values are null.
 
-/** Exponential moving average without a bias to its start: m ← α·m + (1 − α)·y, divided by 1 − αⁿ. Gaps stay gaps. */
+/** Return the exponential moving average m ← α·m + (1 − α)·y, divided by 1 − αⁿ to remove the bias of the start. Gaps stay. */
 export function smoothed(values, alpha) {
   if (alpha <= 0) return values;
   const out = Array(values.length).fill(null);
@@ -15,7 +15,7 @@ export function smoothed(values, alpha) {
   return out;
 }
 
-/** Runs of several seeds as one: at each step that two or more of them have, mean, least and largest value; x is the mean x. */
+/** Merge the curves of several seeds: mean, minimum and maximum at each step that at least two have, and the mean of x. */
 export function together(curves) {
   const sums = new Map();
   for (const { steps, x, values } of curves) {
@@ -39,7 +39,7 @@ export function together(curves) {
   return { steps, x: column(4, true), values: column(1, true), low: column(2), high: column(3) };
 }
 
-/** Seeds whose steps don't meet (whole episodes end where they end): the mean of what lies in each of 200 stretches. */
+/** Merge curves with different steps, such as those of complete episodes: the means in each of at most 200 equal intervals. */
 function binned(curves) {
   const ends = curves.flatMap((c) => (c.x.length ? [c.x[0], c.x[c.x.length - 1]] : []));
   const first = Math.min(...ends), last = Math.max(...ends);
@@ -69,7 +69,7 @@ function binned(curves) {
   return out;
 }
 
-/** The index of the last x that is at most `at`, or 0. */
+/** Return the index of the last x that is at most `at`, or 0. */
 function before(x, at) {
   let low = 0, high = x.length;
   while (low < high) {
@@ -80,7 +80,7 @@ function before(x, at) {
   return Math.max(0, low - 1);
 }
 
-/** The index of the x nearest to `at`. */
+/** Return the index of the x nearest to `at`. */
 export function nearest(x, at) {
   const i = before(x, at);
   return i + 1 < x.length && x[i + 1] - at < at - x[i] ? i + 1 : i;

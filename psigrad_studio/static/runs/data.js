@@ -1,13 +1,13 @@
-// What the page knows of runs: the list, and curves that grow. Asked again from where they end.
+// The page's data of runs: the list, and the curves, of which only new points are requested.
 import { events, get, pause, post } from "../api.js";
 
 const RETRY_MS = 1000;
-/** Runs that one request asks for. */
+/** The most runs in one request. */
 const AT_ONCE = 40;
 const EMPTY = { generation: -1, curves: new Map(), keys: [], whole: true };
 
 export class Runs {
-  /** `changed(kind)` is told "list" or "curves". */
+  /** `changed(kind)` is called with "list" or "curves". */
   constructor(changed, live) {
     Object.assign(this, { changed, live, list: [], signals: [], folder: "", more: false, curves: new Map(), axis: "step", extra: false });
     Object.assign(this, { ids: [], watched: [], followed: "", following: null, asking: null, again: false });
@@ -22,12 +22,12 @@ export class Runs {
     const answer = await get("/api/runs"), before = new Map(this.list.map((run) => [run.id, run.version]));
     Object.assign(this, { list: answer.runs, signals: answer.signals, folder: answer.folder, more: answer.more });
     this.changed("list");
-    // more runs may be going than a stream of changes tells of
+    // more runs may be running than one stream of changes covers
     if (this.ids.some((id) => before.has(id) && this.run(id)?.version !== before.get(id))) this.update(this.ids, this.axis, this.extra).catch(() => this.live(false));
     return answer.whole;
   }
 
-  /** Curves of these runs, brought up to date; of all keys with `extra`. One question at a time, and one more if asked meanwhile. */
+  /** Update the curves of these runs; with `extra`, of all keys. Only one request runs at a time; later calls share the next. */
   async update(ids, axis, extra) {
     if (axis !== this.axis) this.curves.clear();
     Object.assign(this, { axis, extra, ids });
@@ -73,7 +73,7 @@ export class Runs {
       const old = known.curves.get(name);
       const steps = one.grids[curve.steps], x = curve.x ?? steps, { values } = curve;
       if (!old || curve.first === 0 || curve.first !== old.count) {
-        const own = steps.slice(); // curves share them in the answer, and each grows by itself
+        const own = steps.slice(); // curves share this array in the answer, so copy it before it grows
         known.curves.set(name, { steps: own, x: curve.x ?? own, values, count: curve.count });
         continue;
       }
@@ -87,7 +87,7 @@ export class Runs {
     this.curves.set(one.id, { ...known, generation: one.generation, keys: one.keys, whole: one.whole });
   }
 
-  /** Hear of changes to these runs as they happen; not while nobody looks, as a browser has few connections. */
+  /** Subscribe to changes of these runs. Stop while the page is hidden, since a browser has few connections. */
   follow(ids) {
     this.watched = ids;
     const going = ids.filter((id) => this.run(id)?.state === "running"), others = ids.filter((id) => !going.includes(id));

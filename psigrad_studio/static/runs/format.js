@@ -1,8 +1,8 @@
-// Numbers, times and places as people write them.
+// Formats of numbers and times for people.
 
 const MINUS = "−";
 
-/** Four significant digits; a dash for what is no number. */
+/** Return a number with four significant digits; a dash if it is missing or not finite. */
 export function figure(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
@@ -11,17 +11,17 @@ export function figure(value) {
   return text.replace("-", MINUS);
 }
 
-/** 1.2·10⁻⁹. */
+/** Return a number such as 1.2·10⁻⁹. */
 function scientific(value) {
   const [mantissa, power] = value.toExponential(2).split("e");
   const raised = String(Number(power)).replace("-", "⁻").replace(/[0-9]/g, (digit) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]);
   return `${String(Number(mantissa)).replace("-", MINUS)}·10${raised}`;
 }
 
-/** A whole number with narrow spaces that don't break. */
+/** Return a whole number with narrow no-break spaces between thousands. */
 export const whole = (value) => Math.round(value).toLocaleString("en").replaceAll(",", "\u202f");
 
-/** Seconds as the largest unit that fits. */
+/** Return seconds in the largest unit that fits. */
 export function duration(seconds) {
   for (const [unit, size] of [["d", 86400], ["h", 3600], ["min", 60]]) {
     if (seconds >= size) return `${Math.round(seconds / size)} ${unit}`;
@@ -29,10 +29,10 @@ export function duration(seconds) {
   return `${Math.max(0, Math.round(seconds))} s`;
 }
 
-/** How long ago something was, from seconds since 1970. */
+/** Return how long ago a time was, given in seconds since 1970. */
 export const ago = (time) => (time > 0 ? `${duration(Date.now() / 1000 - time)} ago` : "");
 
-/** A tick: as short as its neighbours let it be. */
+/** Return the label of a tick, with as few digits as distinguish it from its neighbours. */
 export function tick(value, step) {
   const size = Math.abs(value);
   if (size >= 1e6) return `${Number((value / 1e6).toPrecision(4))}M`.replace("-", MINUS);

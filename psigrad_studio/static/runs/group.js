@@ -1,4 +1,4 @@
-// A group side by side: the prompt once, then each completion with its reward, its parts, its advantage and its tokens.
+// A group side by side: the prompt once, then each completion with its reward, the reward's parts, advantage and tokens.
 import { get, post } from "../api.js";
 import { button, el, notice, select } from "../dom.js";
 import { chosen, choose, compared, read } from "../reading.js";
@@ -16,7 +16,7 @@ const message = ({ role, content }, reading) =>
 
 export class Group {
   constructor() {
-    // `asked`: Markdown or not, once somebody has said so
+    // `asked` is the user's choice between Markdown and plain text, if there is one
     Object.assign(this, { chosen: [], measure: "logprob", asked: null, projects: null });
     this.node = el("section", { class: "group", "aria-label": "Group" });
     this.clear();
@@ -30,7 +30,7 @@ export class Group {
   show(run, group, n) {
     Object.assign(this, { run, shown: group, n, chosen: [], offered: measures(group.members) });
     if (!this.offered.includes(this.measure)) this.measure = this.offered[0] ?? "";
-    // only tokens as they were written have colours
+    // only unrendered tokens have colours
     this.markdown = this.asked ?? (this.offered.length === 0 && chosen() === "rendered");
     this.draw();
   }
@@ -51,7 +51,7 @@ export class Group {
     this.sending = el("div", { class: "card sending", hidden: true });
     const bare = group.kind === "train" && !this.offered.length;
     if (bare) head.append(el("p", { class: "soft small" }, BARE));
-    // what holds for all of them is said once
+    // show an explanation that is the same for all members only once
     this.common = group.members.length > 1 && group.members.every((m) => m.why === group.members[0].why) ? group.members[0].why : "";
     if (this.common) head.append(el("p", { class: "why" }, this.common));
     this.node.replaceChildren(head, ...(group.picture ? [episodePicture(this.run.id)] : []), ...(this.offered.length && !this.markdown ? [this.colours()] : []), this.members, this.sending);
@@ -59,7 +59,7 @@ export class Group {
     this.offer();
   }
 
-  /** Whether Markdown and formulas are rendered; tokens have colours only as they were written. */
+  /** True if Markdown and formulas are rendered. Tokens have colours only if they are not. */
   ways() {
     const box = el("input", { type: "checkbox", checked: this.markdown, onchange: () => {
       this.markdown = this.asked = box.checked;
@@ -89,7 +89,7 @@ export class Group {
     this.members.replaceChildren(...group.members.map((m) => this.member(m, most, episode)));
   }
 
-  /** Where a colour is full. */
+  /** Return the text on the value at which a colour is strongest. */
   full(most) {
     if (this.measure === "mask" || most === 0) return "";
     return `; full colour at ${figure((MEASURES[this.measure].middle ?? 0) + (this.measure === "logprob" ? -most : most))}`;
@@ -142,7 +142,7 @@ export class Group {
       notice(error.message);
       return;
     }
-    // while the projects came, other completions may have been chosen
+    // other completions may have been chosen while the projects were loaded
     if (this.chosen.length !== 2) return;
     const [a, b] = this.chosen.map((n) => this.shown.members.find((m) => m.n === n));
     const options = this.projects.map(({ id, name }) => [id, name]);

@@ -1,15 +1,15 @@
-// The list of runs: seeds of the same settings under one head, a box to overlay a run on others, a name to look at it alone.
+// The list of runs. Seeds of the same settings have a common head. A checkbox overlays a run, its name shows it alone.
 import { arrows, button, el, parted } from "../dom.js";
 import { ago, figure, whole } from "./format.js";
 
-/** Runs in order of their last word, those of the same settings together: [{title, runs}]. */
+/** Return [{title, runs}] for groups of runs with the same settings: running ones first, then the most recently written. */
 export function grouped(runs) {
   const latest = (a, b) => (b.state === "running") - (a.state === "running") || b.written - a.written || a.name.localeCompare(b.name);
   const groups = Map.groupBy(runs.toSorted(latest), (run) => run.group || run.id);
   return [...groups].map(([key, members]) => ({ key, runs: members.sort((a, b) => (a.seed ?? 0) - (b.seed ?? 0)), title: common(members) }));
 }
 
-/** What the names of several runs have in common. */
+/** Return the common start of the names of several runs. */
 function common(runs) {
   const [first, ...rest] = runs.map((run) => run.name);
   let length = first.length;
@@ -17,7 +17,7 @@ function common(runs) {
   return first.slice(0, length).replace(/[-_/. ]*(seed)?[-_/. ]*$/i, "") || runs[0].method;
 }
 
-/** Whether a run is among those searched for. */
+/** Return true if a run matches the filters. */
 export function matches(run, { search, state, method }) {
   const words = search.toLowerCase().split(/\s+/).filter(Boolean);
   const text = `${run.name} ${run.method} ${run.model} ${run.kind} ${run.tags.join(" ")} ${run.note}`.toLowerCase();
@@ -25,7 +25,7 @@ export function matches(run, { search, state, method }) {
   return right && (!method || run.method === method) && words.every((word) => text.includes(word));
 }
 
-/** Alerts that ask for something; each kind once, the gravest first. */
+/** Return the warnings that need an action, one of each kind, the gravest first. */
 const loud = (run) => run.alerts.filter((alert) => !alert.calm);
 
 export class List {
@@ -34,7 +34,7 @@ export class List {
     arrows(node, "button.name", () => document.activeElement.closest(".run, .several")?.querySelector("button.name"));
   }
 
-  /** `look` says of a run {chosen, colour, dash}. Nodes are kept, so that the focus stays where it is. */
+  /** `look(run)` returns {chosen, colour, dash}. Existing nodes are reused, so that the focus stays in place. */
   draw(groups, look) {
     const wanted = [], live = new Set();
     for (const group of groups) {
@@ -61,7 +61,7 @@ export class List {
     return this.rows.get(key);
   }
 
-  /** A new row, with a box and a name that pick the runs `row.ids`, and spans of these names. */
+  /** Return a new row with a checkbox and a name, which choose the runs `row.ids`, and with spans of the given names. */
   made(attributes, ids, ...names) {
     const row = { ids };
     row.box = el("input", { type: "checkbox", onchange: () => this.picked(row.ids, row.box.checked, false) });
@@ -102,7 +102,7 @@ export class List {
   }
 }
 
-/** The end of a path. */
+/** Return the last two parts of a path. */
 export const short = (model) => model.split("/").slice(-2).join("/");
 
 function text(node, said) {

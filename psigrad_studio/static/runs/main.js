@@ -1,4 +1,4 @@
-// The runs page: what is selected, what is seen of it, and the address that says so.
+// The runs page: the selected runs, their tabs, and the address that stores both.
 import { $, el, notice } from "../dom.js";
 import { DASHES } from "../plot.js";
 import { About } from "./about.js";
@@ -11,7 +11,7 @@ import { Rollouts } from "./rollouts.js";
 import { Table } from "./table.js";
 
 const TABS = ["curves", "table", "rollouts", "about"];
-/** The tabs about one of the chosen runs. */
+/** The tabs that show only one of the chosen runs. */
 const OF_ONE = ["rollouts", "about"];
 const state = { runs: [], tab: "curves", axis: "step", smooth: 0, log: false, zoom: null, bands: true, which: "", n: null, watch: false, ready: false, waiting: false };
 const NOTHING = "There are no runs here yet. Start one whose output_dir is in this folder, or start the studio with the folder " +
@@ -25,7 +25,7 @@ const rollouts = new Rollouts($("rollouts"), () => { state.n = rollouts.n; remem
 const charts = new Map();
 let painting = 0;
 
-// ---- what the address says
+// ---- the address
 
 function remember() {
   const said = new URLSearchParams();
@@ -65,20 +65,20 @@ function recall() {
 // ---- the list
 
 function looks() {
-  // seeds that are drawn as one band share a colour
+  // the seeds of one band share a colour
   const bands = shownLines(), found = new Map();
   bands.forEach(({ members }, i) => members.forEach((run, k) => found.set(run.id, { chosen: true, colour: i % COLOURS, dash: Math.floor(i / COLOURS) % DASHES.length, nth: k })));
   return (run) => found.get(run.id) ?? { chosen: false, colour: 0, dash: 0 };
 }
 
-/** What is drawn as one line: a run, or the selected seeds of one group. */
+/** Return the lines to draw, each of a run or of the selected seeds of one group. */
 function shownLines() {
   const chosen = data.list.filter((run) => state.runs.includes(run.id)).sort((a, b) => state.runs.indexOf(a.id) - state.runs.indexOf(b.id));
   const bands = Map.groupBy(chosen, (run) => (state.bands && run.group) || run.id);
   return [...bands.values()].map((members) => ({ members, label: members.length > 1 ? `${grouped(members)[0].title}, ${members.length} seeds` : members[0].name }));
 }
 
-/** What the filters leave of the runs. */
+/** Return the runs that match the filters. */
 function listed() {
   const wanted = { search: $("search").value, state: $("state").value, method: $("method").value };
   return data.list.filter((run) => matches(run, wanted));
@@ -138,10 +138,10 @@ function showTab(moved = true) {
   remember();
 }
 
-/** The run whose recorded episode can be watched: the one at hand before other chosen ones. */
+/** Return the run whose recorded episode can be watched: preferably the current one, or another chosen one. */
 const watchable = () => [data.run(state.which), ...chosenRuns()].find((run) => run?.picture);
 
-/** Hear of the chosen runs and of those that are going. */
+/** Subscribe to changes of the chosen and the running runs. */
 function followRuns() {
   const running = data.list.filter((run) => run.state === "running").map((run) => run.id);
   data.follow([...new Set([...state.runs, ...running])]);
@@ -180,7 +180,7 @@ function changed(kind) {
   }
 }
 
-/** The lines of one figure. */
+/** Return the lines of one chart. */
 function linesOf(name, bands) {
   return bands.flatMap(({ members, label }, i) => {
     const known = members.map((run) => data.curves.get(run.id)?.curves.get(name)).filter(Boolean);
@@ -216,7 +216,7 @@ export function drawCurves() {
   $("charts").dataset.axis = state.runs.some((id) => data.curves.has(id)) ? data.axis : "";
 }
 
-/** The x of a step. */
+/** Return the x of a step. */
 function placeOf(run, step) {
   for (const { steps, x } of data.curves.get(run.id)?.curves.values() ?? []) {
     const i = steps.indexOf(step);
@@ -238,7 +238,7 @@ function follow(x, aloud = false) {
   if (aloud) $("said").textContent = x === null ? "" : [...charts.values()].find((c) => c.frame === document.activeElement)?.sentence() ?? "";
 }
 
-/** Show a stretch of x in all charts, or all of it. */
+/** Zoom all charts to a range of x, or reset the zoom (null). */
 function zoom(range) {
   state.zoom = range;
   controls();
@@ -246,7 +246,7 @@ function zoom(range) {
   remember();
 }
 
-/** Charts in one grid, in the order of their groups; those with nothing but zeros are small and come last. */
+/** Place the charts in one grid, in the order of their groups. Charts with only zeros are small and come last. */
 function place(node, shown) {
   const [charts_, flats] = node.children;
   swap(charts_, shown.filter((chart) => !chart.flat).map((chart) => chart.node));
@@ -320,7 +320,7 @@ async function watch() {
   }
 }
 
-/** The run with figures that was written last, with the other seeds of its settings. */
+/** Choose the most recently written run that has figures, with the other seeds of its settings. */
 function chooseFirst() {
   const groups = grouped(data.list);
   state.runs = (groups.find((group) => group.runs.some((run) => run.step > 0)) ?? groups[0])?.runs.map((run) => run.id) ?? [];

@@ -1,4 +1,4 @@
-// Completions of one run: what to look for, a list of what was found, and the group of the one that was chosen.
+// The completions of one run: filters, a list of the matching ones, and the group of the chosen one.
 import { post } from "../api.js";
 import { arrows, button, el, notice, select } from "../dom.js";
 import { figure, whole } from "./format.js";
@@ -9,7 +9,7 @@ const WHICH = { episode: "episode ", eval: "held out " };
 const EVERY = { step: "", kind: "", status: "", low: "", high: "", zero: false, text: "", order: "newest" };
 
 export class Rollouts {
-  /** `moved` is called when what is looked for or looked at changed. */
+  /** `moved` is called when the filters or the chosen completion have changed. */
   constructor(node, moved) {
     Object.assign(this, { node, moved, run: null, wanted: { ...EVERY }, n: null, asked: 0, group: new Group() });
     this.list = el("ul", { class: "found", "aria-label": "Completions" });
@@ -55,7 +55,7 @@ export class Rollouts {
     return { ...Object.fromEntries(["step", "kind", "status", "low", "high", "text", "order"].map((n) => [n, of(n)])), zero: this.form.elements.zero.checked };
   }
 
-  /** Show a run's completions; `wanted` as in EVERY, `n` the number of one to look at. */
+  /** Show a run's completions. `wanted` are filters as in EVERY, `n` is the number of the completion to open. */
   async open(run, wanted, n = null) {
     if (this.run?.id !== run.id || this.run.generation !== run.generation) this.group.clear();
     this.run = run;

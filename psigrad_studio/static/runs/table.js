@@ -1,4 +1,4 @@
-// The chosen runs as a table to be sorted: the last value of each figure, and the settings that differ.
+// A sortable table of the chosen runs: the last value of each metric, and the settings that differ.
 import { post } from "../api.js";
 import { button, el, notice, parted, wide } from "../dom.js";
 import { figure, whole } from "./format.js";
@@ -69,10 +69,10 @@ export class Table {
   }
 }
 
-/** A setting as a number where it is one. */
+/** Return a setting as a number if it is one. */
 const number = (text) => (text !== "" && Number.isFinite(Number(text)) ? Number(text) : text || null);
 
-/** Numbers by size, words by letters, what is missing last whichever way. */
+/** Compare two cells: numbers by size, words alphabetically, missing values last in both directions. */
 function compared(a, b, sign) {
   if (a === null || b === null) return (a === null) - (b === null);
   return sign * (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true }));

@@ -1,8 +1,8 @@
-// The tokens of a completion in colours. A token's figures are read out when the pointer or the keyboard is on it.
+// The tokens of a completion in colours. The values of the token under the pointer or the keyboard cursor are shown.
 import { el } from "../dom.js";
 import { figure } from "./format.js";
 
-/** What a colour can stand for: title, where 0 strength lies, and whether a sign has a colour of its own. */
+/** The quantities that a colour can show: title, explanation, and the value with no colour if there are two colours. */
 export const MEASURES = {
   logprob: { title: "log-prob", says: "stronger: the policy drew a less likely token" },
   ratio: { title: "ratio", says: "green above 1: more likely than before; orange below 1: less likely", middle: 1 },
@@ -13,7 +13,7 @@ export const MEASURES = {
   mask: { title: "mask", says: "grey: not chosen by the policy, not trained on" },
 };
 
-/** The columns that a group's members have, as names of MEASURES. */
+/** Return the names of the MEASURES for which a group's members have values. */
 export function measures(members) {
   const has = (name) => members.some((m) => m.tokens?.[name]?.some((v) => v !== null));
   const found = ["logprob", "ratio", "kl", "entropy", "advantage"].filter(has);
@@ -27,7 +27,7 @@ const value = (tokens, name, i) => {
   return name === "mask" ? (tokens.mask[i] ? 1 : 0) : tokens[name]?.[i] ?? null;
 };
 
-/** The largest distance from the middle over a group: the full strength of a colour. */
+/** Return the largest distance from the middle in a group, which has the strongest colour. */
 export function reach(members, name) {
   const middle = MEASURES[name].middle ?? 0;
   let most = 0;
@@ -54,7 +54,7 @@ function said(tokens, i) {
   return `${i + 1} of ${tokens.text.length}: ${parts.join(" · ")}`;
 }
 
-/** A completion's tokens; `tell` gets the words for the one that is pointed at. */
+/** Return a completion's tokens. `tell(text)` is called with the description of the token under the pointer. */
 export function tokenText(tokens, name, most, label, tell) {
   const middle = MEASURES[name]?.middle ?? 0;
   const spans = tokens.text.map((text, i) => {

@@ -133,7 +133,7 @@ def test_a_script_is_read_without_being_run(here):
         "prompts_per_step": 2,
     }
     assert made.look_at == [
-        "seed = seed(): only a run of the script tells the value; add the setting.",
+        "seed = seed(): the value is known only when the script runs; add the setting.",
         "callbacks=[Mine()]: pass the callbacks as callbacks=[…] or --callbacks file.py:Class.",
     ]
     assert [line.split(":")[0] for line in made.no_equal] == ["LoraConfig(lora_bias=True)"]

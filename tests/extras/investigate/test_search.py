@@ -77,7 +77,7 @@ def test_a_failed_trial_is_counted_and_the_first_one_tells_why(tmp_path):
 
 def test_runs_of_different_own_code_are_not_pooled(tmp_path):
     search.run(["sft"], X, tmp_path, trials=2, train=Trainer(code="a"))
-    with pytest.raises(UserError, match=r"trial-0002/seed-0 was trained by other code .*\(changed: reward\)"):
+    with pytest.raises(UserError, match=r"trial-0002/seed-0 was trained with other code .*\(changed: reward\)"):
         search.run(["sft"], X, tmp_path, trials=6, train=(changed := Trainer(code="b")))
     assert len(changed.asked) == 1, "the sweep stops there"
     study = search.run(["sft"], X, tmp_path, trials=4, train=Trainer(code="a"))
