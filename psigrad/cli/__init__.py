@@ -49,7 +49,7 @@ GROUPS = {
         "sample": Command("sample completions as a dataset: all, the best of each prompt, or pairs", _extra("sample")),
         "pairs": Command("convert rankings or ratings to pairs; ties are dropped and counted", _extra("pairs")),
         "tasks": Command("list the procedural tasks of reasoning-gym", language.tasks),
-        "eval": Command("sample completions of held-out prompts and score them", language.evaluate),
+        "eval": Command("sample a model's completions of held-out prompts and score them", language.evaluate),
         "lm-eval": Command("run tasks of EleutherAI's lm-eval, and show what training has made worse", _extra("lm_eval")),
         "judge-report": Command("measure how often a judge agrees with people's votes, and with itself", _studio("judge_report")),
         "plan": Command("estimate the peak memory, batches and speed of a run before it starts", _extra("plan")),

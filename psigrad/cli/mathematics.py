@@ -28,9 +28,9 @@ def explain(arguments: list[str]) -> int:
     usage = "psigrad explain NAME [algorithm.part=value ...] [OTHER [algorithm.part=value ...]]"
     if flags.asks_for_help(arguments):
         print(f"{usage}\n\nPrint the formula that NAME optimises, part by part, or how OTHER differs from NAME.")
-        print("NAME may also be the name of a warning that a run prints: psigrad explain dead_groups")
-        print("psigrad explain defaults shows the defaults that differ from those of TRL and Stable-Baselines3.")
-        print("Write changes after the name: psigrad explain grpo algorithm.kl=null")
+        print("NAME can also be a warning, as a run prints it: psigrad explain dead_groups")
+        print("`psigrad explain defaults` lists the defaults that differ from those of TRL and Stable-Baselines3.")
+        print("Write changes to a method after its name: psigrad explain grpo algorithm.kl=null")
         return 0
     if arguments == ["defaults"]:
         return command("psigrad_extras", "defaults")([])
