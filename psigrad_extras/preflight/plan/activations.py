@@ -23,7 +23,7 @@ from psigrad.language.models.fused.gpu_parts import GpuParts
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
-from psigrad.language.models.sizes import cached_numbers, size
+from psigrad.language.models.sizes import size
 from psigrad_extras.preflight.plan.shape import Shape, count_shape, layer_kinds, model_of, resize
 
 # The widest hidden size of a twin. For a wider model, all widths are divided by one factor, and the counts multiplied by it.
@@ -87,27 +87,26 @@ def _terms(kind: type[Any], settings: str, dtype: str, lora: bool, on_gpu: bool 
     shape, width = count_shape(config), DTYPES[dtype].itemsize
     try:
         kinds = layer_kinds(config)
-        # Every twin has a layer with attention, since the fused decoder computes no model without one.
-        attends = next((i for i in kinds if cached_numbers(resize(config, [i]))), 0)
-        twin = _twin(config, shape, [attends])
+        # Every twin has a layer of each kind, since the fused decoder and some architectures compute no model of one kind alone.
+        twin = _twin(config, shape, [*kinds])
         model = _prepare(twin, dtype, lora, on_gpu)
-        one = [_count_saved(model, prompt) for prompt in _PROMPTS]
-        twos = {kind: _prepare(_twin(config, shape, [kind, attends]), dtype, lora, on_gpu) for kind in kinds}
-        layers = {kind: _per_layer(one, [_count_saved(two, prompt) for prompt in _PROMPTS]) for kind, two in twos.items()}
+        some = [_count_saved(model, prompt) for prompt in _PROMPTS]
+        more = {kind: _prepare(_twin(config, shape, sorted([*kinds, kind])), dtype, lora, on_gpu) for kind in kinds}
+        layers = {kind: _per_layer(some, [_count_saved(one, prompt) for prompt in _PROMPTS]) for kind, one in more.items()}
     except Exception:  # an architecture's code may raise anything at unexpected sizes
         return Terms.estimate(shape, width)
     token, prefix = (sum(layers[kind][i] * count for kind, count in kinds.items()) / shape.layers for i in (0, 1))
-    (whole, tokens, carried), (own_token, own_prefix) = one[0], layers[attends]
-    once = max(0.0, whole - own_token * tokens - own_prefix * carried) / tokens
+    whole, tokens, carried = some[0]
+    once = max(0.0, whole - sum(own * tokens + repeated * carried for own, repeated in layers.values())) / tokens
     narrowing = shape.hidden / size(twin, "hidden")
     fused = model.decoder.dtype.itemsize if model.decoder is not None else 0
     return Terms(token * narrowing, prefix * narrowing, once * narrowing, width * shape.hidden, fused)
 
 
-def _per_layer(one: Sequence[tuple[int, int, int]], two: Sequence[tuple[int, int, int]]) -> tuple[float, float]:
+def _per_layer(some: Sequence[tuple[int, int, int]], more: Sequence[tuple[int, int, int]]) -> tuple[float, float]:
     """Return `Terms.token` and `Terms.prefix` of a layer from counts by `_count_saved` without it and with it, for `_PROMPTS`."""
     (a, s, c), (b, t, d) = [
-        (more - less, tokens, carried) for (less, tokens, carried), (more, _, _) in zip(one, two, strict=True)
+        (more - less, tokens, carried) for (less, tokens, carried), (more, _, _) in zip(some, more, strict=True)
     ]
     prefix = max(0.0, (b * s - a * t) / (d * s - c * t))
     return (a - prefix * c) / s, prefix

@@ -9,7 +9,8 @@ from kept_bytes import kept_by_autograd
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from psigrad.language.models import tiny
-from psigrad_extras.preflight.plan.activations import terms
+from psigrad_extras.preflight.plan.activations import Terms, terms
+from psigrad_extras.preflight.plan.shape import count_shape
 
 ARCHITECTURES = ("qwen3", "llama", "gpt2", "gpt_neox")
 
@@ -61,3 +62,8 @@ def test_layers_of_two_kinds_count_by_their_numbers(width):
     assert found.fused == 4 and found.bytes_for(4, tokens, carried) == pytest.approx(kept, rel=0.05)
     alike = AutoConfig.for_model(**{**hf.config.to_dict(), "layer_types": ["full_attention"] * 4})
     assert terms(alike, "float32").bytes_for(4, tokens, carried) != pytest.approx(kept, rel=0.05), "control"
+
+
+def test_an_architecture_that_needs_layers_of_both_kinds_is_counted():
+    config = network("olmo_hybrid").config
+    assert terms(config, "float32") != Terms.estimate(count_shape(config), 4)
