@@ -147,10 +147,9 @@ def finish(
     """Save the final model and write the report. `noted` goes into the end event; `given` is the user's model object, if any."""
     world = journal.world
     model = _best_of(config, journal, model, given) if config.evaluation.load_best_model_at_end else model
-    saved = "adapter" if config.model.quantize_base and config.model.lora_save == "both" else config.model.lora_save
-    if saved == "adapter" and isinstance(model, ScalarModel):
-        saved = "both"  # an adapter does not record how its rows were read
-    kept = "merged" if model.adapter is None else saved
+    kept = "merged" if model.adapter is None else config.model.lora_save
+    if kept == "adapter" and isinstance(model, ScalarModel):
+        kept = "both"  # an adapter does not record how its rows were read
     write_it = partial(write_model, model) if model.shard_root is None else partial(sharded.save_merged, model, world)
 
     def write_folder(folder: Path) -> None:

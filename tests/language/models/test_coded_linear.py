@@ -251,6 +251,10 @@ def test_a_run_trains_an_adapter_over_codes_and_leaves_it(tokenizer, tmp_path):
     assert losses[-1] < 0.7 * losses[0]
     assert (whole.model / "adapter_config.json").exists() and not (whole.model / "model.safetensors").exists()
     assert sum(x.numel() for x in load_file(whole.model / "adapter_model.safetensors").values()) > 0
+    kept = psigrad.train(
+        "sft", **{**settings, "output_dir": str(tmp_path / "both")}, quantize_base="nf4", lora_save="both", max_steps=1
+    )
+    assert (kept.model / "model.safetensors").exists() and (kept.model / "adapter" / "adapter_model.safetensors").exists()
 
 
 def test_codes_without_an_adapter_are_refused():
