@@ -231,9 +231,9 @@ class LowMemoryAdamW:
         )
 
     def _step_by_torch(self, w: AdamWWeight, remainder: Tensor | None, step: StepSize) -> None:
-        """Update one weight by Triton, or a chunk at a time by torch. With a `remainder`, update its float32 master (see `join`).
+        """Update one weight in PyTorch, a chunk at a time, or by the Triton kernel if that supports the weight.
 
-        This is used on devices other than the CPU. Tests compare the CPU's kernel with it.
+        With a `remainder`, update the weight's float32 master (see `join`). This is for weights without a CPU kernel (`step`).
         """
         triton = gpu_kernels(w.weight) if remainder is not None and w.scales is None and w.weight.is_contiguous() else None
         if triton is not None:
