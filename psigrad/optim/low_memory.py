@@ -203,7 +203,7 @@ class LowMemoryAdamW:
         return {**state, "remainder": torch.zeros(p.shape, dtype=torch.int16, device=p.device)} if self.remainders else state
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Take a step on all parameters, by the C++ kernel where possible, otherwise by torch."""
+        """Take a step on each parameter, with the C++ kernel if it supports the parameter, otherwise in PyTorch."""
         weights = [self._weight(u) for u in updates]
         native = [w for w in weights if _has_kernel(w)]
         if native:
