@@ -22,7 +22,7 @@ MAX_TOKENS = 512
 
 
 class Training(NamedTuple):
-    """Facts about a model's training: example prompts, and the maximum tokens of a completion (0: unknown)."""
+    """Facts about a model's training: example prompts, and the limit of tokens in a completion (0: unknown)."""
 
     prompts: tuple[str, ...] = ()
     max_tokens: int = 0

@@ -217,7 +217,7 @@ class Guard:
     def _check_source(self, scope: Scope) -> None:
         """Check Host, Origin (required for changes) and Sec-Fetch-Site, so that other sites are refused."""
         if _header(scope, "host") not in self.settings.hosts:
-            raise Refused(421, "host", "This server has another host name; open the address that psigrad studio printed.")
+            raise Refused(421, "host", "This is not the server's host name; open the address that psigrad studio printed.")
         origin, site = _header(scope, "origin"), _header(scope, "sec-fetch-site")
         safe = scope["method"] in SAFE
         if origin is not None and origin not in self.settings.origins:

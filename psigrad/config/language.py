@@ -208,7 +208,7 @@ class _SectionsForRows(_Sections):
 class SFTConfig(_SectionsForRows, PackingSettings, RewardSettings):
     """Supervised fine-tuning: cross-entropy on completion tokens (prompt-completion rows) or assistant turns (messages).
 
-    Rewards only evaluate generated completions. Without a reward, evaluation reports the held-out loss only.
+    Rewards evaluate generated completions; they do not train. Without a reward, evaluation reports the held-out loss.
     """
 
     optim: Optim = field(default_factory=lambda: Optim(learning_rate=2e-5))
@@ -340,7 +340,7 @@ class RewardConfig(PackingSettings):
 class PreferenceConfig(_SectionsForRows, PackingSettings, RewardSettings):
     """Direct preference optimisation and its relatives, on recorded comparisons.
 
-    Rewards only evaluate generated completions. Without a reward, evaluation uses the held-out comparisons only.
+    Rewards evaluate generated completions; they do not train. Without a reward, evaluation uses the held-out comparisons.
     """
 
     loss: Loss = "dpo"

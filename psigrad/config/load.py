@@ -209,7 +209,9 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
             if not isinstance(value, Mapping):
                 if dataclasses.is_dataclass(value):
                     continue
-                raise UserError(f"{source + ': ' if source else ''}{prefix}{name} is {value!r}; expected name: value pairs.")
+                raise UserError(
+                    f"{source + ': ' if source else ''}{prefix}{name} is {value!r}; expected a mapping of names to values."
+                )
             _refuse_unknown(hints[name], value, source, f"{prefix}{name}.", names)
 
 

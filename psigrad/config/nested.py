@@ -111,7 +111,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"The settings file {str(path)!r} cannot be read: {error.strerror}.") from error
     except RecursionError:
-        raise UserError(f"The settings file {str(path)!r} is nested too deeply; expected name: value pairs.") from None
+        raise UserError(f"The settings file {str(path)!r} is nested too deeply; expected a mapping of names to values.") from None
     except (yaml.YAMLError, ValueError) as error:
         said = " ".join(str(error).replace(' in "<unicode string>",', " at").split())
         hint = " Indent with spaces, not with tabs." if "'\\t'" in said else ""
@@ -119,7 +119,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise UserError(f"The settings file {str(path)!r} holds {kind_of(values)}; expected name: value pairs.")
+        raise UserError(f"The settings file {str(path)!r} holds {kind_of(values)}; expected a mapping of names to values.")
     return values
 
 

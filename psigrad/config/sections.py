@@ -45,7 +45,7 @@ def object_of(given: str | Mapping[str, Any]) -> str | dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, Mapping):
-        raise UserError(f"lr_scheduler_kwargs is {given!r}; expected name: value pairs, such as '{{\"power\": 2}}'.")
+        raise UserError(f"lr_scheduler_kwargs is {given!r}; expected a mapping of names to values, such as '{{\"power\": 2}}'.")
     return dict(found) or ""
 
 

@@ -194,8 +194,8 @@ class Agent:
     def save(self, path: str | Path) -> Path:
         """Save the policy as a folder with `model.safetensors` and `config.json`, and return its path.
 
-        `load` reads this folder. The `model/` of a run folder has the same format. Raises `UserError` if the folder has another
-        model.
+        `load` reads this folder. The `model/` of a run folder has the same format. Raises `UserError` if the folder holds a
+        model that is not a policy of psigrad.
         """
         folder = absolute(path)
         policies.check_place(folder)

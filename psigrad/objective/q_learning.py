@@ -1,4 +1,4 @@
-"""The target and the loss of deep Q-learning. `back_up` reads no network that learns, so one call serves many updates."""
+"""The target and the loss of deep Q-learning. `back_up` uses only the target network, so one call serves many updates."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Adam:
         return {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Update the weights: on a CPU by a kernel, which makes one pass over memory instead of seven, otherwise by torch."""
+        """Update the weights by a CPU kernel, in one pass over memory. Without one, use PyTorch, which makes seven passes."""
         torch.set_flush_denormal(True)
         try:
             for u in updates:

@@ -42,7 +42,7 @@ class Sums:
     """The sums of the gradients of `weights` (None: of any weight) over all uses of each weight in an optimiser step.
 
     A sum's tensor is reused in the next optimiser step. If it were freed, smaller tensors would fragment its memory block. With
-    `recompute`, no tensor is allocated for a weight whose uses in the step can all be stored instead; see `defers`.
+    `recompute`, a weight has no such tensor if all its gradients can be recomputed from few stored numbers; see `defers`.
     """
 
     def __init__(self, weights: Iterable[Tensor] | None = None, *, recompute: bool = False) -> None:

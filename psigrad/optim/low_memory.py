@@ -203,7 +203,7 @@ class LowMemoryAdamW:
         return {**state, "remainder": torch.zeros(p.shape, dtype=torch.int16, device=p.device)} if self.remainders else state
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Take a step on all parameters, by the C++ kernel where possible, otherwise by torch."""
+        """Take a step on each parameter, with the C++ kernel if it supports the parameter, otherwise in PyTorch."""
         weights = [self._weight(u) for u in updates]
         native = [w for w in weights if _has_kernel(w)]
         if native:
@@ -231,9 +231,9 @@ class LowMemoryAdamW:
         )
 
     def _step_by_torch(self, w: AdamWWeight, remainder: Tensor | None, step: StepSize) -> None:
-        """Update one weight by Triton, or a chunk at a time by torch. With a `remainder`, update its float32 master (see `join`).
+        """Update one weight in PyTorch, a chunk at a time, or by the Triton kernel if that supports the weight.
 
-        This is used on devices other than the CPU. Tests compare the CPU's kernel with it.
+        With a `remainder`, update the weight's float32 master (see `join`). This is for weights without a CPU kernel (`step`).
         """
         triton = gpu_kernels(w.weight) if remainder is not None and w.scales is None and w.weight.is_contiguous() else None
         if triton is not None:

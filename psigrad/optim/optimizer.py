@@ -183,7 +183,7 @@ class Optimizer:
             w.buffer = None
 
     def finish_backward(self) -> None:
-        """Complete each weight's sum of gradients: on its master if part of the sum is already there, otherwise on the weight."""
+        """Finish a step's gradient sums. If a weight's master has part of its sum, add the part on the weight to it."""
         self.sums.finish()
         for w in self._half:
             if w.parameter in self.sums.float32:

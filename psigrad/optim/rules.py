@@ -94,7 +94,7 @@ class AdamW:
         return {"step": torch.zeros((), device=p.device), **moments}
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Update all parameters: by kernels if there are any and the gradient is in half precision, otherwise by torch.
+        """Update all parameters, with kernels if there are any and the gradient is in half precision, otherwise in PyTorch.
 
         The kernels and torch clip gradients while reading them. A separate pass over memory would take a third of a step's time.
         """

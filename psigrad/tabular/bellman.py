@@ -24,8 +24,8 @@ def uniform_policy(mdp: MDP) -> FloatArray:
 def greedy(q: FloatArray, current: IntArray | None = None) -> IntArray:
     """Return [S]: argmax_a Q(s, a) for q (S, A).
 
-    Actions within 1e-12·(1 + |best|) of the best count as equal. Of these, the action in `current` [S] is kept if it is one, and
-    otherwise the one with the lowest index is chosen. So rounding never changes the policy.
+    Actions within 1e-12·(1 + |best|) of the best count as equal. If the action in `current` [S] is one of these, it
+    is kept; otherwise the one with the lowest index is chosen. So rounding never changes the policy.
     """
     q_AS = q.T
     best = q_AS.max(axis=0)

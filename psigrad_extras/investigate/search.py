@@ -68,7 +68,7 @@ def run(
     """Run trials of `command` until the study in `folder` has `trials` of them, and return the study.
 
     `metric` is the held-out metric (empty: the headline of the report). The default direction is "minimize" for a loss. A failed
-    trial counts too. Raises `UserError` if the first trial fails, if the folder has another sweep, and if the user's code
+    trial counts too. Raises `UserError` if the first trial fails, if the folder is another sweep's, and if the user's code
     (`pins.CODE`) is not that of the earlier trials.
     """
     folder = absolute(folder)

@@ -25,7 +25,7 @@ from psigrad.language.recipes.row_encoding import Encoder, encode_rows
 from psigrad.language.recipes.row_limits import check_images
 from psigrad.language.rollout.types import Prompt, Prompts, Request, Sampler, SamplingParams, Trajectory
 
-# The number of prompts, of completions per prompt, and the maximum tokens of a completion.
+# The number of prompts, of completions per prompt, and the limit of tokens in a completion.
 PROMPTS, COMPLETIONS, TOKENS = 4, 3, 24
 TEXTS = ("The capital of France is", "2 + 2 =", "Once upon a time there was a little", "def add(a, b):")
 # Dtype -> bounds on the mean difference of log-probs in nats, and of gradients as a share of their norm. Sums in another order

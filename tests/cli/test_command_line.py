@@ -220,9 +220,9 @@ MISTAKES = {
         ["score", "--model", "none", "--dataset", "none.jsonl", "--output", "{tmp}"],
         "cannot be written: Is a directory",
     ),
-    "a list as YAML": (["sft", "--config", "{tmp}/list.yaml"], "holds a list; expected name: value pairs"),
+    "a list as YAML": (["sft", "--config", "{tmp}/list.yaml"], "holds a list; expected a mapping of names to values"),
     "unknown key": (["sft", "--config", "{tmp}/key.yaml"], "key.yaml: there is no setting 'learning_rat'.*'learning_rate'"),
-    "a value for a section": (["sft", "optim=3"], "optim is 3; expected name: value pairs"),
+    "a value for a section": (["sft", "optim=3"], "optim is 3; expected a mapping of names to values"),
     "a setting of a number": (
         ["sft", "optim.learning_rate.x=3"],
         "optim.learning_rate is {{'x': 3}}; expected a number",

@@ -18,7 +18,7 @@ def test_columns_are_pairs_and_a_comma_within_one_belongs_to_it():
 
 def test_an_object_is_json_or_a_mapping():
     assert object_of('{"power": 2}') == object_of({"power": 2}) == {"power": 2} and object_of("") == object_of({}) == ""
-    with pytest.raises(UserError, match="expected name: value pairs"):
+    with pytest.raises(UserError, match="expected a mapping of names to values"):
         object_of("[1]")
 
 

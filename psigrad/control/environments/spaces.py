@@ -93,7 +93,7 @@ def _rows(eye: Array, chosen: Array) -> Array:
 
 
 def image(space: Space) -> Image | None:
-    """Return the `Image` of a Box with three dimensions, or with four for stacked frames, otherwise None.
+    """Return the `Image` of a Box with three dimensions (four for stacked frames); None for any other space.
 
     Two equal neighbouring dimensions are height and width. Otherwise the smaller of the first and the last is the channels.
     """

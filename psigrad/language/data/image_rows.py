@@ -1,4 +1,4 @@
-"""Images of dataset rows and of environments' observations: read, checked, and put into the text as marks (`language.images`).
+"""Images of dataset rows and of environments' observations: read, checked, and replaced by marks in text (`language.images`).
 
 The forms are TRL's: a column `images` (or `image`) beside messages with {"type": "image"} parts, or parts that contain an image
 themselves. If no part marks their position, the images come first in the first user's turn.

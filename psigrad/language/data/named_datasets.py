@@ -64,7 +64,8 @@ def _check_single(part: SplitSlice, name: str, own: str, single: Sequence[str]) 
     """Raise `UserError` unless `part` names the only split of the source `name`: by `own`, or by any name in `single`."""
     if canonical_split(part.name) not in (own, *single):
         cut = f"{own or single[0]}[:90%]"
-        raise UserError(f"{name} is a single split; remove the split {part.name!r}, or give a slice, such as {cut}.")
+        reason = f"{name} has only one split, and it is not {part.name!r}"
+        raise UserError(f"{reason}; leave out the split's name, or give a slice, such as {cut}.")
 
 
 def _suggest_file(path: Path) -> str:

@@ -404,9 +404,9 @@ def _end_of_turn(
 ) -> int:
     """Return the index after the special token that ends the turn ids[first:last]. `turn` is its number, for the error.
 
-    The token is in ids[first:last], or at ids[last] if a template writes it outside its generation block (trl#5988). A token of
-    `stops` takes precedence. Another special token after it at the very end (Phi-3: the EOS) does not belong to the turn, since
-    it is never sampled.
+    The token is in ids[first:last], or at ids[last] if a template writes it outside its generation block (trl#5988). If the
+    turn contains a token of `stops`, the last one ends it. Special tokens after that (Phi-3: the EOS) do not belong to the turn,
+    since they are never sampled.
     """
     special = dialect.specials_of(tokenizer).ids
     inner = outer = _trim(tokenizer, ids, first, last)

@@ -49,9 +49,9 @@ class Episodes:
     playing: Playing
     max_turns: int = 8
     max_turn_length: int = 0
-    """The maximum tokens of a turn; `SamplingParams.max_tokens` then limits all turns together. 0: it limits each turn."""
+    """The limit of a turn's tokens; `SamplingParams.max_tokens` then limits all turns together. 0: `max_tokens` limits each."""
     max_observation_length: int = 0
-    """The maximum tokens of an environment's answer; 0: as many as fit."""
+    """The limit of tokens in an environment's answer; 0: as many as fit."""
     together: bool = False
     """True if each round of turns starts only when all episodes have their answers."""
     form: CallForm = field(default_factory=CallForm)

@@ -91,7 +91,7 @@ class Games:
         return LiveEpisode(index, k, row, ids, seeds.derive(seed, "seat", seat), history, seat=seat)
 
     def _begin(self, games: Sequence[SeatedGame], entries: Entries) -> None:
-        """Start all games. The games of one row must start with the same observation. Raise `UserError` otherwise."""
+        """Start all games. Raise `UserError` if the games of one row do not start with the same observation."""
         rows = [game.seats[0].row for game in games]
         openings = self.playing.begin([{"prompt": images.remove_marks(row.dataset_prompt), **row.columns} for row in rows])
         first: dict[int, Opening] = {}

@@ -25,9 +25,9 @@ def make(
     longest: int = 0,
     whole: Callable[[], LanguageModel] | None = None,
 ) -> Sampler:
-    """Return the sampler that the settings name. If psigrad's sampler cannot decode the model, transformers samples instead.
+    """Return the sampler that the settings name. If psigrad's does not support the model, return transformers'.
 
-    `longest` is the maximum tokens of a prompt with its completion; 0: the model's limit. `whole` returns a full copy of a
+    `longest` limits the tokens of a prompt with its completion; 0: the model's limit. `whole` returns a full copy of a
     sharded model, for samplers that take their weights from it. `log(kind, text, **fields)` receives messages about limitations;
     without it they are printed. Close the sampler after use. Raises `UserError` for an unknown name, and if the machine or the
     model does not support the sampler.

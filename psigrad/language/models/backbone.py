@@ -219,8 +219,8 @@ class Pretrained(ABC):
     def _embedded(self, input_ids: Tensor) -> tuple[Any, dict[str, Any]]:
         """Return (the module that runs a packed pass, its keyword arguments: ids, or embeddings with the features of images).
 
-        On a GPU, a decoding step (one token per sequence) reads no images, because it can be captured as a CUDA graph, in which
-        the host cannot look for image tokens. On a CPU, a decoding step reads images as well (`rollout/samplers/dialogue.py`).
+        On a GPU, a decoding step (one token per sequence) inserts no features, because it can be captured as a CUDA graph, in
+        which the host cannot look for image tokens. On a CPU, a decoding step inserts them too (`rollout/samplers/dialogue.py`).
         """
         if self.vision is None or (input_ids.shape[1] == 1 and self.device.type != "cpu"):
             return self.network.base_model, {"input_ids": input_ids}

@@ -1,6 +1,6 @@
 """Recurrences and convolutions along sequences, and the division of a packed row into segments for a recurrence.
 
-Each segment continues at most one other segment.
+A segment is a range of consecutive tokens. It continues at most one other segment.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Recurrence(Protocol):
     def step(self, inputs: Tensors, state: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (outputs [N, ...], states) after one more token per sequence. `slots` [N] are the sequences' rows in `state`.
 
-        Without gradient, `state` may be updated in place. The second result is then `state`, otherwise new states [N, ...].
+        The states are a new tensor [N, ...]. Only if gradients are off may this update `state` in place and return it instead.
         """
 
     def scan_trees(self, inputs: Tensors, trees: Trees) -> tuple[Tensor, Tensor] | None:

@@ -390,8 +390,8 @@ def configure_vision(tokenizer: Any, network: Any, path: str) -> None:
 def attach(tokenizer: Any, path: str, config: Any = None) -> str:
     """Allow images in the tokenizer's prompts if the model at `path` is of a type in `FAMILIES` and has an image processor.
 
-    If the model's `config` is given, only the processor is read from `path`. If the processor cannot be loaded, return the error,
-    otherwise "".
+    If the model's `config` is given, only the processor is read from `path`. Return "", or the
+    error if the processor cannot be loaded.
     """
     from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig
 

@@ -40,7 +40,7 @@ def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Jo
     """
     given = [name for name in ("environment", "tools", "agent", "agent_command") if getattr(config, name)]
     if len(given) > 1:
-        raise UserError(f"Both {given[0]} and {given[1]} are given, but only one can answer the policy; remove one of them.")
+        raise UserError(f"Both {given[0]} and {given[1]} are given, but a run can use only one of them; remove the other.")
     if not given:
         yield None
         return

@@ -52,7 +52,7 @@ def check_offline(run: OfflineRun) -> None:
 
 
 def _fullest(run: OnlineRun) -> Groups:
-    """Return the largest micro-batch of a step with the longest prompts, if all completions reach the maximum length."""
+    """Return the largest micro-batch of a worst-case step: the longest prompts, and completions of the maximum length."""
     config = run.config
     count = math.ceil(config.prompts_per_step / config.num_minibatches)
     prompts = sorted((p.ids for p in run.prompts), key=len)[-count:]

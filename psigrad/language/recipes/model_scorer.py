@@ -93,10 +93,10 @@ class ModelScorer:
         return to_turns(self.model.tokenizer, Row("a completion", prompt, completion, columns=columns), self.model.plain_prompts)
 
     def _tokens(self, row: Row, own: tuple[Ids, Ids] | None) -> tuple[Ids, Ids]:
-        """Return (prompt tokens, completion tokens) for the reward model. `own` are the same of the policy, None if unknown.
+        """Return (prompt tokens, completion tokens) for the reward model. `own` are the policy's; None if unknown.
 
         With `own`, the completion ends with the tokens that ended answers in the reward model's training. They replace the
-        policy's own stop token, if it sampled one. If `own` is None, or the policy has another tokenizer or template, or the
+        policy's own stop token, if it sampled one. If `own` is None, or the policy's tokenizer or template differs, or the
         template writes something before each answer, return ([], tokens of the rendered `row`).
         """
         end = self._ends[isinstance(row.prompt, str)] if self.same_tokens and own else None

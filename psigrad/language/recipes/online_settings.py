@@ -235,8 +235,8 @@ def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGrad
     if isinstance(algorithm, OnlinePreference) or config.plays or config.evaluation.eval_kl:
         what = "eval_kl" if config.evaluation.eval_kl else "an environment or agent" if config.plays else "a preference method"
         raise UserError(
-            f"The reference {reference.name} is a server or has another tokenizer, which {what} does not support; give a local "
-            "reference with the model's tokenizer."
+            f"The reference {reference.name} is a server or lacks the model's tokenizer, which {what} does not "
+            "support; give a local reference with the model's tokenizer."
         )
     reference.check(algorithm)
 

@@ -63,7 +63,7 @@ def score(
 
     `rows` is a file, folder or hub dataset with a `split`, or rows from Python; `columns` renames columns. The functions also
     receive the rows' other columns. A reward is the sum of the functions' values, with `weights` (default 1). A call has at most
-    `timeout` seconds. `tokenizer` names a model whose tokenizer makes the argument `completion_ids`, which is empty otherwise.
+    `timeout` seconds. `tokenizer` names a model whose tokenizer makes the argument `completion_ids`; without it this is empty.
     `bad_rows="skip"` drops malformed rows. Raises `UserError` if a reward counts tokens and no tokenizer is given.
     """
     if not rewards:

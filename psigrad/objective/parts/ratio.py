@@ -16,8 +16,8 @@ d = log π(a|s) − log π_ref(a|s):
 | k3+ | as k3 | KL(π‖π_ref) | ∇KL(π‖π_ref), by the gradient of k2 |
 | exact | Σ_a π(a)·d(a) | KL(π‖π_ref) | ∇KL(π‖π_ref), without sampling noise |
 | exact_forward | −Σ_a π_ref(a)·d(a) | KL(π_ref‖π) | ∇KL(π_ref‖π), without sampling noise |
-| exact_js | m·KL(π_ref‖M) + (1 − m)·KL(π‖M), M = m·π_ref + (1 − m)·π | itself | its gradient, without sampling noise |
-| span | log π(w) − log π_ref(w) of a piece of text w, at its last step | KL(π‖π_ref) of the next piece | its gradient |
+| exact_js | m·KL(π_ref‖M) + (1 − m)·KL(π‖M), M = m·π_ref + (1 − m)·π | the value | its gradient, without sampling noise |
+| span | log π(w) − log π_ref(w) of a piece of text w, at the last step of w | KL(π‖π_ref) of the next piece | its gradient |
 
 The gradients are those of the KL at the visited states. If the penalty is in the reward, only its value matters, because the
 policy gradient accounts for later states.

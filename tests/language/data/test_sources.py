@@ -284,7 +284,7 @@ def test_a_file_without_splits_trains_as_train_and_evaluates_as_test_too(tmp_pat
     path = str(jsonl(tmp_path / "d.jsonl", RECORDS))
     rows, held = read_rows(Data(dataset=path, eval_dataset=path), "prompt-only", None, 0)
     assert len(rows) == len(held) == 5
-    with pytest.raises(UserError, match=r"d\.jsonl is a single split; remove the split 'test'"):
+    with pytest.raises(UserError, match=r"d\.jsonl has only one split, and it is not 'test'; leave out the split's name"):
         read_rows(Data(dataset=path, split="test"), "prompt-only", 0, 0)
     own = str(jsonl(tmp_path / "test.jsonl", RECORDS))
     assert len(read_rows(Data(dataset=own, split="test[:2]"), "prompt-only", 0, 0)[0]) == 2

@@ -1,4 +1,4 @@
-"""The reader of weights in GGUF files. Layers' matrices with supported codes stay quantised; all else is dequantised."""
+"""The reader of weights in GGUF files. Layers' matrices in supported formats stay quantised; all else is dequantised."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ class Layer:
 
     @property
     def kinds(self) -> tuple[tuple[int, torch.dtype], ...]:
-        """(width, dtype) of each tensor that `forward` returns: first of the output, then of the tensors for `backward`."""
+        """(width, dtype) of each tensor that `forward` returns: the output, then the tensors for `backward`."""
         after = [self.width for norm in self._norms[2:] if norm is not None]
         own = [(n, self.dtype) for n in (self.width, self.row, self._linear[self.groups[_OUT][0]].in_features, *after)]
         return (*own[:3], (self.scores, torch.float32), *(self.feed_kinds if self.feeds else ()), *own[3:])

@@ -45,11 +45,11 @@ class StateCache:
 
 
 class KVCache(StateCache):
-    """Keys and values [slots, H_kv, capacity, D] of each attention. Slots 0 … active - 1 hold sequences of `lengths` tokens.
+    """Keys and values [slots, H_kv, capacity, D] of each attention call. Slots 0 … active - 1 hold sequences of `lengths` tokens.
 
     A layer can attend several times in a pass: DiffLlama attends twice in each layer, and HRM-Text runs its layers several times.
-    The `Key` therefore includes how often the layer has already attended in this pass. For recurrent layers the cache has the
-    state of each slot [slots, ...], and for convolutions the last inputs of each slot (windows).
+    So the tuple that finds a tensor, its `Key`, contains the number of the layer's earlier calls in this pass. For recurrent
+    layers the cache has the state of each slot [slots, ...], and for convolutions the last inputs of each slot (windows).
     """
 
     exact = False
@@ -69,7 +69,7 @@ class KVCache(StateCache):
         return self.lengths.numel()
 
     def reserve(self, layer: Key, k: Tensor, v: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return (keys, values) of an attention for all slots, enlarged if a slot has room for fewer than `tokens` tokens.
+        """Return one call's (keys, values) for all slots, enlarged if a slot has room for fewer than `tokens` tokens.
 
         `k` and `v` [·, H_kv, ·, D] determine heads, widths and dtype. Their widths may differ (multi-head latent attention).
         """

@@ -97,7 +97,7 @@ class EmbeddedSampler(PolicyWeights):
         batch.name_rows()
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
-        """Start episodes; see `Sampler`. On a CPU, keys, values and states stay cached from turn to turn, if all episodes fit."""
+        """Start episodes; see `Sampler`. On a CPU, if all episodes fit, keys, values and states stay cached from turn to turn."""
         model = self.model
         restarts = model.decoder is None and (
             model.device.type != "cpu" or model.router_recorder is not None or model.shard_root is not None

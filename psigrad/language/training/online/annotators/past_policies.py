@@ -15,7 +15,7 @@ from psigrad.language.training.online.online_run import Annotator, OnlineRun
 
 
 class PastPolicies(Annotator):
-    """The annotator that stores a snapshot of the policy in `models` at the start and then every `every` steps.
+    """The annotator that stores a snapshot of the policy in `models` at the start and once every `every` steps.
 
     Snapshot n is taken after n · every steps. It replaces the oldest snapshot, in `models[n % len(models)]`. A prompt is played
     against a snapshot with probability `share`. All snapshots are equally probable.
