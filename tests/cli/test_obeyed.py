@@ -227,6 +227,7 @@ ELSEWHERE = {
     "train_empty_thinking": "language/data/test_templates.py::"
     "test_an_empty_thought_is_trained_only_where_it_is_asked_for_or_written",
     "data.dataset": "extras/preflight/test_check.py::test_the_dataset_is_looked_at",
+    "data.image_urls": "language/data/test_image_urls.py::test_the_setting_is_off_by_default_and_reaches_the_rows",
     # the tiny model of these runs has no tower, and its job no game
     "model.vision": "language/models/test_vision.py::test_the_text_half_alone_takes_no_images",
     "model.trained_towers": "language/models/test_vision.py::test_towers_are_frozen_unless_they_are_named",

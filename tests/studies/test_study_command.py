@@ -74,7 +74,8 @@ def test_an_installed_package_runs_a_study_in_the_folder_of_a_checkout(tmp_path)
     Its heart: test_the_checkout_is_beside_the_package_or_the_current_folder.
     """
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "psigrad").symlink_to(ROOT / "psigrad")
+    for name in ("psigrad", "psigrad_extras"):
+        (tmp_path / "site" / name).symlink_to(ROOT / name)
     code = "import sys; from psigrad.cli import main; sys.exit(main(sys.argv[1:]))"
     asked = ["experiment", "clip", "--out", str(tmp_path / "out")]
     command = [sys.executable, "-P", "-c", code, *asked]
