@@ -16,7 +16,7 @@ var Scorer = {
   score: ([page, title, anchor, description, score]) => {
     const words = asked();
     const place = PLACES.reduce((sum, [place, more]) => (page.startsWith(place) ? sum + more : sum), 0);
-    const heading = title.split(" > ").pop().toLowerCase() === words ? 50 : 0;
+    const heading = page !== "index" && title.split(" > ").pop().toLowerCase() === words ? 50 : 0;
     return score + place + heading + (page === "settings" && isSetting(words) ? 40 : 0) + 20 * shareInTitle(words, title.split(" > ").pop()) ** 2;
   },
   objNameMatch: 11,
