@@ -146,29 +146,21 @@ def test_rounding_by_chance_has_the_right_mean_and_only_neighbours():
 
 
 @pytest.mark.parametrize(("rounds", "moved"), [(True, True), (False, False)])
-def test_steps_below_a_256th_of_a_weight_happen_without_masters(rounds, moved):
+def test_steps_below_a_256th_of_a_weight_happen_without_masters(rounds, moved, monkeypatch):
     """100 of AdamW's steps of 1e-4 from 1: 0.99. Rounded to the nearest, where half a unit is 0.002, none happens."""
     p = {"weight": nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))}
     optimizer = Optimizer(p, Optim(bf16_stochastic_round=True, max_grad_norm=0.0))
     if not rounds:
-        nearest = lambda x, seed, first: x.bfloat16()  # noqa: E731
-        with pytest.MonkeyPatch.context() as patch:
-            without_adamw_kernels(patch)
-            patch.setattr(low_memory, "round_stochastically", nearest)
-            _push(optimizer, 100)
-    else:
-        _push(optimizer, 100)
-    mean = float(p["weight"].detach().float().mean())
-    assert abs(mean - 0.99) < 5e-4 if moved else mean == 1.0
-    assert "master.weight" not in optimizer.state_dict()
-
-
-def _push(optimizer: Optimizer, steps: int) -> None:
-    for _ in range(steps):
-        optimizer.parameters["weight"].grad = torch.ones(64, 64, dtype=torch.bfloat16)
+        without_adamw_kernels(monkeypatch)
+        monkeypatch.setattr(low_memory, "round_stochastically", lambda x, seed, first: x.bfloat16())
+    for _ in range(100):
+        p["weight"].grad = torch.ones(64, 64, dtype=torch.bfloat16)
         optimizer.finish_backward()
         optimizer.apply(optimizer.norm(), 1e-4)
         optimizer.clear()
+    mean = float(p["weight"].detach().float().mean())
+    assert abs(mean - 0.99) < 5e-4 if moved else mean == 1.0
+    assert "master.weight" not in optimizer.state_dict()
 
 
 @pytest.mark.parametrize("optim", [Optim(optimizer="adamw_8bit"), Optim(optimizer="adamw_8bit", bf16_stochastic_round=True)])
