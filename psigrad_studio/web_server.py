@@ -53,14 +53,15 @@ def _no_cut(record: logging.LogRecord) -> bool:
 
 
 class Connections:
-    """The open connections by person. If there are too many, the oldest connection of the person with the most is closed.
+    """The open connections by person. Above `most`, or `each` of one person, the oldest of the person with the most is closed.
 
     All strangers, whose requests have no session, count as one person, so they cannot use up the connections of others. A new
-    connection counts as a stranger's until the guard has `admitted` a request on it. For that, it has `GRACE` seconds and `LOOKS`
+    connection counts as a stranger's until the guard has `admitted` a request on it. For that, it has `grace` seconds and `LOOKS`
     checks, during which it is closed only if the process has no files left. Connections without a request are closed first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = CONNECTIONS, each: int = EACH, grace: float = GRACE) -> None:
+        self.most, self.each, self.grace = most, each, grace
         self.hard = _allowed_files() - OTHER_FILES
         self.held: dict[object, dict[H11Protocol, tuple[float, int]]] = {}
         """Person -> connection -> (time in seconds, number of the check) when it became that person's; the oldest first."""
@@ -91,25 +92,25 @@ class Connections:
         self.held.setdefault(who, {})[connection] = (asyncio.get_running_loop().time(), self.look)
         while len(self.whose) > self.hard and self._cut(self._largest(), (math.inf, math.inf)):
             pass
-        if len(self.held[who]) > EACH or len(self.whose) > CONNECTIONS:
+        if len(self.held[who]) > self.each or len(self.whose) > self.most:
             self._plan()
 
     def _plan(self) -> None:
         if not self._planned:
             self._planned = True
-            asyncio.get_running_loop().call_later(GRACE / LOOKS, self.thin_out)
+            asyncio.get_running_loop().call_later(self.grace / LOOKS, self.thin_out)
 
     def thin_out(self) -> None:
         """Close connections until the limits are met."""
         self._planned = False
         self.look += 1
-        latest = (asyncio.get_running_loop().time() - GRACE, self.look - LOOKS)
+        latest = (asyncio.get_running_loop().time() - self.grace, self.look - LOOKS)
         for group in list(self.held.values()):
-            while len(group) > EACH and self._cut(group, latest):
+            while len(group) > self.each and self._cut(group, latest):
                 pass
-        while len(self.whose) > CONNECTIONS and self._cut(self._largest(), latest):
+        while len(self.whose) > self.most and self._cut(self._largest(), latest):
             pass
-        if len(self.whose) > CONNECTIONS or any(len(group) > EACH for group in self.held.values()):
+        if len(self.whose) > self.most or any(len(group) > self.each for group in self.held.values()):
             self._plan()  # check again later, for connections that are still too young
 
     def _largest(self) -> dict[H11Protocol, tuple[float, int]]:

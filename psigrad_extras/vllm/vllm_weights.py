@@ -116,14 +116,14 @@ def _as_saved(network: Any, name: str, weight: Tensor) -> Iterable[tuple[str, Te
     return found.items()
 
 
-def in_buckets(weights: Iterable[tuple[str, Tensor]], size: int = BUCKET) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights in buckets of complete layers, since the engine fuses several weights of a layer into one matrix."""
+def in_buckets(weights: Iterable[tuple[str, Tensor]], size: int = 0) -> Iterator[dict[str, Tensor]]:
+    """Yield buckets of `size` bytes (0: `BUCKET`) or more. A layer stays whole, as the engine fuses several of its weights."""
     held: dict[str, Tensor] = {}
     before = None
     for name, weight in weights:
         layer = re.match(r".*?\.\d+\.|", name)
         here = layer.group() if layer else ""
-        if here != before and sum(w.numel() * w.element_size() for w in held.values()) >= size:
+        if here != before and sum(w.numel() * w.element_size() for w in held.values()) >= (size or BUCKET):
             yield held
             held = {}
         held[name], before = weight, here

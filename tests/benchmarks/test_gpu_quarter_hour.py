@@ -20,11 +20,12 @@ def asked(monkeypatch, tmp_path):
     page = tmp_path / "gpu.md"
     page.write_text("before\n<!-- measured -->\nold\n<!-- end of measured -->\nafter\n")
     monkeypatch.setattr(script.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(script, "_version", lambda: code[0])
-    code = ["abc"]
+    monkeypatch.setattr(script, "HERE", tmp_path / "benchmarks")
+    (tmp_path / "psigrad").mkdir()
 
     def run(minutes, faults=(), at="abc"):
-        ran, code[0] = [], at
+        ran = []
+        (tmp_path / "psigrad" / "code.py").write_text(at)
 
         def take(stage, options, seconds):
             ran.append(stage.name)

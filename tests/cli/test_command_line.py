@@ -13,7 +13,6 @@ import subprocess
 import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import get_type_hints
 
 import pytest
@@ -26,6 +25,7 @@ from psigrad.compat.foreign_names import load, resolve_names
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.config.fields import flag_of, help_of, settings_of
 from psigrad.errors import UserError
+from psigrad.runs.result import Result
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = [SFTConfig, OnlineConfig, EvalConfig, PreferenceConfig, RewardConfig, SampleConfig]
@@ -378,7 +378,7 @@ def test_the_python_example_asks_for_a_run_that_could_start(monkeypatch, capsys)
 
     def record(method, **settings):
         asked.update(settings, method=method)
-        return SimpleNamespace(after={}, report=None)
+        return Result(ROOT, ROOT / "model", None)
 
     monkeypatch.setattr(psigrad, "train", record, raising=False)
     monkeypatch.setattr(sys, "argv", ["train.py", "model", "prompts.jsonl"])

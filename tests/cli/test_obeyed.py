@@ -11,8 +11,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 import tiny_rewards
-from hub_stand_in import TOKEN, hub_stand_in
-from huggingface_hub import constants
+from hub_stand_in import hub_stand_in, reach
 from read_settings import watching
 from speed import measured_once  # noqa: F401 (a fixture)
 
@@ -88,11 +87,8 @@ def alone(tmp_path, monkeypatch, rewards_here):
 
     monkeypatch.setattr("psigrad_extras.cluster.ray_placement.ActorPool", NoCluster)
     monkeypatch.setattr("psigrad.language.episodes.environment_pool.enclosure_of_workers", lambda files: None)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
     with hub_stand_in() as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        reach(monkeypatch, hub.address)
         yield tmp_path
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import socket
-import urllib.request
 
 import pytest
+from hub_stand_in import network
 from huggingface_hub import constants
 from transformers.trainer_utils import SchedulerType
 
@@ -382,24 +381,17 @@ def test_a_near_miss_of_a_folder_is_shown(tmp_path, capsys):
 
 
 def test_without_a_network_the_hub_is_not_asked_and_with_one_it_is_again(monkeypatch, capsys):
-    def nobody(*given):
-        raise socket.gaierror(-2, "Name or service not known")
-
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(urllib.request, "getproxies", dict)
-    known = lambda *given: [given]  # noqa: E731
-    for answers, offline in ((known, False), (nobody, True), (nobody, True), (known, False)):
-        monkeypatch.setattr(socket, "getaddrinfo", answers)
+    for there, offline in ((True, False), (False, True), (False, True), (True, False)):
+        network(monkeypatch, there)
         named_datasets.go_offline_without_network()
         assert constants.HF_HUB_OFFLINE is offline
     assert capsys.readouterr().err.count("No network: the address of huggingface.co cannot be found, so") == 1
-    monkeypatch.setattr(urllib.request, "getproxies", lambda: {"https": "http://proxy"})
-    monkeypatch.setattr(socket, "getaddrinfo", nobody)
+    network(monkeypatch, False, https="http://proxy")
     named_datasets.go_offline_without_network()
     assert constants.HF_HUB_OFFLINE is False, "a proxy finds the name"
-    monkeypatch.setattr(urllib.request, "getproxies", dict)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(socket, "getaddrinfo", known)
+    network(monkeypatch, True)
     named_datasets.go_offline_without_network()
     assert constants.HF_HUB_OFFLINE is True, "the user's own choice stays"
 

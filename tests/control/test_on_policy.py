@@ -269,12 +269,18 @@ def test_half_of_the_run_is_half_of_the_clip_and_of_the_learning_rate():
     assert constant._schedule().surrogate.low == 0.2
 
 
-def test_a_minibatch_is_normalised_by_its_own_steps(monkeypatch):
-    """Of 48 steps in two minibatches each loss is the mean of its 24; divided by the rollout's it and its gradient are half."""
-    made = method("ppo", n_steps=16, batch_size=24, max_grad_norm=0.0)
+def updates_of(made, monkeypatch) -> list[tuple[int, int]]:
+    """A list that gets the steps of each update, and the number by which its loss is normalised."""
     counted, update = [], made._update
     monkeypatch.setattr(made, "_update", lambda algorithm, part, totals, *more: counted.append((len(part.action), totals.tokens))
                         or update(algorithm, part, totals, *more))  # fmt: skip
+    return counted
+
+
+def test_a_minibatch_is_normalised_by_its_own_steps(monkeypatch):
+    """Of 48 steps in two minibatches each loss is the mean of its 24; divided by the rollout's it and its gradient are half."""
+    made = method("ppo", n_steps=16, batch_size=24, max_grad_norm=0.0)
+    counted = updates_of(made, monkeypatch)
     made.iterate()
     assert counted == [(24, 24)] * 2
 
@@ -283,18 +289,18 @@ def test_the_penalty_of_ppo_follows_the_kl_after_the_last_pass(monkeypatch):
     told, collected = [], []
     monkeypatch.setattr(policy_gradient, "adapt", lambda penalty, state, kl: told.append(kl) or dict(state))
     made = method("ppo_penalty", n_steps=16, batch_size=0, learning_rate=0.01, n_epochs=2)
-    collect = made._collect
+    collect = made.collector.steps
 
     def log_probs(rollout) -> torch.Tensor:
         seen = as_tensors(rollout, True)
         return made._evaluate(made.network.record(seen.observation).output, seen.action).logp.detach()
 
-    def collects():
-        rollout = collect()
+    def collects(act, count):
+        rollout = collect(act, count)
         collected.append((rollout, log_probs(rollout)))
         return rollout
 
-    monkeypatch.setattr(made, "_collect", collects)
+    monkeypatch.setattr(made.collector, "steps", collects)
     made.iterate()
     ((rollout, before),) = collected
     moved = log_probs(rollout) - before
@@ -336,15 +342,9 @@ def test_each_minibatch_has_slopes_of_its_own(batch_size):
 def test_rows_without_an_end_are_cut_into_minibatches_of_steps(batch_size, monkeypatch):
     """Two rows of 16 steps that all go on: two passes of four minibatches of 8 steps, or of one of all."""
     made = method("ppo", lambda: Counter((100,)), n_steps=16, n_envs=2, batch_size=batch_size, n_epochs=2)
-    sizes, update = [], made._update
-
-    def counted(algorithm, part, *rest):
-        sizes.append(len(part.action))
-        return update(algorithm, part, *rest)
-
-    monkeypatch.setattr(made, "_update", counted)
+    counted = updates_of(made, monkeypatch)
     made.iterate()
-    assert sizes == ([8] * 8 if batch_size else [32] * 2)
+    assert [steps for steps, _ in counted] == ([8] * 8 if batch_size else [32] * 2)
 
 
 @pytest.mark.parametrize(

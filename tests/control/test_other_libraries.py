@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from control_worlds import Chain, Locks
+from control_worlds import Chain, Locks, commanded
 
 import psigrad.control
 from psigrad import cli
@@ -437,13 +437,7 @@ def test_flags_of_rl_zoo3_are_answered(arguments, said, tmp_path, capsys):
 
 
 def test_flags_of_rl_zoo3_that_mean_the_same_are_taken(tmp_path, monkeypatch):
-    from types import SimpleNamespace
-
-    from psigrad.control import run
-
-    seen = []
-    monkeypatch.setattr(run, "run", lambda config: seen.append(config) or SimpleNamespace())
-    monkeypatch.setattr("psigrad.records.report.terminal.print_result", lambda result: None)
+    seen = commanded(monkeypatch)
     theirs = ["--algo", "dqn", "--env", "CartPole-v1", "--n-timesteps", "99", "--policy", "CnnPolicy", "--n-eval-episodes", "7"]
     assert cli.main(["control", *theirs, "--env-kwargs", "{sutton_barto_reward: true}"]) == 0
     (found,) = seen

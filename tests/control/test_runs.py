@@ -12,6 +12,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from cases import slow
+from control_worlds import commanded
 from PIL import Image
 from resuming import digest, dying_at
 from tiny_jobs import forked
@@ -343,13 +344,9 @@ def test_ppo_solves_cartpole(seed):
 
 
 def test_the_commands_tuned_settings_reach_their_sections(monkeypatch, capsys):
-    from types import SimpleNamespace
+    from psigrad.control import commands
 
-    from psigrad.control import commands, run
-
-    seen = []
-    monkeypatch.setattr(run, "run", lambda config: seen.append(config) or SimpleNamespace())
-    monkeypatch.setattr("psigrad.records.report.terminal.print_result", lambda result: None)
+    seen = commanded(monkeypatch)
     commands.control(["dqn", "--env", "CartPole-v1"])
     commands.control(["dqn", "--env", "CartPole-v1", "--net-arch", "32", "--no-double-q"])
     commands.control(["dqn", "--env", "CartPole-v1", "--no-tuned"])

@@ -132,11 +132,11 @@ def test_the_critics_error_is_the_mean_of_the_last_pass(monkeypatch):
     given = {"tuned": False, "n_envs": 2, "n_steps": 16, "batch_size": 16, "total_timesteps": 100, "network.critic": "separate"}
     made = builder.build(builder.settings("trpo", Chain, given | {"n_critic_updates": 3}))
     made.restart()
-    seen, fit = [], made._fit_critic
-    monkeypatch.setattr(made, "_fit_critic", lambda algorithm, whole, *rest: seen.append(whole) or fit(algorithm, whole, *rest))
+    seen, prepare = [], type(made.algorithm).prepare
+    monkeypatch.setattr(type(made.algorithm), "prepare", lambda *given, **how: seen.append(prepare(*given, **how)) or seen[-1])
     monkeypatch.setattr(made, "apply_gradient", lambda gradient, rate: None)
     figures = made.iterate()
-    (whole,) = seen
-    value, returns = whole.prepared.batch.value[:, 0], whole.prepared.returns[:, 0]
+    steps = seen[0].steps()
+    value, returns = steps.batch.value, steps.returns
     error = float(made.algorithm.critic(value, value, returns).mean()) * made.algorithm.critic.coefficient
     assert figures["value_loss"] == pytest.approx(error, rel=1e-5) and error > 0.01

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kernel_choices import pretend_processor
 
 from psigrad.cache_folder import cache_folder
 from psigrad.kernels import build
@@ -200,6 +201,5 @@ def test_a_level_is_for_processors_that_have_all_of_it(monkeypatch):
         ("aarch64", "fp asimd", ["armv8-a"]),
         ("riscv64", older, []),
     ):
-        monkeypatch.setattr(processor.platform, "machine", lambda machine=machine: machine)
-        monkeypatch.setattr(processor, "_described", lambda flags=flags: (f"flags : {flags}",))
+        pretend_processor(monkeypatch, f"flags : {flags}", machine=machine)
         assert processor.levels() == found

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from fused_models import CONFIGS, adapted, made, some_groups
+from kernel_choices import own_products, pretend_processor
 
 from psigrad.kernels import processor
 from psigrad.kernels.kernels import kernels, multiply
@@ -26,12 +25,7 @@ SHAPES = (
 @pytest.fixture
 def products(monkeypatch) -> Products:
     """Which compute all that they can, on whatever processor."""
-    native = kernels()
-    assert not isinstance(native, str), native
-    monkeypatch.setattr(native.products, "float32", True)
-    monkeypatch.setattr(native.products, "bfloat16", True)
-    monkeypatch.setattr(native.products, "packs_bfloat16", True)
-    return native.products
+    return own_products(monkeypatch)
 
 
 @pytest.fixture
@@ -171,8 +165,8 @@ def test_the_kernels_are_those_of_the_best_level(request):
 )
 def test_the_processor_decides(lines, half, trains, packs, monkeypatch):
     """In which type layers are computed, which of training's products are the kernels', and whether bfloat16 is packed."""
-    monkeypatch.setattr(processor, "_described", lambda: lines)
-    products = Products(SimpleNamespace())
+    pretend_processor(monkeypatch, *lines)
+    products = Products(None)
     assert processor.fast_bfloat16() is half
     assert (products.float32, products.bfloat16) == trains
     assert products.can_pack(torch.ones(3, 4).bfloat16()) is packs

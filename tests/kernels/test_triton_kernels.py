@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from kernel_choices import cut_head, without_adamw_kernels
 from torch.nn import functional as F
 
 from psigrad.language.models import logprobs
@@ -23,14 +24,13 @@ def kernels(monkeypatch):
     found = importlib.import_module("psigrad.kernels.triton_kernels")
     monkeypatch.setattr(low_memory, "gpu_kernels", lambda x: found)
     monkeypatch.setattr(logprobs, "gpu_kernels", lambda x: found)
-    monkeypatch.setattr(logprobs, "_on_gpu", lambda x: True)
     return found
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_step_of_adamw_on_a_divided_master_is_that_of_float64(kernels, monkeypatch, dtype):
-    monkeypatch.setattr(low_memory, "_has_kernel", lambda w: False)  # in C++
-    monkeypatch.setattr(LowMemoryAdamW, "_step_fused", None)  # in torch
+    without_adamw_kernels(monkeypatch)
+    monkeypatch.setattr(low_memory, "adamw", None)  # PyTorch's
     draw, first, size = torch.Generator().manual_seed(0), 70_001, 2_500  # more than two programs, and not three
     x, g = torch.randn(size, generator=draw), torch.randn(size, generator=draw).to(dtype)
     m, v = 0.1 * torch.randn(size, generator=draw), 0.01 * torch.rand(size, generator=draw)
@@ -54,9 +54,7 @@ def test_a_step_of_adamw_on_a_divided_master_is_that_of_float64(kernels, monkeyp
 @pytest.mark.parametrize("how", ["triton", "torch"])
 def test_log_probs_and_their_gradient_are_those_of_float64(request, monkeypatch, how, dtype, gap, temperature):
     kernels = request.getfixturevalue("kernels") if how == "triton" else None
-    monkeypatch.setattr(logprobs, "_on_gpu", lambda x: True)
-    monkeypatch.setattr(logprobs, "TILE_ON_GPU", 1)
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 5 * 4_500)  # two chunks, whose rows take two blocks of 4,096
+    cut_head(monkeypatch, 5 * 4_500, on_gpu=True)  # two chunks, whose rows take two blocks of 4,096
     draw = torch.Generator().manual_seed(0)
     head = torch.nn.Linear(16, 4_500, bias=False).to(dtype)
     hidden, ids = (16 * torch.randn(7, 16, generator=draw)).to(dtype).requires_grad_(), torch.randint(4_500, (7,), generator=draw)

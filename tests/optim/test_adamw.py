@@ -7,13 +7,13 @@ import sys
 
 import pytest
 import torch
+from kernel_choices import without_adamw_kernels
 from torch import nn
 
 from psigrad.config import Optim
 from psigrad.errors import UserError
 from psigrad.optim import Optimizer, gradients
 from psigrad.optim.low_memory import dither
-from psigrad.optim.rules import adamw_kernels
 from psigrad.records import checkpoint
 
 SHAPES = {"a.weight": (3, 4), "b.weight": (4, 3), "a.bias": (4,), "b.bias": (4,)}
@@ -206,7 +206,8 @@ HALVES = {"a.weight": (70, 300), "b.weight": (3, 5), "a.bias": (33,), "b.bias": 
 
 
 def half_optimizer(monkeypatch, native: bool, *, max_grad_norm: float = 1.0) -> tuple[Optimizer, dict[str, nn.Parameter]]:
-    monkeypatch.setattr("psigrad.optim.optimizer.adamw_kernels", adamw_kernels if native else lambda dtype, device: None)
+    if not native:
+        without_adamw_kernels(monkeypatch)
     draw = torch.Generator().manual_seed(0)
     weights = {name: nn.Parameter(torch.randn(shape, generator=draw).bfloat16()) for name, shape in HALVES.items()}
     made = Optimizer(weights, Optim(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=max_grad_norm))

@@ -7,10 +7,11 @@ import threading
 import pytest
 import torch
 from fused_models import CONFIGS, made, some_groups, tied_or_not
+from kernel_choices import cut_head
 from torch import nn
 from torch.nn import functional as F
 
-from psigrad.language.models import logprobs, tiny
+from psigrad.language.models import tiny
 from psigrad.language.models.logprobs import token_stats
 from psigrad.language.models.stats import TokenStatsRequest
 from psigrad.optim import gradients
@@ -32,7 +33,7 @@ def tokenizer():
 @pytest.fixture
 def tied(tokenizer, monkeypatch):
     """A model whose embedding is its head, with chunks so small that the head's gradient is in closed form."""
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 16 * len(tokenizer))
+    cut_head(monkeypatch, 16 * len(tokenizer))
     return tied_or_not(True, tokenizer)
 
 
@@ -100,7 +101,7 @@ def test_what_does_not_learn_or_is_no_leaf_is_left_to_autograd():
 
 def test_a_half_precision_heads_gradient_is_summed_in_float32(monkeypatch):
     """In bfloat16 a sum of chunks would lose the small ones, so that gradient is not written in place."""
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 4 * 30)
+    cut_head(monkeypatch, 4 * 30)
     torch.manual_seed(0)
     head = nn.Linear(8, 30, bias=False).bfloat16()
     hidden, ids = torch.randn(64, 8).bfloat16(), torch.randint(0, 30, (64,))
@@ -120,9 +121,7 @@ def test_a_half_precision_heads_gradient_is_that_of_the_whole(entropy, monkeypat
     """It is Σ (e_a − π) hᵀ, of 2,048 states in 512 pieces, to 0.5 %: a product rounded to bfloat16 is 0.2 % off, and a sum of
     512 in bfloat16 several percents.
     """
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 4 * 30)
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 4 * 30)
-    monkeypatch.setattr(logprobs, "TILE_ROWS", 4)
+    cut_head(monkeypatch, 4 * 30, rows=4, chunk=4 * 30)
     torch.manual_seed(0)
     head = nn.Linear(8, 30, bias=False).bfloat16()
     hidden, ids = (torch.randn(2048, 8) + 1).bfloat16(), torch.randint(0, 3, (2048,))

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from kernel_choices import without_adamw_kernels
 from torch import nn
 
 from psigrad.config import Optim
@@ -82,7 +83,7 @@ def test_the_kernel_steps_as_torch_does(dtype, optim, monkeypatch):
     made = []
     for native in (True, False):
         if not native:
-            monkeypatch.setattr(low_memory, "_has_kernel", lambda weight: False)
+            without_adamw_kernels(monkeypatch)
         optimizer = Optimizer(parameters_of(dtype), optim, seed=3)
         take_steps(optimizer, 4)
         moments = {key: x for key, x in optimizer.state_dict().items() if not key.startswith("master.")}
@@ -122,7 +123,7 @@ def test_a_weight_whose_gradient_has_gone_takes_no_leap(native, monkeypatch):
     moment over its root. AdamW itself never moves by more than a few rates.
     """
     if not native:
-        monkeypatch.setattr(low_memory, "_has_kernel", lambda weight: False)
+        without_adamw_kernels(monkeypatch)
     p = {"weight": nn.Parameter(torch.zeros(64, 64))}
     optimizer = Optimizer(p, Optim(optimizer="adamw_8bit", max_grad_norm=0.0))
     for size in (1e-4, 1e-9):
@@ -145,29 +146,21 @@ def test_rounding_by_chance_has_the_right_mean_and_only_neighbours():
 
 
 @pytest.mark.parametrize(("rounds", "moved"), [(True, True), (False, False)])
-def test_steps_below_a_256th_of_a_weight_happen_without_masters(rounds, moved):
+def test_steps_below_a_256th_of_a_weight_happen_without_masters(rounds, moved, monkeypatch):
     """100 of AdamW's steps of 1e-4 from 1: 0.99. Rounded to the nearest, where half a unit is 0.002, none happens."""
     p = {"weight": nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))}
     optimizer = Optimizer(p, Optim(bf16_stochastic_round=True, max_grad_norm=0.0))
     if not rounds:
-        nearest = lambda x, seed, first: x.bfloat16()  # noqa: E731
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(low_memory, "_has_kernel", lambda weight: False)
-            patch.setattr(low_memory, "round_stochastically", nearest)
-            _push(optimizer, 100)
-    else:
-        _push(optimizer, 100)
-    mean = float(p["weight"].detach().float().mean())
-    assert abs(mean - 0.99) < 5e-4 if moved else mean == 1.0
-    assert "master.weight" not in optimizer.state_dict()
-
-
-def _push(optimizer: Optimizer, steps: int) -> None:
-    for _ in range(steps):
-        optimizer.parameters["weight"].grad = torch.ones(64, 64, dtype=torch.bfloat16)
+        without_adamw_kernels(monkeypatch)
+        monkeypatch.setattr(low_memory, "round_stochastically", lambda x, seed, first: x.bfloat16())
+    for _ in range(100):
+        p["weight"].grad = torch.ones(64, 64, dtype=torch.bfloat16)
         optimizer.finish_backward()
         optimizer.apply(optimizer.norm(), 1e-4)
         optimizer.clear()
+    mean = float(p["weight"].detach().float().mean())
+    assert abs(mean - 0.99) < 5e-4 if moved else mean == 1.0
+    assert "master.weight" not in optimizer.state_dict()
 
 
 @pytest.mark.parametrize("optim", [Optim(optimizer="adamw_8bit"), Optim(optimizer="adamw_8bit", bf16_stochastic_round=True)])
@@ -198,13 +191,17 @@ def test_gradients_of_several_passes_are_summed_in_float32(optim):
     assert float(stepped.detach().float().mean()) == pytest.approx(0.999, abs=2e-4)
 
 
+def cut_masters(monkeypatch, divided: bool, chunk: int) -> None:
+    """Keep large masters in two parts if `divided`, and step `chunk` elements at a time."""
+    monkeypatch.setattr(loop, "has_remainder", lambda p: divided and p.dtype == torch.bfloat16 and p.numel() > 1024)
+    monkeypatch.setattr(low_memory, "CHUNK", chunk)
+
+
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """The branches of a GPU on the host: no kernels, and large masters in two parts, stepped 512 elements at a time."""
-    monkeypatch.setattr(loop, "adamw_kernels", lambda *_: None)
-    monkeypatch.setattr(low_memory, "_has_kernel", lambda weight: False)
-    monkeypatch.setattr(loop, "has_remainder", lambda p: p.dtype == torch.bfloat16 and p.numel() > 1024)
-    monkeypatch.setattr(low_memory, "CHUNK", 512)
+    without_adamw_kernels(monkeypatch)
+    cut_masters(monkeypatch, True, 512)
 
 
 def peak(work) -> int:
@@ -235,7 +232,7 @@ def test_a_step_of_a_gpu_takes_at_most_16_bytes_a_parameter(optim, passes, most,
 
     assert step() <= most + 0.3
     if optim == Optim():
-        monkeypatch.setattr(loop, "has_remainder", lambda p: False)
+        cut_masters(monkeypatch, False, 512)
         assert step() >= most + 2  # with whole masters: the control
 
 
@@ -246,7 +243,7 @@ def test_temporaries_are_those_of_a_chunk(optim, as_on_a_gpu, monkeypatch, own=l
     optimizer = Optimizer(p, optim)
     p["weight"].grad = torch.ones_like(p["weight"])
     for chunk, least, most in ((1 << 14, 1, 16), (1 << 18, 30, 80)):  # all at once: the control
-        monkeypatch.setattr(low_memory, "CHUNK", chunk)
+        cut_masters(monkeypatch, True, chunk)
         assert least < peak(lambda: optimizer.apply(1.0, 1e-3)) / (1 << 18) < most
 
 
@@ -255,8 +252,7 @@ def test_chunks_and_masters_in_two_parts_step_to_the_same_bits(optim, as_on_a_gp
     parts = Optimizer(parameters_of(torch.bfloat16), optim, seed=3)
     take_steps(parts, 4)
     saved = {key: x.clone() for key, x in parts.state_dict().items()}
-    monkeypatch.setattr(loop, "has_remainder", lambda p: False)
-    monkeypatch.setattr(low_memory, "CHUNK", 1 << 20)
+    cut_masters(monkeypatch, False, 1 << 20)
     whole = Optimizer(parameters_of(torch.bfloat16), optim, seed=3)
     take_steps(whole, 4)
     for name, p in whole.parameters.items():
@@ -266,7 +262,7 @@ def test_chunks_and_masters_in_two_parts_step_to_the_same_bits(optim, as_on_a_gp
     assert ("remainder.layer.weight" in saved) is not optim.bf16_stochastic_round
     for key, x in whole.state_dict().items():
         assert torch.equal(x, other.state_dict()[key]), key
-    monkeypatch.setattr(loop, "has_remainder", lambda p: p.dtype == torch.bfloat16 and p.numel() > 1024)
+    cut_masters(monkeypatch, True, 1 << 20)
     back = Optimizer(parts.parameters, optim, seed=3)
     back.load_state_dict(whole.state_dict())
     for key, x in saved.items():
@@ -302,7 +298,7 @@ def test_dithered_weights_move_together_as_their_masters_do():
 )
 def test_masters_of_every_layout_are_copied_by_the_same_rounding(native, monkeypatch):
     if not native:
-        monkeypatch.setattr(low_memory, "adamw_kernels", lambda dtype, device: None)
+        without_adamw_kernels(monkeypatch)
         monkeypatch.setattr(low_memory, "SPLIT", 1000), monkeypatch.setattr(low_memory, "CHUNK", 700)
         low_memory._first_thresholds.cache_clear()
     draw = torch.Generator().manual_seed(0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
+from lone_runs import OneOf
 from torch import nn
 
 from psigrad.config import Optim
@@ -283,7 +283,7 @@ def test_the_norm_of_shards_is_that_of_what_all_processes_hold(monkeypatch):
 
 def test_a_head_whose_gradient_is_made_twice_is_that_of_a_process_alone():
     for size, recomputes in ((1, True), (2, False)):
-        world = SimpleNamespace(size=size, rank=0)
+        world = OneOf(size)
         assert (
             Optimizer({"w": torch.nn.Parameter(torch.ones(2))}, Optim(), recompute=True, world=world).sums.recompute is recomputes
         )

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from psigrad.language.recipes.finish import write_card
-from psigrad.processes.parallel.world import ALONE
 from psigrad.records import checkpoint, read, report, row_lines
 from psigrad.records.run_folder import RunFolder, RunFolderError
 from psigrad.runs import session
+from psigrad.runs.journal import Journal
 from psigrad.runs.result import Result
 
 CONFIG = {"recipe": "sft", "run": {"max_steps": 10}}
@@ -210,7 +209,7 @@ def test_a_pipe_in_a_run_folder_is_refused_and_hangs_nobody(name, tmp_path):
 
 def with_model(path):
     with RunFolder.open(path, CONFIG) as folder:
-        journal = SimpleNamespace(folder=folder, world=SimpleNamespace(rank=0))
+        journal = Journal(folder)
         folder.event("started", step=0)
         folder.metrics({"step": 1})
         meta = session.folder_facts(journal)
@@ -322,18 +321,14 @@ def test_a_run_that_goes_on_cuts_its_large_files(tmp_path, monkeypatch):
     monkeypatch.setattr(row_lines, "_LARGE", 1)
     path = tmp_path / "run"
     with RunFolder.open(path, CONFIG) as folder:
-        journal = SimpleNamespace(folder=folder, world=ALONE)
+        journal = Journal(folder)
         folder.rollouts([{"step": 1}, {"step": 2}])
         meta = session.folder_facts(journal)
         checkpoint.save(folder.checkpoints, 2, lambda place: save_file({"w": torch.ones(9)}, place / "w.safetensors"), meta=meta)
         folder.rollouts([{"step": 3}])
     assert meta["ends"] == {"rollouts": 24}  # two lines of 12 bytes
     with RunFolder.open(path, CONFIG) as folder:
-        monkeypatch.setattr(
-            row_lines,
-            "truncate_to_step",
-            lambda file, *_: pytest.fail(f"{file.name} was read") if "roll" in file.name else (0, 0),
-        )
-        session.newest_checkpoint(SimpleNamespace(folder=folder, world=ALONE))
+        monkeypatch.setattr(row_lines, "truncate_to_step", lambda f, *_: pytest.fail("read") if "roll" in f.name else (0, 0))
+        session.newest_checkpoint(Journal(folder))
         assert folder.rows["rollouts"] == 2
     assert (path / "rollouts.jsonl").read_bytes() == b'{"step": 1}\n{"step": 2}\n'

@@ -6,10 +6,10 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from lone_runs import Heard
 from resuming import digest
 from safetensors.torch import load_file
 from tiny_jobs import forked, online_config, reward_config, sft_config
@@ -17,12 +17,12 @@ from tiny_jobs import forked, online_config, reward_config, sft_config
 from psigrad.config import Evaluation
 from psigrad.errors import UserError
 from psigrad.language.recipes import finish, online, reward, sft
-from psigrad.processes.parallel.world import ALONE
 from psigrad.records.read import load
 from psigrad.records.report import card
 from psigrad.runs import callbacks
 from psigrad.runs.best import Best
 from psigrad.runs.callbacks import Control
+from psigrad.step import RunState
 
 pytestmark = pytest.mark.usefixtures("rewards_here")
 
@@ -35,7 +35,7 @@ def told(values: list[float | dict | None], name: str = "loss", **settings) -> t
     for step, value in enumerate(values, start=1):
         control = Control()
         row = value if isinstance(value, dict) else {"eval/prompts": 4} | ({} if value is None else {f"eval/{name}": value})
-        best.on_evaluate(None, SimpleNamespace(step=step), control, row)
+        best.on_evaluate(None, RunState(step), control, row)
         saved += [step] if control.should_save else []
         ended = ended or (step if control.should_training_stop else 0)
     return best, saved, ended
@@ -67,8 +67,8 @@ def test_an_evaluation_without_a_finite_figure_is_no_better_and_ends_no_run(metr
 def test_what_no_evaluation_has_had_is_refused():
     before = {"eval/exact/mean": 0.5}
     best = Best(Evaluation(metric_for_best_model="exact"))
-    best.on_evaluate(None, SimpleNamespace(step=0), Control(), before)
-    best.on_evaluate(None, SimpleNamespace(step=1), Control(), {"eval/unscored": 4})  # a judge that is down
+    best.on_evaluate(None, RunState(), Control(), before)
+    best.on_evaluate(None, RunState(1), Control(), {"eval/unscored": 4})  # a judge that is down
     for metric in ("exact", ""):
         with pytest.raises(UserError, match=f"metric_for_best_model is '{metric}'.*it has none"):
             told([{}], metric_for_best_model=metric)
@@ -81,23 +81,17 @@ def test_evaluations_are_compared_by_one_figure_also_where_one_lacks_it():
     assert (best.step, best.value, saved) == (3, 0.3, [1, 3])
     again = Best(best.settings)
     again.load_state_dict(json.loads(json.dumps(best.state_dict())))
-    again.on_evaluate(None, SimpleNamespace(step=4), Control(), {"eval/loss": 0.0})
+    again.on_evaluate(None, RunState(4), Control(), {"eval/loss": 0.0})
     assert (again.step, again.value, again.waited) == (3, 0.3, 1), "over a stop too"
 
 
-def test_a_best_that_is_not_there_is_told(tmp_path):
-    said = []
-    journal = SimpleNamespace(
-        world=ALONE,
-        folder=SimpleNamespace(checkpoints=tmp_path),
-        log=lambda kind, text, **fields: said.append((kind, text, fields)),
-        callbacks=SimpleNamespace(callbacks=[told([3.0, 2.0])[0]]),
-    )
-    assert finish._best_of(None, journal, "last", None) == "last"
-    journal.callbacks.callbacks = [told([float("nan")])[0]]
-    assert finish._best_of(None, journal, "last", None) == "last"
+def test_a_best_that_is_not_there_is_told():
+    journal = Heard()
+    for values in ([3.0, 2.0], [float("nan")]):
+        journal.callbacks.callbacks = [told(values)[0]]
+        assert finish._best_of(None, journal, "last", None) == "last"
     gone = "The last weights are kept: the checkpoint of step 2, whose evaluation was the best, is gone."
-    assert said == [
+    assert journal.said == [
         ("kept_last", gone, {"best": 2}),
         ("kept_last", "The last weights are kept: no evaluation gave a value of the metric.", {"best": 0}),
     ]
@@ -105,7 +99,7 @@ def test_a_best_that_is_not_there_is_told(tmp_path):
 
 def test_the_model_before_its_first_step_is_no_candidate():
     best = Best(Evaluation(load_best_model_at_end=True))
-    best.on_evaluate(None, SimpleNamespace(step=0), Control(), {"eval/loss": 0.0})
+    best.on_evaluate(None, RunState(), Control(), {"eval/loss": 0.0})
     assert best.step == 0 and best.state_dict()["value"] is None
 
 

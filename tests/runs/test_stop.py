@@ -6,9 +6,9 @@ import contextlib
 import os
 import signal
 import threading
-from types import SimpleNamespace
 
 import pytest
+from lone_runs import OneOf
 from tiny_jobs import forked
 
 from psigrad.records.run_folder import RunFolder
@@ -85,7 +85,7 @@ def test_who_pressed_ctrl_c_is_told_once_what_happens_now(number, rank, said, mo
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_stop_interrupts_an_evaluation_of_one_process_and_removes_its_rows(processes, tmp_path):
     with RunFolder.open(tmp_path / "run", {"recipe": "x"}, "auto") as folder, StopSignal() as stop:
-        journal = Journal(folder, signal=stop, world=SimpleNamespace(size=processes, rank=0))
+        journal = Journal(folder, signal=stop, world=OneOf(processes))
         folder.metrics({"step": 1, "loss": 2.0})
         before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
         passed = []

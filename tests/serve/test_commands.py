@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import shutil
@@ -60,15 +59,12 @@ def test_the_token_is_told_once_unless_it_is_yours(small_model, monkeypatch):
     from psigrad_serve.engine.engine import SamplingEngine
 
     class Server:
-        def __init__(self, served, token, greet):
-            self.token, self.greet = token, greet
+        def __init__(self, app, ready, **settings):
+            self.run = lambda sockets: ready()
 
-        def run(self, sockets):
-            made.append(self.token)
-            self.greet()
-
-    made, said = [], []
-    monkeypatch.setattr(serving, "_server", Server)
+    made, said, gateway = [], [], serving.gateway
+    monkeypatch.setattr(serving, "gateway", lambda served, token: made.append(token) or gateway(served, token))
+    monkeypatch.setattr(serving, "QuietServer", Server)
     for token, variable in (("", ""), ("", "from the environment"), ("typed", "")):
         monkeypatch.setenv(serving.VARIABLE, variable)
         with serving.listen() as listening:
@@ -99,9 +95,8 @@ def test_a_model_without_a_chat_template_shows_what_it_was_trained_on_and_stops_
     (run_folder / "config.json").write_text('{"sampling": {"max_completion_length": 5}}')
     found = terminal_chat.read_training(str(run_folder / "model"))
     assert found == terminal_chat.Training(("say a:\\nnow", "say b:"), 5) == terminal_chat.read_training(str(run_folder))
-    asked = []
-    monkeypatch.setattr(terminal_chat.Served, "call", lambda self, body, row, form, how: asked.append(how["max_tokens"]))
-    monkeypatch.setattr(terminal_chat, "_answer", lambda *given: asyncio.sleep(0, ""))
+    asked, call = [], Served.call
+    monkeypatch.setattr(Served, "call", lambda self, *given: asked.append(given[-1]["max_tokens"]) or call(self, *given))
     for words in ([], ["--max-tokens", "7"]):
         monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\n"))
         assert cli.main(["chat", str(run_folder), "--threads", "1", *words]) == 0

@@ -46,7 +46,7 @@ def test_the_quick_form_trains_measures_and_is_resumed(model, tmp_path, capsys, 
     assert [one["samples"] for one in found["outcomes"]] == [0, 128, 0, 128, 16]
     assert all(one["kl"][0] > 0 for one in found["outcomes"][1:]) and found["outcomes"][0]["kl"][0] == pytest.approx(0, abs=1e-5)
     assert len(found["findings"]) == 6 and all(f["claim"] in " ".join(printed.split()) for f in found["findings"])
-    monkeypatch.setattr(trials, "_run", None)
+    monkeypatch.setattr(trials.ProcessPoolExecutor, "submit", None)
     monkeypatch.setattr(pretrained.evaluate, "sample_and_score", None)
     assert cli.main(asked) == 0, "nothing is run or measured again"
     assert capsys.readouterr().out.split("A pretrained")[1] == printed.split("A pretrained")[1]

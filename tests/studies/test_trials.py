@@ -120,7 +120,7 @@ def test_runs_are_run_once(folder, capsys, monkeypatch):
     monkeypatch.setattr(trials.multiprocessing, "get_context", lambda kind: forks)
     tiny = ("--seeds", "1", "--steps", "2", "--prompts", "4", "--generations", "2", "--sft-steps", "4")
     first = quick("dynamic_sampling", folder, capsys, *tiny)
-    monkeypatch.setattr(trials, "_run", None)
+    monkeypatch.setattr(trials.ProcessPoolExecutor, "submit", None)
     assert quick("dynamic_sampling", folder, capsys, *tiny).split("Dynamic")[1] == first.split("Dynamic")[1]
     assert cli.main(["experiment", "dynamic_sampling", *SMALL, *tiny, "--learning-rate", "0.1", "--out", str(folder)]) == 2
     assert re.search("holds a run with other settings; give another --out", capsys.readouterr().err)

@@ -383,11 +383,8 @@ class Line:
         self.open = False
 
 
-def test_too_many_connections_cost_whoever_has_most_their_oldest(monkeypatch):
-    monkeypatch.setattr(web_server, "CONNECTIONS", 10)
-    monkeypatch.setattr(web_server, "EACH", 6)
-    monkeypatch.setattr(web_server, "GRACE", 0.0)
-    held = web_server.Connections()
+def test_too_many_connections_cost_whoever_has_most_their_oldest():
+    held = web_server.Connections(most=10, each=6, grace=0.0)
 
     async def lines(n: int, who: object) -> list[Line]:
         made = [Line() for _ in range(n)]
@@ -413,11 +410,9 @@ def test_too_many_connections_cost_whoever_has_most_their_oldest(monkeypatch):
     told(story())
 
 
-def test_a_connection_has_time_to_say_who_asks_on_it(monkeypatch):
+def test_a_connection_has_time_to_say_who_asks_on_it():
     """However many silent ones come behind it: a busy server reads it late."""
-    monkeypatch.setattr(web_server, "EACH", 6)
-    monkeypatch.setattr(web_server, "GRACE", 0.2)
-    held = web_server.Connections()
+    held = web_server.Connections(each=6, grace=0.2)
 
     async def story() -> None:
         old = [Line() for _ in range(10)]
@@ -512,16 +507,13 @@ def test_under_abuse_memory_stays_and_honest_requests_are_quick():
 @pytest.mark.slow
 def test_negative_control_a_server_that_abuse_holds_up_is_not_quick(monkeypatch):
     """Each refusal keeps the server for a fraction of what is bearable; four at a time add up. The control of the test above."""
-    check, hold = Guard._check, [0.0]
+    refuse, hold = Refused.__init__, [0.0]
 
-    async def held(self: Guard, scope: Any) -> None:
-        try:
-            await check(self, scope)
-        except Refused:
-            time.sleep(hold[0])  # and not asyncio's: nothing else is served meanwhile
-            raise
+    def held(self: Refused, *given: Any, **how: Any) -> None:
+        time.sleep(hold[0])  # and not asyncio's: nothing else is served meanwhile
+        refuse(self, *given, **how)
 
-    monkeypatch.setattr(Guard, "_check", held)
+    monkeypatch.setattr(Refused, "__init__", held)
     with live_studio() as studio:
         alone, _, _ = _p99s(studio, blocks=3, visits=5)
         hold[0] = bearable(alone) * 0.6

@@ -8,6 +8,16 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from psigrad.control import run
+
+
+def commanded(monkeypatch: Any) -> list[Any]:
+    """A list that gets the settings of each run that `psigrad control` would start, and none does."""
+    seen: list[Any] = []
+    monkeypatch.setattr(run, "run", seen.append)
+    monkeypatch.setattr("psigrad.records.report.terminal.print_result", lambda result: None)
+    return seen
+
 
 class Counter(gym.Env[Any, Any]):
     """Observation [episode, step]; episode k ends after `lengths[k % len]` steps, in turn terminated and truncated. Reward: the

@@ -191,6 +191,13 @@ class _Mode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def gpu_memory(monkeypatch: Any, free: int, total: int = 0, reserved: int = 0, allocated: int = 0) -> None:
+    """Let torch find a GPU with so many bytes, of which it has `reserved` some and `allocated` some of these."""
+    has = {"memory_reserved": reserved, "memory_allocated": allocated, "mem_get_info": (free, total)}
+    for name, value in {**has, "get_device_properties": SimpleNamespace(total_memory=total)}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+
+
 @contextlib.contextmanager
 def fake_gpu(monkeypatch: Any) -> Iterator[None]:
     """torch has a CUDA device for the length of the block."""

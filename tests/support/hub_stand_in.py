@@ -11,6 +11,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import yaml
+from huggingface_hub import constants
+
+from psigrad.language.data import named_datasets
 
 USER, TOKEN = "ada", "hf_a_token_that_writes"
 
@@ -129,6 +133,32 @@ def _mode(one: dict[str, Any], files: dict[str, bytes]) -> dict[str, Any]:
 
 def _git(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def reach(monkeypatch, address: str) -> None:
+    """Let this process ask the hub at `address`, with the token that writes."""
+    for name, value in {"ENDPOINT": address, "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+
+
+def network(monkeypatch, there: bool, **proxies: str) -> None:
+    """Find the address of a host only if the network is `there`. `proxies` are the system's."""
+
+    def look_up(*given):
+        if not there:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [given]
+
+    monkeypatch.setattr("urllib.request.getproxies", lambda: proxies)
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+
+
+def cut_off(monkeypatch) -> None:
+    """Be without a network, which nobody has noticed yet."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(named_datasets, "_network", {"missing": False})
+    network(monkeypatch, there=False)
 
 
 @contextlib.contextmanager

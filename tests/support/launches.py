@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from psigrad.language.models import hf_attention, probe, tiny
-from psigrad.language.models.fused import gpu_parts
 from psigrad.language.models.fused.gpu_parts import GpuParts
 from psigrad.language.models.language_model import Lora, prepare
 from psigrad.language.models.packing import Groups
@@ -74,14 +73,19 @@ def made(layers: int, lora: bool, recompute: bool, fewer: bool = True, dtype=tor
     return model
 
 
+def attend_at_once(monkeypatch) -> None:
+    """Let the attention of packed texts be a single kernel, as on a GPU."""
+    monkeypatch.setattr(hf_attention, "varlen_kernel", lambda: lambda q, k, v, *rest: torch.ops.stand_in.attend(q, k, v))
+
+
 def launched(monkeypatch, **how) -> tuple[float, float]:
     """The kernels of a layer in a micro-batch, forward and backward, and the bytes beside products."""
     found = []
     for layers in (2, 4):
         model = made(layers, **how)
         with monkeypatch.context() as patch:
-            patch.setattr(hf_attention, "varlen_kernel", lambda: lambda q, k, v, *rest: torch.ops.stand_in.attend(q, k, v))
-            patch.setattr(gpu_parts, "_rms_norm", lambda x, w, eps, offset=0.0: torch.ops.stand_in.rms_norm(x, w, eps))
+            attend_at_once(patch)
+            patch.setattr(GpuParts, "norm", lambda self, x, w, eps: torch.ops.stand_in.rms_norm(x, w, eps))
             model.attention_kernel = "varlen"
             model.switch(training=bool(how["recompute"]))
             with Kernels() as counted:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
+from lone_runs import OneOf
 from rank_gradients import CASES, gradient
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -94,6 +94,6 @@ def overlooked(world: World) -> None:
     raise AssertionError("nobody noticed")
 
 
-def alone(**division: int) -> SimpleNamespace:
+def alone(**division: int) -> OneOf:
     """A world that only says how it is divided."""
-    return SimpleNamespace(rank=0, size=4, lockstep=True, division=Division(**division))
+    return OneOf(4, lockstep=True, division=Division(**division))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from tiny_rewards import Echo, early_letters
 from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, PreferenceConfig, RewardConfig, Run, Sampling, SFTConfig
 from psigrad.language.data.templates import CHATML
 from psigrad.language.models import tiny
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 
 
 def make_job(folder: Path) -> Path:
@@ -125,6 +127,18 @@ def online_config(job: Path, output: Path, algorithm="grpo", **run) -> OnlineCon
         num_minibatches=2,
         micro_batch_tokens=48,
     )
+
+
+def misreport(monkeypatch, by: float, after: int = 0) -> None:
+    """Let the sampler report log-probs that are off by `by`, from its call number `after` on."""
+    steps, calls = EmbeddedSampler.steps, itertools.count()
+
+    def shifted(self, requests, params, cache=None):
+        off = by * (next(calls) >= after)
+        for step in steps(self, requests, params, cache):
+            yield [(i, [replace(c, logprobs=tuple(x + off for x in c.logprobs)) for c in group]) for i, group in step]
+
+    monkeypatch.setattr(EmbeddedSampler, "steps", shifted)
 
 
 def forked(work: Callable[[], None]) -> int:

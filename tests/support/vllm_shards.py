@@ -35,7 +35,7 @@ def samples(world: World, folder: str, rank: str, out: str) -> None:
     vllm_setup.importlib.util.find_spec = there  # type: ignore[assignment]
     zeros = lambda model, probe: torch.zeros(sum(map(len, probe)) - len(probe))  # noqa: E731
     vllm_probe.log_probs = zeros  # type: ignore[assignment]
-    vllm_weights.in_buckets.__defaults__ = (1,)  # type: ignore[attr-defined]
+    vllm_weights.BUCKET = 1
     model, loaded = load_model(settings, run, None, world), []
 
     def whole():
@@ -63,7 +63,7 @@ def samples(world: World, folder: str, rank: str, out: str) -> None:
 
 def publishes(world: World, folder: str, out: str) -> None:
     """Write `out`: how many buckets each process holds of a published version, and whether they are the weights in shards."""
-    vllm_weights.in_buckets.__defaults__ = (1,)  # type: ignore[attr-defined]
+    vllm_weights.BUCKET = 1
     model = load_model(Model(path=folder), Run(threads=1), None, world)
     ends = Broadcasts("gloo", str, 2, torch.device("cpu"), ("load",), [], lambda *said, **fields: None)
     first = world.rank == 0

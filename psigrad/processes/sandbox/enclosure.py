@@ -38,10 +38,9 @@ _SETTINGS = (
 )
 
 
-def users_here() -> tuple[int, int]:
-    """Return (first, count): the range of user ids for sandboxes; (0, 0) if this user namespace has none to spare."""
-    ends = [_end_of(Path("/proc/self", name)) for name in ("uid_map", "gid_map")]
-    end = min(ends)
+def users_here(process: Path = Path("/proc/self")) -> tuple[int, int]:
+    """Return (first, count): the ids for sandboxes in the user namespace of `process`; (0, 0) if it has none to spare."""
+    end = min(_end_of(process / name) for name in ("uid_map", "gid_map"))
     if end >= _FIRST_USER + USERS * _PROCESSES:
         return _FIRST_USER, USERS * _PROCESSES
     return (end - 4096, 4000) if end >= 8192 else (0, 0)

@@ -44,16 +44,15 @@ class Writing:
 
 @pytest.fixture
 def worker(monkeypatch):
-    made = RolloutWorker(lambda: (SimpleNamespace(), Writing()), 1)
+    made = RolloutWorker(lambda: (SimpleNamespace(trainable=dict), Writing()), 1)
     made.sampler.worker = made
-    monkeypatch.setattr(made, "_load", lambda weights: None)
     monkeypatch.setitem(__import__("sys").modules, "ray", SimpleNamespace(get=lambda place: place))
     return made
 
 
 def test_tasks_of_one_version_are_written_together_and_another_one_waits(worker):
     with ThreadPoolExecutor(4) as threads:
-        ask = lambda number: threads.submit(worker.sample, Version(number, ["weights"]), [Request((1,), (2,))], PARAMS)  # noqa: E731
+        ask = lambda number: threads.submit(worker.sample, Version(number, [{}]), [Request((1,), (2,))], PARAMS)  # noqa: E731
         old = [ask(0), ask(0)]
         for _ in old:
             assert worker.sampler.begun.acquire(timeout=10.0), "both are at work at once"

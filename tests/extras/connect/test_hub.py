@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hub_stand_in import TOKEN, Repository, hub_stand_in
+from hub_stand_in import TOKEN, Repository, hub_stand_in, reach
 from huggingface_hub import ModelCard, constants
 from tiny_jobs import online_config, preference_config, reward_config, sft_config
 
@@ -36,10 +36,7 @@ def result(job, tmp_path_factory) -> Result:
 @pytest.fixture
 def hub(monkeypatch):
     with hub_stand_in() as standing_in:
-        monkeypatch.setattr(constants, "ENDPOINT", standing_in.address)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        reach(monkeypatch, standing_in.address)
         yield standing_in
 
 
@@ -251,7 +248,7 @@ def test_what_cannot_be_pushed_is_refused_before_the_first_step(job, tmp_path, h
 
 
 def test_a_hub_that_is_down_stops_no_run(job, tmp_path, hub, monkeypatch, capsys):
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    reach(monkeypatch, "http://127.0.0.1:9")
     done = dispatch.run(replace(sft_config(job, tmp_path / "run"), hub=Hub(push_to_hub=True)))
     said = capsys.readouterr().err
     assert said.count("cannot be reached") == 2 and f"psigrad push {tmp_path / 'run'} run" in said and done.model.is_dir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,7 @@ def test_the_search_goes_where_it_is_better(loss, tmp_path):
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(search, "_train", Trainer())
+    monkeypatch.setattr(search, "run", partial(search.run, train=Trainer()))
     folder = str(tmp_path / "s")
     words = ["sweep", "sft", "--search", "x:0..5", "--trials", "2", "--seeds", "0", "1", "--output-dir", folder, "--model", "m"]
     assert cli.main(words) == 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_gpu import gpu_memory
 
 from psigrad.config import Model, OnlineConfig, Run, Sampling, SFTConfig
 from psigrad.config import load as loading
@@ -87,7 +88,7 @@ def test_micro_batches_fill_the_memory_that_is_free(monkeypatch, capsys):
     monkeypatch.setattr(planned, "predict", predict)
     monkeypatch.setattr(planned, "lengths_of", lambda config: (None, None, ""))
     monkeypatch.setattr(fit, "machine", lambda where, dtype, measure: Machine(where, 0))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda where: (90_000, 500_000))
+    gpu_memory(monkeypatch, 90_000, 500_000)
     config = loading.load(SFTConfig, flags={"device": "cuda"})
     assert fit.fit(config).micro_batch_tokens == 8192
     assert asked[0] == (65536, 90_000) and asked[-1] == (8192, 90_000)
@@ -96,7 +97,6 @@ def test_micro_batches_fill_the_memory_that_is_free(monkeypatch, capsys):
         "on cuda: micro_batch_tokens=8192, model.dtype=bfloat16, model.gradient_checkpointing=True, run.async_save=True." in said
     )
     monkeypatch.setattr(fit.launch, "is_rank", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda where: SimpleNamespace(total_memory=500_000))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda where: pytest.fail("it takes memory of GPU 0 for each rank"))
     assert fit.fit(config).micro_batch_tokens == 32768, "ranks see the whole device, which is the same for all"
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda where: SimpleNamespace(total_memory=1))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hub_stand_in import cut_off
 from kept_bytes import running
+from kernel_choices import without_adamw_kernels
 from speed import measured_once  # noqa: F401 (a fixture)
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -24,7 +25,6 @@ from psigrad.language.rollout.samplers import embedded
 from psigrad.language.rollout.types import Completion, Request, SamplingParams, Trajectory
 from psigrad.language.training.online.batching import inputs_of, micro_batches, to_batch
 from psigrad.optim import Optimizer
-from psigrad.optim.rules import adamw_kernels
 from psigrad_extras.preflight import plan
 from psigrad_extras.preflight.plan import memory
 from psigrad_extras.preflight.plan import plan as command
@@ -37,6 +37,11 @@ pytestmark = pytest.mark.usefixtures("measured_once")
 ARCHITECTURES = ("qwen3", "llama", "gpt2", "gpt_neox")
 MACHINE = plan.Machine("cpu", 24 << 30, 1e11, 1e10)
 LENGTHS = plan.Lengths(prompt=12, completion=40, longest_prompt=12, longest_completion=64)
+
+
+def prepared(hf, lora=None, end=0) -> language_model.LanguageModel:
+    """A model with a tokenizer of which only its end of a text is known."""
+    return language_model.prepare(hf, SimpleNamespace(bos_token_id=None, eos_token_id=end), lora)
 
 
 def settings(folder, **given) -> OnlineConfig:
@@ -62,7 +67,7 @@ def test_parameters_are_counted_without_weights(architecture, tied):
 def test_an_adapters_parameters_are_counted(targets):
     hf = tiny.model("qwen3", 100)
     expected = count_shape(hf.config).lora_parameters(4, targets)
-    model = language_model.prepare(hf, SimpleNamespace(bos_token_id=None, eos_token_id=0), lora=Lora(4, target_modules=targets))
+    model = prepared(hf, Lora(4, target_modules=targets))
     assert sum(p.numel() for p in model.trainable().values()) == expected
 
 
@@ -76,11 +81,12 @@ def test_recomputing_layers_keeps_their_inputs_and_one_layer():
 @pytest.mark.parametrize("native", [True, False], ids=["stepped by the kernels", "by PyTorch"])
 @pytest.mark.parametrize(("dtype", "rank"), [("float32", 0), ("bfloat16", 0), ("float32", 4), ("bfloat16", 4)])
 def test_weights_gradients_and_optimizer_are_the_bytes_that_they_take(dtype, rank, native, monkeypatch):
-    monkeypatch.setattr("psigrad.optim.optimizer.adamw_kernels", adamw_kernels if native else lambda dtype, device: None)
+    if not native:
+        without_adamw_kernels(monkeypatch)
     hf = tiny.model("llama", 100).to(getattr(torch, dtype))
     shape = count_shape(hf.config)
     lora = Lora(rank) if rank else None
-    model = language_model.prepare(hf, SimpleNamespace(bos_token_id=None, eos_token_id=0), lora=lora)
+    model = prepared(hf, lora)
     optimizer = Optimizer(model.trainable(), Optim())
     optimizer.step([lambda: model.evaluate(Groups([[1, 2]], [[[3, 4]]])).logp.sum()], 1e-3)
     weights = sum(p.numel() * p.element_size() for p in hf.parameters())
@@ -104,7 +110,7 @@ def test_gradients_that_are_recomputed_are_those_that_the_optimiser_does_not_sto
     for module in (logprobs, memory):
         monkeypatch.setattr(module, "TILE_ELEMENTS", 1000)
     hf = tiny.model(architecture, 400, hidden=32, tied=tied)
-    model = language_model.prepare(hf, SimpleNamespace(bos_token_id=None, eos_token_id=0))
+    model = prepared(hf)
     optimizer = Optimizer(model.trainable(), Optim(), recompute=True)
     groups = running(400, prompts, 2, 4, 8)
     stored = []
@@ -135,7 +141,7 @@ def test_a_plan_that_recomputes_has_no_gradient_of_a_large_head_and_gives_memory
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
 def test_the_cache_is_as_large_as_the_samplers(architecture, monkeypatch):
     hf = tiny.model(architecture, 100, max_length=512)
-    model = language_model.prepare(hf, SimpleNamespace(bos_token_id=None, eos_token_id=99))
+    model = prepared(hf, end=99)
     model.network.get_output_embeddings().weight.data[99] = 0.0
     largest = [0]
     remove = embedded._Batch.decode
@@ -378,8 +384,9 @@ def test_the_warning_speaks_only_where_a_run_may_not_fit(folder, monkeypatch):
 def test_the_warning_names_what_to_change_also_where_all_is_needed():
     def said(*fits: bool) -> str:
         ways = [(name, SimpleNamespace(fits=fit)) for name, fit in zip(("a=1", "b=2", "all of these"), fits, strict=True)]
-        memory, machine = SimpleNamespace(peak=3e9), SimpleNamespace(memory=2e9)
-        return command._sentence(SimpleNamespace(ways=ways, memory=memory, machine=machine))
+        return command._sentence(
+            SimpleNamespace(ways=ways, memory=SimpleNamespace(peak=3e9), machine=replace(MACHINE, memory=2e9))
+        )
 
     assert said(False, True, True).endswith("but only 2 GB exist; try b=2.")
     assert said(False, False, True).endswith("; try all of a=1, b=2.")
@@ -402,14 +409,8 @@ def test_a_model_whose_own_code_fails_is_no_reason_to_stop_a_run_and_a_bug_of_th
 
 
 def test_without_a_network_a_hub_name_is_refused_at_once(tmp_path, monkeypatch, capsys):
-    def nobody(*given):
-        raise OSError("Name or service not known")
-
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("urllib.request.getproxies", dict)
-    monkeypatch.setattr("socket.getaddrinfo", nobody)
-    again = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: pytest.fail("the hub was asked again")})
-    monkeypatch.setattr("huggingface_hub.utils._http.time", again)
+    cut_off(monkeypatch)
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("the hub was asked again"))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "one"}\n')
     assert cli.main(["plan", "grpo", "--model", "nobody/no-such-model", "--dataset", str(tmp_path / "rows.jsonl")]) == 2
     assert "The tokenizer of 'nobody/no-such-model' cannot be read" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 from psigrad import cli
 from psigrad.config import Model, OnlineConfig, Run, Sampling, SFTConfig
 from psigrad.config.load import load
+from psigrad.language.models.sizes import size
 from psigrad_extras.preflight import plan
 from psigrad_extras.preflight.plan import arithmetic, shape
 from psigrad_extras.preflight.plan.hardware import named_gpu
@@ -139,9 +140,9 @@ def test_a_step_of_one_gpu_takes_what_was_measured_within_30_percent(tmp_path, m
     assert products.seconds(made.machine) < 0.5
 
 
-def test_negative_control_every_expert_for_every_token_takes_too_long(monkeypatch, tmp_path):
+def test_negative_control_all_experts_but_one_for_every_token_take_too_long(monkeypatch, tmp_path):
     ours, published = seconds(RUNS[4], tmp_path)
-    monkeypatch.setattr(shape, "_idle", lambda model, text: 1)
+    monkeypatch.setattr(shape, "size", lambda of, name: size(of, "experts") - 1 if name == "chosen" else size(of, name))
     shape_of.cache_clear()
     assert seconds(RUNS[4], tmp_path)[0] > 2 * published > ours
     shape_of.cache_clear()

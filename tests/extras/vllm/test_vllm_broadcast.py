@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pickle
 import sys
 import time
@@ -19,6 +20,7 @@ import torch
 from broadcast_ends import Ends
 from cases import slow
 from engine_samplers import PARAMS, REQUESTS, a_model, expected, ids, nudge
+from tiny_jobs import forked
 from warm import warm
 
 from psigrad.config import OnlineConfig, Placement
@@ -199,7 +201,7 @@ def ray(monkeypatch):
         raise Gone(str(lost))
 
     monkeypatch.setattr(ray_sampler, "_end", end)
-    monkeypatch.setattr(vllm_weights.in_buckets, "__defaults__", (1,))
+    monkeypatch.setattr(vllm_weights, "BUCKET", 1)
     return found
 
 
@@ -341,14 +343,14 @@ def test_a_lost_engine_is_never_filled_with_the_weights_of_the_beginning(engine,
 
 def test_an_engine_that_was_not_sent_what_it_waits_for_is_lost_and_its_model_is_not_blamed(engine, monkeypatch):
     sampler = engine()
-    monkeypatch.setattr(
-        sampler, "_heard", lambda: ("answer", ["failed", f"Worker failed: {broadcast.LOST} did not end within 120 s"])
-    )
-    with pytest.raises(EngineLostError, match="did not end within 120 s"):
-        list(sampler._hear("load"))
-    monkeypatch.setattr(sampler, "_heard", lambda: ("answer", ["failed", "no such weight"]))
-    with pytest.raises(UserError, match="vLLM cannot run this model"):
-        list(sampler._hear("load"))
+    lost = f"Worker failed: {broadcast.LOST} did not end within 120 s"
+    for why, kind, said in (
+        (lost, EngineLostError, "did not end within 120 s"),
+        ("no such weight", UserError, "vLLM cannot run this model"),
+    ):
+        monkeypatch.setattr(sampler, "_heard", lambda why=why: ("answer", ["failed", why]))
+        with pytest.raises(kind, match=said):
+            list(sampler._hear("load"))
 
 
 def test_with_filters_no_log_probs_come_of_an_old_model(engine, ray, trainer):
@@ -393,11 +395,8 @@ def test_a_broadcast_is_chosen_where_it_can_be_and_refused_in_a_sentence(
         ray_placement.agreed_transfer(config, model, Alone())
 
 
-def test_a_sampler_whose_engine_is_lost_ends_its_process(monkeypatch):
-    ended = []
-    monkeypatch.setattr(ray_sampler.os, "_exit", ended.append)
-    ray_sampler._end(RankLost("it is gone"))
-    assert ended == [RankLost.exit_status]
+def test_a_sampler_whose_engine_is_lost_ends_its_process():
+    assert os.waitstatus_to_exitcode(forked(lambda: ray_sampler._end(RankLost("it is gone")))) == RankLost.exit_status
 
 
 def test_a_version_is_gathered_out_of_shards_and_only_rank_0_holds_it(tmp_path):

@@ -336,7 +336,7 @@ def test_what_lies_below_an_adapter_is_written_layer_by_layer(tmp_path, monkeypa
             del own
 
     monkeypatch.setattr(vllm_weights.sharded, "gather", whole)
-    monkeypatch.setattr(vllm_weights.in_buckets, "__defaults__", (1,))
+    monkeypatch.setattr(vllm_weights, "BUCKET", 1)
     vllm_weights.write_base(model, tmp_path)
     files = [load_file(path) for path in tmp_path.glob("*.safetensors")]
     written = {name: w for file in files for name, w in file.items()}
@@ -348,7 +348,6 @@ def test_what_lies_below_an_adapter_is_written_layer_by_layer(tmp_path, monkeypa
 
 def test_an_update_is_begun_sent_finished_compared_and_settled(engine, monkeypatch, tmp_path):
     monkeypatch.setattr(vllm_weights, "BUCKET", 1)
-    monkeypatch.setattr(vllm_weights.in_buckets, "__defaults__", (1,))
     names, log = [name for name, _ in a_model().network.named_parameters()], tmp_path / "log"
     passes = {True: ("choose", "load", "compare"), False: ("load",)}
     for readback, wanted in passes.items():
@@ -377,12 +376,10 @@ def test_weights_that_stay_on_the_gpu_go_by_handles_and_are_gathered_again_to_co
         return None, (str(file), buffer.numel())
 
     monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", share)
-    gpu = SimpleNamespace(uuid="GPU-of-the-trainer")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    named_gpus(monkeypatch, lambda device: "of-the-trainer", [])
     weights = vllm_backend.ModelWeights
     monkeypatch.setattr(vllm_backend, "ModelWeights", lambda model, at: weights(model, [torch.device("cpu")]))
-    monkeypatch.setattr(vllm_weights.in_buckets, "__defaults__", (1,))
+    monkeypatch.setattr(vllm_weights, "BUCKET", 1)
     sampler = engine()
     nudge(sampler.model)
     assert ids(sampler.sample(REQUESTS, PARAMS)) == expected(sampler.model) and sampler.version == 2
@@ -392,14 +389,18 @@ def test_weights_that_stay_on_the_gpu_go_by_handles_and_are_gathered_again_to_co
     assert len(kept) == 12 and most == 1 and not any(one.alive for one in kept), "no second whole model beside the trainer's"
 
 
+def named_gpus(monkeypatch, name, waited: list[int | None]) -> None:
+    """Each device is a GPU with the name that `name` gives it; `waited` gets those that are waited for."""
+    stream = lambda device: SimpleNamespace(synchronize=lambda: waited.append(device.index))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{name(device)}"))
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+
+
 def test_each_gpu_of_an_engine_gets_a_handle(monkeypatch):
     """Of the whole bucket; vLLM's process on a GPU looks for that of its own. The devices are names of the host's memory."""
     waited = []
     monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", lambda buffer: (None, id(buffer)))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"))
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: waited.append(device.index))
-    )
+    named_gpus(monkeypatch, lambda device: device.index, waited)
     told, kept = vllm_weights.as_handle({"a": torch.ones(2, 3)}, [torch.device("cpu", 1), torch.device("cpu", 2)])
     assert told["ipc_handles"] == {"GPU-1": id(kept[0]), "GPU-2": id(kept[1])} and {1, 2} <= {*waited}
 

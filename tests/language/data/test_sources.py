@@ -9,6 +9,7 @@ import lzma
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
+from hub_stand_in import cut_off
 from huggingface_hub import constants
 
 from psigrad.config import Data
 from psigrad.errors import UserError
-from psigrad.language.data import named_datasets, sources, tasks
+from psigrad.language.data import sources, tasks
 from psigrad.language.data.dataset_rows import Row, RowError, validate
 from psigrad.language.data.sources import LoadedRows, from_rows, load, read_rows
 from psigrad.seeds import permutation
@@ -250,12 +252,9 @@ def ten(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         case "saved splits":
             datasets.DatasetDict({"train": whole, "test": whole.select([0])}).save_to_disk(path)
         case "hub":
-            true, file = datasets.load_dataset, {"train": str(tmp_path / "hub.jsonl")}
-            monkeypatch.setattr(
-                datasets,
-                "load_dataset",
-                lambda name, config, **asked: true("json", data_files=file, cache_dir=str(tmp_path / "cache"), **asked),
-            )
+            file, kept = {"train": str(tmp_path / "hub.jsonl")}, str(tmp_path / "cache")
+            read = partial(datasets.load_dataset, "json", data_files=file, cache_dir=kept)
+            monkeypatch.setattr(datasets, "load_dataset", lambda name, config, **asked: read(**asked))
             return "org/name"
         case "task":
             monkeypatch.setattr(tasks, "rows_by_name", lambda name: rows)
@@ -377,13 +376,7 @@ def test_what_stands_behind_a_file_name_is_not_asked_of_the_hub(name: str, monke
 
 
 def test_without_a_network_the_hub_is_not_asked_over_and_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nobody(*_: Any, **__: Any) -> None:
-        raise OSError
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(named_datasets, "_network", {"missing": False})
-    monkeypatch.setattr("urllib.request.getproxies", dict)
-    monkeypatch.setattr("socket.getaddrinfo", nobody)
+    cut_off(monkeypatch)
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: asked.append(constants.HF_HUB_OFFLINE) or RECORDS)
     assert load("org/name", form="prompt-only").rows and asked == [True]

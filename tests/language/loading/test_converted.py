@@ -69,7 +69,7 @@ def test_it_is_converted_once_and_anew_when_it_changed(base, tmp_path, monkeypat
     adapted(base, tmp_path / "adapter")
     first = convert_to_folder(str(tmp_path / "adapter"))
     with monkeypatch.context() as patch:
-        patch.setattr(model_source, "_merge_adapter", None)
+        patch.setattr("peft.AutoPeftModelForCausalLM", None)
         assert convert_to_folder(str(tmp_path / "adapter")) == first
     adapted(base, tmp_path / "adapter", seed=1)
     second = convert_to_folder(str(tmp_path / "adapter"))

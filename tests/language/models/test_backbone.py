@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kernel_choices import cut_head
 from transformers import MistralConfig, MistralForCausalLM, StableLmConfig, StableLmForCausalLM
 
-from psigrad.language.models import logprobs, packing, tiny
+from psigrad.language.models import packing, tiny
 from psigrad.language.models.language_model import Lora, prepare
 from psigrad.language.models.packing import Groups, Rows
 
@@ -142,7 +143,7 @@ def test_chunks_of_the_head_change_nothing_and_never_hold_all_logits(qwen3, grou
     targets = sum(len(c) for cs in groups.completions for c in cs)
 
     def run(elements: int):
-        monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", elements)
+        cut_head(monkeypatch, chunk=elements)
         sizes = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.shape) or t, lambda t: t):
             out = qwen3.evaluate(groups, entropy=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cached import sample
 from fused_models import HYBRIDS
+from kernel_choices import cut_head
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 
 from psigrad.kernels.kernels import kernels
@@ -92,7 +93,7 @@ WAYS = list(itertools.product([{}, {"max_batch": 4}], [kept.SLAB, 16], [logprobs
 )
 def test_kept_activations_give_the_same_log_probs_and_gradient(model, settings, slab, tile, monkeypatch):
     monkeypatch.setattr(kept, "SLAB", slab)
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", tile)
+    cut_head(monkeypatch, tile)
     groups = sampled(model, **settings)
     assert found(model, groups) is not None
     logp, gradient = results(model, groups)
@@ -125,7 +126,7 @@ def test_negative_control_the_kept_activations_are_what_the_gradient_is_made_of(
 @pytest.fixture
 def passes(monkeypatch):
     """How often the whole of a large head was asked for."""
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 1000)
+    cut_head(monkeypatch, 1000)
     seen = []
 
     def counted(passes):

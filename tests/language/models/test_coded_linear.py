@@ -10,6 +10,7 @@ from cached import sample
 from cases import slow
 from fused_models import made, some_groups
 from inductor_counts import Launches, counting
+from kernel_choices import multiply_bfloat16, own_products
 from safetensors.torch import load_file
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -204,10 +205,7 @@ def test_sampler_and_trainer_agree_to_the_last_bit(dtype, members, free, packs, 
     monkeypatch.setattr(free_memory, "available_memory", lambda: free)
     packed, pack = [], caches.Projection.pack
     monkeypatch.setattr(caches.Projection, "pack", lambda one, products: packed.append(pack(one, products)) or packed[-1])
-    monkeypatch.setattr("psigrad.language.models.fused.layer.fast_bfloat16", lambda: True)
-    monkeypatch.setattr(kernels().products, "bfloat16", True)
-    monkeypatch.setattr(kernels().products, "packs_bfloat16", True)
-    monkeypatch.setattr(kernels().products, "float32", True)
+    multiply_bfloat16(monkeypatch, fast=True), own_products(monkeypatch)
     model = with_codes("qwen3", tokenizer, "nf4", dtype)
     model.decoder.may_dequantise = packs
     prompts = some_groups().prompts

@@ -20,6 +20,7 @@ from fused_models import (
     some_groups,
     some_rows,
 )
+from kernel_choices import multiply_bfloat16
 
 from psigrad.kernels.build import library
 from psigrad.kernels.kernels import Heads, Slots, Spans, kernels, table_sizes
@@ -80,7 +81,7 @@ def test_a_scalar_model_is_fused_too(tokenizer):
 @pytest.mark.parametrize("native", [False, True], ids=["multiplied in float32", "multiplied in bfloat16"])
 @pytest.mark.parametrize("name", ["qwen3 of equal heads", *HYBRIDS])
 def test_bfloat16_differs_from_transformers_by_its_own_rounding(name, tokenizer, native, monkeypatch):
-    monkeypatch.setattr("psigrad.language.models.fused.layer.fast_bfloat16", lambda: native)
+    multiply_bfloat16(monkeypatch, native)
     config = copy.deepcopy({**CONFIGS, **HYBRIDS}[name])
     if getattr(config, "num_experts_per_tok", 0):
         config.num_experts_per_tok = 5  # all of them, or rounding would decide between two

@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 from fused_models import CONFIGS, FORMS, HYBRIDS, adapted, assert_log_probs_and_gradients_are_transformers, made, some_groups
+from kernel_choices import multiply_bfloat16
 
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.fused.families import Unsupported
@@ -51,7 +52,7 @@ def test_lora_under_activation_checkpointing_gives_the_same_gradient_bit_for_bit
 
 
 def test_only_what_changed_is_cast_again(tokenizer, monkeypatch):
-    monkeypatch.setattr("psigrad.language.models.fused.layer.fast_bfloat16", lambda: False)
+    multiply_bfloat16(monkeypatch, fast=False)
     model = adapted(CONFIGS["qwen3"], tokenizer, torch.bfloat16)
     weights = model.decoder.layers[0].weights
     with torch.no_grad():
@@ -78,7 +79,7 @@ def test_an_adapter_that_was_merged_is_refused(tokenizer):
 
 def test_half_precision_weights_do_not_swallow_a_small_adapter(tokenizer, monkeypatch):
     """The control: merged into bfloat16 weights, what is below their rounding would be lost."""
-    monkeypatch.setattr("psigrad.language.models.fused.layer.fast_bfloat16", lambda: False)
+    multiply_bfloat16(monkeypatch, fast=False)
     model = adapted(CONFIGS["qwen3"], tokenizer, torch.bfloat16)
     assert model.decoder is not None, model.why_unfused
     layer = model.decoder.layers[0]

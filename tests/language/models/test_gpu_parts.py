@@ -11,7 +11,7 @@ from launches import GROUPS, launched, made
 from torch.nn import functional as F
 
 from psigrad.language.models import probe
-from psigrad.language.models.fused import gpu_parts
+from psigrad.language.models.fused.gpu_parts import GpuParts
 
 
 @pytest.mark.parametrize(("lora", "dropout"), [(False, 0.0), (True, 0.0), (True, 0.5)])
@@ -29,10 +29,9 @@ def test_log_probs_and_gradients_are_those_of_the_modules(lora, dropout, as_on_a
 
 def test_negative_control_a_wrong_kernel_is_left_out(as_on_a_gpu, monkeypatch):
     right = made(2, False, False, fewer=False).evaluate(GROUPS).logp
-    monkeypatch.setattr(gpu_parts, "norm_offset", lambda module, norm: 0.0 if "RMSNorm" in type(module).__name__ else None)
-    monkeypatch.setattr(gpu_parts, "_rms_norm", lambda x, weight, eps, offset=0.0: F.rms_norm(x, weight.shape, weight, eps + 0.1))
+    monkeypatch.setattr(GpuParts, "norm", lambda self, x, weight, eps: F.rms_norm(x, weight.shape, weight, eps + 0.1))
     assert torch.equal(made(2, False, False).evaluate(GROUPS).logp, right)
-    monkeypatch.setattr(probe, "_why_not", lambda hf, numbers: "")
+    monkeypatch.setattr(probe, "difference", lambda hf, own, fast: "")
     assert not torch.equal(made(2, False, False).evaluate(GROUPS).logp, right)
 
 

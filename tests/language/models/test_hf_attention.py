@@ -176,9 +176,7 @@ def test_everybody_sees_whom_the_packed_layout_lets_them_see(inputs, window):
 @pytest.mark.parametrize("lost", range(4), ids=["prompt", "completion", "position", "begin"])
 def test_negative_control_each_number_of_a_token_counts(lost, monkeypatch):
     known = FlexLayout.tokens.func
-    monkeypatch.setattr(
-        hf_attention.FlexLayout, "tokens", property(lambda self: tuple(x * (i != lost) for i, x in enumerate(known(self))))
-    )
+    monkeypatch.setattr(FlexLayout, "tokens", property(lambda self: tuple(x * (i != lost) for i, x in enumerate(known(self)))))
     ours, theirs = both(BRANCHES, 3)
     assert float((ours - theirs).abs().max()) > 1e-2
 

@@ -135,18 +135,13 @@ def test_completions_of_a_prompt_have_probabilities_that_sum_to_one(tokenizer):
 def test_a_prompt_runs_once_for_its_completions(models, groups, monkeypatch):
     model, seen = models("qwen3_5_text, packed")[0], Counter()
     scan, scan_trees = DeltaRule.scan, DeltaRule.scan_trees
-    monkeypatch.setattr(
-        DeltaRule, "scan", lambda self, given, state: seen.update([tuple(given[0].shape[:2])]) or scan(self, given, state)
-    )
+    monkeypatch.setattr(DeltaRule, "scan", lambda *given: seen.update([tuple(given[1][0].shape[:2])]) or scan(*given))
     model.evaluate(groups)
     layers = model.network.config.layer_types.count("linear_attention")
     tokens = sum(map(len, groups.prompts)) + sum(len(c) - 1 for group in groups.completions for c in group)
     assert not seen, "a kernel scans"
-    monkeypatch.setattr(
-        DeltaRule,
-        "scan_trees",
-        lambda self, given, trees: seen.update([int(trees.segments[:, 1].sum())]) or scan_trees(self, given, trees),
-    )
+    count = lambda *given: seen.update([int(given[2].segments[:, 1].sum())]) or scan_trees(*given)  # noqa: E731
+    monkeypatch.setattr(DeltaRule, "scan_trees", count)
     model.evaluate(groups)
     assert seen == {tokens: layers}
     monkeypatch.setattr(DeltaRule, "scan_trees", lambda self, given, trees: None)

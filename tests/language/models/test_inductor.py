@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from inductor_counts import Launches, counting
-from launches import GROUPS, Kernels, launched, made
+from launches import GROUPS, Kernels, attend_at_once, launched, made
 
-from psigrad.language.models import hf_attention
 from psigrad.language.models.fused import inductor
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers import cache
@@ -29,7 +28,7 @@ def test_a_compiled_layer_launches_at_most_40_kernels_and_moves_half_of_the_byte
     """
     _, more = launched(monkeypatch, lora=lora, recompute=False, fewer=False)
     monkeypatch.setattr(inductor, "check_gap", lambda model, own: None)
-    monkeypatch.setattr(hf_attention, "varlen_kernel", lambda: lambda q, k, v, *rest: torch.ops.stand_in.attend(q, k, v))
+    attend_at_once(monkeypatch)
     first, both = Launches(), Launches()
     for layers, found in ((1, first), (2, both)) if lora else ((2, both),):
         model = made(layers, lora, False)

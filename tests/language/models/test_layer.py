@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fused_models import CONFIGS, both, made, some_groups
+from kernel_choices import multiply_bfloat16
 
 from psigrad.kernels.kernels import kernels
 from psigrad.language.models.fused.layer import compute_dtype
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.needs("compiler")
 
 
 def test_half_precision_weights_are_cast_again_after_they_change(tokenizer, monkeypatch):
-    monkeypatch.setattr("psigrad.language.models.fused.layer.fast_bfloat16", lambda: False)
+    multiply_bfloat16(monkeypatch, fast=False)
     model = made(CONFIGS["qwen3"], tokenizer, torch.bfloat16)
     before = model.evaluate(some_groups()).logp.detach()
     with torch.no_grad():
@@ -26,7 +27,7 @@ def test_half_precision_weights_are_cast_again_after_they_change(tokenizer, monk
 
 def test_the_type_of_the_products_follows_the_processor(monkeypatch):
     for fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr("psigrad.language.models.fused.layer.fast_bfloat16", lambda fast=fast: fast)
+        multiply_bfloat16(monkeypatch, fast)
         assert compute_dtype(torch.bfloat16) == expected
         assert compute_dtype(torch.float32) == torch.float32
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from kernel_choices import cut_head
 from torch import nn
 
 from psigrad.kernels.products import STRETCH
@@ -29,9 +30,7 @@ def test_log_probs_under_a_large_head_have_autograds_gradient(tile, temperature,
     head = torch.nn.Linear(12, 50, bias=False).double().requires_grad_(learns)
     hidden = (3 * torch.randn(23, 12, generator=draw, dtype=torch.double)).requires_grad_()
     ids, weights = torch.randint(50, (23,), generator=draw), torch.randn(23, generator=draw, dtype=torch.double)
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", tile[0])
-    monkeypatch.setattr(logprobs, "TILE_ROWS", tile[1])
-    monkeypatch.setattr(logprobs, "checkpoint", None)  # the closed form, or nothing
+    cut_head(monkeypatch, tile[0], rows=tile[1], closed=True)
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.shape) or t, lambda t: t):
         logp = logprobs.token_stats(hidden, ids, head, 50, TokenStatsRequest(temperature)).logp
@@ -54,10 +53,7 @@ def test_figures_beside_them_come_of_the_same_tiles(tile, kind, monkeypatch):
         head.weight[7] = head.weight[3]  # never the most probable one before token 3
     hidden = (3 * torch.randn(23, 12, generator=draw, dtype=kind)).requires_grad_()
     ids = head(hidden).argmax(1).where(torch.arange(23) % 2 == 0, torch.arange(23))
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", tile[0])
-    monkeypatch.setattr(logprobs, "TILE_ROWS", tile[1])
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 100)
-    monkeypatch.setattr(logprobs, "checkpoint", None)  # what would keep a table of logits, or make it again
+    cut_head(monkeypatch, tile[0], rows=tile[1], chunk=100, closed=True)
     wanted = TokenStatsRequest(0.7, entropy="figure", accuracy=True)
     stats = logprobs.token_stats(hidden, ids, head, 50, wanted)
     log_pi = torch.log_softmax(head(hidden) / 0.7, -1)
@@ -72,7 +68,7 @@ def test_figures_beside_them_come_of_the_same_tiles(tile, kind, monkeypatch):
 def test_figures_keep_logits_only_where_those_are_few(tile, few, monkeypatch):
     """Copies of another size in every pass fit into no hole that others left: a run's memory grew by them."""
     head, hidden = torch.nn.Linear(12, 50, bias=False), torch.randn(23, 12, requires_grad=True)
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", tile)
+    cut_head(monkeypatch, tile)
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.shape) or t, lambda t: t):
         wanted = TokenStatsRequest(entropy="figure", accuracy=True)
@@ -82,7 +78,7 @@ def test_figures_keep_logits_only_where_those_are_few(tile, few, monkeypatch):
 
 def test_the_entropy_of_a_tile_of_two_tokens_by_hand(monkeypatch):
     """Logits 0 and log 3 in two tiles: ¼ and ¾, entropy log 4 − ¾ log 3; a token that never comes (−∞) changes nothing."""
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 1)
+    cut_head(monkeypatch, 1)
     head = torch.nn.Linear(1, 3, bias=False).double()
     head.weight.data[:, 0] = torch.tensor([0.0, math.log(3), -math.inf], dtype=torch.double)
     wanted = TokenStatsRequest(entropy="figure", accuracy=True)
@@ -95,10 +91,7 @@ def test_a_large_head_in_bfloat16_is_as_near_as_autograd(monkeypatch):
     draw = torch.Generator().manual_seed(0)
     exact = torch.nn.Linear(64, 200, bias=False)
     hidden, ids = torch.randn(40, 64, generator=draw), torch.randint(200, (40,), generator=draw)
-
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 1000)
-    monkeypatch.setattr(logprobs, "TILE_ROWS", 16)
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 16 * 200)
+    cut_head(monkeypatch, 1000, rows=16, chunk=16 * 200)
 
     def gradient(dtype, closed=True):
         head = torch.nn.Linear(64, 200, bias=False)
@@ -118,7 +111,7 @@ def test_a_token_that_the_head_does_not_have_is_refused(monkeypatch):
     ids = torch.tensor([0, 1, 2, 3, 4, 5, 29, 30])
     with pytest.raises((IndexError, RuntimeError)):
         logprobs.token_stats(hidden, ids, head, 30, TokenStatsRequest())
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 16)
+    cut_head(monkeypatch, 16)
     with pytest.raises(IndexError, match="token 30, but the head has 30"):
         logprobs.token_stats(hidden, ids, head, 30, TokenStatsRequest())
     with pytest.raises(IndexError, match="token -1, but the head has 30"):
@@ -127,7 +120,7 @@ def test_a_token_that_the_head_does_not_have_is_refused(monkeypatch):
 
 
 def test_tiles_of_tokens_that_cannot_come_are_passed_over(monkeypatch):
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 8)
+    cut_head(monkeypatch, 8)
     head = torch.nn.Linear(1, 40, bias=False)
     with torch.no_grad():
         head.weight[:20] = -torch.inf
@@ -138,7 +131,7 @@ def test_tiles_of_tokens_that_cannot_come_are_passed_over(monkeypatch):
 
 def test_logits_too_large_for_exp_are_not(monkeypatch):
     """The maximum comes tile by tile: what was summed under a lower one is scaled down."""
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 8)
+    cut_head(monkeypatch, 8)
     head = torch.nn.Linear(1, 40, bias=False)
     with torch.no_grad():
         head.weight.copy_(torch.linspace(-500.0, 900.0, 40)[:, None])
@@ -184,7 +177,7 @@ def given():
 @pytest.mark.parametrize("closed", [False, True])
 def test_logits_are_divided_by_the_temperature(given, temperature, closed, monkeypatch):
     hidden, ids, head = given
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 16 if closed else 1 << 30)
+    cut_head(monkeypatch, 16 if closed else 1 << 30)
     found = token_stats(hidden, ids, head, 40, TokenStatsRequest(temperature)).logp
     expected = torch.log_softmax(head(hidden) / temperature, -1).gather(1, ids[:, None])[:, 0]
     torch.testing.assert_close(found, expected)
@@ -192,7 +185,7 @@ def test_logits_are_divided_by_the_temperature(given, temperature, closed, monke
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_log_probs_that_are_known_have_the_gradient_of_those_that_are_not(given, temperature, monkeypatch):
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 16)
+    cut_head(monkeypatch, 16)
     hidden, ids, head = given
     wanted = TokenStatsRequest(temperature)
 
@@ -227,7 +220,7 @@ def test_a_reference_without_its_hidden_states_is_not_compared(given):
 
 def test_closed_gradients_have_no_gradient_of_their_own(given, monkeypatch):
     """A second derivative would be silently wrong."""
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 16)
+    cut_head(monkeypatch, 16)
     hidden, ids, head = given
     own = hidden.clone().requires_grad_()
     (first,) = torch.autograd.grad(
@@ -248,8 +241,7 @@ def test_many_tiles_of_states_and_tokens_have_the_bits_of_one(monkeypatch):
     head, ids = torch.nn.Linear(16, 2 * STRETCH + 7, bias=False), torch.tensor([0, STRETCH, 2 * STRETCH + 6, 5, STRETCH - 1])
     found = []
     for elements, rows in ((1 << 20, 4096), (2 * STRETCH, 2)):
-        monkeypatch.setattr(logprobs, "TILE_ELEMENTS", elements)
-        monkeypatch.setattr(logprobs, "TILE_ROWS", rows)
+        cut_head(monkeypatch, elements, rows=rows)
         logp = logprobs.token_stats(hidden, ids, head, 2 * STRETCH + 7, TokenStatsRequest(0.7)).logp
         found.append((logp.detach(), *torch.autograd.grad(logp.sum(), [hidden, head.weight])))
     assert torch.equal(found[0][0], found[1][0])

@@ -71,9 +71,7 @@ def test_a_copy_and_an_adapter_have_weights_of_their_own(tokenizer, groups):
 
 def test_negative_control_a_wrong_kernel_is_left_out(tokenizer, monkeypatch):
     right = Kernels.rms_norm
-    monkeypatch.setattr(
-        module_kernels, "norm_offset", lambda module, rms_norm: 0.0 if "RMSNorm" in type(module).__name__ else None
-    )
+    monkeypatch.setattr(module_kernels, "norm_offset", lambda module, norm: 0.0 if "RMSNorm" in type(module).__name__ else None)
     assert prepare(network("ernie4_5"), tokenizer).module_kernels is not None
     monkeypatch.setattr(Kernels, "rms_norm", lambda self, x, weight, eps, offset=0.0: right(self, x, weight, eps + 0.1, offset))
     model = prepare(network("ernie4_5"), tokenizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fused_models import CONFIGS, adapted, both, made, some_groups
+from kernel_choices import multiply_bfloat16, own_products
 
 from psigrad.kernels.kernels import kernels
 from psigrad.kernels.products import Products
@@ -145,8 +146,7 @@ def test_a_changed_weight_is_packed_again(tokenizer, packings):
 
 @torch.no_grad()
 def test_the_head_is_packed_where_it_pays_and_anew_once_it_changes(tokenizer, monkeypatch):
-    products, packed_weights = kernels().products, PackedWeights()
-    monkeypatch.setattr(products, "float32", True)  # whatever the processor
+    products, packed_weights = own_products(monkeypatch), PackedWeights()
     model = made(CONFIGS["llama"], tokenizer)
     weight, hidden = model.network.get_output_embeddings().weight, torch.randn(3, model.network.config.hidden_size)
     for _ in range(2):
@@ -187,7 +187,7 @@ def test_a_bfloat16_product_through_panels_is_rounded_once(rows, base):
 def test_bfloat16_matrices_are_packed_where_the_kernels_multiply_them(tokenizer, packings, monkeypatch):
     products = kernels().products
     for native, bfloat16 in ((True, True), (True, False), (False, True)):
-        monkeypatch.setattr("psigrad.language.models.fused.layer.fast_bfloat16", lambda native=native: native)
+        multiply_bfloat16(monkeypatch, native)
         monkeypatch.setattr(products, "packs_bfloat16", bfloat16)
         packings.clear()
         drawn(made(CONFIGS["qwen3"], tokenizer, torch.bfloat16))

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from fused_models import some_groups, tied_or_not
+from kernel_choices import cut_head
 from torch import nn
 
 from psigrad.config import Optim
@@ -21,7 +22,7 @@ OPTIM = Optim(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0)
 @pytest.fixture(autouse=True)
 def small_blocks(tokenizer, monkeypatch):
     """Tiles and blocks so small that there are several, and room for uses of more tokens than these vocabularies have."""
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 16 * len(tokenizer))
+    cut_head(monkeypatch, 16 * len(tokenizer))
     monkeypatch.setattr(gradients, "BLOCK_ELEMENTS", 7 * 40)
     monkeypatch.setattr(gradients, "HELD", 100.0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_choices import cut_head
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from psigrad.language.models import logprobs
@@ -18,16 +19,14 @@ FREE |= {"empty", "new_empty", "empty_like"}
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(logprobs, "_on_gpu", lambda x: True)
-    monkeypatch.setattr(logprobs, "checkpoint", None)  # the closed form, or nothing
-    monkeypatch.setattr(logprobs, "TILE_ON_GPU", 1)
+    cut_head(monkeypatch, closed=True, on_gpu=True)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
 @pytest.mark.parametrize("elements", [49, 350, 5000], ids=["a row at a time", "seven", "all"])
 @pytest.mark.parametrize("learns", [True, False], ids=["a head that learns", "a frozen head"])
 def test_they_and_their_gradient_are_autograds(elements, temperature, learns, as_on_a_gpu, monkeypatch):
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", elements)
+    cut_head(monkeypatch, elements)
     draw = torch.Generator().manual_seed(0)
     head = torch.nn.Linear(12, 50, bias=False).double().requires_grad_(learns)
     hidden = (3 * torch.randn(23, 12, generator=draw, dtype=torch.double)).requires_grad_()
@@ -49,7 +48,7 @@ def test_they_and_their_gradient_are_autograds(elements, temperature, learns, as
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])
 def test_sums_in_place_have_the_same_gradient(recompute, as_on_a_gpu, monkeypatch):
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 350)
+    cut_head(monkeypatch, 350)
     draw = torch.Generator().manual_seed(0)
     head = torch.nn.Linear(12, 150, bias=False)
     hidden, ids = torch.randn(23, 12, generator=draw), torch.randint(150, (23,), generator=draw)
@@ -62,7 +61,7 @@ def test_sums_in_place_have_the_same_gradient(recompute, as_on_a_gpu, monkeypatc
 
 
 def test_in_half_precision_the_heads_gradient_is_summed_in_float32(as_on_a_gpu, monkeypatch):
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 250)
+    cut_head(monkeypatch, 250)
     draw = torch.Generator().manual_seed(0)
     exact = torch.nn.Linear(64, 50, bias=False)
     hidden, ids = torch.randn(400, 64, generator=draw), torch.randint(50, (400,), generator=draw)
@@ -82,7 +81,7 @@ def test_in_half_precision_the_heads_gradient_is_summed_in_float32(as_on_a_gpu, 
 def test_an_entropy_that_learns_has_its_gradient(as_on_a_gpu, monkeypatch):
     """It is no figure: autograd has to go through it."""
     monkeypatch.setattr(logprobs, "checkpoint", lambda f, *given, use_reentrant: f(*given))
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 100)
+    cut_head(monkeypatch, chunk=100)
     head, hidden = torch.nn.Linear(4, 50, bias=False), torch.randn(8, 4)
     stats = token_stats(hidden, torch.arange(8), head, 50, TokenStatsRequest(entropy=True))
     stats.entropy.sum().backward()

@@ -6,9 +6,8 @@ import pytest
 import torch
 from cached import sample
 from fused_models import CONFIGS, HYBRIDS, adapted, made, some_groups
+from kernel_choices import cut_head, multiply_bfloat16, own_products
 
-from psigrad.kernels.kernels import kernels
-from psigrad.language.models import logprobs
 from psigrad.language.models.fused.caches import PackedWeights
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.lora import Lora
@@ -23,10 +22,7 @@ PROMPTS = some_groups().prompts
 @pytest.fixture(autouse=True)
 def _own_products(monkeypatch):
     """Training multiplies by our kernels, as it does on AMD's processors; where MKL is faster the bits are its own."""
-    monkeypatch.setattr("psigrad.language.models.fused.layer.fast_bfloat16", lambda: True)
-    monkeypatch.setattr(kernels().products, "bfloat16", True)
-    monkeypatch.setattr(kernels().products, "packs_bfloat16", True)
-    monkeypatch.setattr(kernels().products, "float32", True)
+    multiply_bfloat16(monkeypatch, fast=True), own_products(monkeypatch)
 
 
 def unlike(model, temperature=1.0, members=5, tokens=40) -> tuple[int, float]:
@@ -106,7 +102,7 @@ def test_nor_in_an_episode_of_two_turns(tokenizer):
 
 
 def test_nor_under_a_vocabulary_of_several_stretches_and_tiles(tokenizer, monkeypatch):
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 4096)
+    cut_head(monkeypatch, 4096)
     model = made(CONFIGS["qwen3"], tokenizer)
     wide = torch.nn.Embedding(3000, 40)
     torch.nn.init.normal_(wide.weight, std=0.3)

@@ -9,14 +9,13 @@ import torch
 from cached import sample
 from cases import slow
 from fused_models import COMMON, CONFIGS, FORMS, adapted, made, some_groups
+from kernel_choices import multiply_bfloat16, own_products, pretend_processor
 from transformers import LlamaConfig, Qwen3Config
 
-from psigrad.kernels import processor
 from psigrad.kernels.kernels import Kernels, kernels
 from psigrad.kernels.products import Products
 from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
-from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.fused.families import LayerWeights
 from psigrad.language.models.fused.layer import RANKS, Layer
 from psigrad.language.models.language_model import prepare
@@ -74,16 +73,14 @@ def drawn(model, *, keep=False, max_batch=256):
 )
 @pytest.mark.parametrize("name", [*MODELS, *ADAPTED])
 def test_all_layers_at_once_are_the_layers_one_by_one(name, max_batch, keep, kind, tokenizer, steps, monkeypatch):
-    monkeypatch.setattr("psigrad.language.models.fused.layer.fast_bfloat16", lambda: True)
-    monkeypatch.setattr(kernels().products, "bfloat16", True)
-    monkeypatch.setattr(kernels().products, "packs_bfloat16", True)
+    multiply_bfloat16(monkeypatch, fast=True), own_products(monkeypatch)
     model = some_model(name, tokenizer, kind)
     assert model.decoder.dtype == kind
     together = drawn(model, keep=keep, max_batch=max_batch)
     assert len(steps) > 60 and {layers for _, layers in steps} == {len(model.decoder.layers)}
     assert len({rows for rows, _ in steps}) > 1, "sequences end on the way"
     steps.clear()
-    monkeypatch.setattr(Decoder, "_step", lambda *given: None)
+    model.decoder.at_once = False
     alone = drawn(model, keep=keep, max_batch=max_batch)
     assert not steps
     assert together[0] == alone[0]
@@ -96,11 +93,9 @@ def test_where_amx_multiplies_sampling_is_one_call_and_training_by_pytorch(name,
     """On a processor that says it has AMX; whichever bfloat16 kernels this one has stand in for tiles. What sampling keeps is
     what training goes on from: the same gradient but for rounding.
     """
-    monkeypatch.setattr(processor, "_described", lambda: ("vendor_id: GenuineIntel", "flags : avx512f avx512_bf16 amx_bf16"))
-    products = kernels().products
-    pretended, by_kernels = Products(products._call), []
-    for kind in ("float32", "bfloat16", "packs_bfloat16"):
-        monkeypatch.setattr(products, kind, getattr(pretended, kind))
+    pretend_processor(monkeypatch, "vendor_id: GenuineIntel", "flags : avx512f avx512_bf16 amx_bf16")
+    products = own_products(monkeypatch, like=Products(kernels().products._call))
+    by_kernels = []
     for each in ("product", "product_bf16"):
         monkeypatch.setattr(products._call, each, lambda *given: by_kernels.append(given))
     model = some_model(name, tokenizer, torch.bfloat16)

@@ -7,6 +7,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from kernel_choices import cut_head
 from transformers import AutoModelForCausalLM as Causal
 from transformers import (
     LlamaConfig,
@@ -20,7 +21,7 @@ from unusual_models import LOOPED, MAMBA, MLA, STABLE, TWICE
 
 from psigrad.errors import UserError
 from psigrad.language.loading import samplers
-from psigrad.language.models import backbone, language_model, logprobs, probe, tiny
+from psigrad.language.models import backbone, language_model, probe, tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers import cache
@@ -89,7 +90,7 @@ def test_the_logits_of_a_padded_model_are_never_whole(config, monkeypatch):
         logp = model.evaluate(GROUPS, entropy=True)
         return logp, torch.autograd.grad(logp.logp.sum() + logp.entropy.sum(), parameters, allow_unused=True)
 
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 2 * model.vocabulary)
+    cut_head(monkeypatch, chunk=2 * model.vocabulary)
     (whole, right), seen = run(True), []
     keep = torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x.shape) or x, lambda x: x)
     with keep:

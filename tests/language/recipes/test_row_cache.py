@@ -16,7 +16,6 @@ from datetime import date
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ import trl
 from cases import slow
 from hypothesis import given
 from hypothesis import strategies as st
+from lone_runs import Heard, OneOf
 from timing import until
 
 from psigrad.config import Data, Evaluation, RewardConfig, SFTConfig
@@ -39,7 +39,6 @@ from psigrad.language.models import tiny
 from psigrad.language.recipes import row_encoding, sft
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows, prepare, sum_parts
 from psigrad.language.recipes.row_limits import prepare_answers
-from psigrad.processes.parallel.world import ALONE
 from psigrad.runs.survival import StopSignal
 
 TURNS = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "b a"}]
@@ -116,20 +115,21 @@ class Start:
 
     def __init__(self, folder: Path, tokenizer: Any) -> None:
         self.config = SFTConfig(data=Data(str(folder / "a.jsonl")), evaluation=Evaluation(eval_prompts=1))
-        self.tokenizer, self.times, self.told, self.limit = tokenizer, 0, list[str](), 64
-        self.world: Any = ALONE
+        self.tokenizer, self.times, self.journal, self.limit = tokenizer, 0, Heard(), 64
+
+    @property
+    def told(self) -> list[str]:
+        return [text for _, text, _ in self.journal.said]
 
     def __call__(self, **data: Any) -> PreparedRows[Any]:
         config = replace(self.config, data=replace(self.config.data, **data))
         settings = ["sft", self.limit, config.train_empty_thinking, config.evaluation.eval_prompts, config.run.seed]
-        run = SimpleNamespace(path=Path("run"))
-        journal: Any = SimpleNamespace(folder=run, world=self.world, log=lambda kind, text, **facts: self.told.append(text))
 
         def make(log: Any) -> PreparedRows[Any]:
             self.times += 1
             return sft._prepare(config, self.tokenizer, self.limit, log)
 
-        return prepare(config.data, self.tokenizer, settings, journal, make)
+        return prepare(config.data, self.tokenizer, settings, self.journal, make)
 
 
 def files(home: Path) -> list[Path]:
@@ -213,7 +213,7 @@ def test_a_disk_that_is_full_only_means_that_nothing_is_kept(home: Path, tokeniz
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(row_cache, "_digest", full)
+    monkeypatch.setattr("os.fsync", full)
     start = Start(home, tokenizer)
     assert [*start().items] == [*start().items] and start.times == 2 and not files(home)
 
@@ -239,9 +239,8 @@ def test_the_files_used_longest_ago_go_first(home: Path, tokenizer: Any, monkeyp
 
 @pytest.mark.parametrize("given", [[{"messages": TURNS}] * 3, "someone/rows", "task:leg_counting"])
 def test_rows_of_which_no_file_is_here_are_not_kept(given: Any, home: Path, tokenizer: Any) -> None:
-    journal: Any = SimpleNamespace(folder=SimpleNamespace(path=home), world=ALONE, log=None)
     nothing: Any = PreparedRows([], [], [], [])
-    assert prepare(Data(given), tokenizer, [], journal, lambda log: nothing) is nothing
+    assert prepare(Data(given), tokenizer, [], Heard(), lambda log: nothing) is nothing
     assert not files(home)
 
 
@@ -264,7 +263,7 @@ def test_two_starts_at_once_leave_one_whole_file(home: Path, tokenizer: Any) -> 
 def test_of_several_ranks_the_first_alone_makes_them(home: Path, tokenizer: Any) -> None:
     together, ranks = threading.Barrier(2, timeout=60), [Start(home, tokenizer) for _ in range(2)]
     for number, start in enumerate(ranks):
-        start.world = SimpleNamespace(rank=number, broadcast=lambda value: together.wait())
+        start.journal = Heard(world=OneOf(2, number, broadcast=lambda value: together.wait()))
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(Start.__call__, ranks)
     assert [start.times for start in ranks] == [1, 0] and [*first.items] == [*second.items] and len(first.items) == 2
@@ -359,14 +358,12 @@ def test_answers_above_the_limit_are_left_out_and_counted(tokenizer: Any) -> Non
 
     # a prompt of 3 tokens; answers of 1 and 2 tokens, and 1 and 4, each with its EOS: 3 + 3 and 3 + 5
     rows = [{"prompt": "a b", "chosen": "a", "rejected": text} for text in ("ba", "baba")]
-    told: list[Any] = []
-    run = SimpleNamespace(path=Path("run"))
-    journal: Any = SimpleNamespace(folder=run, world=ALONE, log=lambda kind, text, **facts: told.append((kind, facts)))
+    journal = Heard()
     tokenizer.chat_template = None
     encoder: Encoder[Row] = Encoder(tokenizer, partial(encode_pair, tokenizer))
     config = RewardConfig(data=Data(rows), evaluation=Evaluation(eval_prompts=0))
     assert len(prepare_answers(config, encoder, 6, journal).items) == 1
-    assert ("rows_left_out", {"longer_than_max_length": 1, "kept": 1}) in told
+    assert ("rows_left_out", {"longer_than_max_length": 1, "kept": 1}) in [(kind, facts) for kind, _, facts in journal.said]
     with pytest.raises(UserError, match="All 2 rows have more than 5 tokens"):
         prepare_answers(config, encoder, 5, journal)
 

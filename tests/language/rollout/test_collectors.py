@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from lone_runs import OneOf
 
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.reward_view import reward_view
@@ -18,14 +18,14 @@ def test_each_process_draws_every_second_prompt_and_of_a_sampler_for_all_the_fir
         plays = False
 
         def __init__(self, central):
-            self.sampler = SimpleNamespace(central=central)
+            self.sampler, self.central = self, central
 
         def collect(self, prompts, *rest):
             asked.append([p.index for p in prompts])
             yield [(i, []) for i in range(len(prompts))]
 
     def of(rank, central):
-        world = SimpleNamespace(rank=rank, size=2)
+        world = OneOf(2, rank)
         each = [["of rank 0"], []] if central else [["a", "c"], ["b", "d"]]
         monkeypatch.setattr(collectors, "gather_trajectories", lambda world, own, with_tokens: each)
         return collectors.ScoredRollout(Asked(central), None, reward_view(), world)(prompts, None, 1, max, version=0)

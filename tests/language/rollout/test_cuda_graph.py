@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases import slow
+from fake_gpu import gpu_memory
 from hybrid_models import HYBRID, network, packed
 from recordings import PARAMS, again, texts, watch
 from transformers import Qwen3Config
@@ -181,9 +182,7 @@ QWEN3 = {"0.6B": (28, 8, 0.6), "1.7B": (28, 8, 1.7), "4B": (36, 8, 4.0), "8B": (
 @pytest.mark.parametrize("gigabytes", [24, 40, 80])
 def test_decoding_is_recorded_in_as_many_slots_as_half_of_the_free_memory_holds(gigabytes, monkeypatch):
     """Weights take 2 bytes, or 16 with their training. 8 billion of them leave 7.6 of 24 GB; full training of 4 needs more."""
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 << 30)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 << 30)
-    tried = 0
+    tried, held = 0, {"reserved": 3 << 30, "allocated": 1 << 30}
     for (layers, heads, billions), each, longest in itertools.product(QWEN3.values(), (2, 16), (256, 768, 1280, 2304, 4352)):
         sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": 1024}
         network = SimpleNamespace(config=Qwen3Config(head_dim=128, **sizes), dtype=torch.bfloat16)
@@ -191,14 +190,14 @@ def test_decoding_is_recorded_in_as_many_slots_as_half_of_the_free_memory_holds(
         free = int(gigabytes * 1e9 - billions * 1e9 * each)
         if free < 2 << 30:
             continue
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free - (2 << 30), None))
+        gpu_memory(monkeypatch, free - (2 << 30), **held)
         slots, slot = cuda_graph.fitting(model, Room(256, longest)).slots, 2 * 2 * layers * heads * 128 * longest
         assert slots in (1, 2, 4, 8, 16, 32, 64, 128, 256) and slots * slot <= free / 2
         assert slots == 256 or 2 * slots * slot > free / 2
         tried += 1
     assert tried >= 20
     network.config = Qwen3Config(head_dim=128, num_hidden_layers=28, num_key_value_heads=8, hidden_size=1024)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 << 30, None))
+    gpu_memory(monkeypatch, 30 << 30, **held)
     # 256 slots of 1,280 tokens of the smallest model are 35 GiB: the sizes that a fifth of 80 GB refused as a whole
     assert [cuda_graph.fitting(model, Room(256, longest)).slots for longest in (1280, 1 << 20)] == [64, 0]
 
@@ -208,9 +207,7 @@ def test_a_prefill_takes_at_most_half_of_the_free_memory(gigabytes, tokens, monk
     """Qwen3-8B: 8 · 4,096 + 4 · 12,288 numbers of 2 bytes are 163,840 bytes a token, and 18,310 tokens of them 3 GB."""
     config = Qwen3Config(hidden_size=4096, intermediate_size=12288)
     model = SimpleNamespace(device=torch.device("cuda"), network=SimpleNamespace(config=config, dtype=torch.bfloat16))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gigabytes * 10**9, None))
+    gpu_memory(monkeypatch, gigabytes * 10**9)
     assert cuda_graph.prefill_limit(model) == tokens
 
 

@@ -91,9 +91,7 @@ def test_negative_control_a_prompt_in_anothers_place_gives_other_tokens(requests
     watch(monkeypatch, again)
     monkeypatch.setattr(embedded, "SHORTEST", 1)
     seats = GroupedCache.seats
-    monkeypatch.setattr(
-        GroupedCache, "seats", lambda self, size: (made := seats(self, size))._replace(seat=made.seat[::-1].copy())
-    )
+    monkeypatch.setattr(GroupedCache, "seats", lambda *given: (made := seats(*given))._replace(seat=made.seat[::-1].copy()))
     assert texts(EmbeddedSampler(model).sample(requests_, PARAMS)) != texts(plain)
 
 

@@ -108,9 +108,8 @@ def test_the_same_seeds_give_the_same_episodes_whatever_the_pace(name, sampler, 
 
 def test_control_seeds_that_count_who_came_before_give_other_episodes(models, monkeypatch):
     drawn = iter(range(10**6))
-    monkeypatch.setattr(
-        played_episodes.LiveEpisode, "next_turn", property(lambda self: NextTurn(self.heard, seeds.derive(1, next(drawn) % 64)))
-    )
+    turn = property(lambda self: NextTurn(self.heard, seeds.derive(1, next(drawn) % 64)))
+    monkeypatch.setattr(played_episodes.LiveEpisode, "next_turn", turn)
     found = [[t.completion.ids for t in go(models["qwen3"], Paced(Counted, seed))] for seed in range(2)]
     assert found[0] != found[1]
 

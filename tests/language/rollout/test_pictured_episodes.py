@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 from painters import Gallery, draw, encoded, look
@@ -25,7 +24,7 @@ from psigrad.language.images import FIRST
 from psigrad.language.recipes.row_encoding import sum_parts
 from psigrad.language.rollout.collectors import rollout_row
 from psigrad.language.rollout.exchange import pack, unpack
-from psigrad.language.rollout.types import Completion, Sampler, SamplingParams
+from psigrad.language.rollout.types import Completion, Sampler, SamplingParams, Trajectory
 from psigrad.records.read import prompt_text
 from psigrad.records.report.html import thumbnails
 
@@ -133,7 +132,7 @@ def test_a_resumed_run_finds_its_images_and_refuses_changed_ones(tmp_path, forgo
     later = images.register(images.Picture("cd" * 32, 8, 8, data=encoded(draw("pink"))))
     assert images.picture(later[1:-1]).path == tmp_path / "run" / "images" / f"{'cd' * 32}.png"
 
-    shown = rollout_row(SimpleNamespace(**TRAJECTORY), 1, "eval", row.dataset_prompt)["prompt"]
+    shown = rollout_row(TRAJECTORY, 1, "eval", row.dataset_prompt)["prompt"]
     assert prompt_text(shown) == f"user: [image 16×8 {own[:6]}]\n[image 24×8 {wide[:6]}]\na"
     assert [one.startswith("data:image/png;base64,") for one in thumbnails(tmp_path / "run", prompt_text(shown))] == [True, True]
 
@@ -151,9 +150,4 @@ def test_a_resumed_run_finds_its_images_and_refuses_changed_ones(tmp_path, forgo
     assert pinned()["dataset"] != before["dataset"]
 
 
-TRAJECTORY = {
-    **dict.fromkeys(("row", "k", "text", "reward", "parts", "status", "reason", "version", "answer")),
-    **dict.fromkeys(("mask", "branches", "cuts", "step_rewards"), ()),
-    "completion": SimpleNamespace(ids=(), finish_reason="stop", seed=0),
-    "seat": None,
-}
+TRAJECTORY = Trajectory(0, 0, (), Completion((), (), (), "stop", 0), 0)

@@ -9,11 +9,11 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import trl
 from cases import repeat_for
+from lone_runs import Heard
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -385,12 +385,13 @@ def test_a_tokenizers_own_response_template_comes_first_where_it_reads_its_calls
 
 @pytest.mark.parametrize(("name", "told"), [("qwen3", 0), ("deepseekv3", 1)])
 def test_a_run_says_where_the_form_of_calls_is_not_told(name, told, monkeypatch):
-    played, heard = [], []
+    played, journal = [], Heard()
     monkeypatch.setattr(conversation, "start_environments", lambda config, form: nullcontext(played.append(form)))
-    journal = SimpleNamespace(log=lambda kind, text, **fields: heard.append((kind, text)))
     with conversation.episodes_for(OnlineConfig(tools=(add,)), from_trl(name), journal):
         pass
-    assert [kind for kind, _ in heard] == ["tool_calls"] * told and [form.family for form in played] == ["" if told else "Hermes"]
+    assert [kind for kind, *_ in journal.said] == ["tool_calls"] * told and [form.family for form in played] == [
+        "" if told else "Hermes"
+    ]
 
 
 def test_special_tokens_that_the_policy_chose_are_seen_and_those_that_end_its_turn_are_not():

@@ -10,13 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_jobs import episodes_config, online_config
+from tiny_jobs import episodes_config, misreport, online_config
 
 from psigrad.errors import UserError
 from psigrad.language.models import free_memory
 from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.recipes import online
-from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.training.online.annotators import old_log_probs
 from psigrad.processes.parallel.world import ALONE
 from psigrad.records.read import load
@@ -149,15 +148,7 @@ def test_some_completions_run_forward_again_now_and_then_others_each_time(job, t
 @pytest.mark.needs("compiler")
 @pytest.mark.parametrize("step", [1, 5])
 def test_a_sampler_that_says_other_log_probs_stops_the_run_at_once(job, tmp_path, monkeypatch, found, step):
-    steps, calls = EmbeddedSampler.steps, []
-
-    def shifted(self, requests, params, cache=None):
-        calls.append(requests)
-        for part in steps(self, requests, params, cache):
-            off = 0.01 * (len(calls) > step)  # the first call is an evaluation's
-            yield [(i, [replace(c, logprobs=tuple(x + off for x in c.logprobs)) for c in group]) for i, group in part]
-
-    monkeypatch.setattr(EmbeddedSampler, "steps", shifted)
+    misreport(monkeypatch, 0.01, after=step)  # the first call is an evaluation's
     with pytest.raises(UserError, match=f"At step {step} sampler and trainer disagree by 0.01"):
         online.run(replace(online_config(job, tmp_path / "run", max_steps=5), num_minibatches=1))
     assert found, "it was the kept activations that were trained on"

@@ -9,17 +9,16 @@ from types import SimpleNamespace
 import pytest
 import tiny_rewards
 import torch
-from tiny_jobs import make_job, online_config
+from tiny_jobs import make_job, misreport, online_config
 
-from psigrad.config import Model
+from psigrad.config import Model, OnlineConfig
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes import online
-from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.types import Completion, Trajectory
+from psigrad.language.rollout.types import Completion, SamplingParams, Trajectory
 from psigrad.language.training.loss_sums import LossSums
 from psigrad.language.training.online.annotators.old_log_probs import OldLogProbs, compute_log_probs
 from psigrad.language.training.online.annotators.reference import reference_log_probs
@@ -62,8 +61,8 @@ def test_the_samplers_log_probs_are_the_old_ones_only_where_they_are_the_policys
     group = [
         Trajectory(0, k, (5, 6), Completion((7, 8), (0.0, 0.0), (0.0, 0.0), "stop", k), 0, reward=float(k)) for k in range(2)
     ]
-    settings = SimpleNamespace(micro_batch_tokens=1000, model=Model())
-    run = SimpleNamespace(model=model, config=settings, params=SimpleNamespace(temperature=0.5), world=ALONE, critic=None,
+    settings = OnlineConfig(micro_batch_tokens=1000)
+    run = SimpleNamespace(model=model, config=settings, params=SamplingParams(1, temperature=0.5), world=ALONE, critic=None,
                           exact_sampling=exact, single_pass=single)  # fmt: skip
     with torch.no_grad():
         logits = model.network(torch.tensor([[5, 6, 7, 8]])).logits[0, 1:3]
@@ -88,7 +87,7 @@ def test_the_samplers_log_probs_are_the_old_ones_only_where_they_are_the_policys
     assert gap_of(first_pass=True)[0] == pytest.approx(0.0 if step else gap, abs=2e-5), (
         "the first pass measures the sampler's own"
     )
-    settings.model = Model(lora_dropout=0.5)  # then they differ by what is dropped, which is no fault
+    run.config = replace(settings, model=Model(lora_dropout=0.5))  # then they differ by what is dropped, which is no fault
     for first_pass in (False, True):
         found = gap_of(first_pass)[0]
         assert found == pytest.approx(0.0 if step else gap, abs=2e-5), "one completion is compared without the dropout"
@@ -104,13 +103,7 @@ def test_a_sampler_that_is_off_stops_the_run_also_where_log_probs_are_computed_a
     """bfloat16 with several passes: the old log-probs are the trainer's own, and the gap is that of the sampler's even so. In
     float32 they are the sampler's, and the first optimiser step, which computes all of them anew, holds the two together.
     """
-    steps = EmbeddedSampler.steps
-
-    def shifted(self, requests, params, cache=None):
-        for step in steps(self, requests, params, cache):
-            yield [(i, [replace(c, logprobs=tuple(x + shift for x in c.logprobs)) for c in group]) for i, group in step]
-
-    monkeypatch.setattr(EmbeddedSampler, "steps", shifted)
+    misreport(monkeypatch, shift)
     job = make_job(tmp_path)
     config = replace(online_config(job, tmp_path / "run", max_steps=1), num_iterations=iterations, num_minibatches=1)
     config = replace(config, model=Model(path=str(job / "base"), dtype=dtype), keep_activations_gb=0.0)
@@ -123,14 +116,9 @@ def test_a_sampler_that_is_off_stops_the_run_also_where_log_probs_are_computed_a
 
 def test_in_a_single_pass_the_ratio_is_1_whatever_the_sampler_says(tmp_path, monkeypatch):
     """π_old is the policy that is trained, so a sampler whose log-probs are off by 0.3 leaves every weight as it was."""
-    steps, job, found = EmbeddedSampler.steps, make_job(tmp_path), {}
+    job, found = make_job(tmp_path), {}
     for shift in (0.0, 0.3):
-
-        def shifted(self, requests, params, cache=None, shift=shift):
-            for step in steps(self, requests, params, cache):
-                yield [(i, [replace(c, logprobs=tuple(x + shift for x in c.logprobs)) for c in group]) for i, group in step]
-
-        monkeypatch.setattr(EmbeddedSampler, "steps", shifted)
+        misreport(monkeypatch, shift)
         config = replace(online_config(job, tmp_path / f"run{shift}", max_steps=1), num_iterations=1, num_minibatches=1)
         result = online.run(replace(config, max_logp_difference=1.0, reward=(f"{tiny_rewards.__file__}:of_text",)))
         found[shift] = (Path(result.model) / "model.safetensors").read_bytes()

@@ -194,8 +194,8 @@ def test_an_update_on_the_librarys_own_rollouts_gives_the_librarys_weights(one_f
     """Twice 20 passes of `psigrad control ppo`: the optimiser, its clip and the rate that falls are the same too."""
     trainer = builder.build(settings_of_control(seed=3))
     trainer.restart()
-    rollouts, collect = [], trainer._collect
-    monkeypatch.setattr(trainer, "_collect", lambda: rollouts.append(collect()) or rollouts[-1])
+    rollouts, collect = [], trainer.collector.steps
+    monkeypatch.setattr(trainer.collector, "steps", lambda *given: rollouts.append(collect(*given)) or rollouts[-1])
     network = one_file.ActorCritic(4, 2)
     before = {name: x.clone() for name, x in as_modules(trainer.network.towers.named()).items()}
     network.load_state_dict(before)

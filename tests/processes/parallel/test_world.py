@@ -42,11 +42,10 @@ def test_a_store_that_is_gone_names_the_rank_whose_machine_has_it(rank, missing)
     assert world.silent_ranks(Gone(), rank, 4, seconds=0.1) == missing
 
 
-def test_the_message_names_it(monkeypatch):
-    monkeypatch.setattr(world, "_store", HashStore)
+def test_the_message_names_it(monkeypatch, request):
     monkeypatch.setattr(world, "ROLL_CALL", 0.1)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    dist.init_process_group("fake", store=HashStore(), rank=0, world_size=3)  # whose other two never come
+    request.addfinalizer(dist.destroy_process_group)
     with (
         pytest.raises(world.RankLost, match=r"^Process 1, 2 of 0 to 2 of this run has ended or does not answer"),
         world.convert_errors(),

@@ -32,10 +32,13 @@ def test_the_group_of_a_dead_owner_is_swept_also_where_its_number_is_anothers(mo
     assert [folder.name for folder in (tmp_path / "pids" / "psigrad").iterdir()] == [own]
 
 
-def test_user_ids_are_those_that_the_namespace_has_to_give(monkeypatch):
+def test_user_ids_are_those_that_the_namespace_has_to_give(monkeypatch, tmp_path):
+    users_here = enclosure.users_here
     for end, expected in ((1 << 32, (1_500_000_000, 1 << 28)), (65536, (61440, 4000)), (1, (0, 0)), (0, (0, 0))):
-        monkeypatch.setattr(enclosure, "_end_of", lambda table, end=end: end)
-        assert enclosure.users_here() == expected
+        for name in ("uid_map", "gid_map"):
+            (tmp_path / name).write_text(f"0 1000 1\n1 100000 {end - 1}\n" if end else "")
+        assert users_here(tmp_path) == expected
+        monkeypatch.setattr(enclosure, "users_here", lambda expected=expected: expected)
         if expected[1]:
             users = {enclosure.user_of(7, slot) for slot in range(enclosure.USERS)}
             assert len(users) == enclosure.USERS and min(users) > 0 and max(users) < sum(expected)

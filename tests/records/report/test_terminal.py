@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.console import Console
 from psigrad.records.read import load
 from psigrad.records.report import terminal
 from psigrad.records.report.verdict import verdict
+from psigrad.runs.result import Result
 
 FIGURES = [{"name": "accuracy [b]", "value": 0.8, "low": 0.75, "high": 0.85}, {"name": "\ud800", "value": None, "unit": "s"}]
 
@@ -54,7 +55,7 @@ def test_text_is_one_line_of_bounded_width():
 def test_the_end_of_a_run_is_told_with_and_without_a_summary(run, capsys):
     folder = run("[runs]")
     before, after = {"step": 0, "eval/exact/mean": 0.25}, {"step": 30, "eval/exact/mean": 0.75}
-    result = SimpleNamespace(folder=folder, model=folder / "model", report=None, before=before, after=after)
+    result = Result(folder, folder / "model", None, before, after)
     terminal.print_result(result)
     shown = capsys.readouterr().out
     assert "0.25" in shown and "0.75" in shown and str(folder / "model") in shown
@@ -69,15 +70,15 @@ def test_the_end_of_a_run_is_told_with_and_without_a_summary(run, capsys):
 
 def test_a_run_that_was_evaluated_once_has_one_column(run, capsys):
     folder, figures = run("two"), {"step": 30, "eval/exact/mean": 0.75}
-    terminal.print_result(SimpleNamespace(folder=folder, before=figures, after=dict(figures), model="m", report=""))
+    terminal.print_result(Result(folder, Path("m"), None, figures, dict(figures)))
     assert capsys.readouterr().out.count("step 30") == 1
-    terminal.print_result(SimpleNamespace(folder=folder, before={**figures, "step": 0}, after=figures, model="m", report=""))
+    terminal.print_result(Result(folder, Path("m"), None, {**figures, "step": 0}, figures))
     shown = capsys.readouterr().out
     assert shown.count("step 30") == shown.count("step 0") == 1
 
 
 def test_the_verdict_is_one_line_where_no_terminal_breaks_it(run, capsys):
     folder = run("two")
-    terminal.print_result(SimpleNamespace(folder=folder, before={}, after={}, model="m", report=""))
+    terminal.print_result(Result(folder, Path("m"), None))
     said = str(verdict(load(folder)))
     assert len(said) > 80 and said in capsys.readouterr().out.splitlines()
