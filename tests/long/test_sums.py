@@ -48,10 +48,8 @@ def test_without_a_network_it_says_which_file_is_missing(tmp_path, monkeypatch):
 
 
 def test_an_environment_without_pip_asks_uv(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        sums.subprocess, "run", lambda command, **_: asked.append(command) or subprocess.CompletedProcess(command, 1, stderr="")
-    )
+    asked, failed = [], subprocess.CompletedProcess([], 1, stderr="")
+    monkeypatch.setattr(sums.subprocess, "run", lambda command, **_: asked.append(command) or failed)
     for there, program in (("pip", [sys.executable, "-m", "pip"]), ("", ["/usr/bin/uv", "tool", "run", "pip"])):
         monkeypatch.setattr(sums, "find_spec", lambda name, there=there: name == there or None)
         monkeypatch.setattr(sums.shutil, "which", lambda name: f"/usr/bin/{name}")

@@ -113,20 +113,14 @@ def other_log_probs(monkeypatch):
 
 def deaf_to_stops(monkeypatch):
     """The sampler ends at EOS alone."""
-    original = EmbeddedSampler.sample
-    monkeypatch.setattr(
-        EmbeddedSampler, "sample", lambda self, requests, params: original(self, requests, replace(params, stop_token_ids=()))
-    )
+    own = EmbeddedSampler.sample
+    monkeypatch.setattr(EmbeddedSampler, "sample", lambda self, asked, how: own(self, asked, replace(how, stop_token_ids=())))
 
 
 def own_totals(monkeypatch):
     """Each micro-batch is normalised by its own counts."""
-    original = PolicyGradient.loss
-    monkeypatch.setattr(
-        PolicyGradient,
-        "loss",
-        lambda self, prepared, evaluation, totals, state: original(self, prepared, evaluation, self.totals(prepared), state),
-    )
+    own = PolicyGradient.loss
+    monkeypatch.setattr(PolicyGradient, "loss", lambda self, x, now, totals, state: own(self, x, now, self.totals(x), state))
 
 
 def lost_rank(monkeypatch):

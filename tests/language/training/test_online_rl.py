@@ -121,11 +121,8 @@ def test_rows_without_gradient_skip_the_forward_pass_and_change_nothing(tokenize
                 return replace(prepared, needs_gradient=torch.ones_like(prepared.needs_gradient))
 
             monkeypatch.setattr(type(run.algorithm), "prepare", all_rows)
-        seen = []
-        original_evaluate = LanguageModel.evaluate
-        monkeypatch.setattr(
-            LanguageModel, "evaluate", lambda self, inputs, **k: (seen.append(inputs), original_evaluate(self, inputs, **k))[1]
-        )
+        seen, evaluate = [], LanguageModel.evaluate
+        monkeypatch.setattr(LanguageModel, "evaluate", lambda *given, **k: seen.append(given[1]) or evaluate(*given, **k))
         moved = after(run)
         monkeypatch.undo()
         return moved, sum(len(cs) for inputs in seen for cs in inputs.completions)
@@ -203,11 +200,7 @@ def test_several_passes_clip_against_the_policy_that_sampled(iterations, minibat
 
 def test_an_optimiser_step_takes_whole_groups(tokenizer, monkeypatch):
     run, seen, original = make(tokenizer, num_minibatches=3), [], training.assign_micro_batches
-    monkeypatch.setattr(
-        training,
-        "assign_micro_batches",
-        lambda world, batch, wanted, budget: seen.append(wanted) or original(world, batch, wanted, budget),
-    )
+    monkeypatch.setattr(training, "assign_micro_batches", lambda *given: seen.append(given[2]) or original(*given))
     after(run)
     assert len(seen) == 3 and torch.equal(torch.stack(seen).sum(0), torch.ones(16, dtype=torch.long))
     assert all(len(set(part.view(4, 4)[g].tolist())) == 1 for part in seen for g in range(4))
