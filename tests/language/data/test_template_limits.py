@@ -59,6 +59,36 @@ def test_a_template_without_end_is_refused(template: str, why: str, monkeypatch:
             pass
 
 
+@pytest.mark.parametrize(
+    ("name", "fits", "exceeds"),
+    [
+        ("replace", ["a" * 5, "a", "b" * 20], ["a" * 5, "a", "b" * 21]),
+        ("replace", ["a" * 200, "b"], ["ab" * 5, "ab", "b" * 21, 5]),
+        ("indent", ["a\nb\nc\nd", 25], ["a\nb\nc\nd", 26]),
+        ("indent", ["a\nb", "\t" * 50], ["a\tb\nc", "-" * 34]),
+        ("expandtabs", ["a\tb\tc\td", 25], ["a\tb\tc\td", 26]),
+        ("join", [",", ["ab"] * 33], [",", ["ab"] * 34]),
+        ("join", ["," * 4, (1,) * 25], ["," * 4, (1,) * 26]),
+        ("format", ["%100000d", 1], ["%1000000d", 1]),
+        ("center", ["x", 10**6], ["x", -(10**6) - 1]),
+    ],
+)
+def test_a_call_is_refused_before_it_writes_more_than_the_limit(name, fits, exceeds, monkeypatch) -> None:
+    """By hand: five times 20 letters are 100, four lines indented by 25 too, and 33 words of two letters with commas are 99."""
+    monkeypatch.setattr(limits, "LENGTH", 100)
+    limits._check_arguments(name, fits)
+    with pytest.raises(limits.TemplateLimit):
+        limits._check_arguments(name, exceeds)
+
+
+def test_a_filter_takes_a_large_number_as_its_value_and_not_as_its_argument() -> None:
+    large = "{% set n = namespace(s=1000) %}{% set n.s = n.s * 10000 %}"
+    assert limits.compile_template(large + "{{ n.s|string }}").render() == "10000000"
+    for call in ("center(n.s)", "center(width=n.s)"):
+        with pytest.raises(limits.TemplateLimit, match=NUMBER):
+            limits.compile_template(f"{large}{{{{ 'x'|{call} }}}}").render()
+
+
 @pytest.mark.parametrize("name", maker.names())
 def test_every_template_renders_as_it_does_without_limits(name: str) -> None:
     """The oracle is the template that transformers compiles, which does not count."""

@@ -17,7 +17,7 @@ from psigrad.language.rewards import Failed, RewardPool, RewardSpec, Samples, Sc
 from psigrad.language.rewards.code import Code, program_of, same_output, whole_program
 from psigrad.language.rewards.code_asserts import take_apart
 from psigrad.language.rewards.code_rows import Printed, read_tests
-from psigrad.language.rewards.code_values import allclose, same
+from psigrad.language.rewards.code_values import allclose, arithmetic, same, short_range
 
 
 @repeat_for(("source", "inside", "right", "wrong"), FORMS)
@@ -57,6 +57,18 @@ def test_values_are_judged_with_bounds_and_tolerance():
         take_apart("assert f(1) % 5 == 1")[0][0].judge("%1000000000d")
     with pytest.raises(TypeError):
         take_apart("assert 2 ** f(1) == 1")[0][0].judge(10**9)
+
+
+def test_a_product_a_power_and_a_range_are_computed_up_to_their_bounds():
+    """A million items, an exponent of a thousand and a base of a googol."""
+    assert arithmetic("*", 3, "ab") == "ababab" and arithmetic("*", (1, 2), -1) == () and arithmetic("*", "a", True) == "a"
+    assert len(arithmetic("*", [0, 1], 500_000)) == len(arithmetic("*", 500_000, "ab")) == len(short_range(10**6)) == 10**6
+    assert arithmetic("**", 2, 1000) == 1 << 1000 and arithmetic("**", 10**100, 1) == 10**100
+    for sign, a, b in [("*", [0, 1], 500_001), ("*", 500_001, "ab"), ("**", 2, 1001), ("**", 2, -1001), ("**", -2 * 10**100, 1)]:
+        with pytest.raises(TypeError, match="could take too long"):
+            arithmetic(sign, a, b)
+    with pytest.raises(TypeError, match="1000001 numbers"):
+        short_range(10**6 + 1)
 
 
 def test_a_layout_that_is_another_is_another_output():

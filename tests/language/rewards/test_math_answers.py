@@ -37,6 +37,8 @@ from psigrad.language.rewards import builtin
         ("\\boxed{3,2,1}", "1,2,3", 1),
         ("\\boxed{1,2}", "1,2,3", 0),
         ("\\boxed{1}, \\boxed{2} and \\boxed{3}", "1,2,3", 1),
+        (", ".join(f"\\boxed{{{n}}}" for n in range(1, 9)), "1,2,3,4,5,6,7,8", 1),
+        (", ".join(f"\\boxed{{{n}}}" for n in range(1, 9)), "2,3,4,5,6,7,8", 0),
         ("$1$, $2$ and $3$", "1,2,3", 1),
         ("\\boxed{\\text{Monday}}", "\\text{Monday}", 1),
         ("The answer is Monday.", "\\text{Monday}", 1),

@@ -202,6 +202,15 @@ def test_decoding_is_recorded_in_as_many_slots_as_half_of_the_free_memory_holds(
     assert [cuda_graph.fitting(model, Room(256, longest)).slots for longest in (1280, 1 << 20)] == [64, 0]
 
 
+@pytest.mark.parametrize(("tokens", "slots", "prompts"), [(129_000, 128, 65), (65_000, 64, 33), (64_999, 32, 17), (1499, 0, 1)])
+def test_prompts_are_halved_with_the_slots_until_both_fit(tokens, slots, prompts, monkeypatch):
+    """128 slots of 500 tokens and 65 prompts of 1,000 are 129,000 tokens; 64 and 33 are 65,000, and 1 and 1 are 1,500."""
+    config = Qwen3Config(head_dim=128, num_hidden_layers=28, num_key_value_heads=8, hidden_size=1024)
+    model = SimpleNamespace(device=torch.device("cuda"), network=SimpleNamespace(config=config, dtype=torch.bfloat16))
+    monkeypatch.setattr(cuda_graph, "free_memory", lambda device: 2 * tokens * 2 * 2 * 28 * 8 * 128)
+    assert cuda_graph.fitting(model, Room(128, 500, 65, 1000)) == (slots, 500, prompts, 1000)
+
+
 @pytest.mark.parametrize(("gigabytes", "tokens"), [(80, 32768), (6, 18310), (0, 0)])
 def test_a_prefill_takes_at_most_half_of_the_free_memory(gigabytes, tokens, monkeypatch):
     """Qwen3-8B: 8 · 4,096 + 4 · 12,288 numbers of 2 bytes are 163,840 bytes a token, and 18,310 tokens of them 3 GB."""

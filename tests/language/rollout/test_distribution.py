@@ -86,6 +86,17 @@ def test_a_forbidden_token_is_never_drawn(top_k, by_hand, means):
     assert shares[0] == 0 and shares.tolist() == pytest.approx(by_hand, abs=0.015)  # four standard errors
 
 
+def test_a_row_of_which_a_forbidden_token_is_drawn_anew_depends_on_nothing_else(means):
+    """Neither on the rows beside it, of which some draw once and others twice, nor on their seeds and counters."""
+    logits, params = torch.randn(40, 8, generator=torch.Generator().manual_seed(0)), SamplingParams(1, forbidden=(0, 1, 2))
+    given = np.arange(40, dtype=np.uint64) // 2, np.arange(40, dtype=np.int64) % 5
+    once, drawn = draw(logits, SamplingParams(1), *given).ids, draw(logits, params, *given)
+    alone = [draw(logits[i : i + 1], params, given[0][i : i + 1], given[1][i : i + 1]) for i in range(40)]
+    assert 5 < (once < 3).sum() < 35 and bool((drawn.ids >= 3).all())
+    assert drawn.ids.tolist() == [int(one.ids) for one in alone]
+    assert drawn.logprobs.tolist() == pytest.approx([float(one.logprobs) for one in alone], abs=1e-6)
+
+
 def test_greedy_takes_the_most_probable_token_with_certainty():
     logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(0))
     drawn = draw(logits, SamplingParams(1, temperature=0), np.arange(50, dtype=np.uint64), np.zeros(50, dtype=np.int64))

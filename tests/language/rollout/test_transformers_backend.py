@@ -50,6 +50,16 @@ def test_nothing_of_the_models_generation_config_acts_on_what_is_sampled(own, mo
     assert network.generation_config.eos_token_id == EOS, "the model keeps its own, which goes with it into its folder"
 
 
+@pytest.mark.parametrize(("given", "sizes"), [({}, [256, 44]), ({"max_batch": 100}, [100] * 3), ({"max_batch": 299}, [299, 1])])
+def test_batches_have_at_most_max_batch_sequences_and_256_by_default(given, sizes, models, monkeypatch):
+    """Of 300 sequences of two prompts; their completions come back in order."""
+    sampler, seen = TransformersSampler(models["gpt2"], **given), []
+    monkeypatch.setattr(sampler, "_generate", lambda flat, params: seen.append(len(flat)) or flat)
+    requests = [Request((5,), tuple(range(7))), Request((6,), tuple(range(7, 300)))]
+    found = sampler.sample(requests, SamplingParams(max_tokens=1))
+    assert seen == sizes and found == [[(one.prompt_ids, seed) for seed in one.seeds] for one in requests]
+
+
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
 @pytest.mark.parametrize("given", [{"temperature": 0.7, "top_k": 50, "top_p": 0.9}, {"min_p": 0.05}, {"temperature": 0}], ids=str)
 def test_a_stream_gives_the_tokens_of_sample_one_by_one(architecture, given, models, requests_):
