@@ -72,7 +72,7 @@ def test_a_process_reward_model_rewards_each_step_where_it_ends(job, tmp_path):
     (logits,) = step_values(model, [([*prompt, *completion], [len(prompt) + e for e in ends])])
     assert result.value == 0 and [place for place, _ in result.steps] == ends and len(ends) == 3
     assert [r for _, r in result.steps] == pytest.approx((torch.sigmoid(logits) / 3).tolist(), abs=1e-6)
-    with pytest.raises(UserError, match="another tokenizer"):
+    with pytest.raises(UserError, match="differ in tokenizer"):
         ModelScorer("steps", model, same_tokens=False)
 
 
