@@ -127,15 +127,15 @@ def unwrap(text: str) -> str:
 def find_marked(text: str) -> str | None:
     r"""Return the marked answer of a text: the content of its last \boxed{…}, or the text after the last ####.
 
-    If the last statement has several \boxed{…}, they are joined by commas. If the text has an <answer>…</answer>, only the last
-    one is searched, and its whole content is returned if nothing in it is marked. Return None if there is no mark.
+    If the last statement has several \boxed{…}, the last 100 of them are joined by commas. If the text has an <answer>…</answer>,
+    only the last one is searched, and its whole content is returned if nothing in it is marked. Return None if there is no mark.
     """
     _, tag, block = text.rpartition("<answer>")
     if tag and "</answer>" in block:
         inner = block.partition("</answer>")[0]
         return inner.strip() if (own := find_marked(inner)) is None else own
     joined, end, at = "", len(text), len(text)
-    for _ in range(8):
+    for _ in range(100):
         start = max(text.rfind("\\boxed", 0, at), text.rfind("\\fbox", 0, at))
         at = start
         opened = _BOX.match(text, start) if start >= 0 else None
