@@ -346,7 +346,8 @@ def shorten_windows(hf: PreTrainedModel) -> Iterator[bool]:
 @contextlib.contextmanager
 def _shorten_chunks(hf: PreTrainedModel) -> Iterator[None]:
     """Inside this context, layers with a state compute chunks of `CHUNK` tokens. transformers pads each text to whole chunks."""
-    held = [(vars(m), m.chunk_size) for m in hf.modules() if isinstance(vars(m).get("chunk_size"), int) and m.chunk_size > CHUNK]
+    sizes = [(vars(module), vars(module).get("chunk_size")) for module in hf.modules()]
+    held = [(owner, size) for owner, size in sizes if isinstance(size, int) and size > CHUNK]
     try:
         for owner, _ in held:
             owner["chunk_size"] = CHUNK
