@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -323,38 +324,33 @@ def _layers(hf: nn.Module) -> list[nn.Module]:
     return found
 
 
-@contextlib.contextmanager
-def shorten_windows(hf: PreTrainedModel) -> Iterator[bool]:
-    """Inside this context, shorten attention windows and chunks above `LENGTH` tokens to `WINDOW`. Yield True if there are any.
+def shorten_windows(hf: PreTrainedModel) -> AbstractContextManager[bool]:
+    """Shorten windows and chunks of attention above `LENGTH` tokens to `WINDOW` inside this context; True if there are any."""
+    return _shorten(hf, ("sliding_window", "attention_chunk_size"), LENGTH, WINDOW)
 
-    The size is set in the model's modules, and in its configuration, from which masks are built. Both are restored at the end.
+
+def _shorten_chunks(hf: PreTrainedModel) -> AbstractContextManager[bool]:
+    """Inside this context, layers with a state compute chunks of `CHUNK` tokens. transformers pads each text to whole chunks."""
+    return _shorten(hf, ("chunk_size",), CHUNK, CHUNK)
+
+
+@contextlib.contextmanager
+def _shorten(hf: PreTrainedModel, names: Sequence[str], most: int, size: int) -> Iterator[bool]:
+    """Inside this context, set each of the attributes `names` that is above `most` to `size`. Yield True if there are any.
+
+    They are set in the model's modules, and in its configuration, from which masks are built. Both are restored at the end.
     """
-    names = ("sliding_window", "attention_chunk_size")
     owners = [vars(owner) for owner in (hf.config.get_text_config(), *hf.modules())]
     held: list[tuple[dict[str, Any], str, int]] = [
-        (owner, name, value) for owner in owners for name in names if isinstance(value := owner.get(name), int) and value > LENGTH
+        (owner, name, value) for owner in owners for name in names if isinstance(value := owner.get(name), int) and value > most
     ]
     try:
         for owner, name, _ in held:
-            owner[name] = WINDOW
+            owner[name] = size
         yield bool(held)
     finally:
         for owner, name, value in held:
             owner[name] = value
-
-
-@contextlib.contextmanager
-def _shorten_chunks(hf: PreTrainedModel) -> Iterator[None]:
-    """Inside this context, layers with a state compute chunks of `CHUNK` tokens. transformers pads each text to whole chunks."""
-    sizes = [(vars(module), vars(module).get("chunk_size")) for module in hf.modules()]
-    held = [(owner, size) for owner, size in sizes if isinstance(size, int) and size > CHUNK]
-    try:
-        for owner, _ in held:
-            owner["chunk_size"] = CHUNK
-        yield
-    finally:
-        for owner, size in held:
-            owner["chunk_size"] = size
 
 
 @contextlib.contextmanager

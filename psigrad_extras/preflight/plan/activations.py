@@ -31,8 +31,8 @@ _WIDE = 512
 _NARROW = 256
 # The lengths of the prompts in the two passes that are counted.
 _PROMPTS = (2, 34)
-# What the widths of layers with a state are called: numbers of heads, and the width of Falcon-H1's Mamba-2.
-_STATE_WIDTHS = (*("linear_num_key_heads", "linear_num_value_heads", "mamba_n_heads", "mamba_num_heads", "mamba_d_ssm"),)
+# The settings with the widths of layers with a state: numbers of heads, and the width of Falcon-H1's Mamba-2.
+_STATE_WIDTHS = ("linear_num_key_heads", "linear_num_value_heads", "mamba_n_heads", "mamba_num_heads", "mamba_d_ssm")
 
 
 @dataclass(frozen=True)
