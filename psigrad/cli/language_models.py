@@ -45,11 +45,12 @@ def train(name: str) -> Callable[[list[str]], int]:
 
 
 _SCORE = """\
-Score prompts with completions: the rows of split SPLIT of DATASET, a file, folder or hub name. Use reward functions (--reward
-NAME|module:function ... [--reward-weights X ...]) or a reward model (--model). The scores are written to the file OUTPUT,
-or printed. COLUMNS renames columns, as in question=prompt. ROWS is stop or skip, for malformed rows. TOKENIZER names a
-model, for rewards that count tokens. A reward has --reward-timeout seconds per call. --attack instead scores wrong answers
-to the first MAX_ROWS prompts, and right answers in other forms. Its exit status is 1 if a wrong answer is rewarded."""
+Score prompts with completions: the rows of split SPLIT of DATASET, a file, folder or hub name. Use reward
+functions (--reward NAME|module:function ... [--reward-weights X ...]) or a reward model (--model). The scores
+are written to the file OUTPUT, or printed. COLUMNS renames columns, as in question=prompt. ROWS is stop or skip,
+for malformed rows. TOKENIZER names a model, for rewards that count tokens. A reward has --reward-timeout seconds
+per call. --attack instead scores wrong answers to the first MAX_ROWS prompts, and right answers in other forms.
+Its exit status is 1 if a wrong answer is rewarded."""
 
 
 def score(arguments: list[str]) -> int:
