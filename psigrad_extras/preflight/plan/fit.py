@@ -18,8 +18,8 @@ from psigrad.language.models.free_memory import available_memory
 from psigrad.processes.parallel import launch
 from psigrad.records.report.terminal import show_size
 from psigrad.runs.machine import device
-from psigrad_extras.preflight.plan.arithmetic import Config
-from psigrad_extras.preflight.plan.hardware import machine
+from psigrad_extras.preflight.plan.arithmetic import Config, Lengths
+from psigrad_extras.preflight.plan.hardware import Machine, machine
 from psigrad_extras.preflight.plan.memory import KEPT
 from psigrad_extras.preflight.plan.predict import MOST, Plan, filling, lengths_of, predict
 
@@ -28,13 +28,14 @@ C = TypeVar("C", bound=Config)
 FREE = 0.25
 
 
-def fit(config: C) -> C:
+def fit(config: C, here: Machine | None = None, lengths: tuple[Lengths, int] | None = None) -> C:
     """Return the fastest settings whose predicted memory stays below `run.max_memory`. The training result is the same.
 
     They are tried in this order: first with all activations kept from sampling, then without, each with the largest micro-batches
     that fit. Then activations are recomputed, and fewer sequences are decoded at once.
 
-    If `micro_batch_tokens` is 0 and no limit is set, the limit is the device's free memory, and `filling` chooses.
+    If `micro_batch_tokens` is 0 and no limit is set, the limit is the device's free memory, and `filling` chooses. `here` is
+    the machine with the limit as its memory (default: this machine). `lengths` are the lengths and number of the dataset's rows.
 
     Print the choice. Raises `UserError` if a given limit cannot be met.
     """
@@ -51,15 +52,15 @@ def fit(config: C) -> C:
             redaction.say(f"on {where}: {says or f'micro_batch_tokens={config.micro_batch_tokens}'}.")
         return config
     config = config if config.micro_batch_tokens else replace(config, micro_batch_tokens=MOST)
-    here = machine(device(config.run), config.model.dtype, memory=config.run.max_memory, measure=False)
-    lengths, rows, _ = lengths_of(config)
+    here = here or machine(device(config.run), config.model.dtype, memory=config.run.max_memory, measure=False)
+    longest, rows = lengths or lengths_of(config)[:2]
     plans: list[Plan] = []
     kept = 0.0
     if isinstance(config, OnlineConfig):
-        items = predict(replace(config, keep_activations_gb=1e9), lengths, here).memory.items
+        items = predict(replace(config, keep_activations_gb=1e9), longest, here).memory.items
         kept = next((item.bytes for item in items if item.name == KEPT), 0.0)
-    for tried in _smaller(config, lengths.longest_prompt + lengths.longest_completion, kept):
-        plans.append(predict(tried, lengths, here, dataset=rows))
+    for tried in _smaller(config, longest.longest_prompt + longest.longest_completion, kept):
+        plans.append(predict(tried, longest, here, dataset=rows))
         if plans[-1].memory.peak * (1 + FREE) <= here.memory:
             _say(tried, plans[-1])
             return tried

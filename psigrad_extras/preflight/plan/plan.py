@@ -20,7 +20,8 @@ from psigrad.language.rewards.resolve import OF_TRL, resolve
 from psigrad.records.report.terminal import show_size
 from psigrad.runs.machine import device as device_of
 from psigrad_extras.preflight.plan.arithmetic import REACHED, Config
-from psigrad_extras.preflight.plan.hardware import busy, machine, named_gpu
+from psigrad_extras.preflight.plan.fit import fit
+from psigrad_extras.preflight.plan.hardware import busy, machine, named_gpu, parse_bytes
 from psigrad_extras.preflight.plan.memory import COPY, count
 from psigrad_extras.preflight.plan.placements import ASSUMED, Split, smallest, splits
 from psigrad_extras.preflight.plan.predict import ALL, MARGIN, Plan, filling, lengths_of, predict
@@ -41,9 +42,11 @@ def run(config: Config, asked: PlanConfig) -> str:
         found = named_gpu(asked.gpu, config.model.dtype)
     else:
         found = machine(device, config.model.dtype, config.run.threads, asked.memory, asked.tflops)
-    if not config.micro_batch_tokens:
+    if not config.micro_batch_tokens and not config.run.max_memory:
         config = filling(config, found)
     lengths, rows, source = lengths_of(config, asked.prompt_length, asked.completion_length)
+    if limit := config.run.max_memory:
+        config = fit(config, replace(found, memory=parse_bytes(limit)), (lengths, rows))
     if asked.devices:
         found_splits = splits(config, lengths, found, asked.devices, asked.network * 1e9, rows)
         fewest = smallest(config, lengths, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,10 @@ from psigrad.config import Model, OnlineConfig, Run, Sampling, SFTConfig
 from psigrad.config import load as loading
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
-from psigrad_extras.preflight.plan import fit
+from psigrad_extras.preflight.plan import fit, plan
 from psigrad_extras.preflight.plan.hardware import Machine, machine
 from psigrad_extras.preflight.plan.predict import Plan, lengths_of, predict
+from psigrad_extras.preflight.settings import PlanConfig
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +104,13 @@ def test_micro_batches_fill_the_memory_that_is_free(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda where: SimpleNamespace(total_memory=1))
     assert fit.fit(config).micro_batch_tokens == 1024, "the run itself says that it does not fit"
     assert fit.fit(replace(config, micro_batch_tokens=7)).micro_batch_tokens == 7
+
+
+def test_a_plan_is_that_of_the_run_with_the_limit(config: SFTConfig, capsys: Any) -> None:
+    """Of 64 rows of 256 tokens at once, and of as many as fit into nine tenths of their peak and a quarter."""
+    peak = planned(replace(config, micro_batch_tokens=1 << 14)).memory.peak
+    given = limited(replace(config, micro_batch_tokens=1 << 14), 0.9 * peak * (1 + fit.FREE))
+    found = json.loads(plan.run(given, PlanConfig(json=True, prompt_length=200, completion_length=56)))
+    assert "micro-batches of" in capsys.readouterr().err and found["memory"]["peak"] <= 0.9 * peak
+    with pytest.raises(UserError, match="The memory '1XB' is not a size"):
+        plan.run(replace(config, run=Run(device="cpu", max_memory="1XB")), PlanConfig())
