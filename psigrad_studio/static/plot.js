@@ -49,12 +49,14 @@ const axis = (size, space, { text, log }, lines) => ({
   values: (_, splits, __, ___, step) => splits.map((value) => text(value, step)),
 });
 
+const wide = (_, labels) => Math.max(52, 10 + 7 * Math.max(...(labels ?? [""]).map((label) => label.length)));
+
 /** Create an empty chart inside `node`. `x` and `y` are {range, text, log}; `options` are further options of uPlot. */
 export function plot(node, height, { x, y, ...options }) {
   const made = new uPlot({
     width: node.clientWidth, height, padding: [10, 18, 0, 0], legend: { show: false },
     scales: { x: { time: false, range: x.range }, y: { range: y.range, distr: y.log ? 3 : 1 } },
-    axes: [axis(24, 55, x, false), axis(52, 26, y, true)],
+    axes: [axis(24, 55, x, false), axis(wide, 26, y, true)],
     ...options,
     hooks: { destroy: [() => plots.delete(made)], ...options.hooks },
   }, null, node);
