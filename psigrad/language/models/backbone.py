@@ -140,7 +140,7 @@ class Pretrained(ABC):
         if self.why_sdpa:
             return f"Attention pads packed sequences, and so computes about ten times as many scores: {self.why_sdpa}."
         if self.device.type == "cuda" and isinstance(why := triton_kernels(), str):
-            return f"Log-probs and the optimizer run as PyTorch's operations, which takes about a tenth of a step: {why}."
+            return f"Log-probs and the optimiser run without Triton kernels, which makes a step about a tenth slower: {why}."
         return ""
 
     @property

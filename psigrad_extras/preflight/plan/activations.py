@@ -87,7 +87,7 @@ def _terms(kind: type[Any], settings: str, dtype: str, lora: bool, on_gpu: bool 
     shape, width = count_shape(config), DTYPES[dtype].itemsize
     try:
         kinds = layer_kinds(config)
-        # Every twin has a layer of each kind, since the fused decoder and some architectures compute no model of one kind alone.
+        # Each twin has a layer of every kind: the fused decoder and some architectures support no model with a single kind.
         twin = _twin(config, shape, [*kinds])
         model = _prepare(twin, dtype, lora, on_gpu)
         some = [_count_saved(model, prompt) for prompt in _PROMPTS]

@@ -168,7 +168,7 @@ def model_of(config: PreTrainedConfig, **options: Any) -> Any:
 
 
 def resize(config: PreTrainedConfig, like: Sequence[int] = (), **sizes: int) -> PreTrainedConfig:
-    """Return the configuration of the text model with other sizes, and only its first layers or those with the indices `like`.
+    """Return the configuration of the text model with other sizes and fewer layers: the first, or those with the indices `like`.
 
     Sizes are given by the keys of `models.sizes.NAMES`, or by the configuration's own names.
     """
@@ -190,7 +190,10 @@ def resize(config: PreTrainedConfig, like: Sequence[int] = (), **sizes: int) -> 
 
 
 def layer_kinds(config: PreTrainedConfig) -> dict[int, int]:
-    """Return {index of the first layer of a kind: number of such layers}, by the settings that a configuration lists by layer."""
+    """Return {index of the first layer of a kind: number of its layers}.
+
+    Layers are of one kind if all settings that the configuration lists by layer have the same values for them.
+    """
     rows = zip(*_by_layer(config.get_text_config()).values(), strict=True)
     kinds = list(map(str, rows)) or [""] * size(config, "layers")
     return {kinds.index(kind): count for kind, count in Counter(kinds).items()}

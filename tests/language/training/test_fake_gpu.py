@@ -197,7 +197,7 @@ def test_a_gpu_loads_no_kernels_for_cpus_which_a_checkout_would_compile(gpu, job
             learn(run, collect(run, 0, 0, Clock()).groups, State(algorithm=run.algorithm.initial_state()), 1e-3)
             settings = online_config(job, tmp_path, device=device)
             assert run_pins.collect_pins(settings, tokenizer, PreparedRows([], [], [], []))["kernels"] != "on" or device == "cpu"
-            slow = "run as PyTorch's operations" in run.model.slow_reason
+            slow = "run without Triton kernels" in run.model.slow_reason
             assert slow == (device == "cuda"), "this host has no GPU, so Triton compiles nothing"
             monkeypatch.setattr(run_pins, "triton_kernels", object)
             assert run_pins.collect_pins(settings, tokenizer, PreparedRows([], [], [], []))["kernels"] == "on" or device == "cpu"
