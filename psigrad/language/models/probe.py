@@ -260,7 +260,7 @@ def draw_texts(hf: PreTrainedModel, first: int, vocabulary: int, length: int) ->
     draw = torch.Generator().manual_seed(0)
     # full length from the start, since PyTorch would compile a product of each new shape again
     ids = torch.full((2, length), first, device=hf.device)
-    with torch.no_grad():
+    with torch.no_grad(), _shorten_chunks(hf):
         for end in range(1, length):
             chances = hf(input_ids=ids, use_cache=False).logits[:, end - 1, :vocabulary].float().softmax(-1)
             ids[:, end] = torch.multinomial(chances.cpu(), 1, generator=draw)[:, 0]

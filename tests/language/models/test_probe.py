@@ -163,8 +163,8 @@ def test_a_model_that_bfloat16_holds_exactly_may_differ_in_its_last_bit(off, rig
     assert (probe.difference(hf, lambda: own, lambda: own * (1 - off)) == "") is right
 
 
-def test_layers_with_a_state_are_compared_in_short_chunks():
-    """transformers pads a text of 14 tokens to a chunk of 256, which takes half a minute at 350 million parameters."""
+def test_layers_with_a_state_are_compared_and_draw_their_texts_in_short_chunks():
+    """transformers pads a text of 14 tokens to a chunk of 256, which takes a minute at 350 million parameters."""
     hf = hybrid_models.network("granitemoehybrid (hybrid)")
     layers, seen = [m for m in hf.modules() if hasattr(m, "chunk_size")], []
     for layer in layers:
@@ -175,7 +175,9 @@ def test_layers_with_a_state_are_compared_in_short_chunks():
         return torch.ones(4, 8)
 
     assert probe.difference(hf, own, lambda: torch.ones(4, 8)) == ""
-    assert seen == [{8}] * 2 and {layer.chunk_size for layer in layers} == {256}
+    hf.register_forward_pre_hook(lambda *_: seen.append({layer.chunk_size for layer in layers}))
+    probe.draw_texts(hf, 3, 280, 2)
+    assert seen == [{8}] * 3 and {layer.chunk_size for layer in layers} == {256}
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3", "phi3"])
