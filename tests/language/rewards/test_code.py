@@ -107,6 +107,14 @@ def test_each_form_of_rows_says_the_same(form):
         assert checks[0].judge(9.0) and not checks[0].judge("9")
 
 
+@pytest.mark.parametrize(
+    ("expected", "right", "wrong"), [([], [[], ()], [0, None, [[]]]), ([7], [7, [7], (7,)], [[], [7, 7], 8])]
+)
+def test_only_a_list_of_one_item_is_a_wrapped_value(expected, right, wrong):
+    (check,) = read_tests({"input_output": json.dumps({"fn_name": "f", "inputs": [[3]], "outputs": [expected]})}).checks
+    assert [check.judge(value) for value in (*right, *wrong)] == [True] * len(right) + [False] * len(wrong)
+
+
 def test_a_functional_test_is_not_taken_for_one_that_reads_stdin():
     with pytest.raises(UserError, match="func_name"):
         read_tests({"public_test_cases": json.dumps(LCB)})

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from psigrad.language.rollout.scoring import RewardError, check_unscored
+from psigrad.language.rollout.scoring import RewardError, Samples, check_unscored, concatenate, turns_of
 
 
 def reasons(unscored: int, total: int) -> list[str | None]:
@@ -48,3 +48,19 @@ def test_the_message_names_the_commonest_reason_and_its_rows():
         "22 of 23 completions stayed unscored; 23 of the last 53, above max_unscored 0.1; most often (21, rows t.csv:2, t.csv:3, "
         "t.csv:4, t.csv:5, t.csv:6, …): boom. Fix the cause, or raise max_unscored."
     )
+
+
+def test_samples_are_joined_with_the_columns_that_all_have():
+    one, two = (Samples([p], [c], [[i]], {"answer": [p + c]}, prompt_ids=[[i, i]]) for i, (p, c) in enumerate(["ab", "cd"]))
+    assert concatenate([one]) == one and concatenate([]) == Samples([], [], [])
+    assert concatenate([one, two]) == Samples(
+        ["a", "c"], ["b", "d"], [[0], [1]], {"answer": ["ab", "cd"]}, prompt_ids=[[0, 0], [1, 1]]
+    )
+    for other in (Samples(["e"], ["f"], [[2]], {"answer": ["ef"]}), Samples(["e"], ["f"], [[2]], {}, prompt_ids=[[2]])):
+        with pytest.raises(ValueError, match="different columns"):
+            concatenate([one, other])
+
+
+def test_the_policys_turns_are_the_assistants_alone():
+    said = [{"role": role, "content": role} for role in ("api", "assistant", "tool", "user", "assistant")]
+    assert turns_of(said) == ["assistant", "assistant"] and turns_of("text") == ["text"]
