@@ -62,7 +62,9 @@ def test_an_engine_that_is_lost_is_started_again_and_nothing_is_sampled_twice(en
 def test_one_that_is_lost_while_nobody_asks_is_started_again_with_the_weights_of_then(engine):
     told = []
     sampler = engine(log=lambda kind, text, **fields: told.append((kind, text)))
-    os.kill(sampler._worker.process.pid, signal.SIGKILL)
+    keeper = sampler._worker.process.pid  # SIGKILL to it would leave the engine a moment, in which it can answer
+    os.kill(keeper, signal.SIGTERM)
+    os.waitid(os.P_PID, keeper, os.WEXITED | os.WNOWAIT)
     nudge(sampler.model)
     assert ids(sampler.sample(REQUESTS, PARAMS)) == expected(sampler.model)
     ((kind, text),) = told
