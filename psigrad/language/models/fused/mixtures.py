@@ -117,7 +117,7 @@ class ExpertLayer(Layer):
     def _route(self, normed: Tensor, given: Sequence[Tensor], again: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Return the router's (logits [W, experts], weights w_e [W, k], chosen experts [W, k]) for W tokens, `normed` [W, E].
 
-        `given` are the router's parameters. The backward pass sets `again`, which disables the hooks that record or replace choices.
+        `given` are the router's parameters. The backward pass sets `again`, which disables the hooks that record or set choices.
         """
         router = getattr(self._mlp, self.router)
         names = [f"router.{name}" if again else name for name in self._names]
@@ -159,7 +159,7 @@ class ExpertLayer(Layer):
         return y, (middle, both.index_select(0, pairs.inverse).view(len(middle), -1), choice, logits)
 
     def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: WeightGradients, overwrite: bool) -> Tensor:
-        """Return the gradient of `feed`'s input; see `Layer.feed_gradient`. `kept` has the logits' gradient instead of the logits."""
+        """Return the gradient of `feed`'s input; see `Layer.feed_gradient`. `kept` has dlogits in place of the logits."""
         middle, both, choice, dlogits = (kept.pop(0) for _ in range(4))
         weights, (experts, chosen, inner) = made.weights, self._sizes
         dout, normed, pairs = made.before_residual(1, dy, kept), self._norm(middle, weights.norms[1]), _Pairs(choice, experts)
