@@ -27,10 +27,7 @@ def _by_layer(config: Any, layer: int) -> int | None:
 
 
 def _mixer(state: str, attention: str = "") -> Callable[[Any, int], str]:
-    """Return a function f(config, layer) for `Family.mixer`, which looks up the layer in `config.layer_types`.
-
-    f returns `state` for a recurrence or a convolution, "squared ReLU" for an MLP, and `attention` for any other layer.
-    """
+    """Return f(config, layer) -> `state` for a recurrence or convolution, "squared ReLU" for an MLP, `attention` for others."""
     kinds = {"conv": state, "linear_attention": state, "mamba": state, "mlp": "squared ReLU"}
     return lambda config, layer: kinds.get(config.layer_types[layer], attention)
 

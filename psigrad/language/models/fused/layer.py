@@ -76,9 +76,8 @@ class Weights:
 class PassArguments(NamedTuple):
     """The arguments of a forward pass, the same for all layers.
 
-    - `angles`, `keys` and `key_gradients` are indexed by `Layer.order`: rotary embeddings, keys and values that later layers
-      reuse, and their gradients. `adapted` is True if the LoRA adapters are active.
-    - `inputs[i]` is an extra input of layer i (Gemma 4), and `tokens` selects its rows.
+    - `angles`, `keys` (keys and values that later layers reuse) and `key_gradients` are indexed by `Layer.order`.
+    - `adapted` is True if LoRA adapters are active. `inputs[i]` is layer i's extra input (Gemma 4); `tokens` selects its rows.
     - `ready[i]` are the current weights of layer i. If `ready` is None, the layers read their weights from the modules.
     - `balanced` is True if the loss includes the routers' load-balancing loss.
     """

@@ -71,8 +71,7 @@ class _WithoutHooks(nn.Module):
 class ExpertLayer(Layer):
     """A layer with experts: y = h + r·Σ_e w_e·down_e(act(gate_e(n)) · up_e(n)) with n = norm(h).
 
-    The sum is over the experts e that the router chooses for the token, with the router's weights w_e. h is the residual stream
-    after attention, and r the model's residual multiplier.
+    h is the residual stream after attention, r the residual multiplier. The router chooses the experts e and the weights w_e.
     """
 
     sparse = True
