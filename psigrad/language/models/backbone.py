@@ -156,7 +156,7 @@ class Pretrained(ABC):
         return min(size(config, "positions") or 1 << 31, *_unscaled_lengths(config))
 
     def switch(self, training: bool) -> None:
-        """Set training or evaluation mode. Skip this if the mode is already set, since it would visit every module."""
+        """Set training or evaluation mode. Do nothing if the mode is already set, since setting it visits every module."""
         if self.network.training != training:
             set_mode(self.network, training)
 
@@ -169,7 +169,7 @@ class Pretrained(ABC):
         """Return two texts of `length` tokens. The model generates them if it can; otherwise they are fixed sentences."""
 
     def _texts(self) -> Groups:
-        """Return the texts on which psigrad's outputs are compared with those of transformers. They stay the same."""
+        """Return the texts on which psigrad's outputs are compared with those of transformers. They are made once."""
         if self.probe_texts is None:
             self.probe_texts = shared_prompts(*self._sample_texts(min(LENGTH, self.max_length)))
         return self.probe_texts
@@ -270,7 +270,7 @@ class Pretrained(ABC):
         return hidden.to(self.network.dtype)
 
     def _padded(self, module: Any, inputs: ForwardInputs) -> Any:
-        """Return the output of transformers' `module` for padded inputs. It gets no positions, since RoBERTa's start at 2."""
+        """Return the output of transformers' `module` for padded inputs. It sets positions itself (RoBERTa's start at 2)."""
         if self.dropout_masks.used:
             self.dropout_masks.read(inputs)
         vision = self._check_images(inputs)
@@ -361,7 +361,7 @@ class Pretrained(ABC):
         return made
 
     def save(self, folder: Path) -> None:
-        """Save weights and tokenizer in Hugging Face format. With LoRA, only the adapter (and a scalar head) are saved."""
+        """Save weights and tokenizer in Hugging Face format. With LoRA, save only the adapter and any scalar head."""
         write(self.adapter or self.network, self.tokenizer, folder)
 
     def save_merged(self, folder: Path) -> None:
@@ -406,7 +406,7 @@ def reshard(model: Pretrained) -> None:
 
 
 def _unscaled_lengths(config: Any) -> list[int]:
-    """Return the length up to which the angles of each longrope (Phi) or dynamic NTK rotary embedding are fixed. In longer
+    """Return the length up to which the angles are fixed, for each longrope (Phi) or dynamic NTK rotary embedding. In longer
     passes, the angles depend on the longest sequence. If the model has no such embedding, return [2³¹].
     """
     rope = getattr(config, "rope_parameters", None) or {}
@@ -434,5 +434,5 @@ def check_complete(missing: Iterable[str]) -> None:
     """Raise `ValueError` if weights are `missing` in a model's files. transformers would initialise them at random."""
     if names := sorted(missing):
         raise ValueError(
-            f"the model's files lack {', '.join(names[:3])}{', …' * (len(names) > 3)}, whose weights would be random"
+            f"the model's files lack {', '.join(names[:3])}{', …' * (len(names) > 3)}, which would be initialised at random"
         )

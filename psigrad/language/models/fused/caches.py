@@ -249,7 +249,7 @@ class CacheHit:
         self._slabs, self._where = slabs, torch.stack([slab.addresses() for slab in slabs], dim=2)
 
     def output(self, index: int, target_rows: Tensor | None = None, part: int = 0) -> Tensor:
-        """Return a tensor of layer `index` at the tokens `target_rows` [W], or at all tokens if this is None.
+        """Return a tensor of layer `index` at the tokens `target_rows` [W], or at all tokens if it is None.
 
         `part` is the tensor's index in `Layer.kinds`. The default, 0, is the layer's output [W, E].
         """

@@ -114,15 +114,15 @@ class Decoder:
             raise Unsupported(f"{type(base).__name__} is not fused (docs/families.md lists the families that are)")
         activation = first_of(config, ("hidden_activation", "hidden_act")) or "silu"
         if activation != ("gelu_pytorch_tanh" if family.gelu else "silu"):
-            raise Unsupported(f"its activation {activation} is not supported")
+            raise Unsupported(f"the activation {activation} is not supported")
         if getattr(config, "attn_logit_softcapping", None) or (vision is not None and vision.two_way):
-            raise Unsupported("its attention has capped scores, or is not causal")
+            raise Unsupported("the model caps attention scores, or its attention is not causal")
         if vision is not None and vision.axes:
-            raise Unsupported("its images have positions of several axes")
+            raise Unsupported("image tokens have positions on several axes (M-RoPE)")
         mixers = [first_of(layer, ("self_attn", "mixer")) for layer in base.layers]
         attending = [i for i, mixer in enumerate(mixers) if hasattr(mixer, "scaling")]
         if not attending:
-            raise Unsupported("it has no layer with attention")
+            raise Unsupported("the model has no layer with attention")
         self.norm = first_of(base, ("norm", "embedding_norm", "final_layernorm", "norm_f"))
         self.eps = float(eps_of(self.norm))
         heads = _heads(base, config, family, {i: mixers[i] for i in attending}, self.eps)

@@ -298,7 +298,7 @@ def split_adapter(child: Any) -> tuple[nn.Linear, Adapter | None]:
     (name,) = child.active_adapters
     a, b = child.lora_A[name], child.lora_B[name]
     if name in child.lora_variant or b.bias is not None:
-        raise Unsupported("its adapter is a variant of LoRA")
+        raise Unsupported("the adapter is a variant of LoRA")
     if type(child.lora_dropout[name]) is not nn.Identity:
-        raise Unsupported("its adapter has dropout")
+        raise Unsupported("the adapter has dropout")
     return child.base_layer, Adapter(child, name, (a.weight, b.weight))

@@ -37,7 +37,7 @@ class Gemma4Layer(Layer):
 
     def __init__(self, index: int, module: Any, *given: Any) -> None:
         if getattr(module, "enable_moe_block", False):
-            raise Unsupported("it has experts")
+            raise Unsupported("the model has experts")
         super().__init__(index, module, *given)
         self.has_keys, self.has_input = len(self.groups[0]) > 1, len(self.groups) > INPUT_GATE
         self.queries, self.values = self.heads.queries * self.heads.dim, self.heads.keys * self.heads.dim

@@ -118,7 +118,7 @@ class Layer:
         mixer, mlp = (first_of(module, names) for names in (self.mixer, ("mlp", "shared_mlp", "feed_forward")))
         has_experts = hasattr(mixer if mlp is None else mlp, "experts")
         if getattr(module, "block_sparse_moe", None) is not None or has_experts != self.sparse:
-            raise Unsupported("it has experts")
+            raise Unsupported("the model has experts")
         self.feeds, feed = mlp is not None, [] if mlp is None else self.feed_forward
         groups = [find(mixer, names) for names in self.projections] + [find(mlp, names) for names in feed]
         groups += [find(module, ((name,),)) for name in self.last if hasattr(module, name)]
@@ -126,7 +126,7 @@ class Layer:
         self.groups = [tuple(range(a, b)) for a, b in itertools.pairwise(ends)]
         linear, adapters = zip(*map(split_adapter, itertools.chain(*groups)), strict=True)
         if any(child.bias is not None for child in linear[ends[_GATE_UP] :]):
-            raise Unsupported("its feed-forward layers have biases")
+            raise Unsupported("feed-forward layers have biases")
         self.index, self.heads, self.native = index, heads, native
         self.window, self.gelu = family.window(config, index) or 0, family.gelu
         self.residual = float(getattr(module, "residual_multiplier", 1.0))

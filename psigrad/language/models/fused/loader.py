@@ -78,7 +78,7 @@ def load(
     Return None if the fused decoder or this loader does not support the model; transformers must then load it. If `mapped`,
     weights that already have this dtype are memory-mapped, which suits a process that soon frees most of them. If a
     format `kind` is given, the layers' matrices are quantised to it one by one as they are read. If `scalar`, load a reward
-    model or critic; a head that is missing in the files is drawn from N(0, initializer_range²). Raises `OSError` if the hub
+    model or critic; a head that is missing from the files is drawn from N(0, initializer_range²). Raises `OSError` if the hub
     name `path` is not cached and can't be reached. Raises `ValueError` if a tensor's shape differs from the configuration.
     """
     try:

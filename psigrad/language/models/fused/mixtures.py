@@ -84,7 +84,7 @@ class ExpertLayer(Layer):
     def __init__(self, index: int, module: Any, *given: Any) -> None:
         for part in (module.mlp.experts, getattr(module.mlp, self.router)):
             if not type(part).__module__.startswith("transformers."):
-                raise Unsupported(f"its experts or routers have adapters ({kind_of(part)})")
+                raise Unsupported(f"experts or routers have adapters ({kind_of(part)})")
         super().__init__(index, module, *given)
         self._names = [path.partition(".")[2] for path in self.feed_others if path.startswith(f"{self.router}.")]
 
