@@ -1,4 +1,4 @@
-"""The commands. Each parses its arguments, calls a public function and prints. Slow imports are made only where needed."""
+"""The commands. Each parses its arguments, calls a public function and prints. Slow imports are delayed until they are needed."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _control = extras.command("control", "control")
 
 GROUPS = {
     "get started": {
-        "init": Command("create a project: verifiable reward, preferences, tools or control", begin.init),
+        "init": Command("write a new project with tests: verifiable reward, preferences, tools or control", begin.init),
         "demo": Command("train a small model from scratch by SFT and GRPO, and show the result", _extra("demo")),
-        "doctor": Command("list what this machine offers, and what is missing", _extra("doctor")),
+        "doctor": Command("list which features for training this machine has, and which are missing", _extra("doctor")),
         "from-trl": Command(
             "convert a TRL script or YAML file to psigrad's settings, and list the differences", _extra("from_trl")
         ),
@@ -46,32 +46,32 @@ GROUPS = {
         "score": Command("score recorded completions by reward functions or a reward model", language.score),
     },
     "make data, measure, plan": {
-        "sample": Command("sample completions as a dataset: all, the best of each prompt, or pairs", _extra("sample")),
+        "sample": Command("sample completions and write a dataset: all of them, the best per prompt, or pairs", _extra("sample")),
         "pairs": Command("convert rankings or ratings to pairs; ties are dropped and counted", _extra("pairs")),
         "tasks": Command("list the procedural tasks of reasoning-gym", language.tasks),
         "eval": Command("sample a model's completions of held-out prompts and score them", language.evaluate),
-        "lm-eval": Command("run tasks of EleutherAI's lm-eval, and show what training has made worse", _extra("lm_eval")),
-        "judge-report": Command("measure how often a judge agrees with people's votes, and with itself", _studio("judge_report")),
+        "lm-eval": Command("run tasks of EleutherAI's lm-eval, and show which ones training has made worse", _extra("lm_eval")),
+        "judge-report": Command("measure how often an LLM judge agrees with humans, and with itself", _studio("judge_report")),
         "plan": Command("estimate the peak memory, batches and speed of a run before it starts", _extra("plan")),
-        "compare": Command("compare methods from one checkpoint, over seeds, with equal samples", _extra("compare")),
-        "sweep": Command("search any settings of a method with Optuna, over seeds", _extra("sweep")),
-        "replay": Command("repeat a step of a run, bit for bit, or with other methods", _extra("replay")),
-        "referee": Command("find the first tensor in which TRL and psigrad, or two settings files, differ", _extra("referee")),
+        "compare": Command("compare methods over seeds, from one checkpoint and with equally many samples", _extra("compare")),
+        "sweep": Command("search for the best settings of a method with Optuna, over several seeds", _extra("sweep")),
+        "replay": Command("recompute a step of a run: bit for bit, or with other methods", _extra("replay")),
+        "referee": Command("find the first tensor that differs: TRL against psigrad, or two settings files", _extra("referee")),
         "report": Command("redraw the report.html of a run, or compare several runs", language.report),
-        "export": Command("export a model as GGUF (with a Modelfile for Ollama), merged, or as its adapter", _extra("export")),
+        "export": Command("export a model as GGUF (for Ollama), with the adapter merged, or the adapter alone", _extra("export")),
         "merge": Command("merge an adapter into its model, as export --to merged does", _extra("merge")),
         "push": Command("upload a finished run's model with its model card to the Hugging Face hub", _extra("push")),
         "studio": Command("start the web application: grid world, runs, labelling, chat", _studio("studio")),
     },
     "use a model": {
-        "serve": Command("serve a model or a run through the APIs of OpenAI and Anthropic", _serve("serve")),
+        "serve": Command("serve a model or a run with an API like OpenAI's and Anthropic's", _serve("serve")),
         "chat": Command("chat with a model or a run in the terminal", _serve("chat")),
     },
     "small problems and formulas": {
         "explain": Command("print the formula that a method optimises, or how two methods differ", mathematics.explain),
-        "grid": Command("solve a grid world sweep by sweep, in the terminal", _extra("grid")),
+        "grid": Command("solve a grid world in the terminal, one sweep at a time", _extra("grid")),
         "control": Command("train an agent on a Gymnasium environment: PPO, A2C, REINFORCE, TRPO, DQN", _control),
-        "experiment": Command("test claims about policy gradients on problems with a known exact answer", _extra("experiment")),
+        "experiment": Command("test claims about policy gradients on problems whose exact answer is known", _extra("experiment")),
     },
 }
 COMMANDS: dict[str, Command] = {name: command for group in GROUPS.values() for name, command in group.items()}
@@ -85,7 +85,7 @@ _COMMON = {
 
 
 def help_text(every: bool = False) -> str:
-    """Return the text of `psigrad --help`: the most used commands, or `every` command."""
+    """Return the text of `psigrad --help`. It lists the most used commands, or all of them if `every` is True."""
     groups = {title: list(group) for title, group in GROUPS.items()} if every else {t: n.split() for t, n in _COMMON.items()}
     width = max(len(name) for names in groups.values() for name in names)
     lines = [
@@ -99,7 +99,7 @@ def help_text(every: bool = False) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 0 done, 2 a mistake of the user, 130 stopped by Ctrl-C, 143 by SIGTERM."""
+    """Run a command and return its exit status: 0 for success, 2 for a mistake in the command; docs/runs.md lists the others."""
     with ignore_closed_output():  # a reader such as `head` may close the pipe: the work still runs to its end and sets the status
         return _status_of(list(sys.argv[1:] if argv is None else argv))
 
@@ -169,7 +169,7 @@ _PEERS = {
 
 
 def _is_user_message(error: ValueError) -> bool:
-    """Return True if one of psigrad's checks raised the error, so that its message is for users; False if a library did."""
+    """Return True if psigrad raised the error and its message is for users; False if the error comes from a library."""
     if isinstance(error, UserError):
         return True
     trace = error.__traceback__

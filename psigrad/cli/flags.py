@@ -1,6 +1,6 @@
-"""Command-line flags made from the settings: one flag per field, whose help text is the string under the field.
+"""Command-line flags, generated from the settings classes: one flag per field. The string below the field is its help text.
 
-`--help` shows the settings that are marked `MAIN`, `--help-all` shows all.
+`--help` shows the settings that are marked `MAIN`, and `--help-all` shows all settings.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HELP = {"-h", "--help", "--help-all"}
 
 
 class Command(NamedTuple):
-    """A command: its purpose in one line, and the function that runs it (arguments -> exit status)."""
+    """A command: its purpose in one line, and the function that runs it. The function maps arguments to an exit status."""
 
     purpose: str
     run: Callable[[list[str]], int]
@@ -67,10 +67,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mapping[str, Any] | None = None, about: str = "") -> T:
-    """Parse settings from `--config FILE`, `a.b=c` and flags. Help starts with `about`, or else with the docstring of `cls`.
+    """Parse settings from `--config FILE`, `a.b=c` and flags. Help starts with `about`, or with the docstring of `cls`.
 
-    Flags beat overrides, overrides beat the file, the file beats `defaults`, and these beat the defaults of the class. Print help
-    and exit on --help. Raises `UserError` for anything unknown, with the nearest known name.
+    Flags take precedence over overrides (`a.b=c`), then come the file, `defaults` and the defaults of the class. --help prints
+    the help and exits. Raises `UserError` for an unknown name, with the most similar known name.
     """
     parser = _parser(cls, command, defaults or {}, every="--help-all" in arguments, texts=asks_for_help(arguments))
     parser.description = about or parser.description
@@ -90,7 +90,7 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
 
 
 def parse_plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any], about: str = "") -> dict[str, Any]:
-    """Parse the flags of a command without a settings class: a flag for each name in `defaults`. Help prints `about` as it is."""
+    """Parse the flags of a command without a settings class: one for each name in `defaults`. Help prints `about` unchanged."""
     parser = _Parser(prog=f"psigrad {command}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in defaults.items():
         flag = "--" + name.replace("_", "-")
@@ -109,7 +109,7 @@ def parse_plain(command: str, arguments: Sequence[str], defaults: Mapping[str, A
 def join_columns(arguments: Sequence[str], settings: Container[str] = ()) -> list[str]:
     """Return the arguments with `--columns a=b c=d` joined to `--columns a=b,c=d`.
 
-    A pair whose name is one of `settings` is not joined, since it is an override.
+    If a pair's name is one of `settings`, the pair is an override and is not joined.
     """
     made: list[str] = []
     for text in arguments:
@@ -132,7 +132,7 @@ def parse_known(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T
 
 
 def parse_lists(arguments: Sequence[str], *lists: str) -> tuple[list[str], dict[str, list[str]], list[str]]:
-    """Return (names before the first flag, the values after each of the flags `lists`, all other arguments)."""
+    """Return (the names before the first flag, {flag: its values} for the flags in `lists`, all other arguments)."""
     names: list[str] = []
     found: dict[str, list[str]] = {name: [] for name in lists}
     rest, current = [], names
@@ -176,8 +176,8 @@ def parse_names_and_output(command: str, arguments: Sequence[str]) -> tuple[list
 def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] | None = None) -> None:
     """Raise `UserError` for the first unknown argument of `rest`, if any.
 
-    If only methods with settings classes other than `cls` have such a flag, the message names these methods. For any other flag
-    it names the most similar flag. If the argument is no flag, it says that a flag or `expected` must come here.
+    If the argument is a flag of other methods, the message names these methods. For any other flag it names the most similar
+    flag. If the argument is not a flag, the message says that it should be a flag or `expected`.
     """
     for text in rest:
         if text.startswith("-"):
@@ -190,7 +190,7 @@ def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] 
 
 
 def _switches(parser: _Parser) -> dict[str, bool]:
-    """Return {flag: True if it takes no value} for all flags of the parser."""
+    """Return {flag: True if it takes no value, else False} for all flags of the parser."""
     return {option: action.nargs == 0 for action in parser._actions for option in action.option_strings}
 
 
@@ -199,7 +199,7 @@ def _options(parser: _Parser) -> list[str]:
 
 
 def _values(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given` without the flags that are None (not given). Each value is converted to the type of its setting."""
+    """Drop the flags in `given` that are None (not given). Return the others, converted to the types of their settings."""
     settings = settings_of(cls)
     found: dict[str, Any] = {}
     for name, value in given.items():
@@ -221,7 +221,7 @@ def _read(value: Any, hint: Any, name: str) -> Any:
 def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool, texts: bool) -> _Parser:
     """Return the parser of a command with the settings class `cls`. Help lists the settings marked `MAIN`, or all if `every`.
 
-    `defaults` are a method's defaults by name. If `texts` is False, settings have no help texts, since reading these takes time.
+    `defaults` are a method's defaults by name. `texts` is False if no help is printed: reading the help texts would take time.
     """
     parser = _Parser(
         prog=f"psigrad {command}",
@@ -246,7 +246,7 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
 def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) -> None:
     """Add a flag for each `Shortcut`: a short name for a setting in a part of a training method, such as the clip range.
 
-    Help lists those for parts that `method` has: all if `every`, else the main ones. Others raise an error if used.
+    Help lists the flags for parts that `method` has: all if `every`, else the main ones. The other flags raise an error if used.
     """
     known = shortcuts.shortcuts_of(cls)
     group = parser.add_argument_group("parts of the method; `psigrad explain` shows them all") if known else parser
@@ -298,7 +298,7 @@ def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[
 
 
 def _choices(hint: Any, default: Any) -> str:
-    """Return the end of a setting's help text: its permitted values if they are a fixed list of words, and its default."""
+    """Return the end of a setting's help text: its default, and its permitted values if they are a fixed list of words."""
     words = [str(word) for word in get_args(hint) if word] if get_origin(hint) is Literal else []
     parts = [", ".join(words)] * (len(words) > 1) + [f"default {default}"] * (default not in ("", (), None))
     return f" ({'; '.join(parts)})" if parts else ""

@@ -45,16 +45,16 @@ def train(name: str) -> Callable[[list[str]], int]:
 
 
 _SCORE = """\
-Score prompts with completions: the rows of split SPLIT of DATASET, a file, folder or hub name. Use reward
-functions (--reward NAME|module:function ... [--reward-weights X ...]) or a reward model (--model). The scores
-are written to the file OUTPUT, or printed. COLUMNS renames columns, as in question=prompt. ROWS is stop or skip,
-for malformed rows. TOKENIZER names a model, for rewards that count tokens. A reward has --reward-timeout seconds
-per call. --attack instead scores wrong answers to the first MAX_ROWS prompts, and right answers in other forms.
-Its exit status is 1 if a wrong answer is rewarded."""
+Score recorded completions. DATASET is a file, a folder or a hub name; the rows of its split SPLIT have a prompt and
+a completion. Give reward functions (--reward NAME|module:function ... [--reward-weights X ...]) or a reward model
+(--model). The scores are printed, or written to the file OUTPUT. --columns question=prompt renames a column.
+--bad-rows skip drops malformed rows; stop raises an error. --tokenizer names a model for rewards that count tokens.
+A call of a reward function may take --reward-timeout seconds. --attack tests the reward: it scores wrong answers to
+the first --max-rows prompts, and right answers in other forms. It exits with 1 if a wrong answer is rewarded."""
 
 
 def score(arguments: list[str]) -> int:
-    """Write the scores that a reward model or reward functions give to every row."""
+    """Score every row with reward functions or a reward model, and print or write the scores."""
     _, listed, rest = flags.parse_lists(arguments, "--reward", "--reward-weights")
     if not listed["--reward"] and not flags.asks_for_help(arguments):
         return _score_by_model(rest)
@@ -83,9 +83,9 @@ def score(arguments: list[str]) -> int:
 
 
 def _attack(rewards: list[str], dataset: str, output: str, **how: Any) -> int:
-    """Print the answers that the rewards score wrongly. Return exit status 1 if a wrong answer is rewarded.
+    """Test reward functions with wrong and right answers. Print the misjudged ones. Return 1 if a wrong answer is rewarded.
 
-    `how` are further arguments of `attack`. All scored answers are written to the file `output`, if one is given.
+    `how` are further arguments of `attack`. All scored answers are written to the file `output` if one is given.
     """
     if not dataset:
         raise UserError("No dataset was given; name a file of prompts and answers with --dataset.")
@@ -131,12 +131,12 @@ def tasks(arguments: list[str]) -> int:
 
 
 def check_method(preset: str, given: Any, setting: str = "algorithm") -> None:
-    """Raise `UserError` if `given`, the value of `setting`, names a method other than `preset`, the command's name."""
+    """Raise `UserError` if the setting names another method than the command, `preset`. `given` is the value of `setting`."""
     named = given.get("preset", preset) if isinstance(given, dict) else given
     if isinstance(named, str) and named != preset and named in list_declarations():
         raise UserError(
-            f"The command is {preset}, but the settings name the {setting} {named}; run `psigrad {named}`, or remove the "
-            "name from the settings."
+            f"The command is {preset}, but the settings name the {setting} {named}; run `psigrad {named}`, or remove "
+            f"{setting} from the settings."
         )
 
 
@@ -156,7 +156,7 @@ def evaluate(arguments: list[str]) -> int:
 
 
 def report(arguments: list[str]) -> int:
-    """Write the report of a run again, or a report that compares several runs."""
+    """Redraw the report of a run, or write a report that compares several runs."""
     usage = "psigrad report RUN [RUN ...] [--output FILE]"
     if flags.asks_for_help(arguments):
         print(f"{usage}\n\nRedraw the report of a run folder, or write a report that compares several runs to FILE.")

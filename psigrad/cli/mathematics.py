@@ -14,7 +14,7 @@ CREDIT = "a session is one trajectory; its reward is credited once to every toke
 
 
 def describe_warning(name: str) -> str:
-    """Return the meaning of a warning of a run, or "" for another name. The name may have dashes or underscores."""
+    """Return the meaning of the warning `name`, with dashes or underscores; "" if there is no such warning."""
     if (entry := texts().get(name.replace("-", "_"))) is None:
         return ""
     example = f"\n\nA command that raises it: psigrad {entry['example']}" if "example" in entry else ""
@@ -54,7 +54,7 @@ def explain(arguments: list[str]) -> int:
     for name in (str(method["preset"]) for method in methods):
         if ":" not in name and name not in (known := {*list_declarations(), *texts()}):
             raise UserError(
-                f"{name} is neither a method nor a warning; `psigrad --all` lists the methods, and docs/debugging.md the "
+                f"{name} is neither a method nor a warning; `psigrad --all` lists the methods, docs/debugging.md lists the "
                 f"warnings{nearest(name, known) or '.'}"
             )
     print(algorithms.explain(methods[0], *methods[1:]))

@@ -1,4 +1,4 @@
-"""Attention, convolutions and recurrences over a packed row: a pass's concatenated sequences, with each shared prefix once."""
+"""Attention, convolutions and recurrences over a packed row: concatenated sequences that share prefixes, without padding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SDPA: Any = F.scaled_dot_product_attention
 class AttentionLayer(Protocol):
     """The properties of a fused layer that `FusedLayout.mix` reads. `window` is the sliding window in tokens; 0: no window.
 
-    `order` is the layer's number among those that compute keys and values. A layer that reuses another's keys has that `order`.
+    `order` counts the layers that compute keys and values. A layer that reuses an earlier layer's keys has that layer's `order`.
     """
 
     order: int
@@ -46,8 +46,8 @@ def modified_attention(
 ) -> Tensor:
     """Compute attention like `scaled_dot_product_attention`, optionally with capped scores or sinks.
 
-    `softcap` c caps scores s to c·tanh(s/c) (Gemma 2). `sinks` [H] is an extra score per head: it enters the softmax, and its
-    probability multiplies no value (gpt-oss). The matrix of all scores is in memory at once.
+    `softcap` c caps scores s to c·tanh(s/c) (Gemma 2). `sinks` [H] is an extra score per head in the softmax, without a value
+    (gpt-oss). Unlike in flash attention, the matrix of all scores is held in memory.
     """
     scores = q @ k.mT * scale
     if softcap is not None:
@@ -65,63 +65,63 @@ def modified_attention(
 
 
 class StateLayout(Protocol):
-    """The division of a forward pass's S tokens into sequences, for recurrent and convolutional layers."""
+    """The division of a forward pass's S tokens into sequences, as recurrent and convolutional layers use it."""
 
     def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
-        """Convolve x [S, C] with `how` along each sequence."""
+        """Apply the convolution `how` to x [S, C] along each sequence."""
 
     def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
         """Run a recurrence along each sequence, from a zero state. Inputs and outputs are [S, ...]."""
 
 
 class Layout(StateLayout, Protocol):
-    """The division of a forward pass's S tokens into sequences. psigrad's attention in transformers' modules calls `attend`."""
+    """The division of a forward pass's S tokens into sequences, as psigrad's attention in transformers' modules uses it."""
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Compute attention within each sequence: the output [1, S, H, D] from q [1, H, S, D] and k and v [1, H_kv, S, D].
+        """Return the output [1, S, H, D] of attention within each sequence. q is [1, H, S, D]; k and v are [1, H_kv, S, D].
 
-        `layer` is the number of the layer, `scale` multiplies q · k, and `window` is a sliding window in tokens (None: no
-        window). `how` is the function for padded tensors: `scaled_dot_product_attention` or `modified_attention`.
+        `layer` is the layer's index, and `scale` multiplies q · k. `window` is the sliding window in tokens; None: no window.
+        `how` is the function for padded tensors: `scaled_dot_product_attention` or `modified_attention`.
         """
 
 
 class FusedLayout(StateLayout, Protocol):
-    """The division of a forward pass's S tokens into sequences. Fused layers call it to compute attention."""
+    """The division of a forward pass's S tokens into sequences, as fused layers use it."""
 
     @property
     def packed_weights(self) -> PackedWeights | None:
-        """The cache of weight matrices that are packed for the kernels; None in passes that must not use it."""
+        """The cache of weight matrices that are packed for the decoding kernels; None in passes that do not use it."""
 
     @property
     def slots(self) -> Slots | None:
         """The slots of the key-value cache in which a decoding step stores its new tokens; None in any other pass."""
 
     def mix(self, layer: AttentionLayer, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute attention. Return (output [S, H·D], log-sum-exp of each query's scores [S, H]).
+        """Compute attention with H heads of width D. Return (output [S, H·D], log-sum-exp of each query's scores [S, H]).
 
-        `rotated` [S, (H + H_kv)·D] has queries and keys after the rotary embedding. `qkv` is [q | k | v] before this embedding.
+        `rotated` [S, (H + H_kv)·D] has the queries and keys after the rotary embedding, and `qkv` is [q | k | v] before it.
         """
 
 
 @cache
 def no_mask(device: torch.device) -> Tensor:
-    """Return a dummy 4-D mask, which transformers passes on unchanged, so that no [S, S] mask is built for a packed row.
+    """Return a dummy 4-D mask. transformers passes such a mask on unchanged, and so builds no [S, S] mask for a packed row.
 
-    The mask is cached per device, because no copy to the device can be made while a CUDA graph is captured.
+    The mask is cached per device, since nothing can be copied to the device while a CUDA graph is captured.
     """
     return torch.zeros(1, 1, 1, 1, device=device)
 
 
 def rows_at(x: Tensor, index: Tensor) -> Tensor:
-    """Gather x [S, ...] -> [len(index), ...], with zeros where the index is -1."""
+    """Gather the rows `index` of x [S, ...] -> [len(index), ...]. An index of -1 gives a row of zeros."""
     return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0).view(-1, *[1] * (x.dim() - 1)), 0.0)
 
 
 class _Take(torch.autograd.Function):
-    """The autograd function `rows_at(x, index)` for an `index` with no row of x twice. Row i of x becomes row `inverse[i]` of the
-    output (-1: none). The gradient is the gather `rows_at(grad, inverse)`, which is faster than autograd's scatter.
+    """The autograd function `rows_at(x, index)`, where `index` has each row of x at most once. Row i of x is row `inverse[i]` of
+    the output (-1: no row). The gradient is thus `rows_at(grad, inverse)`, a gather, which is faster than autograd's scatter.
     """
 
     @staticmethod
@@ -143,9 +143,9 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 
 class Pieces(NamedTuple):
-    """The pieces of a packed row, as NumPy arrays: the token counts of B `prefixes`, and of N `sequences` that follow them.
+    """The pieces of a packed row. `prefixes` [B] and `sequences` [N] are their token counts; the prefixes come first in the row.
 
-    `prefix` [N] is the index of each sequence's prefix, and `seen` [N] the number of prefix tokens that it attends to.
+    `prefix` [N] has the prefix that each sequence continues, and `seen` [N] the number of prefix tokens that it attends to.
     """
 
     prefixes: np.ndarray
@@ -166,12 +166,12 @@ class Pieces(NamedTuple):
 
     @property
     def before(self) -> np.ndarray:
-        """[B + N] the number of prefix tokens before a piece: 0 for each prefix, then `seen` for each sequence."""
+        """[B + N] the number of prefix tokens that a piece continues: 0 for each prefix, then `seen` for each sequence."""
         return np.concatenate([0 * self.prefixes, self.seen])
 
     @property
     def base(self) -> np.ndarray:
-        """[B + N] B zeros, then for each of the N sequences the position in the row where its prefix starts."""
+        """[B + N] 0 for each prefix, then for each sequence the position in the row where its prefix starts."""
         return np.concatenate([0 * self.prefixes, self.starts[self.prefix] if len(self.prefixes) else self.prefix])
 
 
@@ -181,14 +181,14 @@ def on_device(numbers: Any, device: torch.device | str, dtype: torch.dtype = tor
 
 
 def _table(lengths: np.ndarray, start: int, device: torch.device) -> Tensor:
-    """Return the packed positions [pieces, longest] of consecutive pieces' tokens; -1: padding. The first position is `start`."""
+    """Return the positions in the packed row of each piece's tokens, [pieces, longest]; -1: padding. The first is `start`."""
     first, steps = start + lengths.cumsum() - lengths, np.arange(lengths.max(initial=0))
     return on_device(np.where(steps < lengths[:, None], first[:, None] + steps, -1), device)
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The layout of a packed row of S tokens: B prefixes, and N sequences that each continue one prefix (or none, if B is 0)."""
+    """The layout of a packed row of S tokens: B prefixes, then N sequences, each of which continues a prefix (none if B is 0)."""
 
     pieces: Pieces
     device: torch.device
@@ -203,12 +203,12 @@ class PackedLayout:
 
     @cached_property
     def prefix_rows(self) -> Tensor:
-        """[B, P] the position in the packed row of each prefix's tokens; -1: padding."""
+        """[B, P] the positions of each prefix's tokens in the packed row; -1: padding."""
         return _table(self.pieces.prefixes, 0, self.device)
 
     @cached_property
     def sequence_rows(self) -> Tensor:
-        """[N, L] the position in the packed row of each sequence's tokens; -1: padding."""
+        """[N, L] the positions of each sequence's tokens in the packed row; -1: padding."""
         return _table(self.pieces.sequences, int(self.pieces.prefixes.sum()), self.device)
 
     @cached_property
@@ -228,15 +228,15 @@ class PackedLayout:
 
     @cached_property
     def _inverse(self) -> Tensor:
-        """[S] the position of each packed token in `_order`. It is computed on the CPU, so that no pass waits for a GPU."""
+        """[S] the position of each packed token in `_order`. Computing it on the CPU avoids a synchronisation with the GPU."""
         pieces, count, width = self.pieces, len(self.pieces.prefixes), int(self.pieces.prefixes.max(initial=0))
         wide = np.concatenate([np.full(count, width), np.full(len(pieces.sequences), pieces.sequences.max(initial=0))])
         begin = wide.cumsum() - wide
         return on_device((begin - pieces.starts).repeat(pieces.lengths) + np.arange(self.rows), self.device)
 
     def _prefix_mask(self, window: int | None) -> Tensor | None:
-        """Return the mask of attention within prefixes: [B, 1, P, P] if there are blocks (images), otherwise [P, P]. If there are
-        no blocks and no sliding window shorter than the longest prefix, return None: the plain causal mask suffices.
+        """Return the mask of attention within prefixes: [B, 1, P, P] if there are blocks (images), otherwise [P, P]. Return None
+        if a causal mask suffices: there are no blocks, and no sliding window is shorter than the longest prefix.
         """
         length = self.prefix_rows.shape[1]
         if self.blocks is None and (window is None or window >= length):
@@ -246,8 +246,8 @@ class PackedLayout:
         return near & self._or_same_block((distance >= 0).to(near.device), self.prefix_rows)
 
     def _or_same_block(self, causal: Tensor, rows: Tensor) -> Tensor:
-        """Return the mask [K, 1, L, L] of K pieces whose tokens have the positions `rows` [K, L]: `causal` [L, L], plus attention
-        between all tokens of a block. If the layout has no blocks, return `causal` itself.
+        """Return the mask `causal` [L, L], extended to [K, 1, L, L] so that all tokens of a block attend to each other. `rows`
+        [K, L] has the packed positions of the tokens of K pieces. If the layout has no blocks, return `causal` itself.
         """
         if self.blocks is None:
             return causal
@@ -257,7 +257,7 @@ class PackedLayout:
     def _sequence_mask(self, window: int | None) -> Tensor:
         """Return the mask [N, 1, L, P + L] of attention from sequences to their prefixes and themselves.
 
-        A token attends to itself and the tokens before it in its prefix and sequence, or only to the last `window` of all these.
+        A token attends to itself, to the earlier tokens of its prefix and sequence (within `window` tokens), and to its block.
         """
         n, length = self.sequence_rows.shape
         device = self._order.device
@@ -279,7 +279,7 @@ class PackedLayout:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Compute attention of prefixes to themselves, and of each sequence to its prefix and itself; see `Layout.attend`."""
+        """Compute attention within each prefix, and from each sequence to its prefix and itself; see `Layout.attend`."""
         heads = q.shape[1]
         split = self.prefix_rows.numel()
         q, k, v = (_Take.apply(x[0].transpose(0, 1), self._order, self._inverse) for x in (q, k, v))
@@ -305,7 +305,7 @@ class PackedLayout:
         return taken[None]
 
     def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
-        """Convolve x [S, C] with `how` along each sequence. A sequence's first tokens also read the last tokens of its prefix."""
+        """Apply the convolution `how` to x [S, C]. A sequence's first tokens also read the last tokens of its prefix."""
         taps = how.weight.shape[1]
         rows, own, windows = self._windows(taps)
         if (ready := how.kernel(x, windows)) is not None:
@@ -315,11 +315,11 @@ class PackedLayout:
         return how.finish(made).index_select(0, own)
 
     def _windows(self, taps: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (rows [E], begin [S], windows [S, taps]), by which a convolution finds the packed tokens that it reads.
+        """Return (rows [E], begin [S], windows [S, taps]), the tables of the packed tokens that a convolution reads.
 
-        `rows` and `windows` are positions of packed tokens, `begin` are indices into `rows`. For each prefix, then each sequence,
-        `rows` lists the `taps - 1` tokens before it in its text (-1: none) and its own tokens. Token s reads the `taps` entries
-        of `rows` from begin[s] on. These entries are windows[s], and the last one is s.
+        `windows[s]` has the positions of the `taps` tokens that token s reads: those before it in its text (-1: none), then s.
+        `rows` lists for each piece the `taps - 1` tokens before it (-1: none), then its own tokens. `begin[s]` is the index in
+        `rows` at which `windows[s]` begins.
         """
         if taps not in self._taps:
             pieces, before = self.pieces, np.arange(1 - taps, 0)
@@ -337,12 +337,12 @@ class PackedLayout:
         return {}
 
     def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
-        """Run the recurrence once over each prefix, and over each sequence from the state after its prefix; see `Layout.scan`."""
+        """Run the recurrence over each prefix once, and over each sequence from the state after its prefix; see `Layout.scan`."""
         return self.scan_with_states(recurrence, inputs, every=False)[0]
 
     def scan_with_states(self, recurrence: Recurrence, inputs: Tensors, every: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Return (the outputs of `scan`, the states [segments, ...] after each segment of the row). If `every` is False, the C++
-        kernels return only the states from which another segment continues.
+        """Return (the outputs of `scan`, the states [segments, ...] after each of the row's `segments`). If `every` is False, the
+        C++ kernels return only those states from which another segment continues.
         """
         if self.device.type == "cpu" and (ready := recurrence.scan_trees(inputs, self._trees(every))) is not None:
             return ready
@@ -362,7 +362,7 @@ class PackedLayout:
         return waves(self.pieces)
 
     def _trees(self, every: bool) -> Trees:
-        """Return the row's segments as trees, cached. For `every` see `scan_with_states`."""
+        """Return trees in which each segment is a child of the one that it continues. For `every` see `scan_with_states`."""
         if every not in self._forests:
             self._forests[every] = trees(self._waves, every)
         return self._forests[every]
@@ -373,11 +373,11 @@ class PackedLayout:
 
     @cached_property
     def segments(self) -> tuple[Tensor, Tensor, list[tuple[tuple[int, int], Tensor | None]]]:
-        """The row's segments: (`order`, `inverse` [S], waves). A recurrence runs all segments of a wave at once, padded.
+        """The row's segments: (`order`, `inverse` [S], waves). A prefix is cut into segments where a sequence branches off.
 
-        A prefix is cut where a sequence branches off. `order` lists the packed positions of the waves' tokens (-1: padding), and
-        `order[inverse[s]]` is s for every token s. A wave is ((number of segments, tokens of the longest), source). `source` has
-        for each segment the index of the segment that it continues, or -1. It is None if no segment continues another.
+        A wave is a batch of padded segments that a recurrence runs at once: ((number of segments, longest length), `source`).
+        `source` has for each segment the index of the segment that it continues, or -1; None: all are -1. `order` has the packed
+        positions of all waves' tokens (-1: padding), and `order[inverse[s]]` is s for every token s.
         """
         tables, shapes = [], []
         for wave in self._waves:
@@ -391,12 +391,12 @@ class PackedLayout:
         return on_device(order, self.device), on_device(inverse, self.device), shapes
 
     def mix(self, layer: AttentionLayer, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute attention by the C++ kernel; see `FusedLayout.mix`."""
+        """Compute attention in the C++ kernel; see `FusedLayout.mix`."""
         return layer.native.attention(rotated, qkv, self.spans, layer.heads, layer.window)
 
     @cached_property
     def spans(self) -> Spans:
-        """The layout as the kernels read it. A sequence without a prefix counts as a prefix that no sequence continues."""
+        """The layout in the form that the kernels read. A sequence without a prefix is stored as a prefix without sequences."""
         spans = list(zip(self.pieces.starts.tolist(), self.pieces.lengths.tolist(), strict=True))
         count = len(self.pieces.prefixes)
         if not count:
@@ -418,5 +418,5 @@ class PackedLayout:
 
 
 def _view(x: Tensor, rows: Tensor) -> Tensor:
-    """Reshape x [B·L, H, D] -> [B, H, L, D], where `rows` is [B, L]."""
+    """Reshape x [B·L, H, D] -> [B, H, L, D]. `rows` gives the shape [B, L]."""
     return x.view(*rows.shape, *x.shape[1:]).transpose(1, 2)

@@ -60,7 +60,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 @torch.no_grad()
 def check_finite(network: nn.Module) -> None:
-    """Raise `UserError` if a weight is NaN or infinite. Otherwise all log-probs would be NaN, and the first step would fail."""
+    """Raise `UserError` if a weight is NaN or infinite. Such a weight would make all log-probs NaN, and the first step fail."""
     for name, weight in network.named_parameters():
         if weight.is_meta or not weight.is_floating_point() or not weight.numel():
             continue
@@ -77,18 +77,17 @@ class Pretrained(ABC):
     """A pretrained model with its tokenizer.
 
     - `network` is transformers' model, which has the weights. With LoRA it contains the adapters' layers.
-    - `adapter` is the peft wrapper that saves and merges adapters. `from_adapter` is True if training started with an adapter, so
-      that the model without it is not the initial model.
-    - `why_padded` is empty if packed passes reproduce the model's outputs; otherwise it is the reason for padded passes.
-    - `decoder` runs the packed forward pass in fused kernels; if it is None, `why_unfused` is the reason.
-    - `module_kernels` are psigrad's kernels inside transformers' modules, if these run packed on a CPU.
-    - `attention_kernel` is the attention that transformers' modules use for packed sequences. `why_sdpa` is the reason if a GPU
-      uses "sdpa".
-    - `compiled` is True if torch.compile runs the layers. If compilation was requested and failed, `why_uncompiled` is the
-      reason.
-    - `probe_texts` are the texts on which psigrad's computation was compared with transformers'.
+    - `adapter` is the peft wrapper that saves and merges adapters. `from_adapter` is True if training started from an existing
+      adapter; the model without the adapter is then not the initial model.
+    - `why_padded` is "" if the model runs packed. If it runs padded, this is the reason.
+    - `decoder` runs packed forward passes in fused kernels. If it is None, `why_unfused` is the reason.
+    - `module_kernels` are psigrad's kernels in transformers' modules, for packed models on a CPU without a `decoder`.
+    - `attention_kernel` is the attention that transformers' modules use for packed sequences. If it is "sdpa" on a GPU,
+      `why_sdpa` is the reason.
+    - `compiled` is True if the layers are compiled. If compilation was requested and failed, `why_uncompiled` is the reason.
+    - `probe_texts` are the texts on which psigrad's outputs were compared with those of transformers.
     - `load_balancing` is the auxiliary loss of a mixture-of-experts model. `router_recorder` records the experts that sampling
-      chooses, so that training can choose the same ones.
+      chooses, so that training can use the same ones.
     - `shard_root` gathers sharded weights while its forward pass runs (`language/models/sharded.py`).
     - `dropout_masks` are the masks of the adapter's dropout.
     - `sequence_group` is the group of processes that divide the tokens of each row (`psigrad_extras/mesh/ulysses.py`), or None.
@@ -121,7 +120,7 @@ class Pretrained(ABC):
 
     @property
     def vision(self) -> Vision | None:
-        """The reader of the images in prompts; None if the model reads only text."""
+        """The object that processes the images in prompts; None if the model reads only text."""
         found: Vision | None = image_format_of(self.tokenizer)
         return found
 
@@ -132,7 +131,7 @@ class Pretrained(ABC):
 
     @property
     def slow_reason(self) -> str:
-        """The reason why the model is slower than its device allows, and the cost; empty if it runs at full speed."""
+        """A sentence that says how much slower the model runs than its device allows, and why; "" if it runs at full speed."""
         if self.why_padded:
             return f"Sequences are padded, not packed, which takes two to five times the time and memory: {self.why_padded}."
         if self.why_unfused and self.device.type == "cpu":
@@ -145,7 +144,7 @@ class Pretrained(ABC):
 
     @property
     def instructions(self) -> str:
-        """The CPU instructions of the kernels' matrix products: AVX2, AVX-512, AMX tiles, …; empty if no kernels are used."""
+        """The CPU instructions that the kernels' matrix products use: AVX2, AVX-512, AMX tiles, …; "" if no kernels are used."""
         if self.decoder is not None:
             return self.decoder.native.products.instructions(self.decoder.dtype)
         return "" if self.module_kernels is None else self.module_kernels.native.products.instructions(self.network.dtype)
@@ -157,20 +156,20 @@ class Pretrained(ABC):
         return min(size(config, "positions") or 1 << 31, *_unscaled_lengths(config))
 
     def switch(self, training: bool) -> None:
-        """Set training or evaluation mode. Do nothing if it is already set, because setting it visits every module."""
+        """Set training or evaluation mode. Do nothing if the mode is already set, since setting it visits every module."""
         if self.network.training != training:
             set_mode(self.network, training)
 
     @abstractmethod
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
-        """Return outputs on `texts`, from a packed or a padded pass, to compare psigrad's computation with transformers'."""
+        """Return the model's outputs on `texts` from a packed or padded pass. They are compared with those of transformers."""
 
     @abstractmethod
     def _sample_texts(self, length: int) -> list[list[int]]:
-        """Return two texts of `length` tokens: generated by the model if it can generate, otherwise fixed sentences."""
+        """Return two texts of `length` tokens. The model generates them if it can; otherwise they are fixed sentences."""
 
     def _texts(self) -> Groups:
-        """Return the texts on which psigrad's computation is compared with transformers', always the same ones."""
+        """Return the texts on which psigrad's outputs are compared with those of transformers. They are made once."""
         if self.probe_texts is None:
             self.probe_texts = shared_prompts(*self._sample_texts(min(LENGTH, self.max_length)))
         return self.probe_texts
@@ -185,9 +184,9 @@ class Pretrained(ABC):
         target_rows: Tensor | None = None,
         experts: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states [B, S, E] of ids and positions [B, S]. If given, `target_rows` [M] are indices into the B·S
-        tokens, and only their states [M, E] are returned. `layout` says which tokens attend to which. A fused decoder adds its
-        activations to `keep`, or reads them from `cached`. If `experts` [layers, B·S, k] is given, routers choose these experts.
+        """Return the hidden states [B, S, E] of all tokens. If `target_rows` [M] (indices into the B·S tokens) is given, return
+        only theirs, [M, E]. `layout` determines which tokens attend to which. A fused decoder adds its activations to `keep`, or
+        reads them from `cached`. If `experts` [layers, B·S, k] is given, the routers use these experts.
         """
         following = contextlib.nullcontext() if self.router_recorder is None else self.router_recorder.follow(experts)
         if self.decoder is not None:
@@ -217,10 +216,11 @@ class Pretrained(ABC):
         return hidden if target_rows is None else hidden.flatten(0, 1).index_select(0, target_rows)
 
     def _embedded(self, input_ids: Tensor) -> tuple[Any, dict[str, Any]]:
-        """Return (the module that runs a packed pass, its keyword arguments: ids, or embeddings with the features of images).
+        """Return (the module that runs a packed pass, its keyword arguments). The arguments are ids, or embeddings in which
+        image features replace the image tokens.
 
-        On a GPU, a decoding step (one token per sequence) inserts no features, because it can be captured as a CUDA graph, in
-        which the host cannot look for image tokens. On a CPU, a decoding step inserts them too (`rollout/samplers/dialogue.py`).
+        A decoding step on a GPU always gets ids: it may run as a CUDA graph, which cannot look for image tokens. On a CPU,
+        a decoding step also inserts image features (`rollout/samplers/dialogue.py`).
         """
         if self.vision is None or (input_ids.shape[1] == 1 and self.device.type != "cpu"):
             return self.network.base_model, {"input_ids": input_ids}
@@ -234,21 +234,21 @@ class Pretrained(ABC):
 
     @property
     def logit_factor(self) -> float:
-        """The factor of the logits: Cohere's logit_scale, or 1 / Granite's logits_scaling. It multiplies the hidden states."""
+        """The factor of the logits: Cohere's logit_scale, or 1 / Granite's logits_scaling. It is applied to the hidden states."""
         config: Any = self.network.config.get_text_config()
         return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
     def placed(self, inputs: ForwardInputs) -> ForwardInputs:
-        """Return packed inputs with the positions and attention of images. Raises `UserError` if the model cannot read them."""
+        """Adapt the positions and attention of packed inputs to their images. Raises `UserError` if the model reads only text."""
         vision = self._check_images(inputs)
         return inputs if vision is None else vision.apply_layout(inputs)
 
     def _check_images(self, inputs: ForwardInputs) -> Vision | None:
-        """Return the image reader if `inputs` have images, else None. Raises `UserError` if the model cannot read them."""
+        """Return `vision` if `inputs` have images, else None. Raises `UserError` if the model cannot read the images."""
         if inputs.has_images and self.vision is None:
             raise UserError(
-                f"A row has an image, but {type(self.network).__name__} reads only text; give vision-language models, "
-                "including the reference."
+                f"A row has an image, but {type(self.network).__name__} reads only text; use vision-language models "
+                "for the policy and the reference."
             )
         return self.vision if inputs.has_images else None
 
@@ -265,12 +265,12 @@ class Pretrained(ABC):
         return self._scaled(hidden.flatten(0, 1).index_select(0, wanted))
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        """Return hidden states times `logit_factor`, cast to the head's dtype, since those of Mamba-2 are always float32."""
+        """Return hidden states times `logit_factor`. They are cast to the head's dtype, since Mamba-2 returns float32."""
         hidden = hidden * factor if (factor := self.logit_factor) != 1.0 else hidden
         return hidden.to(self.network.dtype)
 
     def _padded(self, module: Any, inputs: ForwardInputs) -> Any:
-        """Return the output of transformers' `module` for padded inputs. The module sets the positions (RoBERTa's start at 2)."""
+        """Return the output of transformers' `module` for padded inputs. It sets positions itself (RoBERTa's start at 2)."""
         if self.dropout_masks.used:
             self.dropout_masks.read(inputs)
         vision = self._check_images(inputs)
@@ -302,12 +302,12 @@ class Pretrained(ABC):
         is_known: bool,
         towers: Sequence[str] = (),
     ) -> Self:
-        """Choose packed or padded passes and fused or transformers' layers, and add the adapter if there is one.
+        """Choose packed or padded passes, and fused or transformers' layers. If `lora` is given, add an adapter.
 
-        `task` is the adapter's task type in peft. `is_known` is True if `fused.loader.load` loaded the model. Without LoRA such a
-        model runs packed and fused without a test. For other models, psigrad's outputs are first compared with transformers'. The
-        model's dropout (not the adapter's) is switched off as in TRL, because it would change the probability ratio π/π_old.
-        Outside the text model, only the vision and audio modules `towers` are trained.
+        `task` is the adapter's task type in peft. `is_known` is True if `fused.loader.load` loaded the model: without LoRA, such
+        a model runs packed and fused without a test. For any other model, psigrad's outputs are compared with transformers'. The
+        model's own dropout is disabled, as in TRL, because it would change the probability ratio π/π_old; the adapter's dropout
+        is kept. Vision and audio modules are frozen, except those in `towers`.
         """
         check_finite(self.network)
         hf, is_known = self.network, is_known and lora is None
@@ -337,13 +337,13 @@ class Pretrained(ABC):
         return self
 
     def attend(self, choice: str) -> None:
-        """Set the attention of packed passes. On a GPU, "auto" is the first of "varlen", "flex" and "sdpa" that works; on a CPU,
-        "sdpa". Raises `UserError` if the model cannot use `choice`, or if its outputs or gradients differ from those of "sdpa".
+        """Set the attention of packed passes. On a GPU, "auto" takes the first of "varlen", "flex" and "sdpa" that works; on a
+        CPU, "sdpa". Raises `UserError` if the model cannot use `choice`, or if `choice` changes outputs or gradients.
         """
         attend(self, choice)
 
     def frozen_copy(self) -> Self:
-        """Return a copy of the model with frozen weights, for use as the reference in full fine-tuning."""
+        """Return a copy of the model with frozen weights. Full fine-tuning uses it as the reference model."""
         twin = copy.deepcopy(self.network)
         twin.requires_grad_(False)
         decoder = None if self.decoder is None else Decoder(twin, vision=self.vision)
@@ -361,11 +361,11 @@ class Pretrained(ABC):
         return made
 
     def save(self, folder: Path) -> None:
-        """Save weights and tokenizer in Hugging Face format. Of a LoRA model, save only the adapter (and a scalar head)."""
+        """Save weights and tokenizer in Hugging Face format. With LoRA, save only the adapter and any scalar head."""
         write(self.adapter or self.network, self.tokenizer, folder)
 
     def save_merged(self, folder: Path) -> None:
-        """Save the complete model with the adapter merged in, so that transformers' `from_pretrained(folder)` opens it."""
+        """Save the complete model with the adapter merged in. transformers' `from_pretrained(folder)` can load it."""
         if self.adapter is not None and (lost := describe_merging(self.adapter)):
             redaction.say(lost)
         write(merge_adapter(self.network, self.adapter), self.tokenizer, folder)
@@ -381,12 +381,12 @@ def with_gathered_weights(model: Pretrained, compute: Callable[[], R]) -> R:
 
 
 def local_share(model: Pretrained, inputs: ForwardInputs) -> ForwardInputs:
-    """Return this process's tokens of the inputs if several processes divide each packed row (cp_size), otherwise all inputs."""
+    """Return this process's share of the tokens if several processes divide each packed row (cp_size), else all inputs."""
     packed = inputs.layout
     if model.sequence_group is None or not isinstance(packed, attention.PackedLayout):
         return inputs
     if inputs.has_images:
-        raise UserError("A row has an image, but cp_size divides only rows of text; set cp_size to 1.")
+        raise UserError("A row has an image, but cp_size can divide only rows of text; set cp_size to 1.")
     if model.dropout_masks.used:
         inputs = replace(inputs, token_hashes=hash_tokens(inputs.input_ids, inputs.position_ids, packed))
     if model.attention_kernel != "sdpa":
@@ -398,7 +398,7 @@ def local_share(model: Pretrained, inputs: ForwardInputs) -> ForwardInputs:
 
 
 def reshard(model: Pretrained) -> None:
-    """Free the gathered weights that FSDP retains after a forward pass without gradient, so that all tensors are sharded."""
+    """Shard all weights again. After a forward pass without gradients, FSDP still holds gathered weights in memory."""
     modules: Any = model.shard_root.modules() if model.shard_root is not None else ()
     for module in modules:
         if hasattr(module, "reshard"):
@@ -406,8 +406,8 @@ def reshard(model: Pretrained) -> None:
 
 
 def _unscaled_lengths(config: Any) -> list[int]:
-    """Return, for each rotary table of the type longrope (Phi) or dynamic NTK, the length up to which its angles are fixed. In
-    longer passes, the angles depend on the longest sequence. Without such a table, return [2³¹].
+    """Return the length up to which the angles are fixed, for each longrope (Phi) or dynamic NTK rotary embedding. In longer
+    passes, the angles depend on the longest sequence. If the model has no such embedding, return [2³¹].
     """
     rope = getattr(config, "rope_parameters", None) or {}
     tables = list(rope.values()) if rope and all(isinstance(table, dict) for table in rope.values()) else [rope]
@@ -425,8 +425,8 @@ def _check_repeatable(model: Pretrained) -> None:
         one, other = (model._probe(model._texts(), packed=not model.why_padded).detach() for _ in range(2))
     if gap := float((one - other).abs().max()):
         raise UserError(
-            f"In training mode {type(model.network).__name__} draws random numbers that psigrad cannot switch off (two "
-            f"forward passes differ by {gap:.1g}); remove gradient_checkpointing and lora_dropout."
+            f"In training mode {type(model.network).__name__} draws random numbers that psigrad cannot switch off: two "
+            f"forward passes differ by {gap:.1g}. Remove gradient_checkpointing and lora_dropout."
         )
 
 
@@ -434,5 +434,5 @@ def check_complete(missing: Iterable[str]) -> None:
     """Raise `ValueError` if weights are `missing` in a model's files. transformers would initialise them at random."""
     if names := sorted(missing):
         raise ValueError(
-            f"the model's files lack {', '.join(names[:3])}{', …' * (len(names) > 3)}, whose weights would be random"
+            f"the model's files lack {', '.join(names[:3])}{', …' * (len(names) > 3)}, which would be initialised at random"
         )

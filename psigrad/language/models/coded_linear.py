@@ -1,4 +1,4 @@
-"""Linear layers with frozen matrices that are quantised to codes of 4 or 8 bits: the base of an adapter (QLoRA)."""
+"""Linear layers with frozen weights that are quantised to 4 or 8 bits: the base model of an adapter (QLoRA)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PARTS = ("scales", "offsets", "levels")
 class CodedLinear(nn.Linear):
     """The layer x · Wᵀ + b with a quantised W (Dettmers et al. 2023, QLoRA, arXiv:2305.14314).
 
-    `weight` stores the codes of W, and `kind` is their format.
+    `weight` stores the quantised numbers of W (the codes), and `kind` is their format.
     """
 
     def __init__(self, matrix: CodedMatrix, bias: nn.Parameter | None, kind: Kind) -> None:
@@ -41,12 +41,12 @@ class CodedLinear(nn.Linear):
 
     @property
     def matrix(self) -> CodedMatrix:
-        """The quantised matrix W. It is built on each access, because moving the layer to another device replaces its tensors."""
+        """The quantised matrix W. It is not cached, because moving the layer to another device replaces its tensors."""
         scales, offsets, levels = (getattr(self, name) for name in _PARTS)
         return CodedMatrix(self.weight.data, scales, offsets, levels, (self.out_features, self.in_features), self.block)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the layer for x in float32 or bfloat16. The gradient with respect to x uses the dequantised W."""
+        """Return x · Wᵀ + b for x in float32 or bfloat16. The gradient of x is computed with the dequantised W."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         plain = x.device.type == "cpu" and x.is_contiguous() and not torch.is_grad_enabled()
         native = kernels() if plain else ""
@@ -59,7 +59,7 @@ class CodedLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """The function x · Wᵀ + b of a frozen quantised W. To save memory, the backward pass dequantises W a second time."""
+    """The autograd function x · Wᵀ + b with a frozen quantised W. To save memory, the backward pass dequantises W again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: CodedMatrix, bias: Tensor | None) -> Tensor:
@@ -74,7 +74,7 @@ class _Product(torch.autograd.Function):
 
 
 def unpack(matrix: CodedMatrix, dtype: torch.dtype) -> Tensor:
-    """Return the matrix [N, K] with its codes dequantised to `dtype`."""
+    """Return the matrix [N, K], dequantised to `dtype`."""
     native = kernels() if matrix.codes.device.type == "cpu" else ""
     if not isinstance(native, str) and dtype in native.dtypes:
         return native.products.unpack(matrix, dtype)
@@ -85,9 +85,9 @@ def unpack(matrix: CodedMatrix, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _decoder() -> Callable[..., Tensor]:
-    """Return `codes.decode`, compiled for all shapes. Compiled, it moves about 3 bytes of memory per weight; uncompiled, 30.
+    """Return `codes.decode`, compiled for all shapes. Compilation cuts its memory traffic from 30 bytes per weight to about 3.
 
-    If torch.compile fails, print the reason once, and use the uncompiled function.
+    If torch.compile fails, the returned function prints the reason once and runs uncompiled.
     """
     current: Callable[..., Tensor] = torch.compile(codes.decode, dynamic=True)
 
@@ -106,7 +106,7 @@ def _decoder() -> Callable[..., Tensor]:
 
 
 def code_linears(network: nn.Module, kind: Kind) -> None:
-    """Replace the linear layers inside the transformer blocks by quantised ones, in place.
+    """Replace the linear layers in the transformer blocks by quantised layers, in place.
 
     A layer is skipped if its row length is not a multiple of the codes' block size. Raises `UserError` if all are skipped.
     """
@@ -124,12 +124,12 @@ def code_linears(network: nn.Module, kind: Kind) -> None:
 
 
 def coded_as(network: nn.Module) -> Kind | None:
-    """Return the kind of codes in a model's quantised layers; None if no layer is quantised."""
+    """Return the quantisation format of a model's layers; None if no layer is quantised."""
     return next((module.kind for module in network.modules() if isinstance(module, CodedLinear)), None)
 
 
 def uncode_linears(network: nn.Module, dtype: torch.dtype) -> None:
-    """Replace quantised layers by `nn.Linear` layers with the dequantised weights, so that an adapter can be merged in."""
+    """Replace quantised layers by `nn.Linear` layers with dequantised weights. An adapter can then be merged into them."""
     for name, child in list(network.named_modules()):
         if isinstance(child, CodedLinear):
             plain = nn.Linear(child.in_features, child.out_features, bias=False, device="meta")

@@ -1,7 +1,7 @@
-"""Mixture-of-experts models: the load-balancing loss, and training with the experts that were chosen in sampling.
+"""Mixture-of-experts models: the load-balancing loss, and training with the experts that the router chose during sampling.
 
-A router sends each token to k of E experts. If two experts score about the same, rounding decides. Sampler and trainer may then
-use different experts, and their log-probs differ by far more than rounding. Training with the sampler's choice avoids this.
+A router sends each token to k of E experts. If two experts have nearly equal scores, rounding decides, and sampler and trainer
+may choose different ones. Their log-probs then differ by far more than rounding. Training with the sampler's choice avoids this.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ class LoadBalancing:
 
     Formula: E · Σ_e f_e · P_e, with f_e the share of tokens sent to expert e and P_e the mean of its router probabilities
 
-    The share and the mean are over the tokens of all layers. If all E experts are used equally, the loss is k, the number of
-    experts that process each token.
+    Both are means over all tokens and layers. If all E experts are used equally, the loss is k, the number of experts per token.
 
     Source: Fedus et al. 2021, Switch Transformer, arXiv:2101.03961; transformers' `load_balancing_loss_func`.
     """
@@ -42,11 +41,11 @@ class LoadBalancing:
 
     @property
     def forward_arguments(self) -> dict[str, bool]:
-        """The extra arguments of transformers' forward pass. They request the routers' logits if PyTorch records gradients."""
+        """The extra arguments of transformers' forward pass. With gradients enabled, they make it return router logits."""
         return {"output_router_logits": True} if torch.is_grad_enabled() else {}
 
     def compute(self, output: Any, mask: Tensor | None = None) -> None:
-        """If PyTorch records gradients, compute a forward pass's auxiliary loss for `add_to`. `mask` [B, S] is 0 at padding."""
+        """If gradients are enabled, compute the auxiliary loss of one forward pass for `add_to`. `mask` [B, S]: 0 is padding."""
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         logits = getattr(output, "router_logits", None)
@@ -55,7 +54,7 @@ class LoadBalancing:
             self._last = found
 
     def add_to(self, loss: Loss, passes: float) -> Loss:
-        """Return `loss` plus the last pass's auxiliary loss · coefficient / `passes` (forward passes in an optimiser step)."""
+        """Return `loss` + coefficient · (loss of the last pass) / `passes`, the number of forward passes in an optimiser step."""
         last, self._last = self._last, None
         if last is None:
             return loss
@@ -67,7 +66,7 @@ class LoadBalancing:
 def balance_of(network: Any, coefficient: float | None) -> LoadBalancing | None:
     """Return the auxiliary loss of a model; None if the model has no routers or the coefficient is 0.
 
-    If `coefficient` is None, the model's configuration gives it. Raises `UserError` for a coefficient if there are no routers.
+    If `coefficient` is None, the model's configuration sets it. Raises `UserError` if one is given for a model without routers.
     """
     config = network.config.get_text_config()
     own, chosen = getattr(config, "router_aux_loss_coef", None), size(config, "chosen")
@@ -83,7 +82,7 @@ def balance_of(network: Any, coefficient: float | None) -> LoadBalancing | None:
 
 
 def add_balance_loss(model: Any, share: Callable[[], Loss], passes: float) -> Loss:
-    """Call `share` for the loss of one forward pass. Return this loss plus any auxiliary loss of `model`.
+    """Return `share()`, the loss of one forward pass, plus the auxiliary loss of `model` if it has one.
 
     `passes` is the number of forward passes in an optimiser step; see `LoadBalancing.add_to`.
     """
@@ -92,7 +91,7 @@ def add_balance_loss(model: Any, share: Callable[[], Loss], passes: float) -> Lo
 
 
 class RouterRecorder:
-    """The recorder of the experts that a network's routers choose for tokens. It can also make routers choose given experts."""
+    """The recorder of the experts that a network's routers choose. It can also force routers to choose given experts."""
 
     def __init__(self, network: Any) -> None:
         self.routers = routers_of(network)
@@ -111,10 +110,10 @@ class RouterRecorder:
         return np.uint8 if self.num_experts <= 256 else np.uint16
 
     def _route(self, place: int, router: Any, given: Any, named: Any, made: Any) -> Any:
-        """Return a router's output (logits, weights [S, k], experts [S, k]). Inside `follow`, the router uses the given experts.
+        """Return a router's output (logits, weights [S, k], experts [S, k]); inside `follow`, for the forced experts.
 
-        This is the forward hook of router number `place`. The router got the arguments `given` and the keyword arguments `named`,
-        and returned `made`. Inside `record`, the hook records the weights and experts.
+        This is the forward hook of router number `place`. `given` and `named` are the positional and keyword arguments of the
+        router's forward pass, and `made` is its output. Inside `record`, the hook records the weights and experts.
         """
         if self._followed is not None:
             with FixedChoice(self._followed[place], made[0].shape[-1]):
@@ -126,7 +125,7 @@ class RouterRecorder:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Yield a list to which each router appends (weights [S, k], experts [S, k]) of the k experts per token."""
+        """Yield a list to which each router appends (weights [S, k], experts [S, k]), with k experts per token."""
         self._seen = []
         try:
             yield self._seen
@@ -135,9 +134,9 @@ class RouterRecorder:
 
     @contextlib.contextmanager
     def follow(self, choices: Tensor | None) -> Iterator[None]:
-        """Make the routers choose the experts `choices` [layers, S, k] inside this context; None lets them choose freely.
+        """Force the routers to choose the experts `choices` [layers, S, k] in this context; None lets them choose freely.
 
-        If PyTorch records gradients, the choices remain set after the context, because the backward pass may recompute layers.
+        If gradients are enabled, the choices stay set until the next `follow`, because the backward pass may recompute layers.
         """
         before, self._followed = self._followed, choices
         try:
@@ -147,7 +146,7 @@ class RouterRecorder:
                 self._followed = before
 
     def read(self, inputs: Groups, device: torch.device) -> Tensor | None:
-        """Return the k experts [layers, S, k] that `inputs` stores for each of S packed tokens; None if it stores no experts."""
+        """Return the experts [layers, S, k] stored in `inputs`, k for each of S packed tokens; None if no experts are stored."""
         if inputs.experts is None:
             return None
         texts = [prompt for prompt, _ in inputs.experts] + [own for _, group in inputs.experts for own in group]
@@ -157,7 +156,7 @@ class RouterRecorder:
 
 
 class FixedChoice(TorchFunctionMode):
-    """A context in which `torch.topk` of a router's `count` scores returns the experts `choices` [S, k] with their scores.
+    """A context in which a router chooses the experts `choices` [S, k] out of `count`: `torch.topk` returns them.
 
     All other operations are unchanged, so the router computes its weights from the scores of these experts.
     """
@@ -177,10 +176,10 @@ class FixedChoice(TorchFunctionMode):
 
 
 class Routes:
-    """The experts that a sampler records in one call, for all tokens of each prompt and all but the last of each completion.
+    """The experts that a sampler records in one call, for every token of prompts and completions that is a model input.
 
-    The last token of a completion is never an input of the model, so no router sees it. `read` and `write` take `seen`, the list
-    that `RouterRecorder.record` filled in one forward pass.
+    The last token of a completion is no input, so no experts are chosen for it. `read` and `write` take `seen`, the list that
+    `RouterRecorder.record` filled in one forward pass.
     """
 
     def __init__(self, routing: RouterRecorder, sequences: int, longest: int) -> None:
@@ -190,7 +189,7 @@ class Routes:
         self.written = np.zeros(shape, dtype=routing.dtype)
 
     def _found(self, seen: list[tuple[Tensor, Tensor]]) -> np.ndarray:
-        """Return the experts in `seen`, a list of one (weights, experts) [S, k] per layer, as an array [S, layers, k]."""
+        """Return the experts in `seen` as an array [S, layers, k]. `seen` has (weights, experts), each [S, k], for each layer."""
         found: np.ndarray = torch.stack([choice for _, choice in seen], 1).cpu().numpy().astype(self.router_recorder.dtype)
         return found
 
@@ -200,11 +199,11 @@ class Routes:
         self.prompts |= {r: _text(part) for r, part in zip(requests, parts, strict=True)}
 
     def write(self, sequences: np.ndarray, places: np.ndarray, seen: list[tuple[Tensor, Tensor]]) -> None:
-        """Record `seen` from a pass over new tokens. The i-th token is number `places[i]` of completion `sequences[i]`."""
+        """Record `seen` from a decoding step. Its i-th token has the position `places[i]` in completion `sequences[i]`."""
         self.written[sequences, places] = self._found(seen)
 
     def of(self, request: int, sequence: int, count: int) -> dict[str, str]:
-        """Return `prompt_experts` of prompt `request` and `experts` of completion `sequence` (`count` tokens), in base64."""
+        """Return {"prompt_experts": …, "experts": …} in base64, for a request and its completion `sequence` (`count` tokens)."""
         return {"prompt_experts": self.prompts[request], "experts": _text(self.written[sequence, : max(count - 1, 0)])}
 
 
@@ -213,7 +212,7 @@ def _text(choices: np.ndarray) -> str:
 
 
 def routers_of(network: Any) -> list[nn.Module]:
-    """Return all routers, in order: modules that transformers lists as routers and that return (logits, weights, experts)."""
+    """Return the modules that transformers lists as routers and that return (logits, weights, experts), in the model's order."""
     known = (getattr(type(network.base_model), "_can_record_outputs", None) or {}).get("router_logits")
     recorders: list[Any] = known if isinstance(known, list) else [known]
     kinds = tuple(one.target_class for one in recorders if getattr(one, "index", None) == 0)
@@ -222,7 +221,7 @@ def routers_of(network: Any) -> list[nn.Module]:
 
 @torch.no_grad()
 def replay_routers(model: Any) -> RouterRecorder:
-    """Set `model.router_recorder`, so that sampling records the experts of each token and training chooses the same ones.
+    """Set `model.router_recorder`: sampling then records the experts of each token, and training uses the same ones.
 
     Raises `UserError` if the model has no routers or pads sequences, or if its routers cannot be made to choose given experts.
     """
@@ -248,7 +247,7 @@ def replay_routers(model: Any) -> RouterRecorder:
         followed = torch.equal(torch.stack([choice for _, choice in seen]), others)
         weighed = all(bool((weights != 0).all()) for weights, _ in seen)
         if not (followed and weighed and float((same - own).abs().max()) < 1e-3 * float((other - own).abs().max())):
-            raise ValueError("the model uses experts other than those that were set")
+            raise ValueError("the model did not use the experts that were set")
     except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
         model.router_recorder = None
         raise UserError(f"router_replay cannot set the experts that {name} chooses ({error}); remove router_replay.") from error

@@ -99,7 +99,7 @@ def test_half_precision_weights_do_not_swallow_a_small_adapter(tokenizer, monkey
 
 def test_adapters_of_experts_are_left_to_peft(tokenizer):
     model = prepare(made(HYBRIDS["qwen3-moe"], tokenizer).network, tokenizer, lora=Lora(2))
-    assert model.decoder is None and "its experts or routers have adapters" in model.why_unfused
+    assert model.decoder is None and "experts or routers have adapters" in model.why_unfused
 
 
 def test_dropout_is_left_to_peft(tokenizer):

@@ -109,7 +109,7 @@ def test_weights_that_are_not_in_the_files_are_refused_and_not_drawn_at_random(a
     prepare(tiny.model(architecture, len(tokenizer), tied=False), tokenizer).save(tmp_path)
     without(tmp_path, name)
     own = name.replace("embed_out", "lm_head")  # transformers' name of it
-    with pytest.raises(UserError, match=rf"the model's files lack {own}, whose weights would be random"):
+    with pytest.raises(UserError, match=rf"the model's files lack {own}, which would be initialised at random"):
         language_model.load(str(tmp_path))
 
 
@@ -118,7 +118,7 @@ def test_a_reward_model_may_lack_its_head_alone(tokenizer, tmp_path):
     assert scalar_model.load(str(tmp_path)).per_token
     without(tmp_path, "gpt_neox.layers.0.mlp.dense_h_to_4h.weight")
     with pytest.raises(
-        UserError, match=r"the model's files lack .*layers\.0\.mlp\.dense_h_to_4h\.weight, whose weights would be random"
+        UserError, match=r"the model's files lack .*layers\.0\.mlp\.dense_h_to_4h\.weight, which would be initialised at random"
     ):
         scalar_model.load(str(tmp_path))
 

@@ -132,7 +132,7 @@ def test_a_classifier_with_several_labels_is_refused(labels, tokenizer, tmp_path
     config.num_labels = labels
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=rf"the head gives {labels} numbers.*one label"):
+    with pytest.raises(UserError, match=rf"the head has {labels} outputs.*one label"):
         scalar_model.load(str(tmp_path))
 
 

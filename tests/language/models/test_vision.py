@@ -309,7 +309,7 @@ def test_a_processor_of_another_model_is_refused(made):
 def test_a_reference_that_reads_text_alone_is_refused_and_a_recorded_step_reads_no_ids(made, monkeypatch):
     _, model, *_, groups = made("gemma3")
     monkeypatch.setattr(type(model), "vision", None)
-    with pytest.raises(UserError, match=r"Gemma3ForConditionalGeneration reads only text.*including the reference"):
+    with pytest.raises(UserError, match=r"Gemma3ForConditionalGeneration reads only text.*for the policy and the reference"):
         model.evaluate(groups)
     monkeypatch.undo()
     monkeypatch.setattr(Blocks, "fill", lambda *given: 1 / 0)

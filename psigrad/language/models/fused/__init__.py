@@ -1,5 +1,4 @@
-"""The fused decoder of the architectures in `families` on a CPU: C++ kernels for all work between large matrix products.
+"""The fused decoder: C++ kernels that run the forward pass, the backward pass and decoding on a CPU.
 
-They compute the forward pass, the backward pass and decoding. Tests compare them with transformers' modules, which run other
-models.
+`families` lists the supported architectures. Other models run in transformers' modules. Tests compare the two.
 """

@@ -1,9 +1,8 @@
 """Caches that are valid while no weight changes: the activations of sampled tokens, and packed weight matrices.
 
-On policy, the sampler runs the same tokens through the same weights as training. It has already computed the activations that the
-backward pass needs, and the log-probs of the tokens that it drew. With both in the cache, training skips its forward pass, which
-is a third of its arithmetic. Activations depend only on tokens and weights. They are looked up by token ids, and the cache
-empties itself once a weight has changed.
+In on-policy training, sampler and trainer run the same tokens through the same weights. The sampler has already computed the
+activations that the backward pass needs, and the tokens' log-probs. If they are cached, training skips its forward pass, which is
+a third of the computation. Activations are looked up by token ids. The cache empties itself once a weight has changed.
 
 Packed matrices have the memory layout that decoding kernels read. They are packed once and used in every decoding step.
 """
@@ -45,24 +44,24 @@ _PAYS = 4
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The sizes of the tensors that are cached: (width, dtype) of each layer's tensors."""
+    """The layout of a cache row: for each layer, the (width, dtype) of each cached tensor."""
 
     kinds: tuple[tuple[tuple[int, torch.dtype], ...], ...]
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """[layers, tensors] the number of bytes in one row of each tensor; 0 for those that a layer does not have."""
+        """[layers, tensors] the number of bytes in one row of each tensor; 0 for a tensor that the layer does not have."""
         sizes = [[width * kind.itemsize for width, kind in layer] for layer in self.kinds]
         return np.array([row + [0] * (max(map(len, sizes)) - len(row)) for row in sizes])
 
     @property
     def row_bytes(self) -> int:
-        """The number of bytes in one row of all tensors of all layers."""
+        """The total number of bytes in a row, over all tensors and layers."""
         return int(self.sizes.sum())
 
 
 class Block:
-    """A block of memory for `rows` rows of all tensors in a `RowLayout`."""
+    """A block of memory that stores `rows` rows of every tensor in a `RowLayout`."""
 
     def __init__(self, layout: RowLayout, rows: int) -> None:
         self.layout, self.rows = layout, rows
@@ -73,11 +72,11 @@ class Block:
         self._places = self._starts + np.array([[x.data_ptr()] for x in self._memory])
 
     def addresses(self, start: int = 0) -> Tensor:
-        """Return the addresses [layers, tensors] of row `start`, int64."""
+        """Return the memory address [layers, tensors] of row `start` in each tensor, int64."""
         return torch.from_numpy(self._places + self.layout.sizes * start)
 
     def part(self, layer: int, index: int, start: int = 0, count: int | None = None) -> Tensor:
-        """Return `count` rows of one tensor from row `start` on, [count, width]; all rows from `start` if `count` is None."""
+        """Return rows of one tensor, [count, width]: `count` rows from row `start` on, or all of them if `count` is None."""
         width, kind = self.layout.kinds[layer][index]
         count, size = self.rows - start if count is None else count, int(self.layout.sizes[layer, index])
         first = int(self._starts[layer, index]) + start * size
@@ -88,7 +87,7 @@ class Block:
         return [tuple(self.part(i, j) for j in range(len(layer))) for i, layer in enumerate(self.layout.kinds)]
 
     def write(self, start: int, layers: Layers, first: int, count: int) -> None:
-        """Copy `count` rows of each tensor in `layers`, starting at row `first`, to this block's rows, starting at row `start`.
+        """Copy rows `first` to `first + count` of each tensor in `layers` into this block, starting at its row `start`.
 
         Raises `ValueError` if a tensor has too few rows or is not contiguous, or if widths or dtypes differ from this block's.
         """
@@ -98,7 +97,7 @@ class Block:
         if not whole or [(x.shape[1], x.dtype) for x in given] != kinds:
             raise ValueError(
                 f"Rows {first} to {first + count} of tensors {[(tuple(x.shape), x.dtype, x.stride()) for x in given]} can't be "
-                f"written to {kinds}. Widths and types must be equal, and the tensors contiguous."
+                f"written to {kinds}. The tensors must be contiguous and have these widths and dtypes."
             )
         known = np.array([[j < len(layer) for j in range(self.layout.sizes.shape[1])] for layer in self.layout.kinds])
         sizes = self.layout.sizes[known].tolist()
@@ -107,7 +106,7 @@ class Block:
 
 
 def native() -> Kernels:
-    """Return the C++ kernels. They are always available here, since only the fused decoder uses a `Block`, and it needs them."""
+    """Return the C++ kernels. They are always available, since a `Block` exists only if the fused decoder runs."""
     found = kernels()
     assert not isinstance(found, str), found
     return found
@@ -115,7 +114,7 @@ def native() -> Kernels:
 
 @dataclass(frozen=True)
 class CachedLogProbs:
-    """Cached log-probs [M] of tokens, with the softmax temperature and the version of the LM head that computed them."""
+    """The cached log-probs [M] of tokens, with the temperature and the version of the LM head that they were computed with."""
 
     logps: Tensor
     temperature: float
@@ -128,7 +127,7 @@ class CachedLogProbs:
 
 @dataclass(frozen=True)
 class CachedCompletion:
-    """A sampled completion: its `ids` [T], their `logps` [T], and `rows` [T - 1], the cache row of each token except the last."""
+    """A sampled completion: its `ids` [T], their `logps` [T] and cache `rows` [T - 1]. The last token was never a model input."""
 
     ids: tuple[int, ...]
     rows: np.ndarray
@@ -164,9 +163,9 @@ class ActivationCache:
         return len(self._taken) * SLAB
 
     def reserve(self, count: int, parts: RowLayout) -> tuple[Block, int] | None:
-        """Return (slab, first row in the slab) for the caller to write the next `count` rows, with the layout `parts`.
+        """Reserve memory for `count` rows with the layout `parts`. Return (slab, first row in the slab).
 
-        After writing them, the caller must call `add`. Return None for more than `SLAB` rows, the size of a slab.
+        The caller writes the rows there and then calls `add`. Return None if `count` exceeds `SLAB`, the rows of a slab.
         """
         if count > SLAB:
             return None
@@ -174,7 +173,7 @@ class ActivationCache:
         return self._slab(slab, parts), place
 
     def add(self, count: int, parts: RowLayout, now: list[Version], layers: Layers | None = None) -> None:
-        """Add `count` rows with the layout `parts`, copied from `layers`. If that is None, the caller of `reserve` wrote them.
+        """Add `count` rows with the layout `parts`. Copy them from `layers`; None: the caller wrote them after `reserve`.
 
         `now` are the versions of the weights that computed the activations.
         """
@@ -206,12 +205,12 @@ class ActivationCache:
             self._completions |= {(prompt, written.ids): written for written in completions}
 
     def set_head(self, head: Tensor, temperature: float) -> None:
-        """Set the LM head and softmax temperature that computed the log-probs of the completions to be registered next."""
+        """Set the LM head and softmax temperature that computed the log-probs of the next registered completions."""
         head_now = (version_of(head), temperature)
         self._head = head_now if self._head == head_now or not self._completions else _MIXED
 
     def clear(self) -> None:
-        """Free all rows, and never store rows again, because callers still have indices of the old rows."""
+        """Free all rows. From now on the cache stores no rows, since callers still hold indices of the old ones."""
         self.limit = -1.0
         self.slabs, self._taken, self._prompts, self._completions = [], [], {}, {}
 
@@ -240,7 +239,7 @@ _NOTHING = np.zeros(0, dtype=np.float32)
 class CacheHit:
     """The cached activations and log-probs of one packed forward pass, in the order of its tokens.
 
-    A layer's tensors are copied out of the cache on request. Copies of only one layer exist at a time.
+    To save memory, a layer's tensors are copied out of the cache only when the backward pass reaches the layer.
     """
 
     def __init__(self, slabs: list[Block], rows: Tensor, logps: CachedLogProbs) -> None:
@@ -250,7 +249,7 @@ class CacheHit:
         self._slabs, self._where = slabs, torch.stack([slab.addresses() for slab in slabs], dim=2)
 
     def output(self, index: int, target_rows: Tensor | None = None, part: int = 0) -> Tensor:
-        """Return a tensor of layer `index` at the tokens `target_rows` [W], or at all tokens if this is None.
+        """Return a tensor of layer `index` at the tokens `target_rows` [W], or at all tokens if it is None.
 
         `part` is the tensor's index in `Layer.kinds`. The default, 0, is the layer's output [W, E].
         """
@@ -259,7 +258,7 @@ class CacheHit:
     def saved_for_backward(self, index: int, target_rows: Tensor | None = None) -> tuple[Tensor | None, list[Tensor]]:
         """Return (a layer's input, the tensors that `Layer.forward` stored), for the backward pass of layer `index`.
 
-        The first layer's input is None. If `target_rows` is given, tensors after attention are returned only for these tokens.
+        The first layer's input is None. Tensors that are computed after attention are returned for the tokens `target_rows` only.
         """
         some, parts = self._of(target_rows), range(1, len(self._parts.kinds[index]))
         asked = [(index, part, some if part >= FIRST_PART_AFTER_ATTENTION else self._rows) for part in parts]
@@ -316,7 +315,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class PackedProjection:
-    """A `Projection` as the decoding kernels read it, with one packed `matrix` or with quantised matrices `coded`."""
+    """A `Projection` in the form that the decoding kernels read: its weights are packed (`matrix`) or quantised (`coded`)."""
 
     matrix: PackedMatrix | None
     bias: Tensor | None
@@ -327,7 +326,7 @@ class PackedProjection:
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """(address of the packed matrix, address of the table of quantised matrices); 0 for the one that does not exist."""
+        """(address of the packed matrix, address of the table of quantised matrices). One exists, and the other address is 0."""
         return (0 if self.matrix is None else self.matrix.panels.data_ptr(), 0 if self.table is None else self.table.data_ptr())
 
     @property
@@ -365,9 +364,9 @@ class PackedWeights:
 
     @cached_property
     def dequantises(self) -> bool:
-        """True if matrices are dequantised before packing: if allowed, and if a quarter of the free memory holds `limit` bytes.
+        """True if quantised matrices are dequantised before packing. Sampling is then 1.5 times as fast, with equal results.
 
-        Sampling then takes two thirds of the time, and the products have the same bits.
+        This requires `may_dequantise`, and free memory of at least four times `limit`.
         """
         from psigrad.language.models.free_memory import available_memory  # imported here: few models are quantised
 
@@ -378,8 +377,8 @@ class PackedWeights:
     ) -> list[PackedProjection] | None:
         """Return the packed matrices of the layer `key`. If they are missing or outdated, pack the result of `make`.
 
-        Return None if the memory limit is reached, or if a matrix can't be packed. `weights` are the tensors whose versions show
-        if the matrices have changed. Packing pays even for one sequence: one kernel call runs all layers, 1.25 times as fast.
+        Return None if the memory limit is reached, or if a matrix can't be packed. The packed matrices are outdated if one of the
+        tensors `weights` has changed. Packing makes decoding 1.25 times as fast even for one sequence.
         """
         have = self._layers.get(key)
         if have is not None and have[0] == versions(weights):
@@ -397,9 +396,9 @@ class PackedWeights:
         return self._layers[key][1]
 
     def head(self, weight: Tensor, products: Products) -> PackedMatrix | None:
-        """Return the packed LM head; None at the first three requests with the same weights, for which packing would not pay.
+        """Return the packed LM head; None until the fourth request with the same weights, since fewer uses are faster unpacked.
 
-        Also return None if the head is larger than `HEAD_LIMIT`, or if PyTorch, not psigrad's kernels, computes its products.
+        Also return None if the head is larger than `HEAD_LIMIT`, or if PyTorch computes its products faster than the kernels.
         """
         asked_of, asked, packed = self._head
         asked = 1 + (asked if asked_of == version_of(weight) else 0)
@@ -421,7 +420,7 @@ class PackedWeights:
 class CachedPrompt:
     """The keys and values of a prompt in float32: for each layer first all keys, then all values.
 
-    Within a layer the order is that in which the decoding kernel reads (`Kernels.prompt_tables`).
+    `Kernels.prompt_tables` writes them in the order in which the decoding kernel reads them.
     """
 
     def __init__(self, length: int, heads: Sequence[Heads]) -> None:
@@ -434,6 +433,6 @@ class CachedPrompt:
 
 
 def prompt_addresses(prompts: list[CachedPrompt], layers: int) -> Tensor:
-    """Return the memory addresses [layers, 2, G] of the prompts' keys and values."""
+    """Return the memory addresses [layers, 2, G] of the keys and values of G prompts."""
     found = np.array([p.addresses for p in prompts], dtype=np.int64).reshape(-1, layers, 2)
     return torch.from_numpy(found.transpose(1, 2, 0).copy())

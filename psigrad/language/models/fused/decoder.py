@@ -1,6 +1,6 @@
-"""The fused decoder on a CPU: psigrad's kernels compute the architectures in `families`, except for large matrix products.
+"""The fused decoder: psigrad's kernels run the architectures in `families` on a CPU, in float32 or bfloat16.
 
-Tests compare it with transformers' modules, which run all other cases: other architectures, other devices, float64.
+In all other cases transformers' modules run. Tests compare the fused decoder with these modules.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _LOGITS = 6
 class _LayerFunction(torch.autograd.Function):
     """The autograd function of a fused layer, with a hand-written backward pass.
 
-    With `cached` activations the layer does not run forward, and the backward pass reads the cache. The last layer's output also
-    comes from the cache. Other layers return NaN, which nothing reads, because autograd needs an output. With `recompute` the
-    backward pass runs the layer forward again, without `torch.utils.checkpoint`, which imports the compiler (2 s, 40 megabytes).
+    If activations are `cached`, the layer does not run forward, and the backward pass reads them. The last layer returns its
+    cached output. Other layers return NaN as a placeholder for autograd; nothing reads it. With `recompute`, the backward pass
+    runs the layer forward again. `torch.utils.checkpoint` is not used, since it imports the compiler (2 s, 40 megabytes).
     """
 
     @staticmethod
@@ -92,9 +92,9 @@ class Decoder:
     """The fused form of a model's decoder, from token ids to hidden states.
 
     `recompute` is gradient checkpointing: a layer stores only its input, and runs forward again in the backward pass. With
-    `exact` the decoder computes in float32 even if the weights are bfloat16. `vision` embeds the tokens of images. Set
-    `may_dequantise` to False to save memory: sampling then keeps quantised layers quantised. Raises `Unsupported`, with the
-    reason, if the decoder cannot run the model, such as one whose architecture is not in `FAMILIES`.
+    `exact` the decoder computes in float32 even if the weights are bfloat16. `vision` computes the embeddings of image tokens.
+    Set `may_dequantise` to False to save memory: sampling then does not dequantise quantised layers. If the decoder cannot run
+    the model, for example because its architecture is not in `FAMILIES`, it raises `Unsupported` with the reason.
     """
 
     may_dequantise = True
@@ -114,15 +114,15 @@ class Decoder:
             raise Unsupported(f"{type(base).__name__} is not fused (docs/families.md lists the families that are)")
         activation = first_of(config, ("hidden_activation", "hidden_act")) or "silu"
         if activation != ("gelu_pytorch_tanh" if family.gelu else "silu"):
-            raise Unsupported(f"its activation {activation} is not supported")
+            raise Unsupported(f"the activation {activation} is not supported")
         if getattr(config, "attn_logit_softcapping", None) or (vision is not None and vision.two_way):
-            raise Unsupported("its attention has capped scores, or is not causal")
+            raise Unsupported("the model caps attention scores, or its attention is not causal")
         if vision is not None and vision.axes:
-            raise Unsupported("its images have positions of several axes")
+            raise Unsupported("image tokens have positions on several axes (M-RoPE)")
         mixers = [first_of(layer, ("self_attn", "mixer")) for layer in base.layers]
         attending = [i for i, mixer in enumerate(mixers) if hasattr(mixer, "scaling")]
         if not attending:
-            raise Unsupported("it has no layer with attention")
+            raise Unsupported("the model has no layer with attention")
         self.norm = first_of(base, ("norm", "embedding_norm", "final_layernorm", "norm_f"))
         self.eps = float(eps_of(self.norm))
         heads = _heads(base, config, family, {i: mixers[i] for i in attending}, self.eps)
@@ -156,10 +156,10 @@ class Decoder:
         target_rows: Tensor | None = None,
         router_logits: list[Tensor] | None = None,
     ) -> Tensor:
-        """Return the hidden states [B, S, E] of ids and positions [B, S], or only those [M, E] of the tokens `target_rows` [M].
+        """Return the hidden states [B, S, E] of all tokens. If `target_rows` [M] is given, return only its tokens' [M, E].
 
-        A pass without gradient adds the layers' activations to `keep`. With `cached` activations no layer runs forward: the last
-        layer's output comes from this cache. A pass with gradient appends each router's logits [B·S, experts] to `router_logits`.
+        Without gradients, the layers' activations are added to the cache `keep`. If `cached` is given, no layer runs forward: the
+        last layer's output is read from it. With gradients, each router's logits [B·S, experts] are appended to `router_logits`.
         """
         ids, inputs = input_ids.flatten(), None
         if isinstance(layout, PackedLayout):  # compute equal tokens once; a decoding step has too few rows to benefit
@@ -201,7 +201,7 @@ class Decoder:
         return x.view(*input_ids.shape, -1) if target_rows is None else x.index_select(0, target_rows)
 
     def _with_weights(self, layer: Layer, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return `run(x)`. If weights are sharded, run it in the forward pass of the layer's module, which gathers them."""
+        """Return `run(x)`. If weights are sharded, call it inside the forward pass of the layer's module, which gathers them."""
         if not self.in_shards:
             return run(x)
 
@@ -225,9 +225,9 @@ class Decoder:
         return any(layer.adapted for layer in self.layers)
 
     def _run(self, x: Tensor, how: PassArguments, selection: Sequence[RowSelection], keep: ActivationCache | None) -> Tensor:
-        """Return the last layer's output for embeddings `x`, without gradient. Each layer runs on its rows in `selection`.
+        """Run all layers on embeddings `x` without gradients. Return the last layer's output, and add the activations to `keep`.
 
-        Store the activations in `keep`. `how` has the other arguments of the layers.
+        `selection` has each layer's input and output rows, and `how` the other arguments of the layers.
         """
         now = versions(self.parameters) if keep is not None or how.layout.packed_weights is not None else []
         y = self._step(x, how, keep, now) if self.at_once and not self.in_shards else None
@@ -255,7 +255,7 @@ class Decoder:
         """Run a decoding step on embeddings `x` in one kernel call for all layers. Store the activations in the cache `keep`.
 
         Return the last layer's output. Return None, without computing anything, if this pass is not a decoding step, or if a
-        weight cannot be packed for the kernel. `now` are the weights' current versions: a layer with a new one is packed again.
+        weight cannot be packed for the kernel. `now` are the weights' current versions; outdated packed weights are packed again.
         """
         packed_weights, slots, rows = how.layout.packed_weights, how.layout.slots, len(x)
         if packed_weights is None or slots is None:
@@ -275,14 +275,14 @@ class Decoder:
         return block.part(len(block.layout.kinds) - 1, 0, start, rows)
 
     def _addresses(self, packed_weights: PackedWeights, adapted: bool) -> Tensor | None:
-        """Return `Layer.addresses(packed_weights, adapted)` of all layers as one tensor; None if one of them returns None."""
+        """Return `Layer.addresses(packed_weights, adapted)` of all layers as one tensor; None if any layer returns None."""
         found = [layer.addresses(packed_weights, adapted) for layer in self.layers]
         packed = [row for row in found if row is not None]
         return torch.tensor(packed) if len(packed) == len(found) else None
 
 
 def _look_up(table: Any, ids: Tensor) -> Tensor:
-    """Return the rows `ids` of an embedding table, times its factor if it has one."""
+    """Return the rows `ids` of an embedding table, scaled if the table has an `embed_scale`."""
     plain = isinstance(table, nn.Embedding) and table.max_norm is None and not table.sparse
     # For a small table the dense gradient is faster.
     sums = gradients.sums_for(table.weight) if plain and len(table.weight) > ids.numel() else None
@@ -307,10 +307,10 @@ def _heads(base: Any, config: Any, family: Family, attending: dict[int, Any], ep
 
 
 def _order(layers: Sequence[Any], ropes: Sequence[str | None]) -> list[Layer]:
-    """Return the attention `layers` that compute their own keys and values. Set each one's `order` to its index in the result.
+    """Return the attention `layers` that compute their own keys and values. Set their `order` to their index in the result.
 
-    Let every other layer read the keys and values of the nearest earlier one of these with the same rotary embedding. `ropes`
-    has the name of each layer's rotary embedding.
+    A layer without its own keys reads those of the last earlier layer that has keys and the same rotary embedding. `ropes` has
+    the name of each layer's rotary embedding.
     """
     latest: dict[str | None, Layer] = {}
     keyed: list[Layer] = []
@@ -344,9 +344,9 @@ def _mixer(name: str) -> type[Layer]:
 def _angles(
     base: Any, config: Any, family: Family, ropes: Sequence[str | None], dim: int, position_ids: Tensor, like: Tensor
 ) -> list[Angles]:
-    """Return the rotary embedding at the positions [1, S] for each of `ropes`, the names of the layers' rotary embeddings.
+    """Return the cosines and sines of the rotary embeddings named in `ropes`, at the positions [1, S].
 
-    For a layer without one (None), return `dim` angles of 0, which rotate nothing. `like` is a tensor of the computation's dtype.
+    For the name None (no rotary embedding), the `dim` angles are 0, which rotate nothing. `like` has the computation's dtype.
     """
     factors = None if family.factors is None else family.factors(config, position_ids[0].float())
     tables: dict[str | None, Angles] = {}

@@ -1,4 +1,4 @@
-"""The architectures that the fused decoder supports, and the weights that it reads from the modules of transformers and peft."""
+"""The architectures that the fused decoder supports, and the weights that it reads from transformers' and peft's modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _by_layer(config: Any, layer: int) -> int | None:
 
 
 def _mixer(state: str, attention: str = "") -> Callable[[Any, int], str]:
-    """Return f(config, layer): `state` for a recurrence or convolution, "squared ReLU" for an MLP, `attention` otherwise."""
+    """Return f(config, layer) -> `state` for a recurrence or convolution, "squared ReLU" for an MLP, `attention` for others."""
     kinds = {"conv": state, "linear_attention": state, "mamba": state, "mlp": "squared ReLU"}
     return lambda config, layer: kinds.get(config.layer_types[layer], attention)
 
@@ -49,18 +49,18 @@ def _query_factors(config: Any, positions: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Family:
-    """The features of an architecture's layers, some as functions of its configuration.
+    """The features of an architecture's layers. Some are functions of (configuration, layer).
 
     - `window` returns a layer's sliding window in tokens, or None.
-    - `rope` returns the name of a layer's rotary embedding, "" if the model has only one, or None if the layer does not rotate.
-    - `mixer` returns a layer's key in `mixers.MIXERS`, or "" for a plain `Layer`: attention without a gate, and no experts.
-    - `before` has the names of the norms of attention's input and of the feed-forward layer's input; None: no norm.
-    - `after` has the names of the norms of these two parts' outputs. Gemma 4 has a third, for what a layer's extra input adds.
-    - `wide` is True if one norm covers the queries of all heads, and another one the keys of all heads.
+    - `rope` returns the name of a layer's rotary embedding: "" if the model has only one, None if the layer has none.
+    - `mixer` returns a layer's key in `mixers.MIXERS`, or "" for a plain `Layer` (attention without a gate, no experts).
+    - `before` has the names of two norms: before attention and before the feed-forward layer. None: no norm.
+    - `after` has the names of two norms: after attention and after the feed-forward layer. Gemma 4 adds a third.
+    - `wide` is True if the query norm and the key norm each normalise all heads together.
     - `offset` is added to the weights of norms.
-    - `gelu` is True if the activation is GELU, in the form with tanh, in place of SiLU.
-    - `halves` is True if the rotary embedding module returns D/2 cosines and sines, which both halves of a head [D] share.
-    - `factors` returns the factor of the queries at each position; None: 1.
+    - `gelu` is True if the activation is GELU (tanh approximation), False if it is SiLU.
+    - `halves` is True if the rotary embedding module returns only D/2 cosines and sines, to be used for both halves of a head.
+    - `factors` returns the factor by which the queries at each position are multiplied; None: 1.
     - `loads` is True if `loader.load` can read the weights.
     """
 
@@ -133,12 +133,12 @@ FAMILIES = {
 
 
 def eps_of(module: Any) -> Any:
-    """Return the ε of a norm, under either of its names; None if it has none."""
+    """Return the ε of a norm (`variance_epsilon` or `eps`); None if it has none."""
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
 def first_of(module: Any, names: Sequence[str]) -> Any:
-    """Return the first of the module's attributes `names` that exists and is not None; otherwise None."""
+    """Return the first attribute in `names` that the module has and that is not None; None if there is none."""
     return next((child for name in names if (child := getattr(module, name, None)) is not None), None)
 
 
@@ -150,7 +150,7 @@ def at(module: Any, path: str) -> Any:
 
 
 def find(parent: Any, choices: Sequence[Sequence[str]]) -> list[Any]:
-    """Return the modules of `parent` named in the first list in `choices` whose names all exist, or raise `Unsupported`."""
+    """Return `parent`'s modules for the first list of names in `choices` that all exist. Raises `Unsupported` if none does."""
     for names in choices:
         if all(getattr(parent, name, None) is not None for name in names):
             return [getattr(parent, name) for name in names]
@@ -162,7 +162,7 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, native: Kernels, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        """Normalise each row of x by `Kernels.rms_norm`."""
+        """Normalise each row of x with `Kernels.rms_norm`."""
         ctx.native, ctx.how = native, (eps, offset)
         ctx.save_for_backward(x, weight)
         return native.rms_norm(x, weight, eps, offset)
@@ -170,7 +170,7 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        """Return a gradient for each input of `forward`: those of x and of the weight, and None for all others."""
+        """Return the gradients of x and of the weight, and None for the other inputs of `forward`."""
         x, weight = ctx.saved_tensors
         dx = torch.zeros_like(x)
         dw = ctx.native.gradients.rms_norm(dx, x, weight, dy.contiguous(), *ctx.how)
@@ -214,11 +214,12 @@ class LoraDelta:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """A layer's weights in its compute dtype. `lora` has the LoRA term for each of the `matrices`, or None.
+    """A layer's weights in its compute dtype.
 
-    `norms` are the weights of the norms in `Family.before` and then `Family.after`; None for an absent norm. `mixer` are other
-    weights of the mixer, such as those of the norms of queries and keys. `feed` are those of the router and the experts. Each of
-    the `groups` has the indices of the matrices that multiply the same input, such as those of q, k and v.
+    - `matrices` are all matrices. A group in `groups` has the indices of those that multiply the same input, such as q, k and v.
+    - `norms` are the weights of the norms in `Family.before` and then `Family.after`; None for a norm that the layer lacks.
+    - `mixer` are the mixer's other weights, such as those of the query and key norms. `feed` are those of router and experts.
+    - `lora` has a LoRA term or None for each matrix.
     """
 
     groups: Sequence[Sequence[int]]
@@ -235,7 +236,7 @@ class LayerWeights:
     """True in decoding. Products of few rows may then be summed in a faster order, which differs from that of training."""
 
     def apply(self, group: int, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Write x·Wᵀ of each matrix W in `groups[group]` to `out`, side by side, plus biases, LoRA terms and `residual`."""
+        """Write x·Wᵀ + bias + LoRA term of each matrix W in `groups[group]` to `out`, concatenated. Add `residual` if given."""
         if self.packed is not None:
             return self.packed[group].multiply(x, out, residual, self.native.products)
         members = self.groups[group]
@@ -251,7 +252,7 @@ class LayerWeights:
         return out
 
     def factors(self, group: int) -> Projection:
-        """Return the matrices, biases and LoRA matrices of `groups[group]`, in the form that `PackedWeights` packs."""
+        """Return the matrices, biases and LoRA matrices of `groups[group]` as a `Projection`, which `PackedWeights` packs."""
         members = self.groups[group]
         heights = [self.matrices[i].shape[0] for i in members]
         biases, deltas = [self.biases[i] for i in members], [self.lora[i] for i in members]
@@ -269,7 +270,7 @@ class LayerWeights:
         return Projection([self.matrices[i] for i in members], bias, low)
 
     def input_grad(self, group: int, parts: Sequence[Tensor]) -> Tensor:
-        """Return the gradient of the input of the matrices in `groups[group]`. `parts` are the gradients of their outputs."""
+        """Return the gradient of the input that the matrices in `groups[group]` share. `parts` has each output's gradient."""
         multiply, total = self.native.products.of, None
         for i, part in zip(self.groups[group], parts, strict=True):
             total = multiply(part, self.matrices[i], total, base=total)
@@ -289,7 +290,7 @@ def split_adapter(child: Any) -> tuple[nn.Linear, Adapter | None]:
         return child, None
     kind = f"{type(child).__module__}.{type(child).__name__}"
     if kind != "peft.tuners.lora.layer.Linear":  # compared by name, so that peft is imported only with an adapter
-        raise Unsupported(f"{kind_of(child)} takes the place of a linear layer")
+        raise Unsupported(f"{kind_of(child)} replaces a linear layer")
     if type(child.base_layer) not in (nn.Linear, CodedLinear) or child.fan_in_fan_out:
         raise Unsupported(f"LoRA is applied to {kind_of(child.base_layer)}, not to a linear layer")
     if len(child.active_adapters) != 1 or child.merged or child.active_adapters[0] not in child.lora_A:
@@ -297,7 +298,7 @@ def split_adapter(child: Any) -> tuple[nn.Linear, Adapter | None]:
     (name,) = child.active_adapters
     a, b = child.lora_A[name], child.lora_B[name]
     if name in child.lora_variant or b.bias is not None:
-        raise Unsupported("its adapter is a variant of LoRA")
+        raise Unsupported("the adapter is a variant of LoRA")
     if type(child.lora_dropout[name]) is not nn.Identity:
-        raise Unsupported("its adapter has dropout")
+        raise Unsupported("the adapter has dropout")
     return child.base_layer, Adapter(child, name, (a.weight, b.weight))

@@ -1,7 +1,7 @@
 """The layers of Gemma 4.
 
-Each layer normalises its values. In some models, the last layers read the keys and values of earlier layers, and each layer has
-an extra input besides the residual stream (a per-layer embedding).
+Each layer normalises its values. In some models, the last layers reuse the keys and values of earlier layers. In some models,
+each layer has a second input besides the residual stream: a per-layer embedding of the token.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from psigrad.language.models.packing import RowSelection
 class Gemma4Layer(Layer):
     """A layer of Gemma 4. It normalises its values by an RMS norm without a weight.
 
-    A layer without a matrix of values uses its keys as values. A layer that also has no matrix of keys reads the keys and values
-    of an earlier layer, `source`. The output is s·y, with y the output of `Layer` and s a constant. If the layer has an extra
+    A layer without a value matrix uses its keys as values. A layer without a key matrix reuses the keys and values of an
+    earlier layer, `source`. The output is s·y, with y the output of `Layer` and s a constant. If the layer has an extra
     input p (see `LayerInputs`), the output is s·(y + n(W·(gelu(G·y) ⊙ p))), with matrices W and G and a norm n.
     """
 
@@ -37,14 +37,14 @@ class Gemma4Layer(Layer):
 
     def __init__(self, index: int, module: Any, *given: Any) -> None:
         if getattr(module, "enable_moe_block", False):
-            raise Unsupported("it has experts")
+            raise Unsupported("the model has experts")
         super().__init__(index, module, *given)
         self.has_keys, self.has_input = len(self.groups[0]) > 1, len(self.groups) > INPUT_GATE
         self.queries, self.values = self.heads.queries * self.heads.dim, self.heads.keys * self.heads.dim
         self._module = module
 
     def read(self, source: Gemma4Layer) -> None:
-        """Make this layer use the keys and values of an earlier layer, `source`, in place of its own."""
+        """Make this layer reuse the keys and values of an earlier layer, `source`."""
         self.order, self.source, source.reader = source.order, source, self
 
     @property
@@ -57,8 +57,8 @@ class Gemma4Layer(Layer):
     def forward(self, x: Tensor, how: PassArguments, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return (the output, tensors for `backward`); see `Layer.forward`.
 
-        If `self.source` is set, the keys and values of that layer are appended to the first of these tensors. If the layer has
-        an extra input p, three more tensors follow, in the notation of the class: W·(gelu(G·y) ⊙ p), y and [G·y|p].
+        If `self.source` is set, its keys and values are appended to the first of these tensors. If the layer has an extra
+        input p, three more tensors follow: W·(gelu(G·y) ⊙ p), y and [G·y|p]. The class explains these symbols.
         """
         weights = self._weights(how)
         y, (row, *parts) = super().forward(x, how._replace(ready={self.index: weights}), selection)
@@ -116,7 +116,7 @@ class Gemma4Layer(Layer):
     def mix_gradient(
         self, dout: Tensor, row: Tensor, mixed: Tensor, normaliser: Tensor, others: Sequence[Tensor], how: PassArguments
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Return gradients as `Layer.mix_gradient` does. Add those of `self.source`'s keys and values to `how.key_gradients`."""
+        """Return gradients as `Layer.mix_gradient` does. Add the gradients of reused keys and values to `how.key_gradients`."""
         (qkv, rotated), gradients, angles = self._qkv(row, others, how), self.native.gradients, how.angles[self.order]
         assert isinstance(how.layout, PackedLayout)
         drow = gradients.attention(dout, mixed, normaliser, rotated, qkv, how.layout.spans, self.heads, self.window)
@@ -141,7 +141,7 @@ class Gemma4Layer(Layer):
     def _qkv(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
         """Return ([q|k|v] with normalised values, the rotated queries and keys) from `row`, the projections [q|k|v] or [q|k].
 
-        If `self.source` is set, that layer has already rotated the keys and normalised the values. `others` are weights of norms.
+        Reused keys are already rotated, and reused values normalised. `others` are the weights of the query and key norms.
         """
         angles, end = how.angles[self.order], self.queries + self.values
         if self.source is None:
@@ -153,7 +153,7 @@ class Gemma4Layer(Layer):
         return row, torch.cat([queries, row[:, self.queries : end]], 1)
 
     def _values(self, row: Tensor) -> Tensor:
-        """Return the values [S·H_kv, D], the last columns of `row`. If the layer has no matrix of values, these are the keys."""
+        """Return the last columns of `row` as values [S·H_kv, D]. If the layer has no value matrix, they are the keys."""
         return row[:, -self.values :].contiguous().view(-1, self.heads.dim)
 
     def _weights(self, how: PassArguments) -> LayerWeights:
@@ -167,7 +167,7 @@ class Gemma4Layer(Layer):
 class LayerInputs:
     """The inputs p of all layers: p = (n(W·x / √E) + e) / √2, with a token's embedding x [E] and its row e in a second table.
 
-    W is a projection, n an RMS norm. p depends only on the token, so a packed row computes it once for equal tokens.
+    W is a projection, n an RMS norm. p depends only on the token, so it is computed once per distinct token of a packed row.
     """
 
     def __init__(self, base: Any, native: Kernels) -> None:

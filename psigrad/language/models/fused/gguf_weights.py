@@ -1,4 +1,4 @@
-"""The reader of weights in GGUF files. Layers' matrices in supported formats stay quantised; all else is dequantised."""
+"""The reader of GGUF files. The layers' matrices stay quantised if their format is supported. Other weights are dequantised."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PERMUTED = ("attn_q.", "attn_k.")
 
 
 def read(folder: str, config: Any, wanted: Collection[str]) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
-    """Yield (name, tensor) from the GGUF file in `folder` for each name in `wanted`. Names are those of transformers' parameters.
+    """Yield (name, tensor) from the GGUF file in `folder` for each of the transformers parameter names in `wanted`.
 
     `config` is the configuration of transformers' model. Raises `ValueError` if the file lacks a tensor.
     """
@@ -54,7 +54,7 @@ def has_head(file: Path) -> bool:
 
 
 def ends_in(file: Path) -> list[int]:
-    """Return the ids of the tokens that end a text, a turn or a message according to a GGUF file."""
+    """Return the ids of the tokens that a GGUF file declares as the end of a text, a turn or a message."""
     import gguf
 
     fields = gguf.GGUFReader(file).fields
@@ -63,9 +63,9 @@ def ends_in(file: Path) -> list[int]:
 
 
 def _rows(x: Any, permuted: list[int]) -> Any:
-    """Put the rows of a query or key matrix into transformers' order. In llama.cpp's order, the halves of a head are interleaved.
+    """Put the rows of a query or key matrix into transformers' order. llama.cpp interleaves the two halves of a head instead.
 
-    `permuted` is [number of heads], or [] if the rows already have transformers' order.
+    `permuted` is [number of heads], or [] if the rows are already in transformers' order.
     """
     for heads in permuted:
         x = x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
@@ -73,7 +73,7 @@ def _rows(x: Any, permuted: list[int]) -> Any:
 
 
 def _read_coded(kind: str, data: Any, permuted: list[int]) -> CodedMatrix | None:
-    """Return a `CodedMatrix` of `data`, or None if psigrad does not support its GGUF type `kind`. For `permuted` see `_rows`."""
+    """Return `data` as a `CodedMatrix`; None if psigrad does not support its GGUF type `kind`. For `permuted` see `_rows`."""
     if kind not in _FORMS:
         return None
     size, form, bits, levels = _FORMS[kind]

@@ -1,7 +1,7 @@
-"""Fewer kernels inside transformers' modules on a GPU.
+"""Forward methods that make transformers' modules launch fewer kernels on a GPU.
 
-Four RMS norms take 32 of the 56 kernels in a forward pass of a Qwen3 layer; here each norm is one kernel. In a LoRA layer, the
-last product also adds its result to the output. Both are used only if the model's outputs stay the same (`probe.attach_kernels`).
+In a Qwen3 layer, 32 of the 56 kernels of a forward pass belong to four RMS norms; here a norm is one kernel. In a LoRA layer, one
+kernel multiplies by B, scales and adds the result. `probe.attach_kernels` uses them only if the model's outputs stay the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GpuParts:
-    """Forward methods with fewer kernels. `GpuParts(network)` attaches them to RMS norms and LoRA layers; `on` enables them."""
+    """Forward methods with fewer kernels. The constructor attaches them to RMS norms and LoRA layers; `on` enables them."""
 
     def __init__(self, network: PreTrainedModel) -> None:
         self.on = True
@@ -36,12 +36,12 @@ class GpuParts:
         return self._adapted(type(module).forward) if adapts else None
 
     def runs(self, x: Tensor, *weights: Tensor) -> bool:
-        """Return True if psigrad's forward method runs: if `on`, for unsharded GPU tensors of one dtype outside torch.compile."""
+        """Return True if psigrad's method can run: `on`, with unsharded GPU tensors of one dtype, outside torch.compile."""
         plain = all(type(w) in (nn.Parameter, Tensor) and w.dtype == x.dtype for w in weights)
         return self.on and x.is_cuda and plain and not torch.compiler.is_compiling()
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return the RMS norm of x, by one kernel."""
+        """Return the RMS norm of x, computed in one kernel."""
         return _rms_norm(x, weight, eps)
 
     def _norm(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -75,7 +75,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Ten
 
 
 class _Adapted(torch.autograd.Function):
-    """The function x · Wᵀ + bias + s · x · Aᵀ · Bᵀ with frozen W and bias. The product with Bᵀ also applies LoRA's scaling s."""
+    """The function x · Wᵀ + bias + s · x · Aᵀ · Bᵀ of a LoRA layer with frozen W and bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compilation of a model's layers by torch.compile, on a GPU."""
+"""Compilation of a model's layers with torch.compile, on a GPU."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ BACKEND = "inductor"
 
 
 def compile_layers(model: Any) -> None:
-    """Compile the layers of a packed model on a GPU. Layers of one kind share compiled code for all lengths.
+    """Compile the layers of a model that runs packed on a GPU. Layers of one kind share compiled code for all lengths.
 
-    Attention is not compiled: it reads a layout in the memory of the CPU, and has its own kernels. The layers remain uncompiled
-    if the compiled ones do not run or differ in outputs or gradients. `model.why_uncompiled` is then the reason.
+    Attention is not compiled, since it has its own kernels and reads its layout from the CPU's memory. If the compiled layers
+    fail, or change outputs or gradients, the layers stay uncompiled, and `model.why_uncompiled` has the reason.
     """
     model.why_uncompiled = _why_not(model) or _compiled(model)
     model.compiled = not model.why_uncompiled
 
 
 def _compiled(model: Any) -> str:
-    """Compile the layers, and return "". If that fails or changes their outputs or gradients, undo it and return the reason."""
+    """Compile the layers and return "". If this fails or changes outputs or gradients, undo it and return the reason."""
     AttentionInterface.register(hf_attention.IMPLEMENTATION, torch.compiler.disable(hf_attention.attention))
     limit: Any = torch._dynamo.config
     limit.recompile_limit = max(VERSIONS, limit.recompile_limit)
@@ -47,7 +47,7 @@ def _compiled(model: Any) -> str:
 
 
 def _why_not(model: Any) -> str:
-    """Return why the layers of a model cannot be compiled; empty if there is no such reason."""
+    """Return the reason why the layers of a model cannot be compiled; "" if they can."""
     network = model.network
     reasons = {
         "the model runs padded": bool(model.why_padded),

@@ -1,9 +1,8 @@
 """One layer of the fused decoder, forward and backward.
 
-The forward pass stores what the backward pass can't recompute row by row: the residual stream before both norms, the projections,
-attention's output and the log-sum-exp of its scores. LoRA's matrices are not merged into the layer's matrices but multiplied
-separately. So a layer without an adapter is exactly the original one, and rounding weights to half precision does not remove the
-adapter's small update.
+The forward pass stores the residual stream before each norm, the projections, attention's output and the log-sum-exps of its
+scores. The backward pass recomputes everything else. LoRA's matrices are multiplied separately, not merged into the layer's
+matrices. In half precision, merging would round away small updates, and removing the adapter would not restore the layer exactly.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ RANKS = slice(-5, -1)
 
 
 def compute_dtype(stored: torch.dtype) -> torch.dtype:
-    """Return the dtype of a layer's computation: bfloat16 if `stored` is bfloat16 and the CPU is faster with it, else float32."""
+    """Return a layer's compute dtype: bfloat16 if the `stored` weights are bfloat16 and the CPU is fast with it, else float32."""
     return torch.bfloat16 if stored == torch.bfloat16 and fast_bfloat16() else torch.float32
 
 
 class Weights:
-    """Weights, cast to the dtype of a layer's computation. The copies are cached, and a copy is replaced when its weight changes.
+    """Weights, cast to a layer's compute dtype. The cast copies are cached until their weights change.
 
     With `exact`, weights are cast to float32 at each use, and the copies are not cached. Quantised matrices are not cast.
     """
@@ -63,7 +62,7 @@ class Weights:
         self._cast: list[Tensor] = [p.detach() for p in self.given]
 
     def now(self) -> list[Tensor]:
-        """Return the weights in the dtype of the computation, with their current values, in the order of `given`."""
+        """Return the current weights in the compute dtype, in the order of `given`."""
         if all(p.dtype in (self.dtype, torch.uint8) for p in self.given):
             return self.given
         if self.exact:
@@ -75,10 +74,12 @@ class Weights:
 
 
 class PassArguments(NamedTuple):
-    """The arguments of a forward pass. `adapted` is True if the LoRA adapters are active, `balanced` if the loss reads the logits
-    of routers. `ready[i]` are the current weights of layer i; `ready` is None if each layer reads its own. Three fields have an
-    entry for each `Layer.order`: `angles`, the rotary embeddings; `keys`, the keys and values that later layers reuse; and
-    `key_gradients`, their gradients. `inputs[i]` is an extra input of layer i (Gemma 4), and `tokens` selects its rows.
+    """The arguments of a forward pass, the same for all layers.
+
+    - `angles`, `keys` (keys and values that later layers reuse) and `key_gradients` are indexed by `Layer.order`.
+    - `adapted` is True if LoRA adapters are active. `inputs[i]` is layer i's extra input (Gemma 4); `tokens` selects its rows.
+    - `ready[i]` are the current weights of layer i. If `ready` is None, the layers read their weights from the modules.
+    - `balanced` is True if the loss includes the routers' load-balancing loss.
     """
 
     angles: Sequence[Angles]
@@ -96,8 +97,8 @@ class Layer:
     """One fused decoder layer over rows [S, E]. `window` is its sliding window in tokens; 0: no window.
 
     Formula: h = x + r·m₁(mixer(n₁(x))),  y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))), or y = h without a feed-forward part.
-    n and m are norms, which a family may lack, and r is `residual`. The mixer is attention; subclasses (`mixers`) have others.
-    `order` numbers the layers that compute keys and values. A layer that reuses another's keys has the other's `order`.
+    n and m are norms (absent in some families), and r is `residual`. The mixer is attention, or another one in subclasses.
+    `order` counts the layers that compute keys and values. A layer that reuses an earlier layer's keys has that layer's `order`.
     """
 
     order = -1
@@ -117,7 +118,7 @@ class Layer:
         mixer, mlp = (first_of(module, names) for names in (self.mixer, ("mlp", "shared_mlp", "feed_forward")))
         has_experts = hasattr(mixer if mlp is None else mlp, "experts")
         if getattr(module, "block_sparse_moe", None) is not None or has_experts != self.sparse:
-            raise Unsupported("it has experts")
+            raise Unsupported("the model has experts")
         self.feeds, feed = mlp is not None, [] if mlp is None else self.feed_forward
         groups = [find(mixer, names) for names in self.projections] + [find(mlp, names) for names in feed]
         groups += [find(module, ((name,),)) for name in self.last if hasattr(module, name)]
@@ -125,7 +126,7 @@ class Layer:
         self.groups = [tuple(range(a, b)) for a, b in itertools.pairwise(ends)]
         linear, adapters = zip(*map(split_adapter, itertools.chain(*groups)), strict=True)
         if any(child.bias is not None for child in linear[ends[_GATE_UP] :]):
-            raise Unsupported("its feed-forward layers have biases")
+            raise Unsupported("feed-forward layers have biases")
         self.index, self.heads, self.native = index, heads, native
         self.window, self.gelu = family.window(config, index) or 0, family.gelu
         self.residual = float(getattr(module, "residual_multiplier", 1.0))
@@ -152,7 +153,7 @@ class Layer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the layer's computation."""
+        """The layer's compute dtype."""
         return self.weights.dtype
 
     @property
@@ -167,7 +168,7 @@ class Layer:
         return any(not adapter.module.disable_adapters for adapter in self.adapters.values())
 
     def current_weights(self, adapted: bool, packed_weights: PackedWeights | None = None) -> LayerWeights:
-        """Return the current weights: with the LoRA terms if `adapted`, and packed if the cache `packed_weights` has room."""
+        """Return the current weights, with LoRA terms if `adapted`. They are packed if the cache `packed_weights` has room."""
         now, count = iter(self.weights.now()), len(self._linear)
         matrices: list[Any] = [self.coded.get(i, next(now)) for i in range(count)]
         norms = [None if norm is None else next(now) for norm in self._norms]
@@ -193,11 +194,11 @@ class Layer:
         return plain if packed_weights is None else replace(plain, packed=made, decoding=True)
 
     def _dequantise(self, plain: LayerWeights) -> LayerWeights:
-        """Return `plain` with its quantised matrices in the dtype of the computation."""
+        """Return `plain` with its quantised matrices dequantised to the compute dtype."""
         return replace(plain, matrices=[unpack(x, self.dtype) if isinstance(x, CodedMatrix) else x for x in plain.matrices])
 
     def _expand(self, plain: LayerWeights) -> LayerWeights:
-        """Return `plain`. A subclass adds the matrices that are not in linear layers, such as those of experts."""
+        """Return `plain` unchanged. Subclasses add the matrices that are not in linear layers, such as the experts'."""
         return plain
 
     def addresses(self, packed_weights: PackedWeights, adapted: bool) -> list[int] | None:
@@ -243,8 +244,8 @@ class Layer:
     def forward(self, x: Tensor, how: PassArguments, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return (the layer's output [W, E], the tensors that `backward` needs besides x). `selection` picks the W output tokens.
 
-        For all S tokens, the tensors are the mixer's projections and both results of `mix`. For the W output tokens, they are the
-        residual stream after the mixer, [gate|up], and the inputs of m₁ and m₂ (see `Layer`), if these norms exist.
+        The first tensors have a row for each of S tokens: the mixer's projections and the two results of `mix`. The others have a
+        row per output token: the residual stream after the mixer, [gate|up], and the inputs of those norms m₁ and m₂ that exist.
         """
         weights = self.current_weights(how.adapted, how.layout.packed_weights) if how.ready is None else how.ready[self.index]
         plain: list[Tensor] = []
@@ -256,8 +257,8 @@ class Layer:
         return y, (row, mixed, normaliser, *own, *plain)
 
     def _join(self, group: int, weights: LayerWeights, x: Tensor, base: Tensor, plain: list[Tensor]) -> Tensor:
-        """Return base + r·m(p), a part of `Layer`'s formula, with p = x·Wᵀ and the matrix W of `group`. If the layer has the norm
-        m, append p to `plain`.
+        """Return base + r·m(p) with p = x·Wᵀ, where W is the matrix of `group`, and r and m are those of `Layer`. If the norm m
+        exists, append p to `plain`.
         """
         norm, out = weights.norms[2 + group // 2], torch.empty_like(base)
         if norm is None and self.residual == 1.0:
@@ -275,19 +276,19 @@ class Layer:
 
     @property
     def scores(self) -> int:
-        """The number of log-sum-exps that `mix` returns for each token: one for each query head."""
+        """The number of log-sum-exps that `mix` returns per token: one per query head."""
         return self.heads.queries
 
     def mix(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
         """Return the mixer's output [S, …] and the log-sum-exps of its scores [S, `scores`], from its projections `row` [S, …].
 
-        `others` are the mixer's weights that are not projections. Here `row` is [q|k|v], and `others` are the q and k norms.
+        For attention, `row` is [q|k|v]. `others` are the mixer's other weights: for attention, those of the q and k norms.
         """
         rotated = self.native.rotary(row, others, how.angles[self.order], self.heads)
         return how.layout.mix(self, rotated, row)
 
     def gate(self, row: Tensor, mixed: Tensor) -> Tensor:
-        """Return `mixed`, the input of the output projection. A subclass multiplies it by a gate from the projections `row`."""
+        """Return the input of the output projection: `mixed`, which subclasses multiply by a gate from the projections `row`."""
         return mixed
 
     def mix_gradient(
@@ -295,7 +296,7 @@ class Layer:
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Return (the gradient of `row`, the gradients of `others`) from `dout`, the gradient of the result of `gate`.
 
-        `mixed` and `normaliser` are the results of `mix`.
+        `mixed` and `normaliser` are the two results of `mix`.
         """
         angles, layout = how.angles[self.order], how.layout
         assert isinstance(layout, PackedLayout)
@@ -313,10 +314,10 @@ class Layer:
         selection: RowSelection,
         overwrite: bool,
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return (the gradient of x, the gradients of the layer's `weights` in their order, or None for a frozen matrix).
+        """Return (the gradient of x, a list of the gradients of `weights`). A frozen matrix has None in place of a gradient.
 
-        `learns` is True for the weights that need a gradient. `kept` has the tensors from `forward`. The list is emptied, so that
-        each tensor is freed after its last use. With `overwrite` the gradients may be written into these tensors.
+        `learns` is True for each weight that needs a gradient. `kept` has the tensors from `forward`; each is removed from the
+        list and freed after its last use. If `overwrite` is True, gradients may overwrite these tensors.
         """
         weights = self.current_weights(how.adapted) if how.ready is None else how.ready[self.index]
         made = WeightGradients(self, weights, learns)
@@ -335,7 +336,7 @@ class Layer:
     def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: WeightGradients, overwrite: bool) -> Tensor:
         """Return the gradient of `feed`'s input from the gradient `dy` of its output. Add the gradients of the weights to `made`.
 
-        Remove from `kept` the tensors that `feed` returned. With `overwrite` the gradients may be written into these tensors.
+        The tensors that `feed` returned are removed from `kept`. If `overwrite` is True, gradients may overwrite them.
         """
         middle, both, weights = kept.pop(0), kept.pop(0), made.weights
         dout = made.before_residual(1, dy, kept)
@@ -352,7 +353,7 @@ class Layer:
         return dx
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Return the RMS norm of x; x itself without a weight."""
+        """Return the RMS norm of x, or x itself if `weight` is None."""
         return x if weight is None else self.native.rms_norm(x, weight, self.eps, self.heads.offset)
 
     def _split(self, group: int, rows: Tensor) -> tuple[Tensor, ...]:
@@ -361,7 +362,7 @@ class Layer:
 
 
 class WeightGradients:
-    """The gradients of a layer's weights, collected during its backward pass. They have the names of `LayerWeights`' fields."""
+    """The gradients of a layer's weights, collected during its backward pass. The attributes are named as in `LayerWeights`."""
 
     def __init__(self, layer: Layer, weights: LayerWeights, learns: Sequence[bool]) -> None:
         self.layer, self.weights, self.learns = layer, weights, learns
@@ -373,7 +374,7 @@ class WeightGradients:
         self.feed: Sequence[Tensor | None] = ()
 
     def learn(self, group: int, parts: Sequence[Tensor], x: Tensor) -> None:
-        """Store the gradients of the weights in `group`, from `parts`, the gradient of each matrix's output, and the input x."""
+        """Store the gradients of the weights in `group`. `parts` has the gradient of each matrix's output, and x is the input."""
         for i, dy in zip(self.layer.groups[group], parts, strict=True):
             self.matrices[i] = self.layer.native.products.of(dy.t(), x) if self.learns[i] else None
             self.biases[i] = None if self.weights.biases[i] is None else dy.sum(0)
@@ -381,14 +382,14 @@ class WeightGradients:
                 self.lora[i] = delta.gradients(dy, x)
 
     def add_through_norm(self, which: int, dx: Tensor, x: Tensor, dnormed: Tensor) -> None:
-        """Add the gradient of x to `dx`, given that of n(x), `dnormed`. Store that of the norm n, `weights.norms[which]`."""
+        """Add the gradient of x to `dx`, computed from `dnormed`, the gradient of norm(x). Store the gradient of the norm."""
         if self.weights.norms[which] is None:
             dx += dnormed
         else:
             self.norms[which] = self._norm(which, dx, x, dnormed)
 
     def before_residual(self, which: int, dy: Tensor, plain: list[Tensor]) -> Tensor:
-        """Return the gradient of p in `Layer._join` from `dy`, the gradient of its result base + r·m(p).
+        """Return the gradient of p in `Layer._join`. `dy` is the gradient of base + r·m(p), the result of `_join`.
 
         The norm m is `weights.norms[2 + which]`. If it is not None, p is the last tensor of `plain` and is removed from it.
         """
@@ -405,7 +406,7 @@ class WeightGradients:
         return layer.native.gradients.rms_norm(dx, x, weight, dy, layer.eps, layer.heads.offset)
 
     def in_order(self, others: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return all gradients in the order of `Layer.weights`. `others` has those of the weights in `Layer.others`."""
+        """Return all gradients in the order of `Layer.weights`. `others` has the gradients of the weights in `Layer.others`."""
         norms = [one for one, weight in zip(self.norms, self.weights.norms, strict=True) if weight is not None]
         biases = [self.biases[i] for i in self.layer.biased]
         pairs = itertools.chain(*(self.lora[i] for i in self.layer.adapters))

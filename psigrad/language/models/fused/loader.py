@@ -1,7 +1,7 @@
-"""The loader of the weights of architectures that the fused decoder supports.
+"""The loader of weights for architectures that the fused decoder supports.
 
-A model that `load` returns needs no comparison with transformers' modules when a run starts, because the test suite compares
-these architectures. Weights are read one at a time into transformers' model, so that they can be quantised while they are read.
+The test suite compares these architectures with transformers' modules, so a run need not compare them again when it starts.
+Weights are read one at a time into transformers' model. They can therefore be quantised while they are read.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def describes(config: PreTrainedConfig) -> bool:
 
 
 def _empty(config: PreTrainedConfig, generation: GenerationConfig | None, scalar: bool) -> Any:
-    """Return transformers' model without memory for weights (meta device). If `scalar`, it is a reward model or critic."""
+    """Return transformers' model without weights (on the meta device). If `scalar`, it is a reward model or a critic."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.initialization import no_init_weights
 
@@ -75,11 +75,11 @@ def load(
 ) -> tuple[PreTrainedModel, list[str]] | None:
     """Load the model at `path` (a folder or a hub name). Return (the model, the names of weights that its files lack).
 
-    Return None if the fused decoder or this loader does not support the model, so that transformers must load it. If `mapped`,
-    weights of the requested dtype are mapped from their file into memory, for a process that soon frees most of them. If a
+    Return None if the fused decoder or this loader does not support the model; transformers must then load it. If `mapped`,
+    weights that already have this dtype are memory-mapped, which suits a process that soon frees most of them. If a
     format `kind` is given, the layers' matrices are quantised to it one by one as they are read. If `scalar`, load a reward
-    model or critic. If its files lack the head, the head is drawn from N(0, initializer_range²). Raises `OSError` if the
-    hub name `path` is not cached and can't be reached. Raises `ValueError` if a tensor's shape differs from the configuration's.
+    model or critic; a head that is missing from the files is drawn from N(0, initializer_range²). Raises `OSError` if the hub
+    name `path` is not cached and can't be reached. Raises `ValueError` if a tensor's shape differs from the configuration.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, **({"num_labels": 1} if scalar else {}))
@@ -110,7 +110,7 @@ def load(
         for name, file in found.items():
             if (shape := tuple(file.get_slice(name).get_shape())) != wanted[name]:
                 if name == "score.weight":
-                    raise ValueError(f"the head gives {shape[0]} numbers; the head of a reward model or critic gives one")
+                    raise ValueError(f"the head has {shape[0]} outputs; the head of a reward model or critic has one")
                 raise ValueError(f"{name} has shape {shape}; the configuration says {tuple(wanted[name])}")
         tensors: dict[str, Tensor] = {}  # tensors to be quantised are read below, one by one
         if mapped and kind is None:
@@ -134,9 +134,9 @@ def load(
 def _put_codes(
     network: PreTrainedModel, each: Iterator[tuple[str, Tensor | CodedMatrix]], dtype: torch.dtype, kind: Kind
 ) -> dict[str, Tensor]:
-    """Put the quantised matrices in `each`, of format `kind`, into `network`. Return the other tensors by name, cast to `dtype`.
+    """Put the quantised matrices that `each` yields into `network`. Return the other tensors by name, cast to `dtype`.
 
-    `each` yields (name, quantised matrix or tensor).
+    `each` yields (name, quantised matrix or tensor). `kind` is the format of the quantised matrices.
     """
     rest = {}
     for name, read in each:
@@ -148,7 +148,7 @@ def _put_codes(
 
 
 def _of_gguf(path: str, config: PreTrainedConfig, wanted: set[str]) -> Iterator[tuple[str, CodedMatrix | Tensor]]:
-    """Yield (name, tensor) of the `wanted` weights in a GGUF file. Only this function imports the reader of GGUF files."""
+    """Yield (name, tensor) for the `wanted` weights of a GGUF file. Only this function imports the reader of GGUF files."""
     from psigrad.language.models.fused import gguf_weights
 
     yield from gguf_weights.read(path, config, wanted)
@@ -157,9 +157,9 @@ def _of_gguf(path: str, config: PreTrainedConfig, wanted: set[str]) -> Iterator[
 def _code_layers(
     places: Mapping[str, str], wanted: Iterable[str], dtype: torch.dtype, kind: Kind
 ) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
-    """Yield (name, tensor) of the `wanted` tensors one by one. `places` maps a tensor's name to its safetensors file.
+    """Yield (name, tensor) for the `wanted` tensors one by one. `places` maps a tensor's name to its safetensors file.
 
-    Tensors are cast to `dtype`. Then matrices of layers are quantised to the format `kind`, as in `coded_linear.code_linears`.
+    Each tensor is cast to `dtype`. The layers' matrices are then quantised to the format `kind`; see `coded_linear.code_linears`.
     """
     for name in wanted:
         with safe_open(places[name], "pt") as alone:  # closing the file frees its pages
@@ -168,7 +168,7 @@ def _code_layers(
 
 
 def _files(path: str) -> list[str]:
-    """Return the safetensors files at `path`; empty if there are none."""
+    """Return the safetensors files at `path`."""
     if whole := _file(path, "model.safetensors"):
         return [whole]
     index = _file(path, "model.safetensors.index.json")

@@ -1,8 +1,8 @@
 """The mixers of fused layers other than plain attention: recurrences, convolutions, MLPs, and attention with gates or sinks.
 
-The pass's layout runs a recurrence by C++ kernels, so that the completions of a prompt share the state after it. The backward
-pass of a `StateLayer` recomputes the mixer from its projections and differentiates it by autograd. As for attention, only the
-projections and the mixer's output are stored, so that training can reuse those of sampling.
+A recurrence runs in C++ kernels once over a prompt, and all its completions continue from the prompt's last state. A `StateLayer`
+stores only its projections and its mixer's output, so training can reuse those that sampling has computed. In the backward pass,
+the mixer is recomputed from its projections and differentiated by autograd.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNUSED: Any = None  # in place of transformers' function for whole sequences, w
 
 
 class GatedAttention(Layer):
-    """Attention whose output is multiplied by a gate's sigmoid (Qwen 3.5). It projects to [q|gate] (per head), k and v."""
+    """Attention whose output is multiplied by the sigmoid of a gate (Qwen 3.5). One projection has [q|gate] of each head."""
 
     def mix(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
         """Compute attention from q, k and v in the projections `row`, before the gate is applied; see `Layer.mix`."""
@@ -67,7 +67,7 @@ class SinkAttention(Layer):
     others = ("sinks",)
 
     def mix(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
-        """Compute attention; see `Layer.mix`. The sink takes a share of the softmax; the values' weights sum to less than 1."""
+        """Compute attention; see `Layer.mix`. The softmax includes the sink, so the weights of the values sum to less than 1."""
         mixed, sums = super().mix(row, (), how)
         total = torch.logaddexp(sums, others[0].float())
         share = (sums - total).exp()[:, :, None]
@@ -76,7 +76,7 @@ class SinkAttention(Layer):
     def mix_gradient(
         self, dout: Tensor, row: Tensor, mixed: Tensor, normaliser: Tensor, others: Sequence[Tensor], how: PassArguments
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Return gradients as `Layer.mix_gradient` does, and that of the sinks."""
+        """Return gradients as `Layer.mix_gradient` does. `others` are the sinks."""
         dots = (dout * mixed).view(-1, self.heads.queries, self.heads.dim).sum(2)
         dsinks = -((others[0] - normaliser).exp() * dots).sum(0)
         return super().mix_gradient(dout, row, mixed, normaliser, (), how)[0], [dsinks]
@@ -87,7 +87,7 @@ class SinkExpertLayer(SinkAttention, ClampedExpertLayer):
 
 
 class HeadGatedAttention(GatedAttention):
-    """Attention whose output is multiplied by a gate's sigmoid, one number per head, which `g_proj` computes (LFM 3)."""
+    """Attention whose output is multiplied by the sigmoid of a gate (LFM 3). `g_proj` computes one gate per head."""
 
     projections = ((("q_proj", "k_proj", "v_proj", "g_proj"),), (("o_proj",),))
 
@@ -99,7 +99,7 @@ class HeadGatedAttention(GatedAttention):
 
 
 class StateLayer(Layer):
-    """A layer whose mixer is the function `core` of projections and other weights. Autograd differentiates `core`."""
+    """A layer whose mixer is the method `core`, which autograd differentiates."""
 
     scores = 0
     projections: Any = ((("in_proj",),), (("out_proj",), ("o_proj",)))
@@ -109,7 +109,7 @@ class StateLayer(Layer):
         """Return the mixer's output [S, …] before the output projection, from its projections `row` [S, …]; see `Layer.mix`."""
 
     def mix(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
-        """Return (the result of `core`, an empty tensor [S, 0]), since this mixer has no attention scores; see `Layer.mix`."""
+        """Return (the result of `core`, an empty tensor [S, 0] in place of attention scores); see `Layer.mix`."""
         return self.core(row, others, how.layout), torch.empty(len(row), 0)
 
     def mix_gradient(
@@ -140,7 +140,7 @@ class StateLayer(Layer):
         return switch
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the RMS norm of x [S, …], times `weight`. Each group of neighbouring elements has its own norm.
+        """Return the RMS norm of x [S, …], times `weight`. Each group of adjacent elements is normalised separately.
 
         A group has `group_size` elements if the mixer's norm has this attribute, else len(weight).
         """
@@ -166,8 +166,8 @@ class ConvolutionLayer(StateLayer):
 class DeltaRuleLayer(StateLayer):
     """A gated delta net (Yang, Kautz & Hatamizadeh 2024, arXiv:2412.06464), with the projections [q|k|v|z|b|a].
 
-    q, k and v pass a short convolution with SiLU, then `DeltaRule` with β = sigmoid(b) and g = -exp(A_log)·softplus(a + dt_bias).
-    The output is normalised and multiplied by silu(z).
+    q, k and v pass through a short convolution with SiLU, then through `DeltaRule` with β = sigmoid(b) and
+    g = -exp(A_log)·softplus(a + dt_bias). The output is normalised and multiplied by silu(z).
     """
 
     mixer = ("linear_attn",)
@@ -189,8 +189,8 @@ class DeltaRuleLayer(StateLayer):
 class Mamba2Layer(StateLayer):
     """Mamba-2 (Dao & Gu 2024, arXiv:2405.21060), with the projections [z|x|B|C|Δ].
 
-    x, B and C pass a short convolution with SiLU. `Mamba2` then computes o, with softplus(Δ + dt_bias) as its time step. The
-    result is norm((o + D·x) ⊙ silu(z)), with one trained number D per head.
+    x, B and C pass through a short convolution with SiLU. `Mamba2` then computes o, with softplus(Δ + dt_bias) as its time step.
+    The result is norm((o + D·x) ⊙ silu(z)), with one trained number D per head.
     """
 
     mixer = ("mamba", "mixer")

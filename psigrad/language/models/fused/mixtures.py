@@ -1,7 +1,7 @@
-"""Mixtures of experts in fused layers, in the place of a feed-forward layer.
+"""Mixtures of experts in fused layers, instead of a feed-forward layer.
 
-transformers' router module chooses the experts of each token, so that its choice can be recorded and replayed. The pairs (token,
-expert) are sorted by expert, so that an expert multiplies all its rows at once.
+The experts of each token are chosen by transformers' router module, whose hooks can record and replace its choice. The (token,
+expert) pairs are sorted by expert, so each expert processes all its tokens in one matrix product.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class _Pairs:
         """(expert, the slice of its sorted pairs) for each expert that has any."""
 
     def sum(self, rows: Tensor, tokens: int) -> Tensor:
-        """Return the sum [W, E] of each token's k rows. `rows` [W·k, E] has a row for each sorted pair; W is `tokens`."""
+        """Sum the k rows of each token: `rows` [W·k, E], one per sorted pair, -> [W, E]. W is `tokens`."""
         return rows.index_select(0, self.inverse).view(tokens, -1, rows.shape[1]).sum(1)
 
 
 class _KernelLinear(TorchFunctionMode):
-    """A context in which the result of `F.linear` for a row has the same bits, however many other rows there are."""
+    """A context in which the result of `F.linear` for a row does not depend, even in its bits, on the number of rows."""
 
     def __init__(self, products: Products) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _KernelLinear(TorchFunctionMode):
 
 
 class _WithoutHooks(nn.Module):
-    """A module that computes `router` without its hooks."""
+    """A module that calls `router.forward` directly, without the router's hooks."""
 
     def __init__(self, router: nn.Module) -> None:
         super().__init__()
@@ -69,9 +69,9 @@ class _WithoutHooks(nn.Module):
 
 
 class ExpertLayer(Layer):
-    """A layer with experts: y = h + r·Σ_e w_e·down_e(act(gate_e(n)) · up_e(n)) over a token's experts e, with n = norm(h).
+    """A layer with experts: y = h + r·Σ_e w_e·down_e(act(gate_e(n)) · up_e(n)) with n = norm(h).
 
-    h is the residual stream after attention, r the model's residual multiplier. The router chooses the experts and computes w_e.
+    h is the residual stream after attention, r the residual multiplier. The router chooses the experts e and the weights w_e.
     """
 
     sparse = True
@@ -84,12 +84,12 @@ class ExpertLayer(Layer):
     def __init__(self, index: int, module: Any, *given: Any) -> None:
         for part in (module.mlp.experts, getattr(module.mlp, self.router)):
             if not type(part).__module__.startswith("transformers."):
-                raise Unsupported(f"its experts or routers have adapters ({kind_of(part)})")
+                raise Unsupported(f"experts or routers have adapters ({kind_of(part)})")
         super().__init__(index, module, *given)
         self._names = [path.partition(".")[2] for path in self.feed_others if path.startswith(f"{self.router}.")]
 
     def _expand(self, plain: LayerWeights) -> LayerWeights:
-        """Return `plain` with the experts' matrices added: [gate|up] and down of each expert in turn, each a group of its own."""
+        """Return `plain` plus the matrices of each expert in turn, [gate|up] and down. Each of these matrices is one group."""
 
         def alternate(both: Sequence[Tensor]) -> list[Tensor]:
             return list(itertools.chain(*zip(*(x.unbind() for x in both), strict=True)))
@@ -116,7 +116,7 @@ class ExpertLayer(Layer):
     def _route(self, normed: Tensor, given: Sequence[Tensor], again: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Return the router's (logits [W, experts], weights w_e [W, k], chosen experts [W, k]) for W tokens, `normed` [W, E].
 
-        `given` are the router's parameters. With `again`, in the backward pass, hooks that record or replace choices do not run.
+        `given` are the router's parameters. The backward pass sets `again`, which disables the hooks that record or set choices.
         """
         router = getattr(self._mlp, self.router)
         names = [f"router.{name}" if again else name for name in self._names]
@@ -125,7 +125,7 @@ class ExpertLayer(Layer):
         return made
 
     def _multiply(self, which: int, x: Tensor, width: int, pairs: _Pairs, weights: LayerWeights) -> Tensor:
-        """Multiply each pair's row of `x` by its expert's [gate|up] (`which` 0) or down matrix (1), which has `width` outputs."""
+        """Multiply each pair's row of `x` by its expert's [gate|up] (if `which` is 0) or down (1), which has `width` outputs."""
         out = x.new_empty(len(x), width)
         for e, rows in pairs.spans:
             weights.apply(2 + 2 * e + which, x[rows], out[rows])
@@ -158,7 +158,7 @@ class ExpertLayer(Layer):
         return y, (middle, both.index_select(0, pairs.inverse).view(len(middle), -1), choice, logits)
 
     def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: WeightGradients, overwrite: bool) -> Tensor:
-        """Return the gradient of `feed`'s input; see `Layer.feed_gradient`. `kept` has the logits' gradient, not the logits."""
+        """Return the gradient of `feed`'s input; see `Layer.feed_gradient`. `kept` has dlogits in place of the logits."""
         middle, both, choice, dlogits = (kept.pop(0) for _ in range(4))
         weights, (experts, chosen, inner) = made.weights, self._sizes
         dout, normed, pairs = made.before_residual(1, dy, kept), self._norm(middle, weights.norms[1]), _Pairs(choice, experts)
@@ -207,9 +207,9 @@ class ExpertLayer(Layer):
 
 
 class ClampedExpertLayer(ExpertLayer):
-    """A layer with the experts of gpt-oss: their matrices have biases, and `activate` replaces act(gate)·up.
+    """A layer with the experts of gpt-oss. Their matrices have biases, and their activation is clamped (`activate`).
 
-    The outputs of [gate|up] alternate: one of gate, one of up.
+    The outputs of gate and up are interleaved in the outputs of [gate|up].
     """
 
     feed_others = (

@@ -1,7 +1,7 @@
 """psigrad's kernels inside transformers' modules, for models on a CPU that the fused decoder does not support.
 
-Kernels replace the forward methods of linear layers, RMS norms and gated feed-forward layers. Sampling multiplies by packed
-matrices. The rest of the model is transformers' code, so that a new architecture needs no code here.
+The kernels replace the forward methods of linear layers, RMS norms and gated feed-forward layers. In sampling they use packed
+matrices. All else is transformers' code, so a new architecture needs no new code in this module.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
 
 class ModuleKernels:
-    """Kernels that compute a network's modules while `on` is True. The constructor replaces the modules' forward methods.
+    """Forward methods that run a network's modules in kernels while `on` is True. The constructor installs them.
 
-    In decoding steps, `packed` is the cache of packed weights; at other times it is None.
+    `packed` is the cache of packed weights in decoding steps, otherwise None.
     """
 
     def __init__(self, network: PreTrainedModel, native: Kernels) -> None:
@@ -38,7 +38,7 @@ class ModuleKernels:
         replace_forwards(network, self._forward_of)
 
     def _forward_of(self, module: Any) -> Callable[..., Tensor] | None:
-        """Return a forward method that computes a module by kernels; None if there are no kernels for the module."""
+        """Return a forward method that runs a module in kernels; None if there are no kernels for the module."""
         if module is self._head:
             return None
         if type(module) is nn.Linear:
@@ -49,7 +49,7 @@ class ModuleKernels:
         return None if offset is None else self._norm(type(module).forward, offset)
 
     def _runs(self, x: Tensor, *weights: Tensor) -> bool:
-        """Return True if kernels are on and accept these tensors: unsharded, on a CPU, and all of one supported dtype."""
+        """Return True if `on`, and if all tensors are unsharded, on a CPU and of one dtype that the kernels support."""
         plain = all(type(w) in (nn.Parameter, Tensor) and w.dtype == x.dtype and w.device.type == "cpu" for w in weights)
         return self.on and plain and type(x) is Tensor and x.dtype in self.native.dtypes
 
@@ -65,7 +65,7 @@ class ModuleKernels:
         return made.view(*x.shape[:-1], len(weight))
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """Return x · weightᵀ + bias, in `out` if given. A decoding step uses the packed weight if the cache `packed` has room."""
+        """Return x · weightᵀ + bias, written to `out` if given. Decoding uses a packed weight if `packed` has room for it."""
         out, products = x.new_empty(len(x), len(weight)) if out is None else out, self.native.products
         if self.packed is not None and not torch.is_grad_enabled():
             made = self.packed.of(id(weight), [weight], lambda: [Projection([weight.detach()], bias, None)], products)
@@ -96,7 +96,7 @@ class ModuleKernels:
 
 
 def replace_forwards(network: nn.Module, forward_of: Callable[[Any], Callable[..., Tensor] | None]) -> None:
-    """Replace the forward method of each module by `forward_of(module)`, if that is not None."""
+    """Replace each module's forward method by `forward_of(module)`, unless `forward_of` returns None."""
     for module in network.modules():
         made = forward_of(module)
         if made is not None:
@@ -106,9 +106,9 @@ def replace_forwards(network: nn.Module, forward_of: Callable[[Any], Callable[..
 
 @torch.no_grad()
 def norm_offset(module: Any, rms_norm: Callable[[Tensor, Tensor, Any, float], Tensor]) -> float | None:
-    """Return the number that an RMS norm adds to its weight: 0, or 1 in Gemma. Return None for other modules.
+    """Return the number that an RMS norm adds to its weight (0, or 1 in Gemma); None for other modules.
 
-    The module's output on random numbers is compared with `rms_norm(x, weight, eps, offset)`.
+    This is tested by comparing the module's output on random numbers with `rms_norm(x, weight, eps, offset)`.
     """
     weight, eps = getattr(module, "weight", None), eps_of(module)
     if "RMSNorm" not in type(module).__name__ or eps is None or weight is None or getattr(module, "bias", None) is not None:
@@ -127,7 +127,7 @@ def norm_offset(module: Any, rms_norm: Callable[[Tensor, Tensor, Any, float], Te
 
 @torch.no_grad()
 def _is_gated(module: Any) -> bool:
-    """Return True if a feed-forward layer computes down(silu(gate(x)) · up(x)) without biases, tested on random numbers."""
+    """Return True if a layer without biases computes down(silu(gate(x)) · up(x)). This is tested on random numbers."""
     gate, up, down = (getattr(module, name) for name in _FEED_FORWARD)
     if any(child.bias is not None for child in (gate, up, down)):
         return False
@@ -138,11 +138,11 @@ def _is_gated(module: Any) -> bool:
 
 
 class LinearFunction(torch.autograd.Function):
-    """A linear layer computed by kernels, with its gradient."""
+    """The autograd function of a linear layer that runs in kernels."""
 
     @staticmethod
     def forward(ctx: Any, parts: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x · weightᵀ + bias, computed by the method `multiply` of `parts`, such as a `ModuleKernels`."""
+        """Return x · weightᵀ + bias from `parts.multiply`. `parts` is an object with this method, such as a `ModuleKernels`."""
         ctx.parts = parts
         ctx.save_for_backward(x, weight)
         made: Tensor = parts.multiply(x, weight, bias)
@@ -160,7 +160,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 class _FeedForward(torch.autograd.Function):
-    """A feed-forward layer down(silu(gate(x)) · up(x)) computed by kernels, with its gradient."""
+    """The autograd function of a feed-forward layer down(silu(gate(x)) · up(x)) that runs in kernels."""
 
     @staticmethod
     def forward(ctx: Any, parts: ModuleKernels, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
