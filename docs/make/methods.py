@@ -24,8 +24,15 @@ DOCS = Path(__file__).parents[1]
 TABLE = DOCS / "methods" / "table.md"
 
 SLOT_NAMES = {*MEANING.values(), "score", "link", "loss"}
-COUNTED = "over the policy's steps t in the trajectories i that no filter dropped; "  # table.md has this line, once for all pages
-COMMON = ("ratio", "aggregate", "KL")  # slots whose parts many methods share: their formula is enough
+ELSEWHERE = (  # lines of `explain` that table.md, a part's formula or the page's own words have
+    "Source: ",
+    "agents (--agent)",
+    "over the policy's steps t in the trajectories i that no filter dropped; ",
+    "The KL to the reference is subtracted from the rewards",
+    "reference: ",
+)
+# Parts whose sentence defines a symbol of the formula. For the others the formula and the page's own words are enough.
+DEFINING = ("group_mean", "leave_one_out", "length_gae", "with_imitation", "value_loss", "logistic", "robust")
 SHARED = ("`token`", "`none`", "`token_mean`", "`sequence_mean`", "`KL(")  # parts of these whose papers are not the method's
 UNMEASURED = "No curve has been measured yet."
 
@@ -56,7 +63,7 @@ def _sections(explained: str) -> str:
     """Return the output of `explain` as Markdown: a paragraph for each filled slot, and its formulas as blocks."""
     out: list[str] = []
     shift = 0  # how far the lines of a part inside a part are moved to the right
-    common = False
+    part_name = ""
     for line in _unwrapped(explained):
         indent, text = len(line) - len(line.lstrip()), line.strip()
         slot, colon, part = text.partition(": ")
@@ -64,24 +71,25 @@ def _sections(explained: str) -> str:
             last = max(n for n, block in enumerate(out) if block.startswith(("**", "with `")))
             if not any(part in out[last] for part in SHARED):
                 out[last] += f" ({', '.join(dict.fromkeys(papers))})"
-        if not text or text.startswith(("Source: ", "agents (--agent)", COUNTED)):
+        if not text or text.startswith(ELSEWHERE):
             continue
         if indent == 0:
             shift = 0
-            common = slot.startswith(COMMON)
+            part_name = part.partition("(")[0]
             if not (part.startswith("none:") or (part == "none" and slot in ("critic", "entropy"))):
                 out.append(f"**{slot}**: `{part}`" if colon and slot in SLOT_NAMES else text)
         elif (text.startswith("with ") and indent == 4 + shift and "(" in text) or (
             text.startswith("with ") and text.count(" ") == 1
         ):
             out.append(f"with `{text.removeprefix('with ')}`")
+            part_name = text.removeprefix("with ").partition("(")[0]
             shift = indent
         elif indent >= 8 + shift or (indent == 4 and not shift and not out[-1].startswith("**") and text.startswith("loss(")):
             block = "    " + text
             out[-1] += ("\n" if out[-1].startswith("    ") else "\n\n") + block if out[-1].startswith("    ") else ""
             if not out[-1].endswith(block):
                 out.append(block)
-        elif not common:
+        elif part_name in DEFINING:
             out.append(text)
     return "\n\n".join(out)
 

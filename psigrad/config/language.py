@@ -103,8 +103,8 @@ class RewardSettings:
     worker_memory_gb: Annotated[PositiveOrZero, RECORDED, _WORKERS] = 16.0
     """Memory limit of each process that runs your rewards, environments or tools, in 1e9 bytes; 0: no limit."""
     skip_special_tokens: Annotated[bool, Needs(*_SCORED.settings, "reward_model")] = True
-    """Remove the tokenizer's special tokens from the text that rewards read. false: rewards also read those inside a turn, such
-    as <think> in some vocabularies."""
+    """Remove the tokenizer's special tokens from the text that rewards read. false: keep special tokens inside a turn, such as
+    <think> in some vocabularies."""
     worker_env: Annotated[tuple[str, ...], RECORDED, _WORKERS] = ()
     """Names of extra environment variables for the processes that run your rewards, environments or tools, such as
     OPENAI_API_KEY. By default these processes get no secrets."""
@@ -127,7 +127,7 @@ class EpisodeSettings:
     """Processes that run environments and tools."""
     environment_sandbox: Annotated[bool, RECORDED, _ENCLOSED] = False
     """Run environments, tools and agents in bubblewrap: no network, write access to a temporary folder only, read access to
-    Python, the working folder and their own folders. An agent still reaches the policy."""
+    Python, the working folder and their own folders. An agent can still call the policy."""
     environment_files: Annotated[tuple[str, ...], PATH, RECORDED, Needs("environment_sandbox")] = ()
     """With environment_sandbox: extra files and folders that environments, tools and agents may read."""
     max_turns: Annotated[Count, _PLAYED] = 8
@@ -136,7 +136,7 @@ class EpisodeSettings:
     """Maximum tokens of one turn of the policy; max_completion_length then limits the sum over an episode's turns. 0:
     max_completion_length limits each turn."""
     max_observation_length: Annotated[CountOrZero, _PLAYED] = 0
-    """Maximum tokens of an environment's or tool's answer. A longer one is cut. 0: as many as leave room for another turn."""
+    """Maximum tokens of an environment's or tool's answer. A longer one is cut. 0: cut it so that another turn fits."""
     turns_together: Annotated[bool, RECORDED, _PLAYED] = False
     """Sample the next turns only when all episodes have their answers. Slower, but the order in which answers arrive then cannot
     change results, even by rounding."""
@@ -220,7 +220,7 @@ class SFTConfig(_SectionsForRows, PackingSettings, RewardSettings):
     """Share of the target probability that is spread evenly over all tokens of the vocabulary. The held-out loss ignores it."""
     train_empty_thinking: bool = False
     """Also train on the empty thought that some chat templates write before an answer without a thought (Qwen3: <think></think>).
-    Otherwise it is context, as in sampling with thinking disabled."""
+    Otherwise it is context without loss, as in sampling with thinking disabled."""
 
 
 @dataclass(frozen=True)
@@ -230,8 +230,8 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     algorithm: Algorithm = "grpo"
     """Preset name, or {preset: grpo, part: value, …}, or a PolicyGradient."""
     reference: Annotated[str, PATH] = ""
-    """Reference policy of the KL term, such as a teacher: a folder, a hub name, or the address of an OpenAI-compatible server
-    that returns the log-probs of a prompt, such as http://localhost:8000/v1; empty: the model that training starts from."""
+    """Reference policy of the KL term, such as a teacher: a folder, a hub name, or the address (http://localhost:8000/v1) of an
+    OpenAI-compatible server that returns the log-probs of a prompt. Empty: the model that training starts from."""
     reference_model: str = ""
     """If `reference` is a server: name of its model; empty: the only one that it serves."""
     reference_tokenizer: Annotated[str, PATH] = ""
@@ -270,7 +270,8 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     missing_eos_penalty: Annotated[PositiveOrZero, LIVE] = 0.0
     """Penalty subtracted from the reward of every completion that the length limit cut."""
     max_unscored: Share = 0.1
-    """The run stops if the rewards of more than this share of the last 200 completions fail (an exception, a time-out)."""
+    """Stop the run if scoring fails (an exception, a time-out) for more than this share of the last 200 completions. At the
+    start, also stop it if scoring fails for all completions, once there are 8."""
     prompts_per_step: Annotated[Count, MAIN] = 16
     """Prompts collected per step."""
     num_generations: Annotated[Count, MAIN] = 8
@@ -284,17 +285,17 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     needs a correction (algorithm.correction)."""
     max_refills: Annotated[CountOrZero, LIVE] = 4
     """With dynamic_sampling: maximum number of extra collections per step. If too few groups with unequal rewards are found, the
-    step trains on those."""
+    step trains on these few."""
     filter_metric: str = ""
     """With dynamic_sampling: the reward function whose values must differ in a group; empty: the sum of all rewards but
     soft_overlong."""
     router_replay: bool = False
-    """Train a mixture of experts with the experts that each token used when it was sampled (R3, arXiv:2510.11370). Only with the
-    embedded sampler, without episodes or agents."""
+    """Train a mixture of experts with the experts that each token used when it was sampled (R3, arXiv:2510.11370). It needs the
+    embedded sampler, and works with neither episodes nor agents."""
     keep_activations_gb: Annotated[PositiveOrZero | None, RECORDED] = None
-    """Memory, in 1e9 bytes, for activations that training reuses from sampling. If 0, or too little for all of them, training
-    computes them again. Not given: a quarter of the memory that the model leaves free at the start. Only for families
-    that run fused (docs/families.md), without gradient checkpointing."""
+    """Memory, in 1e9 bytes, for activations that training reuses from sampling. 0: none. Those that do not fit are recomputed.
+    Not given: a quarter of the memory that the model leaves free at the start. Only for families that run fused
+    (docs/families.md), and not with gradient checkpointing, episodes, lag or several processes."""
     max_logp_difference: PositiveOrZero = 0.0
     """Stop if sampler and trainer differ in log-prob by more nats than this, on average over a step's tokens. 0: 1e-3 in
     float32, 0.1 in bfloat16."""
@@ -373,7 +374,7 @@ class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetting
     num_fewshot: Annotated[CountOrZero, Needs("benchmark")] = 0
     """With a benchmark: worked examples before each question."""
     likelihood: bool = False
-    """With questions of several choices, such as mmlu: answer with the letter that the model finds likeliest, as lm-eval does,
+    """With multiple-choice questions, such as mmlu: answer with the letter that the model finds likeliest, as lm-eval does,
     instead of sampling."""
     fewshot_dataset: Annotated[str, PATH, Needs("num_fewshot")] = ""
     """With num_fewshot: dataset whose first rows are the worked examples; empty: `dataset`, without evaluating these rows."""

@@ -80,8 +80,8 @@ class Model:
     """Chat template to use instead of the tokenizer's: a Jinja file, or the folder or hub name of a model with a template. It is
     saved with the model."""
     chat_template_kwargs: str | dict[str, Any] = ""
-    """Arguments of the chat template for every row, such as '{"enable_thinking": false}'. A row's column of this name overrides
-    them."""
+    """Arguments of the chat template for every row, such as '{"enable_thinking": false}'. A row's column
+    chat_template_kwargs overrides them."""
     eos_token: str = ""
     """Token that ends a text, instead of the tokenizer's EOS. It is saved with the model."""
     dtype: Annotated[Literal["float32", "bfloat16"], MAIN, DeviceDefault(cuda="bfloat16")] = "float32"
@@ -110,8 +110,8 @@ class Model:
     lora_modules_to_save: Annotated[tuple[str, ...], _ADAPTER] = ()
     """Modules to train in full and save with the adapter, such as lm_head."""
     lora_save: Annotated[Literal["both", "merged", "adapter"], RECORDED] = "adapter"
-    """Contents of model/ at the end: the adapter, the full model with the adapter merged in, or both, with the adapter in
-    model/adapter. A reward model is always saved in full."""
+    """Contents of model/ at the end. adapter: the adapter; merged: the full model with the adapter merged in; both: the full
+    model, and the adapter in model/adapter. A reward model is always saved in full."""
     vision: bool = False
     """Also load the vision tower, for rows with images. Needed only for models whose language model can be loaded alone (Qwen
     3.5); Gemma 3 and SmolVLM always load their tower."""
@@ -123,8 +123,8 @@ class Model:
     """
     attention: Annotated[Literal["auto", "sdpa", "varlen", "flex"], RECORDED] = "auto"
     """Attention over packed sequences, in families that do not run fused (docs/families.md). On a GPU, "varlen" (torch's kernel,
-    or flash-attn's) and "flex" (FlexAttention) compute only the scores that are needed; "sdpa" pads. "auto" takes the first of
-    "varlen" and "flex" that runs and gives the results of "sdpa"; otherwise, and on a CPU, "sdpa"."""
+    or flash-attn's) and "flex" (FlexAttention) compute only the scores that are needed; "sdpa" pads. On a GPU,
+    "auto" tries "varlen", then "flex", and takes the first that gives the results of "sdpa". Otherwise "auto" is "sdpa"."""
     compile_layers: Annotated[bool, RECORDED] = False
     """On a GPU, compile each kind of layer by torch.compile, for training and sampling. It takes a minute at the start."""
     gradient_checkpointing: Annotated[bool, RECORDED, DeviceDefault(cuda=True)] = False
@@ -143,8 +143,8 @@ class Data:
     """New names of columns: `question=prompt` reads the column question as prompt, and `prompt={question} Think first.` builds
     the prompt from question. In YAML and Python also a mapping."""
     plain_prompts: bool = False
-    """Send plain prompts to a chat model unchanged. Otherwise a prompt is a user turn of the chat template, and a plain answer
-    the assistant's turn. A model without a template gets every prompt unchanged."""
+    """Send plain prompts to a chat model unchanged. Otherwise a prompt becomes a user turn of the chat template, and a plain
+    answer becomes the assistant's turn. A model without a template gets every prompt unchanged."""
     split: str = "train"
     """Split of `dataset` to read, or a slice of it: train[:90%], train[100:]. A file has one split, named train (for `eval` and
     `sample` also test)."""
@@ -257,8 +257,8 @@ class Evaluation:
     eval_steps: Annotated[CountOrZero, LIVE, STEPS, MAIN] = 0
     """Evaluate every this many steps; 0: at the end only."""
     eval_prompts: CountOrZero | None = None
-    """Held-out prompts. 0: training evaluates nothing; `eval` and `sample` use all rows. Not given: 64, or 256 rows of
-    comparisons, but without eval_dataset at most a tenth of the dataset."""
+    """Held-out prompts. 0: training evaluates nothing; `eval` and `sample` use all rows. Not given: 64, or 256 for comparisons.
+    Without eval_dataset, this default is at most a tenth of the dataset."""
     num_generations_eval: Annotated[Count, MAIN, DRAWS] = 1
     """Completions per held-out prompt; more than one gives pass@k."""
     eval_temperature: Annotated[PositiveOrZero, DRAWS] = 1.0
@@ -294,11 +294,11 @@ class Placement:
     """With fsdp: groups of processes that each hold the full model in shards (HSDP). Layers are gathered within a
     group; gradients are summed over all groups."""
     tp_size: Annotated[Count, RECORDED, _SHARDS] = 1
-    """With fsdp: processes that compute every layer together, each some of its heads and columns, by transformers' plan
-    for the model family (tensor parallelism)."""
+    """With fsdp: processes over which every layer is split (tensor parallelism). The heads and columns of each process
+    follow transformers' plan for the model family."""
     cp_size: Annotated[Count, RECORDED, _SHARDS] = 1
-    """With fsdp: processes that share the tokens of every row, and in attention the heads (context parallelism,
-    Ulysses)."""
+    """With fsdp: processes over which the tokens of every row are split (context parallelism, Ulysses). Attention
+    splits the heads instead."""
     reduce_once: Annotated[bool, RECORDED, Needs("placement.strategy=fsdp")] = False
     """With fsdp: sum gradients over the processes once per optimiser step, not in each pass. This saves messages, but each
     process holds the whole float32 gradient."""
@@ -314,8 +314,8 @@ class Placement:
     sampler_gpus: Annotated[PositiveOrZero, RECORDED, _CLUSTER] = 0.0
     """With a cluster: GPUs per sampling process; below 1, several share one."""
     weight_transfer: Annotated[Literal["auto", "object_store", "nccl", "gloo"], RECORDED, _CLUSTER] = "auto"
-    """With a cluster: how weights get to vLLM's engines: between GPUs (nccl), CPUs (gloo), or by Ray's object_store; auto:
-    nccl if trainer and engines have GPUs."""
+    """With a cluster: how weights get to vLLM's engines. nccl: from GPU to GPU; gloo: from CPU to CPU; object_store: through
+    Ray's object store; auto: nccl if trainer and engines have GPUs."""
     parcel_prompts: Annotated[Count, RECORDED, _CLUSTER] = 2
     """With a cluster: prompts that are sent to a process together. Their completions are decoded in one batch."""
     scorers: Annotated[CountOrZero, RECORDED] = 0
@@ -362,13 +362,13 @@ class Run:
     save_minutes: Annotated[PositiveOrZero, RECORDED, LIVE] = 10.0
     """Also write a checkpoint when this many minutes have passed since the last one; 0: never by time."""
     logging_steps: Annotated[CountOrZero, RECORDED, STEPS] = 10
-    """If the output is not a terminal: print a line of metrics every this many steps, or when ten seconds have passed since the
-    last line, if that is sooner; 0: never."""
+    """If the output is not a terminal: print a line of metrics every this many steps, or earlier, once ten seconds have
+    passed since the last line; 0: never."""
     watchdog_minutes: Annotated[PositiveOrZero, RECORDED] = 30.0
     """Report a phase of the run that lasts longer than this many minutes, and write all stacks to stacks.txt; 0: never."""
     async_save: Annotated[bool, RECORDED, DeviceDefault(cuda=True)] = False
-    """Write checkpoints in a thread while training continues, unless there are callbacks, which receive a finished
-    checkpoint."""
+    """Write checkpoints in a thread while training continues. With callbacks, training waits instead, since callbacks
+    receive a finished checkpoint."""
     save_total_limit: Annotated[Count, RECORDED] = 2
     """Checkpoints to keep. The newest undamaged one is never deleted."""
     resume: Annotated[Literal["auto", "never", "must"], FREE] = "auto"
@@ -376,8 +376,8 @@ class Run:
     extend: Annotated[bool, FREE] = False
     """Continue a run beyond its end to a larger max_steps (control: total_timesteps). The schedule adapts to the new end."""
     allow: Annotated[tuple[str, ...], FREE] = ()
-    """Settings that may have other values than at the start of the run. The names dataset, model, reward, threads and others
-    allow changed rows, weights, code or threads; an unknown name raises an error that lists all. The change is recorded."""
+    """Settings that may have other values than at the start of the run. Further names are dataset (for changed rows), model (for
+    changed weights), reward (for changed code) and others; an unknown name raises an error that lists all. Changes are logged."""
     callbacks: Annotated[tuple[str | Any, ...], RECORDED] = ()
     """Callbacks with the interface of transformers' TrainerCallback: module:Class or file.py:Class, or {callback: module:Class,
     parameter: value}; from Python also objects."""

@@ -85,15 +85,15 @@ class ControlConfig:
     algorithm: Annotated[Any, MAIN] = "ppo"
     """Preset name, {preset: ppo, part: value, …}, a PolicyGradient, "trpo" or "dqn"."""
     env: Annotated[Any, MAIN] = "CartPole-v1"
-    """Id of a Gymnasium environment, or a custom module:Class or file.py:Class; from Python also a function that makes one, or a
-    vector environment."""
+    """Id of a Gymnasium environment, or a custom module:Class or file.py:Class; from Python also a vector environment, or a
+    function that makes an environment."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment."""
     wrappers: tuple[str, ...] = ()
     """Wrappers of each environment, the first one innermost: module:Class or file.py:Class, called with the environment."""
     vectorization: Literal["auto", "serial", "sync", "async", "vector_entry_point"] = "auto"
-    """Method that steps the n_envs copies. serial: a plain loop; sync, async, vector_entry_point: Gymnasium's methods; auto: the
-    environment's own vector form from 8 copies on, otherwise serial."""
+    """Method that steps the n_envs copies. serial: a plain loop; sync, async, vector_entry_point: Gymnasium's methods; auto:
+    vector_entry_point with 8 or more copies, if the environment has one and there are no wrappers; otherwise serial."""
     total_timesteps: Annotated[Count, LENGTH, MAIN] = 100_000
     """Steps of the run, summed over the copies of the environment."""
     n_envs: Annotated[Count, MAIN] = 8

@@ -53,8 +53,8 @@ def _preference(loss: Preference | KahnemanTversky) -> str:
     lines = [*_head(loss), ""]
     lines += [f"score: {label(loss.score)}", *_part_lines(loss.score, "    "), ""]
     lines += [f"link: {label(loss.link)}", *_part_lines(loss.link, "    "), ""]
-    lines.append(f"margin: {loss.margin:g}" if loss.margin else "margin: 0, or the row's margin")
-    lines.append("reference: its log-probs are computed once" if loss.needs_reference else "reference: none is needed")
+    lines.append(f"margin: {loss.margin:g}, plus the row's `margin` if it has one")
+    lines.append("reference: its log-probs are computed before training" if loss.needs_reference else "reference: none is needed")
     return "\n".join(lines) + "\n"
 
 

@@ -222,7 +222,7 @@ def leave_one_out(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class group_mean:
-    """The return minus its group's mean, divided by the group's standard deviation if `std` is true.
+    """The return, standardised within its group; only centred if `std` is false.
 
     Formula: A_t = (R_i − mean(R)) / (std(R) + eps), or R_i − mean(R) if std is false
 
@@ -411,9 +411,9 @@ class length_gae:
 
 @dataclass(frozen=True)
 class whitened:
-    """The advantages that another psi computes, normalised to mean 0 and standard deviation 1 over all steps of the batch.
+    """The advantages of another psi, normalised to mean 0 and standard deviation 1.
 
-    Formula: A_t = (Ψ_t − mean(Ψ)) / (std(Ψ) + eps), with Ψ_t the advantage before whitening
+    Formula: A_t = (Ψ_t − mean(Ψ)) / (std(Ψ) + eps) over all steps of the batch, with Ψ_t the advantage before whitening
 
     Source: Hu et al. 2025, REINFORCE++, arXiv:2501.03262; Andrychowicz et al. 2021, arXiv:2006.05990.
 

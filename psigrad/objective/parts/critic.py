@@ -12,8 +12,8 @@ from psigrad.objective.lazy_torch import Tensor, torch
 
 @dataclass(frozen=True)
 class value_loss:
-    """Half the mean squared error of the critic against the return R_t = Â_t + V_old(s_t). Â_t is computed by the psi `returns`
-    or, if that is None, the method's own psi before whitening.
+    """Half the squared error of the critic against the return R_t = Â_t + V_old(s_t). Â_t comes from the psi `returns`, or,
+    if that is None, from the method's psi before whitening.
 
     Formula: c_V · ½·(V(s_t) − R_t)², and with clip ε: c_V · ½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²)
              c_V is `coefficient`, ε is `clip`

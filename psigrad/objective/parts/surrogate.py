@@ -325,7 +325,7 @@ class covariance_penalty(RatioSurrogate):
 
 @dataclass(frozen=True)
 class with_imitation:
-    """The wrapped surrogate L', plus the cross-entropy of the batch's right answers, so that a solution once found is not lost.
+    """The wrapped surrogate L', plus the cross-entropy of the batch's right answers.
 
     Formula: L_t = L'_t − coefficient · [R_i ≥ `right`] · (S / S⁺) · log π(a_t|s_t)
              S is the number of steps in the batch, S⁺ the number of steps of right answers
