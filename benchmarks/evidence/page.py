@@ -133,16 +133,16 @@ def better_lines(done: Sequence[Pair]) -> Iterator[str]:
 def pair_rows(found: dict[tuple[str, int], Pair | None]) -> Iterator[str]:
     """Yield the table of pairs."""
     yield "| task, seed | pass@1, % | pass@1: psigrad − TRL, points | pass@8, % | everyday items, % | time, TRL / psigrad | \
-processor time, TRL / psigrad | peak MiB: psigrad, TRL |"
-    yield "|---" * 8 + ("|" if found else f"|\n| | {MISSING} |" + " |" * 6)
+peak MiB: psigrad, TRL |"
+    yield "|---" * 7 + ("|" if found else f"|\n| | {MISSING} |" + " |" * 5)
     for (task, seed), pair in found.items():
         if pair is None:
-            yield f"| {task}, {seed} | {MISSING} |" + " |" * 6
+            yield f"| {task}, {seed} | {MISSING} |" + " |" * 5
             continue
         shares = ["{:.1f} → {:.1f}, {:.1f}".format(*(100 * SCORES[name](one) for one in pair)) for name in list(SCORES)[:3]]
-        ratios = [f"{pair[TRL][name] / pair[PSIGRAD][name]:.1f}" for name in ("seconds", "cpu_seconds")]
+        ratio = f"{pair[TRL]['seconds'] / pair[PSIGRAD]['seconds']:.1f}"
         peaks = f"{pair[PSIGRAD]['peak_mb']:,}, {pair[TRL]['peak_mb']:,}"
-        yield f"| {' | '.join([f'{task}, {seed}', shares[0], around(difference(pair)), *shares[1:], *ratios, peaks])} |"
+        yield f"| {' | '.join([f'{task}, {seed}', shares[0], around(difference(pair)), *shares[1:], ratio, peaks])} |"
 
 
 def pilot_rows(records: Sequence[Record]) -> Iterator[str]:
