@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 6 · PPO against RLOO
 #
-# ChatGPT was made with PPO, which keeps four models in memory: a policy, a frozen reference, a reward model *and a critic*.
-# RLOO drops the critic and draws several completions for each prompt instead. Which is better?
+# PPO for text keeps four models in memory: a policy, a frozen reference, a reward model *and a critic*. RLOO draws several
+# completions for each prompt in place of the critic. Which is better?
 
 # %%
 import json
@@ -89,8 +89,8 @@ print("by hand:", [round(float(R[i] - (R.sum() - R[i]) / 2), 2) for i in range(3
 # %% [markdown]
 # ## What the critic costs
 #
-# A critic is as large as the policy, and each of its weights also has two moments of Adam. The table shows the memory of
-# weights and moments with a critic (left) and without, for models of 8 billion parameters in half precision.
+# A critic is as large as the policy, and each of its weights also has two moments of Adam. Here is the memory of weights and
+# moments with a critic (left) and without, for models of 8 billion parameters.
 
 # %%
 with_critic, without = by_weights(8e9, critic=True), by_weights(8e9, critic=False)
@@ -105,8 +105,7 @@ print(f"{'together':12} {total[0] / 1e9:6.0f} GB   {total[1] / 1e9:6.0f} GB")
 # %% [markdown]
 # ## Now on a language model
 #
-# The task and the SFT model are those of chapter 4. The reward is 1 for the right word. PPO makes four passes over each
-# batch, and RLOO one.
+# The task and the SFT model are those of chapter 4. PPO makes four passes over each batch, and RLOO one.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -181,7 +180,7 @@ for name, values in accuracy.items():
 #   With one pass PPO does not differ measurably from RLOO ([claims](../claims.md)).
 # - PPO does a little worse with λ = 0.5: the weight of the reward at the end halves with each token before it, and the
 #   critic's estimate weighs more.
-# - RLOO has no λ, no critic and no second learning rate to tune.
+# - RLOO has neither λ nor a critic's learning rate to tune.
 #
 # ## Where it fails
 #
@@ -201,8 +200,8 @@ print(f"mean over the second half: {np.mean(explained[len(explained) // 2 :]):.2
 # An explained variance of 1 means that the critic predicts each return, and 0 that it is no better than a constant. This
 # critic is hardly better: it has only a few thousand completions to learn from, while the policy changes.
 #
-# Ahmadian et al. (2024) found RLOO better than PPO on models of billions of parameters. Two seeds of one small task cannot
-# decide this.
+# Ahmadian et al. (2024) found RLOO better on models of billions of parameters. Two seeds of one small task cannot decide
+# this.
 #
 # ## The derivation: the KL penalty, token by token
 #
@@ -234,15 +233,13 @@ print(f"mean over the second half: {np.mean(explained[len(explained) // 2 :]):.2
 #
 # - Ziegler and others 2019, *Fine-tuning language models from human preferences*, arXiv:1909.08593.
 # - Ahmadian and others 2024, *Back to basics: RLOO*, arXiv:2402.14740.
-# - Huang and others 2024, *The N+ implementation details of RLHF with PPO*, arXiv:2403.17031.
 # - Yuan and others 2025, *VC-PPO*, arXiv:2503.01491.
 #
 # ## Exercises
 #
 # 1. Show on the three completions that `leave_one_out` is K/(K − 1) times (the reward minus the mean of all).
-# 2. Where in `PolicyGradient` does the KL go for PPO, and where for GRPO? Print both.
-# 3. With a fixed budget of completions, larger groups mean fewer prompts. What is lost as K grows? Think of the variance from
-#    the choice of prompts.
+# 2. Where in `PolicyGradient` does the KL go for PPO, and where for GRPO?
+# 3. With a fixed budget of completions, larger groups mean fewer prompts. What is lost as K grows?
 
 # %% [markdown]
 # ### Answer 1

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 10 · The closing project: a task of your own
 #
-# Now use all parts of the course on a task that *you* choose: train a model that is better than its demonstrations, and
-# measure how sure you are. The example below sorts letters. Run it, then replace the first milestone with your own task. The
-# checks print ✓ or what is missing.
+# Now train a model that is better than its demonstrations, on a task that *you* choose, and measure how sure you are. The
+# example below sorts letters. Run it, then replace the first milestone with your own task. The checks print ✓ or what is
+# missing.
 
 # %%
 import itertools
@@ -27,8 +27,8 @@ held_out_rows = 200
 # ## What makes a good task
 #
 # - A program can check whether an answer is right. Otherwise use the method of chapter 5.
-# - The small model sometimes solves the task after imitation, since a reward that is always 0 teaches nothing. With p the
-#   chance of a right answer,
+# - The small model sometimes solves the task after imitation. A reward that is always 0 teaches nothing. With p the chance of
+#   a right answer,
 #
 #     P(a group of G has signal) = 1 − p^G − (1 − p)^G.
 #
@@ -157,8 +157,7 @@ check(3, the_loss_comes_near_its_floor=np.mean(loss[-20:]) < 2 * floor)
 # %% [markdown]
 # ## Milestone 4: reinforcement learning
 #
-# Train with GRPO from the SFT model. Before the long run make a short one, and look at the share of groups without signal
-# (chapter 7).
+# Train with GRPO from the SFT model. Make a short run first, and look at the share of groups without signal (chapter 7).
 
 # %%
 grpo = psigrad.train(
@@ -226,7 +225,7 @@ check(
 # ## Milestone 6: say what you found
 #
 # Write one page: the task and its reward; the figures before and after with their interval; three wrong answers, and why they
-# are wrong; what you tried without success; one claim that somebody could check. `run.report` has the curves.
+# are wrong; what you tried without success; one claim that somebody could check.
 #
 # ## Where it fails
 #
@@ -251,8 +250,7 @@ check(
 #
 # ## Exercises
 #
-# 1. How many held-out prompts does it take to tell 0.90 from 0.95, if both models answer the same prompts and disagree on 7 %
-#    of them?
+# 1. How many held-out prompts does it take to tell 0.90 from 0.95, if both models answer all of them and disagree on 7 %?
 # 2. Give half the reward for the right letters in any order. Does the held-out accuracy improve? Write down what you expect
 #    before you run it.
 # 3. When is p too small for milestone 4?
