@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 2 · Bandits and baselines
 #
-# Now P and R are unknown: we can only try actions and see their rewards. The simplest case is a **bandit**, with one state
-# and one step, like a row of slot machines with arms to pull.
+# Now P and R are unknown: we can only try actions and see their rewards. The simplest case is a **bandit**, a row of slot
+# machines with arms to pull: each episode is one step.
 
 # %%
 import matplotlib.pyplot as plt
@@ -43,7 +43,7 @@ print("gradient", [round(g, 3) for g in truth.tolist()])
 
 
 # %% [markdown]
-# Each group of 8 pulls gives one estimate of ∇J, and we draw many groups.
+# Each group of 8 pulls gives one estimate of ∇J.
 
 
 # %%
@@ -78,7 +78,7 @@ def report(name, found):
 plain = report("Ψ = R", estimates(total_return()))
 
 # %% [markdown]
-# The estimates have no bias beyond chance, but their variance is very large. Every arm pays about 10, so every pull makes its
+# The estimates have no bias beyond chance, but their variance is very large. All arms pay about 10, so every pull makes its
 # arm much more probable.
 #
 # ## A baseline
@@ -271,8 +271,8 @@ print(f"ratio {spread['Ψ = R'] / spread['RLOO']:.0f}")
 #
 #     ∇J = E[ R(τ)·∇log P(τ) ] = E[ Σ_t ∇log π(a_t|s_t)·R(τ) ].
 #
-# Once the past is known, rewards before a_t are constants, like a baseline. So R(τ) may be replaced by the sum of the later
-# rewards, minus any b(s_t).
+# Given the past, rewards before a_t are constants, like a baseline. So the sum of the later rewards, minus any b(s_t), may
+# replace R(τ).
 #
 # ## In pseudocode
 #
@@ -280,9 +280,8 @@ print(f"ratio {spread['Ψ = R'] / spread['RLOO']:.0f}")
 # REINFORCE with a leave-one-out baseline
 # θ ← anything
 # repeat
-#     draw K actions a_1 … a_K from π_θ; see R_1 … R_K
-#     for each i
-#         Ψ_i ← R_i − the mean of the other K − 1 rewards
+#     draw K actions a_i from π_θ; see their rewards R_i
+#     Ψ_i ← R_i − the mean of the other K − 1 rewards
 #     θ ← θ + α · (1/K) Σ_i ∇log π_θ(a_i) · Ψ_i
 # ```
 #
@@ -290,13 +289,12 @@ print(f"ratio {spread['Ψ = R'] / spread['RLOO']:.0f}")
 #
 # - Williams 1992, *Simple statistical gradient-following algorithms*, Machine Learning 8.
 # - Sutton and others 2000, *Policy gradient methods*, NIPS 12.
-# - Greensmith and others 2004, *Variance reduction techniques*, JMLR 5.
 # - Kool and others 2019, *Buy 4 REINFORCE samples, get a baseline for free!*
 #
 # ## Exercises
 #
 # 1. Which constant baseline has the least variance? Minimise E[‖∇log π(a)‖²·(R − b)²] over b. How much better is it than the
-#    mean reward?
+#    mean?
 # 2. How does the variance of the leave-one-out estimate fall with the group's size K? Compare K = 2, 4, 8, 16 at equal
 #    numbers of pulls.
 # 3. Predict the bias of `group_mean(std=False)` for K = 2, and check it.

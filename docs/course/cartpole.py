@@ -32,8 +32,6 @@ steps = 40_000  # environment steps of each run
 # - **The reward to go**, G_t = Σ_{u≥t} γ^(u−t)·r_u, leaves out earlier rewards, which the action cannot change.
 # - **The whitened reward to go** is G_t minus the batch's mean, divided by its standard deviation.
 # - **The reward to go minus a value**, G_t − V(s_t), needs a second network, the **critic** V, which learns to predict G_t.
-#
-# Each method takes one gradient step on 8 episodes.
 
 
 # %%
@@ -85,8 +83,8 @@ for name, (_, found, _) in forms.items():
     print(f"{name:13} mean return over the run {found.mean():5.0f}")
 
 # %% [markdown]
-# Leaving out past rewards helps most, and the batch's mean is a strong baseline. The critic is no better here, since it
-# learns from the same few episodes.
+# Leaving out past rewards helps most, and the batch's mean is a strong baseline. The critic is no better, since it learns
+# from the same few episodes.
 #
 # ## What a critic is for: GAE
 #
@@ -181,7 +179,7 @@ print(f"PPO's last agent, 50 new episodes, most probable actions: {mean:.0f} of 
 #
 # ## Where it fails
 #
-# Does PPO need the clip? Make twenty passes with a larger learning rate, with and without it.
+# Does PPO need the clip? Make twenty passes with a larger learning rate.
 
 # %%
 hurry = rounds | {"learning_rate": 1e-2, "n_epochs": 20}
@@ -274,8 +272,8 @@ plt.show()
 print(f"first pass: |log ρ| = {held[0]:.0e}, {clipped[0]:.0%} clipped")
 
 # %% [markdown]
-# On the first pass the ratio is exactly 1: the policy that learns is the one that sampled. This is what *on-policy* means. In
-# later passes more tokens are clipped.
+# On the first pass the ratio is exactly 1, since the policy that learns is the one that sampled: this is *on-policy*. Later
+# more tokens are clipped.
 #
 # ## The derivation: GAE and PPO's objective
 #
@@ -302,7 +300,7 @@ print(f"first pass: |log ρ| = {held[0]:.0e}, {clipped[0]:.0%} clipped")
 #     play T steps with π_old ← π_θ
 #     Â ← 0
 #     for t from the last step to the first
-#         δ ← r_t + γ V(s_{t+1}) − V(s_t)          (V = 0 after the end of an episode)
+#         δ ← r_t + γ V(s_{t+1}) − V(s_t)    (V = 0 after the end)
 #         Â ← δ + γ λ Â;  Â_t ← Â;  G_t ← Â_t + V(s_t)
 #     for a few epochs, for each minibatch
 #         ρ ← exp( log π_θ(a|s) − log π_old(a|s) )
@@ -313,14 +311,12 @@ print(f"first pass: |log ρ| = {held[0]:.0e}, {clipped[0]:.0%} clipped")
 # ## Read on
 #
 # - Schulman and others 2016, *GAE*, arXiv:1506.02438.
-# - Schulman and others 2015, *TRPO*, arXiv:1502.05477: a bound in place of the clip.
+# - Schulman and others 2015, *TRPO*, arXiv:1502.05477.
 # - Schulman and others 2017, *PPO*, arXiv:1707.06347.
-# - Andrychowicz and others 2021, *What matters in on-policy RL?*, arXiv:2006.05990.
 #
 # ## Exercises
 #
-# 1. Why are R(τ) and the reward to go equal for a language model with a reward at the end and γ = 1, and not on CartPole?
-#    Check it on a `Batch`.
+# 1. Why is G_t = R(τ) for a language model with a reward at the end and γ = 1, and not on CartPole? Check it on a `Batch`.
 # 2. Which λ makes `gae` equal to `td_residual`? Check it.
 # 3. For A = ±1 and ρ = 0.7 or 1.3, which cases have a gradient under `clip(0.2, 0.28)`?
 

@@ -2,8 +2,8 @@
 # # 8 · DPO: preferences without a reward model
 #
 # Chapter 5 learned a reward model from comparisons and maximised it with a KL penalty. Rafailov et al. (2023) noticed that
-# the best policy of this problem has a closed form, which can be solved for the reward. The result is a loss on pairs,
-# without a reward model and without sampling.
+# the best policy of this problem has a closed form, which can be solved for the reward. This gives a loss on pairs, without a
+# reward model or sampling.
 
 # %%
 import itertools
@@ -164,9 +164,8 @@ for name, run in runs.items():
     )
 
 # %% [markdown]
-# The margins rise, since the rejected answers became improbable. But the middle plot shows that the chosen answers did not
-# become more probable. The loss depends only on the *difference* of two log-ratios, so both can fall, and probability can go
-# to answers that are in no pair.
+# The margins rise, since the rejected answers became improbable. But in the middle plot the chosen answers did not become
+# more probable. The loss depends only on the *difference* of two log-ratios, so both can fall, and other answers can gain.
 #
 # Which model answers best? RLOO samples as many completions as DPO's pairs contain, with a reward of 1 for right answers.
 
@@ -208,12 +207,11 @@ print(f"completions: DPO {2 * 32 * dpo_steps}, RLOO {128 * rl_steps}")
 # ## Where it fails
 #
 # - DPO learns from answers that somebody else wrote. As the policy changes, the pairs no longer resemble its answers. Online
-#   methods sample new answers at every step.
+#   methods sample new ones.
 # - Nothing in the loss prevents the chosen answers from becoming less probable.
 # - If you only have comparisons, DPO is still the cheapest method.
 #
-# [The page of claims](../claims.md) repeats this comparison over several seeds. [A table](../methods/table.md) compares all
-# methods.
+# [Claims](../claims.md) repeats this comparison over several seeds. [A table](../methods/table.md) compares all methods.
 #
 # ## The derivation, in full
 #
@@ -236,7 +234,7 @@ print(f"completions: DPO {2 * 32 * dpo_steps}, RLOO {128 * rl_steps}")
 # DPO
 # π_ref ← a copy of π that never learns
 # for each batch of (x, w, l)
-#     û_w ← β ( log π(w|x) − log π_ref(w|x) );  û_l likewise      (sums over the tokens of an answer)
+#     û_w ← β ( log π(w|x) − log π_ref(w|x) );  û_l likewise
 #     loss ← −mean log σ( û_w − û_l )                             (IPO: (û_w/β − û_l/β − 1/(2β))²)
 #     one step of Adam on it
 # ```
@@ -245,8 +243,7 @@ print(f"completions: DPO {2 * 32 * dpo_steps}, RLOO {128 * rl_steps}")
 #
 # - Rafailov and others 2023, *DPO*, arXiv:2305.18290.
 # - Azar and others 2023, *IPO*, arXiv:2310.12036.
-# - Pal and others 2024, *Smaug: DPO-Positive*, arXiv:2402.13228: chosen answers that become less probable.
-# - Tajwar and others 2024, *Preference fine-tuning should leverage suboptimal, on-policy data*, arXiv:2404.14367.
+# - Pal and others 2024, *Smaug: DPO-Positive*, arXiv:2402.13228.
 #
 # ## Exercises
 #

@@ -2,7 +2,7 @@
 # # 1 · A grid world, and what a value is
 #
 # In reinforcement learning an **agent** sees a **state**, chooses an **action**, gets a **reward** and moves to the next
-# state. It maximises the sum of rewards. This chapter computes exactly what later chapters estimate.
+# state. It maximises the sum of rewards. This chapter computes exactly what later ones estimate.
 
 # %%
 from dataclasses import replace
@@ -23,11 +23,11 @@ episodes = 4000  # the size of this chapter
 #
 # - P(s'|s, a), the probability of the next state;
 # - R(s, a), the expected reward;
-# - γ, the discount: a reward that comes one step later counts γ times as much.
+# - γ, the discount: a reward one step later counts γ times as much.
 #
 # *Markov* means that only the current state matters.
 #
-# Our world has 8 × 8 cells. A treasure pays +1 and a trap −1, and both end the episode. One move in ten slips sideways.
+# In our world a treasure pays +1 and a trap −1, and both end the episode. One move in ten slips sideways.
 
 # %%
 grid = GridWorld(slip=0.1, gamma=0.9)
@@ -83,8 +83,6 @@ print(f" mean  {np.abs(average).max():.0e} at most, over all states")
 # %% [markdown]
 # ## From values to the best policy
 #
-# Two methods find the best policy.
-#
 # - **Policy iteration** evaluates the policy, takes the best action in each state, and repeats.
 # - **Value iteration** does both at once: V(s) ← max_a ( R(s, a) + γ·Σ_s' P(s'|s, a)·V(s') ).
 
@@ -123,7 +121,7 @@ print(
 )
 
 # %% [markdown]
-# Each sweep of value iteration multiplies the error by γ or less. Policy iteration takes few, larger steps.
+# Each sweep multiplies the error by γ or less. Policy iteration takes few, larger steps.
 
 # %%
 error = [np.abs(sweep.value - best.value).max() for sweep in sweeps]
@@ -169,8 +167,8 @@ plt.show()
 print(f"mean error after {episodes} episodes: {distance[-1]:.3f}")
 
 # %% [markdown]
-# Q-learning works, but its table has a row for each state, and texts of 20 tokens have far too many states. So the next
-# chapters change the policy itself, by gradients.
+# Q-learning works, but its table has a row for each state, and texts have far too many states. So the next chapters change
+# the policy itself, by gradients.
 
 # %% [markdown]
 # ## Now on a language model
@@ -178,8 +176,7 @@ print(f"mean error after {episodes} episodes: {distance[-1]:.3f}")
 # Writing text is a Markov decision process too. The state is the prompt with all tokens so far, and an action appends a
 # token. The policy is the model, here a small Qwen3 with random weights. The reward comes at the end, and γ = 1.
 #
-# With 4 letters and completions of 3 tokens there are only 85 states. The reward is 1 for letters in strictly alphabetical
-# order.
+# With 4 letters and 3 tokens there are only 85 states. The reward is 1 for strictly alphabetical order.
 
 # %%
 from itertools import product
@@ -287,7 +284,7 @@ print(f"largest difference from A = Q − V: {np.abs(estimated - exact).max():.0
 #
 # ## Exercises
 #
-# 1. Move the trap next to the treasure, to (1, 5). What happens to the arrows around it, and why?
+# 1. Move the trap next to the treasure, to (1, 5). How do the arrows around it change, and why?
 # 2. Set γ to 0.5. Do the best policy and the values change?
 # 3. Give a reward of 1/3 for each letter that comes later in the alphabet than the previous one; the first always counts.
 #    What is V("")?

@@ -55,9 +55,9 @@ for method in (GRPO, DR_GRPO, DAPO):
 # %% [markdown]
 # ## Dividing by the standard deviation: the difficulty bias
 #
-# Let rewards be 0 or 1, and let p be the chance that the model solves a prompt. Without the division the gradient is largest
-# for p near ½, where the outcome depends most on the model's choices. Dividing by std removes a factor √(p·(1 − p)). The plot
-# shows how strongly groups of 8 pull towards right answers:
+# Let rewards be 0 or 1, and let p be the chance that the model solves a prompt. The gradient of accuracy is largest for p
+# near ½, where the outcome depends most on the model's choices. The division removes a factor √(p·(1 − p)). The plot shows
+# how strongly groups of 8 pull towards right answers:
 
 
 # %%
@@ -102,8 +102,8 @@ print(
 #
 # ## Dividing by the length: the length bias
 #
-# In a wrong completion of 10 tokens each token gets 1/10 of the blame; in one of 100 tokens each gets 1/100. Take a model
-# that is right in 30 % of the cases, *whatever the length*. So lengths should not change. Where does the loss push them?
+# In a wrong completion of 10 tokens, each token gets 1/10 of the blame. In one of 100 tokens it gets 1/100. Take a model that
+# is right in 30 % of the cases, *whatever the length*. So lengths should not change. Where does the loss push them?
 
 
 # %%
@@ -249,15 +249,15 @@ for name, run in runs.items():
     )
 
 # %% [markdown]
-# About a fifth of GRPO's groups are without signal. DAPO replaces such groups: it learns slightly more per *update* here, and
-# needs more *completions*.
+# About a fifth of GRPO's groups are without signal. DAPO replaces them: it learns slightly more per *update* here, and needs
+# more *completions*.
 #
 # ## Where it fails
 #
 # - No method here knows which token was the mistake.
-# - A prompt that is never solved teaches nothing: with p = 0 no group has signal. SFT or easier prompts have to come first.
-# - All answers of this task have the same length, so the length bias cannot appear. [The page of claims](../claims.md) has
-#   results over several seeds.
+# - A prompt that is never solved teaches nothing: with p = 0 no group has signal. SFT or easier prompts come first.
+# - All answers of this task have the same length, so the length bias cannot appear. [Claims](../claims.md) compares the
+#   methods over several seeds.
 #
 # ## The derivation: what the three changes do
 #
@@ -266,28 +266,26 @@ for name, run in runs.items():
 #
 #     Σ_x ∇p(x) / √(p(x)·(1 − p(x))) = ∇ Σ_x 2·arcsin √p(x).
 #
-# This function of p is steep at both ends: the difficulty bias in one line.
+# This function of p is steep at both ends: the difficulty bias.
 #
-# The mean over tokens gives a completion the weight A/|y|, which an earlier stop makes larger. So the push towards stopping,
-# E[A/|y|·∇log π(stop)], is positive for A > 0 and negative for A < 0.
+# The mean over tokens gives a completion the weight A/|y|. So the push towards stopping, E[A/|y|·∇log π(stop)], is positive
+# for A > 0 and negative for A < 0.
 #
-# The mean of the group contains R_i itself: A_i = (1 − 1/G)·(R_i − mean of the others), as in chapter 2.
+# The group's mean contains R_i itself: A_i = (1 − 1/G)·(R_i − mean of the others).
 #
 # ## In pseudocode
 #
 # ```text
 # GRPO, and where the others differ
 # repeat
-#     draw prompts x; G completions y_i of each; rewards R_i
-#     A_i ← R_i − mean(R);                      GRPO, DAPO: divide by std(R)
-#                                               DAPO: draw again where all R_i are equal
+#     draw G completions y_i of each prompt; rewards R_i      (DAPO: again if all are equal)
+#     A_i ← R_i − mean(R)                                     (GRPO, DAPO: divided by std(R))
 #     for each minibatch
-#         ρ_t ← π(y_t) / π_old(y_t), token by token
-#         l_t ← −min( ρ_t A_i, clip(ρ_t, 1 − ε, 1 + ε_high) A_i )      DAPO: ε_high = 0.28
-#         GRPO:      mean over t in each completion, then over i;  + β KL
-#         Dr. GRPO:  sum over t and i, over a constant
+#         ρ_t ← π(y_t) / π_old(y_t)
+#         l_t ← −min( ρ_t A_i, clip(ρ_t, 1 − ε, 1 + ε_high) A_i )
+#         GRPO:      mean over t, then over i;  + β KL
+#         Dr. GRPO:  sum, divided by a constant
 #         DAPO:      mean over all tokens of the batch
-#         one step of Adam
 # ```
 #
 # ## Read on
@@ -295,7 +293,6 @@ for name, run in runs.items():
 # - Shao and others 2024, *DeepSeekMath: GRPO*, arXiv:2402.03300.
 # - Liu and others 2025, *Understanding R1-Zero-like training: Dr. GRPO*, arXiv:2503.20783.
 # - Yu and others 2025, *DAPO*, arXiv:2503.14476.
-# - Zheng and others 2025, *GSPO*, arXiv:2507.18071; MiniMax 2025, *CISPO*, arXiv:2506.13585.
 #
 # ## Exercises
 #

@@ -94,13 +94,13 @@ print("another picture, other ids:    ", other != ids)
 #
 #     e_i = f_φ(picture)_i for a token of the picture, e_i = E_θ[x_i] for any other.
 #
-# The picture is part of the prompt x in π(y|x). So the identity of chapter 2 holds for θ and φ together, and the chain rule
-# gives the gradient of φ:
+# The picture is part of the prompt x, so chapter 2's identity holds for θ and φ together. The chain rule gives the gradient
+# of φ:
 #
 #     ∇_φ log π(y|x) = Σ_i ( ∂ log π(y|x) / ∂e_i )·∇_φ f_φ(picture)_i.
 #
-# Nothing else in SFT, GRPO or DPO changes. A pretrained tower is usually **frozen**: its gradient is not computed. Ours is
-# random, so it must learn. Tower, connector and text model all get a gradient:
+# Nothing else in SFT, GRPO or DPO changes. A pretrained tower is usually **frozen**. Ours is random, so it must learn. Tower,
+# connector and text model all get a gradient:
 
 # %%
 answers = [
@@ -116,7 +116,7 @@ for name in ("vision_model", "connector", "text_model"):
 # %% [markdown]
 # ## Now on a language model
 #
-# How many squares have the given colour? A board has 0 to 3 of these, and squares of other colours. The teachers are
+# How many squares have the given colour? A board has 0 to 3 of these, among others. As in chapter 4 the teachers are
 # careless: half of their counts are one too many or too few.
 
 
@@ -208,7 +208,7 @@ print(f"SFT {accuracy[0]:.2f}, GRPO {accuracy[-1]:.2f}, another's picture {blind
 # SFT copied the teachers, mistakes included, and GRPO passed them. With another game's picture the accuracy is no better than
 # chance: the model looks.
 #
-# But what does it see? Paint one cell white at a time, and see how much less probable the right answer becomes.
+# But what does it see? Paint one cell white at a time. How much less probable is the right answer?
 
 # %%
 model = language_model.load(str(rl.model))
@@ -242,34 +242,32 @@ worth = {
 print({kind: round(float(value), 2) for kind, value in worth.items()})
 
 # %% [markdown]
-# To a perfect counter only the counted squares matter. On this board, the other squares matter more to our model. It may read
-# how full the board is, since full boards have more squares of every colour. Accuracy alone does not reveal such a shortcut.
+# To a perfect counter only the counted squares matter. Here the others matter more: the model may read how full the board is,
+# since full boards have more squares of every colour. Accuracy alone does not reveal such a shortcut.
 #
 # ## Where it fails
 #
 # - Large pictures need many patches: a picture of 512 × 512 pixels costs as much as a page of text.
 # - The model has no idea of counting beyond three.
-# - Models guess: most bananas are yellow, so "yellow" is often right without a look. Only a control such as ours shows this.
+# - A model can guess that a banana is yellow without a look. Only a control such as ours shows this.
 #
 # [Pictures](../pictures.md) explains how to train on your own pictures.
 #
 # ## In pseudocode
 #
 # ```text
-# for each prompt with pictures
-#     cut each picture into patches; h ← tower(patches); f ← connector(h)
-#     x ← tokens of the prompt, with as many placeholders as f has rows
-#     e ← embeddings of x, with the rows of f at the placeholders
-#     sample y from the text model on e, never a placeholder
-# loss and update as in the chapters before; φ learns if the tower is not frozen
+# f ← connector(tower(patches of the picture))
+# x ← tokens of the prompt, with a placeholder for each row of f
+# e ← embeddings of x, with the rows of f at the placeholders
+# sample y from the text model on e, never a placeholder
+# loss and update as in earlier chapters
 # ```
 #
 # ## Read on
 #
 # - Dosovitskiy and others 2020, *An image is worth 16x16 words*, arXiv:2010.11929.
 # - Liu and others 2023, *Visual instruction tuning*, arXiv:2304.08485.
-# - Laurençon and others 2024, *Building and better understanding vision-language models*, arXiv:2408.12637.
-# - Goyal and others 2017, *Making the V in VQA matter*, arXiv:1612.00837: answers without a look.
+# - Goyal and others 2017, *Making the V in VQA matter*, arXiv:1612.00837.
 #
 # ## Exercises
 #

@@ -35,7 +35,7 @@ rl_steps = 120
 #     P(w beats l) = σ(r_w − r_l),    σ(z) = 1 / (1 + e^−z).
 #
 # To learn r, minimise −log σ(r_w − r_l) over the observed comparisons. Here are six answers with known worth, and judges who
-# err as the formula says:
+# follow the formula:
 
 # %%
 worth = torch.tensor([-1.5, -0.6, 0.0, 0.3, 1.0, 2.0])
@@ -104,7 +104,7 @@ print(f"with some large errors the truth peaks at n = {sizes[peak]} and then fal
 
 # %% [markdown]
 # If all errors are small, more selection helps, but less and less. If the proxy is sometimes far too high, the best of many
-# is the answer with the *greatest error*. Training a policy selects much harder than best-of-1,024.
+# is the answer with the *greatest error*. Training selects even harder than best-of-1,024.
 
 # %% [markdown]
 # ## Now on a language model
@@ -118,7 +118,7 @@ sft = words.imitate(prompts, folder, sft_steps)
 
 # %% [markdown]
 # Judges prefer the more similar of two answers with probability σ(8·difference in similarity). All answers that they see have
-# four letters. The reward model is the SFT model with one number as its output, read at the last token.
+# four letters. The reward model is the SFT model with one number as its output.
 
 
 # %%
@@ -217,7 +217,7 @@ for name, run in runs.items():
 
 # %% [markdown]
 # Without the penalty the proxy rises sharply within ten steps, and the truth falls to almost nothing. With β = 0.5 the policy
-# hardly changes. What do the two policies write in the end?
+# hardly changes. What do they write in the end?
 
 # %%
 for name, run in runs.items():
@@ -230,7 +230,7 @@ for name, run in runs.items():
 #
 # ## Where it fails
 #
-# - The policy moves to answers *without comparisons*, since the largest errors are there.
+# - The policy moves to answers *without comparisons*, where the largest errors are.
 # - The KL penalty does not correct the reward. If β is too large, nothing is learned; if it is too small, the truth is lost.
 #   Only a measurement of the truth, by people, shows which.
 # - If a program can check the answer, use the program, and read the answers: programs have holes too.
@@ -257,26 +257,22 @@ for name, run in runs.items():
 # for each batch of (x, w, l)
 #     one step of Adam on −mean log σ( r(x,w) − r(x,l) )
 # repeat
-#     draw x, and y_1 … y_K from π(·|x)
-#     R_i ← r(x, y_i) − β log( π(y_i|x) / π_ref(y_i|x) )
+#     R_i ← r(x, y_i) − β log( π(y_i|x) / π_ref(y_i|x) ) for samples y_1 … y_K
 #     one step along Σ_i ∇log π(y_i|x) (R_i − mean of the others)
-#     now and then: measure the truth on held-out prompts
+#     sometimes measure the truth on held-out prompts
 # ```
 #
 # ## Read on
 #
 # - Bradley and Terry 1952, *Rank analysis of incomplete block designs*, Biometrika 39.
-# - Christiano and others 2017, *Deep RL from human preferences*, arXiv:1706.03741.
 # - Gao and others 2023, *Scaling laws for reward model overoptimization*, arXiv:2210.10760.
-# - Kwa and others 2024, *Catastrophic Goodhart*, arXiv:2407.14503: heavy tails.
+# - Kwa and others 2024, *Catastrophic Goodhart*, arXiv:2407.14503.
 #
 # ## Exercises
 #
 # 1. What happens to the Bradley–Terry loss if you add 5 to all rewards? And if you double them?
-# 2. Best-of-n has KL(π_n ‖ π) = log n − (n − 1)/n at most. How many nats is best-of-1,024? Compare with the KL of the policy
-#    without a penalty.
-# 3. Label smoothing ε says that a share of labels is wrong. At which difference r_w − r_l does the loss then have its
-#    minimum?
+# 2. The KL of best-of-n is log n − (n − 1)/n at most. Compare best-of-1,024 with the policy without a penalty.
+# 3. Label smoothing assumes that a share ε of labels is wrong. Which difference r_w − r_l then has the least loss?
 
 # %% [markdown]
 # ### Answer 1

@@ -1,8 +1,7 @@
 # %% [markdown]
 # # 4 · Supervised fine-tuning, and what imitation cannot do
 #
-# A pretrained language model continues text; it does not answer. **Supervised fine-tuning**, SFT, shows it answers to
-# imitate.
+# A pretrained language model continues text. **Supervised fine-tuning**, SFT, shows it answers to imitate.
 
 # %%
 import itertools
@@ -101,7 +100,7 @@ for row in shown[:4]:
     print(row["prompt"], row["completion"], "" if row["right"] else "  (wrong)")
 
 # %% [markdown]
-# The model is a small Qwen3 with a token for each character.
+# A small Qwen3 imitates them, with a token for each character.
 
 # %%
 tiny.model("qwen3", 260, hidden=64, layers=2).save_pretrained(folder / "base")
@@ -176,13 +175,13 @@ for name, (good, bad) in shares.items():
     print(f"{name:13} right {good:.2f}   the teachers' mistake {bad:.2f}")
 
 # %% [markdown]
-# With sampling, the model is right about as often as its teachers. With greedy decoding it is *worse*, since the most
-# probable answer is the mistake. Imitation learns what is common, not what is right.
+# With sampling, the model is right about as often as its teachers. With greedy decoding it is *worse*: the most probable
+# answer is the mistake. Imitation learns what is common, not what is right.
 #
 # ## Where it fails
 #
 # - Nothing in the loss says which demonstrations are good, so the model cannot become better than its teachers.
-# - The model does not learn from its own mistakes, since it only reads the teachers' answers.
+# - The model only reads the teachers' answers, so it does not learn from its own mistakes.
 # - The loss cannot say "less of this": Ψ = 1 for every demonstration.
 #
 # With a reward, Ψ can be negative. GRPO (chapter 7) now trains the same model on answers that it samples itself.
@@ -227,8 +226,7 @@ print(
 )
 
 # %% [markdown]
-# In a few dozen steps the student is better than its teachers. This is possible because SFT brought it to where it sometimes
-# gives the right answer.
+# In a few dozen steps the student is better than its teachers, since after SFT it sometimes gave the right answer.
 #
 # ## The derivation: imitation is a KL, and a policy gradient
 #
@@ -237,8 +235,8 @@ print(
 #     E_p[ −log π(y|x) ] = E_p[ −log p(y|x) ] + KL( p ‖ π ).
 #
 # The first is the teachers' entropy, which the student cannot change. The second is 0 only for π = p. It is large if an
-# answer of the teachers is nearly impossible under π, so π covers all their answers. The KL penalty of reinforcement learning
-# has the other direction, and prefers a few answers.
+# answer of the teachers is nearly impossible under π, so π covers all their answers. A KL penalty has the other direction,
+# and prefers a few of them.
 #
 # The gradient is the policy gradient with Ψ = 1 and actions from p,
 #
@@ -251,7 +249,7 @@ print(
 # ```text
 # SFT
 # for each batch of (x, y)
-#     z ← tokens of x and y; m_t ← 1 for tokens of y and for its end, 0 for those of x
+#     z ← tokens of x and y; m_t ← 1 for y and its end, 0 for x
 #     loss ← − Σ_t m_t log π(z_t | z_<t) / Σ_t m_t
 #     one step of Adam on it
 # ```
@@ -259,9 +257,8 @@ print(
 # ## Read on
 #
 # - Ouyang and others 2022, *InstructGPT*, arXiv:2203.02155.
-# - Ross and others 2011, *DAgger*, arXiv:1011.0686: why errors of imitation add up.
+# - Ross and others 2011, *DAgger*, arXiv:1011.0686.
 # - Zhou and others 2023, *LIMA*, arXiv:2305.11206.
-# - Gudibande and others 2023, *The false promise of imitating*, arXiv:2305.15717.
 #
 # ## Exercises
 #
