@@ -1,9 +1,8 @@
 # %% [markdown]
 # # 2 · Bandits and baselines
 #
-# Now P and R are unknown. We can only try actions and see their rewards. The simplest such problem
-# has one state and one step: a **bandit**, a row of slot machines with arms to pull. A bandit is
-# enough to introduce the policy gradient, and the trick that makes it usable.
+# Now P and R are unknown: we can only try actions and see their rewards. The simplest case is a **bandit**, a row of slot
+# machines with arms to pull: each episode is one step.
 
 # %%
 import matplotlib.pyplot as plt
@@ -22,21 +21,17 @@ steps = 200
 # %% [markdown]
 # ## The log trick
 #
-# The policy is a softmax over five arms, π_a ∝ exp θ_a. Its expected reward is J(θ) = Σ_a π_a·μ_a,
-# where μ_a is the mean reward of arm a. We want ∇J, and cannot compute it, since we do not know μ.
-# But ∇π = π·∇log π, so
+# The policy is a softmax over five arms, π_a ∝ exp θ_a. Its expected reward is J(θ) = Σ_a π_a·μ_a, with unknown mean rewards
+# μ. Since ∇π = π·∇log π,
 #
 #     ∇J = Σ_a ∇π_a·μ_a = Σ_a π_a·∇log π_a·μ_a = E[ ∇log π(a)·R ].
 #
-# The right side is an expectation under our own policy. We can sample it: pull an arm, see the
-# reward R, move θ along ∇log π(a)·R. This is **REINFORCE**. With several steps it becomes
+# We can sample this expectation: pull an arm, see its reward R, and move θ along ∇log π(a)·R. This is **REINFORCE**. With
+# several steps it becomes the identity of this course,
 #
-#     ∇J = E[ Σ_t ∇log π(a_t|s_t)·Ψ_t ],
+#     ∇J = E[ Σ_t ∇log π(a_t|s_t)·Ψ_t ].
 #
-# the identity on which this whole course is built. Ψ says how good an action was; here Ψ = R.
-#
-# In this example we know μ, so we can check the estimates. All arms pay about 10; only the
-# differences matter.
+# Ψ says how good an action was; here Ψ = R. In this example we know μ, so we can check the estimates.
 
 # %%
 means = torch.tensor([10.0, 10.2, 10.4, 10.6, 11.0])
@@ -48,9 +43,7 @@ print("gradient", [round(g, 3) for g in truth.tolist()])
 
 
 # %% [markdown]
-# A `Batch` holds what was sampled: N rows, one for each pull, of T = 1 step. A Ψ is a function
-# from a batch to a number for each step. We draw many groups of 8 pulls, and each group gives one
-# estimate of ∇J.
+# Each group of 8 pulls gives one estimate of ∇J.
 
 
 # %%
@@ -85,10 +78,8 @@ def report(name, found):
 plain = report("Ψ = R", estimates(total_return()))
 
 # %% [markdown]
-# There is no bias: the mean of the estimates is within a few standard errors of the truth in each
-# of the five coordinates. But the variance is very large. Every pull pays about 10, so every pull
-# makes its arm much more probable, and only the small differences between the rewards are
-# information.
+# The estimates have no bias beyond chance, but their variance is very large. All arms pay about 10, so every pull makes its
+# arm much more probable.
 #
 # ## A baseline
 #
@@ -96,8 +87,7 @@ plain = report("Ψ = R", estimates(total_return()))
 #
 #     E[ ∇log π(a)·b ] = b·Σ_a ∇π_a = b·∇1 = 0.
 #
-# The natural choice is the expected reward. We do not know it, but the mean of the group's other
-# pulls estimates it. This is the **leave-one-out** baseline of RLOO,
+# In the **leave-one-out** baseline of RLOO, b is the mean of the group's other pulls:
 #
 #     Ψ_i = R_i − mean of the other R_j.
 
@@ -123,15 +113,10 @@ for ax, name, found in zip(
 plt.show()
 
 # %% [markdown]
-# The figures show three things.
-#
-# - The baseline does not change the mean and cuts the variance by a factor of more than a hundred.
-#   A hundred times fewer samples give the same precision.
-# - The mean of the *whole* group contains R_i itself. With K pulls the gradient is (K − 1)/K times
-#   as long, here 7/8, in the right direction. GRPO does this (chapter 7); a larger learning rate
-#   compensates for it.
-# - A baseline that depends on the action destroys the gradient. The variance is small, but the mean
-#   is 0. Low variance alone is useless.
+# - The baseline cuts the variance by a factor of more than a hundred.
+# - The mean of the *whole* group contains R_i itself. With K pulls it shortens the gradient to (K − 1)/K of its length, here
+#   7/8. GRPO does this (chapter 7).
+# - A baseline that depends on the action destroys the gradient: the mean of the estimates is 0.
 #
 # ## The variance depends on the level of the rewards
 #
@@ -157,14 +142,11 @@ plt.show()
 
 
 # %% [markdown]
-# Without a baseline the variance grows with the square of the constant. With a baseline, the
-# constant cancels.
+# Without a baseline the variance grows with the square of the constant. With a baseline the constant cancels.
 #
 # ## Does it learn?
 #
-# A method in psigrad is a `PolicyGradient`: Ψ, a ratio and a clip (not needed yet), and a way to
-# average. `prepare` computes advantages, and `loss` returns a tensor for `backward`. We train one
-# hundred learners at once, each with one group of 8 pulls per step.
+# A `PolicyGradient` combines Ψ, a ratio and a clip (chapter 3), and a way to average. We train one hundred learners at once.
 
 
 # %%
@@ -220,26 +202,20 @@ for name, share in best.items():
 # %% [markdown]
 # ## Where it fails
 #
-# Both learners follow the same gradient *on average*. Without a baseline the first arms that are
-# pulled become much more probable, good or not. Soon π is almost certain, ∇log π of the certain arm
-# is almost 0, and a learner that no longer tries other arms cannot find the best one. **The policy
-# collapsed before it knew.** A smaller learning rate helps, but costs time. A baseline costs
-# nothing.
+# Without a baseline the first arms that are pulled become much more probable, good or not. Soon the policy no longer tries
+# other arms. **The policy collapsed before it knew the best one.**
 #
-# A baseline does not help if there is nothing to compare: if all 8 rewards of a group are equal,
-# all Ψ are 0, and the group teaches nothing. Chapter 7 comes back to this.
+# If all rewards of a group are equal, all Ψ are 0 and the group teaches nothing.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# A prompt is a bandit with astronomically many arms: the possible completions. A completion's
-# log-probability is the sum over its tokens, so the gradient is the same with
+# A prompt is a bandit whose arms are all possible completions. A completion's log-probability is the sum over its tokens, so
 #
 #     ∇log π(y|x) = Σ_t ∇log π(y_t|x, y_<t).
 #
-# Here is a small Qwen3 with random weights that writes 6 tokens out of 8 possible ones. The reward
-# is the share of tokens that are 0, plus 1: like a reward model whose scores are all above 0. RLOO
-# from the catalogue works without a change: `group` says which completions share a prompt.
+# A small Qwen3 with random weights writes 6 tokens out of 8 possible ones. The reward is 1 plus the share of tokens that are
+# 0.
 
 # %%
 from dataclasses import replace
@@ -283,30 +259,20 @@ for name, psi in {"Ψ = R": total_return(), "RLOO": leave_one_out}.items():
 print(f"ratio {spread['Ψ = R'] / spread['RLOO']:.0f}")
 
 # %% [markdown]
-# The same function, `leave_one_out`, works for a transformer's weights as for five numbers. It is
-# why RLOO and GRPO draw several completions for each prompt.
+# The same baseline works for a transformer. This is why RLOO and GRPO draw several completions for each prompt.
 #
 # ## The derivation: from one step to many
 #
-# The probability of an episode τ is a product, and only some of its factors depend on θ:
+# In the probability of an episode τ only the factors π depend on θ:
 #
 #     P(τ) = P(s_0)·Π_t π(a_t|s_t)·P(s_{t+1}|s_t, a_t).
 #
-# Its logarithm is a sum, in which the environment's terms do not depend on θ. The log trick with R(τ) in place of R
-# gives
+# So the other factors drop out of ∇log P(τ), and the log trick gives
 #
 #     ∇J = E[ R(τ)·∇log P(τ) ] = E[ Σ_t ∇log π(a_t|s_t)·R(τ) ].
 #
-# P need not be known, so the method works without a model of the environment. The baseline takes one more line. Given a state, b(s) is
-# a constant, and the mean of ∇log π is 0:
-#
-#     E[ ∇log π(a|s)·b(s) ] = b(s)·Σ_a ∇π(a|s) = 0.
-#
-# The same holds for every reward *before* a_t: it is a constant once the past is known. So R(τ) may be replaced by the sum of the
-# later rewards, minus any b(s_t). Chapter 3 does both.
-#
-# The variance of the estimate with Ψ = R − b, coordinate by coordinate, is E[(∇log π)²·(R − b)²] minus a square that does not depend
-# on b. So the best b is a mean of R, weighted by (∇log π)². Exercise 1 asks for this b.
+# Given the past, rewards before a_t are constants, like a baseline. So the sum of the later rewards, minus any b(s_t), may
+# replace R(τ).
 #
 # ## In pseudocode
 #
@@ -314,26 +280,23 @@ print(f"ratio {spread['Ψ = R'] / spread['RLOO']:.0f}")
 # REINFORCE with a leave-one-out baseline
 # θ ← anything
 # repeat
-#     draw K actions a_1 … a_K from π_θ; see R_1 … R_K
-#     for each i
-#         b_i ← the mean of the other K − 1 rewards
-#         Ψ_i ← R_i − b_i
+#     draw K actions a_i from π_θ; see their rewards R_i
+#     Ψ_i ← R_i − the mean of the other K − 1 rewards
 #     θ ← θ + α · (1/K) Σ_i ∇log π_θ(a_i) · Ψ_i
 # ```
 #
 # ## Read on
 #
-# - Williams 1992, *Simple statistical gradient-following algorithms*, Machine Learning 8: REINFORCE.
-# - Sutton, McAllester, Singh and Mansour 2000, *Policy gradient methods*, NIPS 12: the theorem for many steps.
-# - Greensmith, Bartlett and Baxter 2004, *Variance reduction techniques*, JMLR 5: which baseline is best.
-# - Kool, van Hoof and Welling 2019, *Buy 4 REINFORCE samples, get a baseline for free!*: leave-one-out.
+# - Williams 1992, *Simple statistical gradient-following algorithms*, Machine Learning 8.
+# - Sutton and others 2000, *Policy gradient methods*, NIPS 12.
+# - Kool and others 2019, *Buy 4 REINFORCE samples, get a baseline for free!*
 #
 # ## Exercises
 #
-# 1. The constant baseline with the least variance is not the mean reward. Minimise
-#    E[‖∇log π(a)‖²·(R − b)²] over b. How much better is it here?
-# 2. How does the variance of the leave-one-out estimate fall with the size K of the group? Compare
-#    K = 2, 4, 8, 16 at *equal numbers of pulls*.
+# 1. Which constant baseline has the least variance? Minimise E[‖∇log π(a)‖²·(R − b)²] over b. How much better is it than the
+#    mean?
+# 2. How does the variance of the leave-one-out estimate fall with the group's size K? Compare K = 2, 4, 8, 16 at equal
+#    numbers of pulls.
 # 3. Predict the bias of `group_mean(std=False)` for K = 2, and check it.
 
 # %% [markdown]

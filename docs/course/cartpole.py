@@ -1,13 +1,10 @@
 # %% [markdown]
 # # 3 · From REINFORCE to PPO on CartPole
 #
-# A bandit has one step. Now the agent acts many times before we know the outcome, and its state is
-# four real numbers, so a table is impossible. The policy is a small neural network, and the
-# identity is the same,
+# Now the agent acts many times before we know the outcome. The policy is a small neural network, and the identity is the
+# same,
 #
 #     ∇J = E[ Σ_t ∇log π(a_t|s_t)·Ψ_t ].
-#
-# This chapter goes from the simplest Ψ to PPO. Each step corrects one fault of the previous step.
 
 # %%
 from dataclasses import replace
@@ -27,22 +24,14 @@ seeds = 3
 steps = 40_000  # environment steps of each run
 
 # %% [markdown]
-# CartPole gives a reward of 1 for each step that the pole stays up, for 500 steps at most. A random
-# policy lasts about 20 steps.
+# CartPole pays 1 for each step that the pole stays up, for at most 500 steps.
 #
 # ## Four forms of Ψ
 #
-# - **The return of the whole episode**, Ψ_t = R(τ). Each action is credited with all rewards of the
-#   episode, even with those before it.
-# - **The reward to go**, Ψ_t = G_t = Σ_{u≥t} γ^(u−t)·r_u. An action cannot change the past, so
-#   the past is only noise.
-# - **Minus the mean of the batch**, and in units of its standard deviation ("whitened"): a baseline
-#   that costs nothing.
-# - **Minus a value**, Ψ_t = G_t − V(s_t). V is a second network, the **critic**, that learns to
-#   predict G_t. Chapter 2 shows why V may be subtracted.
-#
-# Each form is a `PolicyGradient` that differs in Ψ alone. All collect 8 episodes, take one gradient
-# step, and discard the episodes.
+# - **The return of the episode**, R(τ), sums all rewards.
+# - **The reward to go**, G_t = Σ_{u≥t} γ^(u−t)·r_u, leaves out earlier rewards, which the action cannot change.
+# - **The whitened reward to go** is G_t minus the batch's mean, divided by its standard deviation.
+# - **The reward to go minus a value**, G_t − V(s_t), needs a second network, the **critic** V, which learns to predict G_t.
 
 
 # %%
@@ -94,21 +83,18 @@ for name, (_, found, _) in forms.items():
     print(f"{name:13} mean return over the run {found.mean():5.0f}")
 
 # %% [markdown]
-# Leaving out past rewards helps most. The mean of the batch is a strong baseline, and costs
-# nothing. The critic has to be learned first, from the same few episodes, and is no better here. A
-# critic has another use.
+# Leaving out past rewards helps most, and the batch's mean is a strong baseline. The critic is no better, since it learns
+# from the same few episodes.
 #
 # ## What a critic is for: GAE
 #
-# G_t is a sum of up to 500 rewards, and each depends on chance. With a critic we can use only the
-# next few rewards, and V for the rest. With the TD residual δ_t = r_t + γ·V(s_{t+1}) − V(s_t)
-# this is
+# G_t is a sum of many rewards, and each depends on chance. With a critic we can use the next few rewards, and V for the rest.
+# With the TD residual δ_t = r_t + γ·V(s_{t+1}) − V(s_t), generalised advantage estimation (GAE) is
 #
-#     Â_t = Σ_l (γλ)^l·δ_{t+l}      (generalised advantage estimation)
+#     Â_t = Σ_l (γλ)^l·δ_{t+l}.
 #
-# The parameter λ sets how soon V is used. With λ = 0 it is used after one step: little variance,
-# and all of the critic's error. With λ = 1 only the rewards count: Â_t = G_t − V(s_t). Here is
-# one episode of 40 steps with a critic that is wrong, and an event that it did not foresee.
+# With λ = 0 the variance is small, but the estimate has all of the critic's error. With λ = 1 only rewards count: Â_t = G_t −
+# V(s_t). In the next episode the critic says 12 at every step, and a surprise comes at t = 25.
 
 # %%
 length = 40
@@ -136,24 +122,17 @@ difference = gae(0.95, 1.0)(episode) - (reward_to_go(0.95)(episode) - episode.va
 print(f"λ = 1 against G − V: {difference.abs().max():.0e}")
 
 # %% [markdown]
-# With λ = 0 only the action at t = 25 is blamed. With λ = 1 all actions before it are blamed too,
-# each a little less. If the cause was earlier, λ = 0 misses it; if the event was chance, λ = 1
-# blames actions without fault. On CartPole about 0.95 is usual. For language models it is 1
-# (chapter 6).
+# With λ = 0 only the action at t = 25 is blamed. With λ = 1 all actions before it are blamed too, even if the event was
+# chance. At the end all lines fall, since the critic still expects 12 there.
 #
 # ## Use the data more than once: PPO
 #
-# REINFORCE takes one step per batch, since its gradient is right only for the policy that collected
-# the batch. For further steps we can correct with the **ratio** ρ = π(a|s) / π_old(a|s),
+# REINFORCE's gradient is right only for the policy π_old that collected the batch. Close to π_old, further steps can maximise
+# E[ρ_t·Â_t] with the **ratio** ρ = π(a|s) / π_old(a|s). PPO stays close by a **clip**, and maximises
 #
-#     maximise E[ ρ_t·Â_t ],
+#     min( ρ·Â, clip(ρ, 1 − ε, 1 + ε)·Â ).
 #
-# as long as the two policies are close. PPO keeps them close by a **clip**. It maximises
-#
-#     min( ρ·Â, clip(ρ, 1 − ε, 1 + ε)·Â ):
-#
-# once a good action is 1 + ε times as likely as before, this batch gives no further gain; the same
-# holds once a bad action is 1 − ε times as likely.
+# A good action gains nothing more once it is 1 + ε times as likely as before, and a bad one once it is 1 − ε times as likely.
 
 # %%
 log_ratio = torch.linspace(-1.2, 0.8, 400)
@@ -178,10 +157,9 @@ for sign in (1.0, -1.0):
         )
 
 # %% [markdown]
-# The clip is one-sided. A bad action that became *more* likely (A = −1, ρ = 1.3) still gets its
-# full gradient: the clip only stops actions that have moved far enough in the right direction.
+# The clip is one-sided: a bad action that became *more* likely (A = −1, ρ = 1.3) keeps its gradient.
 #
-# Now the same 256 steps of experience per round for both: A2C makes one pass over them, PPO ten.
+# Now A2C makes one pass over each batch of 256 steps, and PPO ten.
 
 # %%
 rounds = {"tuned": False, "n_envs": 8, "n_steps": 32, "batch_size": 0, "gamma": 0.98}
@@ -197,12 +175,11 @@ mean, _ = evaluate_policy(results["PPO, 10 passes"][2], n_eval_episodes=50)
 print(f"PPO's last agent, 50 new episodes, most probable actions: {mean:.0f} of 500")
 
 # %% [markdown]
-# Network, advantages and number of environment steps are the same. PPO learns more from each step.
+# PPO learns more from the same steps.
 #
 # ## Where it fails
 #
-# Is the clip the reason, or are the ten passes? Remove the clip, and raise the learning rate to
-# learn faster.
+# Does PPO need the clip? Make twenty passes with a larger learning rate.
 
 # %%
 hurry = rounds | {"learning_rate": 1e-2, "n_epochs": 20}
@@ -217,19 +194,13 @@ for name, (_, found, _) in results_of_hurry.items():
     print(f"{name:14} mean return of the last quarter {found[:, -10:].mean():5.0f}")
 
 # %% [markdown]
-# Without the clip, twenty large steps on the same batch move the policy far from the one that
-# collected the data, to where the data say nothing. The clip is no guarantee either; it only
-# removes the gain of moving further. (TRPO does guarantee a bound on the KL; `psigrad.control` has
-# it.)
-#
-# Note that these runs needed tens of thousands of steps of a simulator. A language model needs
-# only itself and a reward.
+# Without the clip the policy moves to where the batch says nothing. Even the clip is no guarantee: it only takes away the
+# gain from moving further.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# A completion is an episode, and a token is an action. The objects are the same; only the numbers
-# and the KL penalty differ. Compare the two PPOs:
+# A completion is an episode, and a token is an action. Compare PPO's parts for CartPole and for language models:
 
 # %%
 from psigrad.objective.catalog import PPO as language_ppo
@@ -241,12 +212,10 @@ for part in ("psi", "ratio", "surrogate", "aggregate", "kl", "critic"):
         print(f"  language {there}")
 
 # %% [markdown]
-# For language models PPO has γ = 1 and λ = 1, since the reward comes once, at the end. A **KL
-# penalty** keeps the policy near the model it started from.
+# For language models γ = λ = 1, since the reward comes at the end. A **KL penalty** keeps the policy near the initial model.
 #
-# Let us watch the ratio. A small Qwen3 writes 64 completions of 6 tokens; token 0 is good. We make
-# 12 passes over this one batch with PPO's ratio and clip. Ψ is chapter 2's leave-one-out
-# advantage, so no critic is needed.
+# A small Qwen3 writes 64 completions and is rewarded for each token 0. PPO makes 12 passes over them, with chapter 2's
+# leave-one-out advantage.
 
 # %%
 from psigrad.language.models import tiny
@@ -303,41 +272,35 @@ plt.show()
 print(f"first pass: |log ρ| = {held[0]:.0e}, {clipped[0]:.0%} clipped")
 
 # %% [markdown]
-# On the first pass the ratio is exactly 1: the policy that learns is the one that sampled. This is
-# what *on-policy* means, and a good test of any implementation. In later passes more and more
-# tokens are clipped.
+# On the first pass the ratio is exactly 1, since the policy that learns is the one that sampled: this is *on-policy*. Later
+# more tokens are clipped.
 #
 # ## The derivation: GAE and PPO's objective
 #
-# The advantage estimate that uses V after k steps is a sum of k TD residuals, in which all values but the
-# first and the last cancel:
+# The estimate that uses V after k steps is a sum of k TD residuals, since all values in between cancel:
 #
 #     Â_t(k) = Σ_{l<k} γ^l·δ_{t+l} = Σ_{l<k} γ^l·r_{t+l} + γ^k·V(s_{t+k}) − V(s_t).
 #
-# GAE is the mean of these estimates with weights (1 − λ)·λ^(k−1). Each δ_{t+l} is in all estimates with k > l, whose
-# weights sum to λ^l:
+# GAE weights these estimates by (1 − λ)·λ^(k−1). Those that contain δ_{t+l} have k > l, and their weights sum to λ^l:
 #
 #     Â_t = (1 − λ)·Σ_k λ^(k−1)·Â_t(k) = Σ_l (γλ)^l·δ_{t+l}.
 #
-# Computed backwards from the end, this is one line of code: Â_t = δ_t + γλ·Â_{t+1}.
-#
-# PPO's ratio comes from importance sampling. For actions that π_old drew, E_old[ρ·f] = E[f], so
+# PPO's ratio comes from importance sampling, E_old[ρ·f] = E[f]:
 #
 #     ∇E_old[ ρ_t·Â_t ] = E_old[ ρ_t·∇log π(a_t|s_t)·Â_t ],
 #
-# which at π = π_old is the policy gradient. The ratio does not correct for the *states*, which also come from π_old. This error is
-# bounded by the distance of the two policies in each state (Kakade and Langford 2002; TRPO), and the clip is a cheap way to keep
-# this distance small.
+# which at π = π_old is the policy gradient. The ratio does not correct for the *states*, which also come from π_old. The clip
+# keeps this error small.
 #
 # ## In pseudocode
 #
 # ```text
 # PPO
 # repeat
-#     play T steps with π_old ← π_θ; keep s_t, a_t, r_t, log π_old(a_t|s_t)
+#     play T steps with π_old ← π_θ
 #     Â ← 0
 #     for t from the last step to the first
-#         δ ← r_t + γ V(s_{t+1}) − V(s_t)          (V = 0 after a step that ends the episode)
+#         δ ← r_t + γ V(s_{t+1}) − V(s_t)    (V = 0 after the end)
 #         Â ← δ + γ λ Â;  Â_t ← Â;  G_t ← Â_t + V(s_t)
 #     for a few epochs, for each minibatch
 #         ρ ← exp( log π_θ(a|s) − log π_old(a|s) )
@@ -347,18 +310,15 @@ print(f"first pass: |log ρ| = {held[0]:.0e}, {clipped[0]:.0%} clipped")
 #
 # ## Read on
 #
-# - Schulman, Moritz, Levine, Jordan and Abbeel 2016, *GAE*, arXiv:1506.02438.
-# - Schulman, Levine, Moritz, Jordan and Abbeel 2015, *TRPO*, arXiv:1502.05477: the bound that the clip replaces.
-# - Schulman, Wolski, Dhariwal, Radford and Klimov 2017, *PPO*, arXiv:1707.06347.
-# - Andrychowicz and others 2021, *What matters in on-policy RL?*, arXiv:2006.05990: 250,000 runs about the details.
+# - Schulman and others 2016, *GAE*, arXiv:1506.02438.
+# - Schulman and others 2015, *TRPO*, arXiv:1502.05477.
+# - Schulman and others 2017, *PPO*, arXiv:1707.06347.
 #
 # ## Exercises
 #
-# 1. Why does `REINFORCE_REWARD_TO_GO` differ from `REINFORCE_TOTAL_RETURN` on CartPole, and not for
-#    a language model with a reward at the end and γ = 1? Check it on a `Batch`.
+# 1. Why is G_t = R(τ) for a language model with a reward at the end and γ = 1, and not on CartPole? Check it on a `Batch`.
 # 2. Which λ makes `gae` equal to `td_residual`? Check it.
-# 3. The four corners: for A = ±1 and ρ = 0.7 or 1.3, say which have a gradient under `clip(0.2,
-#    0.28)` before you compute it.
+# 3. For A = ±1 and ρ = 0.7 or 1.3, which cases have a gradient under `clip(0.2, 0.28)`?
 
 # %% [markdown]
 # ### Answer 1

@@ -1,11 +1,9 @@
 # %% [markdown]
 # # 8 · DPO: preferences without a reward model
 #
-# Chapter 5 learned a reward model from comparisons, and chapter 6 maximised it. Rafailov et al. (2023)
-# noticed that the best policy of that problem is known in closed form, and that this form can be solved
-# for the reward. The result is a loss on pairs, without a reward model and without sampling. This
-# chapter derives the loss, shows that it is exact on a small problem, and then looks at its effect on a
-# language model.
+# Chapter 5 learned a reward model from comparisons and maximised it with a KL penalty. Rafailov et al. (2023) noticed that
+# the best policy of this problem has a closed form, which can be solved for the reward. This gives a loss on pairs, without a
+# reward model or sampling.
 
 # %%
 import itertools
@@ -38,7 +36,7 @@ solve_steps = 2000
 #
 #     π*(y) = π_ref(y)·exp( r(y) / β ) / Z.
 #
-# To check this, maximise the objective by gradient ascent, and compare.
+# Gradient ascent on the objective checks this:
 
 # %%
 reference = torch.tensor([0.40, 0.30, 0.15, 0.10, 0.05])
@@ -58,12 +56,12 @@ print("climbed    ", [round(p, 4) for p in climbed.tolist()])
 print("closed form", [round(p, 4) for p in closed.tolist()])
 
 # %% [markdown]
-# Solve for r: r(y) = β·log( π*(y) / π_ref(y) ) + β·log Z. In a comparison only differences of rewards count
-# (chapter 5), so Z cancels. Put this r into the Bradley–Terry loss:
+# Solve for r: r(y) = β·log( π*(y) / π_ref(y) ) + β·log Z. In the Bradley–Terry loss (chapter 5) only differences of rewards
+# count, so Z cancels:
 #
 #     loss = −log σ( β·[ log π(w)/π_ref(w) − log π(l)/π_ref(l) ] ).
 #
-# **The policy is its own reward model.** Now learn π from comparisons alone, which are judged by r.
+# **The policy is its own reward model.** Now learn π from comparisons alone. The judges know r, but the loss does not.
 
 # %%
 first, second = torch.tensor(list(itertools.permutations(range(5), 2))).T
@@ -94,14 +92,14 @@ plt.show()
 print(f"largest difference {(by_dpo - closed).abs().max():.1e}")
 
 # %% [markdown]
-# The result is the same policy, although r was never used. The theorem has two conditions: comparisons
-# of *all* answers, and a policy that can represent any distribution. For a language model neither holds.
+# The result is the same policy. This needs comparisons of *all* answers, and a policy that can represent any distribution. A
+# language model has neither.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# The task and the SFT model are those of chapter 4. For each word the judge sees the right answer
-# and a wrong one (the teachers' mistake, or two changed letters), and chooses the better one.
+# The task and the SFT model are those of chapter 4. For each word the judge prefers the right answer to a wrong one. We train
+# with DPO and with IPO, which stops at a set margin.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -166,13 +164,10 @@ for name, run in runs.items():
     )
 
 # %% [markdown]
-# Margins rise: the models prefer the better answers, since the rejected ones became improbable. But look at
-# the middle plot: the chosen answers did not become more probable. The loss depends only on the
-# *difference* of two log-ratios, so both can fall. Probability taken from the rejected answers can go to
-# answers that are in no pair.
+# The margins rise, since the rejected answers became improbable. But in the middle plot the chosen answers did not become
+# more probable. The loss depends only on the *difference* of two log-ratios, so both can fall, and other answers can gain.
 #
-# Which model answers best? RLOO gets as many completions as DPO's pairs have, with a reward of 1 for right
-# answers.
+# Which model answers best? RLOO samples as many completions as DPO's pairs contain, with a reward of 1 for right answers.
 
 # %%
 rloo = psigrad.train(
@@ -211,19 +206,12 @@ print(f"completions: DPO {2 * 32 * dpo_steps}, RLOO {128 * rl_steps}")
 # %% [markdown]
 # ## Where it fails
 #
-# - DPO learns from answers that somebody else wrote. As the policy changes, the pairs no longer resemble
-#   its answers. Online methods sample new answers at every step. (Online DPO does this with DPO's loss:
-#   `psigrad.train("online_dpo", …)`.)
-# - The chosen answers may become less probable, and nothing in the loss prevents this. IPO stops at a set
-#   margin; another remedy is to add the likelihood of the chosen answers (`sft` in the settings).
-# - If you only have comparisons, DPO is still the cheapest method that works: a few lines, two models, no
-#   sampling.
+# - DPO learns from answers that somebody else wrote. As the policy changes, the pairs no longer resemble its answers. Online
+#   methods sample new ones.
+# - Nothing in the loss prevents the chosen answers from becoming less probable.
+# - If you only have comparisons, DPO is still the cheapest method.
 #
-# [The page of claims](../claims.md) repeats this comparison over several seeds, with each learning rate
-# tuned alike.
-#
-# Each method of this course is a choice of Ψ, a ratio, a clip and a way to average. [A
-# table](../methods/table.md) compares all methods.
+# [Claims](../claims.md) repeats this comparison over several seeds. [A table](../methods/table.md) compares all methods.
 #
 # ## The derivation, in full
 #
@@ -231,15 +219,14 @@ print(f"completions: DPO {2 * 32 * dpo_steps}, RLOO {128 * rl_steps}")
 #
 #     E_π[r] − β·KL(π ‖ π_ref) = −β·E_π[ log( π(y) / (π_ref(y)·exp(r(y)/β)) ) ] = β·log Z − β·KL(π ‖ π*).
 #
-# The first term does not depend on π, and the second is 0 only at π = π*. So π* is the unique best policy. The value of the best policy
-# is β·log Z.
+# The first term does not depend on π, and the second is 0 only at π = π*. So π* is the best policy.
 #
-# Now the loss. Put r = β·log(π/π_ref) + β·log Z into −log σ(r_w − r_l), where Z cancels. With û(y) = β·log(π(y)/π_ref(y)) its gradient is
+# With û(y) = β·log(π(y)/π_ref(y)) the gradient of DPO's loss is
 #
 #     ∇loss = −β·σ(û_l − û_w)·( ∇log π(w) − ∇log π(l) ).
 #
-# This shows two things. A pair's weight, σ(û_l − û_w), is larger the more clearly the policy ranks the pair wrongly. And only the
-# *difference* has a gradient: nothing keeps log π(w) itself from falling.
+# The weight σ(û_l − û_w) is large for pairs that the policy ranks wrongly. Only the *difference* has a gradient: nothing
+# keeps log π(w) itself from falling.
 #
 # ## In pseudocode
 #
@@ -247,7 +234,7 @@ print(f"completions: DPO {2 * 32 * dpo_steps}, RLOO {128 * rl_steps}")
 # DPO
 # π_ref ← a copy of π that never learns
 # for each batch of (x, w, l)
-#     û_w ← β ( log π(w|x) − log π_ref(w|x) );  û_l likewise      (sums over the tokens of an answer)
+#     û_w ← β ( log π(w|x) − log π_ref(w|x) );  û_l likewise
 #     loss ← −mean log σ( û_w − û_l )                             (IPO: (û_w/β − û_l/β − 1/(2β))²)
 #     one step of Adam on it
 # ```
@@ -255,16 +242,15 @@ print(f"completions: DPO {2 * 32 * dpo_steps}, RLOO {128 * rl_steps}")
 # ## Read on
 #
 # - Rafailov and others 2023, *DPO*, arXiv:2305.18290.
-# - Azar and others 2023, *IPO*, arXiv:2310.12036: what DPO does if judges never err.
-# - Pal and others 2024, *Smaug: DPO-Positive*, arXiv:2402.13228: chosen answers that become less probable.
-# - Tajwar and others 2024, *Preference fine-tuning should leverage suboptimal, on-policy data*, arXiv:2404.14367.
+# - Azar and others 2023, *IPO*, arXiv:2310.12036.
+# - Pal and others 2024, *Smaug: DPO-Positive*, arXiv:2402.13228.
 #
 # ## Exercises
 #
 # 1. At the start π = π_ref. What is DPO's loss, whatever the pairs?
-# 2. What is the implicit reward of the five answers after training, and how does it compare with r?
-# 3. IPO regresses the difference of log-ratios on 1/(2β). What happens to DPO and to IPO if the judge *always*
-#    prefers the same answer?
+# 2. Compare the implicit reward of the five answers after training with r.
+# 3. IPO regresses the difference of log-ratios on 1/(2β). What happens to DPO and to IPO if the judge *always* prefers the
+#    same answer?
 
 # %% [markdown]
 # ### Answer 1

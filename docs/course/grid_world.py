@@ -1,9 +1,8 @@
 # %% [markdown]
 # # 1 · A grid world, and what a value is
 #
-# Reinforcement learning is learning from consequences. An **agent** sees a **state**, chooses an
-# **action**, gets a **reward** and moves to the next state. It should get the largest sum of
-# rewards. This chapter computes exactly, on a small problem, what later chapters estimate.
+# In reinforcement learning an **agent** sees a **state**, chooses an **action**, gets a **reward** and moves to the next
+# state. It maximises the sum of rewards. This chapter computes exactly what later ones estimate.
 
 # %%
 from dataclasses import replace
@@ -20,17 +19,15 @@ episodes = 4000  # the size of this chapter
 # %% [markdown]
 # ## A Markov decision process
 #
-# A Markov decision process is a tuple (S, A, P, R, γ):
+# A Markov decision process consists of states S, actions A, and
 #
-# - S, the states, and A, the actions;
 # - P(s'|s, a), the probability of the next state;
 # - R(s, a), the expected reward;
-# - γ, the discount: a reward that comes one step later counts γ times as much.
+# - γ, the discount: a reward one step later counts γ times as much.
 #
-# *Markov* means that only the current state matters, and not how the agent got there.
+# *Markov* means that only the current state matters.
 #
-# Our world has 8 × 8 cells. A treasure pays +1 and a trap −1, and both end the episode. One move
-# in ten slips sideways.
+# In our world a treasure pays +1 and a trap −1, and both end the episode. One move in ten slips sideways.
 
 # %%
 grid = GridWorld(slip=0.1, gamma=0.9)
@@ -41,18 +38,16 @@ print(mdp.n_states, "states,", mdp.n_actions, "actions:", *tabular.ACTIONS)
 # %% [markdown]
 # ## What a policy is worth
 #
-# A **policy** π(a|s) gives each action a probability. The **return** of an episode is the
-# discounted sum of its rewards,
+# A **policy** π(a|s) gives each action a probability. The **return** of an episode is the discounted sum of its rewards,
 #
 #     G = r₀ + γ·r₁ + γ²·r₂ + …
 #
-# and the **value** of a state is the return that π can expect from there, V(s) = E[G | s]. The
-# return is the reward of one step plus γ times the return from the next state, so values satisfy
+# The **value** V(s) is the expected return from s. A return is the first reward plus γ times the return from the next state,
+# so values satisfy the **Bellman equation**
 #
 #     V(s) = Σ_a π(a|s)·( R(s, a) + γ·Σ_s' P(s'|s, a)·V(s') ).
 #
-# This is the **Bellman equation**. It is linear in V, so the computer can solve it. Below are the
-# value of the random policy, and the mean return of many episodes, which estimates it.
+# It is linear in V, so we can solve it.
 
 # %%
 aimless = tabular.uniform_policy(mdp)
@@ -68,8 +63,7 @@ print(f"V at (2, 6) by the Bellman equation: {value_of_cell:.3f}")
 print(f"mean of {episodes} returns: {mean:.3f} ± {1.96 * error_of_mean:.3f}")
 
 # %% [markdown]
-# The mean of returns is called a **Monte Carlo** estimate. The estimate is right on average, but
-# needs thousands of episodes for two digits. For a language model there are only such estimates.
+# The mean of many returns is a **Monte Carlo** estimate of V. It needs thousands of episodes for two digits.
 #
 # ## Which action is better than usual?
 #
@@ -77,9 +71,7 @@ print(f"mean of {episodes} returns: {mean:.3f} ± {1.96 * error_of_mean:.3f}")
 #
 #     A(s, a) = Q(s, a) − V(s)
 #
-# is how much better a is than the average action of π. Averaged over π, the advantage is 0.
-# Remember the letter A: the policy gradient weights each action by its advantage, and most of this
-# course is about estimating it.
+# is how much better a is than π on average. Most of this course is about estimating it.
 
 # %%
 advantage = tabular.advantages(mdp, aimless)
@@ -91,11 +83,8 @@ print(f" mean  {np.abs(average).max():.0e} at most, over all states")
 # %% [markdown]
 # ## From values to the best policy
 #
-# If some action has a positive advantage, taking it more often makes the policy better. Two
-# methods turn this into an optimal policy.
-#
-# - **Policy iteration**: evaluate the policy, then take the best action in each state; repeat.
-# - **Value iteration**: do both at once, V(s) ← max_a ( R(s, a) + γ·Σ_s' P(s'|s, a)·V(s') ).
+# - **Policy iteration** evaluates the policy, takes the best action in each state, and repeats.
+# - **Value iteration** does both at once: V(s) ← max_a ( R(s, a) + γ·Σ_s' P(s'|s, a)·V(s') ).
 
 
 # %%
@@ -119,8 +108,8 @@ for ax, k in zip(axes, (1, 3, 6, len(sweeps)), strict=True):
 plt.show()
 
 # %% [markdown]
-# The treasure's value spreads by one cell per sweep. The arrows are right long before the numbers
-# are: a policy depends on the order of the actions' values, not on the exact values.
+# The treasure's value spreads by one cell per sweep. The arrows are right long before the numbers are, since they depend only
+# on the order of the actions' values.
 
 # %%
 best = tabular.solve(mdp)
@@ -132,8 +121,7 @@ print(
 )
 
 # %% [markdown]
-# How fast is value iteration? Each sweep multiplies the error by γ or less. Policy iteration takes
-# few, larger steps.
+# Each sweep multiplies the error by γ or less. Policy iteration takes few, larger steps.
 
 # %%
 error = [np.abs(sweep.value - best.value).max() for sweep in sweeps]
@@ -158,9 +146,8 @@ print(f"the same values, up to {gap:.0e}")
 # %% [markdown]
 # ## Where it fails
 #
-# We used P and R. A robot does not know them, and nobody knows them for people's reactions to a
-# text. **Q-learning** needs neither. It tries actions, mostly those that look best, and moves Q
-# towards the observed reward and next value:
+# We used P and R, which are rarely known. **Q-learning** needs neither. It tries actions, mostly those that look best, and
+# corrects Q by what it observes:
 #
 #     Q(s, a) ← Q(s, a) + α·( r + γ·max_a' Q(s', a') − Q(s, a) )
 
@@ -180,20 +167,16 @@ plt.show()
 print(f"mean error after {episodes} episodes: {distance[-1]:.3f}")
 
 # %% [markdown]
-# Q-learning works, but it is slow: thousands of episodes for 62 cells. And its table has a row for
-# each state. For texts of 20 tokens from a vocabulary of 50,000 there are 50,000²⁰ states, too many
-# for any table. The next chapters change the policy itself, by gradients.
+# Q-learning works, but its table has a row for each state, and texts have far too many states. So the next chapters change
+# the policy itself, by gradients.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# Writing text is a Markov decision process too. The state is the prompt with all tokens so far;
-# an action is the next token; the next state is certain: one token longer. The reward comes at
-# the end, and γ = 1. The policy is the model.
+# Writing text is a Markov decision process too. The state is the prompt with all tokens so far, and an action appends a
+# token. The policy is the model, here a small Qwen3 with random weights. The reward comes at the end, and γ = 1.
 #
-# With 4 letters and completions of 3 tokens there are only 85 states, and we can solve it with the
-# functions from above. The model is a small Qwen3 with random weights. Its reward is 1 for letters
-# in strictly alphabetical order.
+# With 4 letters and 3 tokens there are only 85 states. The reward is 1 for strictly alphabetical order.
 
 # %%
 from itertools import product
@@ -236,12 +219,9 @@ for prefix in ("", "a", "ab", "b", "d"):
     print(f"V({prefix!r:>4}) = {value[number[prefix]]:.3f}")
 
 # %% [markdown]
-# V of a prefix is the probability that this model will still get the reward. After "d" it is 0,
-# since no letter comes after d. This V is what the critic of PPO has to learn (chapter 6).
+# V of a prefix is the probability that this model still gets the reward. PPO's critic has to learn this V (chapter 6).
 #
-# Training code has no table. It has sampled completions in a `Batch`, and estimates advantages from
-# rewards and a critic's values. Let us give it the exact V and compare. If the next state is
-# certain, the **TD residual** r + γ·V(s') − V(s) *is* the advantage.
+# If V is exact and the next state is certain, the **TD residual** r + γ·V(s') − V(s) *is* the advantage.
 
 # %%
 from psigrad.objective import Batch, terminal
@@ -269,58 +249,45 @@ for text, row in zip(texts, estimated, strict=True):
 print(f"largest difference from A = Q − V: {np.abs(estimated - exact).max():.0e}")
 
 # %% [markdown]
-# Look at the line of "adb". The "a" was a good start, and the "d" lost the reward. The "b" changes
-# nothing, since nothing was left to win. This is correct **credit assignment**. The same `Batch`
-# trains every language model in this course, but there V is estimated, or absent.
+# In "adb" the "a" was a good start, and the "d" lost the reward. The "b" changed nothing, since nothing was left to win.
 #
 # ## The derivation: why iteration finds the best policy
 #
-# Call B the right side of the Bellman equation of the best policy,
+# Write B·V for the right side of value iteration's update. Two maxima differ by at most the largest difference of their
+# arguments, so
 #
-#     (B·V)(s) = max_a ( R(s, a) + γ·Σ_s' P(s'|s, a)·V(s') ).
+#     |(B·V)(s) − (B·W)(s)| ≤ max_a γ·Σ_s' P(s'|s, a)·|V(s') − W(s')| ≤ γ·‖V − W‖,
 #
-# For any two tables V and W, two maxima differ by at most the largest difference of their arguments, and
-# probabilities sum to 1:
-#
-#     |(B·V)(s) − (B·W)(s)| ≤ max_a γ·Σ_s' P(s'|s, a)·|V(s') − W(s')| ≤ γ·‖V − W‖.
-#
-# So a sweep brings any two tables closer by the factor γ. There can be only one fixed point V*, and value iteration converges to
-# it from any start:
+# where ‖·‖ is the largest absolute entry. So there is only one fixed point V*, and value iteration converges to it:
 #
 #     ‖V_k − V*‖ ≤ γ^k·‖V_0 − V*‖.
 #
-# Policy iteration improves in each round. If the new action a is at least as good as π in each state, Q(s, a) ≥ V(s), then inserting
-# the definition of Q repeatedly shows that the new policy's value is at least V everywhere. There are finitely many policies, so the
-# iteration ends, at a fixed point of B.
+# Each round of policy iteration improves V, unless it is already V*. There are finitely many policies, so the iteration ends.
 #
 # ## In pseudocode
 #
 # ```text
-# value iteration                          Q-learning
-# V ← 0                                    Q ← 0
-# repeat                                   for each episode
-#     for each state s                         s ← the start
-#         for each action a                    until the episode ends
-#             Q(s,a) ← R(s,a)                      a ← argmax Q(s,·), or with probability ε any action
-#                      + γ Σ P(s'|s,a) V(s')       do a; see r and s'
-#         V(s) ← max Q(s,·)                        Q(s,a) ← Q(s,a) + α (r + γ max Q(s',·) − Q(s,a))
-# until V changes by less than ε               s ← s'
+# value iteration                               Q-learning
+# V ← 0                                         Q ← 0
+# repeat, for each state s                      repeat, in the current state s
+#     for each action a                             a ← argmax Q(s,·), or with probability ε any action
+#         Q(s,a) ← R(s,a) + γ Σ P(s'|s,a) V(s')     do a; see r and s'
+#     V(s) ← max Q(s,·)                             Q(s,a) ← Q(s,a) + α (r + γ max Q(s',·) − Q(s,a))
 # π(s) ← argmax Q(s,·)
 # ```
 #
 # ## Read on
 #
-# - Sutton and Barto 2018, *Reinforcement Learning: An Introduction*, chapters 3, 4 and 6: this chapter at leisure.
-# - Puterman 1994, *Markov Decision Processes*, chapter 6: every bound with its proof.
-# - Watkins and Dayan 1992, *Q-learning*, Machine Learning 8: why Q-learning converges.
+# - Sutton and Barto 2018, *Reinforcement Learning: An Introduction*, chapters 3, 4 and 6.
+# - Puterman 1994, *Markov Decision Processes*, chapter 6.
+# - Watkins and Dayan 1992, *Q-learning*, Machine Learning 8.
 #
 # ## Exercises
 #
-# 1. Move the trap next to the treasure, to (1, 5). What happens to the arrows around it, and why?
-# 2. Set γ to 0.5. Does the best policy change? Do the values?
-# 3. A reward model may give a reward for each token instead of one at the end. What is V("") if a
-#    completion gets 1/3 for each letter that comes later in the alphabet than the previous one (the
-#    first always counts)?
+# 1. Move the trap next to the treasure, to (1, 5). How do the arrows around it change, and why?
+# 2. Set γ to 0.5. Do the best policy and the values change?
+# 3. Give a reward of 1/3 for each letter that comes later in the alphabet than the previous one; the first always counts.
+#    What is V("")?
 
 # %% [markdown]
 # ### Answer 1

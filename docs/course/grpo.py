@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 7 · GRPO to DAPO, and their biases
 #
-# GRPO made reinforcement learning of reasoning popular, in DeepSeek's models. It is RLOO's idea
-# with PPO's clip and three small changes, each of which looks harmless. This chapter shows what
-# each change does to the gradient, and then Dr. GRPO and DAPO, which undo or replace the changes.
+# GRPO, known from DeepSeek's models, is RLOO's idea with PPO's clip and three small changes: it divides by a standard
+# deviation and by the length, and its baseline is the mean of the whole group. This chapter shows what the changes do to the
+# gradient, and how Dr. GRPO and DAPO undo or replace them.
 
 # %%
 import tempfile
@@ -30,16 +30,15 @@ rl_steps = 40
 # %% [markdown]
 # ## What GRPO computes
 #
-# For each prompt draw G completions with rewards R_i, and give every token of completion i
+# For each prompt draw G completions with rewards R_i. Every token of completion i gets
 #
 #     A_i = ( R_i − mean(R) ) / std(R).
 #
-# Then PPO's clip on each token, the mean over the tokens of each completion, and the mean over
-# completions:
+# The loss has PPO's clip for each token, and a mean over the tokens of each completion:
 #
 #     loss = −(1/G)·Σ_i (1/|y_i|)·Σ_t min( ρ_t·A_i, clip(ρ_t, 1 − ε, 1 + ε)·A_i ) + β·KL.
 #
-# In psigrad GRPO is one line of parts, and Dr. GRPO and DAPO are other lines:
+# In psigrad each method is a choice of parts:
 
 # %%
 from psigrad.objective.catalog import DAPO, DR_GRPO, GRPO
@@ -56,10 +55,9 @@ for method in (GRPO, DR_GRPO, DAPO):
 # %% [markdown]
 # ## Dividing by the standard deviation: the difficulty bias
 #
-# Let rewards be 0 or 1, and let p be the chance that the model solves a prompt. Without std a group
-# has the largest gradient for p near ½, as it should, since there the outcome depends most on the
-# model's choices. Dividing by std removes a factor √(p·(1 − p)). Enumerate the numbers of right
-# answers in a group of 8:
+# Let rewards be 0 or 1, and let p be the chance that the model solves a prompt. The gradient of accuracy is largest for p
+# near ½, where the outcome depends most on the model's choices. The division removes a factor √(p·(1 − p)). The plot shows
+# how strongly groups of 8 pull towards right answers:
 
 
 # %%
@@ -100,15 +98,12 @@ print(
 )
 
 # %% [markdown]
-# RLOO follows the gradient of accuracy exactly. GRPO follows the gradient of another function,
-# which gives very hard and very easy prompts more weight. This need not be bad, but it should be a
-# choice.
+# RLOO follows the gradient of accuracy exactly. GRPO gives very hard and very easy prompts more weight.
 #
 # ## Dividing by the length: the length bias
 #
-# In a wrong completion of 10 tokens each token gets 1/10 of the blame; in one of 100 tokens each gets
-# 1/100. Take a model that stops after each token with probability 0.1, and is right in 30 % of the cases,
-# *whatever the length*. So the lengths should not change. In which direction does the loss push them?
+# In a wrong completion of 10 tokens, each token gets 1/10 of the blame. In one of 100 tokens it gets 1/100. Take a model that
+# is right in 30 % of the cases, *whatever the length*. So lengths should not change. Where does the loss push them?
 
 
 # %%
@@ -171,16 +166,14 @@ for name, found in pushed.items():
     print(f"{name:14} right {found['right']:+.3f}   wrong {found['wrong']:+.3f}")
 
 # %% [markdown]
-# With Dr. GRPO's constant and with DAPO's mean over all tokens, both pushes are 0 up to noise, as they should be. With 1/|y| right
-# answers are pushed to be short and wrong ones to be *long*: short wrong answers are punished more per token. The two pushes cancel only
-# while advantages balance. On prompts that the model cannot solve yet there are more wrong answers. So longer thinking on harder problems
-# may be an artefact of the loss, and not an insight of the model.
+# With Dr. GRPO's constant and DAPO's mean over all tokens, both pushes are about 0. With 1/|y| right answers are pushed to be
+# short, and wrong ones to be *long*. Here the two pushes cancel, but a language model can stop early in right answers and
+# late in wrong ones. So longer thinking on harder problems may be an artefact of the loss.
 #
 # ## Groups without signal, and an asymmetric clip
 #
-# DAPO is based on two facts. If all G rewards of a group are equal, its advantages are all 0. And
-# PPO's clip lets a token of probability 0.01 rise to 0.012 at most, and one of 0.6 to 0.72: rare
-# tokens hardly move.
+# If all G rewards of a group are equal, its advantages are all 0. And PPO's clip lets a token of probability 0.01 rise to
+# 0.012 at most, so rare tokens hardly move.
 
 # %%
 fig, axes = plt.subplots(1, 2)
@@ -196,15 +189,13 @@ axes[1].legend()
 plt.show()
 
 # %% [markdown]
-# DAPO's answers are **dynamic sampling** (draw prompts until the batch is full of groups with
-# signal) and **clip-higher** (ε_high = 0.28 above, 0.2 below), so that rare tokens can become
-# likely. DAPO also has no KL term, and takes the mean over all tokens of the batch.
+# DAPO's **dynamic sampling** draws prompts until the batch is full of groups with signal. Its **clip-higher** (ε_high = 0.28
+# above, 0.2 below) lets rare tokens become likely. DAPO has no KL term.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# The task is the words of chapter 4. All methods start from the same SFT model and make equal
-# numbers of updates.
+# The task and the SFT model are those of chapter 4.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -258,50 +249,43 @@ for name, run in runs.items():
     )
 
 # %% [markdown]
-# The better the model, the more groups are without signal. DAPO replaces these groups: it learns
-# more from each *update*, and needs more *completions*.
+# About a fifth of GRPO's groups are without signal. DAPO replaces them: it learns slightly more per *update* here, and needs
+# more *completions*.
 #
 # ## Where it fails
 #
-# - All these methods have one number per completion. None knows which token was the mistake.
-# - A prompt that is never solved teaches nothing, whatever the method: with p = 0 no group has
-#   signal. SFT or easier prompts have to come first.
-# - This task is small and its answers all have the same length. The length bias cannot appear here, which
-#   is why we computed it. [The page of claims](../claims.md) has results over several seeds; clip-higher,
-#   for example, did not differ measurably from the plain clip.
+# - No method here knows which token was the mistake.
+# - A prompt that is never solved teaches nothing: with p = 0 no group has signal. SFT or easier prompts come first.
+# - All answers of this task have the same length, so the length bias cannot appear. [Claims](../claims.md) compares the
+#   methods over several seeds.
 #
 # ## The derivation: what the three changes do
 #
-# With rewards of 0 and 1 and p the chance of a right answer, the mean of a large group is p and its deviation √(p·(1 − p)). The gradient
-# of accuracy weights a prompt by the variance of its outcome, Var(R) = p·(1 − p). After division by the deviation the method follows
+# The mean of a large group is p and its deviation √(p·(1 − p)). Without the division a method follows the gradient of
+# accuracy, Σ_x ∇p(x). With it, the method follows
 #
 #     Σ_x ∇p(x) / √(p(x)·(1 − p(x))) = ∇ Σ_x 2·arcsin √p(x).
 #
-# This is not the gradient of the mean of p over prompts, but of a function of p that is steep at both ends: the difficulty
-# bias in one line.
+# This function of p is steep at both ends: the difficulty bias.
 #
-# The mean over tokens multiplies the advantage of completion i by 1/|y_i|. If the model is right with probability p at every length, the
-# contributions of right and wrong answers cancel on average. But for each sign alone, an earlier stop makes |A|/|y| larger. So the push on
-# length is E[A/|y|·∇log π(stop)], positive for A > 0 and negative for A < 0, as the bars show.
+# The mean over tokens gives a completion the weight A/|y|. So the push towards stopping, E[A/|y|·∇log π(stop)], is positive
+# for A > 0 and negative for A < 0.
 #
-# The mean of the group contains R_i itself: A_i = (1 − 1/G)·(R_i − mean of the others), the factor
-# (G − 1)/G of chapter 2.
+# The group's mean contains R_i itself: A_i = (1 − 1/G)·(R_i − mean of the others).
 #
 # ## In pseudocode
 #
 # ```text
 # GRPO, and where the others differ
 # repeat
-#     draw prompts x; G completions y_i of each; rewards R_i
-#     A_i ← R_i − mean(R);                      GRPO, DAPO: divide by std(R)
-#                                               DAPO: draw again where all R_i are equal
+#     draw G completions y_i of each prompt; rewards R_i      (DAPO: again if all are equal)
+#     A_i ← R_i − mean(R)                                     (GRPO, DAPO: divided by std(R))
 #     for each minibatch
-#         ρ_t ← π(y_t) / π_old(y_t), token by token
-#         l_t ← −min( ρ_t A_i, clip(ρ_t, 1 − ε, 1 + ε_high) A_i )      DAPO: ε_high = 0.28
-#         GRPO:      mean over t in each completion, then over i;  + β KL
-#         Dr. GRPO:  sum over t and i, over a constant
+#         ρ_t ← π(y_t) / π_old(y_t)
+#         l_t ← −min( ρ_t A_i, clip(ρ_t, 1 − ε, 1 + ε_high) A_i )
+#         GRPO:      mean over t, then over i;  + β KL
+#         Dr. GRPO:  sum, divided by a constant
 #         DAPO:      mean over all tokens of the batch
-#         one step of Adam
 # ```
 #
 # ## Read on
@@ -309,12 +293,10 @@ for name, run in runs.items():
 # - Shao and others 2024, *DeepSeekMath: GRPO*, arXiv:2402.03300.
 # - Liu and others 2025, *Understanding R1-Zero-like training: Dr. GRPO*, arXiv:2503.20783.
 # - Yu and others 2025, *DAPO*, arXiv:2503.14476.
-# - Zheng and others 2025, *GSPO*, arXiv:2507.18071; MiniMax 2025, *CISPO*, arXiv:2506.13585: other ratios.
 #
 # ## Exercises
 #
-# 1. For G = 2 and rewards 0 and 1, what are GRPO's advantages, and what are RLOO's? What is their
-#    ratio?
+# 1. For G = 2 and rewards 0 and 1, what are GRPO's advantages, and what are RLOO's?
 # 2. At which p is a group of 8 without signal half of the time?
 # 3. Write GRPO without its two biases as a variant, with `dataclasses.replace`.
 

@@ -1,9 +1,8 @@
 # %% [markdown]
 # # 9 · Pictures as tokens, and a counting game
 #
-# A language model reads vectors, not words: each token's row of the embedding matrix. So it can read anything that becomes vectors of the
-# same length. A **vision-language model** makes them from pictures. This chapter follows a picture from pixels to tokens, and to the
-# gradient. Then a model that has never seen anything begins to count squares.
+# A language model reads vectors, not words: each token's row of the embedding matrix. A **vision-language model** makes such
+# vectors from pictures. Here a small one learns to count squares.
 
 # %%
 import random
@@ -33,8 +32,8 @@ rl_steps = 60
 # %% [markdown]
 # ## A picture is a sequence of patches
 #
-# A vision transformer cuts a picture into square **patches** and treats each as a word. Our boards have 24 × 24 pixels, and a patch has
-# 8 × 8 pixels of three colours: nine words of 192 numbers each.
+# A vision transformer cuts a picture into square **patches** and treats each as a word. Our boards have 24 × 24 pixels, and a
+# patch has 8 × 8 pixels of three colours. So a board is nine words of 192 numbers.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -52,9 +51,9 @@ axes[5].set_title("its nine patches, in order")
 plt.show()
 
 # %% [markdown]
-# A matrix maps each patch to a vector. The **tower**, a small transformer, lets the patches attend to each other, and the **connector** maps
-# its results to the length of the text model's embeddings. The chat template writes a placeholder where the picture belongs. The placeholder
-# is then repeated, once for each vector.
+# The **tower**, a small transformer, lets the patches attend to each other. The **connector** maps the results to the length
+# of the text model's embeddings. The chat template writes a placeholder for the picture, which is then repeated once for each
+# vector.
 
 # %%
 towers = ("vision_model", "connector")
@@ -80,8 +79,8 @@ print(images.decode(model.tokenizer, ids))
 print(f"{len(ids)} tokens, of which {len(own)} are the picture's")
 
 # %% [markdown]
-# psigrad gives each of the nine placeholders its own id, made from the hash of the picture and the place in it. So the prompt is still a
-# list of numbers, and two pictures never look the same to a cache or to a run that resumes.
+# psigrad gives each placeholder its own id, made from the picture's hash and the place in it. So different pictures give
+# different prompts.
 
 # %%
 again, other = (encode(ask(b.draw(), colour)) for b in (board, squares.boards(6)[1]))
@@ -95,13 +94,13 @@ print("another picture, other ids:    ", other != ids)
 #
 #     e_i = f_φ(picture)_i for a token of the picture, e_i = E_θ[x_i] for any other.
 #
-# The picture is part of the condition x of π(y|x), like any prompt. So the identity of chapter 2 holds as it stands, for θ and φ together,
-# and the chain rule gives the gradient of φ:
+# The picture is part of the prompt x, so chapter 2's identity holds for θ and φ together. The chain rule gives the gradient
+# of φ:
 #
 #     ∇_φ log π(y|x) = Σ_i ( ∂ log π(y|x) / ∂e_i )·∇_φ f_φ(picture)_i.
 #
-# Nothing else in SFT, GRPO or DPO changes. If the tower is **frozen**, the sum is not computed, and f(picture) is computed once for the run.
-# That is the rule for pretrained towers. Ours is random, so it must learn. All three parts get a gradient:
+# Nothing else in SFT, GRPO or DPO changes. A pretrained tower is usually **frozen**. Ours is random, so it must learn. Tower,
+# connector and text model all get a gradient:
 
 # %%
 answers = [
@@ -117,8 +116,8 @@ for name in ("vision_model", "connector", "text_model"):
 # %% [markdown]
 # ## Now on a language model
 #
-# The game: how many squares have the given colour? A board has 0 to 3 of these, and others. The teachers are careless, as in chapter 4:
-# half of their counts are one too many or too few.
+# How many squares have the given colour? A board has 0 to 3 of these, among others. As in chapter 4 the teachers are
+# careless: half of their counts are one too many or too few.
 
 
 # %%
@@ -178,8 +177,8 @@ rl = psigrad.train(
 steps, accuracy = rl.history.series("eval/exact/mean")
 
 # %% [markdown]
-# Does the model look at the picture? A model that answers from the question alone can be right in a quarter of the games. So ask the same
-# questions with another game's picture.
+# Does the model look at the picture? Ask the same questions with another game's picture. From the question alone, a model can
+# be right in a quarter of the games.
 
 # %%
 turned = [row["images"] for row in held_out[1:] + held_out[:1]]
@@ -206,10 +205,10 @@ plt.show()
 print(f"SFT {accuracy[0]:.2f}, GRPO {accuracy[-1]:.2f}, another's picture {blind:.2f}")
 
 # %% [markdown]
-# SFT copied the teachers, mistakes included. GRPO passed the teachers in 60 steps, and its accuracy still rises: `psigrad demo --vision`
-# trains for longer, and ends at 0.95. With another game's picture the accuracy is no better than chance: the model looks.
+# SFT copied the teachers, mistakes included, and GRPO passed them. With another game's picture the accuracy is no better than
+# chance: the model looks.
 #
-# But what does it see? Paint one cell white at a time, and see how much less probable the right answer becomes.
+# But what does it see? Paint one cell white at a time. How much less probable is the right answer?
 
 # %%
 model = language_model.load(str(rl.model))
@@ -243,40 +242,37 @@ worth = {
 print({kind: round(float(value), 2) for kind, value in worth.items()})
 
 # %% [markdown]
-# To a perfect counter only the counted squares matter. On this board, the other squares matter more to our model. It may read how full the
-# board is: a shortcut, since full boards have more squares of every colour. Accuracy alone does not reveal a shortcut.
+# To a perfect counter only the counted squares matter. Here the others matter more: the model may read how full the board is,
+# since full boards have more squares of every colour. Accuracy alone does not reveal such a shortcut.
 #
 # ## Where it fails
 #
-# - Details smaller than a patch must survive one matrix product. Large pictures need many patches, and each is a token: a picture of 512 ×
-#   512 pixels costs as much as a page of text.
-# - Four or more squares of a colour were never shown. The model has no idea of counting beyond three.
-# - Models guess from the question. Where most bananas are yellow, "yellow" is right without a look. Only a control such as ours shows
-#   this.
-# - A second turn needs its pictures too, and programs may lose or misplace them. [Pictures](../pictures.md) explains how psigrad keeps them,
-#   and `psigrad demo --vision` plays two turns, in which the environment answers with a picture.
+# - Large pictures need many patches: a picture of 512 × 512 pixels costs as much as a page of text.
+# - The model has no idea of counting beyond three.
+# - A model can guess that a banana is yellow without a look. Only a control such as ours shows this.
+#
+# [Pictures](../pictures.md) explains how to train on your own pictures.
 #
 # ## In pseudocode
 #
 # ```text
-# for each prompt with pictures
-#     cut each picture into patches; h ← tower(patches); f ← connector(h)
-#     x ← tokens of the prompt, with as many placeholders as f has rows
-#     e ← embeddings of x, with the rows of f at the placeholders
-#     sample y from the text model on e, never a placeholder
-# loss and update as in the chapters before; φ learns if the tower is not frozen
+# f ← connector(tower(patches of the picture))
+# x ← tokens of the prompt, with a placeholder for each row of f
+# e ← embeddings of x, with the rows of f at the placeholders
+# sample y from the text model on e, never a placeholder
+# loss and update as in earlier chapters
 # ```
 #
 # ## Read on
 #
-# - Dosovitskiy and others 2020, *An image is worth 16x16 words*, arXiv:2010.11929: patches as tokens.
-# - Liu and others 2023, *Visual instruction tuning*, arXiv:2304.08485: a tower, a connector and a language model.
-# - Laurençon and others 2024, *Building and better understanding vision-language models*, arXiv:2408.12637: the family of our model.
-# - Goyal and others 2017, *Making the V in VQA matter*, arXiv:1612.00837: answers without a look, and a remedy.
+# - Dosovitskiy and others 2020, *An image is worth 16x16 words*, arXiv:2010.11929.
+# - Liu and others 2023, *Visual instruction tuning*, arXiv:2304.08485.
+# - Goyal and others 2017, *Making the V in VQA matter*, arXiv:1612.00837.
 #
 # ## Exercises
 #
-# 1. How many tokens is a picture of 512 × 512 pixels with patches of 16 × 16, if the connector joins 2 × 2 patches into one token?
+# 1. How many tokens is a picture of 512 × 512 pixels with patches of 16 × 16, if the connector joins 2 × 2 patches into one
+#    token?
 # 2. What is the best accuracy of a model that reads the question and not the picture?
 # 3. Why must the sampler never draw the placeholder?
 

@@ -1,10 +1,8 @@
 # %% [markdown]
 # # 6 · PPO against RLOO
 #
-# ChatGPT was made with PPO: a policy, a frozen reference, a reward model *and a critic*, four
-# models in memory. RLOO drops the critic and draws several completions for each prompt instead.
-# Which is better? We first look at what each estimates, then run both on the same task from the
-# same model.
+# PPO for text keeps four models in memory: a policy, a frozen reference, a reward model *and a critic*. RLOO draws several
+# completions for each prompt in place of the critic. Which is better?
 
 # %%
 import json
@@ -32,13 +30,12 @@ seeds = 2
 # %% [markdown]
 # ## The reward, with a KL penalty
 #
-# PPO and RLOO maximise the score of the completion minus a penalty for moving away from the
-# reference,
+# PPO and RLOO maximise the score of the completion minus a penalty for moving away from the reference,
 #
 #     E[ r(x, y) − β·log( π(y|x) / π_ref(y|x) ) ].
 #
-# The log-ratio is a sum over tokens, so each token can get its own penalty, and the last token
-# also r. This is a token-level MDP, with a reward at each step. Three completions as an example:
+# The log-ratio is a sum over tokens. So each token gets its own penalty, and the last token also r. Here are three
+# completions:
 
 # %%
 mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool)
@@ -66,10 +63,9 @@ print("sums   ", [round(x, 2) for x in batch.sequence_reward.tolist()])
 # %% [markdown]
 # ## Two ways to estimate the expected reward
 #
-# - **PPO** has a critic: V(prompt and tokens so far), a second model with one number per token. GAE
-#   (chapter 3) computes an advantage for *each token*.
-# - **RLOO** treats the whole completion as one action. The baseline is the mean reward of the
-#   *other* completions of the same prompt, and *each token gets the same number*.
+# - **PPO** has a critic, which predicts the return after each token. GAE (chapter 3) computes an advantage for *each token*.
+# - **RLOO** treats the completion as one action. Its baseline is the mean reward of the *other* completions of the prompt,
+#   and *each token gets the same number*.
 
 # %%
 by_critic, by_others = gae(1.0, 1.0)(batch), leave_one_out(batch)
@@ -93,9 +89,8 @@ print("by hand:", [round(float(R[i] - (R.sum() - R[i]) / 2), 2) for i in range(3
 # %% [markdown]
 # ## What the critic costs
 #
-# A critic is as large as the policy, and it is trained, so each weight also has two moments of
-# Adam. Weights and moments with a critic (left) and without, for models of 8 billion parameters
-# in half precision:
+# A critic is as large as the policy, and each of its weights also has two moments of Adam. Here is the memory of weights and
+# moments with a critic (left) and without, for models of 8 billion parameters.
 
 # %%
 with_critic, without = by_weights(8e9, critic=True), by_weights(8e9, critic=False)
@@ -105,14 +100,12 @@ total = sum(with_critic.values()), sum(without.values())
 print(f"{'together':12} {total[0] / 1e9:6.0f} GB   {total[1] / 1e9:6.0f} GB")
 
 # %% [markdown]
-# `psigrad plan ppo --model … --memory 24GB` predicts the memory for your model, with activations
-# and caches.
+# `psigrad plan ppo` predicts the memory for your model.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# The task and the SFT model are those of chapter 4. The reward is 1 for the right word. PPO makes
-# four passes over each batch, as usual; RLOO makes one.
+# The task and the SFT model are those of chapter 4. PPO makes four passes over each batch, and RLOO one.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -183,23 +176,16 @@ for name, values in accuracy.items():
     print(f"{name:13} at the end {values[-1]:.2f}")
 
 # %% [markdown]
-# The figures show three things.
-#
-# - PPO learns more from equally many samples, since it takes four times as many optimiser steps; so
-#   each round takes several times as long. [The page of claims](../claims.md) also compares PPO
-#   with one pass, whose result does not differ measurably from RLOO's.
-# - λ = 0.5 does a little worse than λ = 1 here, where an answer has six tokens. The reward comes at
-#   the end. With each token before that its weight halves, and the critic's estimate weighs more.
-#   Over several seeds, on words of up to five letters, λ = 0.5 learns much less and λ = 0 nothing
-#   (same page).
-# - RLOO has no λ, no critic and no second learning rate to tune.
+# - PPO learns more from the same samples, with four times as many optimiser steps, so each round takes several times as long.
+#   With one pass PPO does not differ measurably from RLOO ([claims](../claims.md)).
+# - PPO does a little worse with λ = 0.5: the weight of the reward at the end halves with each token before it, and the
+#   critic's estimate weighs more.
+# - RLOO has neither λ nor a critic's learning rate to tune.
 #
 # ## Where it fails
 #
-# RLOO needs several completions of the *same* prompt. In a dialogue with a person, or a game that
-# cannot be reset, there is only one. Then a critic is the only baseline that depends on the state.
-# And all tokens of a completion share one advantage: in a long chain of thought one wrong step is
-# blamed no more than the right steps before it. How well does the critic predict here?
+# RLOO needs several completions of the *same* prompt, and in a dialogue with a person there is only one. RLOO also blames a
+# wrong step no more than the right steps before it. How well does PPO's critic predict here?
 
 # %%
 steps, explained = curve(runs["PPO, λ = 1"][0], "explained_variance")
@@ -211,57 +197,49 @@ plt.show()
 print(f"mean over the second half: {np.mean(explained[len(explained) // 2 :]):.2f}")
 
 # %% [markdown]
-# An explained variance of 1 means that the critic predicts each return, 0 that it is no better than
-# a constant. This critic is hardly better than an expensive constant: from a few thousand
-# completions it has to learn which words the policy will get right, while the policy changes.
+# An explained variance of 1 means that the critic predicts each return, and 0 that it is no better than a constant. This
+# critic is hardly better: it has only a few thousand completions to learn from, while the policy changes.
 #
-# Ahmadian et al. (2024) found RLOO better than PPO on models of billions of parameters, where
-# samples and memory are the main cost. Two seeds of one small task cannot decide this.
+# Ahmadian et al. (2024) found RLOO better on models of billions of parameters. Two seeds of one small task cannot decide
+# this.
 #
 # ## The derivation: the KL penalty, token by token
 #
-# A completion's probability is a product over tokens, so its log-ratio is a sum, and so is the KL:
+# A completion's probability is a product, so the KL is a sum:
 #
 #     KL(π ‖ π_ref) = E[ Σ_t log( π(y_t|x, y_<t) / π_ref(y_t|x, y_<t) ) ].
 #
-# Let each token's reward be −β·log(π/π_ref), plus r at the last token. The total return is r − β·(log-ratio of the completion), as it
-# should be. The return *from token t on* leaves out earlier rewards, which no later token can change (chapter 2). PPO has this per-token
-# credit; RLOO, which treats the completion as one action, does not.
+# PPO credits a token with the return *from this token on*, since no token can change earlier rewards. RLOO credits each token
+# with the total.
 #
-# Both gradients have the same mean. RLOO's baseline is the mean of K − 1 other returns, so its advantage has
-# the variance
+# For λ = 1 and without the clip, both gradients have the same mean. RLOO's baseline is the mean of K − 1 other returns, so
+# its advantage has the variance
 #
 #     Var(R_i − b_i) = Var(R)·K/(K − 1).
 #
-# With the prompt's true mean it would be Var(R). An exact critic would also remove the part that depends on the state; a learned
-# critic removes as much as it has learned so far.
+# With the prompt's true mean it would be Var(R). An exact critic would also remove the part that depends on the state.
 #
 # ## In pseudocode
 #
 # ```text
-# RLOO                                              PPO for text
-# repeat                                            repeat
-#     draw prompts x; K completions of each             draw prompts x; one completion of each
-#     R_i ← r(x,y_i) − β Σ_t log-ratio_t                r_t ← −β log-ratio_t, and r(x,y) at the last t
-#     Ψ_i ← R_i − mean of the other R_j                 Â_t, G_t ← GAE with the critic V (γ = 1)
-#     one step along Σ_i Σ_t ∇log π(y_it) Ψ_i           for a few epochs: clip for π, (V − G)² for V
+# RLOO                                        PPO for text
+# draw K completions of each prompt           draw one completion of each prompt
+# R_i ← r(x,y_i) − β Σ_t log-ratio_t          r_t ← −β log-ratio_t, and r(x,y) at the last t
+# Ψ_i ← R_i − mean of the other R_j           Â_t, G_t ← GAE with the critic V
+# one step along Σ_i Σ_t ∇log π(y_it) Ψ_i     for a few epochs: clip for π, (V − G)² for V
 # ```
 #
 # ## Read on
 #
-# - Ziegler and others 2019, *Fine-tuning language models from human preferences*, arXiv:1909.08593: the token-level KL
-#   penalty.
+# - Ziegler and others 2019, *Fine-tuning language models from human preferences*, arXiv:1909.08593.
 # - Ahmadian and others 2024, *Back to basics: RLOO*, arXiv:2402.14740.
-# - Huang and others 2024, *The N+ implementation details of RLHF with PPO*, arXiv:2403.17031.
-# - Yuan and others 2025, *VC-PPO*, arXiv:2503.01491: how to train a critic for long answers.
+# - Yuan and others 2025, *VC-PPO*, arXiv:2503.01491.
 #
 # ## Exercises
 #
-# 1. Show on the batch of three completions that `leave_one_out` is K/(K − 1) times (the reward
-#    minus the mean of all).
-# 2. Where in `PolicyGradient` does the KL go for PPO, and where for GRPO? Print both.
-# 3. With K completions of each prompt and a fixed budget of completions, larger groups mean fewer
-#    prompts. What is lost as K grows? Think of the variance from the choice of prompts.
+# 1. Show on the three completions that `leave_one_out` is K/(K − 1) times (the reward minus the mean of all).
+# 2. Where in `PolicyGradient` does the KL go for PPO, and where for GRPO?
+# 3. With a fixed budget of completions, larger groups mean fewer prompts. What is lost as K grows?
 
 # %% [markdown]
 # ### Answer 1
@@ -284,9 +262,8 @@ print(PPO.kl == KL("reward", "k1", 0.05), GRPO.kl == KL("loss", "k3", 0.04))
 
 # %% tags=["hide-cell"]
 # The variance of an estimate has a part between prompts, which falls with the number of prompts,
-# and a part within prompts, which falls with the number of completions. More prompts reduce the
-# first part. K hardly matters for the second beyond the factor K/(K − 1). So take K = 4 to 16 and
-# many prompts.
+# and a part within prompts, which falls with the number of completions. K changes the second part
+# only by the factor K/(K − 1). So many prompts and a small K have the least variance.
 between, within, budget = 1.0, 1.0, 128
 for k in (2, 4, 8, 16, 64):
     variance = between / (budget / k) + within * k / (k - 1) / budget

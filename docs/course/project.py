@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 10 · The closing project: a task of your own
 #
-# You know all the parts. Now use them on a task that *you* choose, from rows to a model that is better than its demonstrations, and
-# measure how sure you are. The project has six milestones. Each ends with checks that print ✓ or what is missing. Below is a worked
-# example, sorting letters. Run it, then replace the first milestone with your own task.
+# Now train a model that is better than its demonstrations, on a task that *you* choose, and measure how sure you are. The
+# example below sorts letters. Run it, then replace the first milestone with your own task. The checks print ✓ or what is
+# missing.
 
 # %%
 import itertools
@@ -26,18 +26,16 @@ held_out_rows = 200
 # %% [markdown]
 # ## What makes a good task
 #
-# - A program can check whether an answer is right. Otherwise use the method of chapter 5: people compare, and a reward model
-#   learns.
-# - The small model sometimes solves the task after imitation. A reward that is always 0 teaches
-#   nothing. With p the chance of a right answer,
+# - A program can check whether an answer is right. Otherwise use the method of chapter 5.
+# - The small model sometimes solves the task after imitation. A reward that is always 0 teaches nothing. With p the chance of
+#   a right answer,
 #
 #     P(a group of G has signal) = 1 − p^G − (1 − p)^G.
 #
 # - You can make rows that are not in the training data.
 #
-# Ideas: the next day of a date, a Caesar cipher, whether brackets match, the plural of a word, the smaller of two fractions, a
-# chess move that is legal, a line of JSON with given keys. For a pretrained model: one of `psigrad tasks`, at a level where it is
-# right in 5 to 50 % of the cases.
+# Ideas: the next day of a date, a Caesar cipher, the smaller of two fractions. For a pretrained model: one of `psigrad
+# tasks`, at a level where it is right in 5 to 50 % of the cases.
 
 # %%
 checks = {}
@@ -53,8 +51,8 @@ def check(milestone, **found):
 # %% [markdown]
 # ## Milestone 1: rows
 #
-# A row has a prompt and the columns that the reward reads. Demonstrations also have completions, which may be bad: here the last
-# two letters are swapped in 60 % of the cases.
+# A row has a prompt and the columns that the reward reads. Demonstrations also have completions: here the last two letters
+# are swapped in 60 % of them.
 
 
 # %%
@@ -89,8 +87,8 @@ check(
 # %% [markdown]
 # ## Milestone 2: a reward, and an attack on it
 #
-# Write the reward, and then attack it: which wrong answers would it accept? Try an empty answer, the prompt again, the answer twice,
-# every answer at once. `psigrad score --attack` does this for a reward on your rows.
+# Write the reward, and then attack it: which wrong answers would it accept? Try an empty answer, the prompt, and the answer
+# twice. `psigrad score --attack` does this for your reward.
 
 
 # %%
@@ -125,8 +123,8 @@ check(
 #
 # ### Milestone 3: imitation
 #
-# This milestone uses a small Qwen3 that reads characters, and chapter 4's loss. Predict where the loss will end before you run it.
-# The teachers' mistakes have an entropy, and no student gets below it:
+# A small Qwen3 learns with chapter 4's loss. Predict where the loss will end before you run it. It cannot fall below the
+# entropy of the teachers' mistakes:
 #
 #     loss ≥ −(0.6·log 0.6 + 0.4·log 0.4) / 5 = 0.135 per token.
 
@@ -159,8 +157,7 @@ check(3, the_loss_comes_near_its_floor=np.mean(loss[-20:]) < 2 * floor)
 # %% [markdown]
 # ## Milestone 4: reinforcement learning
 #
-# Train with GRPO from the SFT model, with your reward. Before the long run make a short one, and look at the share of groups without
-# signal (chapter 7).
+# Train with GRPO from the SFT model. Make a short run first, and look at the share of groups without signal (chapter 7).
 
 # %%
 grpo = psigrad.train(
@@ -193,8 +190,7 @@ check(4, most_groups_have_signal_at_the_start=np.mean(silent[:5]) < 0.5)
 # %% [markdown]
 # ## Milestone 5: is it better, and how sure are you?
 #
-# Both models answer the same held-out prompts. Compute the difference prompt by prompt, with an interval: two accuracies alone say
-# little.
+# Compute the difference of the two models prompt by prompt, with an interval: two accuracies alone say little.
 
 
 # %%
@@ -228,17 +224,14 @@ check(
 # %% [markdown]
 # ## Milestone 6: say what you found
 #
-# Write one page that you would like to read: the task and its reward in two sentences; the figures before and after with their interval,
-# and the numbers of prompts and seeds; three wrong answers, and why they are wrong; what you tried without success; and one claim that
-# somebody could check. `run.report` has the curves; `psigrad export` writes a model card, in case you share the model.
+# Write one page: the task and its reward; the figures before and after with their interval; three wrong answers, and why they
+# are wrong; what you tried without success; one claim that somebody could check.
 #
 # ## Where it fails
 #
-# - The model learned to sort four letters of eight. It did not learn to sort in general: give it
-#   five letters.
-# - This is one seed. The interval is over prompts, not over runs; another seed may end elsewhere (`psigrad compare` runs
-#   several).
-# - Here a program judged the answers. If people judge, chapter 5's trap exists.
+# - The model learned to sort four letters, not to sort in general: give it five.
+# - The interval is over prompts, not over runs. Another seed may end elsewhere (`psigrad compare` runs several).
+# - If people judge, the policy can exploit the reward model (chapter 5).
 #
 # ## In pseudocode
 #
@@ -251,16 +244,16 @@ check(
 #
 # ## Read on
 #
-# - Henderson and others 2018, *Deep reinforcement learning that matters*, arXiv:1709.06560: how seeds change claims.
-# - Agarwal and others 2021, *Deep RL at the edge of the statistical precipice*, arXiv:2108.13264: intervals for few runs.
+# - Henderson and others 2018, *Deep reinforcement learning that matters*, arXiv:1709.06560.
+# - Agarwal and others 2021, *Deep RL at the edge of the statistical precipice*, arXiv:2108.13264.
 # - Skalse and others 2022, *Defining and characterizing reward hacking*, arXiv:2209.13085.
 #
 # ## Exercises
 #
-# 1. How many held-out prompts does it take to tell 0.90 from 0.95, if both models answer the same prompts and disagree on 7 % of them?
-# 2. Give half the reward for an answer with the right letters in any order. What does the model learn first, and does the held-out
-#    accuracy improve? Write down what you expect before you run it.
-# 3. Your own task: milestones 1 and 2 alone take an hour, and matter most. When is p too small for milestone 4?
+# 1. How many held-out prompts does it take to tell 0.90 from 0.95, if both models answer all of them and disagree on 7 %?
+# 2. Give half the reward for the right letters in any order. Does the held-out accuracy improve? Write down what you expect
+#    before you run it.
+# 3. When is p too small for milestone 4?
 
 # %% [markdown]
 # ### Answer 1
@@ -268,7 +261,7 @@ check(
 # %% tags=["hide-cell"]
 # Of the 7 % that differ, 6 % are won and 1 % lost. So the mean is 0.05, and the deviation of one
 # prompt's difference is √(0.07 − 0.05²) = 0.26. An interval of ± 0.05 needs n = (1.96 · 0.26 /
-# 0.05)² prompts; unpaired it would be about three times as many.
+# 0.05)² prompts; unpaired it would be about twice as many.
 paired = (1.96 / 0.05) ** 2 * (0.07 - 0.05**2)
 unpaired = (1.96 / 0.05) ** 2 * (0.9 * 0.1 + 0.95 * 0.05)
 print(round(paired), round(unpaired))

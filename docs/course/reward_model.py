@@ -1,10 +1,8 @@
 # %% [markdown]
 # # 5 · A reward model, and pushing it too far
 #
-# Often nobody can write a program for the reward: helpful, polite, well written. But people can
-# compare: which of two answers is better? A **reward model** turns comparisons into a number, and
-# reinforcement learning makes the number large. This chapter does both, and shows the trap: the
-# number is not what we wanted. It only agrees with what we wanted on the answers that were
+# Often nobody can write a program for the reward, but people can compare two answers. A **reward model** turns comparisons
+# into a number, which reinforcement learning makes large. But the number is right only for answers like those that were
 # compared.
 
 # %%
@@ -32,13 +30,12 @@ rl_steps = 120
 # %% [markdown]
 # ## From comparisons to numbers
 #
-# Bradley and Terry (1952) model comparisons: each answer has a worth r, and w wins against l with
-# probability
+# Let each answer have a worth r. Bradley and Terry's model says that answer w beats answer l with probability
 #
 #     P(w beats l) = σ(r_w − r_l),    σ(z) = 1 / (1 + e^−z).
 #
-# To learn r, maximise the probability of the observed comparisons: loss = −log σ(r_w − r_l). Here
-# are six answers with known worth, and judges who err as the formula says:
+# To learn r, minimise −log σ(r_w − r_l) over the observed comparisons. Here are six answers with known worth, and judges who
+# follow the formula:
 
 # %%
 worth = torch.tensor([-1.5, -0.6, 0.0, 0.3, 1.0, 2.0])
@@ -68,14 +65,13 @@ error = ((learned - learned.mean()) - (worth - worth.mean())).abs().max()
 print(f"largest error {error:.2f} from {comparisons} comparisons")
 
 # %% [markdown]
-# We had to subtract the means of the learned and of the true worths, because adding 5 to all
-# worths changes no comparison. **Only differences of rewards mean anything.** (A baseline removes
-# constants anyway, chapter 2.)
+# The plot subtracts the means, because adding 5 to all worths changes no comparison. **Only differences of rewards mean
+# anything.**
 #
 # ## Goodhart's law, by arithmetic
 #
-# Let the learned reward, the *proxy*, be truth + error. Draw n answers and keep the one with the
-# largest proxy. With larger n the proxy rises, by construction. Does the truth rise too?
+# Let the learned reward, the *proxy*, be the truth plus an error. Draw n answers and keep the one with the largest proxy.
+# Does the truth rise with n too?
 
 # %%
 rng = np.random.default_rng(0)
@@ -107,15 +103,13 @@ peak = int(np.argmax(kept["some large errors"]))
 print(f"with some large errors the truth peaks at n = {sizes[peak]} and then falls")
 
 # %% [markdown]
-# If errors are small everywhere, more selection still helps, but less and less. If the proxy is
-# sometimes far too high, the best of many is no longer the best answer. It is the answer with the
-# *greatest error*. Training a policy selects much harder than best-of-1,024.
+# If all errors are small, more selection helps, but less and less. If the proxy is sometimes far too high, the best of many
+# is the answer with the *greatest error*. Training selects even harder than best-of-1,024.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# The task and the SFT model are those of chapter 4. What we want, the **truth**, is similarity to
-# the right answer: 1 − edits / length.
+# The task and the SFT model are those of chapter 4. The **truth**, which we want, is similarity to the right answer.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -123,9 +117,8 @@ held_out, prompts = words.rows()
 sft = words.imitate(prompts, folder, sft_steps)
 
 # %% [markdown]
-# Judges see two answers, and prefer the better one with probability σ(8·difference in similarity).
-# All answers have four letters; the judges never see other lengths. The reward model is the SFT
-# model with one number as its output, read at the last token.
+# Judges prefer the more similar of two answers with probability σ(8·difference in similarity). All answers that they see have
+# four letters. The reward model is the SFT model with one number as its output.
 
 
 # %%
@@ -173,13 +166,11 @@ accuracy = reward_model.after["eval/accuracy"]
 print(f"agrees with the judges on {accuracy:.0%} of new pairs")
 
 # %% [markdown]
-# The reward model is not perfect, and neither are the judges. Now maximise its score with RLOO,
-# once without a penalty, and once with a **KL penalty**,
+# RLOO maximises the reward model's score, once without a penalty, and once with a **KL penalty**:
 #
-#     maximise E[ r(x, y) − β·log( π(y|x) / π_ref(y|x) ) ],
+#     maximise E[ r(x, y) − β·log( π(y|x) / π_ref(y|x) ) ].
 #
-# that keeps the policy near the SFT model π_ref, whose answers the judges compared. The policy may
-# write up to 10 tokens.
+# The penalty keeps the policy near the SFT model π_ref. The policy may write up to 10 tokens.
 
 
 # %%
@@ -225,9 +216,8 @@ for name, run in runs.items():
     )
 
 # %% [markdown]
-# Without the penalty the proxy rises sharply within ten steps, and the truth falls to almost nothing.
-# With this β the policy hardly changes: the truth neither falls nor rises. What do the two policies write
-# in the end?
+# Without the penalty the proxy rises sharply within ten steps, and the truth falls to almost nothing. With β = 0.5 the policy
+# hardly changes. What do they write in the end?
 
 # %%
 for name, run in runs.items():
@@ -235,66 +225,54 @@ for name, run in runs.items():
     print(name, [row["completion"] for row in found])
 
 # %% [markdown]
-# Without the penalty the policy writes nothing! The judges compared answers of four letters. No pair ever said that
-# an empty answer is bad, and the reward model, learned from few comparisons, happens to score it higher than a right
-# one. Train the reward model on all words, with 300 steps at a learning rate of 3e-3, and look again.
+# Without the penalty the policy writes nothing! No comparison showed that an empty answer is bad, and the reward model
+# happens to score it higher than a right one.
 #
 # ## Where it fails
 #
-# - A reward model is right *where there were comparisons*. The policy moves to answers without
-#   comparisons, since the largest errors are there.
-# - The KL penalty does not correct the reward. It limits how far the policy may move to exploit the
-#   reward. If β is too large, nothing is learned; if it is too small, the truth is lost. Only a
-#   measurement of the truth shows which: people judge some held-out answers.
-# - If a program can check the answer, use the program (chapters 4, 6 and 7). Still read the
-#   answers: programs have holes too.
-#
-# `psigrad` prints a warning if the reward rises while the held-out metric falls. The run needs a
-# held-out metric for this.
+# - The policy moves to answers *without comparisons*, where the largest errors are.
+# - The KL penalty does not correct the reward. If β is too large, nothing is learned; if it is too small, the truth is lost.
+#   Only a measurement of the truth, by people, shows which.
+# - If a program can check the answer, use the program, and read the answers: programs have holes too.
 #
 # ## The derivation: the loss, its gradient, and the price of KL
 #
-# The likelihood of all comparisons is a product of σ(r_w − r_l). Its negative logarithm is the loss, and with σ' = σ·(1 − σ)
+# The likelihood of all comparisons is a product of σ(r_w − r_l). Its negative logarithm is the loss. Since σ' = σ·(1 − σ), a
+# pair has the gradient
 #
-#     ∇loss = −(1 − σ(r_w − r_l))·(∇r_w − ∇r_l):
+#     ∇loss = −(1 − σ(r_w − r_l))·(∇r_w − ∇r_l).
 #
-# the weight of a pair is the probability that the model gave to the wrong order. A constant in r
-# cancels.
+# The weight of a pair is the probability that the model gave to the wrong order.
 #
-# With a KL penalty the best policy has a closed form (chapter 8). How much does it gain? For a proxy with errors that are normal with
-# deviation s and independent of the truth, the best of n draws has an error of about s·√(2·log n), and a KL of log n − (n − 1)/n. So the
-# proxy exceeds the truth by about
+# If the proxy's errors are normal with deviation s and independent of the truth, the best of n draws has an error of about
+# s·√(2·log n), and a KL of log n − (n − 1)/n. So
 #
-#     error ≈ s·√(2·KL),
+#     error ≈ s·√(2·KL).
 #
-# which is why curves of over-optimisation are drawn over the square root of the KL. With heavy tails the error grows faster, and the
-# best of many is in truth no better than a single draw.
+# With heavy tails the error grows faster, and the best of many is in truth no better than a single draw.
 #
 # ## In pseudocode
 #
 # ```text
-# reward model                                      RL against it
-# for each batch of (x, w, l)                       repeat
-#     loss ← −mean log σ( r(x,w) − r(x,l) )             draw x, and y_1 … y_K from π(·|x)
-#     one step of Adam on it                            R_i ← r(x, y_i) − β log( π(y_i|x) / π_ref(y_i|x) )
-#                                                       one step along Σ_i ∇log π(y_i|x) (R_i − mean of the others)
-#                                                       now and then: measure the truth on held-out prompts
+# for each batch of (x, w, l)
+#     one step of Adam on −mean log σ( r(x,w) − r(x,l) )
+# repeat
+#     R_i ← r(x, y_i) − β log( π(y_i|x) / π_ref(y_i|x) ) for samples y_1 … y_K
+#     one step along Σ_i ∇log π(y_i|x) (R_i − mean of the others)
+#     sometimes measure the truth on held-out prompts
 # ```
 #
 # ## Read on
 #
 # - Bradley and Terry 1952, *Rank analysis of incomplete block designs*, Biometrika 39.
-# - Christiano and others 2017, *Deep RL from human preferences*, arXiv:1706.03741; Stiennon and others 2020, arXiv:2009.01325.
-# - Gao, Schulman and Hilton 2023, *Scaling laws for reward model overoptimization*, arXiv:2210.10760.
-# - Kwa, Thomas and Garriga-Alonso 2024, *Catastrophic Goodhart*, arXiv:2407.14503: what heavy tails do to a KL penalty.
+# - Gao and others 2023, *Scaling laws for reward model overoptimization*, arXiv:2210.10760.
+# - Kwa and others 2024, *Catastrophic Goodhart*, arXiv:2407.14503.
 #
 # ## Exercises
 #
-# 1. Add 5 to all rewards of a pair: what happens to the Bradley–Terry loss? And if all are doubled?
-# 2. Best-of-n has KL(π_n ‖ π) = log n − (n − 1)/n at most. How many nats is best-of-1,024? Compare
-#    with the KL of the policy without a penalty.
-# 3. Label smoothing ε says that a share of labels is wrong. Show that the loss then has its minimum
-#    at a finite difference r_w − r_l. At which?
+# 1. What happens to the Bradley–Terry loss if you add 5 to all rewards? And if you double them?
+# 2. The KL of best-of-n is log n − (n − 1)/n at most. Compare best-of-1,024 with the policy without a penalty.
+# 3. Label smoothing assumes that a share ε of labels is wrong. Which difference r_w − r_l then has the least loss?
 
 # %% [markdown]
 # ### Answer 1

@@ -1,10 +1,7 @@
 # %% [markdown]
 # # 4 · Supervised fine-tuning, and what imitation cannot do
 #
-# A pretrained language model continues text; it does not answer. The first step of post-training
-# shows it answers to imitate: **supervised fine-tuning**, SFT. SFT is not reinforcement learning,
-# but its gradient is our identity with the simplest Ψ of all. The limits of SFT are the reason for
-# the later steps.
+# A pretrained language model continues text. **Supervised fine-tuning**, SFT, shows it answers to imitate.
 
 # %%
 import itertools
@@ -34,13 +31,11 @@ held_out_words = 300
 # %% [markdown]
 # ## The loss
 #
-# Given a prompt x and an answer y that somebody wrote, SFT raises the probability of each token
-# of y,
+# SFT raises the probability of each token of an answer y that somebody wrote to a prompt x. Its loss is the **cross-entropy**
 #
-#     loss = −(1/T)·Σ_t log π(y_t | x, y_<t),
+#     loss = −(1/T)·Σ_t log π(y_t | x, y_<t).
 #
-# the **cross-entropy**. Only tokens of the answer count; the prompt is given. The gradient is the
-# policy gradient, E[Σ_t ∇log π·Ψ_t], with Ψ = 1 and somebody else's actions. In psigrad:
+# The gradient is the policy gradient with Ψ = 1 and somebody else's actions. In psigrad:
 
 # %%
 imitation = PolicyGradient(ones, ratio.none, score, aggregate.token_mean)
@@ -64,7 +59,7 @@ print(f"policy gradient with Ψ = 1: {loss:.6f}    torch's cross-entropy: {usual
 # %% [markdown]
 # ## What the minimum is
 #
-# Imitate three answers that were shown 50, 30 and 20 times. Where does the loss end?
+# A model imitates three answers that were shown 50, 30 and 20 times.
 
 # %%
 shown_times = torch.tensor([50.0, 30.0, 20.0])
@@ -85,15 +80,13 @@ plt.show()
 print(f"loss {cross_entropy:.4f}, entropy of what was shown {entropy:.4f}")
 
 # %% [markdown]
-# The probabilities end at the frequencies: the model copies everything that its teachers do, and as
-# often as they do it. The loss cannot fall below their entropy. So a constant loss does not mean
-# that nothing was learned.
+# The model copies everything that its teachers do, as often as they do it. The loss cannot fall below the entropy of their
+# answers.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# The task is to spell a word backwards: four letters out of eight, 4,096 words. We know the right
-# answers, so we can measure. The teachers are careless: in 60 % of their answers the last two
+# The task is to spell a word of four letters backwards. The teachers are careless: in 60 % of their answers the last two
 # letters are swapped.
 
 # %%
@@ -107,8 +100,7 @@ for row in shown[:4]:
     print(row["prompt"], row["completion"], "" if row["right"] else "  (wrong)")
 
 # %% [markdown]
-# The model is a small Qwen3: two layers, a token for each character. A run of psigrad is one call.
-# It writes a folder with the model and all figures of each step.
+# A small Qwen3 imitates them, with a token for each character.
 
 # %%
 tiny.model("qwen3", 260, hidden=64, layers=2).save_pretrained(folder / "base")
@@ -141,11 +133,9 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# The loss falls to the entropy of the teachers' mistakes, and stays there. Nobody can predict
-# whether they will make the mistake in the next word.
+# The loss falls to the entropy of the teachers' mistakes, which nobody can predict.
 #
-# What does the model write for words that it never saw? Two rewards count right answers and the
-# teachers' mistake.
+# On new words, two rewards count the right answers and the teachers' mistake.
 
 
 # %%
@@ -185,19 +175,16 @@ for name, (good, bad) in shares.items():
     print(f"{name:13} right {good:.2f}   the teachers' mistake {bad:.2f}")
 
 # %% [markdown]
-# Sampled, the model is right about as often as its teachers. Greedy, it is *worse*: the most
-# probable answer is the mistake, since the mistake was the more frequent. Imitation learns what is
-# common, not what is right.
+# With sampling, the model is right about as often as its teachers. With greedy decoding it is *worse*: the most probable
+# answer is the mistake. Imitation learns what is common, not what is right.
 #
 # ## Where it fails
 #
-# - The model cannot become better than its teachers. Nothing in the loss says which of two
-#   demonstrations was good.
-# - The model never learns from its own mistakes, since it makes none while learning.
+# - Nothing in the loss says which demonstrations are good, so the model cannot become better than its teachers.
+# - The model only reads the teachers' answers, so it does not learn from its own mistakes.
 # - The loss cannot say "less of this": Ψ = 1 for every demonstration.
 #
-# With a reward that knows the right answer, Ψ can be negative. Here is GRPO (chapter 7) from the
-# same model: it samples its own answers, and each is rewarded or not.
+# With a reward, Ψ can be negative. GRPO (chapter 7) now trains the same model on answers that it samples itself.
 
 # %%
 rl = psigrad.train(
@@ -239,54 +226,46 @@ print(
 )
 
 # %% [markdown]
-# In a few dozen steps the student is better than all its teachers. This was possible because the
-# model already gave the right answer often enough to be rewarded. SFT brings a model to where
-# reinforcement learning can begin.
+# In a few dozen steps the student is better than its teachers, since after SFT it sometimes gave the right answer.
 #
 # ## The derivation: imitation is a KL, and a policy gradient
 #
-# Let p(y|x) be the frequency with which teachers answer y. The mean of the loss over their answers is a cross-entropy, which
-# has two parts:
+# Let p(y|x) be the frequency with which teachers answer y. The mean of the loss has two parts:
 #
 #     E_p[ −log π(y|x) ] = E_p[ −log p(y|x) ] + KL( p ‖ π ).
 #
-# The first is the teachers' entropy, which the student cannot change: the lower bound of the loss. The second is 0 only for π = p. If
-# the student cannot represent p, the direction of the KL matters. KL(p ‖ π) is large where teachers give an answer that is nearly
-# impossible under π, so π spreads over all their answers. Reinforcement learning with a KL penalty has the other direction, and prefers
-# a few good answers.
+# The first is the teachers' entropy, which the student cannot change. The second is 0 only for π = p. It is large if an
+# answer of the teachers is nearly impossible under π, so π covers all their answers. A KL penalty has the other direction,
+# and prefers a few of them.
 #
-# The gradient of the loss is the policy gradient with Ψ = 1 and actions from p,
+# The gradient is the policy gradient with Ψ = 1 and actions from p,
 #
-#     −∇E_p[ log π(y|x) ] = −E_p[ Σ_t ∇log π(y_t|x, y_<t)·1 ],
+#     −∇E_p[ log π(y|x) ] = −E_p[ Σ_t ∇log π(y_t|x, y_<t)·1 ].
 #
-# and with the policy's *own* actions it would be 0: Ψ = 1 is a constant, which changes nothing on average
-# (chapter 2).
+# With the policy's *own* actions it would be 0 (chapter 2).
 #
 # ## In pseudocode
 #
 # ```text
 # SFT
 # for each batch of (x, y)
-#     z ← tokens of x and y; m_t ← 1 for tokens of y and for its end, 0 for those of x
+#     z ← tokens of x and y; m_t ← 1 for y and its end, 0 for x
 #     loss ← − Σ_t m_t log π(z_t | z_<t) / Σ_t m_t
 #     one step of Adam on it
 # ```
 #
 # ## Read on
 #
-# - Ouyang and others 2022, *InstructGPT*, arXiv:2203.02155: SFT as the first step of three.
-# - Ross, Gordon and Bagnell 2011, *DAgger*, arXiv:1011.0686: why the errors of imitation add up along an
-#   episode.
-# - Zhou and others 2023, *LIMA*, arXiv:2305.11206: how few demonstrations suffice, if they are good.
-# - Gudibande and others 2023, *The false promise of imitating*, arXiv:2305.15717: style is learned before substance.
+# - Ouyang and others 2022, *InstructGPT*, arXiv:2203.02155.
+# - Ross and others 2011, *DAgger*, arXiv:1011.0686.
+# - Zhou and others 2023, *LIMA*, arXiv:2305.11206.
 #
 # ## Exercises
 #
 # 1. How low can the mean loss per token be if the teachers err in 10 % of the cases?
-# 2. Why is the model *worse* with greedy decoding than with sampling? At which share of mistakes
-#    would it be better?
-# 3. **Rejection fine-tuning** (RAFT) imitates only the model's own best samples. Which Ψ is that?
-#    Write it as a function of a `Batch`, for rewards of 0 and 1.
+# 2. Why is the model *worse* with greedy decoding than with sampling? At which share of mistakes would it be better?
+# 3. **Rejection fine-tuning** (RAFT) imitates only the model's own best samples. Write its Ψ as a function of a `Batch`, for
+#    rewards of 0 and 1.
 
 # %% [markdown]
 # ### Answer 1
