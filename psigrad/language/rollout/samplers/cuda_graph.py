@@ -59,9 +59,8 @@ class CudaGraphDecoding:
     """Recorded decoding steps of a model (CUDA graphs), and their cache.
 
     A recording contains the memory addresses of the cache and the weights. So the cache has its full size from the start, and is
-    kept between calls of the sampler. Each sampling distribution and each shape (1, 2, 4, … slots, the number of tokens read per
-    slot, and the result of `_seated`) has its own recording. Empty slots also draw tokens, which are ignored. The keys and values
-    that they write are overwritten by the next prompt.
+    kept between calls of the sampler. There is one recording per sampling distribution and shape: 1, 2, 4, … slots, the number of
+    tokens read per slot, and the result of `_seated`. Empty slots draw tokens too, which are ignored.
     """
 
     def __init__(self, model: LanguageModel, room: Room, wanted: Room | None = None, record: Recorder | None = None) -> None:

@@ -201,8 +201,7 @@ def check_room(model: LanguageModel, requests: list[Request], params: SamplingPa
     for request in requests:
         if not images and any(token >= FIRST for token in request.prompt_ids):
             raise UserError(
-                "A prompt has an image, and only psigrad's own sampler reads images, with models that run packed. Set sampler to "
-                "embedded."
+                "A prompt has an image. It needs psigrad's own sampler and a model that runs packed; set sampler to embedded."
             )
         if not request.prompt_ids:
             raise UserError("A prompt has no tokens; write some text, or give a tokenizer with a BOS token.")

@@ -25,10 +25,7 @@ from psigrad.processes.parallel.world import ALONE, World, map_shared, num_teams
 def answer_logps(
     model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]], cache: ActivationCache | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (the sum of each answer's log-probs over its target tokens [N], the number of these tokens [N]).
-
-    `cache` may have activations of the answers from sampling, for the forward pass to reuse.
-    """
+    """Return (the sum of each answer's target log-probs [N], its number of targets [N]). `cache` may have its activations."""
     texts = [[text for answer in group for text in answer.texts] for group in answers]
     logp = model.evaluate(Groups(prompts, [[text.ids for text in group] for group in texts]), cache=cache).logp
     mask = torch.zeros(logp.shape, dtype=torch.bool)

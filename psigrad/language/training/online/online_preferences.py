@@ -64,10 +64,7 @@ def learn_preferences(
 
 @dataclass(frozen=True)
 class Pick:
-    """The pairs picked from a step's completions. Pair i consists of the completions with indices `chosen[i]`, `rejected[i]`.
-
-    `rows` is the number of the step's completions.
-    """
+    """The pairs picked from a step's `rows` completions. `chosen[i]` and `rejected[i]` are the indices of pair i's two."""
 
     pairs: list[Pair]
     chosen: list[int]
