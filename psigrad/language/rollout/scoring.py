@@ -12,7 +12,7 @@ from psigrad.language import images
 WINDOW = 200
 """The number of most recent completions over which `max_unscored` is checked."""
 _ENOUGH = 8
-"""The number of completions after which a reward that has never worked stops a run."""
+"""The number of completions without any reward after which a run stops."""
 NOT_APPLICABLE = "no reward function applies to it"
 """The reason of a completion for which no reward function returned a number."""
 
@@ -33,7 +33,7 @@ class Samples:
     policy_ids: Sequence[Sequence[int]] | None = None
     """The tokens of each completion that the policy wrote; None: all of `completion_ids`."""
     opened_thoughts: Sequence[str] | None = None
-    """The tag (such as <think>) with which each prompt opens a thought at its end, or ""; None: no prompt opens one."""
+    """For each prompt, the tag (such as <think>) at its end that opens a thought, or "". None: no prompt ends with one."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(values) for name, values in self.arguments.items()}

@@ -124,8 +124,8 @@ class Sampler(ABC):
     """A sampler of completions: embedded, transformers, vLLM, or a custom one (`language/loading/samplers.py`)."""
 
     exact: bool = False
-    """True if the sampler's log-probs equal those of the trainer's own forward pass in float32, up to rounding. Then several
-    optimiser steps on a batch need no forward pass that first recomputes the log-probs.
+    """True if the sampler's log-probs equal those of the trainer's forward pass in float32, except for rounding. Training then
+    need not recompute the old log-probs, even with several optimiser steps per batch.
     """
 
     engine: str = ""
@@ -329,7 +329,7 @@ class Trajectory:
     teacher_prompt_ids: tuple[int, ...] = ()
     """The prompt that the reference model reads; empty: it reads `prompt_ids`."""
     branches: tuple[Branch, ...] = ()
-    """The changes of context: an agent sent another prompt, or the chat template rewrote the past.
+    """The changes of context: an agent sent a different prompt, or the chat template changed earlier turns.
 
     Empty: all tokens follow the prompt.
     """

@@ -30,9 +30,9 @@ TOKENS_AT_ONCE = 8
 _NARROWEST = 128
 # The number of distributions whose recordings are kept: training draws from one, evaluation from another.
 _KEPT = 4
-# The largest share of the free memory for the keys and values of recordings, and also that for the activations of a prefill.
+# The largest share of the free memory that the cache of recordings may take. A prefill's activations have the same limit.
 SHARE = 0.5
-# The maximum number of tokens if a forward pass has several prompts. A GPU computes no faster with more.
+# The maximum number of tokens in a prefill of several prompts. With more tokens, a GPU is no faster.
 PREFILLED = 1 << 15
 
 # A function that records the GPU work of its argument, and returns a function that replays this work.

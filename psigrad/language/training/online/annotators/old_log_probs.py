@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from psigrad.language.models.packing import Groups
 
 COMPARE_EVERY, COMPARED = 4, 20
-"""With LoRA dropout or reused activations: every `COMPARE_EVERY` steps, recompute one in `COMPARED` completions for the gap."""
+"""With LoRA dropout or reused activations, measure the gap every `COMPARE_EVERY` steps, on one in `COMPARED` completions."""
 
 
 class LogProbGap:
