@@ -43,7 +43,7 @@ class Task(Protocol):
         """Return the number of tokens in these rows."""
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """Divide an optimiser step on these rows into forward passes. Return one function for each pass that computes its loss.
+        """Divide an optimiser step on these rows into forward passes. Return one loss function per pass.
 
         A pass has at most `budget` tokens. If the passes are shared by several `ranks`, all have about the same number of tokens.
         For any `budget`, the losses, gradients and terms of the passes add up to those of the step.

@@ -88,7 +88,7 @@ class PreferenceTask:
         return sum(self.pairs[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """Return one function per forward pass on these pairs that computes its loss; see `Task`."""
+        """Return one loss function per forward pass on these pairs; see `Task`."""
         targets = sum(self.pairs[i].chosen.targets for i in rows)
         parts = pack_by_tokens([self.pairs[i].tokens for i in rows], budget, ranks)
         return [partial(self._loss, [rows[k] for k in part], len(rows), targets) for part in parts]
@@ -166,7 +166,7 @@ class KTOTask:
         return sum(self.rows[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """Return one function per forward pass that computes its loss; see `Task`. All passes use the same KL estimate (`_z`)."""
+        """Return one loss function per forward pass on these rows; see `Task`. All use the same KL estimate (`_z`)."""
         return self._shares(rows, budget, ALONE, ranks)
 
     def _shares(self, rows: Sequence[int], budget: int, world: World, ranks: int = 0) -> list[Share]:

@@ -37,7 +37,7 @@ class RewardTask:
         return sum(self.pairs[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """Return one function per forward pass on these pairs that computes its loss; see `Task`."""
+        """Return one loss function per forward pass on these pairs; see `Task`."""
         parts = pack_by_tokens([self.pairs[i].tokens for i in rows], budget, ranks)
         return [partial(self._loss, [rows[k] for k in part], len(rows)) for part in parts]
 
@@ -96,7 +96,7 @@ class ProcessRewardTask:
         return sum(self.solutions[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """Return one function per forward pass on these solutions that computes its loss; see `Task`."""
+        """Return one loss function per forward pass on these solutions; see `Task`."""
         total = sum(len(self.solutions[i].ends) for i in rows)
         parts = pack_by_tokens([self.solutions[i].tokens for i in rows], budget, ranks)
         return [partial(self._loss, [self.solutions[rows[k]] for k in part], total) for part in parts]

@@ -38,7 +38,7 @@ class SFTTask:
         return sum(one.tokens for i in rows for one in bundle(self.rows[i]))
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """Return one function per forward pass on these rows that computes its loss; see `Task`."""
+        """Return one loss function per forward pass on these rows; see `Task`."""
         bundles = [bundle(self.rows[i]) for i in rows]
         targets = max(1, sum(sum(text.mask) for own in bundles for one in own for text in one.texts))
         parts = pack_by_tokens([sum(one.tokens for one in own) for own in bundles], budget, ranks)

@@ -64,7 +64,7 @@ def learn_preferences(
 
 @dataclass(frozen=True)
 class Pick:
-    """The pairs picked from a step's `rows` completions. `chosen[i]` and `rejected[i]` are the indices of pair i's two."""
+    """The pairs picked from a step's `rows` completions. Pair i has the completions `chosen[i]` and `rejected[i]` (indices)."""
 
     pairs: list[Pair]
     chosen: list[int]

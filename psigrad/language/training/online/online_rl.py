@@ -219,7 +219,7 @@ class Passes:
     """True if only the critic learns."""
 
     def losses(self, micros: Sequence[tuple[MicroBatch, float]], totals: Totals) -> Iterator[Callable[[], Tensor]]:
-        """Yield, for each forward pass of one optimiser step, a function that computes its loss.
+        """Yield one loss function per forward pass of an optimiser step.
 
         The policy's passes come first. Their activations are freed before the passes of a separate critic. `micros` are pairs
         (micro-batch, weight) with weight 1, or 0 for a pass whose loss is 0. A process makes such a pass if other processes have
