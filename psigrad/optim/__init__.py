@@ -1,4 +1,4 @@
-"""Optimisers of networks of any kind: update rules, learning rates, and the `Optimizer` that applies them."""
+"""Optimisers for any network: update rules, learning rates, and the `Optimizer` that applies them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Adam and RMSprop on one flat vector of weights.
 
-Their steps are those of `torch.optim`'s classes; `tests/optim/test_flat_rules.py` compares them. On one small vector, torch's
-classes spend ten times as long on bookkeeping as on arithmetic. If a weight's gradient stays 0, its moments shrink to denormal
-numbers, on which arithmetic takes a hundred times as long. So denormal numbers are set to 0.
+They take the same steps as torch.optim's classes (`tests/optim/test_flat_rules.py`). For a small vector, torch.optim spends ten
+times as long on bookkeeping as on arithmetic. If a weight's gradient stays 0, its moments shrink to denormal numbers, on which
+arithmetic takes a hundred times as long. So denormal numbers are set to 0.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Adam:
         return {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Update the weights by a CPU kernel, in one pass over memory. Without one, use PyTorch, which makes seven passes."""
+        """Update the weights with a CPU kernel, in one pass over memory. If there is no kernel, use PyTorch (seven passes)."""
         torch.set_flush_denormal(True)
         try:
             for u in updates:
@@ -74,7 +74,7 @@ class RMSprop:
         return {"square_avg": torch.zeros_like(p)}
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Update the weights by torch's operations."""
+        """Update the weights in PyTorch."""
         torch.set_flush_denormal(True)
         try:
             for u in updates:
@@ -93,7 +93,7 @@ def _kernels(u: Update) -> FlatKernels | None:
 
 
 def _factor(step: StepSize) -> float:
-    """Return the factor by which gradient clipping multiplies gradients; 1 if the norm is not above the limit."""
+    """Return the factor by which gradient clipping multiplies gradients; 1 if the norm is within the limit."""
     return step.max_norm / step.norm if 0 < step.max_norm < step.norm else 1.0
 
 
@@ -108,5 +108,5 @@ def _tiny(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _root(square: Tensor, scale: float) -> Tensor:
-    """Return √(scale·v + 1e-30) for v = `square`. 1e-30 is added because MKL takes twenty times as long for √0."""
+    """Return √(scale·v + 1e-30) for v = `square`. The 1e-30 avoids √0, for which MKL takes twenty times as long."""
     return torch.add(_tiny(square.dtype, square.device), square, alpha=scale).sqrt_()

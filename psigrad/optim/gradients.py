@@ -1,9 +1,8 @@
-"""Gradients of vocabulary-sized weights (embedding and head), which are summed in place or not stored at all.
+"""Gradients of vocabulary-sized weights (embedding and LM head). They are summed in place, or not stored at all.
 
-Autograd allocates a full gradient for every use of a weight in a forward pass, then adds it to the sum. An embedding that is tied
-to the head is used twice, and each gradient is as large as the weight. Inside `in_place` each use adds to the sum directly. With
-`recompute` the sum is not stored either: each use stores a few numbers per token, and rows of the gradient are computed from
-these on demand. This module also defines the exception for a pass that runs out of memory.
+Autograd allocates a full gradient for each use of a weight in a forward pass, and then adds it to the weight's gradient. A weight
+that is both embedding and head has two uses. Inside `in_place`, a use adds to the weight's gradient directly. With `recompute`,
+even this sum is not stored. A use stores only a few numbers per token, and blocks of the gradient are computed when needed.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ class Use(Protocol):
 
 
 class Sums:
-    """The sums of the gradients of `weights` (None: of any weight) over all uses of each weight in an optimiser step.
+    """The gradients of `weights` (None: any weight), summed over all uses of a weight in an optimiser step.
 
-    A sum's tensor is reused in the next optimiser step. If it were freed, smaller tensors would fragment its memory block. With
-    `recompute`, a weight has no such tensor if all its gradients can be recomputed from few stored numbers; see `defers`.
+    The tensor of a sum is reused in the next step. If it were freed, smaller tensors would fragment its memory. With `recompute`,
+    no tensor is allocated for a weight if its gradient can be recomputed from a few stored numbers per token; see `defers`.
     """
 
     def __init__(self, weights: Iterable[Tensor] | None = None, *, recompute: bool = False) -> None:
@@ -60,7 +59,7 @@ class Sums:
     def of(self, weight: Tensor) -> Tensor:
         """Return `weight.grad`, the tensor in which a weight's gradients are summed. If it is None, first set it to zeros.
 
-        The tensor of the previous step is reused for these zeros, if there is one.
+        For the zeros, reuse the tensor of the previous step if there is one.
         """
         if weight.grad is None:
             before = self.tensors.get(weight)
@@ -81,9 +80,10 @@ class Sums:
             self.float32[weight] = gradient.float()
 
     def defers(self, weight: Tensor, use: Use) -> bool:
-        """Store `use` for `blocks` and return True. Return False if `recompute` is off, `.grad` exists, or uses exceed `HELD`.
+        """Store `use`, so that `blocks` can compute its gradient later, and return True.
 
-        After False, the caller must add the gradient of this use to the sum.
+        Return False if `recompute` is off, the weight has a `.grad`, or its stored uses would take too much memory (`HELD`). The
+        caller must then add the use's gradient to the sum.
         """
         held = self.uses.get(weight, [])
         room = HELD * weight.numel() - use.size - sum(u.size for u in held)
@@ -94,15 +94,15 @@ class Sums:
         return False
 
     def finish(self) -> None:
-        """End a step's backward passes. If a weight has a `.grad`, add the gradients of its stored uses to it."""
+        """Call this after a step's last backward pass. If a weight has a `.grad`, add the gradients of its stored uses to it."""
         for weight in [w for w in self.uses if w.grad is not None]:
             self._store(weight)
         self.tensors = {weight: total for weight, total in self.tensors.items() if weight.grad is total}
 
     def blocks(self, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (rows, gradient of these rows) for all rows of a weight, computed from the uses that `defers` stored.
+        """Compute a weight's gradient from the uses that `defers` stored, and yield it block by block as (rows, gradient).
 
-        Each gradient overwrites the previous one in memory. The caller may change rows of the weight after they were yielded.
+        A block's gradient overwrites the previous one in memory. The caller may change the weight's rows that were yielded.
         """
         height = max(1, BLOCK_ELEMENTS // weight[0].numel())
         room = torch.empty_like(weight[:height])
@@ -127,10 +127,10 @@ _SUMS: ContextVar[tuple[Sums, ...]] = ContextVar("sums of gradients that are wri
 
 @contextlib.contextmanager
 def in_place(*sums: Sums) -> Iterator[None]:
-    """Inside this context, let `sums` rather than autograd add up the gradients of vocabulary-sized weights.
+    """Inside this context, sum the gradients of vocabulary-sized weights in `sums`, not in autograd.
 
-    Each object in `sums` adds up the gradients of its weights, usually those of one optimizer. If none is given, a new `Sums`
-    is used for all weights. `torch.autograd.grad` and hooks on parameters do not receive these gradients.
+    Usually there is one `Sums` for the weights of each optimizer. If none is given, a new `Sums` is used for all weights.
+    `torch.autograd.grad` and hooks on parameters do not receive these gradients.
     """
     token = _SUMS.set(sums or (Sums(),))
     try:
@@ -142,8 +142,8 @@ def in_place(*sums: Sums) -> Iterator[None]:
 def sums_for(weight: Tensor) -> Sums | None:
     """Return the `Sums` for the gradients of `weight`; None if autograd must sum them.
 
-    The result is None outside `in_place`, and for a weight in half precision, whose sum would lose small terms. Call this in the
-    forward pass, because backward passes may run in another thread, where `in_place` is not set.
+    That is so outside `in_place`, and for a half-precision weight, whose sum would lose small terms. Call this function in the
+    forward pass: a backward pass may run in another thread, in which `in_place` has no effect.
     """
     return _sums_of(weight) if weight.dtype in (torch.float32, torch.float64) else None
 
@@ -160,7 +160,7 @@ def _sums_of(weight: Tensor) -> Sums | None:
 
 
 class _Rows:
-    """The use of an embedding table in a lookup of the rows `ids` [N]. `dy` [N, E] are the gradients of the looked-up rows."""
+    """The use of an embedding table that looks up the rows `ids` [N]. `dy` [N, E] is the gradient of the result."""
 
     def __init__(self, ids: Tensor, dy: Tensor) -> None:
         self.ids, self.dy = ids, dy
@@ -208,10 +208,10 @@ def embedding(table: Tensor, ids: Tensor, padding: int | None, sums: Sums) -> Te
 
 
 class PassOutOfMemoryError(MemoryError):
-    """Raised by all processes if a forward or backward pass of one of them runs out of memory. No weight has changed."""
+    """Raised by all processes if one of them runs out of memory in a forward or backward pass. No weight has changed."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True for an out-of-memory error, including those that are a plain `RuntimeError`."""
+    """Return True for an out-of-memory error, even if its class is only `RuntimeError`."""
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return known or (isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY))

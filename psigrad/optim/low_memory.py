@@ -1,4 +1,4 @@
-"""Rounding to bfloat16, and AdamW with less memory: 8-bit moments, and a 16-bit remainder or nothing instead of a master."""
+"""Rounding to bfloat16, and AdamW with less memory: 8-bit moments, and no float32 master (a 16-bit remainder, or nothing)."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _EMBEDDING = re.compile(r"embed|wte|wpe", re.IGNORECASE)
 
 @functools.cache
 def levels(signed: bool) -> Tensor:
-    """Return the 256 levels of an 8-bit moment. A moment is divided by the largest |moment| of its block before it is rounded.
+    """Return the 256 values (levels) to which an 8-bit moment is rounded, after division by its block's largest |moment|.
 
-    The levels are 0, 1 and, for i = 0 … 6, the midpoints of n equal parts of [0.1, 1] · 10⁻ⁱ. If `signed` (first moment), n is
-    2^(6 − i), and the negative midpoints are levels too. Otherwise (second moment), n is 2^(7 − i). This is dynamic tree
-    quantisation (Dettmers et al. 2022, arXiv:2110.02861) as in bitsandbytes.
+    0 and 1 are levels. The others are, for i = 0 … 6, the midpoints of n equal parts of [0.1, 1] · 10⁻ⁱ. For the first moment
+    (`signed`), n is 2^(6 − i), and the negative midpoints are levels too. For the second moment, n is 2^(7 − i). This is dynamic
+    tree quantisation (Dettmers et al. 2022, arXiv:2110.02861) as in bitsandbytes.
     """
     found = [0.0, 1.0]
     for i in range(7):
@@ -46,9 +46,9 @@ def levels(signed: bool) -> Tensor:
 
 @functools.cache
 def middles(signed: bool) -> Tensor:
-    """Return for each of `levels(signed)` the largest number that is rounded to it: the midpoint to the next level, or ∞.
+    """Return, for each level, the largest number that is rounded to it: the midpoint to the next level (the last one: ∞).
 
-    Unlike in bitsandbytes, no second moment above 0 is rounded to 0, as the next step, divided by √0 + ε, would be far too large.
+    Unlike in bitsandbytes, a second moment above 0 is never rounded to 0: the next step, divided by √0 + ε, would be too large.
     """
     own = levels(signed)
     found = torch.cat([(own[1:] + own[:-1]) / 2, torch.tensor([math.inf])])
@@ -59,7 +59,7 @@ def middles(signed: bool) -> Tensor:
 def encode(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Quantise numbers [blocks, 256] to (codes [blocks, 256] uint8, scales [blocks]).
 
-    A block's scale is its largest absolute number. A code is the index in `levels(signed)` of number / scale, rounded to a level.
+    A block's scale is its largest absolute number. A number's code is the index of the level to which number / scale is rounded.
     """
     scales = x.abs().amax(1)
     shares = (x / scales[:, None]).nan_to_num_(0.0)
@@ -67,12 +67,12 @@ def encode(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """Return the numbers [blocks, 256] that `encode(…, signed)` quantised to these codes and scales: level times scale."""
+    """Return level times scale for each code: approximately the numbers [blocks, 256] that `encode(…, signed)` quantised."""
     return levels(signed).to(codes.device)[codes.int()] * scales[:, None]
 
 
 def round_stochastically(x: Tensor, seed: int, first: int = 0) -> Tensor:
-    """Round x [n] to bfloat16, each number at random to one of its two neighbours, so that the expected value is x.
+    """Round each number of x [n] to one of its two bfloat16 neighbours, at random, so that the expected value is x.
 
     The random number for x[i] depends only on `seed` and `first` + i, its index in the parameter.
     """
@@ -83,15 +83,15 @@ def round_stochastically(x: Tensor, seed: int, first: int = 0) -> Tensor:
 
 
 def dither(x: Tensor, first: int = 0) -> Tensor:
-    """Round x [n] to bfloat16, each number to one of its two neighbours by a threshold that depends only on its index.
+    """Round each number of x [n] to one of its two bfloat16 neighbours, by a threshold that depends only on its index.
 
-    `first` is the index of x[0] in the parameter, of which x may be a part.
+    x may be a part of a parameter. `first` is the index of x[0] in the parameter.
     Formula: |x_i| = a + f·(b − a), with neighbours a ≤ |x_i| < b, becomes b if f + u_i ≥ 1, else a. The threshold u_i is the
              fractional part, to 16 bits, of φ·(`first` + i), with φ = 0.618….
 
-    Neighbouring thresholds are spread evenly over [0, 1). If many masters move by 1 % of b − a, 1 % of the weights change, so
-    together they move as far as the masters. Rounded to nearest, a weight would change only after its master has moved by half
-    of b − a, which takes many steps of fine-tuning. Unlike random numbers, thresholds add no noise from step to step.
+    The thresholds of adjacent numbers are spread evenly over [0, 1). So if many masters move by 1 % of b − a, 1 % of their
+    weights move by b − a, and the mean movement is the same. With rounding to nearest, a weight would change only after its
+    master has moved by half of b − a, which takes many steps of fine-tuning. Unlike random numbers, thresholds add no noise.
     """
     return _round_up_from(_thresholds(first, x), x)
 
@@ -135,8 +135,8 @@ def _first_thresholds(device: torch.device) -> Tensor:
 def copy_masters(weights: Sequence[tuple[Tensor, Tensor, int]]) -> None:
     """Copy float32 masters to their weights. `weights` has (weight, master, index of its first element in the unsharded weight).
 
-    A bfloat16 weight is rounded by `dither`, if possible in C++. In torch, small weights are rounded together, and large ones in
-    chunks. A float16 weight is rounded to the nearest number.
+    A bfloat16 weight is rounded as by `dither`, in a C++ kernel if there is one. In torch, small weights are rounded together,
+    and large weights in chunks. A float16 weight is rounded to the nearest number.
     """
     small = []
     for weight, master, first in weights:
@@ -160,14 +160,14 @@ def copy_masters(weights: Sequence[tuple[Tensor, Tensor, int]]) -> None:
 def has_remainder(p: Tensor) -> bool:
     """Return True if the float32 master of `p` is stored as the bfloat16 weight plus a 16-bit remainder.
 
-    This is so for large bfloat16 weights on a GPU. Weight, gradient and optimiser state then take 14 bytes a parameter; with a
-    master they take 20. If the gradients of several passes are summed in float32, these numbers are 16 and 18.
+    That is so for large bfloat16 weights on a GPU. Weight, gradient and optimiser state then take 14 bytes per parameter instead
+    of 20 with a master. In a step that sums the gradients of several passes in float32, they take 16 bytes instead of 18.
     """
     return p.dtype == torch.bfloat16 and p.device.type != "cpu" and p.numel() >= SPLIT
 
 
 def has_codes(name: str, p: Tensor) -> bool:
-    """Return True if a parameter gets 8-bit moments: if it has at least 4,096 elements and is not an embedding."""
+    """Return True if a parameter has at least 4,096 elements and is not an embedding: it can then have 8-bit moments."""
     return p.numel() >= _LEAST and not _EMBEDDING.search(name)
 
 
@@ -175,11 +175,10 @@ def has_codes(name: str, p: Tensor) -> bool:
 class LowMemoryAdamW:
     """AdamW with 8-bit moments, without float32 masters, or both.
 
-    With `eight_bits` the moments are codes in blocks of 256 numbers. Embeddings have float32 moments, as in transformers, because
-    their rows learn at very different rates. With `remainders` a float32 master is stored as the bfloat16 weight and a remainder
-    (`split`). A bfloat16 weight without a master or remainder is rounded up or down at random after its step. Steps smaller than
-    1/256 of the weight are then right on average (Zamirai et al. 2020, arXiv:2010.06192). The random numbers depend on `seed`,
-    the weight's name and the step.
+    With `eight_bits`, moments are codes in blocks of 256 numbers. Embeddings have float32 moments, as in transformers, because
+    their rows learn at very different rates. With `remainders`, a float32 master is stored as the bfloat16 weight and a remainder
+    (`split`). A bfloat16 weight with neither is rounded up or down at random after each step, so that steps below 1/256 of the
+    weight are right on average (Zamirai et al. 2020, arXiv:2010.06192). The random numbers depend on `seed`, name and step.
     """
 
     betas: tuple[float, float]
@@ -190,7 +189,7 @@ class LowMemoryAdamW:
 
     @property
     def by_rows(self) -> bool:
-        """True if blocks of rows can be updated separately, which 8-bit moments and stochastic rounding prevent."""
+        """True if blocks of rows can be updated separately. 8-bit moments and stochastic rounding need the whole weight."""
         return self.remainders and not self.eight_bits
 
     def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
@@ -203,7 +202,7 @@ class LowMemoryAdamW:
         return {**state, "remainder": torch.zeros(p.shape, dtype=torch.int16, device=p.device)} if self.remainders else state
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Take a step on each parameter, with the C++ kernel if it supports the parameter, otherwise in PyTorch."""
+        """Update each parameter, with the C++ kernel if it supports the parameter, otherwise with `_step_by_torch`."""
         weights = [self._weight(u) for u in updates]
         native = [w for w in weights if _has_kernel(w)]
         if native:
@@ -231,9 +230,9 @@ class LowMemoryAdamW:
         )
 
     def _step_by_torch(self, w: AdamWWeight, remainder: Tensor | None, step: StepSize) -> None:
-        """Update one weight in PyTorch, a chunk at a time, or by the Triton kernel if that supports the weight.
+        """Update a weight without a C++ kernel: with the Triton kernel if it supports the weight, otherwise in torch, by chunks.
 
-        With a `remainder`, update the weight's float32 master (see `join`). This is for weights without a CPU kernel (`step`).
+        With a `remainder`, first `join` weight and remainder to the float32 master, and `split` the updated master again.
         """
         triton = gpu_kernels(w.weight) if remainder is not None and w.scales is None and w.weight.is_contiguous() else None
         if triton is not None:
@@ -265,7 +264,7 @@ class LowMemoryAdamW:
     ) -> Tensor:
         """Return `x`, a chunk of the weight `w`, after an AdamW step with its gradient `g`.
 
-        `stored` has the chunk's two moments: their codes if `scales` has tensors, else float32. Overwrite `stored` and `scales`.
+        `stored` has the chunk's two moments, as codes if `scales` has tensors, else in float32. Both lists are updated in place.
         """
         beta1, beta2 = self.betas
         moments = [m if s is None else decode(_blocks(m), s, i == 0).view(-1)[: len(x)]
@@ -303,9 +302,9 @@ def _has_kernel(w: AdamWWeight) -> bool:
 
 @functools.cache
 def _tables() -> tuple[Tensor, ...]:
-    """Return six lookup tables for the kernels, three for the signed first moment, then three for the unsigned second moment.
+    """Return six lookup tables for the kernels: three for the signed first moment, then three for the unsigned second moment.
 
-    The three are the `levels`, the `middles`, and for each cell (an interval) the lowest level to which its numbers are rounded.
+    They are the `levels`, the `middles`, and, for each cell (an interval), the lowest level to which its numbers are rounded.
     """
     # A cell is the interval of floats with the same upper 16 bits, from 2^-24 to 1. There is no middle below 2^-24.
     edges = ((torch.arange((24 << 7) + 2) + (103 << 7)) << 16).to(torch.int32).view(torch.float32)

@@ -1,8 +1,8 @@
-"""The optimiser step: sum the gradients of all micro-batches, check and clip their norm, and update weights by a rule.
+"""The optimiser step: sum the gradients of all micro-batches, check and clip their norm, and apply an update rule to the weights.
 
-Rules are in `rules.py`, `low_memory.py` and `flat_rules.py`. A half-precision weight has a float32 copy, its master, which the
-rule updates. Without a master, a bfloat16 weight would lose any update smaller than 1/256 of itself, which is most updates at
-the learning rates of fine-tuning.
+Rules are in `rules.py`, `low_memory.py` and `flat_rules.py`. For a half-precision weight, the rule updates a float32 copy, the
+master. Without it, a bfloat16 weight would lose all updates below 1/256 of its value. At the learning rates of fine-tuning, most
+updates are smaller than that.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ class Weight:
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradient that the next step applies: the master's if it has one, otherwise that of `local`."""
+        """The gradient that the next step applies: `master.grad`, or `local.grad` if that is None."""
         return self.local.grad if self.master.grad is None else self.master.grad
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint stores: the rule's state by name, and a float32 master, if any, as "master"."""
+        """Return the tensors that a checkpoint stores: the rule's state by name, and as "master" the float32 master, if any."""
         return self.state if self.no_master or not self.is_half else {**self.state, "master": self.master.detach()}
 
     def update(self, gradient: Tensor, weight_decay: float) -> Update:
@@ -92,7 +92,7 @@ class Weight:
         return Update(self.name, weight, gradient, self.state, decay, stored, self.first)
 
     def move_gradient(self) -> None:
-        """Add the parameter's gradient to the master's in float32, and remove it from the parameter."""
+        """Add the parameter's gradient to the master's gradient in float32, and remove it from the parameter."""
         if self.parameter.grad is None:
             return
         own, self.parameter.grad = local_of(self.parameter.grad), None
@@ -106,8 +106,8 @@ class Optimizer:
     """The optimiser of named parameters. Its update rule is `rule`, or by default the one that the setting `optimizer` names.
 
     Only matrices have weight decay. `seed` is for stochastic rounding. With `recompute`, the gradient of a large LM head is not
-    stored, but computed twice, block by block: for the norm and the update. Gradients are summed over the processes of `world`.
-    `reduces(on)` switches FSDP's summation over shards on or off, so that it runs only in the last pass of a step.
+    stored. It is computed twice, block by block: for the norm and for the update. Gradients are summed over the processes of
+    `world`. `reduces(on)` switches FSDP's gradient reduction on or off, so that it runs only in a step's last pass.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Optimizer:
         self._sharded = [w for w in self.weights.values() if w.local is not w.parameter]
         if self._sharded and not rows:
             what = "bf16_stochastic_round" if optim.bf16_stochastic_round else f"optimizer {optim.optimizer}"
-            raise UserError(f"{what} needs whole matrices, and strategy=fsdp shards them. Use strategy=ddp.")
+            raise UserError(f"{what} needs whole matrices, but strategy=fsdp shards them. Use strategy=ddp.")
         self.sums = Sums(self.parameters.values(), recompute=recompute and world.size == 1 and rows)
         rules = dict.fromkeys(w.rule for w in self.weights.values())
         self._by_rule = [(each, [w for w in self.weights.values() if w.rule == each]) for each in rules]
@@ -183,7 +183,10 @@ class Optimizer:
             w.buffer = None
 
     def finish_backward(self) -> None:
-        """Finish a step's gradient sums. If a weight's master has part of its sum, add the part on the weight to it."""
+        """Finish the gradient sums after a step's last backward pass.
+
+        If a weight's master has a gradient, add the weight's remaining gradient to it. Otherwise leave it on the weight.
+        """
         self.sums.finish()
         for w in self._half:
             if w.parameter in self.sums.float32:
@@ -194,13 +197,13 @@ class Optimizer:
 
     @property
     def unsharded(self) -> list[nn.Parameter]:
-        """The masters of the weights that are not sharded, whose gradients must be summed over processes."""
+        """The masters of the weights that are not sharded. Their gradients must be summed over processes."""
         return [w.master for w in self.weights.values() if w.local is w.parameter]
 
     def norm(self, read: Read = to_list) -> float:
-        """Return the norm of the gradient, copied to the CPU by `read`. First move each gradient to where the update reads it.
+        """Return the norm of the gradient; `read` copies it to the CPU. First put each gradient where the update reads it.
 
-        An update rule reads the master's gradient. Kernels that update a half-precision weight read the weight's own gradient.
+        An update rule reads the master's gradient. Kernels for half-precision weights read the weight's own gradient.
         """
         for w in self._sharded:
             w.local.grad = None if w.parameter.grad is None else local_of(w.parameter.grad)
@@ -229,7 +232,7 @@ class Optimizer:
 
     @torch.no_grad()
     def apply(self, norm: float, lr: float) -> None:
-        """Update the weights with the learning rate `lr`. The gradient, whose norm is `norm`, is clipped to `max_grad_norm`."""
+        """Update the weights with the learning rate `lr`. Clip the gradient, which has the norm `norm`, to `max_grad_norm`."""
         self.updates += 1
         step, decay = StepSize(lr, norm, self.optim.max_grad_norm), self.optim.weight_decay
         changed: list[Tensor] = []
@@ -256,7 +259,7 @@ class Optimizer:
         w.state["step"] += 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the float32 masters and the states of the parameters' update rules, sharded if the weights are.
+        """Return the float32 masters and the state of each parameter's update rule. They are sharded if the weights are.
 
         The names are "<kind>.<parameter>", such as "exp_avg.<parameter>" or "master.<parameter>".
         """
@@ -265,7 +268,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a state from `tensors`, the result of `state_dict`. The state of a parameter that `tensors` lacks becomes 0.
+        """Restore a state from `tensors`, the result of `state_dict`. If a parameter is missing there, set its state to 0.
 
         Raises `UserError`, and changes nothing, if `tensors` has the state of another rule, or other parameters or shapes.
         """
@@ -282,7 +285,7 @@ class Optimizer:
         for key in tensors:
             name = key.partition(".")[2]
             if name not in self.weights:
-                raise UserError(f"The checkpoint trains {name!r}, this run does not; resume with the checkpoint's settings.")
+                raise UserError(f"The checkpoint trains {name!r}, but this run does not; resume with the checkpoint's settings.")
             if key not in own.keys() | masters:
                 raise UserError(f"{key!r} was saved by another optimizer; set optimizer back to what the run was started with.")
         for key, value in tensors.items():
@@ -300,11 +303,11 @@ class Optimizer:
 
 
 def check_gradients(nonfinite: int, step: int) -> None:
-    """Raise `NonFiniteError` if `nonfinite`, the number of steps in a row without a finite gradient, reaches `MAX_NONFINITE`."""
+    """Raise `NonFiniteError` if `nonfinite`, the number of consecutive steps without a finite gradient, is `MAX_NONFINITE`."""
     if nonfinite >= MAX_NONFINITE:
         raise NonFiniteError(
-            f"The gradient was not finite for {nonfinite} steps in a row, up to step {step}. No such step was applied, and the "
-            "last checkpoint is sound. Lower learning_rate, or look at the rewards and the inputs of these steps."
+            f"The gradient was not finite for {nonfinite} steps in a row, up to step {step}. These steps changed no weight, and "
+            "the last checkpoint can be used. Lower learning_rate, or check the rewards and the inputs of these steps."
         )
 
 
@@ -312,8 +315,8 @@ def check_weights(weights: Mapping[str, Tensor], step: int) -> None:
     """Raise `NonFiniteError` if a weight is not finite. Call it before saving, so that no checkpoint has such a weight."""
     if bad := [name for name, x in weights.items() if x.numel() and not _is_finite(x)]:
         raise NonFiniteError(
-            f"The weights are not finite after step {step} ({', '.join(bad[:3])}), so they were not saved. The last checkpoint "
-            "is sound. Lower learning_rate."
+            f"The weights are not finite after step {step} ({', '.join(bad[:3])}), so they were not saved. Lower learning_rate "
+            "and resume from the last checkpoint."
         )
 
 
@@ -340,7 +343,7 @@ def _weight(name: str, parameter: nn.Parameter, optim: Optim, rule: UpdateRule |
 
 
 def _rule(name: str, p: Tensor, optim: Optim, stochastic: bool, remainder: bool, seed: int) -> UpdateRule:
-    """Return the rule of `optim` for the parameter `name` with master `p`. `stochastic`, `remainder`: see `LowMemoryAdamW`."""
+    """Return the update rule for a parameter. `p` is its master. For `stochastic` and `remainder` see `LowMemoryAdamW`."""
     betas, eight_bits = (optim.adam_beta1, optim.adam_beta2), optim.optimizer == "adamw_8bit"
     if optim.optimizer == "adafactor":
         return Adafactor()
@@ -361,10 +364,7 @@ def _total_norm(gradients: list[Tensor]) -> Tensor:
 
 
 def _reduce_last(losses: Losses, reduces: Callable[[bool], None]) -> Iterator[Callable[[], Tensor]]:
-    """Yield the losses. Before the last one, `reduces(True)` switches on FSDP's summation of gradients over the shards.
-
-    Before every other loss `reduces(False)` switches it off, so that the gradients are summed only once.
-    """
+    """Yield the losses. Switch FSDP's gradient reduction on (`reduces`) only for the last one, so that it runs once per step."""
     held: Callable[[], Tensor] | None = None
     for loss in losses:
         reduces(False)
@@ -379,8 +379,8 @@ def _reduce_last(losses: Losses, reduces: Callable[[bool], None]) -> Iterator[Ca
 def add_up(optimizers: Sequence[Optimizer], losses: Losses) -> None:
     """Compute the gradient of the sum of the losses (one function per micro-batch) for all parameters of the optimisers.
 
-    Previous gradients are dropped. If a process runs out of memory, raise `PassOutOfMemoryError` on all processes. With sharded
-    weights the process raises the original error instead: it cannot inform the others, which wait for it in the same pass.
+    Previous gradients are dropped. If a process runs out of memory, all processes raise `PassOutOfMemoryError`. With sharded
+    weights, only this process raises an error, the original one: the others wait inside the same pass and cannot be informed.
     """
     failed: Exception | None = None
     world = optimizers[0].world

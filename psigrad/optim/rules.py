@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class StepSize(NamedTuple):
-    """The learning rate `lr` of a step, the gradient's `norm`, and `max_norm`, to which the norm is clipped (0: no clipping)."""
+    """The learning rate `lr` of a step, the gradient's `norm`, and the limit `max_norm` for clipping it (0: no clipping)."""
 
     lr: float
     norm: float = 0.0
@@ -35,7 +35,7 @@ class StepSize(NamedTuple):
 
     @property
     def divisor(self) -> float:
-        """The number by which clipping divides gradients; 1 if the norm is not above the limit."""
+        """The number by which clipping divides gradients; 1 if the norm is within the limit."""
         return self.norm / self.max_norm if 0 < self.max_norm < self.norm else 1.0
 
 
@@ -77,10 +77,10 @@ def adamw_kernels(dtype: torch.dtype, device: str) -> OptimizerKernels | None:
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), by the function that `torch.optim.AdamW(fused=True)` calls.
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101). It calls the function that `torch.optim.AdamW(fused=True)` calls.
 
-    The class `torch.optim.AdamW` is not used. It imports the compiler before its first step, which takes a second and 60 MB. It
-    also allocates the moments only in that step. This fragments the heap, which takes 10 % more memory with a large vocabulary.
+    The class itself is not used for two reasons. Its first step imports torch's compiler, which takes a second and 60 MB. It also
+    allocates the moments only in that step. This fragments the heap: with a large vocabulary, it takes 10 % more memory.
     """
 
     betas: tuple[float, float]
@@ -94,9 +94,9 @@ class AdamW:
         return {"step": torch.zeros((), device=p.device), **moments}
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Update all parameters, with kernels if there are any and the gradient is in half precision, otherwise in PyTorch.
+        """Update all parameters. If the gradient is in half precision and there are kernels, use them; otherwise use PyTorch.
 
-        The kernels and torch clip gradients while reading them. A separate pass over memory would take a third of a step's time.
+        Both clip gradients while they read them. A separate pass over memory would take a third of a step's time.
         """
         half = [u for u in updates if u.stored is not None and u.gradient.dtype == u.stored.dtype]
         plain = [u for u in updates if u.stored is None or u.gradient.dtype != u.stored.dtype]
@@ -144,13 +144,13 @@ MOMENTUM = 0.95
 
 
 def is_hidden_matrix(name: str, p: Tensor) -> bool:
-    """Return True if Muon updates the parameter: any matrix, also of a LoRA adapter, except an embedding or a head."""
+    """Return True if Muon updates the parameter: any matrix, also of a LoRA adapter, but no embedding and no head."""
     return p.dim() == 2 and not _NOT_HIDDEN.search(name)
 
 
 @dataclass(frozen=True)
 class Muon:
-    """Muon on hidden matrices, by the function that `torch.optim.Muon` calls (Jordan 2024; Liu et al. 2025, arXiv:2502.16982).
+    """Muon for hidden matrices (Jordan 2024; Liu et al. 2025, arXiv:2502.16982). It calls the function of `torch.optim.Muon`.
 
     Formula: B ← μB + g;  W ← W − lr·λ·W − 0.2·lr·√max(n, m) · NS(g + μB), for a matrix W [n, m] with gradient g, momentum B,
     weight decay λ and μ = 0.95. The Newton–Schulz iteration NS makes all singular values about 1. The factor 0.2·√max(n, m) makes
@@ -185,9 +185,9 @@ class Muon:
 
 @dataclass(frozen=True)
 class Adafactor:
-    """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235) with the run's learning rate in place of the paper's schedule, bit for
-    bit as in transformers' `Trainer`. For a matrix it stores only R and C, mean squares of the gradient's rows and columns.
+    """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235) with the run's learning rate, bitwise as in transformers' `Trainer`.
 
+    For a matrix it stores only R and C, the mean squares of the gradient's rows and columns.
     Formula: R ← β·R + (1 − β)·mean_cols(g² + 10⁻³⁰),  C likewise by mean_rows, β = 1 − t^−0.8;  u = g / √(R·Cᵀ / mean(R));
              θ ← θ − lr·λ·θ − lr · u / max(1, rms(u)), in step t with gradient g and weight decay λ
     """
@@ -229,8 +229,8 @@ class Adafactor:
 def learning_rate(optim: Optim, step: int, total: int) -> float:
     """Return the learning rate of step `step` (from 0) of `total`: linear warm-up, then the decay of `lr_scheduler_type`.
 
-    The rates are those of transformers' schedule with `total` + 1 steps, of which `warmup_steps` + 1 are warm-up. The first step
-    of that schedule, whose rate is 0, is skipped.
+    The rates are those of transformers' schedule with `total` + 1 steps, of which `warmup_steps` + 1 are warm-up. The first of
+    these steps is skipped, because its rate is 0.
     """
     if step < optim.warmup_steps and optim.lr_scheduler_type not in _OWN_WARM_UP:
         return optim.learning_rate * (step + 1) / (optim.warmup_steps + 1)
@@ -245,7 +245,7 @@ DECAYS = ("linear", "cosine", "constant")
 
 
 def decayed(peak: float, kind: str, progress: float) -> float:
-    """Return the learning rate after a share `progress` of a decay that starts at `peak`. `kind` is one of `DECAYS`."""
+    """Return a decayed learning rate. `progress` is 0 at the start, where the rate is `peak`, and 1 at the end of the decay."""
     match kind:
         case "linear":
             return peak * max(0.0, 1 - progress)
@@ -285,6 +285,7 @@ def check_schedule(optim: Optim) -> None:
     """Raise `UserError` if the schedule `lr_scheduler_type` does not accept `lr_scheduler_kwargs`."""
     if optim.lr_scheduler_type in DECAYS and optim.lr_scheduler_kwargs:
         raise UserError(
-            f"lr_scheduler_type {optim.lr_scheduler_type} takes no lr_scheduler_kwargs; cosine_with_min_lr takes some."
+            f"lr_scheduler_type {optim.lr_scheduler_type} takes no lr_scheduler_kwargs; remove them, or use another schedule, "
+            "such as cosine_with_min_lr."
         )
     learning_rate(optim, optim.warmup_steps, optim.warmup_steps + 100)

@@ -1,1 +1,1 @@
-"""Sampling and scoring: trajectories, their collectors and scorers, and the samplers behind one protocol."""
+"""Sampling and scoring: the types of trajectories, collectors that sample them, scorers, and samplers."""

@@ -1,7 +1,7 @@
 """Collectors, which sample trajectories for prompts, and `ScoredRollout`, which scores trajectories while others are sampled.
 
-`Completions` collects single completions. The collectors of episodes, agents' sessions and recorded completions are in other
-packages. `rollout_row` turns a trajectory into a line of rollouts.jsonl.
+`Completions` is the collector of single completions. The other collectors (episodes, agents' sessions, recorded completions) are
+in other packages. `rollout_row` turns a trajectory into a line of rollouts.jsonl.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ToSamples = Callable[[Sequence[Trajectory]], Samples]
 class GroupRequest:
     """A request for `num_generations` trajectories of each prompt. Trajectory k of prompt i has the seed `seed_of(i, k)`.
 
-    `version` is the number of training steps that the model's weights have taken.
+    `version` is the number of training steps so far.
     """
 
     num_generations: int
@@ -43,7 +43,7 @@ class GroupRequest:
 
 
 class TrajectoryCollector(Protocol):
-    """A source of trajectories for prompts: single completions, episodes, or sessions of agents. It does not call the scorer."""
+    """A source of trajectories for prompts: single completions, episodes, or sessions of agents. They are not scored yet."""
 
     @property
     def sampler(self) -> Sampler:
@@ -56,7 +56,7 @@ class TrajectoryCollector(Protocol):
     def collect(
         self, prompts: Sequence[Prompt], params: SamplingParams, asked: GroupRequest, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Trajectory]]]]:
-        """Sample the trajectories that `asked` requests. Yield lists of (prompt's index, its group) as groups are completed.
+        """Sample the trajectories that `asked` describes. Yield lists of (index of a prompt, its group) as groups are completed.
 
         A sampler may store activations in `cache` for the trainer.
         """
@@ -77,7 +77,7 @@ class Completions:
     def collect(
         self, prompts: Sequence[Prompt], params: SamplingParams, asked: GroupRequest, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Trajectory]]]]:
-        """Sample the completions that `asked` requests; see `TrajectoryCollector`."""
+        """Sample the completions that `asked` describes; see `TrajectoryCollector`."""
         numbers = range(asked.num_generations)
         requests = [Request(p.ids, tuple(asked.seed_of(i, k) for k in numbers)) for i, p in enumerate(prompts)]
         for completed in self.sampler.steps(requests, params, cache):
@@ -98,10 +98,10 @@ class Completions:
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """A function that samples and scores trajectories of prompts, jointly in all processes of a world.
+    """A function that samples and scores trajectories for prompts. All processes of `world` share the work.
 
-    A group goes to the scorer when its last completion ends, while other groups are still being sampled. Without a scorer, the
-    rewards are those of the environment.
+    A group is sent to the scorer when its last completion ends, while other groups are still being sampled. Without a scorer, all
+    rewards are from the environment.
     """
 
     collector: TrajectoryCollector
@@ -122,9 +122,9 @@ class ScoredRollout:
         clock: Clock | None = None,
         cache: ActivationCache | None = None,
     ) -> list[Trajectory]:
-        """Return `num_generations` scored trajectories for each prompt, or in a game for each prompt and player (seat), in order.
+        """Return `num_generations` scored trajectories for each prompt, in order. In a game, each seat (player) has that many.
 
-        `clock` measures sampling as "time/sample", and the wait for rewards after sampling as "time/score". For the other
+        `clock` measures the time of sampling ("time/sample") and the remaining wait for rewards ("time/score"). For the other
         arguments see `GroupRequest` and `TrajectoryCollector.collect`.
         """
         clock, world, central = clock or Clock(), self.world, self.collector.sampler.central
@@ -166,7 +166,7 @@ class ScoredRollout:
 class PendingRewards:
     """Trajectories that wait for their rewards.
 
-    Rewards from the environment are added to those from the scorer. Without a scorer, only the environment gives rewards.
+    A reward is the sum of the scorer's and the environment's rewards. Without a scorer, only the environment gives rewards.
     """
 
     def __init__(self, scorer: Scorer | None, to_samples: ToSamples) -> None:
@@ -174,7 +174,7 @@ class PendingRewards:
         self._places: dict[int, int] = {}
 
     def add_all(self, trajectories: Sequence[Trajectory]) -> None:
-        """Add all trajectories, group by group. Each trajectory with `k` = 0 starts a group, even for the same dataset row."""
+        """Add all trajectories, group by group. A group starts at each trajectory with `k` = 0, even if the row is the same."""
         starts = [i for i, t in enumerate(trajectories) if t.k == 0 or i == 0]
         for start, end in itertools.pairwise([*starts, len(trajectories)]):
             self.add(trajectories[start:end])
@@ -191,13 +191,13 @@ class PendingRewards:
             self._scoring.poll()
 
     def assign_to(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Wait for the scores, and return the trajectories with their rewards. `add` must have received each of them before."""
+        """Wait for the scores, and return the trajectories with their rewards. All of them must have been passed to `add`."""
         results: Sequence[Result] = [Scored(0.0)] * len(trajectories) if self._scoring is None else self._scoring.results()
         return [add_reward(t, results[self._places[id(t)]]) for t in trajectories]
 
 
 def add_reward(trajectory: Trajectory, result: Result) -> Trajectory:
-    """Return the trajectory with its reward (scorer's value plus step rewards), unscored if its player or the scorer failed."""
+    """Set the reward: the scorer's value plus step rewards. The result is unscored if environment, agent or scorer failed."""
     if trajectory.reason:  # the environment or the agent failed
         return replace(trajectory, status="unscored")
     if isinstance(result, Unscored):
@@ -259,7 +259,7 @@ def rollout_row(
 
 
 def log_probs_of(completion: Completion) -> dict[str, list[float]]:
-    """Return a completion's log-probs for rollouts.jsonl: `logprobs`, and `sampling_logprobs` if they differ (as with top-k)."""
+    """Return a completion's log-probs for rollouts.jsonl: `logprobs`, and also `sampling_logprobs` if they differ (top-k, …)."""
     same = completion.logprobs == completion.sampling_logprobs
     sampling = {} if same else {"sampling_logprobs": round_all(completion.sampling_logprobs)}
     return {"logprobs": round_all(completion.logprobs), **sampling}

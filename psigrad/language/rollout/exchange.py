@@ -1,8 +1,8 @@
 """The exchange of a step's trajectories between the processes that train together.
 
-Every process receives the values that a step computes over all trajectories: rewards, lengths, masks, log-probs (`drop_tokens`).
-Tokens go only to the processes that run a model on them (`fetch_tokens`). Rows of rollouts.jsonl go to rank 0, which writes them
-(`gather_rows`). Messages are arrays in safetensors format, and JSON for the remaining fields.
+Every process receives the rewards, lengths, masks and log-probs of all trajectories (`drop_tokens`). Tokens are sent only to the
+processes that run a model on them (`fetch_tokens`). Rows of rollouts.jsonl are sent to rank 0, which writes them (`gather_rows`).
+A message has arrays in safetensors format, and all other fields as JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from psigrad.processes.parallel.world import World
 
 
 class RemoteTokens(Sequence[int]):
-    """A placeholder for token ids that another process has. It equals a tuple or placeholder with the same length and hash."""
+    """A placeholder for token ids that another process has. It equals any tuple or placeholder with the same length and hash."""
 
     def __init__(self, length: int, key: int) -> None:
         self.length, self.key = length, key
@@ -41,9 +41,9 @@ class RemoteTokens(Sequence[int]):
 
 
 def drop_tokens(trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory without its tokens and texts. Processes receive one another's trajectories in this form.
+    """Return the trajectory without its tokens and texts. Other processes receive it in this form.
 
-    The first 7 characters of a tool's answer remain, since metrics count the answers that begin with "error: ".
+    The first 7 characters of each tool's answer remain, because metrics count the answers that begin with "error: ".
     """
 
     def remote(ids: Sequence[int]) -> Any:
@@ -63,7 +63,7 @@ def drop_tokens(trajectory: Trajectory) -> Trajectory:
 
 
 def keep_tokens(trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory with the tokens and prompts that a model reads, without log-probs, texts and masks."""
+    """Return the trajectory with only what a model's input needs: its tokens and prompts, no log-probs, texts or masks."""
     completion = replace(trajectory.completion, logprobs=(), sampling_logprobs=())
     return replace(trajectory, completion=completion, text="", parts={}, mask=(), messages=(), policy_turns=(), step_rewards=())
 
@@ -72,7 +72,7 @@ _KINDS = {"ids": np.int64, "prompts": np.int64, "numbers": np.float64, "mask": n
 
 
 def pack(rows: Sequence[Trajectory]) -> bytes:
-    """Serialise trajectories as arrays. Each prompt is stored once, however many trajectories continue it."""
+    """Serialise trajectories as arrays. A prompt is stored once, even if several trajectories continue it."""
     arrays: dict[str, list[Any]] = {name: [np.empty(0, kind)] for name, kind in _KINDS.items()}
     prompts: dict[Any, int] = {}
 
@@ -106,7 +106,7 @@ def pack(rows: Sequence[Trajectory]) -> bytes:
 
 
 def unpack(data: bytes) -> list[Trajectory]:
-    """Return the trajectories that `pack` serialised. For those without tokens, log-probs and masks are memoryviews."""
+    """Return the trajectories that `pack` serialised. If a trajectory has no tokens, its log-probs and mask are memoryviews."""
     arrays = safetensors.numpy.load(data)
     held, at = json.loads(arrays["rest"].tobytes().decode("utf-8", "surrogatepass")), dict.fromkeys(arrays, 0)
 
@@ -130,14 +130,14 @@ def unpack(data: bytes) -> list[Trajectory]:
 
 
 def _changed_fields(made: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass whose values differ from their defaults, by name."""
+    """Return {name: value} of the fields of a dataclass instance that differ from their defaults."""
     return {f.name: x for f in fields(made) if (x := getattr(made, f.name)) != f.default}
 
 
 def gather_trajectories(world: World, own: Sequence[Trajectory], *, with_tokens: bool = False) -> list[list[Trajectory]]:
-    """Return lists of the trajectories of all processes, by rank. `own` are the trajectories of this process.
+    """Return one list of trajectories per rank. `own` are the trajectories of this process.
 
-    The trajectories of other processes have neither tokens nor texts (`drop_tokens`), unless `with_tokens` is True.
+    Trajectories from other processes have no tokens and texts (`drop_tokens`), unless `with_tokens` is True.
     """
     made = list(own) if with_tokens else [replace(t, holders=(world.rank,)) for t in own]
     data = pack(made if with_tokens else [drop_tokens(t) for t in made])
@@ -146,7 +146,7 @@ def gather_trajectories(world: World, own: Sequence[Trajectory], *, with_tokens:
 
 
 def broadcast_collected(world: World, collected: Collected) -> Collected:
-    """Send rank 0's `collected`, a step's scored completions, to all ranks and return it. Other ranks get it without tokens."""
+    """Send rank 0's `collected` to all ranks, and return it. On other ranks, its completions have no tokens."""
     place = {id(t): n for n, t in enumerate(collected.trajectories)}
     groups = [[place[id(t)] for t in group] for group in collected.groups]
     groups, cursor, entries = world.broadcast((groups, collected.cursor, collected.entries))
@@ -155,7 +155,7 @@ def broadcast_collected(world: World, collected: Collected) -> Collected:
 
 
 def fetch_tokens(world: World, rows: list[Trajectory], rows_by_rank: Sequence[Sequence[int]]) -> None:
-    """On each rank, fetch the tokens of the rows with the indices `rows_by_rank[rank]` from other ranks, and set them in `rows`.
+    """Fetch missing tokens from other ranks, and set them in `rows`. Rank r needs the rows with the indices `rows_by_rank[r]`.
 
     All ranks must call this function with the same `rows_by_rank`.
     """
@@ -175,7 +175,7 @@ def fetch_tokens(world: World, rows: list[Trajectory], rows_by_rank: Sequence[Se
 
 
 def gather_rows(world: World, rows_by_key: Mapping[int, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Send the rows of all processes to rank 0. Rank 0 returns all rows, sorted by their keys; others return their own rows."""
+    """Send the rows of all ranks to rank 0. Rank 0 returns all rows, sorted by key. Every other rank returns its own rows."""
     data = json.dumps(list(rows_by_key.items())).encode() if world.rank else b""
     each = world.exchange([b"" if rank else data for rank in range(world.size)])
     rows = [*rows_by_key.items(), *(pair for part in each if part for pair in json.loads(part))]

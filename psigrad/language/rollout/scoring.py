@@ -1,4 +1,4 @@
-"""The protocol of scorers, with its inputs (`Samples`) and its results (`Scored`, `Failed`, `Unscored`)."""
+"""The protocol `Scorer`, its input (`Samples`) and its results (`Scored`, `Failed`, `Unscored`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from psigrad.language import images
 WINDOW = 200
 """The number of most recent completions over which `max_unscored` is checked."""
 _ENOUGH = 8
-"""The number of completions after which a reward that has never worked stops a run."""
+"""The number of completions without any reward after which a run stops."""
 NOT_APPLICABLE = "no reward function applies to it"
 """The reason of a completion for which no reward function returned a number."""
 
@@ -33,7 +33,7 @@ class Samples:
     policy_ids: Sequence[Sequence[int]] | None = None
     """The tokens of each completion that the policy wrote; None: all of `completion_ids`."""
     opened_thoughts: Sequence[str] | None = None
-    """The tag (such as <think>) with which each prompt opens a thought at its end, or ""; None: no prompt opens one."""
+    """For each prompt, the tag (such as <think>) at its end that opens a thought, or "". None: no prompt ends with one."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(values) for name, values in self.arguments.items()}
@@ -60,8 +60,7 @@ def concatenate(parts: Sequence[Samples]) -> Samples:
     optional = ("prompt_ids", "policy_turns", "policy_ids", "opened_thoughts")
     kinds = {(*sorted(part.columns), *(name for name in optional if getattr(part, name) is not None)) for part in parts}
     if len(kinds) > 1:
-        raise ValueError(f"These samples have different columns, or only some have {', '.join(optional)}: {sorted(kinds)}.")
-
+        raise ValueError(f"All samples must have the same columns and optional fields ({', '.join(optional)}): {sorted(kinds)}.")
     if not parts:
         return Samples([], [], [])
     names = ("prompts", "completions", "completion_ids", *optional)
@@ -78,7 +77,7 @@ def select(columns: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict
 
 
 class Preparable:
-    """A reward function that is checked before a run, and prepared in its worker before its time limit applies."""
+    """A reward function with `check`, called before a run, and `prepare`, called in its worker before its time limit applies."""
 
     def check(self) -> None:
         """Raise `UserError` if the parameters are invalid."""
@@ -88,11 +87,11 @@ class Preparable:
 
 
 class SelfLimited:
-    """A reward function that enforces its own time limit. Its worker is not killed while it runs."""
+    """A reward function that enforces its own time limit. Its worker process is not killed while the function runs."""
 
 
 class FailedTest(float):
-    """The reward 0 of a program that fails a test, and the reason."""
+    """A reward of 0 for a program that fails a test, with the reason of the failure."""
 
     def __new__(cls, reason: str) -> FailedTest:
         """Create a reward of 0 with this reason."""
@@ -105,9 +104,9 @@ class FailedTest(float):
 
 @dataclass(frozen=True)
 class Scored:
-    """A completion's reward: `value` is the weighted sum, `parts` the value of each reward function (None: not applicable).
+    """A completion's reward. `value` is the weighted sum of `parts`: each reward function's value (None: not applicable).
 
-    `value` is for the whole completion. `steps` are additional rewards of single tokens: (token index, reward).
+    `steps` are additional rewards on single tokens: (token index, reward).
     """
 
     value: float
@@ -119,7 +118,7 @@ class Scored:
 class Failed:
     """A completion for which a reward function raised `Failure`, because the policy is at fault.
 
-    `parts` maps each reward function's name to its reward. That of a function that raised `Failure` is the reward configured for
+    `parts` maps each reward function's name to its value. A function that raised `Failure` has the value configured for
     failures. `value` is the weighted sum of `parts`.
     """
 
@@ -130,10 +129,9 @@ class Failed:
 
 @dataclass(frozen=True)
 class Unscored:
-    """A completion without reward through no fault of the policy: a time-out, an exception, a malformed return.
+    """A completion without a reward, for a reason that is not the policy's fault: a time-out, an exception, an invalid result.
 
-    It is dropped from training, and never counts as 0. A reward function may return one in its list if it cannot judge a
-    completion.
+    It is not trained on, and does not count as 0. A reward function may return an `Unscored` in its list in place of a reward.
     """
 
     reason: str
@@ -143,20 +141,20 @@ Result = Scored | Failed | Unscored
 
 
 class Failure(Exception):
-    """The exception by which a reward function reports that a completion failed through the policy's own fault.
+    """The exception with which a reward function reports that a completion failed, and that the policy is at fault.
 
-    A reward function raises it, or puts it into its returned list in place of one sample's reward.
+    A reward function raises it, or returns it in its list in place of a reward.
     """
 
 
 class RewardError(UserError):
-    """An error for unusable rewards: the functions do not load, or too many completions stay unscored."""
+    """Raised if reward functions do not load, or if too many completions have no reward."""
 
 
 class Scoring:
     """Completions that wait for their rewards. Groups are added as soon as they are sampled.
 
-    This class calls `score` once for all groups, when `results` is called. A scorer that can start earlier returns a subclass.
+    This class scores all groups together, when `results` is called. A scorer that can start earlier returns a subclass.
     """
 
     def __init__(self, score: Callable[[Sequence[Samples]], list[Result]]) -> None:
@@ -164,11 +162,11 @@ class Scoring:
         self._groups: list[Samples] = []
 
     def add(self, group: Samples) -> None:
-        """Add the samples of one group, which each reward function receives together."""
+        """Add the samples of one group. A reward function receives all of them in one call."""
         self._groups.append(group)
 
     def poll(self) -> None:
-        """Let the scorer make progress without waiting. This class has nothing to do here."""
+        """Let the scorer make progress without waiting. In this class, do nothing."""
 
     def results(self) -> list[Result]:
         """Wait for the scores. Return one result per completion, in the order in which the completions were added."""
@@ -176,21 +174,21 @@ class Scoring:
 
 
 class Scorer(Protocol):
-    """A scorer of completions: reward functions in processes, reward models, or a mixture of both."""
+    """A scorer of completions: reward functions in worker processes, reward models, or both."""
 
     def begin(self) -> Scoring:
-        """Return a new `Scoring`, and cancel unfinished work of the previous one."""
+        """Return a new `Scoring`. Cancel unfinished work of the previous one."""
 
 
 def check_unscored(
     reasons: Sequence[str | None], limit: float, sources: Sequence[str] = (), before: Sequence[Sequence[int]] = ()
 ) -> list[list[int]]:
-    """Raise `RewardError` if more than the share `limit` of the last `WINDOW` completions is unscored through a fault.
+    """Raise `RewardError` if rewards failed for more than the share `limit` of the last `WINDOW` completions.
 
-    If `limit` is below 1, also raise it once there are 8 or more completions and every one of them is unscored through a fault.
-    `reasons` has one entry per completion of a step: the reason why it is unscored, or None. A completion to which no reward
-    function applies is no fault. `sources` are as in `explain_unscored`. Return a list with [number of faults, number of
-    completions] of each of the last steps, including this one. `before` is the list that the previous step returned.
+    If `limit` is below 1, also raise it if rewards failed for all recent completions, and these are at least 8. `reasons` has one
+    entry per completion of a step: the reason why it is unscored, or None. It is not a failure if no reward function applies to
+    a completion. For `sources` see `explain_unscored`. Return [number of failures, number of completions] for each recent step,
+    including this one. `before` is the list that the previous step returned.
     """
     faults = [None if reason is None or reason.startswith(NOT_APPLICABLE) else reason for reason in reasons]
     window = [*map(list, before), [sum(reason is not None for reason in faults), len(faults)]]
@@ -208,8 +206,8 @@ def check_unscored(
 def explain_unscored(reasons: Sequence[str | None], sources: Sequence[str] = (), above: str = "") -> str:
     """Return a sentence with the number of unscored completions, the most common reason, and the rows where it occurred.
 
-    `reasons` are as in `check_unscored`. `sources[i]` is the file and line of the row of completion i. `above` is text after the
-    number, such as ", above max_unscored 0.1".
+    For `reasons` see `check_unscored`. `sources[i]` is the file and line of the row of completion i. `above` is inserted after
+    the number, such as ", above max_unscored 0.1".
     """
     counts: dict[str, list[int]] = {}
     for i, reason in enumerate(reasons):

@@ -1,4 +1,4 @@
-"""The types of sampling: prompts, completions, trajectories, samplers. They hold token ids; text is only decoded from the ids."""
+"""The types of sampling: prompts, completions, trajectories, samplers. All use token ids. Texts are decoded from the ids."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A dataset row with its tokens: its `index`, the token `ids` of its prompt, and the `row` itself, which rewards receive.
+    """A dataset row as a prompt: its `index`, the token `ids` of its prompt, and the `row` itself, which rewards receive.
 
-    `teacher_ids` are the tokens of the prompt that the reference model reads; empty: it reads `ids`.
+    `teacher_ids` is the prompt of the reference model. If it is empty, the reference model reads `ids`.
     """
 
     index: int
@@ -32,7 +32,7 @@ class Prompt:
 
 
 class Prompts(Sequence[Prompt]):
-    """A sequence of prompts, each created on access. `encoded[i]` is (index in `rows`, token ids of the row's prompt)."""
+    """A sequence of prompts, created on access from dataset `rows`. `encoded[i]` is (index of a row, ids of its prompt)."""
 
     def __init__(self, rows: Sequence[Any], encoded: Sequence[Any]) -> None:
         self.rows, self.encoded = rows, encoded
@@ -53,7 +53,7 @@ class Prompts(Sequence[Prompt]):
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and the seeds of its completions; `len(seeds)` is the group size."""
+    """One prompt, and one seed for each completion to sample. The group size is `len(seeds)`."""
 
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
@@ -63,7 +63,7 @@ class Request:
 class Completion:
     """One sampled completion.
 
-    `sampling_logprobs[t]` is the log-probability of token t under the exact distribution it was drawn from (after temperature,
+    `sampling_logprobs[t]` is the log-probability of token t under the distribution that it was drawn from (after temperature,
     top-k, top-p, min-p). `logprobs[t]` is its log-probability after temperature only, as in training.
     """
 
@@ -91,7 +91,7 @@ class DrawnToken(NamedTuple):
 class SamplingParams:
     """The distribution that tokens are drawn from, and the conditions that end a completion.
 
-    The filters are applied in transformers' order: temperature, top_k, top_p, min_p. `temperature` 0 is greedy.
+    Temperature, top_k, top_p and min_p are applied in this order, as in transformers. `temperature` 0 is greedy decoding.
     """
 
     max_tokens: int
@@ -116,7 +116,7 @@ class SamplingParams:
 
     @property
     def filtered(self) -> bool:
-        """True if a filter may forbid tokens, so that the sampling distribution differs from the policy's."""
+        """True if top_p, top_k or min_p is set, so that the sampling distribution may differ from the policy's."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
@@ -124,8 +124,8 @@ class Sampler(ABC):
     """A sampler of completions: embedded, transformers, vLLM, or a custom one (`language/loading/samplers.py`)."""
 
     exact: bool = False
-    """True if the sampler's log-probs equal those of the trainer's own forward pass in float32, up to rounding. Then several
-    optimiser steps on a batch need no forward pass that first recomputes the log-probs.
+    """True if the sampler's log-probs equal those of the trainer's forward pass in float32, except for rounding. Training then
+    need not recompute the old log-probs, even with several optimiser steps per batch.
     """
 
     engine: str = ""
@@ -141,24 +141,24 @@ class Sampler(ABC):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample the requests. After each decoding step, yield a list of (index, completions) of the requests that are complete.
+        """Sample the requests. After each decoding step, yield a list: (index, completions) of each request that it completed.
 
         A sampler that runs the trainer's own weights may store its activations in `cache`, for training to reuse.
         """
 
     def sample(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
-        """Return the completions of each request, in the order of the requests and of their seeds."""
+        """Return a list of completions for each request, in the order of its seeds."""
         done = dict(complete for step in self.steps(requests, params) for complete in step)
         return [done[place] for place in range(len(requests))]
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
-        """Start one episode of several turns for each prompt. Prompts of the same group are adjacent."""
+        """Start an episode of several turns for each prompt. Prompts of the same group must be adjacent."""
         return RestartedDialogue(self, prompts, params)
 
     def log_probs(
         self, prompt: tuple[int, ...], completions: Sequence[Sequence[int]], params: SamplingParams
     ) -> list[list[float]] | None:
-        """Return the log-prob of each token of these completions of a prompt, under the sampler's weights and after temperature.
+        """Return the log-prob of each token of the `completions`, under the sampler's weights and after temperature.
 
         The log-probs do not depend on other requests. Return None if the sampler cannot compute them exactly.
         """
@@ -172,7 +172,7 @@ class Sampler(ABC):
         """Release resources outside of this process's memory, such as other processes. The sampler cannot be used afterwards."""
 
     def snapshot(self) -> Sampler:
-        """Return a sampler that has the trainer's current weights. A sampler that runs a copy of the weights updates the copy.
+        """Return a sampler with the trainer's current weights. If this sampler runs a copy of the weights, update the copy.
 
         All processes that train together call this method before any of them samples.
         """
@@ -210,7 +210,7 @@ class RestartedDialogue(Dialogue):
         self.contexts = [tuple(prompt) for prompt in prompts]
 
     def turns(self, next_turns: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
-        """Sample the next turns; see `Dialogue`. The first turns of a group have one prompt, so they are one request."""
+        """Sample the next turns; see `Dialogue`. In the first turn, the episodes of a group have equal tokens: one request."""
         requests, owners = self._begin(next_turns)
         for completed in self._steps(requests, owners):
             for place, completions in completed:
@@ -219,7 +219,7 @@ class RestartedDialogue(Dialogue):
                     yield i, completion
 
     def _begin(self, next_turns: Mapping[int, NextTurn]) -> tuple[list[Request], list[list[int]]]:
-        """Return (the requests for these turns, the episodes of each). Adjacent episodes with equal tokens share a request."""
+        """Return (the requests for these turns, each request's episodes). Adjacent episodes with equal tokens share a request."""
         requests: list[Request] = []
         owners: list[list[int]] = []
         for i in sorted(next_turns):
@@ -234,7 +234,7 @@ class RestartedDialogue(Dialogue):
         return requests, owners
 
     def _steps(self, requests: list[Request], owners: list[list[int]]) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample like `Sampler.steps`. `owners[i]` are the episodes of request i. A subclass that adds requests extends it."""
+        """Sample like `Sampler.steps`. `owners[i]` are request i's episodes. A subclass that adds requests extends `owners`."""
         return self.sampler.steps(requests, self.params)
 
 
@@ -247,7 +247,7 @@ class ReplicaSampler(Sampler):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample with this sampler's copy of the weights; see `Sampler`. `cache` is not filled, since the weights may differ."""
+        """Sample with this sampler's copy of the weights; see `Sampler`. `cache` stays empty, since the copy may be outdated."""
         return self.inner.steps(requests, params)
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
@@ -273,7 +273,7 @@ class ReplicaSampler(Sampler):
 class Cut(NamedTuple):
     """An environment's answer that was too long. `kind` is "cut" if it was shortened, "dropped" if the episode ended instead.
 
-    `turn` is the number of policy turns before the answer, 0 for the environment's opening.
+    `turn` is the number of policy turns before the answer: 0 for the environment's first text.
     """
 
     turn: int
@@ -282,7 +282,7 @@ class Cut(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A change of context: from token `start` of a completion on, the policy read `prompt_ids` in place of all earlier tokens."""
+    """A change of context: before token `start` of a completion, `prompt_ids` replaced all tokens that the policy had read."""
 
     start: int
     prompt_ids: tuple[int, ...]
@@ -298,11 +298,11 @@ class CompletionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One scored completion of one prompt, ready for training and for `rollouts.jsonl`.
+    """One completion of one prompt, with its reward, as training and `rollouts.jsonl` need it.
 
-    It is completion number `k` of the dataset row with index `row`. It was sampled from the policy as it was after `version`
-    training steps. In an episode of several turns, the completion has the tokens of the policy and of the environment. A session
-    of an agent is one trajectory with a `Branch` for each change of context.
+    It is completion number `k` for the dataset row with index `row`. The policy sampled it after `version` training steps. In an
+    episode of several turns, the completion has the tokens of the policy and of the environment. An agent's session is one
+    trajectory, with a `Branch` for each change of context.
     """
 
     row: int
@@ -329,7 +329,7 @@ class Trajectory:
     teacher_prompt_ids: tuple[int, ...] = ()
     """The prompt that the reference model reads; empty: it reads `prompt_ids`."""
     branches: tuple[Branch, ...] = ()
-    """The changes of context: an agent sent another prompt, or the chat template rewrote the past.
+    """The changes of context: an agent sent a different prompt, or the chat template changed earlier turns.
 
     Empty: all tokens follow the prompt.
     """
@@ -342,12 +342,12 @@ class Trajectory:
 
     @property
     def source_rank(self) -> int:
-        """The rank that records the trajectory: the one that sampled it, or rank 0 if all ranks have its tokens."""
+        """The rank that records the trajectory: rank 0 if all ranks have its tokens, otherwise the rank that sampled it."""
         return self.holders[0] if self.holders else 0
 
     @property
     def contexts(self) -> list[CompletionSpan]:
-        """The completion, split at its `branches`, if any, into parts that each follow one prompt."""
+        """The completion, split at its `branches` into parts. Each part follows one prompt."""
         starts = [Branch(0, self.prompt_ids), *self.branches]
         ends = [branch.start for branch in starts[1:]] + [len(self.completion.ids)]
         return [CompletionSpan(at, prompt, self.completion.ids[at:end]) for (at, prompt), end in zip(starts, ends, strict=True)]
@@ -371,7 +371,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Collected:
-    """The scored completions of one step, and the `groups` that are trained on. `cursor` counts all prompts drawn so far."""
+    """The completions of one step, and the `groups` of them that are trained on. `cursor` counts all prompts drawn so far."""
 
     trajectories: list[Trajectory]
     groups: list[list[Trajectory]]
@@ -380,7 +380,7 @@ class Collected:
     """The number of prompts drawn, trained on, and dropped for each reason; the ledger (`online/collect.py`) adds them up."""
 
     def result(self) -> Collected:
-        """Return this collection itself, as `Pending` requires."""
+        """Return this collection. The protocol `Pending` requires this method."""
         return self
 
     def to_json(self) -> str:
@@ -425,7 +425,7 @@ def trajectory_of(values: dict[str, Any]) -> Trajectory:
 
 @dataclass(frozen=True)
 class State(RunState):
-    """The state of a run besides its weights and the optimiser's moments: numbers that change from step to step."""
+    """The state of a run, without weights and optimiser moments: numbers that change from step to step."""
 
     cursor: int = 0
     """The number of prompts (online) or rows (SFT) drawn from the endless sequence of shuffled epochs."""

@@ -1,1 +1,1 @@
-"""The training of models: `online/` (RL), `offline/` (recorded data), and the loss sums that both use."""
+"""Training: online RL (`online/`), training on recorded data (`offline/`), and the loss sums that both use."""

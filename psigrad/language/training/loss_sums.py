@@ -1,4 +1,4 @@
-"""The sums of the losses of a step's micro-batches, and a retry with smaller micro-batches if memory runs out."""
+"""Loss metrics, summed over the micro-batches of a step, and a retry with smaller micro-batches if memory runs out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEAST = 16
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors in the host's memory, with their dtypes. Those on a GPU are copied together, by a single transfer."""
+    """Return the tensors in the host's memory, with unchanged dtypes. All tensors on a GPU are copied in one transfer."""
     there = [x for x in tensors if not x.is_cpu]
     flat = torch.cat([x.flatten().double() for x in there]).cpu() if there else torch.zeros(0)
     parts = iter(flat.split([x.numel() for x in there]))
@@ -31,9 +31,9 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class LossSums:
-    """The loss and its terms, summed over the micro-batches of an optimiser step and averaged over the steps that had a loss.
+    """The loss and its terms. They are summed over the micro-batches of a step, then averaged over all steps that had a loss.
 
-    `read` copies the sums to the host together with the gradient's norm. Each transfer stalls a GPU, so a step has only one.
+    A transfer to the host stalls a GPU. So `read` copies the sums together with the gradient norm, in one transfer per step.
     """
 
     def __init__(self, world: World = ALONE) -> None:
@@ -50,13 +50,13 @@ class LossSums:
         self._read: dict[str, float] = {}
 
     def add(self, loss: Loss) -> Tensor:
-        """Add the loss of one micro-batch to the step's sums. Return its value, on which the caller runs the backward pass."""
+        """Add a micro-batch's loss to the step's sums. Return the value of this loss, for the caller's backward pass."""
         for name, term in {"loss": loss.value.detach(), **loss.terms}.items():
             self._now[name] = term.double() + self._now.get(name, 0.0)  # float() here would stall a GPU
         return loss.value
 
     def of(self, share: Callable[[], Loss], weight: float = 1.0) -> Tensor:
-        """Compute a loss by `share()`, `add` it to the sums, and return it. If `weight` is 0, return 0 · loss and add nothing."""
+        """Compute a loss by `share()`, `add` it, and return its value. If `weight` is 0, add nothing and return 0 · value."""
         loss = share()
         return self.add(loss) if weight else 0.0 * loss.value
 
@@ -65,7 +65,7 @@ class LossSums:
         self._later.append((x.detach(), use))
 
     def read(self, x: Tensor) -> Any:
-        """Return `x.tolist()`. One transfer to the host copies x, the step's sums, and the tensors given to `later`."""
+        """Return `x.tolist()`. The same transfer to the host also copies the step's sums and the tensors given to `later`."""
         found: list[Tensor] = []
         self.later(x, found.append)
         self._transfer()
@@ -80,7 +80,7 @@ class LossSums:
             use(x)
 
     def end_step(self, norms: list[float] | None) -> None:
-        """End an optimiser step. `norms`: gradient norms, [policy] or [policy, critic]; None if a norm is not finite."""
+        """End an optimiser step. `norms` are its gradient norms, [policy] or [policy, critic]. None: one was not finite."""
         self.steps += 1
         self._transfer()  # nothing is left if a norm was read
         self.last, self._read = sum_figures(self.world, self._read), {}
@@ -91,7 +91,7 @@ class LossSums:
             self.norms.append(norms)
 
     def figures(self) -> dict[str, Any]:
-        """Return the mean of each term over the steps that had a loss, the mean gradient norms, and the number of `updates`."""
+        """Return each term's mean over the steps that had a loss, the mean gradient norms, and the number of `updates`."""
         figures: dict[str, Any] = {name: value / self._with_signal for name, value in self._total.items()}
         figures["updates"] = len(self.norms)
         for name, norms in zip(("grad_norm", "critic/grad_norm"), zip(*self.norms, strict=True), strict=False):
@@ -102,13 +102,14 @@ class LossSums:
 def within_memory(
     run: R, optimizers: list[Optimizer], learn: Callable[[R], T], changes: dict[str, Any]
 ) -> tuple[T, dict[str, Any], dict[str, str]]:
-    """Return (the result of `learn(run)`, settings, notes). If memory runs out, retry with smaller micro-batches.
+    """Return (the result of `learn(run)`, changed settings, notes). If memory runs out, retry with smaller micro-batches.
 
-    Each retry clears `optimizers` and halves the tokens of a micro-batch, which changes gradients only by rounding. `changes` are
-    the settings changed earlier in the run. The returned settings are `changes` with the new size, for later steps and a resumed
-    run. The notes are {kind of event: log message}, one for each retry.
+    Each retry drops the gradients and halves `micro_batch_tokens`, which changes gradients only by rounding. `changes` are the
+    settings that were changed earlier in the run. The second result is `changes` with the new size. Later steps and a resumed
+    run use this size. The notes are {kind of event: log message}, one for each retry.
 
-    Raise the memory error if a weight has changed, if the smallest size is not enough, or if other processes raise no error.
+    The memory error is raised again if a weight has already changed, if the next size would be below `LEAST`, or if only one of
+    several processes raised it.
     """
     given: Any = run
     notes: dict[str, str] = {}

@@ -1,1 +1,1 @@
-"""Training with several processes: their communication, their sharded tensors, and the division of a step among them."""
+"""Training with several processes: communication, sharded tensors, and the division of a step among the processes."""

@@ -1,4 +1,4 @@
-"""The start and end of the processes of one machine that train together (ranks)."""
+"""Start and end the processes (ranks) of one machine that train together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GRACE, WORDS = 10.0, 8000
 
 
 def is_rank() -> bool:
-    """Return True if this process was started as one of several ranks, for which WORLD_SIZE is set in the environment."""
+    """Return True if this process was started as a rank: then WORLD_SIZE is set in the environment."""
     return "WORLD_SIZE" in os.environ
 
 
@@ -45,8 +45,8 @@ def check(processes: int) -> None:
 def run(processes: int, arguments: Sequence[str]) -> int:
     """Run `psigrad` with `arguments` as ranks 0 … processes - 1 of this machine. Return the exit status of the run.
 
-    Rank 0 has the terminal. After a process fails, the others are killed unless they end within `GRACE` seconds. Then the failed
-    process's last output is printed, unless it is rank 0. All processes get SIGTERM and SIGHUP, and Ctrl-C from the terminal.
+    Rank 0 uses the terminal. If a process fails, the others have `GRACE` seconds to end, and are then killed. The last output of
+    the failed process is printed, unless it is rank 0. SIGTERM, SIGHUP and Ctrl-C reach all processes.
     """
     with tempfile.TemporaryDirectory(prefix="psigrad-") as folder:
         ranks = [_Rank(rank, processes, folder, arguments) for rank in range(processes)]
@@ -63,7 +63,7 @@ def run(processes: int, arguments: Sequence[str]) -> int:
 
 
 class _Rank:
-    """One of the started processes. If it is not rank 0, the end of its stderr is stored for error messages."""
+    """One of the started processes. Except for rank 0, the end of its stderr is stored for error messages."""
 
     def __init__(self, rank: int, size: int, folder: str, arguments: Sequence[str]) -> None:
         self.rank, self.words = rank, b""
@@ -86,7 +86,7 @@ class _Rank:
 
     @property
     def status(self) -> int:
-        """The exit status as a shell gives it: 128 + the signal's number if a signal ended the process."""
+        """The exit status as in a shell: if a signal ended the process, 128 + the signal's number."""
         code = int(self.process.returncode)
         return code if code >= 0 else 128 - code
 
@@ -135,10 +135,10 @@ def _watch(ranks: Sequence[_Rank]) -> int:
 def _report(rank: _Rank, size: int, unaware: Sequence[str]) -> None:
     code = rank.process.returncode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    print(f"psigrad: process {rank.rank} (of 0 to {size - 1}) {how}; all other processes were ended too.", file=sys.stderr)
+    print(f"psigrad: process {rank.rank} (of 0 to {size - 1}) {how}, so all other processes were ended.", file=sys.stderr)
     if unaware:  # a time-out of NCCL ends the waiting processes by SIGABRT
         running = f"processes {', '.join(unaware)} were" if unaware[1:] else f"process {unaware[0]} was"
-        print(f"psigrad: {running} still running; the others may have waited for it.", file=sys.stderr)
+        print(f"psigrad: {running} still running; the others may have failed while waiting for it.", file=sys.stderr)
     time.sleep(0.1)  # its last output may not have arrived yet
     if words := rank.words.decode(errors="replace").strip():
         print(words, file=sys.stderr)

@@ -1,7 +1,7 @@
-"""Sharded tensors (DTensors): access to the rows that this process holds, and safetensors files of all rows.
+"""Sharded tensors (DTensors): access to this process's rows, and safetensors files with the rows of all processes.
 
-The files have the Hugging Face format of torch.distributed.checkpoint, without pickle. Any number of processes can read them, as
-well as a plain model.safetensors.
+The files have the Hugging Face format of torch.distributed.checkpoint, without pickle. Any number of processes can read them.
+The same function reads a plain model.safetensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from psigrad.errors import UserError, reason_of
 
 
 def local_of(x: Tensor) -> Tensor:
-    """Return this process's rows of a sharded tensor; return any other tensor unchanged."""
+    """Return this process's rows of a sharded tensor. Return any other tensor unchanged."""
     held: Any = x
     return held.to_local() if is_sharded(x) else x
 
@@ -40,7 +40,7 @@ def num_replicas(x: Tensor, size: int) -> int:
 
 @torch.no_grad()
 def local_parameter(parameter: Any) -> nn.Parameter:
-    """Return this process's rows of a sharded parameter as a parameter in the same memory. Return any other one unchanged."""
+    """Return this process's rows of a sharded parameter, as a parameter in the same memory. Return other parameters unchanged."""
     if not is_sharded(parameter):
         whole: nn.Parameter = parameter
         return whole
@@ -48,7 +48,7 @@ def local_parameter(parameter: Any) -> nn.Parameter:
 
 
 def first_element(parameter: Any) -> int:
-    """Return the index, in the whole parameter, of the first element of this process's rows; 0 if it is not sharded."""
+    """Return the index of this process's first element in the unsharded parameter; 0 if the parameter is not sharded."""
     if not is_sharded(parameter):
         return 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -58,7 +58,7 @@ def first_element(parameter: Any) -> int:
 
 
 def shard_like(local: Tensor, parameter: Tensor) -> Tensor:
-    """Return a tensor sharded like `parameter`, such as an optimiser's moment, from `local`, this process's rows of it."""
+    """Return a tensor (such as a moment) that is sharded like `parameter`. `local` has this process's rows of the tensor."""
     if not is_sharded(parameter) or local.dim() == 0:
         return local
     from torch.distributed.tensor import DTensor
@@ -70,7 +70,7 @@ def shard_like(local: Tensor, parameter: Tensor) -> Tensor:
 
 
 def has_shards(folder: Path) -> bool:
-    """Return True if a folder contains files of sharded tensors, which several processes wrote."""
+    """Return True if a folder contains files that `write` has written."""
     return any(folder.glob("shard-*.safetensors"))
 
 
@@ -89,7 +89,7 @@ def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 def write(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) -> None:
     """Write this process's rows of the tensors to files in `folder`.
 
-    All processes, or those of the `group`, must call this. If one fails, all raise its error.
+    All processes (with `group`: all of the group) must call this. If one of them fails, all raise its error.
     """
     dcp = _checkpoints()
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) -> Non
 
 
 def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the tensors, sharded or not, from the safetensors files in `folder`. Raise `UserError` if these lack a tensor."""
+    """Fill the tensors, sharded or not, from the safetensors files in `folder`. Raise `UserError` if the files do not fit."""
     dcp = _checkpoints()
     state = {name: tensor.detach() for name, tensor in tensors.items()}
     try:
@@ -116,7 +116,7 @@ def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _checkpoints() -> Any:
-    """Import and return torch.distributed.checkpoint. It is imported only when needed, because that takes a second."""
+    """Import and return torch.distributed.checkpoint. The import takes a second, so it is done only when needed."""
     import torch.distributed.checkpoint
 
     return torch.distributed.checkpoint

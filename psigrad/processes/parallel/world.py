@@ -1,7 +1,7 @@
-"""Communication between the processes (ranks) that train together. With a single process nothing is sent.
+"""Communication between the processes (ranks) that train together. A single process sends nothing.
 
-All communication goes through a `World`: broadcasts from rank 0, sums, and gathers. All processes must make the same calls in the
-same order.
+All communication goes through a `World`: broadcasts from rank 0, sums, gathers, and exchanges. All processes must make the same
+calls in the same order.
 """
 
 from __future__ import annotations
@@ -33,17 +33,16 @@ ROLL_CALL = 5.0
 
 
 class RankLost(UserError):
-    """Raised when another process of the run has ended or does not answer. That process prints the reason."""
+    """Raised when another process of the run has ended or does not answer. The other process prints the reason."""
 
     exit_status = 75  # EX_TEMPFAIL of sysexits.h: the same command may resume
 
 
 class Division(NamedTuple):
-    """The division of the processes of a sharded model (fsdp) into groups, given as three sizes.
+    """The division of the processes into groups if the model is sharded (fsdp), given as three sizes.
 
-    `replicate` is the number of groups that each hold a full copy of the model. `tensor` is the number of processes that compute
-    every layer together (tensor parallelism). `context` is the number of processes that split the tokens of every row (context
-    parallelism).
+    `replicate` is the number of full copies of the model. `tensor` is the number of processes that compute a layer together
+    (tensor parallelism). `context` is the number of processes that share the tokens of a row (context parallelism).
     """
 
     replicate: int = 1
@@ -57,7 +56,7 @@ class Division(NamedTuple):
 
 
 class World(Protocol):
-    """The communication of one process, which has the number `rank`, with all `size` processes that train together."""
+    """The communication of this process (number `rank`) with all `size` processes that train together."""
 
     rank: int
     """The number of this process: 0 … size - 1. Rank 0 writes the run folder."""
@@ -82,24 +81,24 @@ class World(Protocol):
 
 
 class Alone:
-    """The `World` of a single process, which communicates with no other."""
+    """The `World` of a single process. It does not communicate."""
 
     rank, size, lockstep, division = 0, 1, False, Division()
 
     def broadcast(self, value: T) -> T:
-        """Return the value itself, as this process is rank 0."""
+        """Return the value: this process is rank 0."""
         return value
 
     def all_gather(self, value: T) -> list[T]:
-        """Return a list with the value alone."""
+        """Return a list that has only the value."""
         return [value]
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the tensor itself, which is the sum over one process."""
+        """Return the tensor: it is the sum over one process."""
         return x
 
     def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
-        """Return `parts`, since its only part is what this process sends to itself."""
+        """Return `parts`: its only part is from this process to itself."""
         return list(parts)
 
 
@@ -114,7 +113,7 @@ class Ranks:
         self.division = division or Division()
 
     def new_group(self) -> Ranks:
-        """Return a `World` of the same processes with its own process group, for use in a thread during the training steps.
+        """Return a `World` of the same processes with a new process group, for a thread that communicates during training steps.
 
         All processes must call this.
         """
@@ -173,8 +172,8 @@ def convert_errors() -> Iterator[None]:
 def silent_ranks(store: Any, rank: int, size: int, seconds: float) -> list[int]:
     """Return the ranks that have ended or hang: those that do not report to the `store` within `seconds`.
 
-    Each rank that has lost another one calls this function, which also reports that this rank waits. If the store itself does not
-    answer, return [0], the rank whose machine hosts the store, or [] on rank 0.
+    All ranks that lost contact with another rank must call this function. It first reports this rank to the store. If the store
+    does not answer, return [0], because the store is on rank 0's machine. On rank 0, return [] in this case.
     """
     try:
         store.set_timeout(timedelta(seconds=seconds))
@@ -189,7 +188,7 @@ def silent_ranks(store: Any, rank: int, size: int, seconds: float) -> list[int]:
 
 
 def _store() -> Any:
-    """Return the key-value store of torch.distributed through which the processes found each other. It has no public name."""
+    """Return the key-value store through which the processes found each other. torch.distributed has no public name for it."""
     with contextlib.suppress(RuntimeError, AttributeError, ValueError):
         return dist.distributed_c10d._get_default_store()
 
@@ -198,16 +197,16 @@ def _store() -> Any:
 def join_world(
     *, device: str = "cpu", lockstep: bool = False, minutes: float = 30.0, division: Division | None = None
 ) -> Iterator[World]:
-    """Yield the `World` of this process, as the environment variables RANK and WORLD_SIZE define it.
+    """Yield the `World` of this process, which the environment variables RANK and WORLD_SIZE define.
 
-    `psigrad … --processes N`, torchrun, SLURM or Ray Train set them; otherwise there is one process. See `World` for `lockstep`.
-    Calls fail if a process does not answer for `minutes` minutes. Raise `UserError` if `division` does not fit WORLD_SIZE.
+    `psigrad … --processes N`, torchrun, SLURM and Ray Train set these. Without them, there is one process. For `lockstep` see
+    `World`. A call fails if a process does not answer for `minutes`. Raise `UserError` if `division` does not fit WORLD_SIZE.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if division is not None and (size % math.prod(division) or (division != Division() and not lockstep)):
         raise UserError(
             f"dp_replicate_size, tp_size and cp_size are {', '.join(map(str, division))}, but there are {size} processes; give "
-            f"strategy=fsdp, and a number of processes that is a multiple of {math.prod(division)}."
+            f"strategy=fsdp, and start a multiple of {math.prod(division)} processes."
         )
     if size == 1 and not lockstep:
         yield ALONE
@@ -236,12 +235,12 @@ def _make_group(device: str, size: int, minutes: float) -> None:
     cuda = device.startswith("cuda")
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if cuda and size > 1 and torch.device(device).index is not None:
-        raise UserError(f"device is {device!r} and there are {size} processes, each with its own GPU; give device=cuda.")
+        raise UserError(f"device is {device!r}, but each of the {size} processes needs its own GPU; give device=cuda.")
     if cuda:
         local, here = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if local >= here:
             raise UserError(
-                f"This machine has {here} GPUs, but at least {local + 1} processes that need one each; start fewer processes."
+                f"This machine has {here} GPUs, but at least {local + 1} processes, which need one each; start fewer processes."
             )
         torch.cuda.set_device(local)
     if size == 1 and "MASTER_ADDR" not in os.environ:
@@ -261,7 +260,7 @@ def _make_group(device: str, size: int, minutes: float) -> None:
 
 
 def check_equal(world: World, values: Mapping[str, str]) -> None:
-    """Raise `UserError` if the processes have different values for a name in `values`. The message gives the name."""
+    """Raise `UserError` with a name in `values` if the processes have different values for this name."""
     each = world.all_gather(dict(values))
     for name in values:
         others = [rank for rank, own in enumerate(each) if own.get(name) != each[0].get(name)]
@@ -273,9 +272,9 @@ def check_equal(world: World, values: Mapping[str, str]) -> None:
 
 
 def sum_figures(world: World, figures: Mapping[str, float]) -> dict[str, float]:
-    """Return the sum of each figure over the processes that have it. The result has the same bits on all processes.
+    """Return each figure's sum over the processes that have it. The result is bitwise the same on all processes.
 
-    Processes that compute one micro-batch together (a team) count once.
+    Processes that compute a micro-batch together (a team) count once.
     """
     each = world.all_gather(dict(figures))[:: world.division.team]
     names = dict.fromkeys(name for own in each for name in own)
@@ -283,15 +282,15 @@ def sum_figures(world: World, figures: Mapping[str, float]) -> dict[str, float]:
 
 
 def num_teams(world: World) -> int:
-    """Return the number of shares into which a step is divided: one for each team of processes that computes together."""
+    """Return the number of teams. A team is the processes that compute a micro-batch together; a step has one share per team."""
     return world.size // world.division.team
 
 
 def shard(world: World, parts: Sequence[T], rank: int | None = None) -> list[tuple[T, float]]:
     """Return [(part, weight), …] for the parts of a step that this process, or the process `rank`, computes.
 
-    A process computes every `num_teams(world)`-th part, with weight 1. With `world.lockstep` all processes need equally many
-    passes, so a process with one part fewer also gets the first part, with weight 0.
+    A process computes every `num_teams(world)`-th part, with weight 1. With `world.lockstep`, all processes need the same number
+    of passes. So a process that has one part fewer also gets the first part, with weight 0.
     """
     shares = num_teams(world)
     own = [(part, 1.0) for part in parts[(world.rank if rank is None else rank) // world.division.team :: shares]]
@@ -300,9 +299,9 @@ def shard(world: World, parts: Sequence[T], rank: int | None = None) -> list[tup
 
 
 def map_shared(world: World, parts: Sequence[P], of: Callable[[P], T]) -> list[T]:
-    """Return `of(part)` for each part, in order. Each rank computes a share of the parts, and all receive the complete list.
+    """Return `of(part)` for each part, in order. Each rank computes a share of the parts, and all ranks get the complete list.
 
-    With `world.lockstep` all ranks call `of` equally often.
+    With `world.lockstep`, all ranks make the same number of calls of `of`.
     """
     every = world.all_gather([of(part) for part, _ in shard(world, parts)])[:: world.division.team]
     return [every[i % len(every)][i // len(every)] for i in range(len(parts))]
@@ -313,7 +312,7 @@ def sum_gradients(world: World, parameters: Sequence[Tensor], failed: bool = Fal
 
     If a rank passes `failed`, sum nothing and return True on all ranks. With a single process, always return False. If no rank
     has a gradient for a parameter, the gradient stays None, so that the optimizer does not decay the parameter. If only some
-    ranks have a gradient, the others add zeros. Small gradients are sent in one message.
+    ranks have one, it counts as 0 on the others. Small gradients are sent together in one message.
     """
     if world.size == 1 or not parameters:
         return False
@@ -338,7 +337,7 @@ def sum_gradients(world: World, parameters: Sequence[Tensor], failed: bool = Fal
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of parameters of one dtype with at most `BUCKET` elements in total. A larger parameter has its own list."""
+    """Yield lists of parameters with the same dtype and at most `BUCKET` elements. A larger parameter gets its own list."""
     bucket: list[Tensor] = []
     for p in parameters:
         if bucket and (p.dtype != bucket[0].dtype or sum(q.numel() for q in bucket) + p.numel() > BUCKET):

@@ -128,7 +128,7 @@ def test_a_pool_gives_what_a_call_gives_and_samples_are_joined_with_their_turns(
         found = [result.value for result in results(pool, *parts)]
     assert found == [result.value for result in results(InlineScorer(specs), *parts)] == [0.75, -0.5]
     assert concatenate(parts).policy_ids == [[1], [1, 2]] and concatenate(parts).policy_turns == [[CALL, "12"], [CALL, "no"]]
-    with pytest.raises(ValueError, match="only some have"):
+    with pytest.raises(ValueError, match="same columns and optional fields"):
         concatenate([parts[0], Samples(["q"], ["12"], [[1]], {"answer": ["12"]})])
     with pytest.raises(ValueError, match="the same length"):
         Samples(["q"], ["12"], [[1]], policy_ids=[[1], [2]])

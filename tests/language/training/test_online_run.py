@@ -126,7 +126,7 @@ def test_completions_of_another_version_stop_the_run(tokenizer):
     state = advance(run, State(algorithm=run.algorithm.initial_state()))
     (held,) = state.pending
     late = [replace(t, version=t.version + 1) for t in held.result().trajectories]
-    with pytest.raises(RuntimeError, match="with lag 1 got completions from the weights after the steps"):
+    with pytest.raises(RuntimeError, match="with lag 1 got completions that were sampled after steps"):
         advance(run, replace(state, pending=(replace(held.result(), trajectories=late),)))
 
 

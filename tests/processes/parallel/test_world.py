@@ -82,7 +82,7 @@ def test_a_group_that_carries_nothing_between_cpus_is_refused_with_the_one_to_ma
 def test_one_gpu_for_all_processes_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with (
-        pytest.raises(UserError, match="2 processes, each with its own GPU; give device=cuda"),
+        pytest.raises(UserError, match="each of the 2 processes needs its own GPU; give device=cuda"),
         world.join_world(device="cuda:1"),
     ):
         pass
@@ -93,7 +93,7 @@ def test_more_processes_than_gpus_is_a_sentence(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with (
-        pytest.raises(UserError, match="This machine has 2 GPUs, but at least 3 processes that need one each; start fewer"),
+        pytest.raises(UserError, match="This machine has 2 GPUs, but at least 3 processes, which need one each; start fewer"),
         world.join_world(device="cuda"),
     ):
         pass

@@ -1,1 +1,1 @@
-"""Samplers in this process: the embedded sampler with its caches, and transformers' `generate`."""
+"""Samplers that run in the trainer's process: the embedded sampler with its caches, and transformers' `generate`."""

@@ -1,7 +1,7 @@
 """Caches of keys and values for the sequences that are being decoded.
 
-`KVCache` supports any model: one left-aligned slot for each sequence, filled by prefill and grown by decoding. `SharedCache` is
-for the fused decoder: a prompt's keys and values are stored once for its group, and a slot holds only the tokens after it.
+`KVCache` supports any model. It has one slot per sequence: prefill stores the prompt in it, and decoding appends tokens.
+`SharedCache` is for the fused CPU decoder. It stores a prompt once for its group, and a slot has only the tokens after it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Where = slice | Tensor  # a selection of slots
 
 
 class StateCache:
-    """The states of recurrent layers and the last inputs of convolutions (windows), as one tensor [slots, ...] per `Key`."""
+    """The states of recurrent layers, and the last inputs (windows) of convolutions. Each `Key` has one tensor [slots, ...]."""
 
     def __init__(self, slots: int) -> None:
         self.states: dict[Key, Tensor] = {}
@@ -47,9 +47,9 @@ class StateCache:
 class KVCache(StateCache):
     """Keys and values [slots, H_kv, capacity, D] of each attention call. Slots 0 … active - 1 hold sequences of `lengths` tokens.
 
-    A layer can attend several times in a pass: DiffLlama attends twice in each layer, and HRM-Text runs its layers several times.
-    So the tuple that finds a tensor, its `Key`, contains the number of the layer's earlier calls in this pass. For recurrent
-    layers the cache has the state of each slot [slots, ...], and for convolutions the last inputs of each slot (windows).
+    Tensors are looked up by (kind of layer, its index, number of its earlier calls in this pass), the type `Key`. The last number
+    is needed because a layer may attend several times in a pass: twice in DiffLlama, and HRM-Text runs its layers repeatedly.
+    The cache also has the states of recurrent layers and the windows of convolutions (`StateCache`).
     """
 
     exact = False
@@ -65,13 +65,13 @@ class KVCache(StateCache):
 
     @property
     def active(self) -> int:
-        """The number of sequences still being sampled, which fill the first slots."""
+        """The number of sequences that are still being sampled. They have the first slots."""
         return self.lengths.numel()
 
     def reserve(self, layer: Key, k: Tensor, v: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return one call's (keys, values) for all slots, enlarged if a slot has room for fewer than `tokens` tokens.
+        """Return one call's (keys, values) for all slots. Enlarge the slots if they have room for fewer than `tokens` tokens.
 
-        `k` and `v` [·, H_kv, ·, D] determine heads, widths and dtype. Their widths may differ (multi-head latent attention).
+        `k` and `v` [·, H_kv, ·, D] have the shapes and dtype to allocate. D may differ between k and v (MLA).
         """
         have = self.layers.get(layer)
         if have is None or have[0].shape[2] < tokens:
@@ -83,7 +83,7 @@ class KVCache(StateCache):
         return self.layers[layer]
 
     def clear(self) -> None:
-        """Empty all slots, and zero their tensors, in which a failed step may have left NaN."""
+        """Empty all slots, and set their tensors to 0, because a failed step may have left NaN in them."""
         self.lengths = self.shifts = torch.zeros(0, dtype=torch.long)
         for x in (*(x for pair in self.layers.values() for x in pair), *self.states.values()):
             x.zero_()
@@ -105,9 +105,9 @@ class KVCache(StateCache):
         return Decode(self, places, room, room, self.shifts)
 
     def remove(self, finished: Tensor) -> Tensor:
-        """Release the slots where `finished` [active] is True, and move the last sequences into the gaps.
+        """Release the slots where `finished` [active] is True, and move the last sequences into these slots.
 
-        Returns, for each slot that remains in use, the slot in which its sequence was before. Both tensors are on the CPU.
+        Return the previous slot of each remaining sequence, in the order of the new slots. Both tensors are on the CPU.
         """
         left = int((~finished).sum())
         order = torch.arange(left)
@@ -138,9 +138,9 @@ class _CallCounter:
 
 
 class StatePrefill(_CallCounter):
-    """The base class of layouts of a prefill. It stores the state after each packed prompt in new slots (`new`).
+    """The base class of prefill layouts. It stores the state after each packed prompt in the new slots that continue the prompt.
 
-    The i-th new slot continues prompt `copies[i]`.
+    `new` selects the new slots. The i-th of them continues prompt `copies[i]`.
     """
 
     def __init__(self, states: StateCache, prompts: PackedLayout, copies: Tensor, new: Where) -> None:
@@ -148,7 +148,7 @@ class StatePrefill(_CallCounter):
         self.states, self.prompts, self.copies, self.new = states, prompts, copies, new
 
     def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
-        """Return the convolution `how` of the prompts' inputs x. Store each prompt's last inputs as the window of its slots."""
+        """Apply the convolution `how` to the prompts' inputs x. Store each prompt's last inputs as the window of its slots."""
         pieces, before = self.prompts.pieces, np.arange(1 - how.weight.shape[1], 0)
         last = pieces.lengths[:, None] + before
         rows = np.where(last >= 0, pieces.starts[:, None] + last, -1)
@@ -165,7 +165,7 @@ class StatePrefill(_CallCounter):
 
 
 class Prefill(StatePrefill):
-    """The layout of a prefill of packed prompts. It stores the keys and values of each prompt in the slots that continue it."""
+    """The layout of a prefill of packed prompts. It stores a prompt's keys and values in the slots that continue the prompt."""
 
     def __init__(self, cache: KVCache, prompts: PackedLayout, copies: Tensor) -> None:
         """Add len(copies) slots to the cache. The i-th new slot continues prompt `copies[i]`."""
@@ -182,7 +182,7 @@ class Prefill(StatePrefill):
         return self.prompts.attend(layer, q, k, v, scale, window, how)
 
     def _keep(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Copy keys and values [S, H_kv, D] of the S prompt tokens to the new slots. A slot gets those of its own prompt."""
+        """Copy keys and values [S, H_kv, D] of all S prompt tokens to the new slots. A slot gets only its own prompt's tokens."""
         width = self.prompts.prefix_rows.shape[1]
         rows = self.prompts.prefix_rows[self.copies].clamp(min=0)
         stored = self.cache.reserve(self.next_call("attention", layer), k.transpose(0, 1)[None], v.transpose(0, 1)[None], width)
@@ -199,7 +199,7 @@ class StateDecode(_CallCounter):
         self.where: Where = slice(count) if rows is None else rows
 
     def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
-        """Append each slot's new input in x [active, C] to its stored last inputs. Return the convolution `how` of the result."""
+        """Append the new inputs x [active, C] to the slots' windows. Return the convolution `how` of the windows."""
         windows = self.states.states[self.next_call("convolution", layer)]
         wide = torch.cat([windows[self.where], x[:, None]], 1)
         windows[self.where] = wide[:, 1:]
@@ -223,8 +223,8 @@ class Decode(StateDecode):
     def __init__(self, cache: KVCache, places: Tensor, columns: int, room: int, shifts: Tensor | None = None) -> None:
         """Prepare a step that stores one new token in each of the first len(places) slots: in slot i at index `places[i]`.
 
-        The token's position is `places[i] + shifts[i]`. The step reads `columns` tokens of each slot, and enlarges slots that
-        have room for fewer than `room` tokens.
+        The token's position is `places[i] + shifts[i]`. The step reads `columns` tokens of each slot. It enlarges the slots if
+        they have room for fewer than `room` tokens.
         """
         super().__init__(cache, len(places))
         self.cache, self.places, self.width, self.room = cache, places, columns, room
@@ -234,7 +234,7 @@ class Decode(StateDecode):
         self._masks: dict[int | None, Tensor] = {}
 
     def mask(self, window: int | None) -> Tensor:
-        """Return a mask [active, 1, 1, columns], True where a new token attends to a token of its slot, within the `window`."""
+        """Return a mask [active, 1, 1, columns]. It is True on the tokens of a slot that its new token attends to (`window`)."""
         if window not in self._masks:
             columns = torch.arange(self.width, device=self.places.device)[None]
             seen = columns <= self.places[:, None]
@@ -273,17 +273,17 @@ class Arrangement:
 
 
 class SharedCache(StateCache):
-    """A cache with the methods of `KVCache` for the fused decoder. It stores each prompt once; slots hold the tokens after it.
+    """A cache for the fused decoder, with the methods of `KVCache`. A prompt is stored once. A slot has only the tokens after it.
 
-    Row i of a step continues slot `slots[i]`, which holds `lengths[i]` tokens after prompt `prompt[i]`. Sequences never move
-    between slots. Rows keep their order of arrival, so rows of one prompt are adjacent.
+    Row i of a step is the sequence in slot `slots[i]`: `lengths[i]` tokens after prompt `prompt[i]`. A sequence stays in its
+    slot. Rows are in the order in which their sequences were added, so rows of the same prompt are adjacent.
     """
 
     def __init__(self, slots: int, longest: int, heads: Sequence[Heads], dtype: torch.dtype, may_dequantise: bool = True) -> None:
         """Create empty slots. `longest` is the capacity of a slot in tokens, without the tokens of its prompt.
 
-        `heads` has an entry for each layer that computes keys and values: the number and size of its heads. For `may_dequantise`
-        see `PackedWeights`.
+        `heads` has the number and size of the heads, for each layer with keys and values. For `may_dequantise` see
+        `PackedWeights`.
         """
         super().__init__(slots)
         self.longest, self.layers, self.heads = longest, len(heads), heads
@@ -307,14 +307,14 @@ class SharedCache(StateCache):
     def exact(self) -> bool:
         """True if the layers produce the same bits as in training.
 
-        This holds if the weight matrices are packed, because training and decoding then multiply by the same kernels.
+        That is so if the weight matrices are packed: decoding then uses the same matrix kernels as training.
         """
         return self.packed_weights.bytes > 0
 
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> SharedPrefill:
         """Add len(copies) slots, and return the layout of the prompts' forward pass. New slot i continues prompt `copies[i]`.
 
-        `shifts` is not read. It is 0 without M-RoPE, and no model with fused layers has M-RoPE.
+        `shifts` is not read, since it is 0 without M-RoPE, and the fused decoder does not support M-RoPE.
         """
         new = [CachedPrompt(length, self.heads) for length in prompts.pieces.prefixes.tolist()]
         self.prompts |= {self._num_prompts + i: prompt for i, prompt in enumerate(new)}
@@ -331,9 +331,9 @@ class SharedCache(StateCache):
         return SharedDecode(self)
 
     def remove(self, finished: Tensor) -> Tensor:
-        """Release the slots of the rows where `finished` [active] is True, and the prompts that no row continues any more.
+        """Release the slots of the rows where `finished` [active] is True. Release prompts that no remaining row continues.
 
-        Returns the indices that the remaining rows had before, in order.
+        Return the previous indices of the remaining rows, in order.
         """
         order = np.flatnonzero(~finished.numpy())
         self._free = np.concatenate([self._free, self.slots[finished.numpy()]])
@@ -349,15 +349,15 @@ class SharedCache(StateCache):
         return np.stack([self.prompt, self.lengths, self.slots])
 
     def select_slots(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
-        """Let the next steps decode `slots`, in this order. Slots of one prompt must be adjacent.
+        """Decode `slots` in the next steps, in this order. Slots of the same prompt must be adjacent.
 
-        `prompt` and `lengths` are each slot's prompt and number of tokens. Other slots are unchanged, and can be selected later.
+        `prompt` and `lengths` are each slot's prompt and number of tokens. Other slots keep their tokens for a later selection.
         """
         self.prompt, self.lengths, self.slots = prompt, lengths, slots
         self._arrangement = None
 
     def retain_slots(self, prompt: np.ndarray, slots: np.ndarray) -> None:
-        """Free all prompts and slots except `prompt` and `slots`. Select no slot; `select_slots` can select kept ones later."""
+        """Free all prompts and slots except `prompt` and `slots`. Afterwards no slot is active until `select_slots` is called."""
         self.select_slots(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
         self._free = np.setdiff1d(np.arange(self.slot_tables[0].shape[1]), slots)
         kept = set(prompt.tolist())
@@ -366,7 +366,7 @@ class SharedCache(StateCache):
     def reserve(self, tokens: int) -> tuple[list[Tensor], Tensor]:
         """Return (each layer's keys and values [2, slots, H_kv, capacity, D], the memory addresses of these tensors).
 
-        A slot has room for at least `tokens` tokens. The tensors are enlarged layer by layer, so at most one is in memory twice.
+        First enlarge the slots if they have room for fewer than `tokens` tokens. This is done layer by layer, to save memory.
         """
         have = self.slot_tables[0].shape[3]
         if have < tokens:
@@ -408,7 +408,7 @@ class SharedPrefill(StatePrefill):
 
 
 class SharedDecode(StateDecode):
-    """The layout of a decoding step for fused layers: one new token per row, which attends to its prompt and its slot."""
+    """The layout of a decoding step for fused layers. Each row has one new token, which attends to its prompt and its slot."""
 
     def __init__(self, cache: SharedCache) -> None:
         (own, addresses), arrangement = cache.reserve(int(cache.lengths.max()) + 1), cache.arrangement()
@@ -421,12 +421,12 @@ class SharedDecode(StateDecode):
         cache.lengths = cache.lengths + 1
 
     def mix(self, layer: AttentionLayer, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attention of each row's new token to its prompt and slot, by the native kernel; see `FusedLayout.mix`."""
+        """Compute the attention of each new token to its prompt and slot in the native kernel; see `FusedLayout.mix`."""
         return layer.native.decode(rotated, qkv, self.slots, layer.order, layer.heads, layer.window)
 
 
 def new_cache(model: LanguageModel, slots: int, longest: int, behind: int = 0) -> KVCache | SharedCache:
-    """Return an empty cache for `slots` sequences of at most `longest` tokens. At most `behind` (0: all) follow the prompt."""
+    """Return an empty cache for `slots` sequences of `longest` tokens, of which at most `behind` (0: all) follow the prompt."""
     if model.decoder is None:
         return KVCache(slots, longest, None if model.module_kernels is None else PackedWeights())
     decoder = model.decoder
@@ -440,7 +440,7 @@ def prefill(
     copies: Tensor,
     keep: ActivationCache | None,
 ) -> Tensor:
-    """Prefill n slots, and return their logits [n, V]. Slot i continues prompt `copies[i]`. `keep` stores the activations."""
+    """Prefill n slots, and return their next logits [n, V]. Slot i continues prompt `copies[i]`. `keep` stores activations."""
     inputs, shifts = model.placed(pack(Groups(prompts, [[] for _ in prompts]), model.device)), None
     if inputs.has_images and model.vision is not None:
         shifts = on_device([model.vision.shift(ids) for ids in prompts], model.device)

@@ -1,7 +1,8 @@
-"""Decoding on a GPU by CUDA graphs: one decoding step is recorded, and then replayed for several tokens.
+"""Decoding on a GPU with CUDA graphs: one decoding step is recorded once, and then replayed for every token.
 
-A small model's step launches hundreds of kernels, and each launch takes longer than its kernel. Reading every token would make
-the GPU wait. So the recording includes the draw, and is replayed `TOKENS_AT_ONCE` times before the CPU reads the tokens.
+A small model's step launches hundreds of kernels, and each launch takes longer than its kernel. A replay avoids the launches.
+The GPU also waits whenever the CPU reads a token. So the recording includes the draw of the token, and the CPU reads the tokens
+only after `TOKENS_AT_ONCE` replays.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ TOKENS_AT_ONCE = 8
 _NARROWEST = 128
 # The number of distributions whose recordings are kept: training draws from one, evaluation from another.
 _KEPT = 4
-# The largest share of the free memory for the keys and values of recordings, and also that for the activations of a prefill.
+# The largest share of the free memory that the cache of recordings may take. A prefill's activations have the same limit.
 SHARE = 0.5
-# The maximum number of tokens if a forward pass has several prompts. A GPU computes no faster with more.
+# The maximum number of tokens in a prefill of several prompts. With more tokens, a GPU is no faster.
 PREFILLED = 1 << 15
 
 # A function that records the GPU work of its argument, and returns a function that replays this work.
@@ -41,7 +42,7 @@ Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 class Room(NamedTuple):
     """The capacity of a cache: `slots` of `longest` tokens each.
 
-    If prompts are stored once for their group, there is also room for `prompts` prompts of `longest_prompt` tokens each.
+    If a prompt is stored once for its group, the cache also has `prompts` prompts of `longest_prompt` tokens each.
     """
 
     slots: int
@@ -50,20 +51,20 @@ class Room(NamedTuple):
     longest_prompt: int = 0
 
     def covers(self, other: Room) -> bool:
-        """Return True if this capacity suffices for `other`: no number is smaller, and `prompts` is 0 in both or in neither."""
+        """Return True if no number is below that of `other`, and both or neither store prompts once (`prompts` above 0)."""
         return bool(self.prompts) == bool(other.prompts) and all(a >= b for a, b in zip(self, other, strict=True))
 
 
 class CudaGraphDecoding:
-    """Recorded decoding steps of a model (CUDA graphs), and their cache, whose slots have full capacity from the start.
+    """Recorded decoding steps of a model (CUDA graphs), and their cache.
 
-    They persist between calls, since a recording contains the memory addresses of the cache and of the weights. A recording is
-    specific to one sampling distribution and one shape: 1, 2, 4, … slots, the number of tokens read from each, and the numbers
-    that `_seated` returns. Empty slots draw tokens, which are ignored, and write keys and values that the next prompt overwrites.
+    A recording contains the memory addresses of the cache and the weights. So the cache has its full size from the start, and is
+    kept between calls of the sampler. There is one recording per sampling distribution and shape: 1, 2, 4, … slots, the number of
+    tokens read per slot, and the result of `_seated`. Empty slots draw tokens too, which are ignored.
     """
 
     def __init__(self, model: LanguageModel, room: Room, wanted: Room | None = None, record: Recorder | None = None) -> None:
-        """Create a cache with the capacity `room`, which may be less than the requested `wanted`. Call `begin` before a batch."""
+        """Create a cache of size `room`. `wanted` is the requested size, which may be larger. Call `begin` before each batch."""
         self.model, self.wanted = model, wanted or room
         self.cache = GroupedCache(*room) if room.prompts else KVCache(*room[:2])
         self.weights = weight_addresses(model)
@@ -78,7 +79,7 @@ class CudaGraphDecoding:
         self.logprobs = torch.zeros(TOKENS_AT_ONCE, 2, slots, device=device)
 
     def fits(self, room: Room) -> bool:
-        """Return True if the recorded steps use the model's current weights, and were made for at least the capacity `room`."""
+        """Return True if the recordings use the model's current weights, and the size requested for them covers `room`."""
         return self.wanted.covers(room) and self.weights == weight_addresses(self.model)
 
     def begin(self, params: SamplingParams) -> None:
@@ -94,7 +95,7 @@ class CudaGraphDecoding:
         """Decode `steps` tokens, or `TOKENS_AT_ONCE` if that is fewer, for each active slot.
 
         `last`, `counts` and `seeds` [active] are each slot's last token, number of drawn tokens and seed. Return (ids
-        [steps, active], log-probs [steps, 2, active]); a token has two log-probs, under the policy and under the sampling
+        [steps, active], log-probs [steps, 2, active]). A token's two log-probs are under the policy and under the sampling
         distribution.
         """
         active, steps = self.cache.active, min(steps, TOKENS_AT_ONCE)
@@ -117,7 +118,7 @@ class CudaGraphDecoding:
         return min(between if _NARROWEST < wanted <= between else wide, most)
 
     def _seated(self, size: int) -> tuple[int, ...]:
-        """Copy the `Seats` for `size` slots to the GPU. Do nothing and return () if the cache is no `GroupedCache`.
+        """Copy the `Seats` for `size` slots to the GPU. If the cache is not a `GroupedCache`, only return ().
 
         Return (number of places in the grid, places per prompt, number of cached tokens that a step reads of each prompt).
         """
@@ -148,9 +149,9 @@ class CudaGraphDecoding:
         return GroupedDecode(self.cache, places, columns, width, self._seats[len(places), grid], members)
 
     def _step(self, params: SamplingParams, size: int, columns: int, *seated: int) -> None:
-        """Decode a token for the first `size` slots, which read `columns` cached tokens each. For `seated` see `_seated`.
+        """Decode a token for the first `size` slots. Each slot reads `columns` cached tokens. For `seated` see `_seated`.
 
-        No operation waits for the CPU, so a CUDA graph can record the step.
+        A CUDA graph can record the step, because no operation waits for the CPU.
         """
         tokens, places, counts, seeds = self.state[:, :size]
         step = self._layout(places.clone(), columns, *seated)
@@ -166,9 +167,9 @@ class CudaGraphDecoding:
 
 
 def fitting(model: LanguageModel, room: Room) -> Room:
-    """Return `room` with slots and prompts halved until they take at most half of the free memory of a GPU.
+    """Halve the slots and prompts of `room` until they take at most half of the GPU's free memory. Return the result.
 
-    The other half is for training, which runs while the cache exists. The number of slots is 0 on a CPU, or if no slot fits.
+    The other half is for training, during which the cache remains. The result has 0 slots on a CPU, or if not even one fits.
     """
     if model.device.type != "cuda":
         return room._replace(slots=0)
@@ -179,25 +180,25 @@ def fitting(model: LanguageModel, room: Room) -> Room:
 
 
 def prefill_limit(model: LanguageModel) -> int:
-    """Return the token limit of a prefill of several prompts: `PREFILLED`, but at most what half of the free memory holds."""
+    """Return the token limit of a prefill with several prompts: `PREFILLED`, or fewer if half of the free memory is too small."""
     hidden, inner = (size(model.network.config, name) for name in ("hidden", "inner"))
     token = (8 * hidden + 4 * (inner or 4 * hidden)) * model.network.dtype.itemsize  # in one layer; the next reuses the memory
     return min(PREFILLED, int(SHARE * free_memory(model.device)) // token)
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that tensors can use on a GPU: those that its driver has free, and blocks that torch keeps for reuse."""
+    """Return the bytes that new tensors can use on a GPU: the driver's free memory, and the blocks that torch keeps for reuse."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + kept
 
 
 def weight_addresses(model: LanguageModel) -> tuple[int, ...]:
-    """Return the memory addresses of all weights. A recorded decoding step is valid only while they stay the same."""
+    """Return the memory addresses of all weights. A recorded decoding step is valid only while these are the same."""
     return tuple(p.data_ptr() for p in model.network.parameters())
 
 
 def active_adapters(model: LanguageModel) -> Hashable:
-    """Return a key of the LoRA adapters that are active in each layer. A recorded step is valid only for the same adapters."""
+    """Return a key for the LoRA adapters that are active in each layer. A recorded step is valid only for the same adapters."""
     layers: list[Any] = [module for module in model.network.modules() if hasattr(module, "_disable_adapters")]
     return tuple((layer.disable_adapters, *layer.active_adapters, *getattr(layer, "merged_adapters", ())) for layer in layers)
 
@@ -205,7 +206,7 @@ def active_adapters(model: LanguageModel) -> Hashable:
 def cuda_recorder() -> Recorder:
     """Return a `Recorder` that records a function `run` as a CUDA graph. All its graphs share a memory pool.
 
-    `run` runs once before it is recorded, so that first allocations and choices of kernels are not in the graph.
+    `run` runs once before it is recorded, so that the graph has no one-time allocations or choices of kernels.
     """
     pool = torch.cuda.graph_pool_handle()
 

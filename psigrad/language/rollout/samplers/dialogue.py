@@ -1,4 +1,4 @@
-"""Episodes whose keys, values and states stay cached between turns, so that only the new tokens of a turn are computed."""
+"""Episodes whose keys, values and states stay cached between turns, so that a turn computes only its new tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEP = 8
 
 
 class SlotCache(KVCache):
-    """A `KVCache` of numbered slots. `select_slots` moves slots to the front, to be decoded. Others keep their tokens."""
+    """A `KVCache` with numbered slots. `select_slots` moves the slots to decode to the front. Other slots keep their tokens."""
 
     def __init__(self, slots: int, longest: int, packed_weights: PackedWeights | None = None) -> None:
         """Create `slots` empty slots of `longest` tokens each. `packed_weights` caches the model's packed weight matrices."""
@@ -40,7 +40,7 @@ class SlotCache(KVCache):
         return np.stack([0 * self._numbers[: self.active], self.lengths.numpy(), self._numbers[: self.active]])
 
     def select_slots(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
-        """Move `slots`, which hold `lengths` tokens, to the front, where the next steps decode them. `prompt` is not read."""
+        """Move `slots`, which have `lengths` tokens, to the front. The next steps decode these slots. `prompt` is not read."""
         numbers, rows = self._numbers.copy(), np.arange(self.slots)
         for row, slot in enumerate(slots):
             here = int(np.flatnonzero(numbers == slot)[0])
@@ -54,16 +54,16 @@ class SlotCache(KVCache):
         self.shifts = self._shifts[torch.from_numpy(slots[: len(lengths)].copy())]
 
     def retain_slots(self, prompt: np.ndarray, slots: np.ndarray) -> None:
-        """Select no slot. Only `slots` can be selected later; others may be overwritten. `prompt` is not read."""
+        """Keep the tokens of `slots` for a later selection. Other slots may be overwritten. No slot is active afterwards."""
         self.select_slots(prompt, self._numbers[:0], np.setdiff1d(self._numbers, slots))
 
 
 class CachedDialogue(Dialogue):
     """The embedded sampler's `Dialogue` on a CPU.
 
-    The first turn prefills each prompt once for its group. In later turns, decoding steps read the environment's tokens one by
-    one, while episodes that have read all of theirs sample in the same steps. If the environment's text is so long that this
-    would take longer, all tokens of the episodes are prefilled again instead.
+    The first turn prefills each prompt once for its group. In later turns, an episode first reads the environment's tokens, one
+    per decoding step. Other episodes may already sample in the same steps. If the environment's text is so long that a new
+    prefill of all tokens is faster, the episodes are prefilled again.
     """
 
     def __init__(self, model: LanguageModel, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> None:
@@ -85,7 +85,7 @@ class CachedDialogue(Dialogue):
 
     @torch.inference_mode()
     def turns(self, next_turns: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
-        """Sample the next turn of the episodes in `next_turns`, from cached keys and values if possible; see `Dialogue.turns`."""
+        """Sample the next turn of the episodes in `next_turns`, if possible from cached keys and values; see `Dialogue.turns`."""
         self.model.switch(training=False)
         unread = {}
         for i, (ids, _, restart) in next_turns.items():
@@ -108,7 +108,7 @@ class CachedDialogue(Dialogue):
         yield from turn.decode(self.cache, {} if restart else unread)
 
     def _prefill(self, live: Sequence[int]) -> torch.Tensor:
-        """Read all tokens of the episodes `live` into active slots. Return the logits [n, V] after the last token of each."""
+        """Prefill active slots with all tokens of the episodes `live`. Return the logits [n, V] after each one's last token."""
         firsts = [n for n, i in enumerate(live) if n == 0 or self.contexts[i] != self.contexts[live[n - 1]]]
         copies = on_device(np.cumsum([n in set(firsts) for n in range(len(live))]) - 1, self.model.device)
         prompts = [self.contexts[live[n]] for n in firsts]
@@ -134,7 +134,7 @@ class _Turn:
         self.sampling_logprobs: dict[int, list[float]] = {i: [] for i in live}
 
     def decode(self, cache: SharedCache | SlotCache, unread: dict[int, list[int]]) -> Iterator[tuple[int, Completion]]:
-        """Decode token by token, and yield (episode, completion) as turns end. An episode first reads its `unread` tokens."""
+        """Decode token by token. Yield (episode, completion) when a turn ends. An episode first reads its `unread` tokens."""
         model = self.dialogue.model
         yield from self._pop_ended()
         while len(self.rows):

@@ -1,4 +1,4 @@
-"""The distribution that a token is drawn from, and the draw itself by a counter-based uniform number."""
+"""The distribution from which a token is drawn, and the draw, which uses a counter-based uniform random number."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SECOND = 1 << 40
 
 @dataclass(frozen=True)
 class DrawnTokens:
-    """Drawn tokens [B] with two log-probs [B]: under the policy after temperature only, and under the filtered distribution."""
+    """Drawn tokens [B] and their log-probs [B]: after the temperature only (`logprobs`), and after the filters too."""
 
     ids: Tensor
     logprobs: Tensor
@@ -33,11 +33,11 @@ class DrawnTokens:
 
 
 def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Return logits [B, V], already divided by the temperature, with -inf where top-k, top-p and min-p forbid a token.
+    """Apply top-k, top-p and min-p to logits [B, V], after temperature. Return them with -inf for every excluded token.
 
-    Each filter sees the result of the previous one, in transformers' order. Ties at the top-k threshold are all kept. top-p keeps
-    the smallest set whose probability reaches p, at least one token (Holtzman et al. 2020). min-p keeps p >= min_p · max p
-    (Nguyen et al. 2024).
+    Each filter is applied to the result of the previous one, in transformers' order. top-k keeps all ties at its threshold. top-p
+    keeps the smallest set of tokens whose probability reaches p, at least one (Holtzman et al. 2020). min-p keeps tokens whose
+    probability is at least min_p times the maximum (Nguyen et al. 2024).
     """
     if params.top_k and params.top_k < logits.shape[-1]:
         threshold = logits.topk(params.top_k, dim=-1).values[:, -1:]
@@ -56,8 +56,8 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
 def draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> DrawnTokens:
     """Draw one token per row of logits [B, V], by inverting the cumulative distribution at a uniform number u(seed, counter).
 
-    Row i depends only on `logits[i]`, `seeds_u64[i]` and `counter[i]` (its number of tokens so far). At temperature 0 the most
-    probable token is taken. Then `sampling_logprobs` is 0 and `logprobs` is at temperature 1.
+    The token of row i depends only on `logits[i]`, `seeds_u64[i]` and `counter[i]` (the number of tokens so far). At temperature
+    0, return the most probable token. Its `sampling_logprobs` is then 0, and its `logprobs` is that of temperature 1.
     """
     found = _drawn(logits, params, seeds_u64, counter)
     if not params.forbidden or found.ids.device.type != "cpu" or not bool((wrong := _forbidden(found.ids, params)).any()):
@@ -69,7 +69,7 @@ def draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter:
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Return the probabilities [B, V] with which `draw` takes each token of logits [B, V], at a temperature above 0."""
+    """Return the probability [B, V] that `draw` returns each token. The temperature must be above 0."""
     allowed = logits.index_fill(-1, torch.tensor(params.forbidden, dtype=torch.long, device=logits.device), -torch.inf)
     return filter_logits(allowed / params.temperature, params).softmax(-1)
 
@@ -79,7 +79,7 @@ def _forbidden(ids: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _drawn(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> DrawnTokens:
-    """Draw one token per row as `draw` does. On a CPU the token may be in `params.forbidden`; `draw` then replaces it."""
+    """Draw one token per row. The CPU kernel may draw a token of `params.forbidden`, which `draw` then replaces."""
     if logits.device.type != "cpu":
         return _draw(logits, params, seeds_u64, counter)
     native = kernels()
@@ -94,12 +94,12 @@ def _drawn(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counte
 
 
 def _draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> DrawnTokens:
-    """Draw one token per row by tensor operations alone; see `draw`."""
+    """Draw one token per row in PyTorch, without psigrad's kernel; see `draw`."""
     return draw_at(logits, params, torch.from_numpy(seeds.uniform(seeds_u64, counter)).to(logits.device)[:, None])
 
 
 def draw_at(logits: Tensor, params: SamplingParams, u: Tensor) -> DrawnTokens:
-    """Draw one token per row of logits [B, V] at the uniform float64 numbers u [B, 1]. A CUDA graph can record all operations."""
+    """Draw one token per row of logits [B, V], given uniform float64 numbers u [B, 1]. A CUDA graph can record this function."""
     logits = upcast(logits)
     if params.temperature not in (0.0, 1.0):
         logits = logits / params.temperature
@@ -126,7 +126,8 @@ def _weights(logits: Tensor) -> tuple[Tensor, Tensor]:
 def inverse(weights: Tensor, u: Tensor) -> Tensor:
     """Return the first index [B] in each row whose cumulative weight exceeds u [B, 1] times the row's sum of weights.
 
-    The `weights` [B, V] are at least 0. A large vocabulary is searched by sums of blocks, in 10 % of the time of a full search.
+    No weight of `weights` [B, V] may be negative. In a large vocabulary, first find the block of tokens by the blocks' sums, then
+    the token in this block. This takes 10 % of the time of a full search.
     """
     batch, size = weights.shape
     if size <= 2 * _BLOCK:
@@ -151,7 +152,7 @@ def inverse(weights: Tensor, u: Tensor) -> Tensor:
 def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the first index [B] in each row at which the cumulative weight exceeds the row's target.
 
-    `target` computes the targets from the rows' sums [B, 1]. If no index qualifies, due to rounding, return the last one with a
+    `target` computes the targets from the rows' sums [B, 1]. If rounding leaves no such index, return the last index with a
     weight above 0.
     """
     # In float32, a sum over a large vocabulary would make rare tokens unreachable.
@@ -162,7 +163,7 @@ def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _may_be(rare: Tensor) -> bool:
-    """Return True if any element of `rare` is True. On a GPU always return True: reading the mask costs more than it saves."""
+    """Return True if an element of `rare` is True. On a GPU, always return True, because copying the mask would take longer."""
     return rare.is_cuda or bool(rare.any())
 
 

@@ -1,4 +1,4 @@
-"""psigrad's own sampler. It decodes with the training model itself, so it copies no weights and its arithmetic is the same."""
+"""psigrad's own sampler. It decodes with the training model itself: no weights are copied, and the arithmetic is the same."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class PolicyWeights(Sampler):
     def log_probs(
         self, prompt: tuple[int, ...], completions: Sequence[Sequence[int]], params: SamplingParams
     ) -> list[list[float]] | None:
-        """Return log-probs by one forward pass of the training model; see `Sampler`.
+        """Return log-probs from one forward pass of the training model; see `Sampler`.
 
-        Return None in half precision, in which such a pass is no more exact than sampling.
+        Return None in half precision: a forward pass is then no more exact than the log-probs from sampling.
         """
         if self.model.network.dtype not in (torch.float32, torch.float64):
             return None
@@ -52,11 +52,11 @@ class PolicyWeights(Sampler):
 class EmbeddedSampler(PolicyWeights):
     """A sampler with continuous batching in at most `max_batch` slots.
 
-    A prompt is prefilled once for its group. Finished sequences leave immediately, and waiting groups enter as slots become free.
-    A completion depends on its prompt and seed, never on other sequences in the batch. Only the rounding of matrix products
-    varies with the batch size. After each step `progress` is called with the number of tokens that the step made.
+    A prompt is prefilled once for its group. A finished sequence frees its slot at once, and waiting groups get free slots.
+    A completion depends only on its prompt and seed, not on other sequences in the batch. But matrix products round differently
+    in batches of another size. After each decoding step, `progress` is called with the number of tokens that the step sampled.
     With `cuda_graphs`, decoding steps on a GPU are recorded and replayed. `cuda_graph.fitting` then determines the number of
-    slots, and the cache persists between calls, so two calls must not overlap.
+    slots. The cache is kept between calls, so two calls must not overlap.
     """
 
     engine = "embedded 1"
@@ -75,9 +75,9 @@ class EmbeddedSampler(PolicyWeights):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample the requests; see `Sampler`. `cache` is filled, for use in training, when all requests are complete.
+        """Sample the requests; see `Sampler`. Training can use `cache` when all requests are complete.
 
-        Raises `UserError` if a prompt leaves no room for `max_tokens`.
+        Raises `UserError` if a prompt and `max_tokens` together exceed the model's maximum length.
         """
         check_room(self.model, requests, params, images=True)
         params = without_placeholders(self.model, params)
@@ -97,7 +97,7 @@ class EmbeddedSampler(PolicyWeights):
         batch.name_rows()
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
-        """Start episodes; see `Sampler`. On a CPU, if all episodes fit, keys, values and states stay cached from turn to turn."""
+        """Start episodes; see `Sampler`. On a CPU, turns reuse cached keys and values for up to `max_batch` episodes."""
         model = self.model
         restarts = model.decoder is None and (
             model.device.type != "cpu" or model.router_recorder is not None or model.shard_root is not None
@@ -108,9 +108,9 @@ class EmbeddedSampler(PolicyWeights):
         return CachedDialogue(model, prompts, without_placeholders(model, params))
 
     def _recording(self, requests: list[Request], params: SamplingParams) -> CudaGraphDecoding | None:
-        """Return recorded decoding steps with room for these requests: those of the last call, if they have it.
+        """Return recorded decoding steps with room for these requests. If those of the previous call have it, return them.
 
-        Return None if decoding cannot be recorded, or if not even one slot fits in the memory.
+        Return None if decoding cannot be recorded, or if not even one slot fits into the memory.
         """
         own = self.model
         if (
@@ -137,15 +137,15 @@ class EmbeddedSampler(PolicyWeights):
 
 
 def without_placeholders(model: LanguageModel, params: SamplingParams) -> SamplingParams:
-    """Return `params`. For a model that reads images, set `forbidden` to the image placeholder tokens, so none is ever drawn."""
+    """Return `params`. If the model reads images, set `forbidden` to the image placeholder tokens, so that none is drawn."""
     return params if model.vision is None else replace(params, forbidden=model.vision.forbidden)
 
 
 @torch.no_grad()
 def why_not_embedded(model: LanguageModel) -> str:
-    """Return the reason why `EmbeddedSampler` cannot sample from `model`; empty if it can. `model` must run packed rows.
+    """Return the reason why `EmbeddedSampler` cannot sample from `model`; empty if it can. `model` must support packed rows.
 
-    Compare the sampler's prefill and one decoding step with the packed forward pass. Fused and sharded models need no comparison.
+    The test compares a prefill and one decoding step with a packed forward pass. Fused and sharded models are not tested.
     """
     if model.decoder is not None or model.shard_root is not None:
         return ""
@@ -175,10 +175,10 @@ def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -
 
 
 def _graph_room(requests: list[Request], params: SamplingParams, max_batch: int, most: int, before: Room | None) -> Room:
-    """Return the capacity of a cache for recorded decoding steps, rounded up so that it also suffices for similar calls later.
+    """Return the capacity of a cache for recorded decoding steps. It is rounded up, so that similar later calls can reuse it.
 
-    The cache has at most `max_batch` slots of at most `most` tokens. A prompt is stored once for its group if prompts are long
-    and have several completions. This is also done if the last call did so (`before`), to use its recordings again.
+    The cache has at most `max_batch` slots of at most `most` tokens. Prompts are stored once for their group if they are long
+    and have several completions. If the cache of the previous call (`before`) stored them once, so does this one.
     """
 
     def rounded(tokens: int) -> int:
@@ -194,26 +194,26 @@ def _graph_room(requests: list[Request], params: SamplingParams, max_batch: int,
 
 
 def check_room(model: LanguageModel, requests: list[Request], params: SamplingParams, images: bool = False) -> None:
-    """Raise `UserError` for an empty prompt, and for a prompt longer than `model.max_length` minus `params.max_tokens`.
+    """Raise `UserError` if a prompt is empty or longer than `model.max_length` minus `params.max_tokens`.
 
-    Also raise it for a prompt with an image, unless the sampler can read images (`images`).
+    Also raise it if a prompt has an image and the sampler cannot read images (`images` is False).
     """
     for request in requests:
         if not images and any(token >= FIRST for token in request.prompt_ids):
             raise UserError(
-                "A prompt has an image, which needs psigrad's own sampler and a model that runs packed; set sampler to embedded."
+                "A prompt has an image. It needs psigrad's own sampler and a model that runs packed; set sampler to embedded."
             )
         if not request.prompt_ids:
             raise UserError("A prompt has no tokens; write some text, or give a tokenizer with a BOS token.")
         if len(request.prompt_ids) + params.max_tokens > model.max_length:
             raise UserError(
-                f"A prompt of {len(request.prompt_ids)} tokens and max_completion_length {params.max_tokens} exceed the model's "
+                f"A prompt of {len(request.prompt_ids)} tokens plus max_completion_length {params.max_tokens} exceed the model's "
                 f"{model.max_length} positions; lower max_completion_length or set max_prompt_length."
             )
 
 
 class _Batch:
-    """The state of one call of the sampler: waiting groups, the sequences in the cache's slots, and all sampled tokens."""
+    """The state of one call of the sampler: waiting groups, the sequence in each slot of the cache, and all sampled tokens."""
 
     def __init__(
         self,
@@ -258,13 +258,13 @@ class _Batch:
         return free and self._free_prompts() > 0
 
     def _free_prompts(self) -> int:
-        """Return how many more prompts the cache can store. Only a `GroupedCache` has a limit; others can store all that wait."""
+        """Return how many more prompts the cache can store: in a `GroupedCache` its free rows, otherwise all that wait."""
         return self.cache.prompts - self.cache.count if isinstance(self.cache, GroupedCache) else len(self.waiting)
 
     def admit(self) -> None:
         """Prefill the waiting groups for which there are free slots, and draw their first tokens.
 
-        On a GPU, one call prefills at most `prefill_limit` prompt tokens, or one longer prompt. The rest waits for the next call.
+        On a GPU, a call prefills at most `prefill_limit` prompt tokens, or one longer prompt. Other groups wait for later calls.
         """
         groups: list[tuple[int, np.ndarray]] = []
         room, most = self.max_batch - self.sequences.size, self._free_prompts()
@@ -311,15 +311,15 @@ class _Batch:
         return self._draw(self.model.head(hidden[:, 0], self.cache.exact, self.cache.packed_weights), self.sequences)
 
     def _recording(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that records the experts chosen for each token; it does nothing if training does not replay them."""
+        """Return a context that records each token's experts, if training replays them. Otherwise the context does nothing."""
         return contextlib.nullcontext([]) if self.routes is None else self.routes.router_recorder.record()
 
     def _keep(self) -> ActivationCache | None:
-        """Return the cache that stores this forward pass's activations; None if there is none or it is full."""
+        """Return the activation cache for this forward pass; None if there is none or it is full."""
         return self.kept if self.kept is not None and self.kept.open else None
 
     def name_rows(self) -> None:
-        """Register the completions in the activation cache, with the row of each token but the last, which no step has read."""
+        """Register completions in the activation cache, with their tokens' rows. The last token was never read: it has no row."""
         if self.kept is None or self.rows is None or not self.kept.open:
             return
         rows, logps = self.rows, self.logprobs[0]
@@ -339,9 +339,10 @@ class _Batch:
         return self._write(drawn.ids.cpu().numpy()[None], logprobs.cpu().numpy()[None], sequences)
 
     def _write(self, ids: np.ndarray, logprobs: np.ndarray, sequences: np.ndarray) -> int:
-        """Record K new tokens `ids` [K, n] of n `sequences`. Return the number recorded. `logprobs[:, 0]` [K, n] are the policy's
-        log-probs, `logprobs[:, 1]` those of the sampling distribution. Tokens after the end of a sequence are dropped, and the
-        slots of ended sequences are released.
+        """Record K new tokens `ids` [K, n] of n `sequences`. Return the number of recorded tokens.
+
+        `logprobs[:, 0]` [K, n] are the policy's log-probs, `logprobs[:, 1]` those of the sampling distribution. Tokens after the
+        end of a sequence are dropped. Slots of ended sequences are released.
         """
         stops = (ids[..., None] == self.stops).any(-1)
         before = self.counts[sequences]
@@ -363,7 +364,7 @@ class _Batch:
         return int(taken.sum())
 
     def pop_complete(self) -> list[tuple[int, list[Completion]]]:
-        """Return (index of a request, its completions) for all requests that have completed since the last call."""
+        """Return (index of a request, its completions) for each request that was completed since the last call."""
         places, self.complete = self.complete, []
         return [(r, [self._completion(i) for i in range(self.firsts[r], self.firsts[r + 1])]) for r in places]
 

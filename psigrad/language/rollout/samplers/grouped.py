@@ -1,4 +1,4 @@
-"""The cache of recorded decoding steps that stores and reads a prompt once for its group, not once for each completion."""
+"""A cache for recorded decoding steps. It stores and reads a prompt once for its group, not once for each completion."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SHORTEST = 256
 class GroupedCache(KVCache):
     """A `KVCache` that stores a prompt's keys and values once, in a row of `tables` [prompts, H_kv, longest_prompt, D].
 
-    A slot stores only the tokens after its prompt. Only the first `count` rows are in use: each has a prompt that some slot
-    continues. When no slot continues a prompt any more, a prompt from the last rows in use replaces it.
+    A slot stores only the tokens after its prompt. The first `count` rows are in use. When no slot continues a row's prompt any
+    more, the prompt from the end of these rows moves into the free row.
     """
 
     def __init__(self, slots: int, longest: int, prompts: int, longest_prompt: int) -> None:
@@ -42,12 +42,12 @@ class GroupedCache(KVCache):
             x.zero_()
 
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> GroupedPrefill:
-        """Add slots as `KVCache.prefill` does. `shifts` is not read: models with M-RoPE, which need it, use no CUDA graphs."""
+        """Add slots; see `KVCache.prefill`. `shifts` is not read: only M-RoPE needs it, and its models use no CUDA graphs."""
         self.shifts = torch.cat([self.shifts.to(copies.device), torch.zeros_like(copies)])
         return GroupedPrefill(self, prompts, copies)
 
     def remove(self, finished: Tensor) -> Tensor:
-        """Release the slots `finished`, as `KVCache.remove` does, and the rows of prompts that no remaining slot continues."""
+        """Release the slots `finished` (see `KVCache.remove`), and the rows of prompts that no remaining slot continues."""
         order = super().remove(finished)
         kept = order.numpy()
         self.owners, self.behind = self.owners[kept], self.behind[kept]
@@ -66,7 +66,7 @@ class GroupedCache(KVCache):
         return order
 
     def seats(self, size: int) -> Seats:
-        """Return the active slots' `Seats`, padded to `size` slots. The grid has 2^i columns and min(2^j, `prompts`) rows."""
+        """Return the active slots' `Seats`, padded to `size` slots. The grid's sides are powers of 2 (at most `prompts` rows)."""
         members = np.bincount(self.owners, minlength=self.count)
         rows, most = (1 << (int(n) - 1).bit_length() for n in (self.count, members.max()))
         by_owner = self.owners.argsort(kind="stable")
@@ -79,10 +79,10 @@ class GroupedCache(KVCache):
 
 
 class Seats(NamedTuple):
-    """A grid with M = `members` places for each of P prompts. A row of the grid has the slots that continue one prompt.
+    """A grid of slots, with one row per prompt and M = `members` places per row. A row has the slots that continue its prompt.
 
-    `grid` [P · M] is the slot at each place (0 at unused places), and `seat` [size] the place of each slot. `behind` [size] is
-    the number of tokens of each slot's prompt.
+    For P prompts, `grid` [P · M] has the slot at each place (0 if unused). `seat` [size] has the place of each slot. `behind`
+    [size] has the number of tokens of each slot's prompt.
     """
 
     grid: np.ndarray
@@ -115,7 +115,7 @@ class GroupedPrefill(Prefill):
 
 
 class GroupedDecode(Decode):
-    """The layout of a decoding step in a CUDA graph. One product multiplies all queries of a group by the keys of its prompt."""
+    """The layout of a decoding step in a CUDA graph. All queries of a group are multiplied by its prompt's keys at once."""
 
     def __init__(
         self, cache: GroupedCache, places: Tensor, columns: int, width: int, seats: Sequence[Tensor], members: int
@@ -126,7 +126,7 @@ class GroupedDecode(Decode):
         self.grouped, self.prompt_width, self.members = cache, width, members
 
     def mask(self, window: int | None) -> Tensor:
-        """Return [active, 1, 1, prompt_width + columns], True where a new token attends to a token of its prompt or slot."""
+        """Return a mask [active, 1, 1, prompt_width + columns]: True where the new token attends to a token of prompt or slot."""
         if window not in self._masks:
             columns = torch.arange(self.prompt_width, device=self.places.device)[None]
             seen = columns < self.behind[:, None]
@@ -138,7 +138,7 @@ class GroupedDecode(Decode):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Store the new keys and values in their slots. Return each token's attention to prompt and slot; see `Layout.attend`."""
+        """Store the new keys and values in their slots. Return the attention to prompts and slots; see `Layout.attend`."""
         key = self.next_call("attention", layer)
         stored, tables = self.cache.reserve(key, k, v, self.room), self.grouped.tables[key]
         batch, heads, _, dim = q.shape
@@ -161,7 +161,7 @@ class GroupedDecode(Decode):
         return both.reshape(batch, 1, heads, v.shape[3])
 
     def _by_group(self, x: Tensor, table: Tensor) -> Tensor:
-        """Return the product [active, H_kv, R, B] of each slot's `x` [R, A] with its prompt's `table` [A, B], for every head."""
+        """For each slot and head, multiply `x` [R, A] by `table` [A, B] of the slot's prompt. Return [active, H_kv, R, B]."""
         wide: Tensor = x.index_select(0, self.grid).unflatten(0, (-1, self.members)).transpose(1, 2)
         made: Tensor = (wide.flatten(2, 3) @ table).unflatten(2, (self.members, -1)).transpose(1, 2)
         return made.flatten(0, 1).index_select(0, self.seat)

@@ -1,4 +1,4 @@
-"""A sampler that calls transformers' `generate`: slower than the embedded sampler, and an independent check of it."""
+"""A sampler that calls transformers' `generate`. It is slower than the embedded sampler, and serves to check it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from psigrad.language.rollout.types import Completion, DrawnToken, FinishReason,
 
 
 class _Drawer(LogitsProcessor):
-    """A logits processor that draws a token by psigrad's counter-based random numbers, and sets all other logits to -inf.
+    """A logits processor that draws a token with psigrad's random numbers, and sets all other logits to -inf.
 
-    The greedy search of `generate` then takes the drawn token, so this sampler and the embedded one write the same text.
+    The greedy search of `generate` then returns this token. So this sampler and the embedded one sample the same text.
     """
 
     def __init__(self, params: SamplingParams, seeds: np.ndarray) -> None:
@@ -59,7 +59,7 @@ class TransformersSampler(PolicyWeights):
 
     @torch.inference_mode()
     def stream(self, request: Request, params: SamplingParams) -> Iterator[DrawnToken]:
-        """Yield the tokens of one completion as they are drawn, the same as `sample` draws. The request must have one seed."""
+        """Yield one completion's tokens as they are drawn: the same tokens as from `sample`. The request must have one seed."""
         check_room(self.model, [request], params)
         self.model.network.eval()
         stops = {*self.model.eos_token_ids, *params.stop_token_ids}
@@ -90,7 +90,7 @@ class TransformersSampler(PolicyWeights):
 
 
 def _completion(ids: list[int], logprobs: list[float], sampling: list[float], stops: set[int], seed: int) -> Completion:
-    """Return the completion up to its first stop token, inclusive. `sampling` has the log-probs after filters such as top-k."""
+    """Return the completion up to and including its first stop token. `sampling` has the log-probs after top-k, top-p, min-p."""
     count = next((t + 1 for t, token in enumerate(ids) if token in stops), len(ids))
     reason: FinishReason = "stop" if ids[count - 1] in stops else "length"
     return Completion(tuple(ids[:count]), tuple(logprobs[:count]), tuple(sampling[:count]), reason, seed)

@@ -1,1 +1,1 @@
-"""Training on recorded data: SFT, reward models and the preference family are tasks of one loop."""
+"""Training on recorded data. SFT, reward models and preference methods are tasks of the same training loop."""

@@ -1,4 +1,4 @@
-"""One step of training on recorded data, and the protocol of its tasks. SFT, reward models and preferences are tasks."""
+"""One step of training on recorded data, and the protocol `Task`, which SFT, reward models and preference methods implement."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Share = Callable[[], Loss]
 
 
 class Task(Protocol):
-    """A kind of training on recorded rows. A task holds the rows, and computes the loss on any of them."""
+    """A kind of training on recorded rows, such as SFT. A task has the rows and the model, and computes losses on rows."""
 
     @property
     def name(self) -> str:
@@ -43,14 +43,14 @@ class Task(Protocol):
         """Return the number of tokens in these rows."""
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """Return the loss of one optimiser step on these rows, as one function per forward pass of at most `budget` tokens.
+        """Divide an optimiser step on these rows into forward passes. Return one loss function per pass.
 
-        If several processes (`ranks`) take the passes in turn, all passes have about equally many tokens. Whatever the `budget`,
-        the losses, gradients and terms of the passes add up to those of the step.
+        A pass has at most `budget` tokens. If the passes are shared by several `ranks`, all have about the same number of tokens.
+        For any `budget`, the losses, gradients and terms of the passes add up to those of the step.
         """
 
     def held_out(self, budget: int, world: World = ALONE) -> Mapping[str, float | str]:
-        """Return metrics over all rows: numbers, or texts by `marks_of`. All processes share the work. Call under `no_grad`."""
+        """Return metrics over all rows: numbers, or results of `marks_of`. All processes must call this, under `no_grad`."""
 
 
 class Settings(Protocol):
@@ -75,7 +75,7 @@ class Settings(Protocol):
 
 @dataclass(frozen=True)
 class OfflineRun:
-    """The objects of one run on recorded data. `held_out` is the task on the rows that are not trained on."""
+    """The objects of one run on recorded data. `held_out` is the task on the held-out rows, which are only evaluated."""
 
     config: Settings
     task: Task
@@ -127,7 +127,7 @@ def terms_of(share: Share) -> dict[str, float]:
 
 
 def marks_of(hits: Iterable[float]) -> str:
-    """Return one character per pair, by which reports compare runs: 1 if it is ranked right (hit 1), 0 if wrong, h for a tie."""
+    """Return one character per pair: 1 if it is ranked correctly (hit 1), 0 if not, h for a tie. Reports compare runs by it."""
     return "".join("0h1"[round(2 * hit)] for hit in hits)
 
 

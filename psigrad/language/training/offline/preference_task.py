@@ -25,7 +25,7 @@ from psigrad.processes.parallel.world import ALONE, World, map_shared, num_teams
 def answer_logps(
     model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]], cache: ActivationCache | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (log π [N] of all answers, summed over target tokens, and the number [N] of these). For `cache` see `evaluate`."""
+    """Return (the sum of each answer's target log-probs [N], its number of targets [N]). `cache` may have its activations."""
     texts = [[text for answer in group for text in answer.texts] for group in answers]
     logp = model.evaluate(Groups(prompts, [[text.ids for text in group] for group in texts]), cache=cache).logp
     mask = torch.zeros(logp.shape, dtype=torch.bool)
@@ -63,9 +63,10 @@ def reference_logps(
 
 @dataclass(frozen=True)
 class PreferenceTask:
-    """The task of a `Preference` loss on pairs. `cache` has the activations from sampling, if the model itself wrote the answers.
+    """The task of a `Preference` loss on pairs.
 
-    `reference` has the reference's log-probs of each pair (chosen, rejected), if the loss needs them.
+    `reference` has the reference model's log-probs of each pair (chosen, rejected), if the loss needs them. If the model itself
+    sampled the answers, `cache` may have its activations from sampling.
     """
 
     model: LanguageModel
@@ -87,7 +88,7 @@ class PreferenceTask:
         return sum(self.pairs[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """Return the loss on these pairs, as one function per forward pass; see `Task`."""
+        """Return one loss function per forward pass on these pairs; see `Task`."""
         targets = sum(self.pairs[i].chosen.targets for i in rows)
         parts = pack_by_tokens([self.pairs[i].tokens for i in rows], budget, ranks)
         return [partial(self._loss, [rows[k] for k in part], len(rows), targets) for part in parts]
@@ -117,7 +118,7 @@ class PreferenceTask:
         return self.loss.loss(self.evaluate(rows), total, targets)
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float | str]:
-        """Return the mean loss and rewards, the accuracy, its 95 % interval, and a text of right and wrong pairs (`marks_of`)."""
+        """Return the mean loss, rewards and accuracy, the accuracy's 95 % interval, and each pair's result (`marks_of`)."""
         targets = sum(p.chosen.targets for p in self.pairs)
         parts = pack_by_tokens([p.tokens for p in self.pairs], budget, num_teams(world))
         found = map_shared(world, parts, partial(self._judge, targets))
@@ -127,9 +128,9 @@ class PreferenceTask:
         return {**sum_terms(terms for terms, _ in found), **{f"rewards/accuracies/{name}": value for name, value in more.items()}}
 
     def _judge(self, targets: int, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
-        """Return (the contribution of these pairs to each term of the task's loss, [1 for a correct pair, ½ for a tie, else 0]).
+        """Return (these pairs' share of each loss term, one hit per pair). A hit is 1 if correct, ½ for a tie, and otherwise 0.
 
-        `targets` is the number of target tokens in the chosen answers of the whole task.
+        `targets` is the number of target tokens in all chosen answers of the task.
         """
         evaluated = self.evaluate(rows)
         terms = self.loss.loss(evaluated, len(self), targets).terms
@@ -140,7 +141,7 @@ class PreferenceTask:
 class KTOTask:
     """The task of the KTO loss on rows labelled good or bad.
 
-    `reference` has the reference's log-probs of each row's own answer and of its mismatched answer (`mismatch`).
+    `reference` has, for each row, the reference model's log-probs of its own answer and of a mismatched answer (`mismatch`).
     """
 
     model: LanguageModel
@@ -165,7 +166,7 @@ class KTOTask:
         return sum(self.rows[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """Return the loss on these rows, as one function per forward pass; see `Task`. All of them use one KL estimate (`_z`)."""
+        """Return one loss function per forward pass on these rows; see `Task`. All use the same KL estimate (`_z`)."""
         return self._shares(rows, budget, ALONE, ranks)
 
     def _shares(self, rows: Sequence[int], budget: int, world: World, ranks: int = 0) -> list[Share]:
@@ -176,7 +177,7 @@ class KTOTask:
 
     @torch.no_grad()
     def _z(self, rows: Sequence[int], budget: int, world: World) -> Tensor:
-        """Return z, KTO's estimate of the KL, from these rows' mismatched answers (`mismatch`), in passes of `budget` tokens."""
+        """Return z, KTO's estimate of the KL, from mismatched answers to these rows, in passes of at most `budget` tokens."""
         others = [self._mismatched[i] for i in rows]
         sizes = [len(self.rows[i].prompt) + a.tokens for i, a in zip(rows, others, strict=True)]
         logps, parts = torch.zeros(len(rows)), pack_by_tokens(sizes, budget, num_teams(world))
@@ -202,9 +203,9 @@ class KTOTask:
 
 
 def mismatch(rows: Sequence[LabelledAnswer]) -> list[Answer]:
-    """Return a mismatched answer for each row: the answer of the nearest earlier row with another prompt, as in TRL.
+    """Return a mismatched answer for each row: the answer of the nearest earlier row with a different prompt, as in TRL.
 
-    From the first row, the search continues at the last row. If all rows have the same prompt, each gets its own answer.
+    If no earlier row has one, search backwards from the last row. If all rows have the same prompt, each gets its own answer.
     """
     found, other = list(rows), None
     for i in range(1 - len(rows), len(rows)):  # start one round earlier, so that the first row has a predecessor

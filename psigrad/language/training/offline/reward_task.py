@@ -37,7 +37,7 @@ class RewardTask:
         return sum(self.pairs[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """Return the loss on these pairs, as one function per forward pass; see `Task`."""
+        """Return one loss function per forward pass on these pairs; see `Task`."""
         parts = pack_by_tokens([self.pairs[i].tokens for i in rows], budget, ranks)
         return [partial(self._loss, [rows[k] for k in part], len(rows)) for part in parts]
 
@@ -55,14 +55,14 @@ class RewardTask:
         return self.loss.loss(scores[:, 0], scores[:, 1], margin, total)
 
     def _judge(self, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
-        """Return (the contribution of these pairs to each term of the task's loss, [each pair's chosen − rejected score])."""
+        """Return (these pairs' share of each loss term, each pair's chosen score minus its rejected score)."""
         scores = self.scores(rows)
         loss = self._loss_of(scores, rows, len(self))
         lead = scores.double()
         return {name: float(term) for name, term in loss.terms.items()}, (lead[:, 0] - lead[:, 1]).tolist()
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float | str]:
-        """Return the loss, accuracy with its 95 % interval, each pair's result (`marks_of`), and the calibration of σ(margin).
+        """Return the loss, the accuracy with its 95 % interval, each pair's result (`marks_of`), and calibration metrics.
 
         A forward pass has at most `budget` tokens; see `Task`.
         """
@@ -82,7 +82,7 @@ class RewardTask:
 
 @dataclass(frozen=True)
 class ProcessRewardTask:
-    """The task of a process reward model on solutions with labelled steps. A step's logit is read after its last token."""
+    """The task of a process reward model on solutions with labelled steps. A step's logit is the value after its last token."""
 
     model: ScalarModel
     solutions: Sequence[Steps]
@@ -96,7 +96,7 @@ class ProcessRewardTask:
         return sum(self.solutions[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """Return the loss on these solutions, as one function per forward pass; see `Task`."""
+        """Return one loss function per forward pass on these solutions; see `Task`."""
         total = sum(len(self.solutions[i].ends) for i in rows)
         parts = pack_by_tokens([self.solutions[i].tokens for i in rows], budget, ranks)
         return [partial(self._loss, [self.solutions[rows[k]] for k in part], total) for part in parts]

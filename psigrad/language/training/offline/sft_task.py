@@ -16,13 +16,12 @@ from psigrad.processes.parallel.world import ALONE, World, map_shared, num_teams
 
 @dataclass(frozen=True)
 class SFTTask:
-    """The task of supervised fine-tuning: cross-entropy on the target tokens, those where an example's mask is True.
+    """The task of supervised fine-tuning: cross-entropy on the target tokens. An example's mask is True on its targets.
 
-    Formula: L = −(1/M) Σ log π(a_t|s_t) over the M target tokens of the whole optimiser step; with label smoothing ε it is −(1/M)
-    Σ [(1 − ε) log π(a_t|s_t) + ε/V · Σ_v log π(v|s_t)] over the V tokens v of the vocabulary (transformers' `LabelSmoother`).
+    Formula: L = −(1/M) Σ log π(a_t|s_t) over the M target tokens of the whole optimiser step. With label smoothing ε,
+    L = −(1/M) Σ [(1 − ε) log π(a_t|s_t) + ε/V · Σ_v log π(v|s_t)] with v over all V tokens of the vocabulary, as in transformers.
 
-    A row is one text, or several if its turns need different contexts (`templates.examples`). Tokens that the texts of a row
-    share are computed once.
+    A row has several texts if its turns need different contexts (`templates.examples`). Their shared tokens are computed once.
     """
 
     model: LanguageModel
@@ -39,7 +38,7 @@ class SFTTask:
         return sum(one.tokens for i in rows for one in bundle(self.rows[i]))
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """Return the loss on these rows, as one function per forward pass of at most `budget` tokens; see `Task.shares`."""
+        """Return one loss function per forward pass on these rows; see `Task`."""
         bundles = [bundle(self.rows[i]) for i in rows]
         targets = max(1, sum(sum(text.mask) for own in bundles for one in own for text in one.texts))
         parts = pack_by_tokens([sum(one.tokens for one in own) for own in bundles], budget, ranks)
@@ -63,7 +62,7 @@ class SFTTask:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Texts that share tokens of `trunk`, which is computed once. Text i continues the first `starts[i]` tokens of `trunk`."""
+    """Texts that begin with tokens of `trunk`, which are computed once. Text i shares the first `starts[i]` tokens of `trunk`."""
 
     trunk: Sequence[int]
     texts: Sequence[Example]
@@ -76,10 +75,10 @@ class Bundle:
 
 
 def bundle(texts: Sequence[Example]) -> list[Bundle]:
-    """Split the texts of a row, in order, into the bundles that need the fewest tokens.
+    """Split the texts of a row, in order, into bundles, so that as few tokens as possible are computed.
 
-    A bundle's trunk consists of the tokens before the first target of its last text, so it has no targets. Each other text begins
-    with some tokens of the trunk, and then differs.
+    The trunk of a bundle is its last text up to the first target token. Every other text of the bundle begins with some tokens
+    of the trunk, and then differs from it.
     """
     best: list[tuple[int, list[Bundle]]] = [(0, [])]
     for end in range(1, len(texts) + 1):
@@ -93,14 +92,14 @@ def bundle(texts: Sequence[Example]) -> list[Bundle]:
 
 
 def _branch(texts: Sequence[Example]) -> Bundle:
-    """Return one bundle of these texts. Its trunk consists of the tokens before the first target of the last text."""
+    """Return one bundle of these texts. Its trunk is the last text up to the first target token."""
     contexts = [text.ids[: text.mask.index(True)] if any(text.mask) else text.ids for text in texts]
     starts = [common_prefix(context, contexts[-1]) for context in contexts]
     return Bundle(contexts[-1], texts, starts)
 
 
 def _pack(bundles: Sequence[Bundle]) -> Rows | Groups:
-    """Return the texts as independent rows, or, if some share a prefix, each bundle as a group with its trunk as the prompt."""
+    """Return each bundle as a group whose prompt is the trunk. If every bundle has one text, return independent rows instead."""
     if all(len(one.texts) == 1 for one in bundles):
         texts = [text for one in bundles for text in one.texts]
         return Rows([text.ids for text in texts], [text.mask for text in texts])

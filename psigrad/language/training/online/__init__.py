@@ -1,1 +1,1 @@
-"""Online RL: sample, score, advantage, loss, update, record. Start with `online_rl.py`."""
+"""Online RL: sampling, rewards, advantages, loss, update, records. Start with `online_rl.py`."""

@@ -1,7 +1,7 @@
-"""The conversion of trajectories to a `Batch`, its micro-batches, and the outputs of forward passes by row of the batch.
+"""Convert trajectories to a `Batch`, divide the batch into micro-batches, and arrange model outputs by row of the batch.
 
-The `inputs` of a batch are the trajectories of its rows. A micro-batch is only a list of row indices. The model's inputs are
-created from the trajectories of these rows.
+A batch has a row for each trajectory, and its `inputs` are these trajectories. A micro-batch is only a list of row indices.
+`inputs_of` creates the model's inputs from the trajectories of these rows.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ def to_batch(
 ) -> Batch:
     """Return the trajectories of scored groups as a `Batch`, padded to [N, T]. Its `inputs` are the trajectories, in order.
 
-    `Trajectory.step_rewards` are placed on their tokens, and the rest of the reward on the policy's last token. `Batch.metric`
-    gets the values of the reward function `filter_metric` (`metric_of`). `reward_weights` are the weights of the reward
-    functions, by name.
+    The reward on a token is its step reward. The last token of the policy also has the rest of the trajectory's reward.
+    `Batch.metric` has the values of `metric_of` for `filter_metric`. `reward_weights` are the reward functions' weights by name.
     """
     rows = [t for group in groups for t in group]
     lengths = torch.tensor([len(t.completion.ids) for t in rows])
@@ -85,7 +84,7 @@ def to_batch(
 def _part(trajectory: Trajectory, name: str) -> float:
     """Return the value of the reward function `name` for a trajectory; NaN if it does not apply.
 
-    For a failed completion without a value of this function, return the completion's reward.
+    If the completion failed and has no value of this function, return the completion's reward.
     """
     if trajectory.status == "failed" and name not in trajectory.parts:
         return trajectory.reward or 0.0
@@ -96,8 +95,7 @@ def _part(trajectory: Trajectory, name: str) -> float:
 def micro_batches(batch: Batch, row_mask: Tensor, budget: int, ranks: int = 1) -> list[MicroBatch]:
     """Divide the rows where `row_mask` [N] is True into forward passes of at most `budget` tokens.
 
-    A group's prompt is computed once. If several processes (`ranks`) take the passes in turn, all passes have about equally many
-    tokens.
+    A pass computes a group's prompt once. If several `ranks` share the passes, all have about the same number of tokens.
     """
     group = batch.group.tolist()
     rows = [i for i, asked in enumerate(row_mask.tolist()) if asked]
@@ -108,15 +106,16 @@ def micro_batches(batch: Batch, row_mask: Tensor, budget: int, ranks: int = 1) -
 
 
 def _size(trajectory: Trajectory, shared: Sequence[int]) -> int:
-    """Return the number of tokens that a trajectory adds to a forward pass that already has its group's prompt, `shared`."""
+    """Return the number of tokens that a trajectory adds to a forward pass. `shared`, its group's prompt, is not counted."""
     own = sum(len(context.prompt_ids) for context in trajectory.contexts if context.prompt_ids != shared)
     return len(trajectory.completion.ids) + own
 
 
 def assign_micro_batches(world: World, batch: Batch, row_mask: Tensor, budget: int) -> list[tuple[MicroBatch, float]]:
-    """Return this process's list of (micro-batch of at most `budget` tokens, weight). Fetch tokens that another process has.
+    """Return the micro-batches of at most `budget` tokens that this process computes, as pairs (micro-batch, weight).
 
-    The weight is 1, or 0 for a micro-batch that is computed only because all processes must make equally many passes.
+    Tokens that only another process has are fetched into `batch.inputs`. The weight is 1, or 0 for an extra micro-batch, which a
+    process computes to make as many passes as the others.
     """
     micros = micro_batches(batch, row_mask, budget, num_teams(world))
     if world.size > 1:
@@ -131,7 +130,7 @@ def rows_of(micro: MicroBatch) -> Tensor:
 
 
 def inputs_of(batch: Batch, micro: MicroBatch) -> Groups:
-    """Return the model's inputs for a micro-batch: each prompt with the parts of completions that were sampled after it."""
+    """Return the model's inputs for a micro-batch: prompts, each with the completions (or parts of them) that follow it."""
     read = _contexts_of(batch, micro)
     rows = [[batch.inputs[i].completion for i, _ in own] for _, own in read]
     experts = [(own[0].prompt_experts, [one.experts for one in own]) for own in rows]
@@ -162,7 +161,7 @@ def _contexts_of(batch: Batch, micro: MicroBatch) -> list[tuple[tuple[int, ...],
 
 
 def to_rows(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
-    """Return `x`, the outputs of a model for `inputs_of(batch, micro)`, as [n, T], one line per row of `micro`, zero-padded."""
+    """Rearrange `x`, a model's outputs for `inputs_of(batch, micro)`, to [n, T]: one line per row of `micro`, padded with 0."""
     width, rows = batch.mask.shape[1], rows_of(micro).tolist()
     pieces = [piece for _, own in _contexts_of(batch, micro) for piece in own]
     if [i for i, _ in pieces] == rows:  # one part for each row, in order
@@ -176,13 +175,13 @@ def to_rows(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
 
 
 def minibatches(count: int, shares: int, seed: int, step: int, iteration: int) -> list[Tensor]:
-    """Return at most `shares` nearly equal minibatches: the indices 0 … count - 1, shuffled by seed, step and iteration."""
+    """Shuffle the indices 0 … count - 1 by seed, step and iteration. Return them as at most `shares` nearly equal minibatches."""
     order = torch.from_numpy(seeds.permutation(count, seed, "minibatch", step, iteration)) if count else torch.zeros(0)
     return [share for share in order.tensor_split(shares) if len(share)]
 
 
 def outputs_by_row(evaluation: PolicyOutputs, batch: Batch, micro: MicroBatch) -> PolicyOutputs:
-    """Return a forward pass's outputs as tensors [n, T], with the n rows of the micro-batch; see `to_rows`."""
+    """Return a forward pass's outputs as tensors [n, T], one line for each of the micro-batch's n rows; see `to_rows`."""
     return PolicyOutputs(**{name: to_rows(x, batch, micro) for name, x in vars(evaluation).items() if x is not None})
 
 
@@ -195,11 +194,10 @@ def compute_by_row(
     world: World = ALONE,
     inputs: Callable[[Batch, MicroBatch], Groups] = inputs_of,
 ) -> Tensor:
-    """Apply `of` to the rows where `row_mask` is True (None: all) in micro-batches of at most `budget` tokens.
+    """Apply `of` to micro-batches of at most `budget` tokens. Return its outputs [N, T], which are 0 where `row_mask` is False.
 
-    `of` receives `inputs(batch, micro_batch)`. Return the outputs [N, T], which are 0 on other rows. Each process of the world
-    computes its share, and all get the result. The batch and the result are in the host's memory. All outputs are copied from
-    the GPU together.
+    `of` receives `inputs(batch, micro_batch)`. If `row_mask` is None, all rows with tokens are computed. The work is shared by
+    all processes, and all of them get the result. The batch and the result are on the CPU. One transfer copies all outputs there.
     """
     out = torch.zeros_like(batch.logp_old)
     micros = assign_micro_batches(world, batch, batch.present if row_mask is None else row_mask, budget)
@@ -211,9 +209,10 @@ def compute_by_row(
 
 
 def metric_of(trajectory: Trajectory, name: str = "") -> float:
-    """Return the value of the reward function `name`, which dynamic sampling compares within a group.
+    """Return the value that dynamic sampling compares within a group: that of the reward function `name`.
 
-    If `name` is empty, return the reward without the length penalty. Raises `UserError` if no function has that name.
+    If `name` is empty, return the reward. With the length penalty soft_overlong, return the plain sum of the other functions'
+    values instead. Raise `UserError` if no function has that name.
     """
     reward = trajectory.reward or 0.0
     if trajectory.status == "unscored" or (trajectory.status == "failed" and not trajectory.parts):
@@ -230,11 +229,10 @@ def metric_of(trajectory: Trajectory, name: str = "") -> float:
 
 
 def reward_dtype(sizes: Sequence[int], columns: Sequence[Sequence[float]]) -> torch.dtype:
-    """Return float64 if float32 would lose differences of rewards within a group, otherwise float32.
+    """Return float64 if rewards within a group are too close or too far apart for float32. Otherwise return float32.
 
-    Each of `columns` has one number per row; NaN is ignored. Consecutive rows form groups of these `sizes`. In float32, rewards
-    of 1e6 and 1e6 + 0.001 are equal, and the variance of rewards of 0 and 1e20 overflows. Advantages are always float32, because
-    `PolicyGradient.prepare` casts them.
+    In float32, 1e6 and 1e6 + 0.001 are equal, and the variance of 0 and 1e20 overflows. Each of `columns` has a number per row;
+    NaN is ignored. Consecutive rows form groups of these `sizes`. `PolicyGradient.prepare` casts advantages to float32.
     """
     for column in columns:
         for exact in torch.tensor(column, dtype=torch.float64).split([*sizes]):

@@ -1,10 +1,10 @@
-"""The collection of the completions that a step trains on, and the ledger of all prompts.
+"""Collect the completions that a step trains on, and count the outcomes of all prompts in a ledger.
 
-With a lag of k, step s trains on completions sampled with the weights after max(0, s - k) steps (the first step is 0). All
-completions of a step have the same lag, regardless of their length. So short ones are not preferred, and a run can be repeated
-bitwise.
+Steps are numbered from 0. With a lag of k, step s trains on completions that were sampled after max(0, s - k) steps. All
+completions of a step have the same lag, regardless of their length. So there is no bias towards short completions, and a run
+can be repeated bitwise.
 
-The ledger counts every prompt as trained on, dropped for a reason, or pending. `rollout/collectors.py` makes the completions.
+The ledger counts every prompt as trained on, dropped for a reason, or pending. `rollout/collectors.py` samples the completions.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ UNSCORED, NO_SIGNAL, EARLIER = "dropped: unscored", "dropped: equal rewards", "d
 def next_collection(
     run: OnlineRun, state: State, clock: Clock, cache: ActivationCache | None
 ) -> tuple[Collected, tuple[Pending, ...]]:
-    """Start sampling for steps s = `state.step` to s + `config.lag`. Return (completions for s, pending ones for later steps).
+    """Start sampling for this step and the next `config.lag` steps. Return (this step's completions, later steps' pending ones).
 
-    Threads of `run.executor` sample and score for later steps while earlier ones train. Without an executor, the sampler may
+    Threads of `run.executor` sample and score for later steps while this step trains. Without an executor, the sampler may
     store activations in `cache`, for training to reuse.
     """
     pending = list(state.pending)
@@ -67,24 +67,24 @@ def next_collection(
 
 
 def num_started(step: int, lag: int, total: int) -> int:
-    """Return how many of `total` steps have begun to sample once `step` steps are done: step + 1 + `lag`, at most `total`."""
+    """Return the number of steps whose sampling has started when `step` steps are complete: step + 1 + `lag`, at most `total`."""
     return min(step + lag + 1, total)
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """A `Collected` that a thread is making. `end` is the index of the first prompt after its prompts; None: not known yet."""
+    """A `Collected` that a thread is still sampling. `end` is the index of the prompt that follows its last one, if known."""
 
     found: Future[Collected]
     end: int | None
 
     def result(self) -> Collected:
-        """Wait for the thread, and return its result."""
+        """Wait for the thread, and return its `Collected`."""
         return self.found.result()
 
 
 def _end_of(previous: Pending | None, state: State) -> int:
-    """Return the index of the first prompt after those of `previous`; `state.cursor` if `previous` is None."""
+    """Return the index of the prompt that follows the last one of `previous`; `state.cursor` if `previous` is None."""
     if previous is None:
         return state.cursor
     return previous.end if isinstance(previous, InFlight) and previous.end is not None else previous.result().cursor
@@ -99,8 +99,8 @@ def _collect_after(
 def collect(run: OnlineRun, cursor: int, version: int, clock: Clock, cache: ActivationCache | None = None) -> Collected:
     """Sample and score completions of `prompts_per_step` prompts, starting with prompt number `cursor` of the run.
 
-    The sampler uses the weights after `version` training steps. With dynamic sampling (DAPO, Yu et al. 2025), new prompts replace
-    those that are unscored, or whose completions all have the same metric (`metric_of`), at most `max_refills` times.
+    `version` is the number of training steps so far. Dynamic sampling (DAPO, Yu et al. 2025) replaces a prompt if too few of its
+    completions have scores, or if all have the same metric (`metric_of`). It does so at most `max_refills` times.
     """
     config = run.config
     trajectories: list[Trajectory] = []
@@ -130,7 +130,7 @@ def collect(run: OnlineRun, cursor: int, version: int, clock: Clock, cache: Acti
 def check_rewards(run: OnlineRun, trajectories: Sequence[Trajectory], before: Sequence[Sequence[int]] = ()) -> list[list[int]]:
     """Raise `RewardError` if too many completions are unscored because a reward failed; see `check_unscored`.
 
-    Return [failures, completions] of each of the latest steps, which the next call gets as `before`.
+    Return [number of failures, number of completions] for each recent step. Pass this list to the next call as `before`.
     """
     reasons = [t.reason if t.status == "unscored" else None for t in trajectories]
     place = lambda row: bisect.bisect_left(run.prompts, row, key=lambda prompt: prompt.index)  # noqa: E731
@@ -139,7 +139,7 @@ def check_rewards(run: OnlineRun, trajectories: Sequence[Trajectory], before: Se
 
 
 def pick_prompts(prompts: Sequence[Prompt], seed: int, cursor: int, count: int) -> list[Prompt]:
-    """Return the prompts `cursor` … `cursor + count - 1` of the endless sequence of shuffled epochs that `seed` determines."""
+    """Return prompts number `cursor` … `cursor + count - 1` of an endless sequence of epochs, each shuffled by `seed`."""
     n, places, picked = len(prompts), {}, []
     for place in range(cursor, cursor + count):
         epoch, offset = divmod(place, n)
@@ -155,7 +155,7 @@ def completion_seed(seed: int, cursor: int, i: int, k: int) -> int:
 
 
 def penalise_truncated(trajectory: Trajectory, penalty: float) -> Trajectory:
-    """Return the trajectory with `penalty` subtracted from its reward if the length limit cut it."""
+    """Return the trajectory. If it ended at the length limit, subtract `penalty` from its reward."""
     if trajectory.reward is None or trajectory.completion.finish_reason != "length":
         return trajectory
     parts = {**trajectory.parts, "missing_eos": -penalty}
@@ -163,7 +163,7 @@ def penalise_truncated(trajectory: Trajectory, penalty: float) -> Trajectory:
 
 
 def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int) -> Iterator[list[Trajectory]]:
-    """Yield the groups of `group_size` consecutive completions, without unscored and empty ones, if `smallest` or more remain."""
+    """Yield groups of `group_size` consecutive completions, without unscored and empty ones, if at least `smallest` remain."""
     for start in range(0, len(trajectories), group_size):
         group = [t for t in trajectories[start : start + group_size] if t.reward is not None and t.completion.ids]
         if len(group) >= smallest:
@@ -171,21 +171,21 @@ def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int)
 
 
 def update_ledger(ledger: Mapping[str, int], cursor: int, collected: Collected) -> dict[str, int]:
-    """Return `ledger` (see `open_ledger`) with the prompts of `collected` added. Check the result by `check_balance`."""
+    """Return `ledger` (see `open_ledger`) with the prompts of `collected` added. Raise `RuntimeError` if it does not balance."""
     entries = add_entries(open_ledger(ledger, cursor), collected.entries)
     check_balance(entries, collected.cursor)
     return entries
 
 
 def open_ledger(ledger: Mapping[str, int], cursor: int) -> dict[str, int]:
-    """Return `ledger`, {outcome: number of prompts}. If it is empty, enter the `cursor` prompts drawn so far as `EARLIER`."""
+    """Return `ledger`, {outcome: number of prompts}. If it is empty, count the `cursor` prompts drawn so far as `EARLIER`."""
     if ledger or not cursor:
         return dict(ledger)
     return {ISSUED: cursor, EARLIER: cursor}
 
 
 def add_entries(ledger: Mapping[str, int], entries: Mapping[str, int]) -> dict[str, int]:
-    """Return the ledger, {outcome: number of prompts}, with the numbers of `entries` added. Numbers of 0 are dropped."""
+    """Return the ledger, {outcome: number of prompts}, with the numbers of `entries` added. Outcomes with 0 are dropped."""
     return dict(Counter(ledger) + Counter(entries))
 
 

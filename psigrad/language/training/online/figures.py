@@ -42,9 +42,9 @@ WITHIN_GROUPS = ("reward_std", "frac_reward_zero_std")
 def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> dict[str, Any]:
     """Return metrics of rewards, lengths and entropy over all completions of a step, including those not trained on.
 
-    `entropy` is the mean of -log pi(a) over sampled tokens. If they were drawn from pi, it is an unbiased estimate of the
-    policy's entropy that costs nothing. If a filter such as top-k removed tokens, it is biased, and its name is `surprise`.
-    Each prompt has `group_size` completions, one after another.
+    `entropy` is the mean of -log pi(a) over sampled tokens. It is an unbiased estimate of the policy's entropy if the tokens were
+    drawn from pi. If a filter such as top-k changed the distribution, it is biased and therefore called `surprise`. Each prompt
+    has `group_size` completions, one after another.
     """
     rewards = [t.reward for t in trajectories if t.reward is not None]
     groups = [
@@ -113,15 +113,15 @@ def staleness(trajectories: Sequence[Trajectory], step: int, lag: int) -> dict[s
     versions = {t.version for t in trajectories}
     if versions != {max(0, step - lag)}:
         raise RuntimeError(
-            f"Step {step + 1} with lag {lag} got completions from the weights after the steps {versions}; please report this."
+            f"Step {step + 1} with lag {lag} got completions that were sampled after steps {versions}; please report this."
         )
     return {"sampling/staleness": float(step - max(0, step - lag))}
 
 
 class TokenFigures:
-    """The log-probs and entropies of the last forward pass over each of the first `rows` rows of a batch.
+    """The log-probs and entropies of a batch's first `rows` rows, each from the last forward pass that had the row.
 
-    Both have the shape [rows, T], and are NaN where no pass was made.
+    Both tensors have the shape [rows, T]. They are NaN on rows that no pass had.
     """
 
     def __init__(self, rows: int, prepared: Prepared) -> None:
@@ -130,7 +130,7 @@ class TokenFigures:
         self.logp, self.entropy = torch.full(shape, math.nan), torch.full(shape, math.nan)
 
     def store(self, rows: Tensor, evaluation: PolicyOutputs, sums: LossSums) -> None:
-        """Let `sums` copy a pass's log-probs and entropies to the host, then store them. `rows` are the indices of its rows."""
+        """Store a pass's log-probs and entropies when `sums` next copies tensors to the host. `rows` are the pass's rows."""
         wanted = rows < self.count
 
         def fill(table: Tensor, values: Tensor) -> None:
@@ -141,19 +141,19 @@ class TokenFigures:
                 sums.later(values.float(), partial(fill, table))
 
     def gather(self, world: World) -> TokenFigures:
-        """Copy the log-probs and entropies of rows that other processes have into these tables, and return self."""
+        """Add the log-probs and entropies that other processes computed, and return self. All processes must call this."""
         for logp, entropy in world.all_gather((self.logp, self.entropy)):
             self.logp = torch.where(logp.isnan(), self.logp, logp)
             self.entropy = torch.where(entropy.isnan(), self.entropy, entropy)
         return self
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return columns of rollouts.jsonl for every row of the batch.
+        """Return columns of rollouts.jsonl for every row of the batch, as one dict per row.
 
         `kept` is False if a filter dropped the row, and otherwise absent. The first rows, whose log-probs are stored here, also
-        have lists with a value per token up to the policy's last token. The value is 0 at tokens that the policy did not choose.
-        `trained_logprobs` are the policy's log-probs in its last pass over the row, `ref_logprobs` the reference's. `entropy` is
-        exact, in nats. `advantages` are present if they differ between tokens.
+        have lists with one value per token, up to the policy's last token. Tokens that the policy did not choose have the value
+        0. `trained_logprobs` are from the policy's last pass over the row, `ref_logprobs` from the reference. `entropy` is exact,
+        in nats. `advantages` is absent if all tokens have the same one.
         """
         rows: list[dict[str, Any]] = [{} if keep else {"kept": False} for keep in self.prepared.keep.tolist()]
         batch = self.prepared.batch
@@ -182,9 +182,9 @@ def rollout_rows(
 ) -> Sequence[Mapping[str, Any]]:
     """Return a row of rollouts.jsonl for every completion of a step. `prompts` are the run's prompts, sorted by `Prompt.index`.
 
-    A row has an advantage, from the update `learned`, if its completion was trained on. Rows of the first `record_tokens` groups
-    also have lists with a value per token, such as log-probs. If `record_prompts` is not 0, only completions of the first
-    `record_prompts` prompts get rows. Each process makes the rows of its own completions, and rank 0 returns all rows.
+    A row has an advantage (from `learned`) if its completion was trained on. Rows of the first `record_tokens` trained groups
+    also have lists with one value per token, such as log-probs. If `record_prompts` is not 0, only completions of the first
+    `record_prompts` prompts get rows. Rank 0 returns the rows of all processes, and any other rank only its own.
     """
     written = collected.trajectories
     if record_prompts:

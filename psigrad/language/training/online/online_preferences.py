@@ -1,4 +1,4 @@
-"""Online preference learning: a preference loss on the best and the worst completion of each group."""
+"""Online preference learning: the loss compares the best and the worst completion of each group."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def learn_preferences(
     lr: float,
     cache: ActivationCache | None,
 ) -> UpdateResult:
-    """Take all optimiser steps of one training step, on pairs of completions from `groups`. A group of equal rewards has no pair.
+    """Take all optimiser steps of one training step, on the pairs of completions that `pick_pairs` chooses from `groups`.
 
     Source: Guo et al. 2024, Direct language model alignment from online AI feedback, arXiv:2402.04792.
     """
@@ -64,7 +64,7 @@ def learn_preferences(
 
 @dataclass(frozen=True)
 class Pick:
-    """The pairs picked from a step's `rows` completions, and the indices of each pair's `chosen` and `rejected` completion."""
+    """The pairs picked from a step's `rows` completions. Pair i has the completions `chosen[i]` and `rejected[i]` (indices)."""
 
     pairs: list[Pair]
     chosen: list[int]
@@ -73,9 +73,9 @@ class Pick:
 
 
 def pick_pairs(groups: Sequence[Sequence[Trajectory]], world: World = ALONE) -> Pick:
-    """Return one pair per group: the first completion with the highest and the first with the lowest reward.
+    """Return one pair per group: the completions with the highest and the lowest reward (in a tie, the first of them).
 
-    Groups in which all rewards are equal have no pair. All processes of `world` must call this, to exchange the pairs' tokens.
+    A group of equal rewards gives no pair. All processes of `world` must call this, because they exchange the pairs' tokens.
     """
     rows = [t for group in groups for t in group]
     chosen, rejected, first = [], [], 0
@@ -92,7 +92,7 @@ def pick_pairs(groups: Sequence[Sequence[Trajectory]], world: World = ALONE) -> 
 
 
 def _texts(trajectory: Trajectory) -> list[Example]:
-    """Return a completion as training examples, one for each part that has its own prompt (`Trajectory.contexts`)."""
+    """Return a completion as training examples, one for each of its `contexts` (parts with different prompts)."""
     mask = trajectory.mask or (True,) * len(trajectory.completion.ids)
     return [
         Example([*prompt, *ids], [False] * len(prompt) + list(mask[start : start + len(ids)]), False)

@@ -10,16 +10,16 @@ Read this file first, then the files that it calls in the order of a step. One s
               (others sample while  │
               a group is scored)    └─▶ metrics and rows of rollouts.jsonl      figures.py
 
-Sampling never waits for rewards. They are computed meanwhile, and a collection ends when the last reward is there. With a lag,
-threads collect for later steps while a step trains, so a step waits only if its own collection is not ready.
+Sampling does not wait for rewards: a group is scored while others are sampled. A collection ends when its last reward arrives.
+With a lag, threads collect for later steps while a step trains. A step then waits only if its own collection is not ready.
 
 `grpo` differs from the GRPO of Shao et al. 2024 (arXiv:2402.03300) in five points:
 
-1. If the policy has not moved since it sampled, the ratio is 1 by definition: `logp_old` is the trainer's own log-prob.
-2. Rows whose advantage is 0 skip the forward pass, unless another term (KL, entropy) has a gradient there.
-3. Unscored completions leave their group; a group that is too small for its statistics is dropped, and counted in the ledger.
-4. Sampler and trainer are compared, and the run stops if they disagree by more than rounding.
-5. Sums over tokens are weighted by counts over the whole optimiser step, so no split into micro-batches changes the gradient.
+1. With a single optimiser step per collection, the ratio is exactly 1: `logp_old` is the trainer's log-prob in the same pass.
+2. Rows whose advantage is 0 skip the forward pass, unless another term of the loss (KL, entropy) has a gradient on them.
+3. Unscored completions are removed from their group. A group that is then too small is dropped, and the ledger records that.
+4. The trainer's log-probs are compared with the sampler's. If they differ by more than rounding, the run ends with an error.
+5. Losses are divided by counts over the whole optimiser step, so that micro-batches of any size give the same gradient.
 """
 
 from __future__ import annotations
@@ -120,12 +120,12 @@ def step(run: OnlineRun, state: State) -> Outcome[State]:
 
 
 def is_critic_warmup(run: OnlineRun, state: State) -> bool:
-    """Return True if the next step is in the critic's warm-up, in which only the critic learns."""
+    """Return True if the next step belongs to the critic's warm-up, during which only the critic is trained."""
     return state.step < run.config.critic_warmup_steps
 
 
 def activation_cache(run: OnlineRun) -> ActivationCache | None:
-    """Return an empty cache for activations that sampling stores and training reuses; None if training recomputes all of them."""
+    """Return an empty cache, in which sampling stores activations for training to reuse; None if training cannot reuse any."""
     # No cache if an episode is sampled turn by turn, or if another process or a later step can train on the completions.
     if run.config.model.gradient_checkpointing or run.rollout.collector.plays or run.world.size > 1 or run.config.lag:
         return None
@@ -134,13 +134,13 @@ def activation_cache(run: OnlineRun) -> ActivationCache | None:
 
 
 def cache_limit(run: OnlineRun) -> float:
-    """Return the greatest size of the activation cache in bytes: `keep_activations_gb` · 1e9, or 1e9 if the setting is None."""
+    """Return the maximum size of the activation cache in bytes: `keep_activations_gb` · 1e9, or 1e9 if the setting is None."""
     limit = run.config.keep_activations_gb
     return 1e9 if limit is None else limit * 1e9
 
 
 def note_overflow(run: OnlineRun, cache: ActivationCache | None, sampled: Sequence[Trajectory]) -> dict[str, str]:
-    """Return {"forward_again": message} if training recomputes activations because those of `sampled` do not fit; else {}."""
+    """Return {"forward_again": message} if the activations of `sampled` do not fit into the cache; otherwise {}."""
     limit, decoder = cache_limit(run), run.model.decoder
     if cache is None or decoder is None or cache.bytes <= limit:
         return {}
@@ -158,8 +158,8 @@ def learn(
 ) -> UpdateResult:
     """Take all optimiser steps on the completions `groups`. Rows whose gradient is 0 skip the forward pass.
 
-    If the gradients of all rows are 0, the optimiser still steps: AdamW moves the weights by its momentum. `cache` has the
-    activations that sampling stored, which training reuses. `lr` is the learning rate of the policy.
+    If the gradient of every row is 0, the optimiser still takes its step: AdamW's momentum moves the weights. Training reuses the
+    activations that sampling stored in `cache`. `lr` is the learning rate of the policy.
     """
     config, algorithm = run.config, run.algorithm
     if not isinstance(algorithm, PolicyGradient):
@@ -207,7 +207,7 @@ def learn(
 
 @dataclass(frozen=True)
 class Passes:
-    """The forward passes over one prepared batch, and the sums of their losses. The batch is in the host's memory."""
+    """The forward passes over one prepared batch, and the sums of their losses. The batch is on the CPU."""
 
     run: OnlineRun
     algorithm: PolicyGradient
@@ -219,11 +219,11 @@ class Passes:
     """True if only the critic learns."""
 
     def losses(self, micros: Sequence[tuple[MicroBatch, float]], totals: Totals) -> Iterator[Callable[[], Tensor]]:
-        """Yield, for each forward pass of one optimiser step, a function that computes its loss.
+        """Yield one loss function per forward pass of an optimiser step.
 
-        The policy's passes come first. The policy's activations are freed before the passes of a separate critic. `micros` are
-        pairs (micro-batch, weight). The weight is 1, or 0 for a pass whose loss is 0. Such a pass is needed if other processes
-        make more passes, or if no row has a gradient and the optimiser needs one (of 0).
+        The policy's passes come first. Their activations are freed before the passes of a separate critic. `micros` are pairs
+        (micro-batch, weight) with weight 1, or 0 for a pass whose loss is 0. A process makes such a pass if other processes have
+        more passes, or if no row has a gradient: the optimiser then needs a gradient of 0.
         """
         balance, passes = self.run.model.load_balancing, 1.0
         if balance is not None:
@@ -266,6 +266,6 @@ class Passes:
 
 
 def zero_loss(outputs: PolicyOutputs) -> Tensor:
-    """Return a loss of 0 that depends on every output, so that its backward pass gives all weights a gradient (of 0)."""
+    """Return a loss of 0 that depends on every output, so that its backward pass gives every weight a gradient of 0."""
     parts = [x for x in vars(outputs).values() if isinstance(x, Tensor) and x.requires_grad]
     return torch.stack([0.0 * part.sum() for part in parts]).sum()

@@ -43,7 +43,7 @@ class ValueModel:
 class Annotator:
     """A component that adds a column to the batches of a run, or a term to its forward passes. This base class adds nothing.
 
-    A collection is the completions of one step. An annotator can store data on it until `columns` receives the next collection.
+    A collection is all completions of one step. An annotator may store data about it until `columns` is called for the next one.
     """
 
     gives_reference = False
@@ -52,11 +52,11 @@ class Annotator:
     """The reference model."""
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Return the batch with more columns [N, T]. `step` counts completed steps. `cache` has activations from sampling."""
+        """Return the batch with columns [N, T] added. `step` counts completed steps. `cache` has activations from sampling."""
         return batch
 
     def divergence(self, run: OnlineRun, batch: Batch, micro: MicroBatch) -> Divergence | None:
-        """Return the divergence from a reference that the policy's pass over `micro` must compute; None if it needs none."""
+        """Return the `Divergence` that the policy's forward pass over `micro` must compute; None if it needs none."""
         return None
 
     def add_terms(
@@ -64,13 +64,13 @@ class Annotator:
     ) -> tuple[Prepared, PolicyOutputs]:
         """Return (`part`, `outputs`) with the annotator's changes, such as a KL term.
 
-        `part` is a micro-batch: the rows with the indices `rows` of a prepared batch. `outputs` are the policy's outputs for it.
-        `sums.steps` counts the optimiser steps on this collection so far.
+        `part` is a micro-batch: the rows `rows` (indices) of a prepared batch. `outputs` are the policy's outputs for `part`.
+        `sums.steps` is the number of optimiser steps taken on this collection so far.
         """
         return part, outputs
 
     def figures(self, run: OnlineRun, step: int) -> dict[str, float]:
-        """Return metrics after training on a collection. `step` is as in `columns`. Raise `UserError` to end the run."""
+        """Return metrics after training on a collection. `step` is as in `columns`. Raising `UserError` here ends the run."""
         return {}
 
     def after_step(self, run: OnlineRun, number: int) -> None:
@@ -114,7 +114,7 @@ class OnlineRun:
 
     @property
     def reference(self) -> LanguageModel | None:
-        """The reference model; None if there is none, or if a teacher replaces it."""
+        """The reference model; None if there is none, or if a teacher provides the reference's log-probs."""
         return next((one.reference for one in self.annotators if one.reference is not None), None)
 
     @property
@@ -143,7 +143,7 @@ class OnlineRun:
 
     @property
     def single_pass(self) -> bool:
-        """True if each collection is trained on in a single optimiser step."""
+        """True if training takes a single optimiser step on each collection."""
         return self.config.num_iterations * self.config.num_minibatches == 1
 
     @property
@@ -154,12 +154,12 @@ class OnlineRun:
 
     @property
     def exact_sampling(self) -> bool:
-        """True if the sampler's log-probs equal the trainer's, so that they need not be recomputed as `logp_old`."""
+        """True if the sampler's log-probs equal the trainer's, so that `logp_old` need not be recomputed."""
         return is_exact_sampler(self.sampler, self.model)
 
 
 def is_exact_sampler(sampler: Sampler, model: LanguageModel) -> bool:
-    """Return True if a sampler's log-probs equal the trainer's in float32, up to the rounding of sums in another order."""
+    """Return True if a sampler's log-probs equal the trainer's float32 log-probs, except for rounding (sums in another order)."""
     return sampler.exact and not model.why_padded and model.network.dtype == torch.float32 and has_exact_matmul(model.device)
 
 

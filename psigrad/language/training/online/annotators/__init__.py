@@ -1,1 +1,1 @@
-"""The annotators of online runs, one file each: reference, old log-probs, the critic's values, earlier policies."""
+"""Annotators of online runs. They add reference log-probs, old log-probs or values to a batch, or store earlier policies."""

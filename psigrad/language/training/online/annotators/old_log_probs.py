@@ -1,4 +1,4 @@
-"""Log-probs of the policy before the update, and their gap to those of the sampler."""
+"""The policy's log-probs before the update, and how far they are from the sampler's log-probs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from psigrad.language.models.packing import Groups
 
 COMPARE_EVERY, COMPARED = 4, 20
-"""With LoRA dropout or reused activations: every `COMPARE_EVERY` steps, recompute one in `COMPARED` completions for the gap."""
+"""With LoRA dropout or reused activations, measure the gap every `COMPARE_EVERY` steps, on one in `COMPARED` completions."""
 
 
 class LogProbGap:
-    """The mean and maximum of |trainer's log-prob − sampler's log-prob|, in nats, over the tokens given to `add`."""
+    """The mean and maximum of |trainer's log-prob − sampler's log-prob|, in nats, over all tokens that `add` received."""
 
     def __init__(self) -> None:
         self._sum, self._max, self._count, self._unequal = 0.0, 0.0, 0, 0
@@ -38,7 +38,7 @@ class LogProbGap:
         return self._sum / max(1, self._count)
 
     def add(self, logp: Tensor, sampled: Tensor, mask: Tensor) -> None:
-        """Compare the trainer's log-probs [n, T] with the sampler's where the mask is True. All are in the host's memory."""
+        """Compare the trainer's log-probs [n, T] with the sampler's where the mask is True. All tensors are on the CPU."""
         difference = (logp - sampled).abs()[mask]
         self._sum += float(difference.sum())
         self._max = max(self._max, float(difference.max()))
@@ -54,17 +54,17 @@ class LogProbGap:
     def check(self, step: int, bound: float) -> None:
         """Raise a `UserError` that names `step` if the mean difference exceeds `bound`.
 
-        Such a difference shows that the tokens were not sampled from the policy that is trained.
+        A larger difference shows that the tokens were not sampled from the policy that is trained.
         """
         if not self.mean <= bound:
             raise UserError(
-                f"At step {step} sampler and trainer disagree by {self.mean:.2g} in mean log-probability, above the limit "
-                f"{bound:.2g}: the completions did not come from the policy that is trained. Look at the sampler, or raise "
+                f"At step {step} the log-probs of sampler and trainer differ by {self.mean:.2g} on average, above the limit "
+                f"{bound:.2g}: the completions were not sampled from the policy that is trained. Check the sampler, or raise "
                 "max_logp_difference."
             )
 
     def figures(self) -> dict[str, float]:
-        """Return the mean and maximum difference, and the share of tokens with a difference; {} if no token was compared."""
+        """Return the mean and maximum difference, and the share of tokens that differ; {} if no token was compared."""
         if not self._count:
             return {}
         name = "sampling/sampling_logp_difference"
@@ -74,8 +74,8 @@ class LogProbGap:
 class OldLogProbs(Annotator):
     """The annotator that recomputes `logp_old` if needed, and measures how far the trainer's log-probs are from the sampler's.
 
-    `logp_old` is not recomputed if the sampler's log-probs equal the trainer's, or if a collection has a single optimiser step,
-    in which `add_terms` sets it. It is always recomputed if earlier weights sampled a completion of the batch.
+    `logp_old` is recomputed if earlier weights sampled a completion of the batch. Otherwise it is not needed in two cases: if the
+    sampler's log-probs equal the trainer's, or if the batch has a single optimiser step, in which `add_terms` sets `logp_old`.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class OldLogProbs(Annotator):
         self._compared: Batch | None = None
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Recompute `logp_old` if needed. Compare the trainer's and the sampler's log-probs now, unless `add_terms` can do it."""
+        """Recompute `logp_old` if needed. Compare the sampler's log-probs with the trainer's, unless `add_terms` will do that."""
         self.gap = LogProbGap()
         model, budget, temperature, world = run.model, run.config.micro_batch_tokens, run.params.temperature, run.world
         reused = cache is not None and bool(cache.slabs)  # then training and sampling have the same log-probs
@@ -110,7 +110,7 @@ class OldLogProbs(Annotator):
     ) -> tuple[Prepared, PolicyOutputs]:
         """Return `part` and `outputs`. In the first optimiser step, compare the log-probs of `outputs` with the sampler's.
 
-        If a collection has a single optimiser step, `part` gets these log-probs as `logp_old`, so that the ratio is 1.
+        If the batch has a single optimiser step, `logp_old` of `part` is set to the log-probs of `outputs`. The ratio is then 1.
         """
         if sums.steps == 0 and (own := self._compared) is not None:
             sums.later(outputs.logp, partial(self.gap.add, sampled=own.logp_old[rows], mask=own.mask[rows]))
@@ -119,14 +119,14 @@ class OldLogProbs(Annotator):
         return part, outputs
 
     def figures(self, run: OnlineRun, step: int) -> dict[str, float]:
-        """Return the metrics of the `LogProbGap`; see `Annotator`. Raises `UserError` if the gap exceeds the run's bound."""
+        """Return the metrics of the `LogProbGap`; see `Annotator`. Raise `UserError` if its mean exceeds `run.max_gap`."""
         self.gap.gather(run.world)
         self.gap.check(step + 1, run.max_gap)
         return self.gap.figures()
 
 
 class OldEntropy(Annotator):
-    """The annotator that adds the entropy of each token's distribution under the weights before the update."""
+    """The annotator that adds, for each token, the entropy of the policy's distribution before the update."""
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
         """Add the column `entropy`, in nats, if the method reads it."""
@@ -151,8 +151,8 @@ def compute_log_probs(
     row_mask: Tensor | None = None,
     world: World = ALONE,
 ) -> Tensor:
-    """Return the log-probs [N, T] under `model` of the rows where `row_mask` [N] is True (None: all rows), and 0 elsewhere.
+    """Return the batch's log-probs [N, T] under `model`. Rows where `row_mask` [N] is False are not computed; they are 0.
 
-    They are computed in forward passes of `budget` tokens, which may read activations from `cache`.
+    Forward passes have at most `budget` tokens, and reuse activations from `cache` if it has them.
     """
     return compute_by_row(batch, budget, lambda x: model.evaluate(x, temperature=temperature, cache=cache).logp, row_mask, world)

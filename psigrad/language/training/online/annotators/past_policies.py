@@ -1,4 +1,4 @@
-"""Snapshots of the policy's earlier weights, which are its opponents in games of several players."""
+"""Snapshots of the policy's earlier weights. In games of several players, the policy plays against them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from psigrad.language.training.online.online_run import Annotator, OnlineRun
 class PastPolicies(Annotator):
     """The annotator that stores a snapshot of the policy in `models` at the start and once every `every` steps.
 
-    Snapshot n is taken after n · every steps. It replaces the oldest snapshot, in `models[n % len(models)]`. A prompt is played
-    against a snapshot with probability `share`. All snapshots are equally probable.
+    Snapshot n is taken after n · every steps, and overwrites the oldest one in `models[n % len(models)]`. With probability
+    `share`, the games of a prompt are played against a snapshot, chosen uniformly at random. Otherwise the policy plays itself.
 
     Source: Bansal et al. 2018, Emergent Complexity via Multi-Agent Competition, arXiv:1710.03748 (opponents from the past).
     """
@@ -28,7 +28,7 @@ class PastPolicies(Annotator):
         self._samplers = [EmbeddedSampler(model, max_batch) for model in models]
 
     def pick(self, seed: int, version: int) -> Sampler | None:
-        """Return the opponent's sampler for the game with this seed, after `version` steps; None if the policy plays itself."""
+        """Return the opponent's sampler for games with this seed, or None if the policy plays itself. `version` counts steps."""
         drawn = np.array([seeds.derive(seed, "opponent")], dtype=np.uint64)
         if seeds.uniform(drawn, 0)[0] >= self.share:
             return None
@@ -36,6 +36,6 @@ class PastPolicies(Annotator):
         return self._samplers[int(seeds.uniform(drawn, 1)[0] * filled)]
 
     def after_step(self, run: OnlineRun, number: int) -> None:
-        """Replace the oldest snapshot by the current weights if `number`, the steps taken so far, is a multiple of `every`."""
+        """After every `every` steps, overwrite the oldest snapshot with the current weights. `number` counts the steps so far."""
         if number % self.every == 0:
             move_towards(self.models[number // self.every % len(self.models)], run.model, 1.0)

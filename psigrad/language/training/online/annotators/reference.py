@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Reference(Annotator):
-    """The annotator of a reference model. It adds the reference's log-probs, or requests a `Divergence` for an exact KL."""
+    """The annotator of a reference model. It adds the column `logp_ref`, or a `Divergence` if the KL sums over the vocabulary."""
 
     gives_reference = True
 
@@ -29,26 +29,26 @@ class Reference(Annotator):
         self.reference = self.model = model
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Add the column `logp_ref` if a policy gradient reads it. An exact KL does not: it needs only `divergence`."""
+        """Add the column `logp_ref` for a policy gradient, unless its KL sums over the vocabulary and needs `divergence`."""
         if not run.algorithm.needs_reference or not isinstance(run.algorithm, PolicyGradient) or run.algorithm.needs_exact_kl:
             return batch
         logp = reference_log_probs(self.model, batch, run.config.micro_batch_tokens, run.params.temperature, run.world)
         return replace(batch, logp_ref=logp)
 
     def divergence(self, run: OnlineRun, batch: Batch, micro: MicroBatch) -> Divergence | None:
-        """Return the `Divergence` from the reference for an exact KL; None if the method has no exact KL. See `Annotator`."""
+        """Return the `Divergence` from the reference; see `Annotator`. None unless the KL sums over the vocabulary."""
         return exact_kl(run.algorithm, self.model, reference_inputs_of(batch, micro))
 
     def after_step(self, run: OnlineRun, number: int) -> None:
-        """After step `number`, move the reference towards the policy if `ref_model_sync_steps` divides `number`."""
+        """After every `ref_model_sync_steps` steps, move the reference towards the policy. `number` counts the steps so far."""
         if run.config.ref_model_sync_steps and number % run.config.ref_model_sync_steps == 0:
             move_towards(self.model, run.model, run.config.ref_model_mixup_alpha)
 
 
 def exact_kl(algorithm: object, model: LanguageModel, inputs: Groups | None = None) -> Divergence | None:
-    """Return a `Divergence` from the reference `model`; None if the algorithm has no KL that sums over the vocabulary.
+    """Return a `Divergence` from the reference `model`; None unless the algorithm's KL sums over the vocabulary.
 
-    `inputs` are the reference's inputs, if its prompts differ from the policy's.
+    `inputs` are the reference's inputs. None: they are the same as the policy's.
     """
     if not isinstance(algorithm, PolicyGradient) or not algorithm.needs_exact_kl or algorithm.kl is None:
         return None
@@ -56,14 +56,14 @@ def exact_kl(algorithm: object, model: LanguageModel, inputs: Groups | None = No
 
 
 def reference_log_probs(model: LanguageModel, batch: Batch, budget: int, temperature: float, world: World = ALONE) -> Tensor:
-    """Return the reference's log-probs [N, T], in passes of `budget` tokens. A LoRA model's reference is its base model."""
+    """Return the reference's log-probs [N, T]. If `model.is_own_reference`, disable the LoRA adapter during these passes."""
     with model.without_adapter() if model.is_own_reference else torch.no_grad():
         of = lambda x: model.evaluate(x, temperature=temperature).logp  # noqa: E731
         return compute_by_row(batch, budget, of, world=world, inputs=inputs_for_reference)
 
 
 def inputs_for_reference(batch: Batch, micro: MicroBatch) -> Groups:
-    """Return the reference's inputs for `micro`, without the sampler's experts, as the reference's routers choose their own."""
+    """Return the reference's inputs for `micro`. They omit the experts recorded in sampling: the reference routes by itself."""
     return reference_inputs_of(batch, micro) or replace(inputs_of(batch, micro), experts=None)
 
 
@@ -74,7 +74,7 @@ def move_towards(reference: LanguageModel, model: LanguageModel, share: float) -
     Formula: θ_ref ← share·θ + (1 − share)·θ_ref
 
     With share 1 the reference becomes a copy of the policy. With a small share after every step it is an exponential moving
-    average. In half precision a change below the last digit is lost, so keep such a reference in float32 (reference_dtype).
+    average. In half precision such small changes are rounded away, so set reference_dtype to float32.
 
     Source: TRL sync_ref_model; Gorbatovski et al. 2024, TR-DPO, arXiv:2404.09656.
     """

@@ -1,4 +1,4 @@
-"""The critic's values, from a separate model with its own optimiser or from a value head on the policy."""
+"""The critic's values. The critic is a separate model with its own optimiser, or a value head on the policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Values(Annotator):
-    """The annotator that adds the critic's values V of the state before each token, from the critic before its update."""
+    """The annotator that adds the critic's values: V(s) of the state before each token, computed before the critic's update."""
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
         """Add the column `value` [N, T]: the critic's values, as `compute_values` returns them."""
@@ -31,9 +31,9 @@ class Values(Annotator):
 def compute_values(
     critic: LanguageModel | ScalarModel, batch: Batch, budget: int, cache: ActivationCache | None = None, world: World = ALONE
 ) -> Tensor:
-    """Return the critic's values [N, T] of the state before each token. A language model's values are from its value head.
+    """Return the critic's values [N, T] of the state before each token. If `critic` is a language model, use its value head.
 
-    A forward pass has at most `budget` tokens. A language model reads activations from `cache` if it has them.
+    A forward pass has at most `budget` tokens. A language model's passes reuse activations from `cache` if it has them.
     """
 
     def of(inputs: Groups) -> Tensor:
