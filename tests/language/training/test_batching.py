@@ -38,6 +38,15 @@ def test_the_metric_is_the_reward_without_the_penalty_on_length():
     assert metric_of(trajectory(a=0.5, b=0.25), "b") == 0.25
 
 
+def test_without_the_penalty_on_length_the_metric_has_the_weights_of_the_reward():
+    """A function of weight 0, which is only logged, must not keep a group whose rewards are equal."""
+    one, other = (trajectory(a=0.5, logged=logged, **{LENGTH_PENALTY: -0.3}) for logged in (0.0, 1.0))
+    weights = {"a": 3.0, "logged": 0.0, LENGTH_PENALTY: 1.0}
+    assert metric_of(one, "", weights) == metric_of(other, "", weights) == 1.5
+    assert to_batch([[one, other]], "", weights).metric.tolist() == [1.5, 1.5]
+    assert to_batch([[one, other]]).metric.tolist() == [0.5, 1.5]
+
+
 def test_a_failed_completion_keeps_its_parts_and_is_worth_its_reward_to_those_that_nobody_named():
     groups = [
         [trajectory(a=1.0, b=None), trajectory(-2.0, "failed"), trajectory(None, "failed"), trajectory(1.0, "failed", a=0.0)]

@@ -69,12 +69,15 @@ def test_dynamic_sampling_replaces_groups_without_signal_and_gives_up_in_the_end
     assert collect.collect(never, 0, 0, Clock()).entries["issued"] == 3 * 4
 
 
-def test_a_group_that_differs_by_the_penalty_on_length_alone_is_replaced(tokenizer, monkeypatch):
-    alike = [trajectory(1.0, exact=1.0, soft_overlong=0.0), trajectory(0.6, exact=1.0, soft_overlong=-0.4)]
+@pytest.mark.parametrize("logged", [None, 1.0])
+def test_a_group_that_differs_by_the_penalty_on_length_or_by_a_weight_of_0_alone_is_replaced(tokenizer, logged):
+    alike = [trajectory(1.0, exact=1.0, soft_overlong=0.0, logged=0.0)]
+    alike += [trajectory(0.6, exact=1.0, soft_overlong=-0.4, logged=logged)]
     unlike = [trajectory(1.0, exact=1.0, soft_overlong=0.0), trajectory(0.0, exact=0.0, soft_overlong=0.0)]
     drawn = iter([alike, unlike])
     run = make(tokenizer, "dapo", function=equal, num_generations=2, prompts_per_step=1, max_refills=1)
-    collected = collect.collect(replace(run, rollout=lambda *given: next(drawn)), 0, 0, Clock())
+    run = replace(run, rollout=lambda *given: next(drawn), reward_weights={"logged": 0.0})
+    collected = collect.collect(run, 0, 0, Clock())
     assert collected.groups == [unlike] and collected.cursor == 2
 
 

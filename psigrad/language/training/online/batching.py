@@ -56,7 +56,9 @@ def to_batch(
 
     # Rewards of steps are placed on the token where they were earned, and the remainder on the last token.
     names = sorted({name for t in rows for name in t.parts})
-    metric, parts = [metric_of(t, filter_metric) for t in rows], [[_part(t, name) for name in names] for t in rows]
+    weights = reward_weights or {}
+    metric = [metric_of(t, filter_metric, weights) for t in rows]
+    parts = [[_part(t, name) for name in names] for t in rows]
     precision = reward_dtype([*map(len, groups)], [[t.reward or 0.0 for t in rows], metric, *zip(*parts, strict=True)])
     earned = torch.zeros(mask.shape, dtype=precision)
     rewarded = torch.zeros(mask.shape, dtype=torch.bool)
@@ -76,7 +78,7 @@ def to_batch(
         truncated=torch.tensor([t.completion.finish_reason == "length" for t in rows]),
         rewarded=rewarded | (terminal(ends.float(), mask) != 0),
         parts=torch.tensor(parts, dtype=precision) if names else None,
-        part_weights=tuple((reward_weights or {}).get(name, 1.0) for name in names),
+        part_weights=tuple(weights.get(name, 1.0) for name in names),
         inputs=rows,
     )
 
@@ -208,11 +210,11 @@ def compute_by_row(
     return world.all_reduce(out)
 
 
-def metric_of(trajectory: Trajectory, name: str = "") -> float:
+def metric_of(trajectory: Trajectory, name: str = "", weights: Mapping[str, float] | None = None) -> float:
     """Return the value that dynamic sampling compares within a group: that of the reward function `name`.
 
-    If `name` is empty, return the reward. With the length penalty soft_overlong, return the plain sum of the other functions'
-    values instead. Raise `UserError` if no function has that name.
+    If `name` is empty, return the reward. With the length penalty soft_overlong, return the sum of weight × value of the other
+    functions instead. `weights` are their weights by name (default 1). Raise `UserError` if no function has that name.
     """
     reward = trajectory.reward or 0.0
     if trajectory.status == "unscored" or (trajectory.status == "failed" and not trajectory.parts):
@@ -225,7 +227,8 @@ def metric_of(trajectory: Trajectory, name: str = "") -> float:
         return float(trajectory.parts[name] or 0.0)
     if LENGTH_PENALTY not in trajectory.parts:
         return reward
-    return math.fsum(float(part or 0.0) for other, part in trajectory.parts.items() if other != LENGTH_PENALTY)
+    given, parts = weights or {}, trajectory.parts.items()
+    return math.fsum(given.get(other, 1.0) * float(part or 0.0) for other, part in parts if other != LENGTH_PENALTY)
 
 
 def reward_dtype(sizes: Sequence[int], columns: Sequence[Sequence[float]]) -> torch.dtype:

@@ -102,7 +102,7 @@ def collect(run: OnlineRun, cursor: int, version: int, clock: Clock, cache: Acti
     `version` is the number of training steps so far. Dynamic sampling (DAPO, Yu et al. 2025) replaces a prompt if too few of its
     completions have scores, or if all have the same metric (`metric_of`). It does so at most `max_refills` times.
     """
-    config = run.config
+    config, compared = run.config, (run.config.filter_metric, run.reward_weights)
     trajectories: list[Trajectory] = []
     groups: list[list[Trajectory]] = []
     entries: Counter[str] = Counter()
@@ -116,7 +116,7 @@ def collect(run: OnlineRun, cursor: int, version: int, clock: Clock, cache: Acti
         trajectories += fresh
         check_rewards(run, trajectories)
         scored = list(group_scored(fresh, config.num_generations, run.algorithm.min_group_size))
-        useful = [g for g in scored if not run.refills or len({metric_of(t, config.filter_metric) for t in g}) > 1]
+        useful = [g for g in scored if not run.refills or len({metric_of(t, *compared) for t in g}) > 1]
         groups += useful
         place = {id(t): n * len(wanted) // len(fresh) for n, t in enumerate(fresh)}  # a prompt has a group for each seat
         judged, trained = ({place[id(group[0])] for group in found} for found in (scored, useful))
