@@ -1,4 +1,4 @@
-"""The tables of docs/runs.md: false verdicts and power by exact sums, coverage of intervals by simulation; -s prints them."""
+"""The figures of docs/runs.md: false verdicts and power by exact sums, coverage of intervals by simulation; -s prints them."""
 
 from __future__ import annotations
 

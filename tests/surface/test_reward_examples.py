@@ -58,7 +58,7 @@ def test_answers_are_compared_as_the_page_says(name):
     with pytest.raises(AssertionError):  # negative control
         check(name, [[rows[0][0], rows[0][-1], *rows[0][2:]]])
     for refused in re.findall(
-        r"Datasets with these answers are refused, since the reward cannot read them completely: (.*)\.", section_of(name)
+        r"The reward cannot parse these answers, so a dataset with them stops the run: (.*)\.", section_of(name)
     ):
         golds = re.findall(r"`([^`]*)`", refused)
         assert len(golds) == 5 and score(name, *zip(golds, golds, strict=True)) == [None] * 5
