@@ -57,6 +57,7 @@ def _is(name: str, values: Mapping[Any, Settings], why: str = "", library: str =
     return Entry(name, library, values=values, why=why, usual=usual)
 
 
+_ADAPTIVE = "psigrad ppo_penalty adapts the coefficient of the KL; it is fixed in other methods"
 _READ_ONCE = "psigrad reads the rows once, before the first step"
 _ADAMW_8BIT = ("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
 _PUSHED_ONCE = "the model is pushed once, at the end; psigrad push RUN REPO pushes a finished run"
@@ -189,6 +190,11 @@ _ROWS = (
     _is("actor_rollout_ref.model.use_remove_padding", {True: {}}, "", "verl"),
     _is("trainer.nnodes", {1: {}}, _TORCHRUN, "verl"),
     _is("algorithm.use_kl_in_reward", {False: {}}, "algorithm.kl.where=reward puts the KL term into the reward", "verl"),
+    _is("algorithm.kl_ctrl.type", {"fixed": {}}, _ADAPTIVE, "verl"),
+    Entry("algorithm.kl_ctrl.horizon", "verl", usual=(10000,), why=_ADAPTIVE),
+    Entry("algorithm.kl_ctrl.target_kl", "verl", usual=(0.1,), why=_ADAPTIVE),
+    Entry("algorithm.kl_penalty", "verl", usual=("kl",), why="kl_estimator=k1, k2 or k3 sets the estimate of the KL"),
+    Entry("algorithm.use_pf_ppo", "verl", usual=(False,), why="psigrad has no PF-PPO"),
     _is(f"{_ACTOR}.use_kl_loss", {True: {}, False: {"algorithm.kl": None}}, "", "verl"),
     _is(f"{_ACTOR}.kl_loss_type", {**{name: {"kl_estimator": "k3"} for name in ("low_var_kl", "k3")},
         **{name: {"kl_estimator": "k2"} for name in ("mse", "k2")}}, "", "verl"),

@@ -15,6 +15,7 @@ from psigrad.cli import flags
 from psigrad.compat.foreign_names import load, resolve_names
 from psigrad.compat.table import TABLE
 from psigrad.config import OnlineConfig, PreferenceConfig, SFTConfig
+from psigrad.config.algorithms import resolve
 from psigrad.config.nested import names_of
 from psigrad.config.shortcuts import SHORTCUTS
 from psigrad.control.settings import ControlConfig
@@ -228,13 +229,35 @@ actor_rollout_ref:
   rollout: {n: 5, name: vllm, temperature: 0.7}
 trainer: {total_epochs: 4, save_freq: 10, test_freq: 5, nnodes: 1}
 custom_reward_function: {path: mine.py, name: score}
+algorithm:
+  kl_ctrl: {type: fixed, kl_coef: 0.02, horizon: 10000}
+  filter_groups: {enable: true, metric: score}
+  use_kl_in_reward: false
 """
     config = from_file(text, tmp_path)
+    method = resolve(config.algorithm)
+    assert method.kl.coefficient == 0.02 and method.keep and config.filter_metric == "score"
     assert (config.data.dataset, config.data.max_prompt_length, config.sampling.max_completion_length) == ("a.parquet", 5, 9)
     assert (config.model.path, config.optim.learning_rate, config.sampling.sampler) == ("m", 2e-6, "vllm")
     assert (config.prompts_per_step, config.num_minibatches, config.num_generations) == (32, 4, 5)
     assert (config.run.num_train_epochs, config.run.save_steps, config.evaluation.eval_steps) == (4, 10, 5)
     assert config.reward == ("mine.py:score",) and config.sampling.temperature == 0.7
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ("{adv_estimator: grpo}", "There is no setting 'algorithm.adv_estimator': the method is the command: psigrad grpo"),
+        ("{kl_ctrl: {type: adaptive}}", "algorithm.kl_ctrl.type is 'adaptive'; psigrad takes only 'fixed': psigrad ppo_penalty"),
+        ("{use_pf_ppo: true}", "There is no setting 'algorithm.use_pf_ppo': psigrad has no PF-PPO"),
+        ("{pf_ppo: {reweight: pow}}", "The algorithm has no setting 'pf_ppo'"),
+        ("{}", "The algorithm has no preset"),
+        ("{preset: grpo, surrogat: clip}", "The algorithm has no setting 'surrogat'"),
+    ],
+)
+def test_the_algorithm_of_a_file_of_verl_is_answered(tree, said, tmp_path):
+    with pytest.raises(UserError, match="^" + re.escape(said)):
+        resolve(from_file(f"algorithm: {tree}", tmp_path).algorithm)
 
 
 def test_every_schedule_of_transformers_is_taken_or_answered_with_what_to_write():
