@@ -1,7 +1,7 @@
 """Sources of a model: a folder, the hub, a GGUF file, or a PEFT adapter, which is either trained further or merged into its base.
 
 GGUF files are converted to folders, and adapters are merged into new folders. The most recently used of these folders are cached.
-A folder's name is a hash of its source's content, so a source is converted again if it changes.
+A folder's name is a hash of its source, so a source is converted again if it changes.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _check_base(base: str, adapter: str) -> None:
 def check_exists(settings: Model, run: str) -> None:
     """Raise `UserError` if the model in `settings` does not exist. `run` is the run folder, which may not exist yet.
 
-    The hub is queried only if the folder has a run of another model. Otherwise loading the model reports a wrong hub name.
+    The hub is queried only if the folder has a run of another model. Otherwise loading the model reports a missing hub model.
     """
     from transformers.utils import cached_file
 

@@ -232,7 +232,7 @@ def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[s
 
 
 def align(own: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
-    """Return a pair for each place in a text where both tokenizers end a token: the two numbers of tokens before this place.
+    """Return the numbers (own tokens, other tokens) before each place in a text where both tokenizers end a token.
 
     `own` and `others` are the ends of each tokenizer's tokens in the text, from `text_ends`.
     """

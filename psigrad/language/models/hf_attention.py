@@ -73,7 +73,7 @@ Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float, int 
 def varlen_kernel() -> Varlen:
     """Return a kernel for causal attention over sequences of different lengths: torch's `varlen_attn`, or flash-attn's.
 
-    A sequence may have more keys than queries. Its queries are then those of its last tokens. Both kernels need half precision.
+    A sequence may have more keys than queries. Its queries then belong to its last tokens. Both kernels need half precision.
     Raises `ValueError` if neither is installed.
     """
 

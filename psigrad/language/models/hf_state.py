@@ -49,7 +49,7 @@ def attach(network: nn.Module) -> None:
 
 
 class Switch:
-    """The C++ kernels that a recurrent layer uses for packed rows, `native`; None if disabled. Copies of a layer share it."""
+    """A switch for a recurrent layer's C++ kernels on packed rows. `native` is None if it is off. Copies of a layer share it."""
 
     native: Kernels | None = None
 

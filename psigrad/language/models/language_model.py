@@ -84,8 +84,8 @@ class LanguageModel(Pretrained):
 
     value_head: nn.Linear | None = None
     full_logits: bool = False
-    """True if applying the LM head to the last hidden states does not give a padded pass's logits. transformers then computes the
-    logits of all tokens at once.
+    """True if the LM head's output differs from transformers' logits in a padded pass. transformers then computes the logits of
+    all tokens at once.
     """
     new_cache: ClassVar[type[ActivationCache]] = ActivationCache
     """The class of the cache of activations that training reuses from sampling. Its argument is the limit in bytes."""
@@ -164,7 +164,7 @@ class LanguageModel(Pretrained):
     def head(self, hidden: Tensor, exact: bool, packed_weights: PackedWeights | None = None) -> Tensor:
         """Return the logits [B, V] of hidden states [B, E].
 
-        `exact` excludes a faster product for few rows, whose rounding differs from training. If `packed_weights` is given, it
+        `exact` excludes a faster product for few rows, whose rounding differs from that in training. `packed_weights`, if given,
         packs the head's matrix for faster products after a few calls.
         """
         output = self.output_head()
@@ -328,7 +328,7 @@ class LanguageModel(Pretrained):
     def _applies_head(self) -> bool:
         """True if psigrad, not transformers, applies the LM head in a padded pass. psigrad does so in chunks.
 
-        It is False for a model that can run packed passes. Padded passes are then only a check, in which psigrad takes no part.
+        It is False for a model that can run packed passes. Padded passes then only check packed ones, so transformers runs them.
         """
         return bool(self.why_padded) and not self.full_logits
 

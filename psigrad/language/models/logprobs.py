@@ -351,7 +351,7 @@ def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple
 
 
 def _hits(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return (mask [m] of the `ids` in the range `columns`, the ids' indices [m, 1] in it, arbitrary where the mask is False)."""
+    """Return (mask [m] of the `ids` in the range `columns`, indices [m, 1] in this range). Other ids have arbitrary indices."""
     hit = (ids >= columns.start) & (ids < columns.stop)
     return hit, (ids - columns.start).clamp_(0, columns.stop - columns.start - 1)[:, None]
 

@@ -372,7 +372,7 @@ class CountedDropout(nn.Module):
         return x.masked_fill(dropped.reshape(x.shape), 0.0) / (1 - self.threshold / _VALUES)
 
     def _tokens_of(self, x: Tensor) -> Tensor:
-        """Return the hash (`hash_tokens`) of the text up to each row of `x`. Raise `UserError` if `x` lacks some tokens' rows."""
+        """Return the hash (`hash_tokens`) of the text up to each row of `x`. Raise `UserError` if `x` lacks some tokens."""
         tokens = self.masks.tokens
         assert tokens is not None, "no forward pass has given its text"
         if x.shape[:2] == tokens.shape or len(x) == tokens.numel():

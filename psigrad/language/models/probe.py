@@ -38,7 +38,7 @@ Numbers = Callable[[], Tensor]
 
 @torch.no_grad()
 def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe: Callable[[Groups, bool], Tensor]) -> str:
-    """Set the model to psigrad's attention if packed passes then give the outputs of transformers' attention.
+    """Switch the model to psigrad's attention if packed passes with it give the same outputs as transformers' attention.
 
     Return "", or the reason why the model keeps transformers' attention. `texts_of()` returns the texts for the test, and
     `probe(texts, packed)` returns the model's outputs on them, without a fused decoder.

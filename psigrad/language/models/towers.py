@@ -71,9 +71,9 @@ def freeze_towers(network: Any, learns: Sequence[str] = ()) -> None:
 
 
 def check_names(names: Sequence[str], learns: Sequence[str]) -> list[str]:
-    """Return the modules, out of the full `names`, that stay frozen. `learns` names the others by their last part ("connector").
+    """Return those full `names` of modules that stay frozen. `learns` has the trained modules' last names, such as "connector".
 
-    Raises `UserError` if an entry of `learns` is not the last part of any name.
+    Raises `UserError` if an entry of `learns` is not the last name of any module.
     """
     short = {name.rpartition(".")[2]: name for name in names}
     for name in learns:
