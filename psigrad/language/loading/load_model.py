@@ -66,8 +66,7 @@ def load_model(
         learnt = "" if before is None else quantisation_of(before.folder).get("quantize_base", "")
         if learnt and learnt != settings.quantize_base:
             redaction.say(
-                f"The adapter was trained over a base quantised to {learnt}; --quantize-base {learnt} continues with the same "
-                "base."
+                f"The adapter was trained on a base quantised to {learnt}; to use the same base, set --quantize-base {learnt}."
             )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(run.seed)  # for the A matrices of a new adapter
@@ -156,7 +155,7 @@ def _prepare_given(
 def _choose_kernels(model: LanguageModel | ScalarModel, settings: Model, run: Run) -> None:
     """Set a model's attention implementation, and compile its layers if the settings enable it.
 
-    With `run.max_memory`, sampling keeps quantised matrices as codes, since dequantised copies are faster but larger.
+    With `run.max_memory`, sampling does not dequantise matrices. Dequantised copies would be faster, but need more memory.
     """
     model.attend(settings.attention)
     if model.decoder is not None:
@@ -284,10 +283,11 @@ def _load_frozen_model(
 def load_online_reference(
     config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE
 ) -> LanguageModel | Teacher:
-    """Load the reference that `config.reference` names, or the policy's initial weights if it names none.
+    """Load the reference model `config.reference`. If this setting is empty, the reference is the policy's initial model.
 
-    With LoRA, the initial model is the trained model without its adapter; otherwise it is a frozen copy. A reference that moves
-    (ref_model_sync_steps) resumes from `checkpoint`. If the reference is a server or its tokenizer differs, return a `Teacher`.
+    With LoRA, the initial model is the trained model without its adapter; otherwise it is a frozen copy. If training updates
+    the reference (ref_model_sync_steps), it is loaded from `checkpoint`. A server, and a reference with another tokenizer than
+    the policy's, are returned as a `Teacher`.
     """
     dtype = config.reference_dtype or config.model.dtype
     if teacher.is_address(config.reference):
@@ -305,10 +305,10 @@ def load_online_reference(
 def load_start(
     config: Any, model: LanguageModel, checkpoint: Path | None, world: World, dtype: str = "", saved: Path | None = None
 ) -> LanguageModel:
-    """Return the run's initial model, frozen, in `dtype` ("": that of `config`). If `saved` is given, load that folder's weights.
+    """Return the run's initial model, frozen, or the model saved in the folder `saved`. `dtype` replaces the dtype in `config`.
 
-    If `model` has a LoRA adapter, return `model` itself, which without its adapter is the initial model. In a new run
-    (`checkpoint` is None), `model` still has the initial weights and is copied, unless it is sharded or `dtype` differs.
+    If `model` has a LoRA adapter, return `model` itself, since without its adapter it is the initial model. In a new run
+    (`checkpoint` is None), return a copy of `model`, unless it is sharded or has another dtype. Otherwise load the model.
     """
     dtype = dtype or config.model.dtype
     if model.is_own_reference:
@@ -341,7 +341,7 @@ def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | N
     )
     if not made.per_token:
         raise UserError(
-            f"The critic {config.critic!r} gives no score for each token, which a critic needs; give a causal language model."
+            f"The critic {config.critic!r} scores only whole texts, not each token; give a causal language model as the critic."
         )
     if made.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise UserError(
@@ -355,9 +355,9 @@ def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | N
 def configure_chat(
     tokenizer: PreTrainedTokenizerBase, settings: Model, checkpoint: Path | None = None, network: Any = None
 ) -> None:
-    """Set the tokenizer's chat template and EOS from the settings. Templates render the run's first day as today's date.
+    """Set the tokenizer's chat template and EOS from the settings. For templates with a date, today is the run's first day.
 
-    A resumed run reads this day from its `checkpoint`. A token without an embedding in `network` raises an error when it occurs.
+    A resumed run reads this day from its `checkpoint`. Rendering raises an error for tokens without an embedding in `network`.
     """
     if settings.eos_token:
         words = tokenizer.get_vocab()
@@ -395,7 +395,7 @@ def template_kwargs(given: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_template(path: str) -> Any:
-    """Read the template of a Jinja file, of a folder's chat_template.jinja, or of the tokenizer of a folder or hub model."""
+    """Read a chat template: from a Jinja file, from chat_template.jinja in a folder, or from the tokenizer of a model."""
     place = Path(path).expanduser()
     place = place / "chat_template.jinja" if (place / "chat_template.jinja").is_file() else place
     if place.suffix == ".jinja" and not place.is_file():

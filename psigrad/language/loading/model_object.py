@@ -66,15 +66,15 @@ class ModelObject:
     def save_start(self, folder: Path, world: World, allowed: bool) -> None:
         """Save the initial weights in `folder`. If `folder` already has initial weights, load them into the network instead.
 
-        Raises `UserError` with fsdp, and if the weights in `folder` are of a model of another class. It also raises if the
-        network's weights differ from them, unless `allowed` is True or this run has trained the network.
+        Raises `UserError` with fsdp, or if `folder` has a model of another class. Also raises it if the network's weights differ
+        from those in `folder`, unless `allowed` is True or this run has trained the network.
         """
         network = self.network
         assert network is not None
         if world.lockstep:
             raise UserError(
-                "The model is an object and placement.strategy is fsdp, which reads a model shard by shard; save it with "
-                "save_pretrained and give the folder."
+                "The model is an object, but placement.strategy=fsdp loads a model from files; save it with save_pretrained and "
+                "give the folder."
             )
         known = world.broadcast(json.loads((folder / _DIGEST).read_text()) if (folder / _DIGEST).exists() else None)
         now = {"class": type(network).__name__, "weights": weights_digest(network)}
@@ -162,10 +162,11 @@ def load_weights(network: PreTrainedModel, folder: Path) -> None:
 
 
 def wrap_objects(model: Any, tokenizer: Any) -> ModelObject | None:
-    """Return the `ModelObject` of a model and a tokenizer, each an object or a name; None for a model's name without a tokenizer.
+    """Return the `ModelObject` of a model and a tokenizer. Each of them is an object, a folder or a hub name.
 
-    For a model object without a tokenizer, load that of the folder or hub name that the model came from. Raises `UserError` for
-    a model that is not transformers', is quantised or has an adapter, and for a tokenizer that cannot be loaded.
+    Return None if the model is a name and `tokenizer` is None. If the model is an object and `tokenizer` is None, load the
+    tokenizer of the folder or hub name that the model was loaded from. Raises `UserError` for a model that is not transformers',
+    is quantised or has an adapter, and for a tokenizer that cannot be loaded.
     """
     named = isinstance(model, str | os.PathLike)
     if named and tokenizer is None:

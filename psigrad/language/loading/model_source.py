@@ -1,7 +1,7 @@
-"""Sources of a model: a folder, the hub, a GGUF file, or a PEFT adapter, which is trained on or merged into its base.
+"""Sources of a model: a folder, the hub, a GGUF file, or a PEFT adapter, which is either trained further or merged into its base.
 
-GGUF files and adapters to merge are converted once, and the most recently used of the converted folders are cached. A folder's
-name is a hash of its source's content, so a changed file of the same name is converted again.
+GGUF files are converted to folders, and adapters are merged into new folders. The most recently used of these folders are cached.
+A folder's name is a hash of its source, so a source is converted again if it changes.
 """
 
 from __future__ import annotations
@@ -66,10 +66,7 @@ class TrainedAdapter:
 
 
 def locate(settings: Model) -> str:
-    """Return the folder or hub name to load the model from: its path, a converted copy, or the download of its `revision`.
-
-    An adapter is merged into its base first.
-    """
+    """Return the path to load the model from: its own path, a converted or merged copy, or the download of its `revision`."""
     settings = replace(settings, path=resolve_path(settings.path))
     check_path(settings.path)
     if settings.revision and settings.quantize_base != "gguf":
@@ -81,7 +78,7 @@ def locate(settings: Model) -> str:
 def find_adapter(settings: Model, *, local: bool = False) -> TrainedAdapter | None:
     """Return the adapter that these settings continue to train; None if the model is not an adapter, or is to be merged.
 
-    With `local`, search for a hub name only among previous downloads.
+    With `local`, use only earlier downloads from the hub.
     """
     if settings.lora_rank or settings.adapter == "merge" or not settings.path:
         return None
@@ -125,9 +122,9 @@ def lora_of(settings: Model) -> Lora | None:
 
 
 def resolve_for_plan(settings: Model, *, local: bool = False) -> Model:
-    """Return `settings` for the memory planner. If the model is an adapter, they name its base and have its LoRA settings.
+    """Return `settings` for the memory planner. For an adapter, set the path of its base and the adapter's LoRA settings.
 
-    A model in another format is converted. With `local`, search for a hub name only among previous downloads.
+    A model in another format is converted. With `local`, use only earlier downloads from the hub.
     """
     found = find_adapter(settings, local=local)
     if found is None:
@@ -143,7 +140,7 @@ def tokenizer_path(settings: Model) -> str:
 
 
 def end_tokens(tokenizer: Any) -> list[int]:
-    """Return the tokens at which a generator without the chat template must stop: the EOS and the template's end of a turn."""
+    """Return the stop tokens for programs that do not read the chat template: the EOS, and the template's end of a turn."""
     ends = [tokenizer.eos_token_id]
     with contextlib.suppress(UserError):  # the template may show no end
         ends += stop_token_ids(tokenizer) if tokenizer.chat_template else []
@@ -151,9 +148,9 @@ def end_tokens(tokenizer: Any) -> list[int]:
 
 
 def write_end_tokens(folder: Path, tokenizer: Any, known: Sequence[int] = ()) -> None:
-    """Add the run's end tokens to generation_config.json, if it exists, and also `known`, the end tokens that a GGUF file names.
+    """Add the tokenizer's `end_tokens` and those `known` from a GGUF file to generation_config.json, if this file exists.
 
-    `generate` and servers read that file. They then stop the completions of a saved model at the same tokens as the run.
+    `generate` and servers read this file. They then stop the completions of a saved model at the same tokens as the run.
     """
     file = folder / "generation_config.json"  # edited as JSON: transformers refuses to save a change if the original has errors
     held = json.loads(file.read_text()) if file.exists() else None
@@ -177,7 +174,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def check_path(text: str, what: str = "") -> None:
-    """Raise `UserError` if `text` is a missing local path, or a file that is not GGUF. Errors call the path `what`."""
+    """Raise `UserError` if `text` is a missing local path, or a file that is not GGUF. `what` describes the path in messages."""
     path = Path(text).expanduser()
     local = text.startswith((".", "/", "~")) or text.count("/") > 1 or ("/" in text and Path(text.split("/")[0]).is_dir())
     if local and not path.exists():
@@ -206,7 +203,7 @@ def _check_base(base: str, adapter: str) -> None:
 def check_exists(settings: Model, run: str) -> None:
     """Raise `UserError` if the model in `settings` does not exist. `run` is the run folder, which may not exist yet.
 
-    The hub is queried only if that folder has a run of another model. In all other cases, loading the model reports the error.
+    The hub is queried only if the folder has a run of another model. Otherwise loading the model reports a missing hub model.
     """
     from transformers.utils import cached_file
 
@@ -224,9 +221,9 @@ def check_exists(settings: Model, run: str) -> None:
 
 
 def resolve_path(text: str) -> str:
-    """Return the path of a run's trained model, or else of its newest checkpoint, if `text` is a run folder.
+    """Return the path of the trained model in the run folder `text`, or of the newest checkpoint if it has no trained model.
 
-    Run folders of psigrad and transformers are understood. Any other text is returned unchanged. Raises `UserError` if a run of
+    The run folder can be psigrad's or transformers'. Any other text is returned unchanged. Raises `UserError` if a run of
     psigrad has neither model nor checkpoint.
     """
     path = Path(text or "-").expanduser()
@@ -284,7 +281,7 @@ def _adapter_on_hub(path: str, revision: str = "", *, local: bool = False) -> Pa
 
 
 def convert_to_folder(path: str) -> str:
-    """Return a folder that transformers can load: `path` itself, or a converted copy of it.
+    """Return a path that transformers can load: `path` itself (a folder or hub name), or the folder of a converted copy.
 
     A GGUF file, a folder with one such file and no config.json, and a PEFT adapter (merged into its base) are converted. Raises
     `UserError` if the conversion fails.
@@ -307,7 +304,7 @@ def convert_to_folder(path: str) -> str:
 
 
 def _folder_of(settings: Model) -> str:
-    """Return a folder that transformers can load for `settings.path`. With quantize_base=gguf the weights stay in GGUF."""
+    """Return a folder or hub name that can be loaded. With quantize_base=gguf, the folder links to the GGUF file's weights."""
     return str(_without_weights(settings.path)) if settings.quantize_base == "gguf" else convert_to_folder(settings.path)
 
 
@@ -335,7 +332,7 @@ def _identity(files: list[Path], *more: str) -> str:
 
 
 def _base_identity(adapter: Path) -> str:
-    """Return a text that changes with an adapter's base: the size and modification time of its files, or its hub snapshot."""
+    """Return a text that identifies an adapter's base: the sizes and modification times of its files, or its hub snapshot."""
     from transformers.utils import cached_file
 
     base = Path(json.loads((adapter / CONFIG).read_text())["base_model_name_or_path"] or "")

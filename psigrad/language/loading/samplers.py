@@ -25,12 +25,12 @@ def make(
     longest: int = 0,
     whole: Callable[[], LanguageModel] | None = None,
 ) -> Sampler:
-    """Return the sampler that the settings name. If psigrad's does not support the model, return transformers'.
+    """Return the sampler that the settings name, or transformers' if psigrad's sampler does not support the model.
 
-    `longest` limits the tokens of a prompt with its completion; 0: the model's limit. `whole` returns a full copy of a
-    sharded model, for samplers that take their weights from it. `log(kind, text, **fields)` receives messages about limitations;
-    without it they are printed. Close the sampler after use. Raises `UserError` for an unknown name, and if the machine or the
-    model does not support the sampler.
+    `longest` is vLLM's limit on the tokens of a prompt plus its completion; 0 means the model's limit. `whole` returns a full
+    copy of a sharded model, for samplers that take their weights from it. `log(kind, text, **fields)` receives messages about
+    limitations; without it they are printed. Close the sampler after use. Raises `UserError` for an unknown name, or a sampler
+    that the machine or the model does not support.
     """
     name = sampling.sampler
     if ":" in name:
@@ -79,9 +79,9 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the sampling parameters. `temperature` replaces the setting's value, for example in evaluations.
 
-    Chat models do not always end a turn with the EOS. If the prompts are conversations, the end of a turn also stops a
-    completion. If one of the first thousand rows offers tools, the end of a tool call stops it too. `model` is None if a server
-    samples; the server then adds these stop tokens itself.
+    Chat models do not always end a turn with the EOS. If prompts are conversations, the end of a turn also stops a completion.
+    If one of the first thousand conversations has tools, the end of a tool call does so too. `model` is None if a server samples;
+    the server then adds these stop tokens itself.
     """
     conversations = islice((row for row in rows if not isinstance(row.prompt, str)), 1000)
     conversation = max(conversations, key=lambda row: bool(row.columns.get("tools")), default=None)

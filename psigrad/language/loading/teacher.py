@@ -48,9 +48,10 @@ Ask = Callable[[Groups, float, int], Sequence[TeacherOutput]]
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher that serves as the reference. If its tokenizer differs from the policy's (`spans`), the KL compares text pieces.
+    """A teacher that serves as the reference.
 
-    A text piece ends where both tokenizers end a token.
+    If its tokenizer differs from the policy's (`spans`), the KL compares pieces of text, not tokens. Both tokenizers have a token
+    that ends where a piece ends.
     """
 
     ask: Ask
@@ -97,9 +98,9 @@ class Teacher:
         return Top(*(torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (ids, logp)))
 
     def store_pieces(self, ends: Tensor, theirs: Tensor, logp: Tensor) -> None:
-        """Store for `add_kl` a batch's text pieces, and the baseline of each completion's KL (see `span_kl`).
+        """Store a batch's text pieces for `add_kl`. Also store a baseline for the KL of each completion (see `span_kl`).
 
-        All arguments have the shape [N, T]. `ends` is True at the last token of a piece, where `theirs` has the teacher's
+        All arguments have the shape [N, T]. `ends` is True at the last token of a piece. There `theirs` has the teacher's
         log-prob of the piece. `logp` has the policy's log-prob of each token.
         """
         d = torch.where(ends, span_kl(logp, ends, theirs), 0.0).sum(1)
@@ -156,7 +157,7 @@ class Teacher:
 
 @dataclass(frozen=True)
 class TeacherReference(Annotator):
-    """The `Annotator` of a teacher. For the KL term it adds log-probs, top-k tokens, or the KL of text pieces (see `Teacher`)."""
+    """An `Annotator` that adds a teacher's data for the KL term: log-probs, top-k tokens, or the KL of text pieces."""
 
     teacher: Teacher
     gives_reference = True
@@ -164,7 +165,7 @@ class TeacherReference(Annotator):
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: Any) -> Batch:
         """Add the column `logp_ref` to the batch if the KL term compares sampled tokens.
 
-        If it compares pieces of text, store the teacher's log-probs of the pieces instead.
+        If the KL term compares pieces of text, store the teacher's log-probs of the pieces instead.
         """
         algorithm, budget, temperature = run.algorithm, run.config.micro_batch_tokens, run.params.temperature
         self.teacher.clear()
@@ -231,9 +232,9 @@ def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[s
 
 
 def align(own: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (number of own tokens, number of other tokens) up to each place in a text where both tokenizers end a token.
+    """Return the numbers (own tokens, other tokens) before each place in a text where both tokenizers end a token.
 
-    `own` and `others` are the ends of each tokenizer's tokens in that text, from `text_ends`.
+    `own` and `others` are the ends of each tokenizer's tokens in the text, from `text_ends`.
     """
     mine, theirs = ({end: i + 1 for i, end in enumerate(ends) if end > 0} for ends in (own, others))
     return [(mine[end], theirs[end]) for end in sorted(mine.keys() & theirs.keys())]

@@ -1,7 +1,7 @@
-"""psigrad's attention inside any transformers model: by scaled_dot_product_attention, or by GPU kernels that need no padding.
+"""psigrad's attention in transformers models, computed by scaled_dot_product_attention or by GPU kernels that need no padding.
 
-transformers can replace a model's attention by a registered function. psigrad's function receives the layout of the packed row as
-a keyword argument of the forward call. Without a layout it calls transformers' SDPA, so that the same model still runs padded
+psigrad registers an attention function with transformers. A packed forward pass gives it a `Layout`, which says where each
+sequence is in the row. Without a layout the function calls transformers' SDPA. The same model can therefore also run padded
 batches and `generate`.
 """
 
@@ -41,7 +41,7 @@ def attention(
     layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention for transformers. Return (output, None). With a `layout`, `attention_mask` and dropout are ignored."""
+    """Compute attention for transformers. Return (output, None). `attention_mask` and dropout are ignored with a `layout`."""
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     plain = softcap is None and sinks is None
     if layout is None and plain:
@@ -71,10 +71,10 @@ Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float, int 
 
 @functools.cache
 def varlen_kernel() -> Varlen:
-    """Return a kernel for causal attention within pieces of different lengths: torch's `varlen_attn`, or flash-attn's.
+    """Return a kernel for causal attention over sequences of different lengths: torch's `varlen_attn`, or flash-attn's.
 
-    If a piece has more keys than queries, its queries are those of its last tokens, so the causal mask is aligned at the end.
-    Both kernels need half precision. Raises `ValueError` if neither is installed.
+    A sequence may have more keys than queries. Its queries then belong to its last tokens. Both kernels need half precision.
+    Raises `ValueError` if neither is installed.
     """
 
     def left(window: int | None) -> tuple[int, int]:
@@ -112,10 +112,10 @@ class _Unpadded:
 
 @dataclass(frozen=True)
 class VarlenLayout(_Unpadded):
-    """A packed layout that computes attention by a kernel for pieces of different lengths, without padding; see `Layout`.
+    """A packed layout that computes attention with `varlen_kernel`, without padding; see `Layout`.
 
-    Every prefix and every sequence is a piece. A sequence's piece has a copy of its prefix's keys and values in front of its own.
-    The kernel computes no masked score.
+    The kernel treats each prefix and each completion as a sequence of its own. Before the call, the keys and values of a prefix
+    are copied in front of those of each of its completions.
     """
 
     kernel: Varlen
@@ -123,7 +123,7 @@ class VarlenLayout(_Unpadded):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Compute attention by the kernel; see `Layout.attend`. Raise `ValueError` if `how` is not SDPA (score caps, sinks)."""
+        """Compute attention by the kernel; see `Layout.attend`. Raise `ValueError` if the model caps scores or has sinks."""
         if how is not SDPA:
             raise ValueError("its attention caps scores or has sinks")
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
@@ -142,11 +142,11 @@ class VarlenLayout(_Unpadded):
 
     @cached_property
     def _copies(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The K keys that the kernel reads for S tokens: (tokens [K], keys [P, C], missing [P, C, 1, 1], single [S − P]).
+        """The indices that copy the keys of S tokens to the K keys of the kernel, and those that sum the gradients of the copies.
 
-        `tokens[k]` is the token of key k. Each of the P prefix tokens has at most C keys: one for its prefix, and one for each
-        sequence that attends to it. `keys[p]` lists the keys of prefix token p. If they are fewer than C, `missing[p]` is True in
-        the unused places. Every other token has one key, and `single` lists these keys.
+        (tokens [K], copies [P, C], missing [P, C, 1, 1], single [S − P]): `tokens[k]` is the token whose key is copied to k.
+        `copies[p]` lists the copies of prefix token p. A token with fewer than C copies has padding at the end of its row,
+        where `missing` is True. `single` lists the only copy of each other token.
         """
         pieces, device = self.packed.pieces, self.packed.device
         real = pieces.lengths > 0
@@ -162,10 +162,10 @@ class VarlenLayout(_Unpadded):
 
 
 class _Copies(torch.autograd.Function):
-    """The autograd function x[index] for x [S, ...] and `index` [K]. The gradients of a row's copies are summed in a fixed order.
+    """The autograd function x[index] for x [S, ...] and `index` [K], with reproducible gradients.
 
-    Autograd would sum them in half precision, and in an order that changes from run to run. Here each sum is computed in float32
-    and rounded once.
+    A row of x can be copied several times, so its gradient is a sum. PyTorch would compute this sum in half precision, and in an
+    order that changes from run to run. Here its order is fixed, and it is computed in float32 and rounded once.
     """
 
     @staticmethod
@@ -182,7 +182,7 @@ class _Copies(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class FlexLayout(_Unpadded):
-    """A packed layout that computes attention by FlexAttention inside transformers' modules; see `Layout`.
+    """A packed layout that computes attention with FlexAttention; see `Layout`.
 
     A compiled kernel skips the blocks of keys that no query attends to (Dong et al. 2024, arXiv:2412.05496).
     scaled_dot_product_attention would need padded tensors and a mask of all pairs of tokens.
@@ -191,7 +191,7 @@ class FlexLayout(_Unpadded):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Compute attention by flex_attention; see `Layout.attend`. Of `how`, only the options `softcap` and `sinks` are used."""
+        """Compute attention by flex_attention; see `Layout.attend`. `how` is used only for its options `softcap` and `sinks`."""
         given: dict[str, Any] = how.keywords if isinstance(how, functools.partial) else {}
         cap: Any = given.get("softcap")
         sinks: Tensor | None = given.get("sinks")
@@ -213,8 +213,9 @@ class FlexLayout(_Unpadded):
 
     @cached_property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """For each token: (prefix, sequence, position in the text, position in the text where the sequence starts), [S] each. A
-        token of a prefix has the sequence -1 and the start S. In a row without prefixes, every sequence counts as a prefix.
+        """Four tensors [S]: each token's prefix, its sequence, its position in the text, and where its sequence starts.
+
+        A prefix token has -1 as its sequence and S as the start. In a row without prefixes, all sequences are stored as prefixes.
         """
         pieces, count, rows = self.packed.pieces, len(self.packed.pieces.prefixes), self.packed.rows
         numbers, nothing = np.arange(len(pieces.sequences)), np.full(len(pieces.sequences), -1)
@@ -226,9 +227,9 @@ class FlexLayout(_Unpadded):
         return tuple(on_device(x, self.packed.device) for x in columns)  # type: ignore[return-value]
 
     def blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return two masks [Q, K] over blocks of BLOCK queries and BLOCK keys, for a sliding `window` in tokens (None: none).
+        """Return two masks [Q, K] over blocks of `BLOCK` queries and `BLOCK` keys. `window` is the sliding window, or None.
 
-        The first is True where some query attends to some key. The second is True only where all queries attend to all keys.
+        The first is True if any query of a block attends to any key. The second is True only if all queries attend to all keys.
         """
         pieces, size, reach = self.packed.pieces, -(-self.packed.rows // BLOCK), window or self.packed.rows
         some, whole = np.zeros((2, size, size), dtype=bool)
@@ -272,9 +273,9 @@ class FlexLayout(_Unpadded):
 
 
 def unpad(packed: PackedLayout, how: str | Varlen) -> Layout:
-    """Return a layout with the attention `how`: "varlen", "flex", or a kernel in place of `varlen_kernel`.
+    """Return a layout without padding. `how` names its attention ("varlen", "flex"), or is a kernel like `varlen_kernel`.
 
-    If the row has `blocks` (images in Gemma 3), return `packed`, because they need a mask.
+    If the row has images whose tokens attend to each other (`blocks`, in Gemma 3), return `packed`, since only it has a mask.
     """
     if packed.blocks is not None:
         return packed
@@ -282,14 +283,15 @@ def unpad(packed: PackedLayout, how: str | Varlen) -> Layout:
 
 
 def _list_blocks(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mask `blocks` [Q, K] as FlexAttention reads it: (the number of True in each row [1, 1, Q], the indices of each
-    row's columns [1, 1, Q, K]: first the columns with True, then the others).
+    """Return the mask `blocks` [Q, K] in FlexAttention's format: (counts [1, 1, Q], indices [1, 1, Q, K]).
+
+    A row's count is its number of True values. Its indices list the columns that are True, then the other columns.
     """
     return blocks.sum(1)[None, None], (~blocks).argsort(1, kind="stable")[None, None]
 
 
 @functools.cache
 def _kernel(device: str) -> Callable[..., Any]:
-    """Return flex_attention, compiled once for all lengths on a GPU. On other devices it is uncompiled and skips no block."""
+    """Return flex_attention. It is compiled on a GPU, once for all lengths. Elsewhere it is not compiled and skips no block."""
     plain: Callable[..., Any] = flex_attention
     return torch.compile(plain, dynamic=True) if device == "cuda" else plain

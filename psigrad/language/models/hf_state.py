@@ -1,10 +1,10 @@
-"""Recurrent layers inside any transformers model: the gated delta rule, Mamba-2 and short convolutions, over packed rows.
+"""Packed rows in the recurrent layers of transformers models: the gated delta rule, Mamba-2 and short convolutions.
 
 transformers has a registry for attention functions, but none for recurrences. Its recurrent layers (mixers) call a few global
-functions, and pass them the keyword arguments of the forward call. `attach` replaces these functions by psigrad's in the mixers
-of a loaded model. psigrad's functions read the layout of the packed row from the keyword arguments. Each text starts with a state
-and a convolution window of zeros, and a prompt's are computed once for all its completions. Without a layout, psigrad's functions
-call transformers'. On a CPU, C++ kernels compute packed rows and their gradients if the mixer's `Switch` has kernels.
+functions, and pass them the keyword arguments of the forward call. In a loaded model, `attach` replaces these functions by
+psigrad's. psigrad's functions read the `Layout` of a packed row from the keyword arguments. Without it they call transformers'
+functions. Each text starts from a state of zeros. The state after a prompt is computed once for all its completions. On a CPU,
+C++ kernels compute packed rows and their gradients if the mixer's `Switch` enables them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Function = Callable[..., Any]
 
 
 def attach(network: nn.Module) -> None:
-    """Let the recurrent layers of `network` call psigrad's functions, which read layouts, in place of transformers'.
+    """Replace the functions that the recurrent layers of `network` call by psigrad's, which support packed rows.
 
-    The attribute `has_state` of each recurrent layer is set to the `Switch` that holds its kernels.
+    The attribute `has_state` of each recurrent layer is set to its `Switch`.
     """
     for module in network.modules():
         own: Any = inspect.unwrap(type(module).forward)
@@ -49,7 +49,7 @@ def attach(network: nn.Module) -> None:
 
 
 class Switch:
-    """A switch for the C++ kernels of a recurrent layer's packed rows: `native`, or None if off. Copies of the layer share it."""
+    """A switch for a recurrent layer's C++ kernels on packed rows. `native` is None if it is off. Copies of a layer share it."""
 
     native: Kernels | None = None
 
@@ -60,8 +60,8 @@ class Switch:
 def _convolution(own: Function, layer: int, switch: Switch) -> Function:
     """Return a function that replaces `own`, transformers' `causal_conv1d_fn`, in the layer with number `layer`.
 
-    If the mixer passes a `layout`, the function convolves packed sequences, by the C++ kernels in `switch` if possible. Otherwise
-    it calls `own`.
+    If the mixer passes a `layout`, the function convolves each packed sequence, with the C++ kernels in `switch` if possible.
+    Otherwise it calls `own`.
     """
 
     def convolve(
@@ -93,7 +93,7 @@ def _convolution(own: Function, layer: int, switch: Switch) -> Function:
 
 
 def _delta_rule(own: Function, layer: int, switch: Switch) -> Function:
-    """Return the replacement of `own`, `torch_chunk_gated_delta_rule` or `chunk_kimi_delta_attention`; see `_convolution`."""
+    """Return a function that replaces transformers' chunked delta rule `own` (Qwen, Kimi); see `_convolution`."""
     rule = DeltaRule(own, switch)
 
     def scan(
@@ -210,7 +210,7 @@ class _Scan(torch.autograd.Function):
 def _scan(
     switch: Switch, trees: Trees, delta_rule: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Run `StateKernels.chunks` from zero states. Return (outputs, final states of the segments); None if no kernel can run."""
+    """Run `StateKernels.chunks` from zero states. Return (outputs, final states), or None if no kernel supports the tensors."""
     native = switch.native
     if native is None or g.dim() != 2 or v.dtype not in native.dtypes or not q.dtype == k.dtype == v.dtype:
         return None
@@ -233,7 +233,7 @@ class DeltaRule:
     switch: Switch = field(default_factory=Switch)
 
     def scan_trees(self, inputs: Tensors, trees: Trees) -> tuple[Tensor, Tensor] | None:
-        """Compute a packed row by C++ kernels; see `Recurrence.scan_trees`. Return None for a gate per channel (Kimi)."""
+        """Compute a packed row by C++ kernels; see `Recurrence.scan_trees`. Return None for Kimi's gates, one per channel."""
         q, k, v, g, beta = inputs
         made = _scan(self.switch, trees, True, q, k, v, g, beta)
         return None if made is None else (made[0].to(q.dtype), made[1])

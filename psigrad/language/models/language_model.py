@@ -44,7 +44,7 @@ VALUE_HEAD = "value_head"
 
 @dataclass(frozen=True)
 class Divergence:
-    """A request for a divergence between policy and reference, which `LanguageModel.evaluate` sums over the vocabulary."""
+    """A divergence that `LanguageModel.evaluate` should compute between the policy and a reference, over the full vocabulary."""
 
     model: LanguageModel | Top
     """The reference (or teacher), or its most probable tokens [N, T, k]. If `model` is the evaluated LoRA model itself, its
@@ -84,8 +84,8 @@ class LanguageModel(Pretrained):
 
     value_head: nn.Linear | None = None
     full_logits: bool = False
-    """True if applying the LM head to the last hidden states does not give a padded pass's logits. transformers then computes the
-    logits of all tokens at once.
+    """True if the LM head's output differs from transformers' logits in a padded pass. transformers then computes the logits of
+    all tokens at once.
     """
     new_cache: ClassVar[type[ActivationCache]] = ActivationCache
     """The class of the cache of activations that training reuses from sampling. Its argument is the limit in bytes."""
@@ -104,7 +104,7 @@ class LanguageModel(Pretrained):
 
     @torch.no_grad()
     def _why_full_logits(self) -> str:
-        """Return why applying the LM head to the last hidden states does not give a padded pass's logits; "" if it does."""
+        """Return "" if the LM head's output equals transformers' logits in a padded pass, else how they differ."""
 
         def logits(full: bool) -> Tensor:
             self.full_logits = full
@@ -118,7 +118,7 @@ class LanguageModel(Pretrained):
             return reason_of(error)
 
     def usable(self, cache: ActivationCache | None) -> ActivationCache | None:
-        """Return `cache`, or None if this model cannot reuse its activations. Only a fused decoder with its adapter on can."""
+        """Return `cache`, or None if this model cannot use it. Only a fused decoder whose adapter, if any, is enabled can."""
         return cache if self.decoder is not None and (self.adapter is None or self.decoder.adapted) else None
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -127,9 +127,9 @@ class LanguageModel(Pretrained):
         return super().trainable() | head
 
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
-        """Return the logit [N, T] of each completion token in `texts`, to compare two ways of computing it.
+        """Return the logit [N, T] of each completion token in `texts`, to compare two implementations of the model.
 
-        A log-prob would be a worse measure: if all logits are small, it is about -log(vocabulary size) even if they are wrong.
+        Log-probs would hide errors: if all logits are small, each log-prob is about -log(vocabulary size), right or wrong.
         """
         self.switch(self.train_mode and torch.is_grad_enabled())
         forward = lay_out(texts, self.device, packed)
@@ -164,8 +164,8 @@ class LanguageModel(Pretrained):
     def head(self, hidden: Tensor, exact: bool, packed_weights: PackedWeights | None = None) -> Tensor:
         """Return the logits [B, V] of hidden states [B, E].
 
-        With `exact` the logits have the same bits as in training, even if there are few rows. `packed_weights` is a cache that
-        packs the head's matrix after a few requests.
+        `exact` excludes a faster product for few rows, whose rounding differs from that in training. `packed_weights`, if given,
+        packs the head's matrix for faster products after a few calls.
         """
         output = self.output_head()
         plain = type(output) is nn.Linear and output.bias is None and not torch.is_grad_enabled()
@@ -197,8 +197,8 @@ class LanguageModel(Pretrained):
 
         On request the result also has the entropy, the exact KL to the model `kl_to` (or another `Divergence`), and the value
         head's V. Gradients flow unless the caller is under `torch.no_grad()`. If `kl_to` is this LoRA model itself, its adapter
-        is disabled for the reference. `packed=False` selects padded passes, which are slower. Activations of these tokens in
-        `cache` are reused.
+        is disabled for the reference. `packed=False` selects padded passes, which are slower. If `cache` has activations of
+        these tokens, they are reused.
         """
         stats, targets = self.stats(
             inputs, temperature=temperature, entropy=entropy, kl_to=kl_to, value=value, packed=packed, cache=cache
@@ -225,8 +225,8 @@ class LanguageModel(Pretrained):
     ) -> tuple[TokenStats, Targets]:
         """Return (statistics [M] of the M target tokens, the `Targets` with the positions of these tokens).
 
-        See `evaluate` for the arguments that both methods have. If `entropy` is "figure", the entropy is only logged and may have
-        no gradient. `accuracy` and `mean_logp` request the fields `hit` and `mean_logp` of `TokenStats`.
+        Arguments that are not described here are those of `evaluate`. `entropy="figure"` requests an entropy for logging, which
+        may have no gradient. `accuracy` and `mean_logp` request the fields `hit` and `mean_logp` of `TokenStats`.
         """
         self.switch(self.train_mode and torch.is_grad_enabled())
         whole = lay_out(inputs, self.device, packed if packed is not None else not self.why_padded)
@@ -267,10 +267,10 @@ class LanguageModel(Pretrained):
     def _reference_hidden(
         self, request: Divergence, other: LanguageModel, inputs: Groups | Rows, forward: ForwardInputs
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return (hidden states, head): `_target_hidden` of the reference model `other`, without gradient.
+        """Return (hidden states, head) of the reference model `other`, without gradient; see `_target_hidden`.
 
-        If `other` is this model itself, its adapter is disabled. `inputs` are the policy's tokens, and `forward` has them laid
-        out for a pass. If `request.inputs` is set, the reference reads these tokens instead.
+        If `other` is this model itself, its adapter is disabled. `inputs` are the policy's tokens, and `forward` is the layout
+        of these tokens. If `request.inputs` is set, the reference reads the tokens there instead.
         """
         theirs = replace(forward, cached=None, experts=None)
         if request.inputs is not None or other.why_padded != self.why_padded:
@@ -305,10 +305,7 @@ class LanguageModel(Pretrained):
         return self.evaluate(inputs).logp, Top(*(x.new_zeros(*shape, x.shape[-1]).index_put(at, x) for x in columns))
 
     def _with_values(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
-        """Return (hidden states, head, V): the results of `_target_hidden`, and the value V [M] of the state before each target.
-
-        V is in at least float32.
-        """
+        """Return (hidden states, head, V): the results of `_target_hidden`, and the value [M] of the state before each target."""
         if self.value_head is None:
             raise ValueError("This model has no value head; call add_value_head() first.")
         hidden = self.target_hidden(inputs)
@@ -320,7 +317,7 @@ class LanguageModel(Pretrained):
     def _target_hidden(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return (the hidden states [M, E] that predict the targets, the head that maps them to logits).
 
-        In a padded pass whose logits transformers must compute, return (these logits [M, V], an identity).
+        If transformers must compute the logits of a padded pass, return (these logits [M, V], `nn.Identity()`).
         """
         if inputs.layout is not None or self._applies_head:
             return self.target_hidden(inputs), self.output_head()
@@ -329,16 +326,16 @@ class LanguageModel(Pretrained):
 
     @property
     def _applies_head(self) -> bool:
-        """True if psigrad applies the LM head to the hidden states of a padded pass, in chunks; else transformers does.
+        """True if psigrad, not transformers, applies the LM head in a padded pass. psigrad does so in chunks.
 
-        A model that can run packed passes uses padded passes only to check these, so transformers then computes everything.
+        It is False for a model that can run packed passes. Padded passes then only check packed ones, so transformers runs them.
         """
         return bool(self.why_padded) and not self.full_logits
 
     def without_adapter(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which the LoRA adapter is disabled, so that the model is its own reference and needs no copy."""
         if self.adapter is None:
-            raise ValueError("Only a LoRA model carries its own reference; use frozen_copy() for full fine-tuning.")
+            raise ValueError("Only a LoRA model can be its own reference; use frozen_copy() for full fine-tuning.")
         adapter: Any = self.adapter
         off: contextlib.AbstractContextManager[Any] = adapter.disable_adapter()
         return off
@@ -425,14 +422,14 @@ def prepare(
 ) -> LanguageModel:
     """Return a `LanguageModel` for a transformers model in memory; see `load`. `is_known` is True if `fused.loader` loaded it."""
     if tokenizer.eos_token_id is None:
-        raise UserError("The tokenizer has no EOS token, so completions would never end; set eos_token and save the tokenizer.")
+        raise UserError("The tokenizer has no EOS token, so completions would never end; set eos_token.")
     model = LanguageModel(network, tokenizer).prepare("CAUSAL_LM", lora, adapter, gradient_checkpointing, is_known, towers)
     model.full_logits = bool(model.why_padded and model._why_full_logits())
     return model
 
 
 def _why_no_text(path: str) -> str:
-    """Return the advice of `vision.why_not_text` for the checkpoint at `path`; empty if its configuration cannot be read."""
+    """Return `vision.why_not_text` for the checkpoint at `path`; "" if its configuration cannot be read."""
     from psigrad.language.models.vision import why_not_text
 
     try:

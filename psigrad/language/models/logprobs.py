@@ -30,8 +30,8 @@ CHUNK_ON_GPU, TILE_ON_GPU = 4, 256
 class _Logits(torch.autograd.Function):
     """The autograd function h·Wᵀ by `kernels.multiply`. PyTorch's product would compile code for each new number of tokens.
 
-    The backward pass of each chunk of tokens computes a gradient of W. If `sums` is given, it adds these gradients up in float32,
-    since a sum in half precision would lose small terms.
+    Each chunk of tokens has its own gradient of W. If `sums` is given, these gradients are added to it in float32, since a sum in
+    half precision would lose small terms.
     """
 
     @staticmethod
@@ -57,8 +57,8 @@ class _Logits(torch.autograd.Function):
 class _ChosenLogProbs(torch.autograd.Function):
     """The autograd function log π(a) of tokens a, computed in tiles of logits. Only a log-sum-exp per token is stored.
 
-    Formula: with z = h·Wᵀ / T, π = softmax(z) and e_a = one-hot(a), d log π(a) / dz = e_a − π. A tile has as many hidden states
-    as possible, so that each pass, forward or backward, reads the head's weights once (Wijmans et al. 2024, arXiv:2411.09009).
+    Formula: with z = h·Wᵀ / T, π = softmax(z) and e_a = one-hot(a), d log π(a) / dz = e_a − π. Up to `TILE_ROWS` hidden states
+    share a tile, so that a pass reads the head's weights only once for all of them (Wijmans et al. 2024, arXiv:2411.09009).
     """
 
     @staticmethod
@@ -117,7 +117,7 @@ class _ChosenLogProbs(torch.autograd.Function):
 
 
 class _Figures:
-    """The most probable token and the entropy at each of M positions, computed from tiles of logits (after the temperature)."""
+    """The most probable token and the entropy at each of M positions, from tiles of logits divided by the temperature."""
 
     def __init__(self, count: int, like: Tensor) -> None:
         self._top, self._total, self._mean = (like.new_zeros(count) for _ in range(3))
@@ -145,9 +145,9 @@ class _Figures:
 
 
 class _RowLogProbs(torch.autograd.Function):
-    """The autograd function log π(a) of tokens a, in large chunks of complete rows of logits, as suits a GPU.
+    """The autograd function log π(a) of tokens a for GPUs. Each chunk has the logits of many tokens over the full vocabulary.
 
-    `want_best` requests the most probable tokens too, `want_entropy` the entropies. Neither has a gradient.
+    `want_best` also requests the most probable tokens, and `want_entropy` the entropies. Neither has a gradient.
     """
 
     @staticmethod
@@ -221,8 +221,8 @@ def _gradient(
 ) -> Tensor:
     """Return slope · (e_a − softmax(stored / temperature)) for the tokens a = `ids` [rows]. The result overwrites `stored`.
 
-    `normaliser` [rows] is the log-sum-exp, and `less` is −slope. `room` stores the float32 tensor of the first and largest chunk,
-    which the next ones reuse.
+    `normaliser` [rows] is the log-sum-exp, and `less` is −slope. `room` stores the float32 buffer of the first chunk, which is
+    the largest. Later chunks reuse this buffer.
     """
     wide = normaliser.dtype
     if (triton := gpu_kernels(stored) if wide == torch.float32 else None) is not None:
@@ -238,7 +238,7 @@ def _gradient(
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (rows, logits [rows, V]) for chunks of the hidden states, in the weight's dtype. The first chunk is the largest.
+    """Yield (rows, logits [rows, V]) for chunks of the hidden states. The first chunk is the largest.
 
     The logits of a chunk overwrite those of the previous one.
     """
@@ -351,7 +351,7 @@ def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple
 
 
 def _hits(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return (mask [m] of the `ids` in the range `columns`, their indices in the range [m, 1]). Other ids get arbitrary ones."""
+    """Return (mask [m] of the `ids` in the range `columns`, indices [m, 1] in this range). Other ids have arbitrary indices."""
     hit = (ids >= columns.start) & (ids < columns.stop)
     return hit, (ids - columns.start).clamp_(0, columns.stop - columns.start - 1)[:, None]
 
@@ -370,7 +370,7 @@ def _check_ids(ids: Tensor, count: int) -> None:
     low, high = torch.stack(torch.aminmax(ids)).tolist()
     if low < 0 or high >= count:
         wrong = low if low < 0 else high
-        raise IndexError(f"A target is token {wrong}, but the head has {count} tokens; give the tokenizer of this model.")
+        raise IndexError(f"A target has the id {wrong}, but the LM head has {count} tokens; use the tokenizer of this model.")
 
 
 def token_stats(
@@ -384,8 +384,8 @@ def token_stats(
 ) -> TokenStats:
     """Return the `TokenStats` of tokens `ids` [M], whose logits are `head(hidden)` [M, V], computed in chunks of tokens.
 
-    Chunks are recomputed in the backward pass. The gradient has a closed form if `head` is a linear layer without bias and only
-    log-probs need a gradient. If only log-probs are requested, those in `cached` from the same head are reused. For a
+    The backward pass recomputes the chunks. It uses a formula in place of autograd if `head` is a linear layer without bias and
+    only log-probs need a gradient. A request for log-probs alone reuses the log-probs of this head in `cached`. For a
     divergence, `reference_hidden` are the reference's hidden states or its `Top`. `vocabulary` is V.
     """
     linear: Any = head if (plain := type(head) is nn.Linear and head.bias is None) else None

@@ -90,7 +90,7 @@ class Lora:
 
 
 def _as_pattern(name: str) -> str:
-    """Return a string from peft's `target_modules`. Enclose a pattern in a group if `_is_pattern` would miss it."""
+    """Return `name`, which peft reads as a regular expression. Add a group if `_is_pattern` would take it for a name."""
     return name if name == "all-linear" or _is_pattern(name) else f"(?:{name})"
 
 
@@ -107,7 +107,7 @@ def is_adapted(name: str, targets: Sequence[str]) -> bool:
 
 
 def _peft_targets(targets: Sequence[str]) -> str | list[str]:
-    """Return `target_modules` as peft takes them. Raises `UserError` for an invalid pattern, or a pattern among other names."""
+    """Return `target_modules` in peft's format. Raises `UserError` for an invalid pattern, or a list of a pattern and names."""
     patterns = [target for target in targets if target != "all-linear" and _is_pattern(target)]
     if patterns and len(targets) > 1:
         raise UserError(
@@ -123,7 +123,7 @@ def _peft_targets(targets: Sequence[str]) -> str | list[str]:
 def settings_of(config: Any) -> dict[str, Any]:
     """Return the settings (`lora_rank`, `lora_alpha`, …) that are equivalent to a peft `LoraConfig`.
 
-    Raises `UserError` for another kind of adapter, or a field that psigrad's settings cannot express.
+    Raises `UserError` if `config` is not a `LoraConfig`, or has a field for which psigrad has no setting.
     """
     import peft
 
@@ -166,7 +166,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     if kind != "LORA":
         raise UserError(
             f"The adapter {str(folder)!r} has the type {kind}, but psigrad trains only LORA. Set model.adapter=merge to merge "
-            "it into its base, if its type can be merged."
+            "it into its base, if peft can merge this type."
         )
     return held
 
@@ -226,10 +226,10 @@ def add_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, tow
 
 
 def _in_half(hf: PreTrainedModel, lora: Lora) -> bool:
-    """Return True if an adapter's weights must be bfloat16: on a GPU, if the base model is bfloat16 too.
+    """Return True if the adapter must be bfloat16: on a GPU, with a bfloat16 base that is not quantised, and without DoRA.
 
     A float32 adapter would cast the input of every layer and its own output, which takes 10 % of a training step's time. The
-    optimiser stores float32 copies of the adapter anyway. An adapter with DoRA or on a quantised base is float32.
+    optimiser stores float32 copies of the adapter anyway.
     """
     coded = any(isinstance(module, CodedLinear) for module in hf.modules())
     return hf.device.type == "cuda" and hf.dtype == torch.bfloat16 and not lora.dora and not coded
@@ -252,7 +252,7 @@ def check_untied(network: Any) -> None:
 def check_peft_warnings() -> Iterator[None]:
     """In this context, raise `ValueError` if a saved adapter lacks weights. peft only warns, and leaves them random.
 
-    Suppress transformers' warning about a deprecated name, because peft uses it and users cannot change that.
+    Also suppress transformers' warning about a deprecated name that peft uses, since users cannot change peft.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
@@ -341,7 +341,7 @@ class DropoutMasks:
         self.seed = seeds.derive("dropout", *parts)
 
     def read(self, inputs: ForwardInputs) -> None:
-        """Store the hashes of a forward pass's tokens, from which its dropout masks are computed. Do nothing without gradient."""
+        """Store the hashes of a pass's tokens, from which dropout masks are computed. Do nothing if gradients are disabled."""
         if self.used and torch.is_grad_enabled():
             whole = inputs.token_hashes is None
             self.tokens = hash_tokens(inputs.input_ids, inputs.position_ids, inputs.layout) if whole else inputs.token_hashes
@@ -372,7 +372,7 @@ class CountedDropout(nn.Module):
         return x.masked_fill(dropped.reshape(x.shape), 0.0) / (1 - self.threshold / _VALUES)
 
     def _tokens_of(self, x: Tensor) -> Tensor:
-        """Return the hash (`hash_tokens`) of the text up to each row of `x`. Raise `UserError` if a token has no row in `x`."""
+        """Return the hash (`hash_tokens`) of the text up to each row of `x`. Raise `UserError` if `x` lacks some tokens."""
         tokens = self.masks.tokens
         assert tokens is not None, "no forward pass has given its text"
         if x.shape[:2] == tokens.shape or len(x) == tokens.numel():
@@ -388,7 +388,7 @@ class CountedDropout(nn.Module):
 def hash_tokens(ids: Tensor, positions: Tensor, layout: Any = None) -> Tensor:
     """Return a hash of the text up to each token [B, S]: Σ_i w(id_i, i) modulo 2^64, with w a pseudo-random function.
 
-    `positions` [B, S] are the i. A token has the same hash in a packed row (`layout`), in a padded row and after a shared prompt.
+    `positions` [B, S] are the positions i. A token has the same hash in a padded row and in a packed row (with its `layout`).
     """
     sums = seeds.words_on_device(ids, positions).cumsum(-1)
     if not isinstance(layout, PackedLayout):  # padding is at the end, and no text follows it

@@ -38,7 +38,7 @@ def batch_at(step: int, batch_size: int, n: int, seed: int) -> list[int]:
     if n < 1:
         raise UserError("The dataset has no rows to train on; give at least one row.")
     if batch_size < 1 or step < 0:
-        raise UserError(f"Step {step} with batch size {batch_size} is not possible; give a step from 0 and a batch size from 1.")
+        raise UserError(f"The step is {step} and the batch size is {batch_size}; they must be at least 0 and 1.")
     start, stop = step * batch_size, (step + 1) * batch_size
     epochs = range(start // n, (stop - 1) // n + 1)
     laid_out = np.concatenate([order(n, seed, epoch) for epoch in epochs])
@@ -51,9 +51,9 @@ def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[
 
     If several `ranks` take the micro-batches in turn, each rank gets about the same number of tokens.
 
-    The algorithm is first-fit decreasing (Johnson 1973): it needs at most 11/9 of the fewest possible micro-batches, plus one. A
-    row above the budget gets its own micro-batch. The first micro-batch has the longest row, or with several `ranks` the most
-    tokens, so that a run that lacks memory fails at once.
+    The algorithm is first-fit decreasing (Johnson 1973). If m micro-batches would suffice, it needs at most 11/9 m + 1. A row
+    above the budget gets its own micro-batch. The first micro-batch has the longest row, or with several `ranks` the most
+    tokens. If memory is insufficient, a run therefore fails at the start of a step.
     """
     if budget < 1:
         raise UserError(f"A micro-batch of {budget} tokens is not possible; give micro_batch_tokens of at least 1.")
@@ -75,8 +75,8 @@ def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[
 def _evenly(lengths: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
     """Split rows into micro-batches of about equally many tokens, the largest first; see `pack_by_tokens`.
 
-    Let n be the number of micro-batches of up to `budget` tokens, rounded up to a multiple of `ranks`. The token limit starts at
-    an n-th of all tokens. It grows in steps of 3 %, at most to the `budget`, until n micro-batches suffice.
+    Let n be the number of micro-batches of up to `budget` tokens, rounded up to a multiple of `ranks`. The limit per micro-batch
+    starts at 1/n of all tokens. It grows in steps of 3 %, at most to the `budget`, until n micro-batches suffice.
     """
     tokens = sum(lengths)
     rounds = max(1, math.ceil(len(pack_by_tokens(lengths, budget)) / ranks))
@@ -91,9 +91,9 @@ def pack_groups(
 ) -> list[list[tuple[int, list[int]]]]:
     """Return micro-batches. Each is a list of (g, ks), with ks the indices of completions of group g, which share its prompt.
 
-    `prompts[g]` and `completions[g][k]` are token counts. A group costs its prompt plus its completions. A group is split only if
-    it alone costs more than the budget, or than each rank's share of all tokens. Each part of the group then computes the prompt
-    again. Every (g, k) occurs exactly once.
+    `prompts[g]` and `completions[g][k]` are token counts. Every (g, k) occurs exactly once. A group's size is its prompt plus its
+    completions. A group is split only if its size exceeds the budget, or with several `ranks` one rank's share of all tokens.
+    Each part of a split group computes the prompt again.
     """
     most = budget
     if ranks > 1:  # one long group must not be the work of a single rank
@@ -113,10 +113,10 @@ Ids = Sequence[int]
 
 @dataclass(frozen=True)
 class Groups:
-    """Completions that share prompts. `completions[b][k]` continues `prompts[b]`, or if `starts` is given only its first
-    `starts[b][k]` tokens. All tokens of completions are targets, or if `masks` is given only those where `masks[b][k]` is True.
+    """Completions that share prompts: `completions[b][k]` continues `prompts[b]`, and all its tokens are targets.
 
-    The log-probs of a forward pass are [N, T]: N completions in order, T the length of the longest.
+    With `starts`, it continues only the first `starts[b][k]` tokens of the prompt. With `masks`, only its tokens where
+    `masks[b][k]` is True are targets. A pass returns log-probs [N, T] for N completions in order, the longest of T tokens.
     """
 
     prompts: Sequence[Ids]
@@ -262,13 +262,13 @@ def _shape(lengths: Sequence[int]) -> tuple[int, int]:
 
 
 def _places(lengths: np.ndarray) -> np.ndarray:
-    """Return the position of each token in its piece: 0 … length - 1 for each length in `lengths`, concatenated."""
+    """Return the position of each token in its own text: 0 … length - 1 for each length in `lengths`, concatenated."""
     places: np.ndarray = np.arange(lengths.sum()) - (lengths.cumsum() - lengths).repeat(lengths)
     return places
 
 
 def _flat(pieces: Iterable[Ids], count: int) -> np.ndarray:
-    """Return the concatenated ids of all pieces, `count` in total."""
+    """Return all ids of `pieces` in one array. `count` is their total number."""
     return np.fromiter(chain.from_iterable(pieces), dtype=np.int64, count=count)
 
 

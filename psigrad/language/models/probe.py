@@ -1,8 +1,8 @@
 """Tests that psigrad's faster computation of a model gives the same outputs as transformers' modules.
 
-In bfloat16 two correct computations can differ widely: on random token ids, SmolLM2 in bfloat16 is 7 nats from SmolLM2 in
-float32. Both computations therefore also run in float32, where their difference must be a small share of the difference between
-bfloat16 and float32. In float32 rounding is a thousand times smaller, but a wrong layer's error is as large as in bfloat16.
+Two correct computations can differ widely in bfloat16: on random token ids, the log-probs of SmolLM2 in bfloat16 and in float32
+differ by 7 nats. Both computations therefore also run in float32. Rounding is a thousand times smaller there, but a wrong layer's
+error is as large. In float32 the outputs may differ by only a small share of the difference that bfloat16 makes.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Numbers = Callable[[], Tensor]
 
 @torch.no_grad()
 def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe: Callable[[Groups, bool], Tensor]) -> str:
-    """Compare packed passes with transformers' attention. Return why packed passes cannot be used; "" if the outputs agree.
+    """Switch the model to psigrad's attention if packed passes with it give the same outputs as transformers' attention.
 
-    `texts_of()` returns the texts for the test, and `probe(texts, packed)` the model's outputs on them, without a fused decoder.
-    Afterwards the model uses psigrad's attention if the outputs agree, otherwise transformers'.
+    Return "", or the reason why the model keeps transformers' attention. `texts_of()` returns the texts for the test, and
+    `probe(texts, packed)` returns the model's outputs on them, without a fused decoder.
     """
     from psigrad.language.models.hf_attention import IMPLEMENTATION
     from psigrad.language.models.hf_state import attach
@@ -78,13 +78,13 @@ def attend(model: Any, choice: str) -> None:
             try:
                 return attend(model, one)
             except UserError as error:
-                reasons.append(str(error).removesuffix("; leave it at 'auto'."))
+                reasons.append(str(error).removesuffix("; set it to 'auto'."))
         model.why_sdpa = "; ".join(reasons)
     if choice in ("auto", "sdpa"):
         return None
     if model.decoder is not None or model.why_padded:
         why = "the fused decoder has its own attention" if model.decoder is not None else model.why_padded
-        raise UserError(f"attention is {choice!r}, and {why}; leave it at 'auto'.")
+        raise UserError(f"attention is {choice!r}, but {why}; set it to 'auto'.")
     own, before = with_gradient(model), model.attention_kernel
     try:
         model.attention_kernel = choice
@@ -93,7 +93,7 @@ def attend(model: Any, choice: str) -> None:
         model.attention_kernel = before
         reason = reason_of(error).rstrip(".")
         raise UserError(
-            f"attention is {choice!r}, and it does not run on {model.device} ({reason}); leave it at 'auto'."
+            f"attention is {choice!r}, but it does not work on {model.device} ({reason}); set it to 'auto'."
         ) from error
     return None
 
@@ -123,7 +123,7 @@ def check_gap(model: Any, own: list[Tensor]) -> None:
 def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, str]:
     """Return (fused decoder of `model`, ""), or (None, the reason) if the model cannot use one.
 
-    It can if the decoder's hidden states on `texts` equal those of transformers' modules, up to rounding. `recompute` enables
+    Up to rounding, the decoder's hidden states on `texts` must equal those of transformers' modules. `recompute` enables
     gradient checkpointing.
     """
     hf = model.network
@@ -154,8 +154,8 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
 def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
     """Enable psigrad's kernels in a packed model's modules, each kind only if the outputs on `texts` remain the same.
 
-    Return (the `ModuleKernels`, or None if they are not used; the reason why recurrent layers run without kernels, or "" if there
-    is none). On a GPU, enable `GpuParts`, which launches fewer kernels, and return (None, "").
+    Return (the `ModuleKernels`, or None if they are not used; why recurrent layers run without kernels, or ""). On a GPU, enable
+    `GpuParts` instead, which launch fewer kernels, and return (None, "").
     """
     from psigrad.language.models.fused.gpu_parts import GpuParts
     from psigrad.language.models.fused.module_kernels import ModuleKernels
@@ -185,7 +185,7 @@ def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
 
 
 def _lay_out_chunks(model: Any, texts: Groups) -> ForwardInputs:
-    """Return `texts` as one packed row. Each text is repeated, so that kernels of recurrences process it in several chunks."""
+    """Return `texts` as one packed row. Each text is repeated, so that it is longer than a chunk of the recurrence kernels."""
     repeats = max(1, min(8, model.max_length // LENGTH))
     longer = [tuple(ids) * repeats for ids in texts.prompts], [[tuple(ids) * repeats for ids in g] for g in texts.completions]
     return lay_out(Groups(*longer), model.device, packed=True)
@@ -216,9 +216,9 @@ def _why_not(hf: PreTrainedModel, numbers: Callable[[bool], Tensor]) -> str:
 
 
 def difference(hf: PreTrainedModel, own: Numbers, fast: Numbers) -> str:
-    """Return "" if the outputs `fast()` differ from the correct outputs `own()` only by rounding, else the difference in words.
+    """Return "" if the outputs `fast()` equal the correct outputs `own()` up to rounding, else a description of the difference.
 
-    If the model has attention windows longer than the texts, a second comparison in float32 is made with shortened windows.
+    Attention windows longer than the texts have no effect on them. In a second comparison such windows are shortened.
     """
     half = hf.dtype not in (torch.float32, torch.float64)
     exact = torch.float32 if half else hf.dtype
@@ -325,12 +325,12 @@ def _layers(hf: nn.Module) -> list[nn.Module]:
 
 
 def shorten_windows(hf: PreTrainedModel) -> AbstractContextManager[bool]:
-    """Shorten windows and chunks of attention above `LENGTH` tokens to `WINDOW` inside this context; True if there are any."""
+    """Inside this context, set attention windows and chunks above `LENGTH` tokens to `WINDOW`. Yield True if there are any."""
     return _shorten(hf, ("sliding_window", "attention_chunk_size"), LENGTH, WINDOW)
 
 
 def _shorten_chunks(hf: PreTrainedModel) -> AbstractContextManager[bool]:
-    """Inside this context, layers with a state compute chunks of `CHUNK` tokens. transformers pads each text to whole chunks."""
+    """Inside this context, reduce chunks of recurrent layers to `CHUNK` tokens, since transformers pads texts to full chunks."""
     return _shorten(hf, ("chunk_size",), CHUNK, CHUNK)
 
 

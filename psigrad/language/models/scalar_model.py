@@ -223,10 +223,10 @@ def prepare(
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the padding id by which transformers finds the last token of a row, or None if padding and EOS have the same id.
+    """Return the padding id for the model's configuration; None if padding and EOS have the same id.
 
-    transformers scores a row at its last token that is not padding. If padding were EOS, transformers would score a text at the
-    token before its EOS. Without a padding id, transformers raises an error for a batch instead.
+    transformers scores a row at its last token that is not padding. If EOS were padding, that would be the token before the EOS.
+    With None, transformers raises an error for a batch of several rows.
     """
     return None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
 

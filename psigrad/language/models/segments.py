@@ -1,6 +1,6 @@
 """Recurrences and convolutions along sequences, and the division of a packed row into segments for a recurrence.
 
-A segment is a range of consecutive tokens. It continues at most one other segment.
+A segment is a range of consecutive tokens of a text. It starts at the beginning of the text or at the end of another segment.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class Recurrence(Protocol):
     """
 
     def scan(self, inputs: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (outputs [N, L, ...], final states [N, ...]) of the inputs [N, L, ...] from the initial `state`; None: zeros."""
+        """Return (outputs [N, L, ...], final states [N, ...]) for inputs [N, L, ...]. If `state` is None, it starts at zeros."""
 
     def step(self, inputs: Tensors, state: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (outputs [N, ...], states) after one more token per sequence. `slots` [N] are the sequences' rows in `state`.
 
-        The states are a new tensor [N, ...]. Only if gradients are off may this update `state` in place and return it instead.
+        The states are a new tensor [N, ...]. If gradients are disabled, `state` may be updated in place and returned instead.
         """
 
     def scan_trees(self, inputs: Tensors, trees: Trees) -> tuple[Tensor, Tensor] | None:
         """Return (outputs [S, ...], states) of a packed row with the inputs [S, ...]; None if no C++ kernel supports them.
 
-        `trees` lists the row's segments and marks those whose final states are returned. The function `trees` makes it.
+        `trees` (from the function `trees`) lists the row's segments and marks those whose final states are returned.
         """
 
 
@@ -60,9 +60,9 @@ class ShortConvolution:
 
 
 def waves(pieces: Any) -> list[Wave]:
-    """Cut a packed row (`attention.Pieces`) into segments, and return them in waves. The segments of a wave can run in parallel.
+    """Cut a packed row (`attention.Pieces`) into segments, grouped into waves. The segments of a wave can run in parallel.
 
-    A segment continues a segment of an earlier wave, or none. Segments are numbered consecutively over all waves. A shared prefix
+    A segment that continues another one is in a later wave. Segments are numbered consecutively over all waves. A shared prefix
     is cut at each position where a sequence branches off.
     """
     count, starts = len(pieces.prefixes), pieces.starts
@@ -83,9 +83,9 @@ def waves(pieces: Any) -> list[Wave]:
 
 
 def trees(each: list[Wave], every: bool) -> Trees:
-    """Return the segments of the waves `each` as trees, the form that the C++ kernels read.
+    """Return the segments of the waves `each` as `Trees`, the format of the C++ kernels.
 
-    If `every`, the kernels return the states after all segments; otherwise only after those that another segment continues.
+    If `every` is True, the kernels return the final state of each segment, otherwise only those that another segment continues.
     """
     flat, root = [segment for wave in each for segment in wave], list[int]()
     for i, (_, _, before) in enumerate(flat):

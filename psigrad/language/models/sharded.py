@@ -127,7 +127,7 @@ def gather(model: Pretrained, names: set[str] | None = None) -> Iterator[tuple[s
 
 
 def save_merged(model: Pretrained, world: World, folder: Path, saved_form: str = "merged") -> None:
-    """Save the complete model in Hugging Face format with the adapter merged in. Rank 0 gathers all of it in memory.
+    """Save the complete model in Hugging Face format with the adapter merged in. Rank 0 needs memory for all weights.
 
     If `saved_form` is "adapter", save only the adapter. If it is "both", save the adapter too, in the subfolder adapter/.
     """
@@ -155,7 +155,7 @@ def write_adapter(model: Pretrained, state: dict[str, Tensor], folder: Path) -> 
 
 
 class _Saved:
-    """An object that `towers.write` saves in place of a sharded `network`: the network with its gathered weights `state`."""
+    """A stand-in for a sharded `network` in `towers.write`. It saves the gathered weights `state`."""
 
     def __init__(self, network: Any, state: dict[str, Tensor]) -> None:
         self.network, self.state = network, state

@@ -2,7 +2,7 @@
 
 Architectures name the same size differently, and multimodal ones nest their language model's configuration (`get_text_config`).
 A size may differ by layer: in a list (the feed-forward widths of Gemma 3n), or in transformers' `per_layer_config` (the head_dim
-of Gemma 4). With the latter, reading the global value raises an error.
+of Gemma 4). transformers raises an error if code reads the global value of a size in `per_layer_config`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def cached_numbers(config: Any) -> int:
 
 
 def _values(text: Any, what: str) -> Sequence[int]:
-    """Return the size `what` of each layer, or [one size] for all layers. `text` is a language model's configuration."""
+    """Return the size `what` of each layer, or a list with one size for all. `text` is a language model's configuration."""
     names = NAMES[what]
     read = (*names, *NAMES["hidden"], *NAMES["heads"]) if what == "head_dim" else names
     differ = getattr(text, "per_layer_attributes", None) or ()

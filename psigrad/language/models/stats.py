@@ -73,9 +73,9 @@ class TokenStatsRequest:
     """The statistics to compute for each token, and the softmax temperature.
 
     `reference_head` requests a divergence over the vocabulary. `divergence` is "exact" for KL(π‖ref), "exact_forward" for
-    KL(ref‖π), or "exact_js" for Jensen–Shannon with the weight `mixture` for ref. If only the reference's `Top` is known, the
-    other tokens count as a single token, and the result is a lower bound. If `entropy` is "figure", the entropy is only logged,
-    and need not have a gradient.
+    KL(ref‖π), or "exact_js" for Jensen–Shannon with the weight `mixture` for ref. If only the reference's `Top` is known, all
+    other tokens count as a single token, and the result is a lower bound. `entropy="figure"` requests an entropy for logging,
+    which needs no gradient.
     """
 
     temperature: float = 1.0
@@ -100,8 +100,8 @@ class TokenStatsRequest:
     def of(self, logits: Tensor, ids: Tensor, reference_hidden: Tensor | Top | None) -> tuple[Tensor, ...]:
         """Return (logp, entropy, kl, hit, mean_logp) [M] of `TokenStats` from logits [M, V] and ids [M].
 
-        Those that were not requested are empty tensors. `reference_hidden` are the reference's hidden states for
-        `reference_head`, or its `Top`.
+        Statistics that were not requested are empty tensors. `reference_hidden` are the hidden states to which `reference_head`
+        is applied, or the reference's `Top`.
         """
         raw, logits = logits, upcast(logits)
         logits = logits if self.temperature == 1.0 else logits / self.temperature
@@ -130,7 +130,7 @@ class TokenStatsRequest:
     def _divergence(self, pi: Tensor, log_pi: Tensor, never: Tensor, log_ref: Tensor) -> Tensor:
         """Return the divergence [M] between π and the reference, from π, log π, log π_ref and the mask `never`, all [M, V].
 
-        `never` is True where π is 0. `log_pi` must be 0 there in place of −∞, as `_exp` returns it. `log_ref` may be −∞.
+        `never` is True where π is 0. There `log_pi` must be 0 in place of −∞, as in the result of `_exp`. `log_ref` may be −∞.
         """
         if self.divergence == "exact":
             return (pi * (log_pi - log_ref.masked_fill(never, 0.0))).sum(-1)

@@ -36,7 +36,7 @@ Architecture = Literal["qwen3", "llama", "gpt2", "gpt_neox"]
 def tokenizer(corpus: Iterable[str], vocabulary: int = 256, *, digits_alone: bool = True) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer on `corpus`, with distinct EOS and PAD tokens and the special tokens of ChatML.
 
-    It has at most `vocabulary` tokens, or 260 if that is more. It can encode any text, because the 256 bytes are in its alphabet.
+    It has at most max(`vocabulary`, 260) tokens. It can encode any text, since all 256 bytes are tokens.
     `digits_alone` makes every digit a separate token, so that each number has only one tokenisation.
     """
     bpe = Tokenizer(models.BPE())
@@ -66,7 +66,7 @@ def model(
     eos_token_id: int = 0,
     pad_token_id: int = 1,
 ) -> PreTrainedModel:
-    """Return a randomly initialised causal language model, with grouped queries if supported. `tied` ties head and embedding."""
+    """Return a randomly initialised causal language model (Qwen 3 and Llama: with GQA). `tied` ties LM head and embedding."""
     common: dict[str, Any] = {
         "vocab_size": vocabulary,
         "hidden_size": hidden,

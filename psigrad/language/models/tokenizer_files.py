@@ -19,10 +19,10 @@ MOST_GROWTH = 1024
 
 
 def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder or hub model. Raises `ValueError` if it is missing, empty or beyond this module's limits.
+    """Return the tokenizer of a folder or hub model. It allows images in prompts if the model's type is in `vision.FAMILIES`.
 
-    For Qwen, Gemma and GPT-2, transformers creates an empty tokenizer if the files are missing, and every text would be empty.
-    Prompts may have images if the model is of a type in `vision.FAMILIES`.
+    Raises `ValueError` if the tokenizer is missing, empty or rejected by `check_tokenizer`. If the files of Qwen, Gemma and GPT-2
+    are missing, transformers creates an empty tokenizer, which would encode every text as an empty list.
     """
     from transformers import AutoTokenizer
 
@@ -39,7 +39,7 @@ def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
 
 
 def check_tokenizer(path: str) -> None:
-    """Raise `ValueError` for tokenizer files that would make a text far longer, or take minutes to read."""
+    """Raise `ValueError` for tokenizer files that would make a text far longer, or that take minutes to load."""
     added = 0
     for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"):
         if (file := file_of(path, name)) is None:
@@ -61,7 +61,7 @@ def check_tokenizer(path: str) -> None:
 
 
 def _growth(part: Any) -> float:
-    """Return a bound on the characters that a part of tokenizer.json makes of one character, or a template's number of parts."""
+    """Return a bound on how many characters a part of tokenizer.json makes of one character; for a template, its part count."""
     if not isinstance(part, dict):
         return 1.0
     if part.get("type") == "TemplateProcessing":

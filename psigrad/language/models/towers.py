@@ -1,7 +1,7 @@
-"""Saving models, and the vision and audio towers of multimodal checkpoints. The language model in them is called the text half.
+"""Functions that save models, and that find, freeze and save the vision and audio towers of multimodal checkpoints.
 
-If transformers loads the whole model (Gemma 3 and 4), its towers are frozen by default. If transformers loads the text half alone
-(Qwen3.5), the towers are copied from the original checkpoint when the model is saved.
+The text half is the language model of such a checkpoint. If transformers loads the complete model (Gemma 3 and 4), its towers are
+frozen by default. If it loads only the text half (Qwen3.5), saving copies the towers from the original checkpoint.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def text_half(network: Any) -> Any:
 
 
 def layers_of(network: Any) -> list[nn.Module]:
-    """Return the transformer blocks of the text half, whose weights are gathered one block at a time.
+    """Return the transformer blocks of the text half, whose weights FSDP gathers one block at a time.
 
-    Vision and audio towers are not among them; they are gathered with the embedding and the head.
+    FSDP gathers vision and audio towers together with the embedding and the head.
     """
     names, half = set(getattr(network, "_no_split_modules", None) or ()), text_half(network)
     found = [module for module in half.modules() if type(module).__name__ in names]
@@ -64,16 +64,16 @@ def tower_parameters(network: Any) -> list[nn.Parameter]:
 
 
 def freeze_towers(network: Any, learns: Sequence[str] = ()) -> None:
-    """Freeze all modules outside the text half, except those in `learns`; see `check_names` for its entries and errors."""
+    """Freeze all modules outside the text half except those named in `learns`; see `check_names`."""
     names = towers_of(network)
     for name in check_names(names, learns):
         network.get_submodule(name).requires_grad_(False)
 
 
 def check_names(names: Sequence[str], learns: Sequence[str]) -> list[str]:
-    """Return the dotted `names` of modules that stay frozen. `learns` has the last parts of the names of the trained ones.
+    """Return those full `names` of modules that stay frozen. `learns` has the trained modules' last names, such as "connector".
 
-    Raises `UserError` if an entry of `learns` is not the last part of any name.
+    Raises `UserError` if an entry of `learns` is not the last name of any module.
     """
     short = {name.rpartition(".")[2]: name for name in names}
     for name in learns:
@@ -178,7 +178,7 @@ def tower_names(network: Any) -> list[str]:
 
 
 def lora_exclusion(network: nn.Module, learns: Sequence[str] = ()) -> str | None:
-    """Return a regular expression for the towers that get no adapter, which are not in `learns`; None if there are none."""
+    """Return a regular expression that matches the towers without an adapter, those not in `learns`; None if there are none."""
     names = check_names(towers_of(network), learns)
     return rf"({'|'.join(map(re.escape, names))})(\..*)?" if names else None
 

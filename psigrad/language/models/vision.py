@@ -1,7 +1,7 @@
 """Vision towers of the model families that psigrad trains with images. An image's features replace embeddings in a prompt.
 
-transformers' modules compute the features. If the tower is frozen, each image's features are computed alone, so that they do not
-depend on other images of a batch, and cached. The language model then runs as on text: packed, with kernels or fused.
+transformers' modules compute the features. If the tower is frozen, the features of each image are cached. They are computed image
+by image, so that they do not depend on the batch. The language model then runs as on text: packed, with kernels or fused.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _TowerCache:
 
 
 class Vision:
-    """The images of one model family: their text in prompts, and their features. A `Vision` is an `images.ImageFormat`.
+    """An `images.ImageFormat` for one model family. It gives the text of an image in prompts, and the image's features.
 
     If `two_way` is True, the tokens of an image attend to each other in both directions. If `axes` is True, an image token has
     a position in time, height and width (M-RoPE).
@@ -150,7 +150,7 @@ class Vision:
             if len(columns[0]) != sum(counts):
                 raise UserError(
                     f"The vision tower gives {len(columns[0])} features for {len(members)} images, but the prompts have "
-                    f"{sum(counts)} image tokens; give the image processor of this model."
+                    f"{sum(counts)} image tokens; use the image processor of this model."
                 )
             found |= dict(zip(members, zip(*(x.split(counts) for x in columns), strict=True), strict=True))
         return [found[i] for i in range(len(pictures))]
@@ -362,8 +362,9 @@ def requires_vision(kind: Any) -> bool:
 
 
 def why_not_text(config: Any) -> str:
-    """Return advice for a model with images or sounds that psigrad cannot load; "" for any other. psigrad can load
-    a model whose type is in `FAMILIES`, or whose language model transformers can load alone.
+    """Return advice for a model of images or sounds that psigrad cannot load; "" if it can load the model.
+
+    psigrad can load models whose type is in `FAMILIES`, and models whose language model transformers can load alone.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -384,14 +385,13 @@ def configure_vision(tokenizer: Any, network: Any, path: str) -> None:
     if not hasattr(network, "get_image_features"):
         images.attach_image_format(tokenizer, None)
     elif images.image_format_of(tokenizer) is None and (why := attach(tokenizer, path)) and processor_files(path):
-        raise ValueError(f"its image processor cannot be loaded: {why}; to read text alone, delete the image processor's files")
+        raise ValueError(f"its image processor cannot be loaded: {why}; to use only text, delete the image processor's files")
 
 
 def attach(tokenizer: Any, path: str, config: Any = None) -> str:
     """Allow images in the tokenizer's prompts if the model at `path` is of a type in `FAMILIES` and has an image processor.
 
-    If the model's `config` is given, only the processor is read from `path`. Return "", or the
-    error if the processor cannot be loaded.
+    If the model's `config` is given, only the processor is read from `path`. Return the error if that fails, else "".
     """
     from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig
 
@@ -416,7 +416,7 @@ def tokenizer_of(processor: Any, config: Any) -> Any:
         with tempfile.TemporaryDirectory() as folder:
             processor.image_processor.save_pretrained(folder)
             if why := attach(tokenizer, folder, config):
-                raise UserError(f"The image processor cannot be loaded ({why}); give another one, or give the tokenizer alone.")
+                raise UserError(f"The image processor cannot be loaded ({why}); give another processor, or only a tokenizer.")
     return tokenizer
 
 

@@ -118,4 +118,4 @@ def test_an_adapter_that_goes_on_over_other_numbers_is_said(tmp_path, capsys):
     capsys.readouterr()
     for number, (kind, said) in enumerate((("int8", False), ("", True), ("nf4", True))):
         trained("sft", run / "model", tmp_path / f"{number}", rows, lora_rank=0, quantize_base=kind)
-        assert ("trained over a base quantised to int8; --quantize-base int8 continues" in capsys.readouterr().err) == said
+        assert ("quantised to int8; to use the same base, set --quantize-base int8" in capsys.readouterr().err) == said

@@ -293,7 +293,7 @@ def test_what_cannot_be_trained_in_place_is_refused_in_a_sentence(objects, job, 
         short = {name: value for name, value in SHORT.items() if name != "max_completion_length"}
         fresh = AutoModelForCausalLM.from_pretrained(job / "base")
         psigrad.train("reward", model=fresh, dataset=job / "pairs.jsonl", output_dir=tmp_path / "r", **short)
-    with pytest.raises(UserError, match=r"placement\.strategy is fsdp"):
+    with pytest.raises(UserError, match=r"placement\.strategy=fsdp"):
         fresh = AutoModelForCausalLM.from_pretrained(job / "base")
         psigrad.train("sft", model=fresh, strategy="fsdp", output_dir=tmp_path / "f", **data)
 

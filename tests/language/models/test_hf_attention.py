@@ -116,7 +116,7 @@ def test_a_model_attends_without_padding_where_a_kernel_is(monkeypatch):
     assert torch.allclose(model.evaluate(GROUPS).logp, own, atol=1e-5) and calls
     monkeypatch.setattr(hf_attention, "varlen_kernel", lambda: lambda *given: 1.1 * oracle(*given))
     model.attention_kernel = "sdpa"
-    with pytest.raises(UserError, match=r"attention is 'varlen', and .*differ by .*leave it at 'auto'"):
+    with pytest.raises(UserError, match=r"attention is 'varlen', but .*differ by .*set it to 'auto'"):
         model.attend("varlen")
     assert model.attention_kernel == "sdpa"
 
@@ -235,13 +235,13 @@ def test_a_model_with_flex_gives_its_own_log_probs():
 
 @pytest.mark.needs("compiler")
 @pytest.mark.parametrize(
-    ("kind", "why"), [("qwen3", "the fused decoder has its own attention"), ("gpt2", "it does not run on cpu")]
+    ("kind", "why"), [("qwen3", "the fused decoder has its own attention"), ("gpt2", "it does not work on cpu")]
 )
 def test_flex_is_refused_where_it_cannot_train(kind, why, tmp_path):
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     tiny.model(kind, len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"attention is 'flex', and {why}.*; leave it at 'auto'"):
+    with pytest.raises(UserError, match=f"attention is 'flex', but {why}.*; set it to 'auto'"):
         load_model(Model(path=str(tmp_path), attention="flex"), Run(device="cpu"), None)
 
 

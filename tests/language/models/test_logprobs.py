@@ -112,9 +112,9 @@ def test_a_token_that_the_head_does_not_have_is_refused(monkeypatch):
     with pytest.raises((IndexError, RuntimeError)):
         logprobs.token_stats(hidden, ids, head, 30, TokenStatsRequest())
     cut_head(monkeypatch, 16)
-    with pytest.raises(IndexError, match="token 30, but the head has 30"):
+    with pytest.raises(IndexError, match="id 30, but the LM head has 30"):
         logprobs.token_stats(hidden, ids, head, 30, TokenStatsRequest())
-    with pytest.raises(IndexError, match="token -1, but the head has 30"):
+    with pytest.raises(IndexError, match="id -1, but the LM head has 30"):
         logprobs.token_stats(hidden[:7], ids[:7] - 1, head, 30, TokenStatsRequest())
     logprobs.token_stats(hidden[:7], ids[:7], head, 30, TokenStatsRequest())
 

@@ -282,7 +282,7 @@ def test_a_processor_that_cannot_be_loaded_is_refused_and_one_that_is_missing_le
     folder = shutil.copytree(made("idefics3")[0], tmp_path / "m")
     (folder / "preprocessor_config.json").write_text('{"image_processor_type": "NoSuchProcessor"}')
     with pytest.raises(
-        UserError, match=r"its image processor cannot be loaded: .*to read text alone, delete the image processor's files"
+        UserError, match=r"its image processor cannot be loaded: .*to use only text, delete the image processor's files"
     ):
         language_model.load(str(folder))
     for name in ("preprocessor_config.json", "processor_config.json"):
