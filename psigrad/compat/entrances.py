@@ -36,10 +36,10 @@ def split_file(cls: type[Any], in_file: Mapping[str, Any], source: str) -> tuple
             nested[name] = {key: inner for key, inner in value.items() if key not in theirs}
         elif name == "algorithm" and isinstance(value, Mapping):  # verl has a tree of this name
             trees = {key: _leaves(cls, f"algorithm.{key}", inner) for key, inner in value.items()}
-            theirs = [key for key, leaves in trees.items() if any(is_known(leaf) for leaf, _ in leaves)]
-            flat += [GivenSetting(leaf, inner, source) for key in theirs for leaf, inner in trees[key]]
-            if len(theirs) < len(value) or not value:
-                nested[name] = {key: inner for key, inner in value.items() if key not in theirs}
+            verls = [key for key, leaves in trees.items() if any(is_known(leaf) for leaf, _ in leaves)]
+            flat += [GivenSetting(leaf, inner, source) for key in verls for leaf, inner in trees[key]]
+            if len(verls) < len(value) or not value:
+                nested[name] = {key: inner for key, inner in value.items() if key not in verls}
         elif name == "model" and isinstance(value, str | os.PathLike):
             flat.append(GivenSetting("model.path", value, source))
         elif name in hints and not (name == "optim" and isinstance(value, str)):
