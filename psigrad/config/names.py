@@ -17,7 +17,7 @@ class Names(Protocol):
     """An object that translates names of settings into psigrad's dotted names."""
 
     def dotted_name(self, cls: Any, name: str) -> str:
-        """Return a setting's dotted name in `cls`: "learning_rate" -> "optim.learning_rate". An unknown name is returned unchanged."""
+        """Return a setting's dotted name in `cls`: "learning_rate" -> "optim.learning_rate". Return other names unchanged."""
 
     def check(self, cls: Any, given: Iterable[tuple[str, Any]]) -> None:
         """Raise `UserError` if `given` has two values for one setting under two names."""

@@ -241,7 +241,7 @@ class Sampling:
     """With sampler=embedded on a GPU: record decoding steps once per batch size and replay them."""
 
     def vllm_memory_alone(self, gpus: float = 1.0) -> float:
-        """Return vLLM's share of GPU memory where no trainer runs: 0.8 by default, multiplied by `gpus` if engines share a GPU."""
+        """Return vLLM's share of GPU memory where no trainer runs: 0.8 by default, times `gpus` if engines share a GPU."""
         return 0.8 * min(1.0, gpus) if self.vllm_memory == Sampling.vllm_memory else self.vllm_memory
 
     @property

@@ -264,7 +264,7 @@ _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
 def find_grouped(root: Part) -> Places:
-    """Return [(dotted path, d)] for psis that subtract group means. d is the std that they divide by: "batch", "group" or "none"."""
+    """Return [(dotted path, d)] for psis that subtract group means. d is the std they divide by: "batch", "group" or "none"."""
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
         for place, part in find_parts(root)
