@@ -328,7 +328,7 @@ class RewardConfig(PackingSettings):
     step_separator: Annotated[str, Needs("process")] = "\n"
     """Text that ends a step, in process reward models."""
     center_rewards_coefficient: PositiveOrZero = 0.0
-    """Weight of (r_w + r_l)² in the loss, with r_w the better answer's reward and r_l the worse one's. Pulls the mean to 0."""
+    """Weight of (r_w + r_l)² in the loss, with r_w the chosen and r_l the rejected answer's reward. It pulls their mean to 0."""
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
     """Share of the comparisons whose label is assumed to be wrong."""
     batch_size: Annotated[Count, MAIN] = 16

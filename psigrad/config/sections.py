@@ -238,7 +238,7 @@ class Sampling:
     """Maximum number of sequences decoded at once; the others wait. On a GPU psigrad's own sampler halves the number until the
     sequences' keys and values fit into half of the free memory."""
     cuda_graphs: bool = True
-    """With sampler=embedded on a GPU: record decoding steps once per batch size and replay them."""
+    """With sampler=embedded on a GPU: capture decoding steps as a CUDA graph per batch size, and replay it."""
 
     def vllm_memory_alone(self, gpus: float = 1.0) -> float:
         """Return vLLM's share of GPU memory where no trainer runs: 0.8 by default, times `gpus` if engines share a GPU."""

@@ -189,7 +189,7 @@ class PolicyOutputs:
     value: Tensor | None = None
     """[N, T] critic's value."""
     kl: Tensor | None = None
-    """[N, T] exact KL(pi‖pi_ref) of the step's distribution, summed over the vocabulary, in nats."""
+    """[N, T] the KL by an exact estimator (a sum over the vocabulary) or by span, in nats; see `KL`."""
 
 
 @dataclass(frozen=True)
@@ -418,7 +418,7 @@ def _powers(n_steps: int, discount: float, dtype: torch.dtype, device: torch.dev
 
 
 def next_chosen(x_NT: Tensor, mask_NT: Tensor, last_N: Tensor) -> Tensor:
-    """Return [N, T]: x of the first later step where `mask_NT` is True, `last_N` if there is none; 0 on masked steps."""
+    """Return [N, T]: x of the next step where `mask_NT` is True, or `last_N` after the last such step; 0 on masked steps."""
     n_steps = x_NT.shape[1]
     if n_steps and not _holes(mask_NT):
         ahead_NT = torch.cat([x_NT[:, 1:], last_N[:, None]], dim=1)

@@ -172,7 +172,7 @@ def batch_mean(batch: Batch) -> Tensor:
 class moving_average(StatefulPsi):
     """The return minus the moving average of the returns of earlier batches.
 
-    Formula: A_t = R_i − b,  then m ← decay·m + (1 − decay)·mean(R),  b = m / (1 − decay^batches); m and b start at 0
+    Formula: A_t = R_i − b,  then m ← decay·m + (1 − decay)·mean(R),  b = m / (1 − decay^n) after n batches; m and b start at 0
 
     The baseline b never contains R_i, so it does not change the expected gradient.
 

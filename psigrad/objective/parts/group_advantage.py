@@ -175,7 +175,7 @@ class decoupled_group_mean:
 
 @dataclass(frozen=True)
 class process_group_mean:
-    """Process supervision: step rewards are standardised over the group. A token's advantage sums the rewards at or after it.
+    """Process supervision: step rewards are standardised over the group. A token's advantage is the sum of those at or after it.
 
     Formula: A_t = Σ_{u ≥ t, u rewarded} (r_u − mean(r)) / (std(r) + eps), mean and std over all rewarded tokens of the group
 

@@ -236,7 +236,7 @@ KL_KEY = "kl_coefficient"
 Estimator = Literal["k1", "k2", "k3", "k1+", "k3+", "exact", "exact_forward", "exact_js", "span"]
 EXACT: tuple[Estimator, ...] = ("exact", "exact_forward", "exact_js")
 MEASURED: tuple[Estimator, ...] = (*EXACT, "span")
-"""Estimators that need more than the sampled step's log-probs. The model's evaluation returns them as `PolicyOutputs.kl`."""
+"""Estimators that need more than the sampled step's log-probs. Their estimates are passed in `PolicyOutputs.kl`."""
 ESTIMATORS: tuple[Estimator, ...] = ("k1", "k2", "k3", "k1+", "k3+", *MEASURED)
 
 

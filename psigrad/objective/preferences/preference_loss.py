@@ -37,9 +37,9 @@ class Pairs:
     logp_rejected: Tensor
     """[N] summed log-probs, with gradient."""
     tokens_chosen: Tensor
-    """[N] number of tokens summed over."""
+    """[N] number of tokens of each chosen completion."""
     tokens_rejected: Tensor
-    """[N] number of tokens summed over."""
+    """[N] number of tokens of each rejected completion."""
     ref_chosen: Tensor | None = None
     """[N] summed log-probs under the reference policy."""
     ref_rejected: Tensor | None = None
@@ -56,7 +56,7 @@ class Pairs:
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
-    """N completions, each good or bad, with KTO's KL estimate, which is made from completions of other prompts."""
+    """N completions labelled good or bad, and KTO's KL estimate, which is made from completions of other prompts."""
 
     logp: Tensor
     """[N] log π(y|x), with gradient."""
