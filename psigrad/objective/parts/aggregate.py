@@ -36,7 +36,7 @@ def token_mean(mask: Tensor, totals: Totals) -> Tensor:
 
 
 def sequence_mean(mask: Tensor, totals: Totals) -> Tensor:
-    """Return the weights w [N, T] of the mean over each sequence's steps, then over sequences. Steps of long sequences weigh less.
+    """Return the weights w [N, T] of the mean over each sequence's steps, then over sequences. Long sequences' steps weigh less.
 
     Formula: w_t = 1 / (|y| · number of sequences), |y| the number of steps of the sequence
 
