@@ -56,20 +56,20 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
     peft_config: peft.LoraConfig | None = None,
     **settings: Any,
 ) -> Result:
-    """Train `model` on `dataset` and return the `Result` (folder, model path, figures before and after).
+    """Train `model` on `dataset` and return the `Result`: run folder, trained model, and evaluations before and after training.
 
-    - `method` is a name of `psigrad --all` ("sft", "grpo", "dpo", "reward", …), a mapping that changes a preset's parts, or a
-      `PolicyGradient`.
-    - `model` is a folder, a hub name, or a transformers model. An object is trained in place, as in TRL: afterwards it holds the
-      trained weights, with any adapter merged in. Its initial weights are saved in `start/` of the run folder.
+    - `method` is a method's name ("sft", "grpo", "dpo", …; `psigrad --all` lists them), a mapping that changes a preset's parts,
+      or a `PolicyGradient`.
+    - `model` is a folder, a hub name, or a transformers model. A model object is trained in place, as in TRL: afterwards it holds
+      the trained weights, with any adapter merged in. Its initial weights are saved in `start/` of the run folder.
     - `tokenizer` is a transformers tokenizer or processor, or a name. The default is the model's own tokenizer.
     - `dataset` and `eval_dataset` are a file, folder or hub name, or rows: a list of dicts, a `datasets.Dataset`, a DataFrame.
-    - `reward` is a reward function, the name of one, or several of these.
+    - `reward` is a reward function, a reward's name as in `--reward`, or a list of these.
     - `peft_config` adds a LoRA adapter to the model, in place of the `lora_…` settings.
     - `settings` are the settings of the command line, with the same defaults. Pass them by leaf name (learning_rate=1e-5) or by
       dotted name (**{"optim.learning_rate": 1e-5}). TRL's names are accepted too: `train_dataset`, `processing_class`,
-      `reward_funcs`, `per_device_train_batch_size`. `args` may be a TRL configuration such as `GRPOConfig(…)`, whose fields are
-      converted as by `psigrad from-trl`. Settings passed explicitly override those of `args`.
+      `reward_funcs`, `per_device_train_batch_size`. `args` may be a TRL configuration such as `GRPOConfig(…)`. Its fields are
+      converted to psigrad's settings. Settings passed explicitly override those of `args`.
 
     Raises `UserError` for a mistake in the arguments or the data.
 
@@ -108,9 +108,9 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
 
 
 def _from_trl(args: Any, method: Any, settings: Mapping[str, Any], *, has_eval_dataset: bool) -> tuple[Any, dict[str, Any]]:
-    """Return (the method, the settings) for `args`, a configuration of TRL. The user's own `settings` override those of `args`.
+    """Return (method, settings) converted from `args`, a TRL configuration. The user's `settings` override the converted ones.
 
-    Warn about differences from TRL. Raise `UserError` if the user's `method` is not that of `args`.
+    Warn about differences from TRL. Raise `UserError` if `args` is the configuration of another method than `method`.
     """
     converted = convert_object(args)
     if method not in (converted.trainer, converted.method):
@@ -131,10 +131,10 @@ def _from_trl(args: Any, method: Any, settings: Mapping[str, Any], *, has_eval_d
 def _in_memory(objects: ModelObject, named: Mapping[str, Any], recipe: str) -> dict[str, Any]:
     """Return the settings for a model in memory (`objects`): output folder, path of the initial weights, precision, vision.
 
-    `named` are the user's settings. If they have no output folder, the name of a new one starts with `recipe`.
+    `named` are the user's settings. Without an output folder in `named`, choose a new folder whose name starts with `recipe`.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not named.get("run.output_dir"):
-        raise UserError("Several processes train a model that was given as an object; give the same output_dir in each process.")
+        raise UserError("Several processes train one model object, but output_dir is not set; set it to the same folder in each.")
     folder = Path(named.get("run.output_dir") or new_folder(recipe))
     start = TypedPath(str(absolute(folder / START)), str(folder / START))
     if named.get("model.dtype", objects.dtype) != objects.dtype:
@@ -152,7 +152,7 @@ def _in_memory(objects: ModelObject, named: Mapping[str, Any], recipe: str) -> d
 
 
 def _adapter(config: peft.LoraConfig | None, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that add the LoRA adapter of `config`. Raises `UserError` if the user's `named` set one too."""
+    """Return the settings for the LoRA adapter of `config`. Raise `UserError` if the user's settings `named` have one of them."""
     if config is None:
         return {}
     from psigrad.language.models.lora import settings_of
@@ -166,9 +166,9 @@ def _adapter(config: peft.LoraConfig | None, named: Mapping[str, Any]) -> dict[s
 def score(
     *, dataset: Dataset, model: str | os.PathLike[str] = "", reward: Reward | Iterable[Reward] = (), **settings: Any
 ) -> list[float] | list[RowScore]:
-    """Score each prompt-completion row of `dataset` with a reward model or reward functions, in order. Higher is better.
+    """Score each prompt-completion row of `dataset` with a reward model or reward functions. Higher is better.
 
-    With `model`, return only the scores. With `reward`, return a `RowScore` for each row: value, parts, reason and seconds.
+    The results have the order of the rows. With `reward`, each is a `RowScore` (value, parts, reason and seconds), else a number.
     """
     rewards = _as_tuple(reward)
     if bool(model) == bool(rewards):
@@ -187,7 +187,7 @@ def score(
 def evaluate(
     *, model: str | os.PathLike[str], dataset: Dataset, reward: Reward | Iterable[Reward], **settings: Any
 ) -> dict[str, Any]:
-    """Return held-out figures of `model` on the prompts of `dataset` by `reward`: the mean with its interval, pass@k, lengths."""
+    """Score sampled completions for `dataset`'s prompts with `reward`. Return the mean and its interval, pass@k and lengths."""
     from psigrad.language.recipes import evaluate as recipe
 
     given = {
@@ -207,8 +207,8 @@ def _rows(dataset: Dataset, split: str = "train", setting: str = "split", defaul
     """Return a dataset in a form that can be read more than once: a name, or a list of rows.
 
     The name of a local file or folder becomes an absolute path. For a `DatasetDict`, return the rows of `split`. A slice in
-    `split`, such as train[:90%], is applied later, when the recipe reads the rows. Raise `UserError`, which names `setting`, if a
-    `DatasetDict` has no such split, or if rows without splits are given and `split` is not `default_split`.
+    `split`, such as train[:90%], is applied later, when the recipe reads the rows. Raise `UserError` if a
+    `DatasetDict` lacks the split. Rows without splits accept only `default_split`. The error message names `setting`.
     """
     name = parse_split(split).name
     if isinstance(dataset, str | os.PathLike):

@@ -1,6 +1,6 @@
-"""The settings of a run, as frozen dataclasses. The configuration is the object itself: there is no second class or registry.
+"""The settings of a run, as frozen dataclasses.
 
-The string under a field is its help text on the command line. The names are those of TRL and transformers where they exist.
+The string under a field is its help text on the command line. A setting that TRL or transformers also has uses their name.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def resolve(spec: Spec) -> PolicyGradient:
     A string is a preset's name, "module:object" or "file.py:object". A mapping {"preset": name, slot: part, …} replaces
     the parts in some slots (`SLOTS`) of a preset. Without a preset, it must have psi, ratio, surrogate and aggregate. A part is a
     name, "module:object" or {"part": name, parameter: value, …}. A mapping without "part" keeps the preset's part and changes its
-    parameters. `null` removes an optional part. The value of `keep` is a list of parts.
+    parameters. `null` removes an optional part. The slot `keep` takes a list of filters.
     Raises `UserError` for an unknown name (with the nearest one), parameter or combination.
     """
     if isinstance(spec, PolicyGradient | str):
@@ -81,7 +81,7 @@ def change(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyGr
 
 
 def resolve_loss(spec: LossSpec) -> Preference | KahnemanTversky:
-    """Return the preference loss that a setting describes: a preset's name, {"preset": name, field: value, …}, or the object.
+    """Return the preference loss that a setting describes: a preset's name, {"preset": name, field: value, …}, or a loss object.
 
     The fields `score` and `link` are given as the name of a function or class in `objective/preferences/preference_loss.py`,
     "module:object", or {"part": name, parameter: value}. Raises `UserError` for an unknown name, field or parameter.
@@ -119,7 +119,7 @@ def resolve_online(spec: Spec | OnlinePreference) -> PolicyGradient | OnlinePref
     loss = resolve_loss(changes.pop("loss", "dpo"))
     if changes or isinstance(loss, KahnemanTversky):
         known = ", ".join(name for name in preference_catalog.METHODS if name != "kto")
-        raise UserError(f"online_dpo got {', '.join(changes) or 'the loss kto'}; give it only a loss on pairs: {known}.")
+        raise UserError(f"online_dpo got {', '.join(changes) or 'the loss kto'}; expected only `loss`, one of {known}.")
     return OnlinePreference(loss, f"online_{loss.name}")
 
 

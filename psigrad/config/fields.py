@@ -25,7 +25,7 @@ C = TypeVar("C", bound=Callable[..., Any])
 class Mark(Enum):
     """The marks that a field may carry besides its type: `Annotated[int, LIVE]`.
 
-    A setting without FREE, RECORDED or LENGTH is pinned: a resumed run rejects another value unless `run.allow` names it.
+    A setting without FREE, RECORDED or LENGTH is pinned: a resumed run rejects a changed value unless `run.allow` names it.
     """
 
     FREE = "may differ when a run resumes: it applies only to this start"
@@ -46,7 +46,7 @@ PATH, WRITTEN = Mark.PATH, Mark.WRITTEN
 
 
 class DeviceDefault:
-    """A note on a setting: its default when a type of device trains, as in `Annotated[str, DeviceDefault(cuda="bfloat16")]`."""
+    """A note on a setting: its default on a type of device, as in `Annotated[str, DeviceDefault(cuda="bfloat16")]`."""
 
     def __init__(self, **values: Any) -> None:
         self.values = values
@@ -105,7 +105,7 @@ def cached(function: C) -> C:
 
 @cached
 def settings_of(cls: Any) -> dict[str, Setting]:
-    """Return the settings that the command of `cls`, a settings class, reads: {dotted name: setting}, in the order of the fields.
+    """Return {dotted name: setting} for each setting that the command of the settings class `cls` reads, in field order.
 
     Defaults are those of `cls`, which may differ from those of its sections' classes.
     """
@@ -116,7 +116,7 @@ def settings_of(cls: Any) -> dict[str, Setting]:
 def unread_settings(cls: Any) -> dict[str, str]:
     """Return {setting that the command of `cls` does not read: the setting that replaces it, or "" if there is none}.
 
-    Help omits these settings. A value for a setting without a replacement raises an error, unless it is False or the default.
+    Help omits these settings. A value for a setting without a replacement raises an error unless it is False or the default.
     """
     sections = types_of(cls, notes=True)
     found = {name: mark for name, annotated in sections.items() for mark in _extras(annotated) if isinstance(mark, Unread)}

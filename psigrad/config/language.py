@@ -176,7 +176,7 @@ class ServerSettings:
     server_timeout: Annotated[Positive, _SERVED] = 600.0
     """Seconds that one request to the server may take."""
     server_attempts: Annotated[Count, _SERVED] = 5
-    """Attempts for one completion, while the server is busy, down or broken, before the command fails."""
+    """Maximum attempts for one completion, if the server is busy or down. The command fails after the last one."""
     server_concurrency: Annotated[Count, _SERVED] = 16
     """Concurrent requests to the server."""
 
@@ -208,7 +208,7 @@ class _SectionsForRows(_Sections):
 class SFTConfig(_SectionsForRows, PackingSettings, RewardSettings):
     """Supervised fine-tuning: cross-entropy on completion tokens (prompt-completion rows) or assistant turns (messages).
 
-    Rewards evaluate generated completions; they do not train. Without a reward, evaluation reports the held-out loss.
+    Rewards are used only to evaluate completions, not to train. Without a reward, evaluation reports the held-out loss.
     """
 
     optim: Optim = field(default_factory=lambda: Optim(learning_rate=2e-5))
@@ -328,7 +328,7 @@ class RewardConfig(PackingSettings):
     step_separator: Annotated[str, Needs("process")] = "\n"
     """Text that ends a step, in process reward models."""
     center_rewards_coefficient: PositiveOrZero = 0.0
-    """Weight of (r_w + r_l)² in the loss, with r_w the better answer's reward and r_l the worse one's. Pulls the mean to 0."""
+    """Weight of (r_w + r_l)² in the loss, with r_w the chosen and r_l the rejected answer's reward. It pulls their mean to 0."""
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
     """Share of the comparisons whose label is assumed to be wrong."""
     batch_size: Annotated[Count, MAIN] = 16
@@ -341,7 +341,7 @@ class RewardConfig(PackingSettings):
 class PreferenceConfig(_SectionsForRows, PackingSettings, RewardSettings):
     """Direct preference optimisation and its relatives, on recorded comparisons.
 
-    Rewards evaluate generated completions; they do not train. Without a reward, evaluation uses the held-out comparisons.
+    Rewards are used only to evaluate completions, not to train. Without a reward, evaluation uses the held-out comparisons.
     """
 
     loss: Loss = "dpo"
@@ -370,7 +370,7 @@ class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetting
     best_of: Annotated[Count, MAIN] = 1
     """Sample this many completions of each prompt and keep the one with the highest reward."""
     benchmark: Annotated[Literal["", "gsm8k", "math", "mmlu"], MAIN] = ""
-    """Benchmark whose prompts and scoring the rows use. If `reward` is given, it replaces the benchmark's scoring."""
+    """Benchmark that makes the prompts and scores the completions. `reward`, `reward_model` or `metric` replaces its scoring."""
     num_fewshot: Annotated[CountOrZero, Needs("benchmark")] = 0
     """With a benchmark: worked examples before each question."""
     likelihood: bool = False

@@ -113,13 +113,13 @@ def has_cuda() -> bool:
 
 
 def _merge(below: Any, above: Any) -> Any:
-    """Return a file's value `above` merged over the default `below`: sections name by name; any other value replaces `below`."""
+    """Return the file's value `above`. For a section, return the default `below` updated with the file's settings."""
     sections = isinstance(below, dict) and isinstance(above, dict) and "preset" not in below
     return {**below, **above} if sections else above
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], source: str) -> T:
-    """Return the settings that `to_dict` wrote to the file `source`. Raises `UserError` if the values are not such settings."""
+    """Return the settings in `values`, which `to_dict` wrote to the file `source`. Raises `UserError` if they are invalid."""
     return _build(cls, {name: value for name, value in values.items() if name not in ("format", "recipe")}, source)
 
 
@@ -137,8 +137,8 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 
 
 def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str] = frozenset(), names: Names = OWN) -> T:
-    """Return a `cls` with `values`. Errors name the file `source`, except for the settings in `beside`, which overrides or
-    flags have set. `names` translates other libraries' names, so that the error for an unknown name can suggest psigrad's.
+    """Return a `cls` with `values`. Errors name the file `source`, except for the settings in `beside`, which come from
+    overrides or flags. `names` translates other libraries' names, so that the error for an unknown name can suggest psigrad's.
     """
 
     def locate(name: str) -> str:
@@ -171,10 +171,10 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
 
 
 def _drop_unread(cls: type[Any], values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return `values` without settings that the command does not read. If one has a replacement, move its value there.
+    """Return `values` without settings that the command does not read. Move values to the settings that replace them.
 
-    Raises `UserError` if such a setting has no replacement and its value is neither False nor the default, or if its replacement
-    is also given, with another value.
+    A default value is dropped. Raises `UserError` if any other value but False has no replacement, or if the replacement is
+    given with a different value.
     """
     made: dict[str, Any] = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
     for name, instead in unread_settings(cls).items():
@@ -216,7 +216,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
 
 
 def _convert_types(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with single values of tuple fields as tuples, paths as text, and sections completed by `cls`'s defaults."""
+    """Return `values` with each single value for a tuple field as a tuple, and paths as text. Sections get `cls`'s defaults."""
     hints = types_of(cls)
     made: dict[str, Any] = {}
     for name, value in values.items():

@@ -89,7 +89,7 @@ _COUNTERPARTS: dict[tuple[type[Any], str], str] = {
 
 
 def other_methods(cls: type[Any], name: str) -> str:
-    """Return a hint on the setting `name`, which `cls` lacks: the replacement, or the methods with it; "" if there are none."""
+    """Return a hint on the setting `name`, which `cls` lacks: its replacement, or the methods that have it, or ""."""
     if cls not in _FAMILIES:
         return ""
     leaf = name.rpartition(".")[2]

@@ -14,10 +14,10 @@ from psigrad.errors import UserError
 
 
 class Names(Protocol):
-    """An object that knows names of settings and translates them into psigrad's dotted names."""
+    """An object that translates names of settings into psigrad's dotted names."""
 
     def dotted_name(self, cls: Any, name: str) -> str:
-        """Return the dotted name of a setting of `cls`, "learning_rate" -> "optim.learning_rate"; an unknown name unchanged."""
+        """Return a setting's dotted name in `cls`: "learning_rate" -> "optim.learning_rate". Return other names unchanged."""
 
     def check(self, cls: Any, given: Iterable[tuple[str, Any]]) -> None:
         """Raise `UserError` if `given` has two values for one setting under two names."""
@@ -25,16 +25,16 @@ class Names(Protocol):
     def of_file(
         self, cls: Any, in_file: Mapping[str, Any], flags: Mapping[str, Any], source: str
     ) -> tuple[dict[str, Any], list[GivenSetting]]:
-        """Return (the settings that a file has in psigrad's sections, such as `optim`; all its other settings).
+        """Split the settings of a file into (those in psigrad's sections, such as `optim`; all others).
 
         `in_file` is the content of the file `source`, and `flags` are the settings of the command line. In a file of rl-zoo3,
         each section is for one environment, and `env` in `flags` selects a section.
         """
 
     def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[GivenSetting]) -> list[GivenSetting]:
-        """Return the settings `given` under dotted names, with shortcuts expanded.
+        """Return the settings `given` under dotted names. Replace shortcuts, such as `beta`, by the settings that they stand for.
 
-        `given` overrides `values`, which are already in sections. Raises `UserError` if the method lacks the part of a shortcut.
+        `given` overrides `values`, which are already in sections. Raises `UserError` if the method lacks what a shortcut sets.
         """
 
 

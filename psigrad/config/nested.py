@@ -1,4 +1,4 @@
-"""Settings as nested mappings, before the dataclasses are built: their names, and how they are read and merged."""
+"""Settings as nested mappings: reading, naming and merging, before the dataclasses are built."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class GivenSetting(NamedTuple):
 def put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
     """Set the setting with the dotted name `name` in nested `values`, and create the missing mappings on the path.
 
-    Within `algorithm` and `loss`, a value on the path that is no mapping becomes one: a preset's name {preset: name}, a part's
-    name {part: name}, and null {}. Error messages name the `source` of the setting.
+    Within `algorithm` and `loss`, a name or null on the path is replaced by a mapping: {preset: name} for a preset, {part: name}
+    for a part, {} for null. Error messages name the `source` of the setting.
     """
     first, *parents, leaf = [*name.split(".")] if "." in name else ["", name]
     for parent in [first, *parents] if first else []:
@@ -85,7 +85,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _check_size(values: Any) -> None:
-    """Raise `ValueError` for more than `MOST_VALUES` values. Even a small file has as many if it nests aliases."""
+    """Raise `ValueError` for more than `MOST_VALUES` values. Nested aliases can give even a small file too many."""
     found = [values]
     for value in found:
         found += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -104,7 +104,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """Read the settings in a YAML file. Raises `UserError` if it cannot be read or holds no mapping."""
+    """Read the settings in a YAML file. Raises `UserError` if it cannot be read or does not contain a mapping."""
     try:
         values = yaml.load(Path(path).read_text(), _Loader)
         _check_size(values)
@@ -131,7 +131,7 @@ def read_value(text: str, hint: Any = None, name: str = "a value") -> Any:
 
     So `output_dir=2024` stays text. A setting that accepts text and mappings, such as `metric`, is text unless the value starts
     like a mapping. A tuple of texts is text unless it starts like a list: `report_to=[]`. A value that starts with {" must be
-    valid JSON, because YAML reads a misspelt false as a text, without an error. Raises `UserError` that names the setting.
+    valid JSON, because YAML would read a misspelt `false` as text without an error. Raises `UserError` that names the setting.
     """
     if hint is str or (str in get_args(hint) and not text.startswith("[" if get_origin(hint) is tuple else "{")):
         return text

@@ -50,7 +50,7 @@ def object_of(given: str | Mapping[str, Any]) -> str | dict[str, Any]:
 
 
 def parse_columns(given: str | Mapping[str, str]) -> dict[str, str]:
-    r"""Return the columns that a text renames: "question=prompt,answer=answer" -> {"question": "prompt", "answer": "answer"}.
+    r"""Return the new names of columns from text: "question=prompt,answer=answer" -> {"question": "prompt", "answer": "answer"}.
 
     A comma ends a pair if a name and "=" follow it. `\n` in a pair becomes a line break. Raises `UserError` for a pair without
     "=" and for a name that is given twice.
@@ -238,10 +238,10 @@ class Sampling:
     """Maximum number of sequences decoded at once; the others wait. On a GPU psigrad's own sampler halves the number until the
     sequences' keys and values fit into half of the free memory."""
     cuda_graphs: bool = True
-    """With sampler=embedded on a GPU: record decoding steps once per batch size and replay them."""
+    """With sampler=embedded on a GPU: capture decoding steps as a CUDA graph per batch size, and replay it."""
 
     def vllm_memory_alone(self, gpus: float = 1.0) -> float:
-        """Return the share of GPU memory for a vLLM engine on `gpus` GPUs without a trainer. A shared GPU counts below 1."""
+        """Return vLLM's share of GPU memory where no trainer runs: 0.8 by default, times `gpus` if engines share a GPU."""
         return 0.8 * min(1.0, gpus) if self.vllm_memory == Sampling.vllm_memory else self.vllm_memory
 
     @property
@@ -319,13 +319,13 @@ class Placement:
     parcel_prompts: Annotated[Count, RECORDED, _CLUSTER] = 2
     """With a cluster: prompts that are sent to a process together. Their completions are decoded in one batch."""
     scorers: Annotated[CountOrZero, RECORDED] = 0
-    """With a cluster: processes on it that run the reward functions, each with its own `reward_workers`; 0: the
+    """With a cluster: processes on the cluster that run the reward functions, each with its own `reward_workers`; 0: the
     trainer's machine runs them."""
     scorer_cpus: Annotated[Count, RECORDED, Needs("placement.scorers")] = 1
     """With a cluster: CPU cores per scoring process."""
     environment_actors: Annotated[CountOrZero, RECORDED] = 0
-    """With a cluster: processes on it that run environments or tools, each with its own `environment_workers`; 0: the trainer's
-    machine runs them."""
+    """With a cluster: processes on the cluster that run environments or tools, each with its own `environment_workers`; 0:
+    the trainer's machine runs them."""
     environment_cpus: Annotated[Count, RECORDED, Needs("placement.environment_actors")] = 1
     """With a cluster: CPU cores per environment process."""
 
@@ -376,8 +376,8 @@ class Run:
     extend: Annotated[bool, FREE] = False
     """Continue a run beyond its end to a larger max_steps (control: total_timesteps). The schedule adapts to the new end."""
     allow: Annotated[tuple[str, ...], FREE] = ()
-    """Settings that may have other values than at the start of the run. Further names are dataset (for changed rows), model (for
-    changed weights), reward (for changed code) and others; an unknown name raises an error that lists all. Changes are logged."""
+    """Settings that may differ when a run is resumed. Further names are dataset (for changed rows), model (for changed
+    weights), reward (for changed code) and others; an unknown name raises an error that lists all. Changes are logged."""
     callbacks: Annotated[tuple[str | Any, ...], RECORDED] = ()
     """Callbacks with the interface of transformers' TrainerCallback: module:Class or file.py:Class, or {callback: module:Class,
     parameter: value}; from Python also objects."""

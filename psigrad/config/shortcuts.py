@@ -1,6 +1,6 @@
 """Short, common names for parts of the algorithm: `beta` is algorithm.kl.coefficient, `gae_lambda` is psi.psi.lam.
 
-The setting of a shortcut depends on the method's parts. If the method lacks the part, the error lists methods that have it.
+The settings of a shortcut depend on the method's parts. If a method has no such part, the error lists methods with one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def find_parts(root: Part, prefix: str = "") -> list[tuple[str, Part]]:
 
 
 def _change(root: Part, slot: str, value: Any) -> Any:
-    """Return the new content of `slot` in `root` for the user's `value`: a part's name, the changes of a part, or a number."""
+    """Return the new content of `slot` in `root` for the user's `value`: a part's name, a mapping of parameters, or a number."""
     before = root.parameters.get(slot)
     if root.name == "OnlinePreference" and slot == "loss" and isinstance(value, str | Mapping):
         return describe_method(value if isinstance(value, str) else {"preset": "dpo", **value})
@@ -127,11 +127,11 @@ def expand(
     more: Mapping[str, Shortcut] = MappingProxyType({}),
     needless: Callable[[GivenSetting], bool] = lambda one: False,
 ) -> tuple[list[GivenSetting], list[tuple[GivenSetting, str]]]:
-    """Return (`given` with every shortcut replaced by its settings; the shortcuts without effect, each with an error message).
+    """Return (`given` with shortcuts replaced by the settings that they stand for; [(shortcut without effect, error message)]).
 
     `cls` is the settings class. `given` overrides `values`, the method's defaults. `more` adds shortcuts to psigrad's own. A
-    shortcut has no effect if the method lacks the part that it sets. If `needless` returns True for such a shortcut,
-    it is dropped without a message. A shortcut whose value the method already has is dropped as well.
+    shortcut has no effect if the method lacks the part that the shortcut sets. It gets no error message if `needless` returns
+    True for it. A shortcut is also dropped if the method already has its value.
     """
     known = shortcuts_of(cls)
     short = {**known, **more} if known else {}
@@ -155,7 +155,7 @@ def expand(
         if root is None:
             found = repr(stated[setting]) if isinstance(stated[setting], str) else kind_of(stated[setting])
             raise UserError(
-                f"{one.name} changes a preset, but {setting} is {found}; name a preset, or set the value in your object."
+                f"{one.name} changes a preset, but {setting} is {found}; give a preset's name, or set the value in your object."
             )
         places = short[one.name].find(root)
         if not places and not needless(one):
@@ -213,7 +213,7 @@ def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
 def _kl_weight(root: Part) -> Places:
     """Return [(dotted path, value)] of the KL term's coefficient.
 
-    In distillation the KL term is the whole loss. The value is then the mixture, from 0 (forward KL) to 1 (reverse KL).
+    In distillation there is no coefficient. Return the mixture instead, from 0 (forward KL) to 1 (reverse KL).
     """
     if not _is_distillation(root):
         return _may_have("kl", "coefficient")(root)
@@ -234,12 +234,12 @@ def _is_distillation(root: Part) -> bool:
 
 
 def _preference_weight(root: Part) -> Places:
-    """Return [(dotted path, value)] of β in a preference loss, or of the odds term's weight in ORPO, which has no β."""
+    """Return [(dotted path, value)] of β in a preference loss. In ORPO, where β stays 1, return the odds term's weight."""
     return _preference("preference" if root.parameters.get("score") == Part("log_odds") else "beta")(root)
 
 
 def _preference(*fields: str) -> Callable[[Part], Places]:
-    """Return a function for `Shortcut.find` that finds `fields` of a preference loss, also of the one inside online DPO."""
+    """Return a `Shortcut.find` for the parameters `fields` of a preference loss. For online DPO, search its inner loss."""
 
     def places(root: Part) -> Places:
         if root.name == "OnlinePreference":
@@ -264,7 +264,7 @@ _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
 def find_grouped(root: Part) -> Places:
-    """Return [(dotted path, d)] of psis that subtract group means. d says which std divides them: "batch", "group" or "none"."""
+    """Return [(dotted path, d)] for psis that subtract group means. d is the std they divide by: "batch", "group" or "none"."""
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
         for place, part in find_parts(root)
@@ -297,7 +297,7 @@ def _filter(part: str, field: str = "") -> tuple[Callable[[Part], Places], Calla
     """Return the functions (find, write) of a `Shortcut` that adds the filter named `part` to the slot `keep`, or removes it.
 
     The shortcut's value is True (add) or False (remove). If `field` names a parameter of the filter, the shortcut's value is
-    that parameter's, and null removes the filter.
+    the value of this parameter, and null removes the filter.
     """
 
     def names(root: Part) -> list[Part]:
@@ -350,7 +350,7 @@ SHORTCUTS = {
     ),
     "scale_rewards": Shortcut(
         "advantage within groups",
-        "standard deviation of rewards that divides the advantages: of the group, of the batch, or none",
+        "standard deviation of the rewards to divide the advantages by: group, batch or none",
         find_grouped,
         _by_std,
     ),

@@ -32,7 +32,7 @@ def zero_outside(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def copy_to(x: Tensor, device: torch.device | str) -> Tensor:
-    """Return x on `device`. It is copied to a GPU from pinned memory, so that the copy does not block."""
+    """Return x on `device`. A copy from the CPU to a GPU goes through pinned memory, so that it does not block."""
     return x.pin_memory().to(device, non_blocking=True) if x.is_cpu and torch.device(device).type == "cuda" else x.to(device)
 
 
@@ -59,7 +59,7 @@ class Batch:
 
     On construction every per-step tensor is detached, copied, promoted to at least float32, and set to 0 on masked steps. No
     algorithm can then read the numbers of padding or of an environment's text. A reward on a masked step is therefore lost: put
-    it on the last step before it that is not masked, as `terminal` does.
+    it on the previous unmasked step, as `terminal` does.
     Errors: ValueError if a tensor has the wrong shape or `mask` is not boolean.
     """
 
@@ -152,7 +152,7 @@ class Batch:
             if x is not None and not math.isfinite(x.sum()) and not bool(torch.isfinite(x).all()):
                 rows = (~torch.isfinite(x)).any(1).nonzero().flatten().tolist()
                 raise ValueError(
-                    f"The {name} of rows {rows[:5]} is NaN or infinite; expected numbers; compute those rows again or drop them."
+                    f"The {name} of rows {rows[:5]} is NaN or infinite; expected finite numbers; recompute or drop those rows."
                 )
 
     def select(self, rows: Tensor | slice) -> Batch:
@@ -189,12 +189,12 @@ class PolicyOutputs:
     value: Tensor | None = None
     """[N, T] critic's value."""
     kl: Tensor | None = None
-    """[N, T] exact KL(pi‖pi_ref) of the step's distribution, summed over the vocabulary, in nats."""
+    """[N, T] the KL by an exact estimator (a sum over the vocabulary) or by span, in nats; see `KL`."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Numbers of sequences and tokens in one optimiser step, over all its micro-batches and ranks. Ranks add theirs with `+`.
+    """Numbers of sequences and tokens in one optimiser step, over all its micro-batches and ranks. `+` adds two ranks.
 
     Losses divide by these counts, never by the size of a micro-batch. So the number of micro-batches changes no gradient.
     """
@@ -227,7 +227,7 @@ class Prepared:
     state: dict[str, float]
     """The method's state after this batch: plain numbers by name; see `PolicyGradient.initial_state`."""
     returns: Tensor | None = None
-    """[N, T] target of the critic, if there is one."""
+    """[N, T] target of the critic's values; None if the method has no critic."""
     counts: Tensor | None = None
     """[N, T] bool: True on the steps whose surrogate loss is part of the loss; None if no filter drops single steps."""
     marks: Tensor | None = None
@@ -268,7 +268,7 @@ class Prepared:
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """A micro-batch's share of the loss of an optimiser step. The step's loss and terms are the sums over all its shares."""
+    """A micro-batch's share of an optimiser step's loss and metrics. The sums over the micro-batches are those of the step."""
 
     value: Tensor
     """Scalar loss with gradient."""
@@ -418,7 +418,7 @@ def _powers(n_steps: int, discount: float, dtype: torch.dtype, device: torch.dev
 
 
 def next_chosen(x_NT: Tensor, mask_NT: Tensor, last_N: Tensor) -> Tensor:
-    """Return [N, T]: x of the first later step where `mask_NT` is True, `last_N` if there is none; 0 on masked steps."""
+    """Return [N, T]: x of the next step where `mask_NT` is True, or `last_N` after the last such step; 0 on masked steps."""
     n_steps = x_NT.shape[1]
     if n_steps and not _holes(mask_NT):
         ahead_NT = torch.cat([x_NT[:, 1:], last_N[:, None]], dim=1)

@@ -1,4 +1,4 @@
-"""The policy-gradient methods. Each is declared once, with its name, summary, parts (with its paper's values) and settings.
+"""The policy-gradient methods. Each is declared once: its name, its summary, its parts with the paper's values, and its settings.
 
 Where TRL's default differs, the comment above a method says so. All losses are scaled so that TRL's learning rates apply. The one
 exception is DR_GRPO, which divides by a constant that TRL takes from max_completion_length.

@@ -29,7 +29,7 @@ _ABSENT = {
     "entropy": "none",
     "correction": "none: the sampler's log-probabilities are taken as the policy's own",
 }
-_FRESH_PAIRS = "On the best and the worst completion of each fresh group, ranked by the reward:\n\n"
+_FRESH_PAIRS = "On the best and the worst completion of each newly sampled group, ranked by the reward:\n\n"
 Explained = PolicyGradient | OnlinePreference | Preference | KahnemanTversky
 
 

@@ -1,4 +1,4 @@
-"""Lazy import of torch on first use. Help texts and settings list the methods but need no torch, whose import takes seconds.
+"""Lazy import of torch on first use. Its import takes seconds, and help texts and settings do not need it.
 
 Modules that declare methods write `from psigrad.objective.lazy_torch import Tensor, torch` instead of `import torch`.
 `sys.modules` is unchanged, so `import torch` works as usual elsewhere.

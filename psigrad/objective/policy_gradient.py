@@ -175,7 +175,7 @@ class PolicyGradient:
 
     @property
     def dynamic_sampling(self) -> bool:
-        """True if `has_signal` drops groups of equal rewards or metrics. The trainer should then collect other groups."""
+        """True if `has_signal` drops groups whose rewards (or metrics) are all equal. The trainer should then collect others."""
         return has_signal in self.keep
 
     def initial_state(self) -> dict[str, float]:

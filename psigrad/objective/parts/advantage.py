@@ -77,7 +77,7 @@ def needs(what: frozenset[str]) -> Callable[[F], F]:
 
 
 def needs_of(part: object) -> frozenset[str]:
-    """Return the attribute `needs` of a part, the extra inputs that it reads; empty if it has none."""
+    """Return the extra inputs of a batch that a part reads: its attribute `needs`, or an empty set without one."""
     return frozenset(getattr(part, "needs", ()))
 
 
@@ -172,7 +172,7 @@ def batch_mean(batch: Batch) -> Tensor:
 class moving_average(StatefulPsi):
     """The return minus the moving average of the returns of earlier batches.
 
-    Formula: A_t = R_i − b,  then m ← decay·m + (1 − decay)·mean(R),  b = m / (1 − decay^batches); m and b start at 0
+    Formula: A_t = R_i − b,  then m ← decay·m + (1 − decay)·mean(R),  b = m / (1 − decay^n) after n batches; m and b start at 0
 
     The baseline b never contains R_i, so it does not change the expected gradient.
 
@@ -222,7 +222,7 @@ def leave_one_out(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class group_mean:
-    """The return, standardised within its group; only centred if `std` is false.
+    """The return minus the mean return of its group, divided by the group's standard deviation unless `std` is false.
 
     Formula: A_t = (R_i − mean(R)) / (std(R) + eps), or R_i − mean(R) if std is false
 
@@ -270,7 +270,7 @@ def best_of_group(batch: Batch) -> Tensor:
 
 @needs(ACTION_VALUE)
 def action_value(batch: Batch) -> Tensor:
-    """The critic's value of each step's action in its state.
+    """The critic's value Q of the action taken at each step.
 
     Formula: A_t = Q(s_t, a_t)
 
@@ -281,7 +281,7 @@ def action_value(batch: Batch) -> Tensor:
     """
     if batch.action_value is None:
         raise ValueError(
-            "The batch has no `action_value`, which this psi reads; give the values Q(s_t, a_t) of a critic of actions or choose "
+            "The batch has no `action_value`, which this psi reads; pass Q(s_t, a_t) from a critic of actions, or choose "
             "another psi."
         )
     return batch.action_value
@@ -326,7 +326,7 @@ class td_residual:
 
 @dataclass(frozen=True)
 class k_step:
-    """The k-step advantage: k rewards, then the critic.
+    """The k-step advantage: k rewards plus the value of the state after them, minus the value of the current state.
 
     Formula: A_t = Σ_{l<k} γ^l · δ_{t+l} = Σ_{l<k} γ^l · r_{t+l} + γ^k · V(s_{t+k}) − V(s_t)
 
@@ -370,7 +370,7 @@ class gae:
     gamma: float = 1.0
     """Discount per chosen step."""
     lam: float = 1.0
-    """λ: trades bias (0) for variance (1)."""
+    """λ: 0 has the most bias, 1 the most variance."""
     needs: ClassVar[frozenset[str]] = VALUE
 
     def __call__(self, batch: Batch) -> Tensor:

@@ -63,7 +63,7 @@ def sequence_sum(mask: Tensor, totals: Totals) -> Tensor:
 
 @dataclass(frozen=True)
 class fixed_length:
-    """Weights w without a length bias: sum over each sequence's steps, divide by a constant n, then take the mean over sequences.
+    """Weights w for the sum over each sequence's steps, divided by a constant n, then the mean over sequences. No length bias.
 
     Formula: w_t = 1 / (n · number of sequences)
 
@@ -74,13 +74,11 @@ class fixed_length:
     """
 
     n: int = 1024
-    """The constant; the longest completion allowed is the usual choice. It only scales the gradient."""
+    """The constant, usually max_completion_length. It only scales the gradient."""
 
     def __post_init__(self) -> None:
         if self.n < 1:
-            raise ValueError(
-                f"fixed_length has n={self.n}; expected at least 1; the longest completion allowed is the usual choice."
-            )
+            raise ValueError(f"fixed_length has n={self.n}; expected at least 1; the usual choice is max_completion_length.")
 
     def __call__(self, mask: Tensor, totals: Totals) -> Tensor:
         """Return the weights [N, T] by which the losses of the steps are multiplied."""
@@ -148,7 +146,7 @@ class top_k:
 
 @dataclass(frozen=True)
 class top_entropy:
-    """Train only on the batch's steps at which the policy was least sure. The others still count in the loss's denominator.
+    """Train only on the batch's steps at which the policy was least sure. All other steps still count in the loss's denominator.
 
     Formula: keep t  ⇔  H(π_old(·|s_t)) is at least the (1 − share) quantile of this entropy over all steps of the batch
 

@@ -49,7 +49,7 @@ class group_mean_batch_std:
 
 @needs(GROUP)
 def length_weighted_mean(batch: Batch) -> Tensor:
-    """The return minus the mean return of its group, in which each completion's return is weighted by its length.
+    """The return minus a baseline: the mean return of its group, weighted by the lengths of the completions.
 
     Formula: A_t = R_i − Σ_j |y_j|·R_j / Σ_j |y_j|
 
@@ -73,8 +73,8 @@ def over_group_mean(batch: Batch) -> Tensor:
 
     Formula: A_t = (R_i − mean(R)) / mean(R), and 0 in a group whose mean is 0
 
-    For rewards of 0 and 1 the expected gradient is that of Σ_{k<G} pass@k / k, where k = 1 is plain RL. Up to a constant, this
-    sum is the series of log p in powers of 1 − p up to power G − 1, with p the success rate. Rewards must not be negative.
+    For rewards of 0 and 1 the expected gradient is that of Σ_{k<G} pass@k / k. The term k = 1 alone is plain RL. Up to a
+    constant, the sum approaches log p as G grows, where p is the success rate. Rewards must not be negative.
 
     Source: Tajwar et al. 2026, MaxRL, arXiv:2602.02710.
 
@@ -94,7 +94,7 @@ def over_group_mean(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class pass_at_k:
-    """The mean advantage of all subsets of k completions that include this one. A subset's score is that of its best completion.
+    """The mean advantage of all subsets of k completions that include the completion. A subset's score is that of its best one.
 
     Formula: with G completions in the group, of which m are wrong (their return is at most the threshold `right`),
              P = 1 − C(m, k)/C(G, k) and σ = √(P·(1 − P)): A_t = (1 − P)/σ for a right completion,
@@ -175,7 +175,7 @@ class decoupled_group_mean:
 
 @dataclass(frozen=True)
 class process_group_mean:
-    """Process supervision: step rewards are standardised over the group. A token's advantage sums the rewards at or after it.
+    """Process supervision: step rewards are standardised over the group. A token's advantage is the sum of those at or after it.
 
     Formula: A_t = Σ_{u ≥ t, u rewarded} (r_u − mean(r)) / (std(r) + eps), mean and std over all rewarded tokens of the group
 

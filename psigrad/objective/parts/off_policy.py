@@ -38,7 +38,7 @@ class symmetric_mask(SamplerWeighted):
     """
 
     delta: float = 0.3
-    """δ: the greatest change of a step's probability; prime-rl's eps."""
+    """δ: how far the probability of a step may change; prime-rl's eps."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_sampler"})
 
     def __post_init__(self) -> None:
@@ -107,9 +107,9 @@ class off_policy_mask:
     """
 
     surrogate: Callable[..., Tensor] = field(default_factory=clip)
-    """L': the wrapped surrogate, which gives the loss of all other sequences."""
+    """L': the wrapped surrogate, which gives the loss where M = 1."""
     delta: float = 0.5
-    """δ: the greatest mean fall of a sequence's log-probabilities, in nats per step."""
+    """δ: how far a sequence's log-probabilities may fall on average, in nats per step."""
 
     def __post_init__(self) -> None:
         if self.delta <= 0:

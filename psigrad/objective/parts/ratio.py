@@ -10,7 +10,7 @@ d = log π(a|s) − log π_ref(a|s):
 | estimator | value | E[value] | E[gradient of value] |
 |---|---|---|---|
 | k1 | d | KL(π‖π_ref) | 0: useless as a loss |
-| k2 | d²/2 | biased, small near 0 | ∇KL(π‖π_ref) |
+| k2 | d²/2 | biased, but little if d is small | ∇KL(π‖π_ref) |
 | k3 | e^(−d) − 1 + d | KL(π‖π_ref) | ∇KL(π_ref‖π): the other direction |
 | k1+ | as k1 | KL(π‖π_ref) | ∇KL(π‖π_ref), by the gradient of k2 |
 | k3+ | as k3 | KL(π‖π_ref) | ∇KL(π‖π_ref), by the gradient of k2 |
@@ -114,7 +114,7 @@ LEVELS: tuple[Level, ...] = ("token", "sequence", "geometric")
 
 
 def _sampler_ratio(batch: Batch, level: Level) -> Tensor:
-    """Return π_old / π_sampler [N, T]: each step's ratio ("token"), or the product ("sequence") or geometric mean of them."""
+    """Return π_old / π_sampler [N, T]: the ratio of each step, or its product or geometric mean over the sequence, by `level`."""
     gap = _gap(batch)
     if level != "token":
         gap = gap.sum(1, keepdim=True).expand(gap.shape)
@@ -236,7 +236,7 @@ KL_KEY = "kl_coefficient"
 Estimator = Literal["k1", "k2", "k3", "k1+", "k3+", "exact", "exact_forward", "exact_js", "span"]
 EXACT: tuple[Estimator, ...] = ("exact", "exact_forward", "exact_js")
 MEASURED: tuple[Estimator, ...] = (*EXACT, "span")
-"""Estimators that need more than the sampled step's log-probs. The model's evaluation returns them as `PolicyOutputs.kl`."""
+"""Estimators that need more than the sampled step's log-probs. Their estimates are passed in `PolicyOutputs.kl`."""
 ESTIMATORS: tuple[Estimator, ...] = ("k1", "k2", "k3", "k1+", "k3+", *MEASURED)
 
 
@@ -320,9 +320,9 @@ class KL:
     exact_forward is KL(π_ref‖π) summed over the vocabulary, exact_js the Jensen–Shannon divergence with weight `mixture`.
     span is for a reference with another tokenizer: Σ_w (log π(w) − log π_ref(w)) over pieces of text w. A piece ends where both
     tokenizers end a token. The gradient is Σ_w (log π(w) − log π_ref(w))·∇log π(w).
-    In the loss, k1 has gradient 0 in expectation, and raises an error. The gradient of k3 is ∇KL(π_ref‖π), as in GRPO's paper;
-    that of k2, k1+, k3+ and exact is ∇KL(π‖π_ref). With importance_weighted k1 is allowed, and each step counts ρ_t·k(d_t), which
-    corrects for steps sampled from π_old. k1 and k3 then pass gradient through ρ_t, and their value and gradient are correct.
+    In the loss, k1 raises an error, since its expected gradient is 0. The gradient of k3 is ∇KL(π_ref‖π), as in GRPO's paper;
+    that of k2, k1+, k3+ and exact is ∇KL(π‖π_ref). With importance_weighted=True, each step's penalty is ρ_t·k(d_t), to correct
+    for sampling from π_old. k1 is then allowed: k1 and k3 also pass gradient through ρ_t, which makes it ∇KL(π‖π_ref) for both.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593 (reward); Shao et al. 2024, GRPO, arXiv:2402.03300 (loss, k3); Schulman 2020,
     Approximating KL divergence; DeepSeek-V3.2, arXiv:2512.02556 (importance-weighted k3).

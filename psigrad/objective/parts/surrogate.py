@@ -2,7 +2,7 @@
 
 Losses are minimised, so each is the negative of an objective. A surrogate declares extra inputs in `needs`. "mask" is the mask
 [N,T], for losses over whole sequences. "logp_sampler" is the sampler's log-probs, or log π_old if those are not known. "marks"
-[N,T] is the result of the surrogate's method `marks` on the whole batch: True, or a weight above 0, on the steps that it chooses.
+[N,T] is the result of the surrogate's method `marks` on the whole batch: True, or a weight above 0, on chosen steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SEQUENCES = frozenset({"mask"})
 
 
 class SilentSurrogate:
-    """The base class of surrogates whose gradient is 0 at steps of advantage 0 that their method `marks` does not choose."""
+    """The base class of surrogates with zero gradient at steps of advantage 0, except steps that their method `marks` chooses."""
 
 
 class RatioSurrogate(SilentSurrogate):
@@ -118,7 +118,7 @@ class dual_clip(clip):
     """
 
     bound: float = 3.0
-    """Greatest ratio that counts for a negative advantage."""
+    """Cap on the ratio at steps of negative advantage."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -225,7 +225,7 @@ class divergence_mask(SilentSurrogate):
              M_t = 0 where A_t > 0 and π − π_old > δ, or A_t < 0 and π_old − π > δ; else 1
 
     The parameter `delta` (δ) bounds the change of the token's probability, not of its ratio. A rare token's probability may grow
-    by a large factor, a likely token's only by a small share. The change is the total variation if all others count as one token.
+    by a large factor, a likely token's only by a small share. The change is the total variation if all other tokens count as one.
 
     Source: Qi et al. 2026, DPPO (binary TV), arXiv:2602.04879; verl's dppo_tv.
 
@@ -286,7 +286,7 @@ class geometric_clip(RatioSurrogate):
 
 @dataclass(frozen=True)
 class covariance_penalty(RatioSurrogate):
-    """The importance-weighted surrogate, with a penalty on changes of the few tokens that lower the entropy most.
+    """The importance-weighted surrogate, with a penalty |log ρ| on the few tokens that lower the entropy most.
 
     Formula: L_t = −ρ_t·A_t + [t ∈ M]·coefficient·|log ρ_t|
              M are the tokens with the greatest C_t, with |M| = share·(number of all tokens)
@@ -341,7 +341,7 @@ class with_imitation:
     coefficient: float = 0.1
     """Weight of the cross-entropy; the paper's μ."""
     right: float = 1.0
-    """The least metric of a right answer."""
+    """An answer is right if its metric is at least this."""
 
     def __post_init__(self) -> None:
         if self.coefficient <= 0:
@@ -371,8 +371,8 @@ def check_inner(outer: Any, known: frozenset[str]) -> None:
     inner = outer.surrogate
     if set(getattr(inner, "needs", ())) - known or (isinstance(inner, kl_penalty) and inner.target is not None):
         raise ValueError(
-            f"{type(outer).__name__} got {type(inner).__name__}, which chooses steps itself or follows a target; expected "
-            "another surrogate, such as clip."
+            f"{type(outer).__name__} got {type(inner).__name__}, which needs other inputs or has a KL target; expected another "
+            "surrogate, such as clip."
         )
 
 

@@ -30,7 +30,7 @@ METHODS: Catalog[Preference | KahnemanTversky] = Catalog()
 
 DPO = METHODS.declare("dpo", "direct preference optimisation", Preference(log_ratio, logistic(), beta=0.1))
 CDPO = METHODS.declare("cdpo", "DPO that assumes that 10 % of labels are swapped", replace(DPO, link=logistic(0.1)))
-ROBUST_DPO = METHODS.declare("robust_dpo", "DPO without the bias of swapped labels", replace(DPO, link=robust(0.1)))
+ROBUST_DPO = METHODS.declare("robust_dpo", "DPO with a loss that swapped labels do not bias", replace(DPO, link=robust(0.1)))
 # This is TRL's form, per token. The paper's form sums over tokens: replace(IPO, score=log_ratio).
 IPO = METHODS.declare(
     "ipo", "a squared loss with a finite optimum even if all labels agree", Preference(mean_log_ratio, squared, beta=0.1)

@@ -2,8 +2,8 @@
 
     loss = p·(1/N) Σ_n link(h_w − margin, h_l) + λ·NLL(chosen),   h = β·score(log π(y|x), log π_ref(y|x), |y|)
 
-h_w is the h of the chosen completion, h_l of the rejected one; |y| is a number of tokens. N and the number of tokens in the mean
-NLL are those of the whole optimiser step, so any split into micro-batches gives the same gradient. KTO has its own class.
+h_w is the h of the chosen completion, h_l of the rejected one; |y| counts tokens; p is `preference`, λ is `sft`. Means are over
+the whole optimiser step, so any split into micro-batches gives the same gradient. KTO has its own class.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Pairs:
     logp_rejected: Tensor
     """[N] summed log-probs, with gradient."""
     tokens_chosen: Tensor
-    """[N] number of tokens summed over."""
+    """[N] number of tokens of each chosen completion."""
     tokens_rejected: Tensor
-    """[N] number of tokens summed over."""
+    """[N] number of tokens of each rejected completion."""
     ref_chosen: Tensor | None = None
     """[N] summed log-probs under the reference policy."""
     ref_rejected: Tensor | None = None
@@ -56,7 +56,7 @@ class Pairs:
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
-    """N completions, each good or bad, with KTO's KL estimate, which is made from completions of other prompts."""
+    """N completions labelled good or bad, and KTO's KL estimate, which is made from completions of other prompts."""
 
     logp: Tensor
     """[N] log π(y|x), with gradient."""
@@ -74,8 +74,8 @@ class Labelled:
         _check_rows(self, but=("kl",))
         if self.desirable.dtype != torch.bool or self.kl.dim():
             raise ValueError(
-                f"Labelled has desirable of {self.desirable.dtype} and kl of shape {tuple(self.kl.shape)}; expected booleans [N] "
-                "and one number for the whole step."
+                f"Labelled.desirable is {self.desirable.dtype} and Labelled.kl has shape {tuple(self.kl.shape)}; expected "
+                "torch.bool and a scalar."
             )
 
 
@@ -204,7 +204,7 @@ def hinge(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def squared(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """The squared distance of the scores' difference from 1/(2β). The difference stays finite even if labels are certain.
+    """The squared distance of the scores' difference from 1/(2β). The difference stays finite even if all labels agree.
 
     Formula: ((h_w − h_l)/β − 1/(2β))²
 
@@ -263,7 +263,7 @@ def bco_pair(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def sppo_hard(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """The squared distance of each score from its own target: a certain win for the chosen, a certain loss for the rejected.
+    """The squared distance of each score from its target: 1/(2β) for the chosen completion, −1/(2β) for the rejected one.
 
     Formula: (h_w/β − 1/(2β))² + (h_l/β + 1/(2β))²
 

@@ -50,8 +50,8 @@ class BradleyTerry:
         for name, tensor in (("chosen", chosen), ("rejected", rejected), ("margin", margin)):
             if tensor is not None and (tensor.dim() != 1 or tensor.shape != chosen.shape):
                 raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}, but chosen has {tuple(chosen.shape)}; expected [n] for both; for "
-                    "a head's [n, 1] call squeeze(-1)."
+                    f"{name} has shape {tuple(tensor.shape)}, but chosen has {tuple(chosen.shape)}; expected [n] for both; if a "
+                    "head returns [n, 1], call squeeze(-1)."
                 )
         total_pairs = max(total_pairs, 1)
         lead = chosen - rejected if margin is None else chosen - rejected - margin
@@ -87,7 +87,7 @@ def process_loss(logits: Tensor, labels: Tensor, total_steps: int) -> Loss:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A reward model's confidence max(p, 1 − p), with p = P(chosen beats rejected), and its accuracy, in bins of confidence."""
+    """A reward model's accuracy on pairs, in bins of its confidence max(p, 1 − p), where p = P(chosen beats rejected)."""
 
     lower: tuple[float, ...]
     """The least confidence of each bin."""
