@@ -105,7 +105,7 @@ def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric:
 
     pass@k is returned for k = 1, 2, 4, … up to `num_generations` (at most 64) if prompts have several completions and every
     value of the metric is 0 or 1. If the metric is a sum of several reward functions, the mean of each is returned too. Unscored
-    completions are counted, but not in the metric. The interval counts each prompt once: its completions are not independent.
+    completions are counted apart. The interval counts each prompt once, since completions of a prompt are not independent.
     """
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
     values = scored_groups(trajectories, num_generations)
