@@ -83,7 +83,7 @@ def test_pass_at_k_takes_one_completion_more_than_k():
     from psigrad.language.recipes.online_settings import check
 
     with pytest.raises(
-        ValueError, match="num_generations is 4 and pass_at_k compares completions of one prompt; give at least 5"
+        ValueError, match="num_generations is 4, but pass_at_k compares completions of one prompt; give at least 5"
     ):
         check(OnlineConfig(algorithm="pass_at_k", reward=("exact",), num_generations=4), resolve("pass_at_k"))
 

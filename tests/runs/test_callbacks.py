@@ -283,7 +283,7 @@ def test_what_cannot_be_changed_is_refused_by_name_and_the_run_is_saved(job, tmp
 def test_a_kl_coefficient_needs_the_reference_that_the_run_began_with(job, tmp_path):
     config = replace(online_config(job, tmp_path / "run", {"preset": "grpo", "kl": {"coefficient": 0.0, "where": "loss"}}))
     config = replace(config, evaluation=replace(config.evaluation, eval_kl=False))
-    with pytest.raises(UserError, match="the run has no reference; start the run with a coefficient above 0"):
+    with pytest.raises(UserError, match="the run has no reference model; start the run with a value above 0"):
         online.run(with_callbacks(config, Schedule()))
 
 

@@ -1,7 +1,7 @@
 """Common dataset layouts converted to the columns of `dataset_rows`, and plain prompts converted to chat turns.
 
 The layouts are renamed columns, ShareGPT, Alpaca, a system column, and answers that include their prompt. A layout is recognised
-by its keys, and a run logs which were recognised.
+by its column names, and a run logs which layouts it found.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str)
         raise UserError(f"The columns {', '.join(twice)} are all renamed to {columns[twice[0]]}; rename only one of them.")
     if both := next((name for name, new in renamed.items() if is_template(columns.get(new, ""))), ""):
         new = columns[both]
-        raise UserError(f"columns fills {new!r} twice, from {both!r} and by the template {columns[new]!r}; remove one.")
+        raise UserError(f"columns makes {new!r} twice, from {both!r} and by the template {columns[new]!r}; remove one of them.")
     asked = [*renamed, *(name for text in columns.values() if is_template(text) for name in _FIELD.findall(text) if name)]
     if absent := [name for name in asked if at(name) is _MISSING]:
         name, wanted = absent[0], renamed.get(absent[0], "")
@@ -87,7 +87,7 @@ def is_template(text: str) -> bool:
 
 
 def translate(raw: Mapping[str, Any], form: str, source: str) -> tuple[dict[str, Any], list[str]]:
-    """Return (the row `raw` with the columns of the dataset form `form`, as TRL names them; a note on each recognised layout).
+    """Convert the row `raw` to the columns of the dataset form `form`. Return (the row, a note on each recognised layout).
 
     `form` is a key of `dataset_rows.FORMS`, or "sft". Other columns stay. Raise `RowError`, which names `source`, for a row that
     contradicts itself.
@@ -212,7 +212,7 @@ def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
 def _system_turn(row: dict[str, Any], form: str, source: str) -> str:
     """Put the text of a system column in front of the row's conversation, in place. `to_turns` does this for a plain prompt.
 
-    `form` is the dataset form; see `translate`. Errors name `source`. Return a note for the log, or "".
+    `form`: see `translate`. Raise `RowError` if the row has another system turn. Return a note for the log, or "".
     """
     name, text = system_of(row)
     if not text or form == "stepwise":
@@ -236,7 +236,7 @@ def system_of(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def suggest_columns(raw: Mapping[str, Any], form: str) -> str:
-    """Return a hint for errors: the `--columns` with the likely prompt and answer columns, or "". `form`: see `translate`."""
+    """Return a hint for an error message: `--columns` with the likely prompt and answer columns, or "" if none are found."""
     found = next((name for name in _PROMPT_NAMES if isinstance(raw.get(name), str)), "")
     if not found or "prompt" in raw:
         return ""
@@ -251,9 +251,9 @@ def to_model_rows(
 ) -> list[list[Row]]:
     """Return the rows of each part of the data (such as training rows, held-out rows) with plain prompts as user turns.
 
-    Prompts stay unchanged if `plain_prompts` is True, or if the tokenizer has no chat template; see `to_turns`. Log how many
-    prompts change and how many stay, unless both conditions hold. `tokenizer` is None for a server's model, which is assumed to
-    have a template.
+    Prompts stay unchanged if `plain_prompts` is True, or if the tokenizer has no chat template; see `to_turns`. The numbers of
+    changed and unchanged prompts are logged, except if both are true. `tokenizer` is None for a server's model, which is assumed
+    to have a template.
     """
     made = [[to_turns(tokenizer, row, plain_prompts) for row in part] for part in parts]
     rows = [row for part in made for row in part]
@@ -280,9 +280,9 @@ def to_model_rows(
 def to_turns(tokenizer: PreTrainedTokenizerBase | None, row: Row, plain_prompts: bool = False) -> Row:
     """Return the row with its plain prompt as a user turn and its plain answers as assistant turns.
 
-    This applies if the tokenizer has a chat template, `plain_prompts` is False, and the prompt has no special tokens (with them,
-    it is already rendered). Otherwise only the text of a system column is put before the prompt. A row that was converted before
-    stays unchanged.
+    The row is converted if the tokenizer has a chat template, `plain_prompts` is False, and the prompt has no special tokens
+    (with them, it is already rendered). Otherwise only the text of a system column, if any, is put in front of the prompt. A row
+    that is already converted stays unchanged.
     """
     if not isinstance(row.prompt, str) or row.plain_prompt is not None:
         return row
@@ -314,7 +314,7 @@ def _text_of(turn: Mapping[str, Any], source: str) -> str:
 
 
 def _common_lead(answers: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return the turns with which all conversations in `answers` begin. For a single one, return the turns before its answer."""
+    """Return the turns with which all conversations in `answers` begin. Of a single one, return those before its answer."""
     lead: list[Any] = []
     for turns in itertools.islice(zip(*answers, strict=False), min(map(len, answers)) - 1):
         is_answer = isinstance(turns[0], Mapping) and role_of(turns[0]) == "assistant"

@@ -45,7 +45,7 @@ _KINDS = {"NoneType": "null", "int": "a number", "float": "a number", "str": "a 
 
 @dataclass(frozen=True)
 class Row:
-    """One checked row. `source` is file and 1-based line or row number, as in "my.jsonl:12".
+    """One checked row. `source` is its file, and its line or row number from 1, as in "my.jsonl:12".
 
     The form decides which fields are set: `prompt` (prompt-only); `prompt` and `completion` (prompt-completion); `messages`;
     `completion` alone, which is plain text to model as a whole (TRL's `text`); `prompt`, `completion` (the chosen one) and
@@ -225,7 +225,7 @@ def _pair(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split_prompt(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the common beginning of `chosen` and `rejected` as `prompt`, and the rest of both. Raise `RowError` for none."""
+    """Split the common beginning off `chosen` and `rejected` as the `prompt`. Raise `RowError` if there is none."""
     chosen, rejected = check.present(raw, "chosen"), check.present(raw, "rejected")
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         check.fail("rejected", f"is {_kind(rejected)} and chosen is {_kind(chosen)}; both must be strings or lists of messages")

@@ -149,7 +149,7 @@ class _Reader:
 def read(given: Any, base: Path) -> tuple[Picture, bool]:
     """Read an image and return (the image, True if it is animated).
 
-    `given` is a path (relative to `base`), bytes, a data URL, Arrow's {"bytes", "path"}, or an image of Pillow. Raises
+    `given` is a path (relative to `base`), bytes, a data URL, Arrow's {"bytes", "path"}, or a Pillow image. Raises
     `ValueError` with the reason for anything else, and for an image that cannot be decoded to its end.
     """
     if isinstance(given, Mapping):
@@ -161,7 +161,7 @@ def read(given: Any, base: Path) -> tuple[Picture, bool]:
     if isinstance(given, bytes | bytearray | memoryview):
         return _of_bytes(bytes(given))
     if not isinstance(given, str | os.PathLike):
-        raise ValueError(f"is of type {type(given).__name__!r}; an image is a path, bytes, a data URL, or Pillow's")
+        raise ValueError(f"is of type {type(given).__name__!r}; give a path, bytes, a data URL, or a Pillow image")
     text = os.fspath(given)
     if text.startswith("data:"):
         head, _, body = text.partition(",")
@@ -245,7 +245,7 @@ def _each_content(content: Any, of_parts: Callable[[list[Any]], Any], of_text: C
 
 
 def has_parts(content: Any) -> bool:
-    """Return True if an observation is an image of Pillow, a content part, or a list of content parts."""
+    """Return True if an observation is a Pillow image, a content part, or a list of content parts."""
     parts = content if isinstance(content, list) and content else [content] if not isinstance(content, str) else [None]
     return all(is_image(part) or isinstance(_text(part), str) for part in parts)
 
@@ -291,7 +291,7 @@ def to_agent_row(row: Row, *, as_json: bool = False) -> dict[str, Any]:
 
 
 def to_json_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a raw row, whose texts have image marks, as JSON values that `insert_marks` can read again.
+    """Return a row in JSON values that `insert_marks` can read again, without image marks in its prompt and completion.
 
     Marks in messages become image parts, and marks in plain text are removed. The column `images` gets the images' paths or data
     URLs.
@@ -346,7 +346,7 @@ def _text(part: Any) -> Any:
 
 
 def refuse_marks(raw: Mapping[str, Any], fail: Fail, further: str) -> None:
-    """Call `fail` if a text in `raw` has an image mark, or if it has U+FFFC, which delimits marks, and `further` is not ""."""
+    """Call `fail` if a text in `raw` has an image mark. With `further`, any U+FFFC fails too: this character delimits marks."""
     stack: list[tuple[str, Any]] = list(raw.items())  # no recursion: rows may be deep
     while stack:
         path, value = stack.pop()

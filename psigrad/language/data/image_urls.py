@@ -31,8 +31,8 @@ _WAITS = (1.0, 4.0)
 def download(records: Records, columns: Mapping[str, str]) -> Records:
     """Yield records in which the path of a downloaded file replaces each image's http or https URL.
 
-    A record with an image that cannot be downloaded becomes a `BadRow`. `columns` (see `sources.load`) shows which other columns
-    will become `images`. Raise `UserError` if all downloads fail in the first block of 256 rows that has a URL.
+    A record with an image that cannot be downloaded becomes a `BadRow`. `columns` (see `sources.load`) tells which columns
+    will be renamed to `images`. Raise `UserError` if all downloads fail in the first block of 256 rows that has a URL.
     """
     renamed = [pair for pair in columns.items() if set(pair).intersection(images.COLUMNS)]
     names, succeeded = {*images.COLUMNS, *(name for pair in renamed for name in pair)}, False

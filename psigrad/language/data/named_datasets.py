@@ -54,14 +54,14 @@ def read_named(dataset: str, split: str, *, streaming: bool = False, single: Seq
     file, _, behind = dataset.partition(":")
     if kind_of_file(file):
         raise UserError(
-            f"The dataset {show(dataset)} has {show(behind)} after the file's name; expected a number, the "
-            "dataset's weight among several, as in --dataset a.jsonl:0.7 b.jsonl:0.3."
+            f"The dataset {show(dataset)} has {show(behind)} after the file's name; only a weight can "
+            "follow it, as in --dataset a.jsonl:0.7 b.jsonl:0.3."
         )
     return _hub(dataset, split, streaming)
 
 
 def _check_single(part: SplitSlice, name: str, own: str, single: Sequence[str]) -> None:
-    """Raise `UserError` unless `part` names the only split of the source `name`: by `own`, or by any name in `single`."""
+    """Raise `UserError` unless the split of `part` is `own` or in `single`. The source `name` has only one split."""
     if canonical_split(part.name) not in (own, *single):
         cut = f"{own or single[0]}[:90%]"
         reason = f"{name} has only one split, and it is not {part.name!r}"
@@ -83,7 +83,7 @@ def _folder(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
     if odd := next((n for n in names if (path / n).is_dir() or (kind_of_file(n) and not (path / n).is_file())), ""):
         raise UserError(
             f"The folder {path} has {odd}, which is neither a regular file nor a link to one; "
-            "put the file there or move it elsewhere."
+            "replace it by the file, or move it elsewhere."
         )
     read = [name for name in names if kind_of_file(name)]
     if not read:
@@ -134,7 +134,7 @@ def _reject_compressed(path: Path) -> None:
     """Raise `UserError` for a saved dataset with compressed buffers, which pyarrow expands without a limit.
 
     `datasets` never compresses buffers. An Arrow message's metadata is a flatbuffer of tables. Field 2 of the first table is a
-    record batch. In a dictionary message it is a table whose field 1 is the record batch. A batch's field 3 is its compression.
+    record batch. In a dictionary message, field 2 is a table whose field 1 is the batch. A batch's field 3 is its compression.
     """
     import pyarrow as pa
 
@@ -149,17 +149,17 @@ def _reject_compressed(path: Path) -> None:
                         place = _flatbuffer_field(buffer, _follow(buffer, place), 1)
                     if message.type != "schema" and _flatbuffer_field(buffer, _follow(buffer, place), 3):
                         raise UserError(
-                            f"{path / split} has compressed buffers, whose size has no limit; save it again with save_to_disk."
+                            f"{path / split} has compressed buffers, which psigrad cannot read; save it again with save_to_disk."
                         )
 
 
 def _follow(buffer: bytes, place: int) -> int:
-    """Return the place of the table to which the flatbuffer's offset at `place` points."""
+    """Return the index of the table to which the flatbuffer's offset at index `place` points."""
     return place + int.from_bytes(buffer[place : place + 4], "little")
 
 
 def _flatbuffer_field(buffer: bytes, table: int, number: int) -> int:
-    """Return the place of a field of the flatbuffer's table at `table`, or 0 if the field is missing."""
+    """Return the index of a field of the flatbuffer's table at index `table`, or 0 if the field is missing."""
     fields = table - int.from_bytes(buffer[table : table + 4], "little", signed=True)
     entry, size = 4 + 2 * number, int.from_bytes(buffer[fields : fields + 2], "little")
     offset = int.from_bytes(buffer[fields + entry : fields + entry + 2], "little") if entry < size else 0
@@ -167,7 +167,7 @@ def _flatbuffer_field(buffer: bytes, table: int, number: int) -> int:
 
 
 def keep_images_encoded(rows: Any) -> Iterable[Any]:
-    """Return the rows of a `datasets.Dataset` with images left encoded: psigrad names an image by the SHA-256 of these bytes."""
+    """Return the rows of a `datasets.Dataset` with encoded images: psigrad identifies an image by the SHA-256 of its bytes."""
     if "Image(" not in str(getattr(rows, "features", "")):
         return rows  # type: ignore[no-any-return]
     return (row for batch in rows.with_format("arrow").iter(64) for row in batch.to_pylist())

@@ -17,7 +17,7 @@ from psigrad.language.rollout.types import Trajectory
 def reward_view(
     tokenizer: Any = None, plays: bool = False, skip_special_tokens: bool = True
 ) -> Callable[[Mapping[int, Row]], ToSamples]:
-    """Return the function `to_samples` of a `ScoredRollout`, which makes the samples that reward functions get.
+    """Return the `to_samples` function of a `ScoredRollout`. It turns trajectories into the samples that reward functions get.
 
     Samples have the columns of all rows of the rollout; a value is None if a completion's own row lacks the column. With `plays`,
     samples of episodes also have the policy's own turns and tokens. With `skip_special_tokens`, the policy's text in a sample

@@ -1,4 +1,4 @@
-"""Files of rows: JSON lines, JSON, Parquet, CSV and TSV, with the line of each row and of each fault.
+"""Files of rows: JSON lines, JSON, Parquet, CSV and TSV. Rows keep their line numbers for error messages.
 
 JSON is parsed here and not through `datasets`: Arrow cannot hold a lone surrogate, and its errors name no line. In CSV and TSV
 the first line names the columns and determines the delimiter, and every value is text. All but Parquet may be compressed.

@@ -56,9 +56,9 @@ def load(
 
     `form` is a key of `FORMS` or "sft". `split` can be a slice, as in `datasets`: train[:90%], train[100:]. If file names in a
     folder contain split words (train, validation, test and their usual variants), only the files of the split are read. A file,
-    like any source without splits, is a single split with all rows. `split` must then be a name in `single`, or the split word in
-    the file's name, as in a-test.jsonl. A hub configuration is named after a colon: "openai/gsm8k:main". "task:NAME" makes rows
-    of a reasoning-gym task. With `max_rows` only the first rows are read, and a hub dataset is streamed. `columns` renames
+    like any source without splits, has one split with all rows. Its name is any name in `single`, or the split word in the file's
+    name, as in a-test.jsonl. A hub configuration is named after a colon: "openai/gsm8k:main". "task:NAME" makes rows of a
+    reasoning-gym task. With `max_rows` only the first rows are read, and a hub dataset is streamed. `columns` renames
     columns (`dataset_layouts.map_columns`). `urls` downloads images that rows name by URL (`image_urls.download`).
 
     Raise `UserError` with file, line, column and reason. With `bad_rows="skip"`, malformed rows are skipped and returned as
@@ -111,7 +111,7 @@ def _to_plain(value: Any, depth: int = 0) -> Any:
 
 
 def hold_out(parts: Sequence[Sequence[Row]], counts: Sequence[int], seed: int = 0) -> tuple[list[list[Row]], list[Row]]:
-    """Return (the rows of each part to train on, held-out rows of all parts), in the order of the source.
+    """Return (each part's training rows, the held-out rows of all parts), in the order of the source.
 
     About `counts[i]` rows of part i are held out, drawn with `seed`. The rows of a prompt, in any part, are all trained on or all
     held out. Prompts are drawn in random order, and a prompt that would exceed a count is skipped. If every prompt of a part was
@@ -252,7 +252,7 @@ class MixturePart(NamedTuple):
 
 
 def parse_mixture(dataset: object) -> list[MixturePart]:
-    """Return the datasets in a list of names, where "a.jsonl:0.7" sets the weight 0.7. Rows or a single name are one dataset.
+    """Return the datasets in a list of names, where "a.jsonl:0.7" sets the weight 0.7. Anything else is one dataset.
 
     Raise `UserError` if only some names have a weight, or if a weight is 0.
     """
@@ -280,7 +280,7 @@ def mix(parts: Sequence[Sequence[Row]], weights: Sequence[float | None], seed: i
     """Return as many rows as all `parts` (datasets) have together, divided between the datasets by their weights.
 
     Without weights, every row occurs once. With weights, a dataset of n rows has a quota of q rows, and each of its rows occurs
-    ⌊q/n⌋ or ⌈q/n⌉ times. `seed` and the dataset's position decide for which rows it is ⌈q/n⌉. Training shuffles in every epoch.
+    ⌊q/n⌋ or ⌈q/n⌉ times. `seed` and the dataset's position decide for which rows it is ⌈q/n⌉. Training shuffles the result.
     """
     rows: list[Row] = []
     given = [weight for weight in weights if weight is not None]
@@ -301,8 +301,8 @@ def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: L
     """Return (training rows, held-out rows).
 
     Held-out rows are drawn with `seed`: from the eval dataset if there is one, else from all datasets by their weights or sizes.
-    `eval_prompts` is the number of held-out rows. None means 64, or 256 for comparisons, labelled answers and labelled steps;
-    without an eval dataset, at most a tenth of each dataset. `log` receives the counts of recognised, skipped and held-out rows.
+    `eval_prompts` is the number of held-out rows. None means 64, or 256 for comparisons, labelled answers and labelled steps, but
+    at most a tenth of each dataset if there is no eval dataset. The numbers of recognised, skipped and held-out rows are logged.
     """
     shares = parse_mixture(data.dataset)
     parts = _read_each(data, form, shares, data.split, log, single=SINGLE[:1])
@@ -333,7 +333,7 @@ def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: L
 
 
 def read_dataset(data: Data, form: str, dataset: Any, split: str, log: Log | None = None) -> LoadedRows:
-    """Return the `LoadedRows` of one or several datasets, in sequence. Raise `UserError` if `dataset` is an empty string."""
+    """Return the rows and skipped rows of one or several datasets, joined. Raise `UserError` if `dataset` is an empty string."""
     parts = _read_each(data, form, parse_mixture(dataset), split, log)
     return LoadedRows([row for part in parts for row in part.rows], [bad for part in parts for bad in part.skipped])
 
@@ -363,7 +363,7 @@ def _read_each(
 
 
 def describe_skipped(bad: Sequence[BadRow]) -> str:
-    """Return a sentence on the skipped rows `bad`: the most common reasons, each with the number of its rows and the first."""
+    """Return a sentence on the skipped rows `bad`: the most common reasons, with how many rows each has and one example."""
     first: dict[str, BadRow] = {}
     counts: Counter[str] = Counter()
     for row in bad:

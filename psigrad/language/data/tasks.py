@@ -36,7 +36,7 @@ def can_spell(name: str, settings: dict[str, Any]) -> bool:
 
 
 def spell_rows(size: int, seed: int, *, min_word_len: int = SHORTEST, max_word_len: int) -> list[dict[str, Any]]:
-    """Return `size` rows that ask to spell a word of these lengths in letters backward. Row i depends on `seed` + i only."""
+    """Return `size` rows that ask to spell a word backward. Its length is within the limits. Row i depends on `seed` + i only."""
     known, found = [word for word in load_words() if min_word_len <= len(word) <= max_word_len], []
     lengths = {"difficulty": {"word_len": (min_word_len, max_word_len)}}
     for i in range(size):
@@ -50,7 +50,7 @@ def spell_rows(size: int, seed: int, *, min_word_len: int = SHORTEST, max_word_l
 def score_spelling(text: str, entry: dict[str, Any]) -> float:
     """Return 1 if `text` is the answer of the row `entry` in any letter case, else the share of correct letters by position.
 
-    The answer followed by more text gives 0.8.
+    If more text follows the answer, return 0.8.
     """
     said, answer, share = text.lower(), entry["answer"].lower(), 0.0
     if said == answer:
@@ -114,8 +114,8 @@ def generate_distinct(name: str, size: int, seed: int, **settings: Any) -> list[
         drawn += 2 * size
     if len(rows) < size:
         raise UserError(
-            f"The task {name!r} gave {len(rows)} different prompts in {drawn} draws, not {size}; lower its size, or allow more "
-            "different prompts by its settings."
+            f"The task {name!r} gave {len(rows)} different prompts in {drawn} draws, not {size}; lower its size, or change "
+            "its settings so that more prompts are possible."
         )
     drawn_first = list(rows.values())[:size]
     return [drawn_first[place] for place in seeds.permutation(size, seed, "distinct", name)]

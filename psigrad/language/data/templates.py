@@ -59,7 +59,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row, *, strict: bool = T
     Plain: the tokenizer's encoding with its default special tokens. Conversational: the chat template with the generation prompt.
     As in TRL, the template gets the row's columns `tools` (a list, or JSON text of one) and `chat_template_kwargs`, if any.
     An assistant turn at the end begins the answer (prefill): its text follows the generation prompt. Raise `RowError` if there
-    are no tokens, or if the template leaves out a part of the prompt. Unless `strict`, it may leave out fields such as `name`.
+    are no tokens, or if the template drops a part of the prompt. With `strict` False, dropped fields such as `name` are allowed.
     """
     if row.prompt is None:
         raise UserError(f"{row.source} has no prompt; a row of the form prompt-only or prompt-completion was expected.")
@@ -113,8 +113,8 @@ def examples(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0, 
 def encode_batch(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, empty_thinking: bool = False) -> None:
     """Render the conversations among `rows`, and encode in one call all texts that later calls of `examples` will need.
 
-    Do nothing outside of `dialect.cache_specials`, or if the tokenizer has no `Specials.cuts`. One call is faster: a template
-    that runs between two encodings evicts the encoder's data from the CPU's caches.
+    Do nothing outside a `dialect.cache_specials` block, or if the tokenizer's `Specials.cuts` is None. One call is faster: a
+    template that runs between two encodings evicts the encoder's data from the CPU's caches.
     """
     known, texts = dialect.specials_of(tokenizer), dict[str, None]()
     if known.prefix_ids is None or known.cuts is None or not _is_plain(known.backend):
@@ -131,7 +131,7 @@ def encode_batch(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, emp
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool) -> tuple[Conversation, list[list[Piece]]]:
-    """Return (a row's conversation, each context's pieces to encode), made here or by `encode_batch`. See `examples`."""
+    """Return (a row's conversation, the pieces of each context to encode), from `encode_batch` if it has made them."""
     made: tuple[Conversation, list[list[Piece]]] | None = dialect.specials_of(tokenizer).conversations.pop(id(row), None)
     if made is None or made[0].row is not row:
         conversation = Conversation(tokenizer, row)
@@ -198,7 +198,7 @@ def next_reading(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Me
     """Return the input of the policy for the next turn of a conversation, given the text `context` so far.
 
     The text is the chat template's rendering for sampling, as a server would render the messages. If it begins with `context`,
-    earlier tokens stay as sampled. If the template rewrites earlier turns (Qwen3 drops thoughts), the whole text is encoded.
+    only the text after `context` is encoded. If the template rewrites earlier turns (Qwen3 drops thoughts), all of it is encoded.
     Raise `UserError` if the template cannot render the messages.
     """
     text = Conversation(tokenizer, row).prompt(messages)

@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 def change_settings(run: R, changes: Mapping[str, Any]) -> R:
-    """Return the run with `changes` {setting: value}. Raises `UserError` for a setting that is unknown or cannot be changed."""
+    """Return a copy of the run with the new values in `changes`. Raises `UserError` if a setting is unknown or cannot change."""
     made: Any = run
     for name, value in changes.items():
         head, _, rest = name.partition(".")
@@ -33,7 +33,7 @@ def change_settings(run: R, changes: Mapping[str, Any]) -> R:
 
 
 def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
-    """Return the run changed by `change_settings`, and give its optimisers the changed settings."""
+    """Return a copy of the run with the new values in `changes`, and update its optimisers."""
     if not changes:
         return run
     made: Any = change_settings(run, changes)
@@ -44,7 +44,7 @@ def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
 
 
 def _change_method(run: Any, head: str, rest: str, value: float) -> Any:
-    """Return the run with one number of its method set to `value`. `head` is "algorithm" or "loss", `rest` the path below it."""
+    """Return a copy of the run with the setting `head`.`rest` set to `value`. `head` is "algorithm" or "loss"."""
     name = f"{head}.{rest}"
     if head == "loss":
         tasks = {own: task for own in ("task", "held_out") if (task := getattr(run, own)) is not None}
@@ -53,7 +53,7 @@ def _change_method(run: Any, head: str, rest: str, value: float) -> Any:
     algorithm = _replace_in(run.algorithm, rest.split("."), value, name)
     if getattr(algorithm, "needs_reference", False) and not run.has_reference:
         raise UserError(
-            f"{name} cannot be changed to {value!r}, since the run has no reference; start the run with a coefficient above 0."
+            f"{name} cannot be changed to {value!r}, since the run has no reference model; start the run with a value above 0."
         )
     return replace(run, algorithm=algorithm)
 

@@ -1,4 +1,4 @@
-"""Multi-turn runs from settings: the environment or the tools, and the rows that start their episodes."""
+"""Setup of multi-turn runs: the environment, tools or agent of the settings, and the dataset rows."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ OWN_ROWS = 2000
 
 @contextlib.contextmanager
 def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Journal | None = None) -> Iterator[Player | None]:
-    """Yield the `Player` that plays episodes or sessions of an agent; None if each completion is a single turn.
+    """Yield the `Player` for the environment, tools or agent of the settings. Yield None if each completion is a single turn.
 
-    psigrad's own games run in this process. A user's environments and tools run in workers that can be killed. All of them run on
-    a cluster if `placement.environment_actors` is above 0. The tokenizer determines how tool calls are parsed.
+    psigrad's own games run in this process. A user's environments and tools run in worker processes. With
+    `placement.environment_actors` above 0, they all run on a cluster. The tokenizer determines how tool calls are parsed.
     """
     given = [name for name in ("environment", "tools", "agent", "agent_command") if getattr(config, name)]
     if len(given) > 1:
@@ -76,7 +76,7 @@ def _episodes(config: Played, playing: Playing, form: CallForm) -> Episodes | Ga
 
 
 def count_seats(config: Played) -> int:
-    """Return the number of the environment's seats (players that the policy can be); 1 except in games."""
+    """Return the number of players of the game, each played by the policy. It is 1 if the environment is not a game."""
     if not config.environment or environments.library_of(config.environment) not in ("", "textarena"):
         return 1
     return environments.seats_of(environments.resolve(config.environment))
@@ -105,8 +105,8 @@ def start_environments(config: Played, form: CallForm) -> Playing:
 def read_episode_rows(config: OnlineConfig, episodes: Player | None, tokenizer: Any, log: Log) -> tuple[list[Row], list[Row]]:
     """Return (training rows, held-out rows) as the model reads them, from the dataset or from the environment of `episodes`.
 
-    If the environment makes the rows, the first `eval_prompts` are held out, or by default as many as for a dataset of the same
-    size. Each row has the schemas of the tools. Raises `UserError` if no rows are left to train on.
+    If the environment makes the rows, the first `eval_prompts` are held out, or by default the first tenth, at most 64. If the
+    policy has tools, each row gets their schemas. Raises `UserError` if no rows are left to train on.
     """
     own, asked = environment_rows(config, episodes), config.evaluation.eval_prompts
     if own is None:
@@ -148,6 +148,6 @@ def offer_tools(config: Played, rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         if isinstance(row.prompt, str):
             raise UserError(
-                f"{row.source}: the prompt is plain text, but tools need a chat template; give messages, or a chat model."
+                f"{row.source}: the prompt is plain text, but tools need a chat template; give messages, or use a chat model."
             )
     return [replace(row, columns={**row.columns, "tools": shown}) for row in rows]

@@ -25,7 +25,7 @@ UNPLANNED = 8192
 
 
 def fit_memory(config: C) -> C:
-    """Return the settings with the size of micro-batches and other automatic values chosen for the device's memory."""
+    """Return the settings with automatic values, such as the size of micro-batches, chosen to fit the device's memory."""
     machine.check_device(config.run)  # a missing device has no memory to plan with
     if config.run.max_memory or (not config.micro_batch_tokens and extras.find("fit")):
         made: C = extras.load("fit").fit(config)
@@ -34,7 +34,7 @@ def fit_memory(config: C) -> C:
 
 
 def run(config: TrainingConfig, given: ModelObject | None = None) -> Result:
-    """Train by the recipe that belongs to the class of the settings. `given` holds a model that the user gave as an object.
+    """Train by the method of the settings: an `SFTConfig`, for example, runs SFT. `given` holds the user's model object, if any.
 
     With `push_to_hub`, the model is pushed when the run finishes, and again if the same finished run is started again.
     """

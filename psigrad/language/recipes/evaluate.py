@@ -168,8 +168,8 @@ def _by_model(
 ) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
     """Sample `size` completions of each prompt with a local model and score them. `rewards` drops the rows that it cannot score.
 
-    `episodes` samples trajectories of several turns. With `config.likelihood` each prompt gets its likeliest answer letter.
-    Return (the figures, the completions, the dataset rows).
+    `episodes` samples trajectories of several turns. With `config.likelihood`, nothing is sampled: each completion is the answer
+    letter with the highest likelihood. Return (the figures, the completions, the dataset rows).
     """
     rows = rewards.judgeable(_rows(config, episodes, model.tokenizer), redaction.log)
     if isinstance(config, EvalConfig) and config.likelihood:
@@ -216,9 +216,9 @@ def _choose(
     trajectories: list[Trajectory],
     rows: Sequence[Row],
 ) -> Report:
-    """Return the report on all completions, whose figures are `figures`. With `best_of`, report only each prompt's best one.
+    """Return the report on all completions and their `figures`. With `best_of`, report only the best completion of each prompt.
 
-    The best completion has the highest reward. If `config` sets a held-out metric, the report adds its figures for the best.
+    The best completion has the highest reward. If `config` sets a held-out metric, the best completions are scored by it too.
     """
     if not isinstance(config, EvalConfig) or config.best_of == 1:
         return Report(figures, trajectories, rows)

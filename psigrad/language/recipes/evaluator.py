@@ -105,7 +105,7 @@ def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric:
 
     pass@k is returned for k = 1, 2, 4, … up to `num_generations` (at most 64) if prompts have several completions and every
     value of the metric is 0 or 1. If the metric is a sum of several reward functions, the mean of each is returned too. Unscored
-    completions are excluded and counted. The interval is over prompts, since completions of one prompt are not independent.
+    completions are counted apart. The interval counts each prompt once, since completions of a prompt are not independent.
     """
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
     values = scored_groups(trajectories, num_generations)
@@ -147,7 +147,7 @@ def describe_sensitivity(values: Sequence[Sequence[float]], metric: str) -> str:
 
 
 def _over_prompts(name: str, values: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return `name`/mean, the mean over prompts of a prompt's mean value, and its 95 % interval, `name`/low and `name`/high."""
+    """Average each prompt's `values`, then the prompts. Return `name`/mean and its 95 % interval, `name`/low and `name`/high."""
     if not values:
         return {}
     means = [math.fsum(group) / len(group) for group in values]

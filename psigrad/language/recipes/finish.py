@@ -69,7 +69,7 @@ def train_on_rows(
 ) -> Result:
     """Train on the rows of `task`, from the `checkpoint` if there is one, and save the model. All offline recipes end with this.
 
-    `prepared` has the rows of `task` and of `held_out`, whose loss is evaluated. `generated` evaluates by sampled completions.
+    `prepared` has the rows of both tasks. On `held_out` the loss is evaluated; `generated` evaluates sampled completions.
     `judges` are the reward and the held-out metric. `given` is the user's model object, if any.
     """
     check_images(config, model, prepared.rows)
@@ -92,8 +92,8 @@ def sampler_of(
 ) -> Iterator[Sampler]:
     """Yield the sampler that the settings name, on a cluster or on this machine.
 
-    With a sharded model, the sampler gets a full copy, unless it is vLLM without top_p, top_k and min_p. `longest` is the maximum
-    number of tokens of a prompt with its completion.
+    With a sharded model, the sampler gets a full copy of the model. Only vLLM needs no copy, if top_p, top_k and min_p are not
+    used. `longest` is the maximum number of tokens in a prompt plus its completion; 0 means the model's limit.
     """
     if config.placement.cluster and journal is not None:
         with extras.load("cluster").open_sampler(config, model, journal, longest) as sampler:
@@ -118,9 +118,9 @@ def generated_of(
     reference: Callable[[], LanguageModel | None],
     journal: Journal,
 ) -> Iterator[SampledEvaluation | None]:
-    """Yield the evaluation that samples completions of the held-out `rows` and scores them by `measure`.
+    """Yield the evaluation that samples completions of the held-out `rows` and scores them by the rewards in `measure`.
 
-    With `eval_kl`, it also computes their KL to the model that `reference` returns. Yield None without rewards or rows.
+    With `eval_kl`, it also computes the completions' KL to the model of `reference`. Yield None without rewards or rows.
     """
     if not (measure.weights and rows):
         yield None
@@ -170,7 +170,7 @@ def finish(
 def _best_of(
     config: Config, journal: Journal, model: LanguageModel | ScalarModel, given: ModelObject | None
 ) -> LanguageModel | ScalarModel:
-    """Return the model of the best evaluation, loaded from its checkpoint; `model` if there is none. See `finish` for `given`."""
+    """Return the model of the checkpoint with the best evaluation; `model` if there is none. See `finish` for `given`."""
     best = next((found for found in journal.callbacks.callbacks if isinstance(found, Best)), None)
     step, value = journal.world.broadcast((best.step, best.value) if best else (0, 0.0))
     place = journal.folder.checkpoints / f"step-{step:08d}"
@@ -217,7 +217,7 @@ def write_card(folder: Path) -> None:
 
 
 def write_report(folder: Path) -> Path:
-    """Write the report.html of one run. matplotlib is imported only here."""
+    """Write the report.html of one run and return its path."""
     from psigrad.records import report
 
     return report.write([folder])

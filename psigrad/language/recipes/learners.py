@@ -106,7 +106,7 @@ def _part(learner: Learner | Follower, copies: bool) -> Callable[[Path, World], 
     """Return a function that writes a learner's weights and optimiser state to a folder.
 
     With `copies`, this call copies the current values to host memory, and the function writes these copies. Otherwise the
-    function writes the values of the time when it runs.
+    function writes whatever the values are when it is called.
     """
     moments = learner.optimizer.state_dict() if isinstance(learner, Learner) else {}
     model: Any = learner.model
@@ -163,9 +163,9 @@ def restore(path: Path, learners: Learners) -> State:
 
 
 class CheckpointWriter:
-    """The writer of a training loop's checkpoints. With `async_save` and no callbacks, it writes in a thread beside the steps.
+    """The writer of a training loop's checkpoints. With `async_save` and no callbacks, a thread writes while training continues.
 
-    All ranks save together. The thread communicates in a separate `World`.
+    All ranks save together. The thread communicates in a process group of its own, so it does not disturb the steps.
     """
 
     def __init__(self, config: Any, journal: Journal, learners: Learners, pinned: Mapping[str, str]) -> None:
@@ -208,8 +208,8 @@ class CheckpointWriter:
     def _await_all_ranks(self, job: Future[None]) -> float | None:
         """Wait until all ranks have written their parts of the checkpoint, or one has failed. `job` is this rank's write.
 
-        Return how many seconds `job` may still take: `LEFT` if a write has failed, otherwise None, for no limit. The ranks
-        exchange their states every second. If one stalls, this raises an error within minutes. The write would need hours for it.
+        Return the number of seconds to wait for `job`: `LEFT` if a rank's write has failed, otherwise None (no limit). The ranks
+        exchange their states every second, so if one stalls, this raises an error within minutes instead of hours.
         """
         states = [0]
         while 0 in states and 2 not in states:
@@ -252,9 +252,8 @@ def begin(
 ) -> RunStart:
     """Return the start of a run: from the checkpoint `saved`, whose optimisers are restored, or else from the state `fresh`.
 
-    `pinned` are the values that checkpoints pin (`language/recipes/run_pins.py`). `rows` is (the number of training rows, the
-    number of held-out rows). Raises `UserError` if a pin differs from the checkpoint's and `run.allow` does not name the
-    difference.
+    `pinned` are the values that must not change when the run resumes (`language/recipes/run_pins.py`). Raises `UserError` if one
+    differs from the checkpoint's and `run.allow` does not name it. `rows` is (training rows, held-out rows), as numbers.
     """
     world = journal.world
     if world.size > 1:
@@ -283,7 +282,7 @@ def _best(state: State) -> int:
 
 
 def _sums_of(learners: Learners) -> dict[str, str]:
-    """Return {"weights": text with the sum of each unsharded trainable weight}, so that ranks can compare their first weights."""
+    """Return {"weights": the sum of each unsharded trainable weight, as text}. Ranks compare it: they must start alike."""
     optimizers = [learner.optimizer for learner in learners if isinstance(learner, Learner)]
     whole = (w.local for optimizer in optimizers for w in optimizer.weights.values() if w.local is w.parameter)
     return {"weights": " ".join(str(float(p.detach().double().sum())) for p in whole)}

@@ -43,7 +43,7 @@ def check_online(run: OnlineRun) -> None:
 
 
 def check_offline(run: OfflineRun) -> None:
-    """Run a forward and backward pass on the micro-batch with the longest row, of a step on the dataset's longest rows."""
+    """Make a step of the dataset's longest rows. Run forward and backward on its micro-batch with the longest row."""
     task = run.task
     longest = sorted(range(len(task)), key=lambda i: -task.tokens([i]))[: run.config.batch_size]
     with _trial([run.optimizer]):
@@ -80,7 +80,7 @@ def _trial(optimizers: Sequence[Optimizer]) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise UserError(
-            "The longest samples of this run do not fit the device's memory; `psigrad plan` shows which settings need less."
+            "The longest samples of this run do not fit the device's memory; `psigrad plan` suggests what to change."
         ) from error
     finally:
         for optimizer in optimizers:

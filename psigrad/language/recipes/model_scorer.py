@@ -70,7 +70,7 @@ class ModelScorer:
         return self._where_it_fits(pairs, self._by_texts)
 
     def _where_it_fits(self, pairs: Sequence[tuple[Ids, Ids]], score: Callable[..., list[Result]]) -> list[Result]:
-        """Apply `score` to the texts that fit the model's positions. Return its results, and `Unscored` for longer texts."""
+        """Apply `score` to the texts that fit the model's maximum length. Return its results, and `Unscored` for longer texts."""
         long = [describe_overflow(self.model, pair) for pair in pairs]
         found = iter(score([pair for pair, why in zip(pairs, long, strict=True) if not why]))
         return [Unscored(f"the reward model {self.name} cannot read {why}") if why else next(found) for why in long]
@@ -95,9 +95,9 @@ class ModelScorer:
     def _tokens(self, row: Row, own: tuple[Ids, Ids] | None) -> tuple[Ids, Ids]:
         """Return (prompt tokens, completion tokens) for the reward model. `own` are the policy's; None if unknown.
 
-        With `own`, the completion ends with the tokens that ended answers in the reward model's training. They replace the
-        policy's own stop token, if it sampled one. If `own` is None, or the policy's tokenizer or template differs, or the
-        template writes something before each answer, return ([], tokens of the rendered `row`).
+        Usually, return `own`, followed by the tokens that ended answers in the reward model's training. They replace the policy's
+        own stop token, if it sampled one. Return ([], tokens of the rendered `row`) if `own` is None, if the policy
+        has another tokenizer or template, or if the template writes something before each answer.
         """
         end = self._ends[isinstance(row.prompt, str)] if self.same_tokens and own else None
         if end is None or own is None:
@@ -115,9 +115,9 @@ class ModelScorer:
 
     @torch.no_grad()
     def _by_steps(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Result]:
-        """Return the reward of each (prompt tokens, completion tokens): the mean over the completion's n steps of σ(score).
+        """Return the reward of each (prompt tokens, completion tokens): the mean of σ(score) over the completion's n steps.
 
-        A step adds σ(score)/n to the reward. The result stores this part at the step's last token, for advantages per token.
+        For advantages per token, the result stores each step's σ(score)/n with the index of the step's last token.
         """
         found: list[Result] = [Scored(0.0, {self.name: 0.0})] * len(pairs)
         ends = [step_ends(self.model.tokenizer, completion, self.separator) for _, completion in pairs]
@@ -139,13 +139,13 @@ class ModelScorer:
 
 
 def describe_overflow(model: ScalarModel, pair: tuple[Ids, Ids]) -> str:
-    """Return the end of an error message if the texts of `pair` together exceed the model's positions; "" if they fit."""
+    """Return "" if prompt and completion together fit the model's maximum length, otherwise the end of an error message."""
     tokens = sum(map(len, pair))
     return f"{tokens} tokens, since it has {model.max_length} positions" if tokens > model.max_length else ""
 
 
 def answer_ids(model: ScalarModel, row: Row) -> Ids:
-    """Return the tokens of a prompt with its answer, rendered as in the reward model's training. The last token has the score."""
+    """Return the tokens of a prompt with its answer, rendered as in the reward model's training. The last one gets the score."""
     return example(model.tokenizer, to_turns(model.tokenizer, row, model.plain_prompts)).ids
 
 
@@ -210,7 +210,7 @@ class Mixture:
     weights: Sequence[float]
 
     def begin(self) -> Scoring:
-        """Return a `Scoring` that immediately passes each group to every scorer, so that each starts as early as it can."""
+        """Return a `Scoring` that passes each group to all scorers at once, so that no scorer waits for another."""
         return MixedScoring([scorer.begin() for scorer in self.scorers], self.weights)
 
 

@@ -167,7 +167,7 @@ def _learners(
     reference: LanguageModel | Teacher | None,
     past: PastPolicies | None,
 ) -> list[Learner | Follower]:
-    """Return the models whose weights a checkpoint stores: policy, critic, a reference that is synchronised, `past` opponents."""
+    """Return the models that a checkpoint stores: policy, critic, a reference that follows the policy, and `past` opponents."""
     learners: list[Learner | Follower] = [Learner(model, optimizer)]
     if critic is not None:
         learners.append(Learner(critic.model, critic.optimizer, "critic"))
@@ -209,7 +209,7 @@ def _rollout(
 def annotators_of(
     algorithm: PolicyGradient | OnlinePreference, reference: LanguageModel | Teacher | None, past: PastPolicies | None = None
 ) -> list[Annotator]:
-    """Return the annotators of a run. Each adds its column only if the algorithm needs it. `past` are opponents in games."""
+    """Return the annotators of a run. Each adds a column to a batch if the algorithm needs it. `past` are opponents in games."""
     if reference is None:
         first: list[Annotator] = []
     else:
@@ -223,9 +223,9 @@ def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterato
     """Yield an executor on rank 0 whose threads sample during training steps; None if sampling and training cannot overlap.
 
     An overlap needs a `lag` above 0, and a sampler on a cluster or on a GPU that does not train. A cluster gets lag + 1 threads,
-    one for each batch that is being sampled; one thread if completions are episodes. A sampler on a GPU gets one thread, since it
-    holds one version of the weights. Such a sampler allows no overlap if several processes train, since they would
-    communicate in two threads at once, and none with top_p, top_k or min_p, since the trainer must then recompute the log-probs.
+    one for each batch that is being sampled, or one thread if completions are episodes. A sampler on a GPU gets one thread, since
+    it holds one version of the weights. On a GPU there is no overlap in two cases: if several processes train, since they would
+    communicate in two threads at once, and with top_p, top_k or min_p, since the trainer must then recompute the log-probs.
     """
     beside = sampler.overlaps and world.size == 1 and not config.sampling.filtered
     if not ((sampler.central or beside) and config.lag and world.rank == 0):
@@ -243,7 +243,7 @@ def _prepare_rows(
 ) -> PreparedRows[Any]:
     """Return the training and held-out rows that the rewards of `setup` can score, and the tokens of the training prompts.
 
-    `episodes` is the player of the environment or game; None for single completions.
+    `episodes` plays the episodes of an environment or game; None if each completion is a single turn.
     """
     rewards, metric = setup
 
@@ -266,7 +266,7 @@ def _prepare_rows(
 
 
 def longest_of(config: OnlineConfig, prepared: PreparedRows[Any], evaluator: Evaluator | None) -> int:
-    """Return the maximum number of tokens of a prompt with its completion; 0 (the model's limit) if completions are episodes."""
+    """Return the maximum number of tokens in a prompt plus its completion; 0 (the model's limit) if completions are episodes."""
     if config.plays:
         return 0
     lengths = [len(ids) for _, ids in prepared.items] + [len(p.ids) for p in (evaluator.prompts if evaluator else ())]

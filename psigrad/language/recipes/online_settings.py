@@ -1,4 +1,4 @@
-"""Checks and values that depend on several settings of an online run, such as its algorithm, before anything is loaded."""
+"""Checks of the settings of an online run, and settings that follow from others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from psigrad.runs.journal import Journal
 def method(config: OnlineConfig) -> PolicyGradient | OnlinePreference:
     """Return the algorithm of the settings.
 
-    If a preset averages by `fixed_length`, the length is max_completion_length, as in TRL.
+    If it divides the loss by `fixed_length` and the settings give no length, the length is max_completion_length, as in TRL.
     """
     algorithm, spec = resolve_online(config.algorithm), config.algorithm
     if isinstance(algorithm, OnlinePreference):
@@ -43,9 +43,9 @@ def method(config: OnlineConfig) -> PolicyGradient | OnlinePreference:
 
 
 def set_activation_memory(config: OnlineConfig) -> OnlineConfig:
-    """Return the settings with a number for `keep_activations_gb`.
+    """Return the settings with a value for `keep_activations_gb`.
 
-    If none is given, a resumed run keeps its earlier number, and in a new run the free memory determines it.
+    If it is not set, a resumed run keeps its earlier value, and a new run chooses it by the free memory.
     """
     if config.keep_activations_gb is not None:
         return config
@@ -61,8 +61,8 @@ def correct(
 ) -> PolicyGradient | OnlinePreference:
     """Return the algorithm, with truncated importance weights if they are needed and the settings do not set a correction.
 
-    The weights are needed if the sampler's log-probs may differ from the trainer's, or if `lag` is above 0. Also log a message
-    about settings that the algorithm does not use.
+    The weights are needed if the sampler's log-probs may differ from the trainer's, or if `lag` is above 0. Raises `UserError` if
+    `lag` is above 0 and the settings turn the correction off. Also logs settings that the algorithm does not use.
     """
     _log_unused(config, algorithm, journal)
     stated = not isinstance(config.algorithm, str | Mapping) or (
@@ -72,7 +72,7 @@ def correct(
         return algorithm
     if stated and config.lag:
         raise UserError(
-            f"lag is {config.lag}, but the algorithm has no correction for completions of older weights; set "
+            f"lag is {config.lag}, but the algorithm does not correct for completions sampled with older weights; set "
             "algorithm.correction to truncated_importance, or use lag=0."
         )
     if stated or (is_exact_sampler(sampler, model) and not config.lag):
@@ -110,7 +110,7 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
     _check_critic(config, algorithm)
     if config.num_generations < algorithm.min_group_size:
         raise UserError(
-            f"num_generations is {config.num_generations} and {algorithm.name or 'the algorithm'} compares completions of one "
+            f"num_generations is {config.num_generations}, but {algorithm.name or 'the algorithm'} compares completions of one "
             f"prompt; give at least {algorithm.min_group_size}."
         )
     if config.sampling.temperature == 0:
@@ -156,7 +156,7 @@ def _check_replay(config: OnlineConfig, algorithm: PolicyGradient | OnlinePrefer
         "placement.cluster samples elsewhere": bool(config.placement.cluster),
     }
     if why := next((why for why, holds in reasons.items() if holds), ""):
-        raise UserError(f"router_replay needs the experts that the embedded sampler recorded, but {why}; remove router_replay.")
+        raise UserError(f"router_replay needs the experts that the embedded sampler records, but {why}; remove router_replay.")
 
 
 def record_experts(config: OnlineConfig, model: LanguageModel, sampler: Sampler) -> Sampler:
@@ -194,7 +194,7 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
     if config.teacher_prompt and (isinstance(algorithm, OnlinePreference) or not algorithm.needs_reference):
         raise UserError(f"teacher_prompt is given, but {name} has no KL term; set algorithm.kl, or remove teacher_prompt.")
     if config.teacher_prompt and config.plays:
-        raise UserError("teacher_prompt needs single completions, but the settings have episodes or agents; remove one of them.")
+        raise UserError("teacher_prompt needs single-turn completions; remove it, or remove environment, tools and agent.")
     if (config.agent or config.agent_command) and config.placement.environment_actors:
         raise UserError("placement.environment_actors are for environments and tools; for agents set agent_workers.")
     served, plain = ("reference_model", "reference_tokenizer", "reference_top_k"), OnlineConfig()
@@ -216,7 +216,7 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
             "remove one of them."
         )
     if config.reference_dtype and config.model.lora_rank and not config.reference:
-        raise UserError("With LoRA the reference is the model itself, so reference_dtype has no effect; remove it.")
+        raise UserError("With LoRA the reference is the model without its adapter, so reference_dtype has no effect; remove it.")
 
 
 def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
@@ -235,8 +235,8 @@ def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGrad
     if isinstance(algorithm, OnlinePreference) or config.plays or config.evaluation.eval_kl:
         what = "eval_kl" if config.evaluation.eval_kl else "an environment or agent" if config.plays else "a preference method"
         raise UserError(
-            f"The reference {reference.name} is a server or lacks the model's tokenizer, which {what} does not "
-            "support; give a local reference with the model's tokenizer."
+            f"The reference {reference.name} is a server or has another tokenizer than the model, but {what} needs a local "
+            "reference with the model's tokenizer; give one."
         )
     reference.check(algorithm)
 
@@ -269,6 +269,6 @@ def _check_critic(config: OnlineConfig, algorithm: PolicyGradient | OnlinePrefer
     adapts = isinstance(algorithm, PolicyGradient) and algorithm.adapts
     if adapts and config.num_iterations * config.num_minibatches == 1:
         raise UserError(
-            f"{algorithm.name or 'The algorithm'} adapts its penalty to the policy's change while it trains on a batch, which "
-            "needs several optimiser steps; set num_iterations or num_minibatches above 1."
+            f"{algorithm.name or 'The algorithm'} penalises the policy's change over the steps on a batch, which needs several "
+            "optimiser steps; set num_iterations or num_minibatches above 1."
         )

@@ -45,8 +45,8 @@ from psigrad.runs.result import Result
 def run(config: PreferenceConfig, given: ModelObject | None = None) -> Result:
     """Train `config.model`, or the model object `given`, on preference rows by `config.loss`. KTO takes unpaired-preference rows.
 
-    The reference's log-probs are computed once, before training, and cached on disk by content. Training steps run no reference
-    model. Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError` on mistakes of the user.
+    The reference's log-probs are computed once, before training, and cached on disk, so training steps run no reference model.
+    Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError` on mistakes of the user.
     """
     loss = resolve_loss(config.loss)
     check_sampling(config.sampling)
@@ -73,9 +73,9 @@ def _reference(
 ) -> LanguageModel | None:
     """Return the model that computes the reference's log-probs before training; None if they are not needed.
 
-    It is the model that `config.reference` names, or else the initial model. With LoRA, that is the trained model without its
-    adapter. In full fine-tuning, it is the trained model before its first step. A run that resumes from a `checkpoint`, or has
-    eval_kl, loads the initial model again. Raises `UserError` for a reference that `loss` does not use.
+    It is the model that `config.reference` names, or else the initial model. With LoRA, the initial model is `model` without its
+    adapter. In full fine-tuning, `model` is the initial model before step 1. If the run resumes from a `checkpoint`, or with
+    eval_kl, the initial model is loaded again. Raises `UserError` for a reference that `loss` does not use.
     """
     if config.reference and not loss.needs_reference:
         raise UserError(f"The settings name a reference model, but {loss.name} uses none; remove reference.")
@@ -141,7 +141,7 @@ def _logps(
 
 
 def _content(model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]]) -> str:
-    """Return the SHA-256 of the reference's weights and of all tokens, the key of the cache."""
+    """Return the cache key: the SHA-256 of the reference's weights and of all tokens."""
     digest = hashlib.sha256()
     held = model.network.state_dict().items() if model.shard_root is None else sharded.gather(model)
     digest_weights(digest, ((name, tensor) for name, tensor in held if not (model.is_own_reference and "lora_" in name)))

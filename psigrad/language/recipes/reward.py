@@ -32,7 +32,7 @@ from psigrad.runs.result import Result
 def run(config: RewardConfig, given: ModelObject | None = None) -> Result:
     """Train `config.model`, or the model object `given`, with a scalar head on preference rows.
 
-    With `config.process`, train on stepwise rows instead. `model/` in the run folder opens with transformers'
+    With `config.process`, train on stepwise rows instead. Load the result, `model/` in the run folder, with transformers'
     `AutoModelForSequenceClassification`. Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError`
     on mistakes of the user.
     """

@@ -1,4 +1,4 @@
-"""Tokenization of a run's rows, by several processes, with a cache for the next start with the same data and settings."""
+"""Tokenization of a run's rows by several processes. A later run with the same data and settings reads the cached result."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ class Encoder(Generic[R]):
 
 
 def encode_rows(rows: Sequence[R], encoder: Encoder[R], data: Data, log: Log | None = None) -> tuple[Sequence[Any], Counter[str]]:
-    """Return (the encoded rows, as Arrow batches if there are many; the sums of the counts of `encoder.filter`, by name).
+    """Return (the encoded rows, {name: the sum of this count of `encoder.filter` over the rows}). Many rows become Arrow batches.
 
-    A row that the encoder rejects stops the run, and the error names its place in the file. With `bad_rows: skip` it is dropped
-    and counted, unless all rows are rejected.
+    If the encoder rejects a row, the run stops with an error that names the row's place in the file. With `bad_rows: skip`,
+    rejected rows are dropped and counted, unless all rows are rejected.
     """
     if len(rows) < FEW and data.num_proc <= 1:
         made: Sequence[Any]
@@ -105,7 +105,7 @@ def encode_rows(rows: Sequence[R], encoder: Encoder[R], data: Data, log: Log | N
 
 
 def _batches(rows: Sequence[Any], encoder: Encoder[Any], processes: int) -> Iterator[Encoded]:
-    """Yield the encoded rows, in order, as Arrow batches, using several processes if there are many rows."""
+    """Yield the encoded rows, in order, as Arrow batches. With `processes` 0, use several processes if there are many rows."""
     spans = [slice(start, start + _AT_ONCE) for start in range(0, len(rows), _AT_ONCE)]
     here = machine.cores() if sys.platform == "linux" else 1
     count = min(processes or (here if len(rows) >= FEW else 1), len(spans))
@@ -151,10 +151,10 @@ def prepare(
     journal: Journal,
     make: Callable[[Log], PreparedRows[T]],
 ) -> PreparedRows[T]:
-    """Return the rows that `make` prepares, or read them from the cache of an earlier start with the same files and settings.
+    """Return the rows that `make` prepares, or read them from the cache of an earlier run with the same files and settings.
 
     `settings` are further values on which the rows depend, for the cache key. The messages that were logged when the cache was
-    written are logged again. Rank 0 prepares the rows first. Other ranks then read its cache, or prepare them if they cannot.
+    written are logged again. Rank 0 prepares the rows first. Other ranks read the cache of rank 0; without it, they prepare too.
     """
     folder = journal.folder.path / "images"
     images.store_in(folder)
@@ -207,7 +207,7 @@ def sum_parts(prepared: PreparedRows[Any]) -> dict[str, str]:
 
 
 def _drop_images(row: Row) -> Row:
-    """Return the row as it is hashed: without its image columns, if marks in its text contain the SHA-256 of each image."""
+    """Return the row for hashing. Drop its image columns if marks in its text already contain the SHA-256 of each image."""
     own = {name: value for name, value in row.columns.items() if name not in images.COLUMNS}
     return replace(row, columns=own) if len(own) < len(row.columns) and digests_of(row) else row
 
@@ -215,7 +215,7 @@ def _drop_images(row: Row) -> Row:
 def _key(data: Data, tokenizer: PreTrainedTokenizerBase, settings: Sequence[Any]) -> str:
     """Return the cache key, a SHA-256 of everything that rows and tokens depend on.
 
-    Return "" if one of these things is unknown, or if a cache would save little.
+    Return "" if one of these things is unknown, if a cache would save little, or if the cache is turned off.
     """
     names = [share.dataset for given in (data.dataset, data.eval_dataset) if given for share in parse_mixture(given)]
     if not all(isinstance(name, str) for name in names) or not row_cache.limit():

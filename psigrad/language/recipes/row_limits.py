@@ -35,8 +35,9 @@ from psigrad.runs.journal import Journal
 def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, completion: int, log: Log | None = None) -> Prompts:
     """Return the rows with the tokens of their prompts.
 
-    A prompt is too long if it exceeds `data.max_prompt_length`, or leaves less than `completion` of the model's positions. This
-    raises `UserError` with its place in the file. With `bad_rows: skip` it is dropped and counted, unless no prompt is left.
+    A prompt is too long if it has more than `data.max_prompt_length` tokens, or if the model has no room for `completion` tokens
+    after it. Raises `UserError` with the row's place in the file for the first prompt that is too long. With `bad_rows: skip`,
+    such prompts are dropped and counted instead, unless no prompt is left.
     """
     room, limit = model.max_length - completion, data.max_prompt_length
 
@@ -65,9 +66,9 @@ def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, comple
 
 
 def log_rewrites(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], log: Log) -> None:
-    """Log which content of a row the chat template does not support and what replaces it.
+    """Log which content of a row the chat template does not support, and what replaces it.
 
-    Only the first such row among the first hundred is logged.
+    The first 100 rows are searched, and only the first one with such content is logged.
     """
     for row in rows[:100]:
         with contextlib.suppress(RowError):  # such a row was dropped and reported already
@@ -144,7 +145,7 @@ def check_images(config: Any, model: Pretrained | None = None, rows: Iterable[Ro
 
 
 def check_features(model: Pretrained, rows: Iterable[Row]) -> None:
-    """Raise `UserError` if the features that the vision tower computes for an image and its image tokens differ in number.
+    """Raise `UserError` if the number of features that the vision tower computes for an image is not its number of tokens.
 
     To save time, only one image of `rows` is checked for each number of tokens. Sharded models are checked at the first step.
     """
@@ -157,14 +158,14 @@ def check_features(model: Pretrained, rows: Iterable[Row]) -> None:
 
 
 def token_limit(config: SFTConfig | RewardConfig | PreferenceConfig, model: LanguageModel | ScalarModel) -> int:
-    """Return the maximum number of tokens of a row: `max_length`, or the model's positions if they are fewer."""
+    """Return the maximum number of tokens of a row: the smaller of `max_length` and the model's number of positions."""
     return min(config.max_length or model.max_length, model.max_length)
 
 
 def check_positions(longest: int, **others: Any) -> None:
-    """Raise `UserError` for a model that has fewer positions than the run's longest text has tokens.
+    """Raise `UserError` if the run's longest text, of `longest` tokens, has more tokens than a model has positions.
 
-    Some models would compute beyond their positions without an error. `others` are the models, by their names for the message.
+    Some models give no error for longer texts. `others` maps a name, such as reference, to each model to check.
     """
     for name, other in others.items():
         if isinstance(other, Pretrained) and longest > other.max_length:
@@ -195,7 +196,7 @@ def dataset_form(config: OnlineConfig | SFTConfig | RewardConfig | PreferenceCon
 def prepare_answers(
     config: RewardConfig | PreferenceConfig, encoder: Encoder[Row], limit: int, journal: Journal
 ) -> PreparedRows[Any]:
-    """Return the rows with answers to compare, and their tokens.
+    """Return the rows of a preference, unpaired-preference or stepwise dataset, and their tokens.
 
     A truncated answer cannot be judged, so rows with more tokens than `limit` are dropped and counted. Raises `UserError` if no
     row is left.

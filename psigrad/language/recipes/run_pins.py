@@ -1,4 +1,4 @@
-"""The pins of a language model's run, which must be unchanged when it resumes: data, models, the user's code and the machine."""
+"""The pins of a language model's run: values that must be the same when it resumes, such as hashes of the data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def collect_pins(
     prepared: PreparedRows[Any],
     judges: Sequence[RewardSetup | None] = (),
 ) -> dict[str, str]:
-    """Return the pins of a run, the values that must be unchanged when it resumes, by the names of `pins.PINS`.
+    """Return the pins of a run: values, under the names of `pins.PINS`, that must be the same when the run resumes.
 
     Pins that do not apply to the run are absent. `judges` are the reward and the held-out metric, whose functions are pinned too.
     """
@@ -54,7 +54,7 @@ def static_pins(config: Config, judges: Sequence[RewardSetup | None] = ()) -> di
 
 
 def _data(given: Any) -> str:
-    """Return the hashes of the data `given` (as `data.dataset` or `data.eval_dataset`), except of data on other machines."""
+    """Return the hashes of the data `given` as `data.dataset` or `data.eval_dataset`. Data on other machines have none."""
     if isinstance(given, list | tuple) and not all(isinstance(one, str) for one in given):
         return pins.hash_parts({"rows": given})["rows"]
     names = [share.dataset for share in parse_mixture(given) if isinstance(share.dataset, str) and share.dataset]

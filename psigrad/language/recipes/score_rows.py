@@ -63,7 +63,7 @@ def score(
 
     `rows` is a file, folder or hub dataset with a `split`, or rows from Python; `columns` renames columns. The functions also
     receive the rows' other columns. A reward is the sum of the functions' values, with `weights` (default 1). A call has at most
-    `timeout` seconds. `tokenizer` names a model whose tokenizer makes the argument `completion_ids`; without it this is empty.
+    `timeout` seconds. `tokenizer` names a model, whose tokenizer makes the functions' argument `completion_ids` (default: none).
     `bad_rows="skip"` drops malformed rows. Raises `UserError` if a reward counts tokens and no tokenizer is given.
     """
     if not rewards:
@@ -104,7 +104,7 @@ def check_scored(scores: Sequence[RowScore]) -> None:
 
 
 def summary(scores: Sequence[RowScore]) -> str:
-    """Return one line: the number of scored rows, their mean reward, and the median time of a row."""
+    """Return one line: the number of rows, the mean reward, the numbers of failed and unscored rows, the median time."""
     values = [s.result.value for s in scores if isinstance(s.result, Scored | Failed)]
     failed = sum(isinstance(s.result, Failed) for s in scores)
     mean = f"mean reward {sum(values) / len(values):.4g}" if values else "no reward"

@@ -1,4 +1,4 @@
-"""The rewards of a run, resolved once from its settings: their functions, names and weights, and the scorer that uses them."""
+"""The rewards of a run, resolved once from its settings: functions, reward models and weights, and the scorer."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class RewardSetup:
     def pool(self) -> RewardPool:
         """Return a pool of processes on this machine that run the reward functions.
 
-        Raises `SandboxError` if a function would run the model's programs here and this machine has no sandbox.
+        Raises `SandboxError` if a function would run programs that the model wrote and this machine has no sandbox.
         """
         for function in self.functions:
             if isinstance(function, Code):
@@ -182,7 +182,7 @@ class RewardSetup:
             n = several(len(places), "row", "is", "are")
             text = f"{n} dropped for an empty column {column!r}, which the reward needs: {shown}."
             if all(missing):
-                raise UserError(f"No row is left. {text.rstrip('.')}; fill this column, or name another one.")
+                raise UserError(f"No row is left. {text.rstrip('.')}; fill this column, or map another one to it with --columns.")
             if log is not None:
                 kept = len(rows) - len(places)
                 log("rows_left_out", text, column=column, without_gold=len(places), kept=kept)
@@ -193,7 +193,7 @@ _ROWS_AT_ONCE = 64
 
 
 def describe_hidden_tokens(config: Scored, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Return a message about special tokens such as <think> that are removed from what rewards read; "" if there are none."""
+    """Return a message about special tokens, such as <think>, that are removed before rewards read a completion, or ""."""
     scored = tokenizer is not None and config.skip_special_tokens and (config.reward or config.reward_model)
     marks = hidden_marks(tokenizer) if scored and tokenizer is not None else []
     shown = ", ".join(marks[:6])
@@ -214,7 +214,7 @@ def samples_of(rows: Sequence[Row], names: Sequence[str]) -> Samples:
 
 
 def _pool_of(config: Scored, functions: Sequence[Reward] | None) -> RewardPool:
-    """Return the pool that runs `functions`; if None, the rewards of `config`. A cluster calls this on the scorers' machine."""
+    """Return the pool that runs `functions`; if None, the rewards of `config`. In a cluster, it runs on the scorers' machine."""
     return RewardSetup.of(config, functions).pool()
 
 
@@ -224,7 +224,7 @@ def _name_of(path: str) -> str:
 
 
 def _load_model(path: str, name: str, config: Scored, tokenizer: PreTrainedTokenizerBase | None) -> ModelScorer:
-    """Load a frozen reward model called `name`. It reads the policy's tokens if vocabulary and prompt format are the policy's."""
+    """Load a frozen reward model called `name`. It reads the policy's tokens if it has the same vocabulary and prompt format."""
     model = load_trained_scalar_model(replace(config.model, path=path, revision="", quantize_base=""), config.run)
     model.network.requires_grad_(False)
     own = model.tokenizer

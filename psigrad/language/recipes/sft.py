@@ -66,9 +66,9 @@ def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, 
     if cut := counts["cut"]:
         log("rows_cut", f"{cut} of {texts} texts are cut at {limit} tokens.", at=limit, count=cut)
     if not learned:
-        raise UserError(f"No row of {config.data.dataset} has a token to learn within {name_limit(config, limit)}.")
+        raise UserError(f"No row of {config.data.dataset} has a token to train on within {name_limit(config, limit)}.")
     if none := found - len(learned):
-        text = f"{none} of {found} rows have no token to learn within {limit} tokens and are dropped."
+        text = f"{none} of {found} rows have no token to train on within {limit} tokens and are dropped."
         log("rows_left_out", text, nothing_to_learn=none, kept=len(learned))
     return PreparedRows(rows, held_out, learned, encode_rows(held_out, encoder, config.data)[0])
 

@@ -371,7 +371,7 @@ def test_rows_of_another_form_are_told_once_with_the_form_that_they_fit(tmp_path
 @pytest.mark.parametrize("name", ["prompts.jsonl:0.5", "prompts.csv:x"])
 def test_what_stands_behind_a_file_name_is_not_asked_of_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("the hub was asked"))
-    with pytest.raises(UserError, match="expected a number, the dataset's weight among several"):
+    with pytest.raises(UserError, match="only a weight can follow it, as in --dataset"):
         load(name, form="prompt-only")
 
 

@@ -314,7 +314,7 @@ def test_grpo_follows_the_experts_of_sampling(folder, tmp_path, monkeypatch):
     assert runs[0] == runs[1], "no tie: what is recorded is what would be chosen"
     assert followed and all(choices is not None for choices in followed)
     assert "aux_loss" in runs[0][0]
-    with pytest.raises(UserError, match="router_replay needs the experts that the embedded sampler recorded, but sampling"):
+    with pytest.raises(UserError, match="router_replay needs the experts that the embedded sampler records, but sampling"):
         psigrad.train(
             "grpo", model=folder, dataset=rows, output_dir=tmp_path / "x", router_replay=True, sampler="transformers",
             **SHORT, **online,

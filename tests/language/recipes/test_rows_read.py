@@ -118,7 +118,7 @@ def test_rows_without_a_token_to_learn_are_left_out_and_counted(chat: Path, tmp_
         max_length=40,
     )
     sft.run(config)
-    assert "10 of 20 rows have no token to learn within 40 tokens and are dropped" in capsys.readouterr().err
+    assert "10 of 20 rows have no token to train on within 40 tokens and are dropped" in capsys.readouterr().err
     (told,) = events(tmp_path / "run", "rows_left_out")
     assert (told["nothing_to_learn"], told["kept"]) == (10, 10)
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

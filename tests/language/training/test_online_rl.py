@@ -234,7 +234,7 @@ def test_truncated_completions_teach_dapo_nothing(tokenizer):
 
 def test_a_group_of_one_is_refused(tokenizer):
     config = make(tokenizer, "grpo", num_generations=1, reward=("exact",)).config
-    with pytest.raises(UserError, match="num_generations is 1 and grpo compares completions of one prompt; give at least 2"):
+    with pytest.raises(UserError, match="num_generations is 1, but grpo compares completions of one prompt; give at least 2"):
         online_settings.check(config, resolve("grpo"))
 
 

@@ -26,8 +26,8 @@ def templates_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 def check_arguments(templates: Sequence[str], kwargs: Mapping[str, Any]) -> None:
     """Raise `UserError` for templates that are not valid Jinja and for arguments that have no effect or the wrong type.
 
-    An argument has no effect if no template reads it. Its type is wrong if every use of it in the templates expects another type.
-    For example, the condition `if name` expects a boolean, so the text "fals" is wrong.
+    An argument has no effect if no template reads it. Its type is wrong if no use of it in the templates accepts this type. For
+    example, the condition `if name` expects a boolean, so the text "fals" is wrong.
     """
     read = [_kinds_read(text) for text in templates]
     names = {"chat_template"}.union(*read)

@@ -143,8 +143,8 @@ def _backend_of(tokenizer: PreTrainedTokenizerBase, added: list[Any]) -> tuple[r
 
     `backend` is the tokenizer of the library `tokenizers`. Both are None if the class of `tokenizer` overrides its encoding. The
     library splits a text at added tokens and encodes each piece alone. If several start at one position, it takes the longest.
-    `cuts` matches the added tokens that the library finds in the text as it is, before normalisation. It is None if there are no
-    such tokens, if one is part of another added token, or if one must be a separate word.
+    `cuts` matches the added tokens that the library finds before normalising the text. `cuts` is None if there are no such
+    tokens, if one occurs inside another added token, or if one is matched only as a separate word.
     """
     from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
@@ -221,10 +221,10 @@ def _probe(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], spe
 def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, str]:
     """Return (`turn_end`, `turn_next`) of a `Dialect` from two renderings of a turn with the content `SENTINEL`.
 
-    In `last`, the turn is the last one; in `followed`, another turn follows. `special` matches special tokens. Usually, both
-    results are the text after the content, up to the special token that ends it in both renderings. Without such a token, they
-    end at the last special token of `last` (gpt-oss: <|return|>). If `last` has none either, `turn_end` is the text of `followed`
-    after the content, up to its first special token (GLM: <|user|>). `turn_next` is then the part of it that `last` lacks.
+    `last` ends with this turn; in `followed`, another turn follows. `special` matches special tokens. Both results are the text
+    after the content. Usually it ends with the last special token that both renderings share. If they share none, it ends with
+    the last special token of `last` (gpt-oss: <|return|>). If `last` has none either, `turn_end` is the text of `followed` after
+    the content, up to its first special token (GLM: <|user|>), and `turn_next` is the part of `turn_end` that `last` lacks.
     """
     ending, behind = last.rpartition(SENTINEL)[2], followed.rpartition(SENTINEL)[2]
     shared = next((i for i, (a, b) in enumerate(zip(ending, behind, strict=False)) if a != b), min(len(ending), len(behind)))

@@ -45,7 +45,7 @@ class TemplateLimit(UserError):
 
 
 class _Spent(threading.local):
-    """The limits of a thread's rendering: it must end at the processor time `until`, and has made `made` characters so far."""
+    """The state of a thread's rendering: its deadline in processor time, `until`, and the number of characters `made` so far."""
 
     until, made = math.inf, -math.inf
 
@@ -124,7 +124,7 @@ def _make_count(template: Template, text: str) -> None:
 class _Counting(NodeTransformer):
     """A transformer of a template's syntax tree that adds a check of the clock to each loop and macro.
 
-    It also replaces operators by filters of the same meaning, which add up the sizes of their results.
+    It also replaces operators by equivalent filters, which add up the sizes of their results.
     """
 
     def visit_For(self, node: nodes.For) -> nodes.Node:

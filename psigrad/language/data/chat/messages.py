@@ -59,10 +59,10 @@ def is_trained(message: Message) -> bool:
 
 
 def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
-    """Return the `messages` of a fine-tuning row. If a column has a name of `WEIGHTS`, each message gets its weight from it.
+    """Return the `messages` of a fine-tuning row, each with its weight from the column named in `WEIGHTS`, if there is one.
 
-    `messages` is None for a prompt-completion row. Call `fail(path, reason)`, which raises, for a list that does not have one
-    weight per message, for messages that have weights already, for a mask over tokens, and for a row's weight other than 1.
+    `messages` is None for a prompt-completion row. Call `fail(path, reason)`, which raises, if there are more or fewer weights
+    than messages, if messages already have weights, or if a column is a mask over tokens or one weight for a whole row, except 1.
     """
     weighed = messages
     for name, given in columns.items():
@@ -131,7 +131,7 @@ def order_answers(messages: list[Message]) -> list[Message]:
 def join_parts(parts: list[Any], path: str, fail: Fail) -> str:
     """Return the joined text of content `parts`. A part without a type counts as text.
 
-    Reject other types and missing texts by `fail(path, reason)`, which raises. `path` is the place of `parts` in the row.
+    Call `fail(path, reason)`, which raises, for a part that is not text or has none. `path` is the place of `parts` in the row.
     """
     texts = []
     for i, part in enumerate(parts):

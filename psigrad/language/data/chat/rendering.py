@@ -162,7 +162,7 @@ def _set_clock(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
 def without_panic(encode: Callable[[Any], Any], text: str | list[str]) -> Any:
     """Return `encode(text)`. Raise `UserError` if the tokenizer's Rust code panics.
 
-    Its regular expressions panic after 10 million steps (about 0.1 s) at one character, so every encoding ends.
+    The code panics if a regular expression needs over 10 million steps (about 0.1 s) at one character, so encoding never hangs.
     """
     try:
         return encode(text)

@@ -89,7 +89,7 @@ class Conversation:
     def prompt(self, messages: Sequence[Message]) -> str:
         """Return the text from which the model samples: it ends with the generation prompt.
 
-        If the last message is the assistant's, its content follows. Raise `RowError` if that message has other fields.
+        If the last message is the assistant's, its content follows. Raise `RowError` if it has more fields, such as tool calls.
         """
         *before, last = messages
         if last["role"] != "assistant":
@@ -133,7 +133,7 @@ def contexts(conversation: Conversation, *, empty_thinking: bool = False) -> lis
     """Return the row's `Context`s, in which each trained turn follows the same text that precedes it in sampling.
 
     If the template never changes earlier turns, one context has all turns. If it changes them (Qwen3 drops their thoughts), a
-    new context starts at each turn before which the text has changed. An empty thought that the template adds is trained only
+    turn gets a new context whenever the text before it has changed. An empty thought that the template adds is trained only
     if `empty_thinking` is True.
 
     Raise `RowError` for a turn whose context cannot be found, and for content that the template drops.
@@ -175,7 +175,7 @@ def contexts(conversation: Conversation, *, empty_thinking: bool = False) -> lis
 
 
 def _render_turn(conversation: Conversation, messages: Sequence[Message], empty_thinking: bool) -> tuple[str, str, list[Span]]:
-    """Return (text before the last turn, text up to its end, trained spans in the second). `empty_thinking`: see `contexts`."""
+    """Return (text before the last turn, text up to its end, trained spans in the latter). `empty_thinking`: see `contexts`."""
     said = messages[-1]
     before, blocks = conversation.render(messages[:-1], generation_prompt=True), conversation.blocks(messages)
     text = as_rendered = conversation.render(messages)
@@ -217,7 +217,7 @@ def _find_last_turn(conversation: Conversation, messages: Sequence[Message], bef
     """Return the text of the last turn in `text`, the rendering of `messages`; None if the turn's beginning is not found.
 
     `before` is the text from which this turn is sampled. `text` does not start with it, since the last turn changes how earlier
-    turns are rendered: gpt-oss drops the thought beside an earlier call, and Gemma 4 the end of an earlier turn.
+    turns are rendered: gpt-oss drops an earlier call's thought, and Gemma 4 drops the end of an earlier turn.
     """
     unended = before.rstrip().removesuffix(conversation.dialect.turn_end)
     if unended != before.rstrip() and text.startswith(unended):
@@ -233,10 +233,10 @@ def _find_last_turn(conversation: Conversation, messages: Sequence[Message], bef
 
 
 def _continue_thought(conversation: Conversation, message: Message, before: str, text: str, index: int) -> tuple[str, str]:
-    """Return (text before the turn `message`, text up to its end), made to agree so that the second text starts with the first.
+    """Change `before` and `text` so that `text` starts with `before`. Return (text before the turn, text up to its end).
 
-    The generation prompt `before` ends with a tag that opens a thought. The template drops or changes it in `text`, rendered up
-    to the turn's end. If `text` lacks another part of `before`, raise `RowError` with the number `index` of the message.
+    The generation prompt `before` ends with a tag that opens a thought. In `text`, rendered up to the end of the turn `message`,
+    the template drops or changes this tag. If it changes more of `before`, raise `RowError` with the message's number `index`.
     """
     opened, thought = OPEN.search(before), _thought_of(message)
     tail = "" if opened is None else text[opened.start() :]
