@@ -195,7 +195,7 @@ def _folder_hash(folder: Path) -> str:
 
 
 def hash_code(*objects: Any) -> str | None:
-    """Return the SHA-256 of the user's code that defines `objects`; None if they are all defined in installed packages.
+    """Return the SHA-256 of the user's code that defines `objects`; None if no object is defined in the user's code.
 
     The hash covers the files that define the objects, the user's modules that these files import, and the data files that these
     modules opened while `psigrad.importing` imported them. For objects defined in the main script or a notebook, it covers only

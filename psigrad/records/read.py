@@ -178,7 +178,7 @@ def clip(value: Any, limit: int = TEXT_LIMIT) -> str:
 
 
 def load_all(folders: Sequence[str | Path]) -> list[RunData]:
-    """Return the runs in `folders`. As names, they get the last parts of their paths, as few as make all names different."""
+    """Return the runs in `folders`. Each is named by the end of its path, as short as possible while all names differ."""
     runs = [load(folder) for folder in folders]
     parts = [run.path.resolve().parts for run in runs]
     for depth in range(1, max(map(len, parts), default=0) + 1):
