@@ -380,7 +380,7 @@ def load(callback: Any, state: Any) -> None:
 def resolve(given: Any) -> Any:
     """Return the callback that `given` describes: an object, a class, "module:Class", or {"callback": …, parameter: value}.
 
-    Raise `UserError` if the callback cannot be created, or has a method for none of the `EVENTS`.
+    Raise `UserError` if the callback cannot be created, or handles no event of `EVENTS`.
     """
     parameters: dict[str, Any] = {}
     found = given
