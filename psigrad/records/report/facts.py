@@ -18,7 +18,7 @@ _CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceCo
 
 
 def facts(run: RunData) -> list[tuple[str, str]]:
-    """Return (name, text) for the run's start, duration, commands, machine, versions, and the reasons why it is slower than it could be.
+    """Return (name, text) for the run's start, duration, commands, machine and versions, and for reasons why it is slow.
 
     Omit facts that were not recorded.
     """

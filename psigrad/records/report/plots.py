@@ -81,7 +81,7 @@ def draw(runs: Sequence[RunData]) -> list[tuple[Plot, str]]:
 
 
 def _worth_drawing(values: Sequence[float]) -> bool:
-    """Return True if a curve has at least two points, and a value other than 0. (On-policy, the clip ratio is always 0.)"""
+    """Return True if a curve has at least two points, and a value other than 0. On-policy clip ratios are always 0."""
     return len(values) > 1 and any(values)
 
 
