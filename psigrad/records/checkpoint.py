@@ -1,8 +1,8 @@
 """Checkpoints that are either complete or absent.
 
 A save writes a temporary folder, fsyncs every file, writes `manifest.json` (sizes and SHA-256) last, renames the folder, and
-fsyncs the parent. There is no pointer file: the latest checkpoint is the newest that verifies. Nothing is ever unpickled. The
-lock of the run folder ensures that only this process writes here.
+fsyncs the parent. There is no file that names the latest checkpoint: it is the newest one whose files match its manifest.
+Nothing is ever unpickled. The lock of the run folder ensures that only one process saves checkpoints in it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CheckpointError(UserError):
 
 @dataclass(frozen=True)
 class Latest:
-    """The result of `latest`. `path` is None without an intact checkpoint. `ignored` has the error of each newer, damaged one."""
+    """The newest intact checkpoint; `path` is None if there is none. `ignored` has the errors of newer, damaged checkpoints."""
 
     path: Path | None
     step: int = 0
@@ -51,10 +51,10 @@ class Latest:
 
 
 def save(root: Path, step: int, write: Callable[[Path], Mapping[str, Any] | None], *, meta: Mapping[str, Any]) -> Path:
-    """Write a checkpoint `root/step-…` from the files that `write(folder)` puts into a folder. `meta` goes into the manifest.
+    """Save a checkpoint as `root/step-…`. `write(folder)` writes its files, and `meta` is added to its manifest.
 
-    `write` may return the `seal_file` results of some of the files, which are then not hashed again. An older checkpoint of the
-    same step is replaced, and at every moment one of the two checkpoints exists. Raise `CheckpointError` if the disk is full or
+    `write` may return the results of `seal_file` for some of the files, so that they are not hashed again. If there is already a
+    checkpoint of this step, it is deleted only once the new one is complete. Raise `CheckpointError` if the disk is full or
     read-only; earlier checkpoints are then unchanged.
     """
     final, beside = root / f"step-{step:08d}", _temporary(root, step)
@@ -87,7 +87,7 @@ def save(root: Path, step: int, write: Callable[[Path], Mapping[str, Any] | None
 def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
     """Write a folder with `write(folder)` under a temporary name, flush it to the disk, and rename it to `final`.
 
-    A crash leaves the complete new folder, or the old one. The old one may have a temporary name; `restore_folder` undoes this.
+    A crash leaves the complete new folder or the complete old one, perhaps under a temporary name; see `restore_folder`.
     """
     beside, aside = (final.with_name(f".{final.name}.{state}") for state in ("new", "old"))
     shutil.rmtree(beside, ignore_errors=True)
@@ -103,7 +103,7 @@ def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
 
 
 def restore_folder(final: Path) -> bool:
-    """Undo a `replace_folder` that a kill interrupted between its renames. Return True if the folder exists."""
+    """Give the old folder its name back if a crash interrupted `replace_folder`. Return True if the folder exists."""
     with _moving:
         if not final.is_dir() and (aside := final.with_name(f".{final.name}.old")).is_dir():
             os.rename(aside, final)
@@ -136,8 +136,8 @@ def seal_file(path: Path) -> dict[str, Any]:
 def seal(folder: Path, known: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Flush the files below a folder to the disk. Return {path in the folder: size and SHA-256}.
 
-    Threads hash the files during the flush. Files in `known`, which has their sizes and hashes, are neither read nor flushed
-    again. Raise `CheckpointError` if one of them is missing.
+    Threads hash the files during the flush. Files whose sizes and hashes are in `known` are skipped. Raise `CheckpointError`
+    if one of them is missing.
     """
     found = [path for path in folder.rglob("*") if path.is_file()]
     if lost := known.keys() - {str(path.relative_to(folder)) for path in found}:
@@ -171,7 +171,7 @@ def _write_manifest(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a manifest's content without the key "sha256", under which the manifest stores this hash."""
+    """Return the SHA-256 of a manifest's content. The key "sha256" is excluded, since it stores this hash."""
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -181,7 +181,7 @@ _verified: dict[Path, Any] = {}
 
 
 def _traces(path: Path, files: Mapping[str, Any]) -> list[Any]:
-    """Return the name, inode, size and times of each file and of the manifest. They change when a file is touched."""
+    """Return the name, inode, size and times of each file and of the manifest, to detect later changes without hashing."""
     found = ((name, (path / name).stat()) for name in (*files, MANIFEST))
     return [(name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found]
 
@@ -189,7 +189,7 @@ def _traces(path: Path, files: Mapping[str, Any]) -> list[Any]:
 def verify(path: Path, rank: int = 0, size: int = 1) -> dict[str, Any]:
     """Return the manifest of a checkpoint. Raise `CheckpointError` naming the first file that is changed, missing or extra.
 
-    With `size` processes, each hashes only every `size`-th file. If none raises an error, each must call `trust` afterwards.
+    With `size` processes, each hashes a share of the files. If none of them raises an error, each must then call `trust`.
     """
     manifest = read_manifest(path)
     check_format(path, manifest)
@@ -217,7 +217,7 @@ def verify(path: Path, rank: int = 0, size: int = 1) -> dict[str, Any]:
 
 
 def trust(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Record that the checkpoint's files are unchanged, so that `verify` does not hash them again until a file is touched."""
+    """Record in this process that the checkpoint is intact. `verify` then hashes its files again only if one is touched."""
     _verified[path.absolute()] = _traces(path, manifest["files"])
 
 
@@ -258,7 +258,7 @@ def step_of(path: Path) -> int | None:
 
 
 def steps(root: Path) -> list[Path]:
-    """Return the checkpoint folders, newest first. If a save was replacing a step's folder, the new one precedes the old."""
+    """Return the checkpoint folders, newest first. If an interrupted save left two of the same step, the new one comes first."""
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if step_of(path) is not None and path.is_dir() and not path.is_symlink()]
@@ -268,8 +268,8 @@ def steps(root: Path) -> list[Path]:
 def latest(root: Path | Sequence[Path], limit: int | None = None, check: Callable[[Path], dict[str, Any]] = verify) -> Latest:
     """Return the newest intact checkpoint whose step is at most `limit`.
 
-    `root` is the folder of checkpoints, or a list of them, newest first. `check` returns the manifest of an intact checkpoint
-    and raises `CheckpointError` for a damaged one. If `check` shares its work among processes, all must call `latest`.
+    `root` is the folder that contains the checkpoints, or a list of checkpoints, newest first. `check` returns the manifest of a
+    checkpoint, or raises `CheckpointError` if it is damaged. If `check` uses several processes, all must call `latest`.
     """
     ignored = []
     for path in steps(root) if isinstance(root, Path) else root:
@@ -285,9 +285,9 @@ def latest(root: Path | Sequence[Path], limit: int | None = None, check: Callabl
 
 
 def prune(root: Path, keep: int, spare: int = 0) -> None:
-    """Delete old checkpoints. Keep the newest intact one, the `keep` − 1 before it, and the one of step `spare`, if not 0.
+    """Delete old checkpoints, except the newest `keep` and that of step `spare` (0: none), and leftovers of interrupted saves.
 
-    Damaged newer ones stay for inspection until the run has passed their steps. Leftovers of interrupted saves are deleted too.
+    Counting starts at the newest intact checkpoint. Damaged checkpoints that are newer are kept for inspection.
     """
     newest = latest(root).path
     if newest is not None:
@@ -314,7 +314,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def sync(path: Path) -> None:
-    """Flush the content of a file, or the names in a folder, to the disk."""
+    """Flush a file, or the list of files in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -323,7 +323,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Call `sync` for every file below a folder, then for the folders."""
+    """Call `sync` for all files in a folder and its subfolders, and then for the folders."""
     below = sorted(folder.rglob("*"))
     for path in [*(p for p in below if p.is_file()), *(p for p in below if p.is_dir()), folder]:
         sync(path)
@@ -343,5 +343,5 @@ def size_of(folder: Path) -> int:
 
 
 def is_disk_trouble(error: BaseException) -> bool:
-    """Return True for an error of the disk. Such errors from safetensors and tokenizers are recognised by their text."""
+    """Return True for an OSError. Disk errors that safetensors and tokenizers raise are recognised by their text."""
     return isinstance(error, OSError) or "(os error " in str(error)

@@ -13,9 +13,9 @@ ROWS = ("metrics", "timings", "rollouts", "events")
 
 
 def is_run(path: Path) -> bool:
-    """Return True if a folder contains a run of psigrad, or at most the first files of a start that was killed.
+    """Return True if a folder is a run of psigrad, is empty, or has only the first files of a run that was killed at its start.
 
-    The folder of a Hugging Face model has a config.json too, but only a run's config.json has the keys `recipe` and `format`.
+    Hugging Face models have a config.json too. A run's config.json is recognised by the keys `recipe` and `format`.
     """
     file, events = path / "config.json", path / "events.jsonl"
     saved = any(path.glob(f"checkpoints/step-*/{checkpoint.MANIFEST}"))
@@ -35,7 +35,7 @@ def create(path: Path) -> list[Path]:
 
 
 def remove_unused(path: Path, created: Sequence[Path]) -> None:
-    """Undo a failed start: remove its files in `path` and the folders `created`. Do nothing if `path` has other files."""
+    """Undo a failed start: remove the run's files from `path`, and the folders `created`. Do nothing if there are other files."""
     files = (".lock", "config.json", *(f"{rows}.jsonl" for rows in ROWS))
     with contextlib.suppress(OSError):
         if any(one.name not in (*files, "checkpoints") for one in path.iterdir()):

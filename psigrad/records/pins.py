@@ -1,7 +1,7 @@
 """The pins of a run: settings, data, models, code and machine that must be unchanged when it is resumed.
 
-Settings that may change are marked (config/fields.py). Resuming with any other change raises an error that names it, unless
-`run.allow` permits it. Permitted changes are recorded among the run's events.
+If one of them has changed, resuming raises an error that names it, unless `run.allow` permits the change. Permitted changes are
+recorded as events. Settings that may change freely are marked in their definition (config/fields.py).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PINS = (
 
 @dataclass(frozen=True)
 class Change:
-    """A difference between a run and its continuation: in a setting, or in a pin such as the hash of the data."""
+    """A setting, or a pin such as the hash of the data, that has changed since the run was started."""
 
     name: str
     before: Any
@@ -57,11 +57,11 @@ class Change:
 
 
 def check_format(folder: Path, content: Mapping[str, Any]) -> None:
-    """Raise `UserError` if the format of `content`, the content of a file in `folder`, is too new for this version of psigrad."""
+    """Raise `UserError` if `content`, read from a file in `folder`, has a format that is too new for this version of psigrad."""
     form = content.get("format", FORMAT)
     if not isinstance(form, int) or form > FORMAT:
         raise UserError(
-            f"{folder} has format {form!r} and this psigrad reads formats up to {FORMAT}: a newer version wrote it; "
+            f"{folder} has format {form!r}, but this version of psigrad reads formats only up to {FORMAT}; "
             "update psigrad to read it or to resume the run."
         )
 
@@ -69,10 +69,10 @@ def check_format(folder: Path, content: Mapping[str, Any]) -> None:
 def check_settings(
     folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], settings: type[Any] | None = None
 ) -> list[Change]:
-    """Return the settings that differ between a run (`before`) and its continuation (`now`), except those marked `FREE`.
+    """Return the settings that have changed from `before` to `now`, when a run is resumed. Ignore settings marked `FREE`.
 
-    Raise `UserError` if one must not differ: it is not marked `RECORDED`, and neither `run.allow` nor `run.extend` permits it.
-    `settings` is the class whose fields have the marks. A setting that is missing in `before` counts as its default.
+    Raise `UserError` for a changed setting that is not marked `RECORDED`, unless `run.allow` or `run.extend` permits the change.
+    The marks are those of the fields of the class `settings`. A setting that is missing in `before` counts as its default.
     """
     old, new, default = (
         rename_preset({name: value for name, value in flatten(one).items() if value != {}})
@@ -105,7 +105,7 @@ def check_settings(
 
 
 def _read_allowed(now: Mapping[str, Any], known: Mapping[str, Any]) -> set[str]:
-    """Return the names in `run.allow` of `now`. Raise `UserError` for a name that is neither a pin nor a setting in `known`."""
+    """Return the names in the setting `run.allow`. Raise `UserError` for a name that is neither a pin nor one of `known`."""
     names = set(now.get("run", {}).get("allow", ()))
     valid = {*PINS, *known, *(name.rpartition(".")[2] for name in known)}
     for name in sorted(names - valid):
@@ -114,15 +114,15 @@ def _read_allowed(now: Mapping[str, Any], known: Mapping[str, Any]) -> set[str]:
 
 
 def rename_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted name in which `algorithm.preset` is renamed to `algorithm`, and `loss.preset` to `loss`.
+    """Return the settings with `algorithm.preset` renamed to `algorithm`, and `loss.preset` to `loss`.
 
-    Settings that also change a part of the preset use the longer name, others the shorter one. With one name they are comparable.
+    A preset has the longer name if the settings override a part of it. With the same name, settings can be compared.
     """
     return {n.removesuffix(".preset") if n in ("algorithm.preset", "loss.preset") else n: v for n, v in settings.items()}
 
 
 def hash_parts(parts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the SHA-256 of each part's JSON form, by name."""
+    """Return {name: SHA-256 of the part as JSON}."""
     return {
         name: hashlib.sha256(json.dumps(part, sort_keys=True, default=identify).encode()).hexdigest()
         for name, part in parts.items()
@@ -130,10 +130,9 @@ def hash_parts(parts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], allow: Iterable[str] = ()) -> list[Change]:
-    """Return the pins in `now`, such as the hash of the data, that differ from those in `before`, a checkpoint's manifest.
+    """Return the pins, such as the hash of the data, that differ between a checkpoint's manifest (`before`) and `now`.
 
-    Raise `UserError` if `allow` does not name all of these pins. A pin that is only in `before` or only in `now` is not
-    compared.
+    Raise `UserError` for a difference that `allow` does not name. A pin that is missing in `before` or `now` is ignored.
     """
     changes = [Change(name, before[name], value) for name, value in now.items() if before.get(name, value) != value]
     refused = [change for change in changes if change.name not in set(allow)]
@@ -183,7 +182,7 @@ def _file_hash(file: Path) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _cached_hash(file: Path, *stat: int) -> str:
-    """Return the SHA-256 of a file. The cached value is used while its `stat` (size, time of change, inode) is the same."""
+    """Return the SHA-256 of a file, cached by its path and `stat` (size, modification time, inode)."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -196,11 +195,11 @@ def _folder_hash(folder: Path) -> str:
 
 
 def hash_code(*objects: Any) -> str | None:
-    """Return the SHA-256 of the user's code behind functions, classes and objects; None if none of the code is the user's.
+    """Return the SHA-256 of the user's code that defines `objects`; None if no object is defined in the user's code.
 
-    The hash covers the files that define the objects and the user's own modules that these files import. It also covers data
-    files that these modules opened while `psigrad.importing` imported them. In a script or notebook only the definitions of the
-    objects are covered, since the rest of the script may change.
+    The hash covers the files that define the objects, the user's modules that these files import, and the data files that these
+    modules opened while `psigrad.importing` imported them. For objects defined in the main script or a notebook, it covers only
+    their definitions, so the rest of the script may change.
     """
     found: dict[str, str] = {}
     for thing in objects:
@@ -231,10 +230,10 @@ def _source(thing: Any) -> str:
 
 
 def _add_module(module: ModuleType, found: dict[str, str]) -> None:
-    """Add the text of a user's module to `found`, by file name, with all files on which the module depends.
+    """Add the source of a user's module, and of all modules on which it depends, to `found`, which is {file: source or hash}.
 
-    The module depends on the data files that it opened while it was imported. It also depends on the user's modules that it
-    imports anywhere in its source, or whose objects are among its values.
+    These are the user's modules that it imports anywhere in its source, and those that define its global values. Data files that
+    the module opened while it was imported are added as well.
     """
     file = str(module.__file__)
     if file in found:
@@ -253,16 +252,16 @@ def _add_module(module: ModuleType, found: dict[str, str]) -> None:
 
 
 def _is_hidden(path: Path, home: Path) -> bool:
-    """Return True if the name of a file, or of a folder between it and the code's folder `home`, starts with . or __pycache__."""
+    """Return True if a part of the file's path, relative to the code's folder `home`, starts with "." or "__pycache__"."""
     seen = Path(os.path.relpath(path, home)).parts
     return any(part.startswith((".", "__pycache__")) and part != ".." for part in seen)
 
 
 def _imported_by(module: ModuleType, source: str) -> Iterator[ModuleType]:
-    """Yield the modules that the import statements of a module's `source` name.
+    """Yield the modules that are named in the import statements of `source`, the source code of `module`.
 
-    The values in the module would not suffice: an imported number, for example, does not know where it was defined. A module that
-    was not imported yet, because its import statement is inside a function, is located but not imported.
+    Import statements also reveal where a number or a string comes from, which the module's values do not. A module that is
+    imported inside a function, and so perhaps not loaded yet, is located but not imported.
     """
     try:
         nodes = list(ast.walk(ast.parse(source)))
@@ -283,7 +282,7 @@ def _imported_by(module: ModuleType, source: str) -> Iterator[ModuleType]:
 
 
 def _placeholder_module(name: str) -> ModuleType | None:
-    """Return an empty module with the name and the file of a module that was not imported; None if no such file is found."""
+    """Locate a module without importing it. Return an empty module object with its name and file, or None if it is not found."""
     spec, path = None, None
     for end in range(name.count(".") + 1):
         spec = PathFinder.find_spec(".".join(name.split(".")[: end + 1]), path)
@@ -298,7 +297,7 @@ def _placeholder_module(name: str) -> ModuleType | None:
 
 
 def _is_user_code(module: ModuleType) -> bool:
-    """Return True if a module is the user's: not psigrad's, Python's or an installed package's."""
+    """Return True unless a module belongs to psigrad, to Python or to an installed package."""
     file = getattr(module, "__file__", None)
     if file is None:
         return getattr(module, "__name__", "") == "__main__"

@@ -1,4 +1,4 @@
-"""Reading run folders. Any file may be missing, truncated or malformed, since reports matter most when a run has gone wrong."""
+"""Reading run folders. Missing, truncated and malformed files are tolerated, since reports matter most when a run has failed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEEPS = ("kept", "started", "resumed")
 class Sample:
     """One held-out completion, with texts truncated for a page. `reward` is NaN if the completion was not scored.
 
-    `messages` are the (role, text) pairs of a conversational prompt, and empty for a plain text prompt.
+    `messages` are the (role, text) pairs of a conversational prompt; () for a plain text prompt.
     """
 
     prompt: str
@@ -34,7 +34,7 @@ class Sample:
 
 
 def find_best_step(events: Sequence[Mapping[str, Any]]) -> float:
-    """Return the step of the best evaluation if the final model has the weights of that step; otherwise infinity."""
+    """Return the step whose weights were restored at the end of training; infinity if the final model has the last weights."""
     last: Mapping[str, Any] = next((event for event in reversed(events) if event.get("kind") in KEEPS), {})
     return number(last.get("step")) if last.get("kind") == "kept" else math.inf
 
@@ -43,9 +43,8 @@ def find_best_step(events: Sequence[Mapping[str, Any]]) -> float:
 class RunData:
     """The data of one run. `metrics` and `timings` are rows with a "step", in the order in which they were written.
 
-    `rewards` are the rewards of the training completions by step. `troubles` counts the (status, reason) pairs of failed and
-    unscored completions. `samples` are the first completions of the held-out rows at the first, the middle and the last
-    evaluation.
+    `rewards` is {step: rewards of the training completions}. `troubles` counts the (status, reason) pairs of failed and unscored
+    completions. `samples` is {step: {row: its first completion}}, for the first, the middle and the last evaluation.
     """
 
     name: str
@@ -88,7 +87,7 @@ class RunData:
 
     @property
     def code(self) -> dict[str, str]:
-        """Hashes of the user's code that the run was last started with, by the names of `pins.CODE`."""
+        """The hashes of the user's code at the run's last start, as {name in `pins.CODE`: hash}."""
         found = self.last_event("started", "resumed").get("code")
         return {str(name): str(value) for name, value in found.items()} if isinstance(found, Mapping) else {}
 
@@ -99,13 +98,13 @@ class RunData:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The rows of held-out metrics in the order of their steps, up to the step whose weights the final model has."""
+        """The rows of held-out metrics, ordered by step. Evaluations after the step whose weights were kept are left out."""
         kept = find_best_step(self.events)
         return [row for row in self.all_evaluations if row["step"] <= kept]
 
     @property
     def all_evaluations(self) -> list[dict[str, Any]]:
-        """The rows of held-out metrics in the order of their steps."""
+        """The rows of held-out metrics, ordered by step."""
         by_step: dict[int, dict[str, Any]] = {}
         for row in self.metrics:
             found = {key: value for key, value in row.items() if key.startswith(("eval/", "held_out/"))}
@@ -115,7 +114,7 @@ class RunData:
 
     @property
     def compared(self) -> list[dict[int, Sample]]:
-        """The held-out rows with a sample at every step in `samples`, as {step: sample}; rows whose reward changed come first."""
+        """{step: sample} for each held-out row that has a sample at every step. Rows whose reward changed come first."""
         steps = list(self.samples)
         common = [row for row in (self.samples[steps[0]] if steps else ()) if all(row in self.samples[s] for s in steps)]
         rows = [{step: self.samples[step][row] for step in steps} for row in common]
@@ -123,7 +122,7 @@ class RunData:
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
-    """Return the kind of a run's settings: sft, reward, control, preference or online."""
+    """Return the kind of a run: sft, reward, control, preference or online."""
     recipe = config.get("recipe")
     if recipe in ("sft", "reward", "control"):
         return str(recipe)
@@ -133,7 +132,7 @@ def kind_of(config: Mapping[str, Any]) -> str:
 def auto_class(model: Path) -> str:
     """Return the name of transformers' class that loads a saved model, such as AutoModelForCausalLM.
 
-    It is AutoModelForImageTextToText for a language model with an image processor, or with a class "…ForConditionalGeneration".
+    A model with an image processor, or of a class "…ForConditionalGeneration", is loaded by AutoModelForImageTextToText.
     """
     name = str((_json(model / "config.json").get("architectures") or [""])[0])
     if "SequenceClassification" in name:
@@ -145,7 +144,7 @@ def auto_class(model: Path) -> str:
 def show_number(value: Any) -> str:
     """Format a number for display, with four significant digits or as a whole number; "–" for a value that is not a number.
 
-    Numbers below 1e-12 are rounding errors, and displayed as 0.
+    Numbers below 1e-12 are taken for rounding errors and displayed as 0.
     """
     if type(value) is int and abs(value) < 10**15:
         return f"{value:,}"
@@ -157,7 +156,7 @@ def show_number(value: Any) -> str:
 
 
 def brief(value: float) -> str:
-    """Format a number below 1000 with three significant digits, since an interval is no more precise."""
+    """Format a number below 1000 with three significant digits, for means and intervals."""
     return show_number(value if abs(value) >= 1000 or not math.isfinite(value) else float(f"{value:.3g}"))
 
 
@@ -173,13 +172,13 @@ def interval(row: Mapping[str, Any], stem: str = "") -> str:
 
 
 def clip(value: Any, limit: int = TEXT_LIMIT) -> str:
-    """Return a value as text. If it is longer than `limit` characters, cut it there and add how many more there are."""
+    """Return a value as text. Cut it after `limit` characters, and append the number of removed characters."""
     text = value if isinstance(value, str) else str(value)
     return text if len(text) <= limit else f"{text[:limit]} … {len(text) - limit:,} more characters"
 
 
 def load_all(folders: Sequence[str | Path]) -> list[RunData]:
-    """Return the runs in `folders`. A run's name is the end of its path, as short as possible while all names differ."""
+    """Return the runs in `folders`. Each is named by the end of its path, as short as possible while all names differ."""
     runs = [load(folder) for folder in folders]
     parts = [run.path.resolve().parts for run in runs]
     for depth in range(1, max(map(len, parts), default=0) + 1):
@@ -193,10 +192,10 @@ def load(folder: str | Path) -> RunData:
     """Return the data of the run in `folder`. Raise `UserError` if it is not a run folder, or cannot be read."""
     path = Path(folder).expanduser()
     if not path.is_dir():
-        raise UserError(f"There is no folder {str(folder)!r}; name the output_dir of a run.")
+        raise UserError(f"There is no folder {str(folder)!r}; give the output_dir of a run.")
     if not any((path / name).is_file() for name in ("config.json", "metrics.jsonl")):
         raise UserError(
-            f"{str(folder)!r} is not a run folder: it has neither config.json nor metrics.jsonl; name the output_dir of a run."
+            f"{str(folder)!r} is not a run folder: it has neither config.json nor metrics.jsonl; give the output_dir of a run."
         )
     try:
         found = _json(path / "summary.json").get("rows")
@@ -225,8 +224,7 @@ def _rollouts(
 ) -> tuple[dict[int, list[float]], Counter[tuple[str, str]], dict[int, dict[str, Sample]], dict[int, dict[int, float]]]:
     """Return the fields (`rewards`, `troubles`, `samples`, `held_out`) of `RunData` from the rows of `files`.
 
-    `samples` and `held_out` are {step: {row: …}}. Files can be far larger than memory, so rows are read one by one. At the end,
-    the rows for `samples` are read again.
+    Files can be far larger than memory, so rows are read one by one. At the end, the rows for `samples` are read again.
     """
     rewards: dict[int, list[float]] = {}
     troubles: Counter[tuple[str, str]] = Counter()
@@ -280,13 +278,13 @@ def prompt_text(prompt: Any) -> Any:
 
 
 def messages(prompt: Any) -> list[tuple[str, str]]:
-    """Return (role, text) of each message of a conversational prompt; an empty list for a plain one."""
+    """Return (role, text) of each message of a conversational prompt; [] for a plain text prompt."""
     said = [m for m in prompt if isinstance(m, Mapping)] if isinstance(prompt, list) else []
     return [(str(m.get("role") or "message"), _text_of(m)) for m in said]
 
 
 def _text_of(message: Mapping[str, Any]) -> str:
-    """Return the text of a message: the texts of content parts, and the name and arguments of tool calls."""
+    """Return the text of a message: its content, and the names and arguments of its tool calls."""
     content = message.get("content")
     if isinstance(content, list):
         parts = [p.get("text", f"[{_label(p)}]") if isinstance(p, Mapping) else p for p in content]

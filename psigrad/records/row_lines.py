@@ -1,6 +1,6 @@
 """The JSON Lines files of a run: a reader that tolerates damage, and truncation to a step without losing a complete row.
 
-Damaged lines are moved to FILE.damaged. These are lines that are not rows, and rows whose step is out of order.
+Damaged lines are lines that are not rows, and rows whose step is out of order. They are moved to FILE.damaged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PART = re.compile(r"rollouts-(\d{8,})-(\d+)\.jsonl")
 
 
 class RolloutPart(NamedTuple):
-    """A rollouts.jsonl that became too large and was renamed. The new name has the step of its last row and its row count."""
+    """An earlier part of rollouts.jsonl, renamed when it became too large. Its name has its last step and its number of rows."""
 
     path: Path
     last: int
@@ -29,20 +29,20 @@ class RolloutPart(NamedTuple):
 
 
 def parts_of(folder: Path) -> list[RolloutPart]:
-    """Return the earlier parts of rollouts.jsonl, which `rename_part` renamed, the oldest first."""
+    """Return the renamed parts of rollouts.jsonl, oldest first."""
     found = ((path, _PART.fullmatch(path.name)) for path in folder.glob("rollouts-*.jsonl"))
     return sorted((RolloutPart(path, int(match[1]), int(match[2])) for path, match in found if match), key=lambda part: part.last)
 
 
 def rollout_files(folder: Path) -> list[Path]:
-    """Return the files of a run's completions, in the order of their rows: first `parts_of(folder)`, then rollouts.jsonl."""
+    """Return the files with a run's completions, oldest first: `parts_of(folder)`, then rollouts.jsonl."""
     return [part.path for part in parts_of(folder)] + [folder / "rollouts.jsonl"]
 
 
 def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
     """Rename rollouts.jsonl, which has `rows` rows up to step `last`; see `RolloutPart`.
 
-    Then delete the oldest renamed files, but leave at least `keep` rows in renamed files. With `keep` 0 nothing is deleted.
+    Then delete the oldest parts, as long as the others have at least `keep` rows. If `keep` is 0, delete nothing.
     """
     os.replace(folder / "rollouts.jsonl", folder / f"rollouts-{last:08d}-{rows}.jsonl")
     parts = parts_of(folder)
@@ -51,10 +51,10 @@ def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
 
 
 def restore_parts(folder: Path, step: int, written: int | None) -> None:
-    """Undo each `rename_part` since the checkpoint of `step` was saved, for a run that returns to this checkpoint.
+    """Restore the file that was rollouts.jsonl when the checkpoint of `step` was saved, and delete the later files.
 
-    The file that was rollouts.jsonl at that time gets its name back and replaces all later files. It is the oldest part whose
-    last row is of a later step, or of `step` itself if the part has `written` rows, the number in the checkpoint's manifest.
+    `written` is its number of rows in the checkpoint's manifest. The file is the oldest part whose last row is of a later step,
+    or the part that ends with `step` and has `written` rows.
     """
     for part in reversed(parts_of(folder)):
         if part.last > step or (part.last == step and part.rows == written):
@@ -62,14 +62,14 @@ def restore_parts(folder: Path, step: int, written: int | None) -> None:
 
 
 class Truncation(NamedTuple):
-    """The result of truncating a file: the number of remaining rows, and the number of damaged lines moved to FILE.damaged."""
+    """The result of truncating a file: the numbers of remaining rows and of damaged lines, which are moved to FILE.damaged."""
 
     rows: int
     damaged: int
 
 
 def read_lines(file: Path) -> Iterator[bytes]:
-    """Yield the lines of a file; yield none if the file is missing or not a regular file."""
+    """Yield the lines of a file, or nothing if it is missing or not a regular file."""
     if file.is_file():
         with file.open("rb") as stream:
             yield from stream
@@ -81,7 +81,7 @@ def read_steps(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def last_event(events: Path, *kinds: str) -> dict[str, Any]:
-    """Return the last event of these `kinds` in the last megabyte of the file; {} if there is none."""
+    """Return the last event of one of these `kinds`, searching the last megabyte of the file; {} if there is none."""
     with events.open("rb") as stream:
         stream.seek(max(0, events.stat().st_size - (1 << 20)))
         lines = stream.read().splitlines()
@@ -91,7 +91,7 @@ def last_event(events: Path, *kinds: str) -> dict[str, Any]:
 def end_last_line(file: Path, *, cut: bool = True) -> None:
     """Make a file end with a line break, so that the next row begins a new line.
 
-    A complete last row without a line break gets one. An incomplete last row, as a kill leaves it, is removed if `cut` is True.
+    Append a line break if the last row is complete. If it is incomplete (the process was killed) and `cut` is True, remove it.
     """
     begin = end = 0
     line = b"\n"
@@ -109,9 +109,9 @@ def end_last_line(file: Path, *, cut: bool = True) -> None:
 def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
     """Truncate a file to its rows up to step `step`. The run has written `written` such rows; None if the number is unknown.
 
-    Damaged lines are moved to FILE.damaged: lines that are not rows, and the fewest rows whose removal puts the other rows in the
-    order of their steps. Lines after the last remaining row are deleted. If fewer than `written` rows remain, a missing row may
-    be in these lines. They are then moved to FILE.damaged, not deleted.
+    Move damaged lines to FILE.damaged: lines that are not rows, and the fewest rows whose removal puts the steps of the others in
+    order. Delete all lines after the last remaining row. If fewer than `written` rows remain, move these lines to FILE.damaged
+    instead, since the missing rows may be among them.
     """
     end_last_line(file, cut=False)
     ends, steps, end = array("q", [0]), array("q"), 0
@@ -134,10 +134,10 @@ def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
 
 
 def truncate_large(file: Path, step: int, written: int | None, end: int | None) -> Truncation | None:
-    """Truncate a large file to its first `end` bytes without reading all of it, since that takes 15 seconds per gigabyte.
+    """Truncate a large file to its first `end` bytes. Reading all of it would take 15 seconds per gigabyte.
 
-    According to the checkpoint, these bytes are the `written` rows up to step `step`. If the checkpoint lacks these numbers, the
-    file is small, or no row of `step` or before ends at byte `end`, change nothing and return None. Then use `truncate_to_step`.
+    According to the checkpoint, these bytes are the `written` rows up to `step`. Change nothing and return None if the checkpoint
+    lacks these numbers, the file is small, or no row up to `step` ends at byte `end`. The caller then uses `truncate_to_step`.
     """
     if written is None or end is None or end < _LARGE or not file.is_file() or file.stat().st_size < end:
         return None
@@ -191,7 +191,7 @@ def _keep(file: Path, spans: list[tuple[int, int]]) -> None:
 def replace_file(file: Path, content: Iterable[bytes], writer: str = "") -> None:
     """Replace the content of a file atomically, and flush it to the disk.
 
-    If several processes may replace the file at the same time, `writer` distinguishes their temporary files.
+    If several processes may do this at the same time, each must pass a different `writer`, to use its own temporary file.
     """
     beside = file.with_name(f".{file.name}{writer}.tmp")
     try:
@@ -214,9 +214,9 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 
 def restore_file(file: Path, stream: BinaryIO) -> None:
-    """Restore a file that was deleted or replaced by another while it was open, from the open `stream`. Close the stream.
+    """Write a file again from its open `stream`, after it was deleted or replaced by another file. Close the stream.
 
-    If another file has the name now, rename that file to FILE.replaced.
+    If there is another file of this name now, rename it to FILE.replaced.
     """
 
     def pieces() -> Iterator[bytes]:

@@ -30,7 +30,7 @@ PART = 1 << 30
 
 
 class RunFolderError(UserError):
-    """Raised for a run folder that is in use, belongs to another run, or cannot be written."""
+    """Raised for a run folder that is in use, is damaged, cannot be written, or does not match the setting `run.resume`."""
 
 
 def to_line(row: Mapping[str, Any]) -> bytes:
@@ -94,14 +94,14 @@ class RunFolder:
     ) -> Iterator[RunFolder]:
         """Create the folder at `path`, or resume the run in it, and hold its lock while the block runs.
 
-        `settings` is the settings class, whose fields are marked if a resumed run may change them. A start that raises
-        `UserError` before the run has begun leaves no new folder. Raise `RunFolderError` if another process has locked the
-        folder, or if it contains other files or another run (the error names settings that differ). Raise it also if `resume`
-        is "never" and there are checkpoints, or "must" and there are none. "auto" allows both.
+        Raise `UserError` if the folder contains other files, or a run with other settings. (`settings` is the class of the
+        settings; its fields are marked if they may change.) Raise `RunFolderError` if another process has locked the folder, if
+        `resume` is "never" and there are checkpoints, or if it is "must" and there are none. After a `UserError` before the
+        run has begun, a new folder is removed again.
         """
         path = paths.absolute(path)
         if str(path).encode("utf-8", "replace") != os.fsencode(path):  # the Rust libraries that write models accept no other name
-            raise RunFolderError(f"The name of {str(path)!r} is not UTF-8; choose another output_dir.")
+            raise RunFolderError(f"The path {str(path)!r} is not UTF-8; choose another output_dir.")
         with _errors_of(path):
             paths.check_folder(path, "output_dir", output_folder.is_run)
             fresh, created = not (path.exists() and any(path.iterdir())), output_folder.create(path)
@@ -130,11 +130,11 @@ class RunFolder:
     def _begin(self, config: Mapping[str, Any], resume: str, settings: type[Any] | None) -> None:
         if resume == "never" and any(self.checkpoints.glob("step-*")):
             raise RunFolderError(
-                f"{self.path} has checkpoints, but resume is never; choose another output_dir or set resume to auto."
+                f"{self.path} has checkpoints, but resume is never; choose another output_dir, or set resume to auto."
             )
         if resume == "must" and checkpoint.latest(self.checkpoints).path is None:
             raise RunFolderError(
-                f"{self.path} has no checkpoint that can be used, but resume is must; check output_dir or set resume to auto."
+                f"{self.path} has no checkpoint that can be used, but resume is must; check output_dir, or set resume to auto."
             )
         file = self.path / "config.json"
         now = self.settings = json.loads(redaction.without(to_line(redaction.hide(config)), redaction.values()))
@@ -169,10 +169,10 @@ class RunFolder:
         row_lines.replace_file(self.path / "config.json", [(json.dumps(settings, indent=1) + "\n").encode()])
 
     def _holds_model(self, files: Mapping[str, Any]) -> bool:
-        """Return True if a finished run's model still has the sizes and hashes in `files`, as its "finished" event records them.
+        """Return True if the model of a finished run is unchanged. `files` are its sizes and hashes in the event "finished".
 
-        If not, rename the model's folder, so that the model is written again from the newest checkpoint. Raise `RunFolderError`
-        if there is no checkpoint.
+        If it has changed, rename its folder, so that the run writes the model again from its newest checkpoint. Raise
+        `RunFolderError` if there is no checkpoint.
         """
         model = self.path / "model"
         try:
@@ -181,8 +181,8 @@ class RunFolder:
         except checkpoint.CheckpointError as error:
             if checkpoint.latest(self.checkpoints).path is None:
                 raise RunFolderError(
-                    f"{self.path} is finished, but its model is damaged ({error} There is no checkpoint to rebuild it from); "
-                    "copy the model from a backup, or choose another output_dir."
+                    f"{self.path} is finished, but its model is damaged, and there is no checkpoint to rebuild it from; "
+                    f"copy the model from a backup, or choose another output_dir. {error}"
                 ) from None
             aside = self.path / "model.damaged"
             if model.exists():
@@ -192,7 +192,7 @@ class RunFolder:
             return False
 
     def _has_started(self) -> bool:
-        """Return True if the run has begun: it has a checkpoint, rows of metrics, timings or rollouts, or an event "started"."""
+        """Return True if the run has a checkpoint, rows of metrics, timings or rollouts, or an event "started"."""
         files = [self.path / f"{name}.jsonl" for name in ROWS if name != "events"]
         if any(self.checkpoints.glob("step-*")) or any(file.exists() and file.stat().st_size for file in files):
             return True
@@ -200,7 +200,7 @@ class RunFolder:
         return events.exists() and b'"kind": "started"' in events.read_bytes()
 
     def _open(self, name: str) -> int:
-        """Open the file `name`.jsonl, to which rows are appended, and return its size in bytes."""
+        """Open the file `name`.jsonl for appending, and return its size in bytes."""
         self._files[name] = (self.path / f"{name}.jsonl").open("a+b", buffering=0)
         self._ends[name] = os.fstat(self._files[name].fileno()).st_size
         return self._ends[name]
@@ -224,7 +224,7 @@ class RunFolder:
         self._append("metrics", to_line(row))
 
     def timings(self, row: Mapping[str, Any]) -> None:
-        """Write one row of timings.jsonl: measured times, which differ each time a run is repeated."""
+        """Write one row of timings.jsonl: measured times, which differ if the run is repeated."""
         self._append("timings", to_line(row))
 
     def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -233,7 +233,7 @@ class RunFolder:
         self._append("rollouts", b"".join(map(to_line, told)))
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write a row of events.jsonl: the time, `kind` and `fields`. Secrets are hidden, except in dataset rows (`rows`)."""
+        """Write a row of events.jsonl: the time, `kind` and `fields`. Secrets are redacted, except in dataset rows (`rows`)."""
         if kind in ("started", "resumed") and self._changes:  # not earlier: a start that fails changes nothing
             changes, self._changes = {c.name: [c.before, c.now] for c in self._changes}, []
             self._write_settings(self.settings)
@@ -246,10 +246,10 @@ class RunFolder:
         redaction.say(f"{self.path}: {text}")
 
     def _check_unmoved(self) -> None:
-        """Check that the folder and its files of rows are the ones that this process has open.
+        """Check that the folder and its files of rows are still those that this process opened.
 
-        Write a deleted or replaced file again, from the open one. If a file was shortened, log a message. Raise
-        `RunFolderError` if the folder was moved or deleted.
+        Restore a file that was deleted or replaced. Print a warning if a file was shortened. Raise `RunFolderError` if the folder
+        was moved or deleted.
         """
         if row_lines.identity(self.path) != self._identity:
             raise RunFolderError(
@@ -272,8 +272,8 @@ class RunFolder:
     def flush(self, step: int = -1, keep: int = 0) -> None:
         """Flush all written rows to the disk.
 
-        Pass `step` before the checkpoint of that step is saved, once all of the step's rows are written. If rollouts.jsonl then
-        has `PART` bytes or more, start a new file, and keep about `keep` rows of the earlier files (0: all).
+        Before a checkpoint is saved, pass its `step`. If rollouts.jsonl has reached `PART` bytes, it is renamed, and a new file
+        starts. The oldest renamed files are deleted if at least `keep` rows remain in the others (0: keep all files).
         """
         with _errors_of(self.path):
             self._check_unmoved()
@@ -288,11 +288,10 @@ class RunFolder:
     def rewind(
         self, step: int, written: Mapping[str, int] = MappingProxyType({}), ends: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """Truncate metrics, timings and rollouts to their rows of step `step` and before.
+        """Remove the rows of steps after `step` from metrics, timings and rollouts.
 
-        `written` has the number of these rows in each file, and `ends` the byte at which they end, as a checkpoint stores them. A
-        large file is truncated at this byte without reading it. Damaged lines are moved to FILE.damaged. Log a message about
-        damaged lines and missing rows.
+        The checkpoint of `step` stores the number of rows (`written`) and of bytes (`ends`) that each file had. A large file is
+        cut at this size without reading it. Damaged lines are moved to FILE.damaged. Warn about damaged lines and missing rows.
         """
         with _errors_of(self.path):
             row_lines.restore_parts(self.path, step, written.get("rollouts"))
@@ -314,14 +313,14 @@ class RunFolder:
         return {name: os.fstat(self._files[name].fileno()).st_size for name in self.rows}
 
     def disk_low(self) -> str:
-        """Return the reason why another checkpoint may not fit on the disk; "" if one fits, or if none was saved yet."""
+        """Return an error message if the free disk space is less than 1.5 times the newest checkpoint's size; otherwise ""."""
         free, needed = checkpoint.free_bytes(self.path), self.checkpoint_bytes
         if free >= 1.5 * needed:
             return ""
         return f"The disk of {self.path} has {free} bytes free, and a checkpoint takes {needed}."
 
     def save_model(self, write: Callable[[Path], None]) -> Path:
-        """Write the final `model/` by `write(folder)`. Return its path. A crash leaves the old model or the complete new one."""
+        """Call `write(folder)` to write the final model, and return its path. A crash leaves the old model or the new one."""
         with _errors_of(self.path):
             self._check_unmoved()
             checkpoint.replace_folder(self.path / "model", write)
@@ -360,7 +359,7 @@ class NullRunFolder(RunFolder):
 
 
 def truncate(folder: RunFolder, rows: Mapping[str, int], ends: Mapping[str, int]) -> None:
-    """Truncate each file of rows to its first `rows[file]` rows, which end at byte `ends[file]`."""
+    """Truncate each file of rows to its first `ends[file]` bytes, which are `rows[file]` rows."""
     with _errors_of(folder.path):
         for name in folder.rows:
             folder._files[name].truncate(ends.get(name, 0))
@@ -368,7 +367,7 @@ def truncate(folder: RunFolder, rows: Mapping[str, int], ends: Mapping[str, int]
 
 
 def _reject_link(path: Path, is_right: Callable[[Path], bool], expected: str) -> None:
-    """Raise `RunFolderError` if `path` is a link, or exists but fails `is_right`. `expected` names the right kind of file."""
+    """Raise `RunFolderError` if `path` is a link, or exists and is not of the `expected` kind, which `is_right` checks."""
     if path.is_symlink():
         raise RunFolderError(f"{path} is a link; a run folder holds its own files, so remove the link.")
     if path.exists() and not is_right(path):
@@ -376,9 +375,9 @@ def _reject_link(path: Path, is_right: Callable[[Path], bool], expected: str) ->
 
 
 def lock_folder(path: Path) -> BinaryIO:
-    """Lock the folder and return the open lock file. The lock ends with the process, so it is never stale.
+    """Lock the folder and return the open lock file. The system releases the lock when the process ends.
 
-    Raise `RunFolderError` if another process holds the lock.
+    Raise `RunFolderError` if another process holds the lock. On a file system without locks, print a warning instead.
     """
     stream = (path / ".lock").open("a+b")
     try:
@@ -403,7 +402,7 @@ def lock_folder(path: Path) -> BinaryIO:
 
 @contextlib.contextmanager
 def _errors_of(path: Path) -> Iterator[None]:
-    """Convert disk errors in the block to a `RunFolderError` that says what to do."""
+    """Convert disk errors in the block to a `RunFolderError` with advice."""
     try:
         yield
     except Exception as error:

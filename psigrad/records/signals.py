@@ -1,7 +1,7 @@
-"""The figures of a run for display, each declared once for the warnings, the report and the studio.
+"""Signals: the figures of a run that warnings, reports and the studio use.
 
 A signal is psigrad's name for a figure that trainers write under different keys. Reports draw the signals in the order of
-`SIGNALS`. The studio lists a key that belongs to no signal under "more".
+`SIGNALS`. The studio lists keys without a signal under "more".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ALL = ("sft", "reward", "preference", "online", "control")
 
 @dataclass(frozen=True)
 class Signal:
-    """A figure of a run for display: its name, title, explanation and unit, and the keys of metrics.jsonl that have it."""
+    """A figure of a run: its name, title, explanation and unit, and the keys under which metrics.jsonl may have it."""
 
     name: str
     group: str

@@ -1,8 +1,8 @@
 """The rules that detect problems of a run and raise warnings.
 
-Each rule reads the rows of figures in order and keeps a small memory. Its warning is raised after `patience` consecutive rows
-above the threshold `above`, and withdrawn after `patience` rows at or below the lower threshold `until`. Between the two
-thresholds its state does not change, so a figure that oscillates around a threshold raises only one warning.
+Each rule computes a number from each row of metrics. Its warning is raised after `patience` consecutive rows with a number above
+the threshold `above`, and withdrawn after `patience` consecutive rows at or below the lower threshold `until`. Since the two
+thresholds differ, a figure that oscillates around one of them raises only one warning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CORRECTION = "sampling/importance_sampling_ratio/mean"
 
 
 class SignalNames:
-    """A map from a run's metric keys to names of signals (`records.signals`). The second key of a signal keeps its own name."""
+    """Maps a run's metric keys to the names of their signals. If several keys belong to one signal, only the first is mapped."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}
@@ -35,7 +35,7 @@ class SignalNames:
         return len(self._of)
 
     def of(self, key: str) -> str:
-        """Return the name of the signal of `key`. Return `key` itself if it has no signal, or if an earlier key got that name."""
+        """Return the name of the signal of `key`; `key` itself if it has no signal, or if an earlier key has the same signal."""
         if key not in self._of:
             name = name_of(key)
             self._of[key] = key if name in self._given else name
@@ -92,7 +92,7 @@ def texts() -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Rule:
-    """A warning rule. It computes `measure` from each row, warns above `above`, and withdraws the warning at or below `until`."""
+    """A warning rule. `measure` computes a number from each row; `above`, `until` and `patience` are explained in the module."""
 
     name: str
     measure: Measure
@@ -120,7 +120,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class RunWarning:
-    """A warning from `step` to step `ended` (None: still current). `value` is the rule's largest measure, at `worst_step`."""
+    """A warning from `step` to `ended` (None: still current). `value` is the largest value of `Rule.measure`, at `worst_step`."""
 
     rule: str
     step: float
@@ -144,19 +144,19 @@ def _mean(values: Collection[float]) -> float:
 
 
 def _not_finite(figures: Figures, memory: Memory) -> float | None:
-    """Return how many training metrics of a row are not finite, plus 1 if the step was skipped; None for held-out rows."""
+    """Return the number of training metrics that are not finite, plus 1 if the step was skipped; None for rows of evaluations."""
     found = sum(not math.isfinite(value) for name, value in figures.items() if not name.startswith("eval/"))
     found += "loss" in figures and figures.get("updates") == 0  # the step was skipped, because its gradient was not finite
     return float(found) if found or any(not name.startswith(("eval/", "held_out")) for name in figures) else None
 
 
 def _uncorrected(figures: Figures, memory: Memory) -> float | None:
-    """Return the mean gap between sampler's and trainer's log-probs; None without one, or if importance weights correct it."""
+    """Return the mean difference of the sampler's and trainer's log-probs; None if unknown or corrected by importance weights."""
     return None if _CORRECTION in figures else _of("mismatch")(figures, memory)
 
 
 def _correction(figures: Figures, memory: Memory) -> float | None:
-    """Return |1 - w|, with w the mean importance weight that corrects for the sampler; None if the row has no such weight."""
+    """Return |1 - w|, where w is the mean importance weight of sampler and trainer; None if the row has no such weight."""
     weight = _finite(figures, _CORRECTION)
     return None if weight is None else abs(1 - weight)
 
@@ -164,8 +164,8 @@ def _correction(figures: Figures, memory: Memory) -> float | None:
 def _entropy_lost(figures: Figures, memory: Memory) -> float | None:
     """Return the share of its entropy that the policy has lost: 1 - entropy / initial entropy.
 
-    The initial entropy is the mean of the first five rows. Return None for these rows, and for rows without an entropy or a
-    reward. A run without rewards imitates data, and is expected to lose entropy.
+    The initial entropy is the mean of the first five rows. Return None for these rows, and for rows without an entropy. Return
+    None also without a reward: runs that imitate data are expected to lose entropy.
     """
     value = figures.get("entropy", figures.get("surprise"))
     learns_by_reward = "reward" in figures or "return" in figures
@@ -179,10 +179,10 @@ def _entropy_lost(figures: Figures, memory: Memory) -> float | None:
 
 
 def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
-    """Return (x − mean of x) / standard deviation of x, with x the logarithm of the gradient norm; None before 20 rows.
+    """Return the z-score of the logarithm of the gradient norm; None for the first 20 rows.
 
-    Mean and deviation are over the previous 50 rows with a norm above 0. A deviation below log √2 counts as log √2. Norms are
-    skewed: if x were the norm itself, half of the successful runs would have an outlier.
+    Mean and standard deviation are those of the previous 50 rows with a norm above 0. The deviation is at least log √2. The
+    logarithm is used since norms are skewed: without it, half of the successful runs would have an outlier.
     """
     if not (norm := _finite(figures, "grad_norm")):
         return None
@@ -195,7 +195,7 @@ def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
 
 
 def _below_zero_late(figures: Figures, memory: Memory) -> float | None:
-    """Return minus the critic's explained variance; None in the first ten rows, in which it learns the scale of returns."""
+    """Return minus the critic's explained variance; None in the first ten rows, while the critic learns the scale of returns."""
     if (value := _finite(figures, "explained_variance")) is None:
         return None
     memory.cooldown += 1
@@ -203,10 +203,9 @@ def _below_zero_late(figures: Figures, memory: Memory) -> float | None:
 
 
 def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
-    """Return the relative growth of the completions' length since the first five rows, or 0 while the held-out metric improves.
+    """Return the relative growth of the completions' length since the first five rows; None in these rows or without a length.
 
-    The metric counts as improving until three evaluations in a row are not better than the best. Return None in the first five
-    rows and in rows without a length.
+    Return 0 unless the last three evaluations or more all failed to improve on the best held-out metric.
     """
     length, held_out = _finite(figures, "length"), _finite(figures, "held_out")
     if held_out is not None:
@@ -222,9 +221,9 @@ def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
 
 
 def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
-    """Return the share of truncated completions in the last 10 rows minus that in the 10 rows before.
+    """Return the increase of the share of truncated completions: its mean over the last 10 rows minus that of the 10 rows before.
 
-    Return 0 if the reward did not rise too, or if this row has no truncated completion. Return None before there are 20 rows.
+    Return 0 if the mean reward did not increase, or if the last row has no truncated completion. Return None before row 20.
     """
     cut, reward = _finite(figures, "truncated"), _finite(figures, "reward")
     if cut is None or reward is None:
@@ -240,9 +239,9 @@ def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
 
 
 def _below_best(figures: Figures, memory: Memory) -> float | None:
-    """Return how far the held-out metric is below its best, or 0 if the training reward has not risen since the best.
+    """Return how far the held-out metric is below its best value; 0 if the training reward has not risen since then.
 
-    The unit is half the width of the 95 % interval of the difference from the best. Return None in rows without an evaluation.
+    The difference is divided by half the width of its 95 % interval. Return None in rows without an evaluation.
     """
     reward, held_out = _finite(figures, "reward"), _finite(figures, "held_out")
     if reward is not None:
@@ -308,7 +307,7 @@ class _RuleState:
 
 
 class Watch:
-    """The evaluation of all warning rules on the rows of metrics of one run, which must be given in order."""
+    """Applies all warning rules to the rows of metrics of a run, one row at a time and in order."""
 
     MOST = 200
 
@@ -319,7 +318,7 @@ class Watch:
         self._first: dict[str, float] = {}
 
     def update(self, step: float, figures: Figures) -> None:
-        """Apply all rules to the row of metrics `figures` of `step`. Raise and withdraw warnings."""
+        """Apply all rules to a row of metrics. Raise and withdraw warnings."""
         for rule in RULES:
             standing = self._standing[rule.name]
             value = rule.measure(figures, standing.memory)
@@ -334,19 +333,19 @@ class Watch:
     def score(self) -> float | None:
         """The score of the task if it is solved, otherwise None.
 
-        The score is the mean of the last three values of the held-out metric, or else of the reward, or else of the accuracy. The
-        task is solved if the score is at least 0.9, the three values are at most 1, and the run's first value was below 0.9.
+        The score is the mean of the last three values of the held-out metric, else of the reward, else of the accuracy. The task
+        is solved if the score is at least 0.9, these values are at most 1, and the run's first value was below 0.9.
         """
         name = next((name for name, last in self._scores.items() if last), "")
         score = _mean(self._scores[name]) if name and self._first[name] < 0.9 else 0.0
         return score if score >= 0.9 else None
 
     def explains(self, rule: str) -> bool:
-        """Return True if the task is solved and the rule's warning is normal for a solved task (in `CALM`)."""
+        """Return True if the task is solved and the rule is in `CALM`, the warnings that are normal for a solved task."""
         return rule in CALM and self.score is not None
 
     def advice(self, rule: str) -> str:
-        """Return the sentences about the rule's problem and its remedy; a reassurance if a solved task explains the warning."""
+        """Return the rule's `advice`, or a text that nothing needs to be done if the task is solved and explains the warning."""
         if not self.explains(rule):
             return BY_NAME[rule].advice
         return f"Nothing to do: the task is solved ({self.score:.2g} of 1), and there is little left to learn from."
@@ -369,7 +368,7 @@ class Watch:
             standing.pending = None
 
     def alerts(self) -> list[RunWarning]:
-        """Return the current warnings, then the withdrawn ones. In both groups the newest are first."""
+        """Return the current warnings, newest first, and then the withdrawn ones, also newest first."""
         standing = [s.alert for s in self._standing.values() if s.alert is not None]
         return [*sorted(standing, key=lambda a: -a.step), *reversed(self._past)]
 

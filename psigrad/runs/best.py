@@ -15,9 +15,9 @@ from psigrad.runs.callbacks import Callback, Control
 class Best(Callback):
     """A callback that tracks the best evaluation. It requests a checkpoint of the best weights, and can end the run early.
 
-    The rules are those of transformers. All evaluations are compared by the same figure. An evaluation is the new best one if its
-    figure is better by any amount, and never if the figure is missing or NaN. It counts against `early_stopping_patience` unless
-    it is better by more than `early_stopping_threshold`.
+    The rules are those of transformers. All evaluations are compared by one figure. An evaluation becomes the best if its figure
+    is better than the previous best, by any amount. If it is not better by more than `early_stopping_threshold`, it counts
+    towards `early_stopping_patience`. An evaluation without the figure, or with NaN, counts as not better.
     """
 
     def __init__(self, settings: Evaluation) -> None:
@@ -30,7 +30,7 @@ class Best(Callback):
         return bool(getattr(settings, "load_best_model_at_end", False) or getattr(settings, "early_stopping_patience", 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best evaluation's step and value, the figure's name, and how many evaluations count against the patience."""
+        """Return the best evaluation's step and value, the figure's name, and the number of evaluations without improvement."""
         return {"step": self.step, "value": self.value if self.step else None, "waited": self.waited, "figure": self.figure}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -52,10 +52,10 @@ class Best(Callback):
             control.should_training_stop = True
 
     def _figure(self, metrics: Mapping[str, Any], step: int) -> tuple[float, bool]:
-        """Return (value, True if greater is better) of the compared figure in `metrics`; the value is NaN if it is missing.
+        """Return (value, True if greater is better) of the figure by which evaluations are compared; NaN if `metrics` lacks it.
 
-        The setting `metric_for_best_model` names the figure. If it is empty, the run's first main figure is used. After step 0,
-        raise `UserError` if no evaluation so far had the named figure, or if none is named and `metrics` has no figures at all.
+        The setting `metric_for_best_model` names the figure. If it is empty, the first evaluation's `headline` is used. After
+        step 0, raise `UserError` if no evaluation has had the named figure yet, or if `metrics` has no held-out figures at all.
         """
         name = self.figure or self.settings.metric_for_best_model
         found = comparison_figure(metrics, name, self.settings.greater_is_better)

@@ -1,7 +1,7 @@
-"""Callbacks of a run: a user's objects that receive its steps, evaluations and checkpoints, and can intervene.
+"""Callbacks: objects of the user that are called at each step, evaluation and checkpoint of a run, and can change its course.
 
-The interface is that of transformers' `TrainerCallback`. Its subclasses work too, but receive only the events in `EVENTS`. Rank 0
-calls the callbacks, and all ranks carry out their requests.
+The interface is that of transformers' `TrainerCallback`. Subclasses of `TrainerCallback` work too, but are called only for the
+events in `EVENTS`. Rank 0 calls the callbacks, and all ranks carry out their requests.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ PARTS = ("algorithm", "loss")
 
 
 class Callback:
-    """A base class for callbacks: a method for each event. Override those you need. `kwargs` has `model` and `processing_class`.
+    """A base class for callbacks. It has a method for each event; override the ones you need.
 
-    `args` are the run's settings by name. `state` has `step` (or `global_step`), `max_steps`, `metrics` (the newest figures),
-    `history` (or `log_history`: all rows of metrics.jsonl), `best_metric` and `best_global_step`. `control` takes requests: set
-    its attributes `should_training_stop`, `should_evaluate` and `should_save`, or call `control.change(learning_rate=1e-6)`.
+    `args` has the run's settings, such as `args.learning_rate`. `kwargs` has `model` and `processing_class`. `state` has `step`,
+    `max_steps`, `metrics` (the newest figures), `history` (all rows of metrics.jsonl), `best_metric` and `best_global_step`.
+    To change the run, set `control.should_training_stop`, `should_evaluate` or `should_save`, or call `control.change`.
 
-    A callback whose state must survive a stop of the run defines `state_dict()`, which returns a value that JSON can represent,
-    and `load_state_dict(value)`, which restores it.
+    To keep a callback's state when the run is resumed, define `state_dict()`, which returns the state as a JSON value, and
+    `load_state_dict(value)`.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
@@ -55,7 +55,7 @@ class Callback:
         """Handle the start of each step."""
 
     def on_step_end(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
-        """Handle the end of a step. `control.should_evaluate` and `should_save` are True if due, and can be changed."""
+        """Handle the end of a step. If due, `control.should_evaluate` or `should_save` is True; set it to False to skip it."""
 
     def on_log(self, args: Any, state: Any, control: Control, logs: Mapping[str, Any], **kwargs: Any) -> None:
         """Handle each row of metrics, passed as `logs`."""
@@ -72,7 +72,7 @@ class Callback:
 
 @dataclass
 class Control:
-    """The requests of callbacks, as attributes with transformers' names."""
+    """The requests of callbacks. The attributes have the same names as in transformers' `TrainerControl`."""
 
     should_training_stop: bool = False
     should_evaluate: bool = False
@@ -84,16 +84,16 @@ class Control:
     check: Callable[[str, Any], tuple[str, Any]] = field(default=lambda name, value: (name, value), repr=False)
 
     def change(self, **settings: Any) -> None:
-        """Change settings for the following steps. In `on_step_begin`, the step that begins is the first of them.
+        """Change settings from the next step on. A change made in `on_step_begin` already applies to the step that begins.
 
-        Give a setting by its dotted name or by the last part of it: `change(**{"algorithm.kl.coefficient": 0.1})`,
+        Name a setting by its full dotted name or by the last part: `change(**{"algorithm.kl.coefficient": 0.1})`,
         `change(learning_rate=1e-6)`. Raise `UserError` for a setting that cannot be changed during a run.
         """
         self.changes |= dict(self.check(name, value) for name, value in settings.items())
 
 
 class Arguments:
-    """The callbacks' `args`: settings as `args.learning_rate`, and fields of `TrainingArguments` for transformers' callbacks."""
+    """The argument `args` of callbacks: the run's settings, and the fields that transformers' own callbacks read."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -129,7 +129,7 @@ class Arguments:
 class Callbacks:
     """The callbacks of a run. Rank 0 calls them at each event of the run, and all ranks carry out their requests.
 
-    The methods for events take the run's state and return it with the settings that callbacks changed.
+    The methods for events take the run's state and return it, updated with the settings that callbacks changed.
     """
 
     callbacks: Sequence[Any] = ()
@@ -220,7 +220,7 @@ class Callbacks:
         return self._call_all("on_train_end", state) if self.callbacks else state
 
     def collect_memory(self, state: S) -> S:
-        """Return the run's state with the current state of each callback, for a checkpoint."""
+        """Return `state` with the callbacks' own states added, for a checkpoint. Ranks other than 0 return it unchanged."""
         if not self.callbacks or self.world.rank:
             return state
         held: dict[str, Any] = {}
@@ -246,7 +246,7 @@ class Callbacks:
         return change
 
     def _value_before(self, setting: str) -> Any:
-        """Return a setting's value before a callback's change; None at the first change of a number in `algorithm` or `loss`."""
+        """Return a setting's value before a callback changes it; None if unknown (the first change in `algorithm` or `loss`)."""
         if setting in self.changed_values or setting.partition(".")[0] in PARTS:
             return self.changed_values.get(setting)
         return getattr(self.args, setting.rpartition(".")[2])
@@ -266,7 +266,7 @@ class Callbacks:
             self._keep_best(row, step)
 
     def _call_all(self, event: str, state: S, **more: Any) -> S:
-        """Call the method `event` of every callback with `more`, apply their requests on every rank, and return the new state."""
+        """Call `event` of every callback with `more`, then `on_log` for each new row. Return the state with their requests."""
 
         def call() -> None:
             visible = self.visible_state
@@ -301,7 +301,7 @@ class Callbacks:
             self.folder.event("stop_asked", step=step, callback=name)
 
     def _on_rank_0(self, work: Callable[[], None], state: S) -> S:
-        """Run `work`, which calls callbacks, on rank 0. Return `state` with their changes. If it fails, raise on all ranks."""
+        """Run `work` on rank 0. All ranks return `state` with the callbacks' requests, or raise `CallbackError` if it failed."""
         failure = ""
         if self.world.rank == 0:
             try:
@@ -322,7 +322,7 @@ class Callbacks:
 
 
 def check_change(config: Any, name: str, value: Any) -> tuple[str, Any]:
-    """Return (dotted name, value) of a callback's change. Raise `UserError` for an invalid value or an unchangeable setting."""
+    """Return (dotted name, checked value). Raise `UserError` if callbacks cannot change the setting or the value is invalid."""
     leaves = dict(flat_names(type(config)))
     dotted = leaves.get(name, name)
     if dotted.partition(".")[0] in PARTS and "." in dotted and hasattr(config, dotted.partition(".")[0]):
@@ -337,7 +337,7 @@ def check_change(config: Any, name: str, value: Any) -> tuple[str, Any]:
             f"{nearest(name, [*known, *(own.rpartition('.')[2] for own in known)]) or '.'}"
         )
     if dotted.startswith("sampling.") and getattr(config, "lag", False):
-        raise UserError(f"{name} cannot be changed with lag={config.lag}, since later steps are already sampled; set lag=0.")
+        raise UserError(f"{name} cannot be changed with lag={config.lag}, which samples later steps in advance; set lag=0.")
     try:
         return dotted, TypeAdapter(settings_of(type(config))[dotted].annotated).validate_python(value)
     except ValidationError as error:
@@ -345,7 +345,7 @@ def check_change(config: Any, name: str, value: Any) -> tuple[str, Any]:
 
 
 class CallbackError(UserError):
-    """An error that a callback raised."""
+    """Raised on all ranks if a callback raises an error."""
 
 
 def _describe(error: Exception, asked: Sequence[str]) -> str:
@@ -361,7 +361,7 @@ def _describe(error: Exception, asked: Sequence[str]) -> str:
 
 
 def collect_memory(callback: Any) -> Any:
-    """Return a callback's state: its `state_dict()`, else the "attributes" of transformers' `ExportableState`, else None."""
+    """Return a callback's state: its `state_dict()`, or the "attributes" of transformers' `ExportableState`, or else None."""
     if hasattr(callback, "state_dict"):
         return callback.state_dict()
     state = getattr(callback, "state", None)
@@ -380,7 +380,7 @@ def load(callback: Any, state: Any) -> None:
 def resolve(given: Any) -> Any:
     """Return the callback that `given` describes: an object, a class, "module:Class", or {"callback": …, parameter: value}.
 
-    Raise `UserError` if it cannot be created, or has no method of `EVENTS`.
+    Raise `UserError` if the callback cannot be created, or handles no event of `EVENTS`.
     """
     parameters: dict[str, Any] = {}
     found = given

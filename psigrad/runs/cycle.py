@@ -25,7 +25,7 @@ LEFT = 20.0
 
 @dataclass(frozen=True)
 class Loop(Generic[S]):
-    """A kind of training, such as online RL, that `cycle` runs: its functions, number of steps and interval of evaluations."""
+    """The parts of a training loop that `cycle` calls: functions that take a step, evaluate and save, and the number of steps."""
 
     name: str
     """The label of the progress bar."""
@@ -44,14 +44,14 @@ class Loop(Generic[S]):
 
 
 def cycle(loop: Loop[S], state: S, settings: Run, journal: Journal) -> S:
-    """Take steps from `state` to the loop's last step. Evaluate and save at the intervals of the settings.
+    """Train from `state` to the loop's last step. Evaluate and save every `eval_steps` and `save_steps` iterations.
 
-    `eval_steps` and `save_steps` count iterations of this loop. Callbacks receive every event, and their requests are carried
-    out. All rows of step s are written before checkpoint s, so a resumed run repeats no row and lacks none.
+    Callbacks receive every event, and their requests are carried out. All rows of a step are written before its checkpoint is
+    saved, so a resumed run neither repeats nor loses rows.
 
-    A request to stop takes effect between steps, or interrupts an evaluation, which the resumed run repeats. The state is saved,
-    then `Stopped` is raised. If a step fails before it has changed a weight, the previous state is saved (see `_Saves.step`), and
-    the error propagates. If the free disk space falls below the size of 1.5 checkpoints, save the state and raise `UserError`.
+    On a signal to stop, finish the current step, save the state and raise `Stopped`. In a run of one process, the signal also
+    interrupts an evaluation, which is repeated when the run is resumed. If a step fails before it has changed a weight, save the
+    previous state (see `_Saves.step`). If the disk may be too full for another checkpoint, save and raise `UserError`.
     """
     hooks, shown = journal.callbacks, settings.progress and journal.world.rank == 0
     state = hooks.begin(state, loop.total)
@@ -79,7 +79,7 @@ def cycle(loop: Loop[S], state: S, settings: Run, journal: Journal) -> S:
 
 
 class _Saves(Generic[S]):
-    """The schedule of a run's checkpoints, and the newest state with finite gradients, which is saved if the run fails."""
+    """Decides when a run saves a checkpoint. It keeps the last state whose gradients were finite, to save it if the run fails."""
 
     def __init__(self, loop: Loop[S], state: S, settings: Run, journal: Journal) -> None:
         self.loop, self.settings, self.journal = loop, settings, journal
@@ -88,7 +88,7 @@ class _Saves(Generic[S]):
     def due(self, state: S) -> bool:
         """Return True if the settings require a checkpoint now.
 
-        Return False after a step without a finite gradient: the step changed nothing, and saving would evict an older checkpoint.
+        Return False after a step with a NaN or infinite gradient, since such a step changes no weight.
         """
         minutes = _now(state, "save_minutes", self.settings.save_minutes)
         every = _now(state, "save_steps", self.settings.save_steps)
@@ -96,16 +96,16 @@ class _Saves(Generic[S]):
         return not state.nonfinite and bool((minutes and spent >= 60 * minutes) or (every and state.turns % every == 0))
 
     def keep(self, state: S) -> S:
-        """Save a checkpoint of the state and call the callbacks. Return the state with the settings that callbacks changed."""
+        """Save a checkpoint and call the callbacks. Return the state, updated with the settings that callbacks changed."""
         self.loop.save(self.journal.callbacks.collect_memory(state))
         self.saved, self.saved_at = state.step, time.monotonic()
         return self.journal.callbacks.after_save(state, self.journal.folder.checkpoints / f"step-{state.step:08d}")
 
     def evaluate(self, state: S) -> S:
-        """Evaluate and call the callbacks. Return the state with the settings that the callbacks changed.
+        """Evaluate and call the callbacks. Return the state, updated with the settings that callbacks changed.
 
-        If a requested stop interrupts the evaluation, save the state and raise `Stopped`. The saved state is marked as not
-        evaluated, so the resumed run evaluates first.
+        If a signal to stop interrupts the evaluation, save the state, marked as not evaluated, and raise `Stopped`. The resumed
+        run then starts with the evaluation.
         """
         try:
             self.loop.evaluate(state)
@@ -115,7 +115,7 @@ class _Saves(Generic[S]):
         return self.journal.callbacks.after_evaluation(replace(state, evaluated=True))
 
     def after(self, state: S, last: bool) -> S:
-        """Save if `control.should_save` is set, or after the `last` step. If disk space is low, save and raise `UserError`."""
+        """Save if due or requested, and after the `last` step. If the disk is nearly full, save and raise `UserError`."""
         if not state.nonfinite:
             self.last_finite = state
         if self.journal.callbacks.control.should_save or (last and self.last_finite.step > self.saved):
@@ -126,8 +126,8 @@ class _Saves(Generic[S]):
         return state
 
     def step(self, state: S) -> Outcome[S]:
-        """Take and record one step. If it fails before it changes a weight, save the previous state. With `lockstep`
-        save nothing, since all processes would have to save together, and perhaps only this one has failed.
+        """Take and record one step. If it fails before it changes a weight, save the previous state and raise the error.
+        With FSDP nothing is saved, since all processes would have to save together, and the others may not have failed.
         """
         try:
             outcome = self.loop.step(state)
@@ -151,7 +151,7 @@ class _Saves(Generic[S]):
     def rescue(self) -> Iterator[None]:
         """At the end of the block, wait for checkpoints that are written in the background.
 
-        If a callback failed, first save the newest state. All ranks raise its error, so all save. Callbacks change no weights.
+        If a callback raised an error, first save the newest state. This is safe, since all ranks raise a callback's error.
         """
         try:
             yield
@@ -171,5 +171,5 @@ class _Saves(Generic[S]):
 
 
 def _now(state: RunState, setting: str, initial: Any) -> Any:
-    """Return a setting's current value: the one that a callback has set, otherwise `initial`."""
+    """Return a setting's current value: `initial`, unless a callback has changed it."""
     return next((value for name, value in state.changes.items() if name.rpartition(".")[2] == setting), initial)

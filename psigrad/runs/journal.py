@@ -33,7 +33,7 @@ _STATUS_FIELDS = {"memory_bytes": "VmRSS", "peak_memory_bytes": "VmHWM", "anonym
 
 
 class Tracker(Protocol):
-    """A destination of metrics besides the run folder, such as W&B; psigrad_extras/connect/trackers.py has the trackers."""
+    """A destination of metrics besides the run folder, such as W&B. Implementations: psigrad_extras/connect/trackers.py."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of one step."""
@@ -46,7 +46,7 @@ class Tracker(Protocol):
 
 
 class CompletionPrinter:
-    """A tracker that prints up to `count` completions of a step, spread over its prompts, once every `every` steps."""
+    """A tracker that prints up to `count` completions, evenly spaced over the step's completions, every `every` steps."""
 
     def __init__(self, count: int, every: int) -> None:
         self._count, self._every, self._next = count, every, 0
@@ -55,7 +55,7 @@ class CompletionPrinter:
         """Do nothing: the progress bar displays the metrics."""
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Print a line for each selected completion: step, reward, the end of its prompt, and the beginning of its text."""
+        """Print a line for each selected completion: step, reward, the end of the prompt, and the start of the completion."""
         trained = [row for row in rows if row["kind"] == "train"]
         if step < self._next or not trained:
             return
@@ -67,14 +67,14 @@ class CompletionPrinter:
             redaction.say(f"step {step}  reward {reward}  …{' '.join(prompt.split())[-60:]} → {said[:120]}")
 
     def close(self) -> None:
-        """Do nothing, as nothing is open."""
+        """Do nothing: there is nothing to close."""
 
 
 class WarningReporter:
-    """The warnings of a run: each rule of `psigrad.records.warnings` is reported once, on stderr and as an event.
+    """Reports the warnings of a run on stderr and as events. Each rule of `psigrad.records.warnings` is reported once.
 
-    Warnings that a solved task explains are suppressed while it is solved. A warning that occurs in sound runs too is reported
-    only when it is raised for the `Rule.min_count`-th time.
+    While the task is solved, warnings that are normal for a solved task are suppressed. A rule that also fires in healthy runs is
+    reported only when its warning is raised for the `Rule.min_count`-th time.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -83,7 +83,7 @@ class WarningReporter:
         self._started = False
 
     def update(self, step: int, row: Mapping[str, Any]) -> None:
-        """Check one row of metrics and report new warnings. The first call also checks the run's earlier rows, silently."""
+        """Check a row of metrics and report new warnings. The first call also reads earlier rows, without reporting on them."""
         if not self._started:
             self._started = True
             for before in read_steps(self._folder.path / "metrics.jsonl"):
@@ -105,7 +105,7 @@ class WarningReporter:
 
 
 def memory() -> dict[str, int]:
-    """Return this process's memory in bytes: current, peak, and anonymous (without file pages). Empty if it is unknown."""
+    """Return this process's memory in bytes: current, peak, and anonymous (without mapped files); {} if /proc is missing."""
     try:
         said = Path("/proc/self/status").read_text()
     except OSError:
@@ -115,18 +115,18 @@ def memory() -> dict[str, int]:
 
 
 class MemoryTrimmer:
-    """A limit on memory that the process has freed but not returned to the system, because the heap is fragmented.
+    """Returns freed memory to the system when fragmentation of the heap has made the process too large.
 
-    Freed tensors of many different sizes leave gaps in the heap that later tensors do not fit into. The run is assumed to
-    need as much memory as in its first `steps` steps. If it has more than `above` times that, the gaps are returned to the
-    system. This is not done in every step, since the system would have to provide the memory again, page by page.
+    Freed tensors of many different sizes leave gaps in the heap that later tensors do not fit into. The peak of the first
+    `steps` steps counts as the memory that the run needs. When the process exceeds `above` times this, the heap is trimmed.
+    Trimming after every step would be slow, since each returned page causes a page fault when it is used again.
     """
 
     def __init__(self, steps: int = 3, above: float = 1.02) -> None:
         self._left, self._above, self._needed = steps, above, 0
 
     def __call__(self) -> dict[str, int]:
-        """Trim the heap if "anonymous_bytes" is above the limit. Return `memory()` without this number. Call after each step."""
+        """Trim the heap if the anonymous memory exceeds the limit. Return the current and peak memory. Call after each step."""
         held = memory()
         now = held.pop("anonymous_bytes", 0)  # cached pages of files vary with the machine's other needs
         if self._left > 0:
@@ -139,7 +139,7 @@ class MemoryTrimmer:
 
 
 def trim_heap() -> None:
-    """Make glibc give all freed memory back to the system. Do nothing with other C libraries, which have no such call."""
+    """Make glibc return freed memory to the system. Do nothing if the C library is not glibc."""
     if sys.platform.startswith("linux"):
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -147,9 +147,9 @@ def trim_heap() -> None:
 
 @dataclass(frozen=True)
 class Journal:
-    """The run folder, trackers, warnings and stop signal of a run in one object.
+    """The log of a run: its folder, trackers, warnings, stop signal and callbacks in one object.
 
-    A repeated run writes the same numbers to `metrics` and `rollouts`. Measured times, which differ, are written to `timings`.
+    `metrics` and `rollouts` write only numbers that are the same if the run is repeated. Measured times go to `timings`.
     """
 
     folder: RunFolder
@@ -166,7 +166,7 @@ class Journal:
 
     @property
     def watch(self) -> Observe:
-        """A function from the name of a phase to a context manager, inside which the watchdog times the phase."""
+        """Use as `with journal.watch(name):`. The watchdog then times the block as the phase `name`."""
         return self.watchdog.phase if self.watchdog is not None else contextlib.nullcontext
 
     def record(self, outcome: Outcome[Any]) -> None:
@@ -179,13 +179,13 @@ class Journal:
         self.timings(outcome.state.step, outcome.timings, outcome.tokens)
 
     def log(self, kind: str, text: str, **fields: Any) -> None:
-        """Write an event, and print a line on stderr."""
+        """Write an event of this `kind` with `fields`, and print `text` on stderr."""
         self.folder.event(kind, **fields)
         if self.world.rank == 0:
             redaction.say(text)
 
     def log_once(self, kind: str, text: str) -> None:
-        """Call `log` if no message of this kind was logged in this process. The event's field `why` is the text."""
+        """Call `log`, with the text as the event's field `why`, unless `log_once` was called earlier with the same kind."""
         if kind not in self.logged:
             self.logged.add(kind)
             self.log(kind, text, why=text)
@@ -209,7 +209,7 @@ class Journal:
         self.folder.timings({"step": step, **seconds, "tokens": tokens, "tokens_per_second": rate, **self.trim()})
 
     def rollouts(self, completions: Sequence[Mapping[str, Any]]) -> None:
-        """Write rows of rollouts.jsonl, and log those with a completion to the trackers."""
+        """Write rows of rollouts.jsonl, and log them to the trackers unless they are episodes of a control run."""
         self.folder.rollouts(completions)
         shown = [row for row in completions if "completion" in row]  # in control, rows are episodes
         for tracker in self.trackers if shown else ():
@@ -221,9 +221,9 @@ class Journal:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Raise `Interrupted` in the block when a stop is requested. Then remove the rows that the block has written to files.
+        """Raise `Interrupted` in the block when a signal requests a stop. Remove the rows that the block had already written.
 
-        With several processes the block is not interrupted. If it were, the other processes would wait for this one forever.
+        If the run has several processes, the block is not interrupted: the other processes would wait for this one forever.
         """
         if self.signal is None or self.world.size > 1:
             yield
@@ -239,16 +239,16 @@ class Journal:
     def stopped(self, step: int) -> None:
         """Record the stop and raise `Stopped`. Call this after a requested stop, once the state is saved."""
         self.folder.event("stopped", step=step)
-        stopped = Stopped(f"Stopped as asked after step {step}; everything is saved. Repeat the command to resume from there.")
+        stopped = Stopped(f"Stopped on request after step {step}; everything is saved. Repeat the command to resume the run.")
         stopped.exit_status += max(self.world.all_gather(self.signal.number if self.signal is not None else 0))
         raise stopped
 
 
 class Watchdog:
-    """A thread that reports phases that hang.
+    """A thread that detects phases of a run that hang.
 
     A phase hangs if it takes more than `seconds`, and more than ten times the longest earlier phase of the same name. The thread
-    writes all stacks to a file and calls `report(phase, seconds so far)` once for the phase. It does not stop the phase.
+    then writes the stacks of all threads to a file and calls `report(phase, seconds so far)` once. The phase is not stopped.
     """
 
     def __init__(self, seconds: float, folder: Path, report: Callable[[str, float], None]) -> None:
@@ -261,7 +261,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Run the watchdog's thread while the block runs."""
+        """Watch for phases that hang while the block runs. Do nothing if `seconds` is 0."""
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         if self._limit:
             thread.start()

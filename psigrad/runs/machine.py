@@ -35,25 +35,25 @@ _USUAL = 1 << 25
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use; on macOS, which does not report it, the number of all cores."""
+    """Return the number of cores that this process may use. On systems that do not report it (macOS), return all cores."""
     asked = getattr(os, "sched_getaffinity", None)
     return len(asked(0)) if asked else os.cpu_count() or 1
 
 
 def default_threads() -> int:
-    """Return torch's default number of threads: OMP_NUM_THREADS, or one per core.
+    """Return the default number of threads for torch: OMP_NUM_THREADS, or else one per core.
 
-    Several processes on one machine share its cores equally. For them OMP_NUM_THREADS is ignored, as torchrun sets it to 1.
+    If several processes run on the machine, they share its cores equally. OMP_NUM_THREADS is then ignored: torchrun sets it to 1.
     """
     here, asked = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.environ.get("OMP_NUM_THREADS", "")
     return int(asked) if here == 1 and asked.isdecimal() and int(asked) else max(1, cores() // here)
 
 
 def provenance(device: str) -> dict[str, Any]:
-    """Return the facts that are needed to compare figures of different days and machines.
+    """Return facts about this machine, which are stored with measurements.
 
-    They are `when` (UTC), the `processor`, the `cores` that this process may use, the vector instructions that torch uses
-    (`vectors`: AVX2, AVX512, …), the `gpu` if `device` is one, and `versions`.
+    The keys are `when` (UTC), `processor`, `cores` (those that this process may use), `vectors` (the vector instructions that
+    torch uses: AVX2, AVX512, …), `gpu` (if `device` is one), and `versions`.
     """
     found: dict[str, Any] = {
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -95,9 +95,9 @@ def _version(library: str) -> str | None:
 
 
 def prepare_torch(run: Run, *, recompute: bool = False) -> None:
-    """Set torch's threads and malloc's limits for the run. Raise `UserError` if the device is missing.
+    """Set torch's number of threads, and configure malloc and oneDNN, for the run. Raise `UserError` if the device is missing.
 
-    With `recompute` (gradient checkpointing) or `run.max_memory`, freed memory of large tensors is given back to the system.
+    With `recompute` (gradient checkpointing) or `run.max_memory`, malloc returns the freed memory of large tensors to the system.
     """
     torch.set_num_threads(run.threads or default_threads())
     for kept in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
@@ -128,7 +128,7 @@ def check_device(run: Run) -> None:
 def prepared_torch(run: Run, *, recompute: bool = False, tf32: bool = False) -> Iterator[None]:
     """Apply `prepare_torch` while the block runs. With `tf32`, float32 matrix products on a GPU use TF32.
 
-    On exit the caller's number of threads is restored, and malloc again gives large freed blocks back to the system.
+    On exit, restore the number of threads and the TF32 setting, and reset malloc's limits to glibc's usual values.
     """
     before = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
     prepare_torch(run, recompute=recompute)
@@ -143,11 +143,11 @@ def prepared_torch(run: Run, *, recompute: bool = False, tf32: bool = False) -> 
 
 
 def keep_freed_memory(up_to: int = _ALL) -> None:
-    """Make glibc's malloc keep freed blocks of at most `up_to` bytes, so that torch's next tensor of the size can use them.
+    """Make glibc's malloc keep freed blocks of at most `up_to` bytes, so that later tensors can reuse them.
 
-    By default malloc gives every large freed block back to the kernel at once. The next tensor then gets its memory page fault by
-    page fault. On a CPU that takes 20 % of a training step or more, and 50 % with a large vocabulary. The drawback is that kept
-    blocks fragment the memory. Do nothing with other C libraries, which have no such setting.
+    By default malloc returns every large freed block to the kernel at once. The next tensor then causes a page fault for each
+    page. On a CPU, these page faults take 20 % or more of a training step, and 50 % with a large vocabulary. The drawback is that
+    kept blocks fragment the memory. Do nothing if the C library is not glibc.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -158,14 +158,14 @@ def keep_freed_memory(up_to: int = _ALL) -> None:
 
 
 def device(run: Run) -> str:
-    """Return the device of the run: the one in the settings, or cuda if available."""
+    """Return the device of the run: `run.device`, or for "auto" cuda if it is available, otherwise cpu."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if run.device == "auto" else run.device
 
 
 def pins_of(run: Run, kernels: object) -> dict[str, str]:
-    """Return {name: value} of three facts that must not change when a run is resumed: "threads", "kernels" and "device".
+    """Return three pins of a run, which must be unchanged when it is resumed: "threads", "kernels" and "device".
 
-    Another value changes the last bits of sums. `kernels` are psigrad's compiled kernels, or a string that says why they are off.
+    A change of any of them changes the rounding of sums. `kernels` is psigrad's compiled kernels, or the reason why they are off.
     """
     return {
         "threads": str(torch.get_num_threads()),
@@ -175,6 +175,6 @@ def pins_of(run: Run, kernels: object) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the computing libraries, for a checkpoint's manifest."""
+    """Return the versions of psigrad, torch and transformers, for a checkpoint's manifest."""
     libraries = {name: version for name in ("torch", "transformers") if (version := _version(name))}
     return {"psigrad": __version__, **libraries}

@@ -20,9 +20,9 @@ NARROW = 100
 
 
 class _ClosableStream:
-    """An output stream whose reader may close it, as `head` does. Later output is then dropped without an error.
+    """An output stream that drops output without an error after its reader, such as `head`, has closed the pipe.
 
-    A character that the stream's encoding lacks becomes a question mark.
+    A character that the stream cannot encode is written as a question mark.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -55,20 +55,20 @@ class _ClosableStream:
 
 @contextlib.contextmanager
 def ignore_closed_output() -> Iterator[None]:
-    """Let the block print to stdout and stderr without an error if these are missing or their reader closes them."""
+    """In the block, drop output to stdout or stderr without an error if the stream is closed."""
     with contextlib.redirect_stdout(_ClosableStream(sys.stdout)), contextlib.redirect_stderr(_ClosableStream(sys.stderr)):
         yield
 
 
 class Advance(Protocol):
-    """A function that advances a progress bar by `count`. A `note` replaces the text after the bar."""
+    """The type of a function that advances a progress bar by `count` and sets the text after the bar to `note`."""
 
     def __call__(self, count: float = 1, note: str = "") -> None:
-        """Advance the bar by `count` and replace the note."""
+        """Advance the bar by `count`, and replace its note unless `note` is ""."""
 
 
 def _lines(description: str, total: float, done: float, every: int, unit: str) -> Advance:
-    """Return a function that counts from `done` and prints lines like "name 10/100  note  1.2 s a step, 2 min left"."""
+    """Return a function that advances from `done` and prints lines like "name 10/100  note  1.2 s a step, 2 min left"."""
     at, calls, printed, begun = done, 0, done, time.monotonic()
     since = begun
 
@@ -130,8 +130,8 @@ def bar(
 ) -> Iterator[Advance]:
     """Draw a progress bar from `done` to `total` while the block runs, and yield the function that advances it.
 
-    Draw nothing unless `enabled`. In a notebook the bar is below its cell. If standard output is not a terminal (a log file, a
-    cluster's queue), print a line after `every` calls, or earlier if `SILENCE` seconds have passed; never if `every` is 0.
+    Draw nothing unless `enabled`. If standard output is neither a notebook nor a terminal (a log file, say), print lines instead:
+    one for each `every` calls, or earlier if `SILENCE` seconds have passed. With `every` 0, print none.
     """
     if not enabled:
         yield lambda count=1, note="": None

@@ -26,11 +26,11 @@ _SHOWN = 10
 class MetricsHistory(list[dict[str, Any]]):
     """The rows of metrics.jsonl, ordered by "step". Each has the figures of a training step or of an evaluation.
 
-    `pandas.DataFrame(history)` is a table of these rows. `to_pandas()` returns a table with a single row for each step.
+    `pandas.DataFrame(history)` keeps these rows apart; `to_pandas()` merges the rows of each step into one.
     """
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return a table indexed by "step", with the metrics of a step and of its evaluations in one row."""
+        """Return a table indexed by "step". A row has the training metrics of its step and the metrics of its evaluations."""
         import pandas
 
         rows = list(merge_by_step(self).values())
@@ -50,7 +50,7 @@ class MetricsHistory(list[dict[str, Any]]):
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run: its folder, the trained model's folder, and its evaluations `before` training and `after`."""
+    """The result of a run: its folder, the trained model's folder, and the evaluations `before` and `after` training."""
 
     folder: Path
     model: Path

@@ -35,7 +35,7 @@ from psigrad.runs.survival import Stopped, StopSignal, convert_exits
 
 @contextlib.contextmanager
 def open_run(config: Any, recipe: str) -> Iterator[Journal]:
-    """Set up a run for the duration of the block: its processes, its locked folder, the trackers, and the stop signal.
+    """Set up a run for the duration of the block: join its processes, lock its folder, open trackers, and handle signals.
 
     Yield the run's journal. Only rank 0 writes to the folder.
     """
@@ -93,7 +93,7 @@ def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Jou
 
 
 def _callbacks(config: Any, folder: RunFolder, world: World) -> Callbacks:
-    """Return the callbacks that the settings name or need (`Best`). Print which of their methods are never called."""
+    """Return the callbacks in the settings, plus `Best` if a setting needs it. Print which of their methods are never called."""
     with paths.kept_folder():
         found = [callbacks.resolve(given) for given in config.run.callbacks]
     evaluation: Any = getattr(config, "evaluation", None)
@@ -114,10 +114,10 @@ def new_folder(recipe: str) -> Path:
 
 
 def load_finished(config: Any, journal: Journal, run_pins: Mapping[str, str]) -> Result | None:
-    """Return the result of a run that finished earlier, and print that nothing was done; None if the run is unfinished.
+    """If the run has finished earlier, print that nothing was done, and return its result. Otherwise return None.
 
-    `run_pins` are this start's hashes of model, data, code and so on, by the names of `pins.PINS`. Raise `UserError` if one
-    differs from the finished run's and `run.allow` does not name it.
+    `run_pins` are the current hashes of the model, the data, the code and so on, by the names in `pins.PINS`. Raise `UserError`
+    if they differ from those of the finished run, unless `run.allow` permits it.
     """
     folder = journal.folder.path
     if not journal.folder.finished:
@@ -136,7 +136,7 @@ def load_finished(config: Any, journal: Journal, run_pins: Mapping[str, str]) ->
 
 
 def newest_checkpoint(journal: Journal) -> Path | None:
-    """Return the newest checkpoint that verifies, or None. Remove the rows of later steps from the run folder."""
+    """Return the newest intact checkpoint, or None. Remove the rows of later steps from the run folder."""
     found = _verify_together(journal.world, journal.folder.checkpoints)
     for line in found.ignored:
         journal.folder.event("checkpoint_ignored", reason=line)
@@ -146,7 +146,7 @@ def newest_checkpoint(journal: Journal) -> Path | None:
 
 
 def _verify_together(world: World, root: Path) -> checkpoint.Latest:
-    """Return the newest checkpoint in `root` that verifies. Rank 0 lists checkpoints; each rank hashes a share of the files."""
+    """Return the newest intact checkpoint in `root`. Rank 0 lists the checkpoints, and each rank hashes a share of the files."""
 
     def check(path: Path) -> dict[str, Any]:
         manifest, fault = dict[str, Any](), ""
@@ -163,7 +163,7 @@ def _verify_together(world: World, root: Path) -> checkpoint.Latest:
 
 
 def save_checkpoint(journal: Journal, step: int, write: Callable[[Path], None], run: Run, meta: Mapping[str, Any]) -> None:
-    """Flush the run's rows, save a checkpoint and delete old ones. `write` writes the files; `meta` goes into the manifest."""
+    """Flush the run's rows, save a checkpoint, and delete old ones. `write` writes its files; `meta` goes into its manifest."""
     journal.folder.flush()
     path = checkpoint.save(journal.folder.checkpoints, step, write, meta={**meta, **folder_facts(journal)})
     checkpoint.prune(journal.folder.checkpoints, run.save_total_limit)
@@ -177,7 +177,7 @@ def folder_facts(journal: Journal) -> dict[str, Any]:
 
 
 def note_end(journal: Journal, **noted: Any) -> None:
-    """Write the event `finished` with the fields `noted`, the hashes of the model's files, and the run's pins (`pins.PINS`)."""
+    """Write the event `finished`, with the hashes of the model's files, the run's pins (`pins.PINS`), and the fields `noted`."""
     folder = journal.folder
     folder.flush()
     if journal.world.rank == 0:
@@ -187,7 +187,7 @@ def note_end(journal: Journal, **noted: Any) -> None:
 
 
 def note_start(run: Run, journal: Journal, checkpoint: Path | None, step: int, pinned: Mapping[str, str], **noted: Any) -> None:
-    """Write the event `started` (`resumed` with a `checkpoint`): step, command, machine, `noted`, and the code's hashes."""
+    """Write the event `started`, or `resumed` if `checkpoint` is given: step, command, machine, code hashes, and `noted`."""
     here = machine.provenance(device(run))
     del here["when"]  # an event has its own time
     kind = "started" if checkpoint is None else "resumed"
@@ -197,8 +197,9 @@ def note_start(run: Run, journal: Journal, checkpoint: Path | None, step: int, p
 
 
 def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: Mapping[str, str]) -> None:
-    """Raise `UserError` if `pinned` (hashes, …) differs from a checkpoint's `manifest` without permission by `run.allow`. Record
-    permitted differences as events. Other library versions and another number of ranks are always permitted.
+    """Raise `UserError` if a pin in `pinned` differs from the checkpoint's `manifest`, unless `run.allow` permits it.
+
+    Write permitted differences as events. Other library versions and another number of ranks are always permitted.
     """
     if manifest.get("ranks", "1") != pinned.get("ranks", "1"):
         # sharing the work among more or fewer processes implies other rounding
@@ -212,7 +213,7 @@ def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: 
 
 
 def evaluations(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (metrics of the first evaluation, metrics of the final weights), each with "step"; ({}, {}) without evaluations."""
+    """Return (metrics of the first evaluation, metrics of the final model), both with "step"; ({}, {}) without evaluations."""
     kept = find_best_step([last_event(folder / "events.jsonl", *KEEPS)])
     rows = merge_by_step(row for row in read_steps(folder / "metrics.jsonl") if any(name.startswith("eval/") for name in row))
     ordered = [rows[step] for step in sorted(rows) if step <= kept]

@@ -25,11 +25,11 @@ _supervised = False
 def supervise(work: Callable[[], int]) -> int:
     """Run a command in a forked child and return its exit status, which is 0 only if `work` returned 0.
 
-    User code in the command can leave the process by `os._exit(0)`, `posix.execv` or an exit handler. Only a parent process can
-    distinguish such an exit from a normal end. Signals to this process are forwarded to the child, which has the same terminal,
-    process group and folder. The child is killed if this process ends. If a signal ends the child, it ends this process too.
+    User code can end the process by `os._exit(0)`, `posix.execv` or an exit handler. Only a parent process can distinguish such
+    an exit from a normal end. Signals to this process are forwarded to the child. If the child is killed by a signal, this
+    process ends with the same signal. If this process ends first, the child is killed.
 
-    `work` runs in this process if the system is not Linux, in a debugger, or if other threads run.
+    Outside Linux, in a debugger, or if other threads are running, `work` runs in this process.
     """
     if not sys.platform.startswith("linux") or sys.gettrace() is not None or threading.active_count() > 1:
         return work()
@@ -83,25 +83,25 @@ def _wait_for(child: int) -> int:
 
 @contextlib.contextmanager
 def convert_exits() -> Iterator[None]:
-    """Turn a `sys.exit` of user code in the block into a `UserError`."""
+    """Raise a `UserError` if user code in the block calls `sys.exit`."""
     try:
         yield
     except SystemExit as error:
         code = "" if error.code is None else error.code
         raise UserError(
-            f"sys.exit({code}) was called before the run was finished, by an environment or a callback. "
+            f"sys.exit({code}) was called before the run was finished, probably by an environment or a callback. "
             "Return instead, or raise an exception with the reason."
         ) from error
 
 
 class Stopped(UserError):
-    """A stop of the run by SIGTERM, SIGHUP or Ctrl-C, after saving its state. The exit status is 128 + the signal's number."""
+    """Raised once a run that was stopped by a signal has saved its state. The exit status is 128 + the signal's number."""
 
     exit_status = 128
 
 
 class Interrupted(BaseException):
-    """Raised inside `StopSignal.interrupting` by a requested stop. As a `BaseException`, no `except Exception` catches it."""
+    """Raised in a block of `StopSignal.interrupting` by a signal. It is a `BaseException`, so `except Exception` misses it."""
 
 
 _SAID = b"\npsigrad: Stopping after the current step, then saving. Ctrl-C again stops at once.\n"
@@ -110,9 +110,8 @@ _SAID = b"\npsigrad: Stopping after the current step, then saving. Ctrl-C again 
 class StopSignal:
     """A context in which the first SIGTERM, SIGHUP or SIGINT sets `requested` and `number` instead of ending the process.
 
-    A second signal raises KeyboardInterrupt. After Ctrl-C a line on the terminal announces the stop. A run that stops this way
-    exits with 128 + the signal's number: 143 (SIGTERM), 129 (SIGHUP), 130 (SIGINT). Only the main thread can set handlers. In
-    other threads the context does nothing.
+    `number` is the signal's. A second signal raises KeyboardInterrupt. After Ctrl-C, a line on stderr announces the stop.
+    Outside the main thread the context does nothing, since Python allows signal handlers only there.
     """
 
     def __init__(self) -> None:
@@ -144,7 +143,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Raise `Interrupted` in the block when a stop is requested. If one was requested earlier, raise it at the start."""
+        """Raise `Interrupted` as soon as a signal arrives in the block, or at once if a signal arrived earlier."""
         self._interrupts = True
         try:
             if self.requested:

@@ -38,8 +38,8 @@ class ModelOrigin(NamedTuple):
 def text(folder: str | Path, repository: str = "") -> str:
     """Return the text of README.md for the model in a run folder. It starts with the metadata that the hub reads.
 
-    With `repository`, the card is for that hub repository: its example loads the model from it, and absolute paths are reduced
-    to their last part. Raise `UserError` if `folder` is not a run folder.
+    `repository` is the hub repository to which the card will be uploaded: its example then loads the model from there, and
+    absolute paths are reduced to their last part. Raise `UserError` if `folder` is not a run folder.
     """
     run = load(folder)
     pins, base, name = _pins(run), _base(run), repository.rpartition("/")[2] or run.path.resolve().name
@@ -67,7 +67,7 @@ def text(folder: str | Path, repository: str = "") -> str:
 
 
 def _auto(run: RunData) -> str:
-    """Return the name of transformers' class that loads the model; "" for a reward model of images, which no class loads."""
+    """Return the name of transformers' class that loads the model; "" for a reward model with images: none can load it."""
     found = auto_class(run.path / "model")
     return "" if kind_of(run.config) == "reward" and found == "AutoModelForImageTextToText" else found
 
@@ -132,9 +132,9 @@ def _held_out_figures(run: RunData) -> Iterator[tuple[str, str]]:
 
 
 def _held_out_table(run: RunData) -> list[list[str]]:
-    """Return the rows of a Markdown table, each a list of cells: held-out metrics before and after training, with 95 % intervals.
+    """Return the held-out metrics before and after training, with 95 % intervals, as the rows of a Markdown table.
 
-    The first two rows are the table's head.
+    Each row is a list of cells. The first two rows are the table's head.
     """
     rows = run.evaluations
     if not rows:
@@ -161,7 +161,7 @@ def _trained(run: RunData, base: ModelOrigin) -> str:
 
 
 def _facts(run: RunData, base: ModelOrigin, pins: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, text) of each fact of the training: base model, data, rewards, times and machine. `pins`: see `_pins`."""
+    """Return (name, text) for the base model, data, rewards, times and machine of the training. For `pins` see `_pins`."""
     start = _start(run)
     data = ", ".join(f"[{name}](https://huggingface.co/datasets/{hub})" if hub else f"`{name}`" for name, hub in _datasets(run))
     rows = number(start.get("rows"))
@@ -198,7 +198,7 @@ def _name_reward(reward: Any) -> str:
 
 
 def _settings(run: RunData) -> dict[str, Any]:
-    """Return the settings that differ from the defaults, without those that only concern one start or one machine."""
+    """Return the settings that differ from the defaults, except those that matter only for one start or one machine."""
     cls, found = settings_class(run.config), dict[str, Any]()
     of_here = {name for mark in (FREE, MACHINE) for name in find_marked(cls, mark)}
     for name, value in overrides(run).items():
@@ -208,7 +208,7 @@ def _settings(run: RunData) -> dict[str, Any]:
 
 
 def _base(run: RunData) -> ModelOrigin:
-    """Return the base model of the training. A local folder gets its hub name from `base_model` in the folder's model card."""
+    """Return the base model of the training. For a local folder, take the hub name from `base_model` in its model card."""
     name = str(run.settings.get("model.path") or "")
     pin, local = str(_pins(run).get("model") or ""), Path(name)
     if name and (len(pin) == _COMMIT or (not pin and not local.exists() and _HUB_NAME.fullmatch(name))):
@@ -249,13 +249,13 @@ def _version(run: RunData) -> str:
 
 
 def _pins(run: RunData) -> Mapping[str, Any]:
-    """Return the newest checkpoint's manifest. It pins the model and the data: a resumed run must have the same hashes."""
+    """Return the newest checkpoint's manifest, which has the hashes of the base model and the data; {} without a checkpoint."""
     newest = max(run.path.glob("checkpoints/step-*/manifest.json"), default=None)
     return (parse_row(newest.read_bytes()) if newest is not None else None) or {}
 
 
 def _publish(card: str, run: RunData) -> str:
-    """Hide the user's name in `card`: replace absolute paths of settings by their last part, and the home folder by ~."""
+    """Remove private paths from `card`: shorten absolute paths in settings to their last part, and the home folder to ~."""
     leaves = [leaf for value in run.settings.values() for leaf in (value if isinstance(value, list) else [value])]
     for path in sorted((leaf for leaf in leaves if isinstance(leaf, str) and leaf.startswith("/")), key=len, reverse=True):
         card = card.replace(path, Path(path).name)

@@ -18,7 +18,7 @@ _CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceCo
 
 
 def facts(run: RunData) -> list[tuple[str, str]]:
-    """Return (name, text) for the run's start, duration, commands, machine, reasons for low speed, and versions.
+    """Return (name, text) for the run's start, duration, commands, machine and versions, and for reasons why it is slow.
 
     Omit facts that were not recorded.
     """
@@ -45,7 +45,7 @@ def facts(run: RunData) -> list[tuple[str, str]]:
 
 
 def _describe_sampler_gap(run: RunData) -> str:
-    """Return a text on how much the log-probs of sampler and trainer differed during the run; "" if it was not measured."""
+    """Describe the difference between the sampler's and the trainer's log-probs; "" if it was not measured."""
     mean, most, share = (run.series(f"sampling/sampling_logp_difference/{name}")[1] for name in ("mean", "max", "share"))
     if not share:
         return ""
@@ -62,9 +62,9 @@ def _times(n: int) -> str:
 
 
 def _describe_duration(run: RunData) -> str:
-    """Return a text with the duration of the run, and with the time that steps and evaluations took.
+    """Describe the run's duration, and how much of it was spent in steps and evaluations.
 
-    The duration is the sum, over all starts, of the time from a start to the last event before the next one.
+    Pauses between a stop and the next start do not count.
     """
     spent, life, before = 0.0, math.nan, math.nan
     for event in run.events:
@@ -99,7 +99,7 @@ def format_time(seconds: float) -> str:
 
 
 def describe_method(run: RunData) -> str:
-    """Return one line on the run, such as "grpo on MODEL against REWARD: 8 prompts × 8 completions per step"."""
+    """Describe the run in one line, such as "grpo on MODEL against REWARD: 8 prompts × 8 completions per step"."""
     given = run.settings
     model = f"{given.get('model.path', 'a model')}" + (f", LoRA of rank {r}" if (r := given.get("model.lora_rank")) else "")
     kind = kind_of(run.config)

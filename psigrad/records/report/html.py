@@ -40,9 +40,9 @@ _VERDICTS = {1.0: "good", 0.0: "bad"}
 class Cell:
     """One cell of a table: its content `value` and its style `kind`.
 
-    The styles are n (a number), text (cut to 200 characters), verbatim, conversation ([(role, text, images as data URIs), …]),
-    soft (grey), verdict (good or bad), range (a number; the field `name` has its interval as text), and key (a run's colour; the
-    field `name` has the run's name).
+    Styles: "n" (a number), "text" (cut to 200 characters), "verbatim", "soft" (grey), "verdict" ("good" or "bad"), "conversation"
+    ([(role, text, images as data URIs), …]), "range" (a number, with its interval in `name`) and "key" (a run's colour, with the
+    run's name in `name`).
     """
 
     value: Any
@@ -52,7 +52,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with the column titles `head`. `summary` is a sentence about its content, and `note` a remark in grey."""
+    """A table with the column titles `head`. `summary` is a sentence about its content, and `note` is a remark in grey."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -87,9 +87,10 @@ _OF_ONE = ("lines", "verdict", "facts", "trace", "headline", "warnings", "episod
 
 
 def write(folders: str | Path | Sequence[str | Path], output: str | Path | None = None) -> Path:
-    """Write the report of one run (default: report.html in its folder) or of several compared (default: ./report.html).
+    """Write the report on one run, or a comparison of several runs, and return the file's path.
 
-    The file is replaced atomically. Raise `UserError` for a folder that is not a run, or an output that cannot be written.
+    Without `output`, the file is report.html in the folder of the run, or in the current folder for several runs. Raise
+    `UserError` for a folder that is not a run, or an output that cannot be written.
     """
     runs = load_all([folders] if isinstance(folders, str | Path) else folders)
     if not runs:
@@ -101,9 +102,9 @@ MARK = b'name="generator" content="psigrad"'
 
 
 def check(target: Path, mark: bytes = MARK) -> None:
-    """Raise `UserError` if `target` is a file that is not empty and lacks `mark`, which all pages of psigrad contain."""
+    """Raise `UserError` if `target` is a file without `mark`, so that psigrad has not written it. An empty file is allowed."""
     if target.is_file() and (before := target.read_bytes()) and mark not in before:
-        raise UserError(f"{target} exists and is not a page of psigrad; name another file as the output.")
+        raise UserError(f"{target} exists, and psigrad did not write it; name another file as the output.")
 
 
 def save(content: str, target: Path, mark: bytes = MARK) -> Path:
@@ -136,7 +137,7 @@ def page(runs: Sequence[RunData]) -> str:
 
 
 def render(template: str, title: str, **parts: Any) -> str:
-    """Render a template with the variables `parts`. Filters truncate texts and escape control characters; HTML is escaped."""
+    """Render a template with the variables `parts`. HTML is escaped. The template's filters truncate texts."""
     page = environment(autoescape=True).get_template(template)
     return page.render(title=title, colours=plots.COLOURS, dark=plots.DARK, **parts) + "\n"
 
@@ -210,7 +211,7 @@ def _headline(run: RunData) -> Table | None:
 
 
 def _title(key: str) -> str:
-    """Return the title of a held-out figure: its signal's title if it has one, otherwise its key."""
+    """Return the title of a held-out figure: the title of its signal, or its key if it belongs to no signal."""
     bare = key.removeprefix("eval/")
     signal = SIGNAL_BY_NAME.get(name_of(key)) or SIGNAL_BY_NAME.get(name_of(bare))
     if signal is None or signal.name == "held_out":
@@ -243,7 +244,7 @@ def _compare(runs: Sequence[RunData]) -> Table:
 
 
 def _differences(runs: Sequence[RunData]) -> Table | None:
-    """Return a table of the settings that differ between runs, and of the hashes (12 digits) of user code that differ.
+    """Return a table of the settings that differ between runs, and of differing hashes of the user's code (first 12 digits).
 
     Return None if nothing differs.
     """
@@ -288,7 +289,7 @@ def _samples(run: RunData) -> Table | None:
 
 
 def thumbnails(run: Path, text: str) -> list[str]:
-    """Return at most eight images that a text names, as data URIs of up to 96 × 96 pixels. Skip images that cannot be read."""
+    """Return the first eight images that `text` refers to, as data URIs of up to 96 × 96 pixels. Skip unreadable images."""
     from PIL import Image
 
     found, folder = list[str](), run / "images"
@@ -309,7 +310,7 @@ def _verdict(sample: Sample) -> str:
 
 
 def _troubles(run: RunData) -> Table | None:
-    """Return a table of the most frequent reasons why completions failed or stayed unscored; None if there are none."""
+    """Return a table of the most frequent reasons why completions failed or were not scored; None if there are none."""
     rows = [[Cell(s), _number(count), Cell(why, "text")] for (s, why), count in run.troubles.most_common(12)]
     more = len(run.troubles) - len(rows)
     return Table(("", "count", "reason"), rows, f"and {more:,} more reasons" if more else "") if rows else None

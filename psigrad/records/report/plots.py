@@ -1,4 +1,4 @@
-"""Pictures of runs: small plots with one idea each, as SVG for report.html."""
+"""Small plots of a run's metrics, as SVG for report.html."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _POINTS = 400  # a picture 340 pixels wide cannot display more
 
 @dataclass(frozen=True)
 class Plot:
-    """One picture: its title, its explanation, and the `keys` of the metrics that it draws, with a label for each.
+    """A plot: its title, its explanation, and the `keys` of its metrics, with a label for each.
 
-    With several runs only the first metric is drawn.
+    A plot that compares several runs draws only the first metric.
     """
 
     title: str
@@ -40,7 +40,7 @@ class Plot:
 
     @property
     def legend(self) -> tuple[str, ...]:
-        """The labels for a legend, if they are too long to be written at the ends of the curves; otherwise empty."""
+        """The labels of the curves, if they are too long to be drawn at the curves' ends; otherwise ()."""
         return self.labels if max(map(len, self.labels)) > _LABEL else ()
 
 
@@ -49,9 +49,9 @@ _SPREAD = Plot("Rewards", "Share of completions by reward.", ())
 
 
 def smooth(values: Sequence[float], weight: float = 0.0) -> list[float]:
-    """Return the exponential moving average with bias correction: Σ w^i·x_i / Σ w^i, with x_i the value i steps back.
+    """Return the exponential moving average with bias correction: Σ w^i·x_i / Σ w^i, where x_i is the value i steps earlier.
 
-    `weight` is w. If it is 0, w is 0.9, or larger for series of more than 800 values.
+    w is `weight`. If `weight` is 0, w is 0.9, or larger for series of more than 800 values.
     """
     weight = weight or max(0.9, 1 - 80 / max(1, len(values)))
     out, total, norm = [], 0.0, 0.0
@@ -62,7 +62,7 @@ def smooth(values: Sequence[float], weight: float = 0.0) -> list[float]:
 
 
 def draw(runs: Sequence[RunData]) -> list[tuple[Plot, str]]:
-    """Return (plot, SVG) for each of `SIGNALS` that the runs have. A single run also has plots of rewards and timings."""
+    """Return (plot, SVG) for each signal that the runs have recorded. For a single run, add plots of rewards and timings."""
     kinds = {kind_of(run.config) for run in runs}
     plots = dict.fromkeys(one for signal in SIGNALS if kinds & {*signal.kinds} for one in _plots_of(signal, runs))
     if len(runs) == 1 and len(parts := [key for key in runs[0].keys("rewards/") if key.endswith("/mean")][:8]) > 1:
@@ -81,12 +81,12 @@ def draw(runs: Sequence[RunData]) -> list[tuple[Plot, str]]:
 
 
 def _worth_drawing(values: Sequence[float]) -> bool:
-    """Return True if a curve has at least two points and a value other than 0. On-policy runs' clip ratios have none."""
+    """Return True if a curve has at least two points, and a value other than 0. On-policy clip ratios are always 0."""
     return len(values) > 1 and any(values)
 
 
 def _plots_of(signal: Signal, runs: Sequence[RunData]) -> list[Plot]:
-    """Return the plot of a signal; for the signal held_out, one plot for each held-out metric of the runs."""
+    """Return the plot of a signal. For the signal "held_out", return one plot for each held-out metric of the runs."""
     note = " ".join(filter(None, (signal.says, f"In {signal.unit}." if signal.unit else "")))
     if signal.name == "held_out":
         metrics = dict.fromkeys(run.held_out_metric for run in runs if run.held_out_metric)
@@ -125,7 +125,7 @@ def _lines(axes: Any, plot: Plot, runs: Sequence[RunData]) -> None:
 def _thin(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
     """Return (steps, values) of at most 2·`_POINTS` points of a curve.
 
-    Divide the curve into intervals, and keep the least and the greatest value of each, which preserves the outline.
+    To preserve the outline, divide the curve into intervals and keep the minimum and the maximum of each.
     """
     stride = -(-len(steps) // _POINTS)
     if stride <= 2:
@@ -144,7 +144,7 @@ def _band(axes: Any, run: RunData, name: str, colour: str) -> None:
 
 
 def _spread(axes: Any, run: RunData) -> None:
-    """Draw the share of completions by reward as areas stacked over the steps. More than five rewards become five ranges."""
+    """Draw the share of completions with each reward as stacked areas. More than five different rewards are put in five bins."""
     steps = sorted(run.rewards)
     every = [reward for step in steps for reward in run.rewards[step]]
     low, high, values = min(every), max(every), sorted(set(every))
@@ -171,7 +171,7 @@ def _spread(axes: Any, run: RunData) -> None:
 
 
 def _phase_rows(run: RunData) -> list[dict[str, float]]:
-    """Return the seconds of each training step by phase. Rows of timings.jsonl that only time an evaluation are skipped."""
+    """Return {phase: seconds} for each training step, plus its "step". Rows of timings.jsonl for evaluations are skipped."""
     rows = [
         {"step": row["step"], **{key[5:]: number(value) for key, value in row.items() if key.startswith("time/")}}
         for row in run.timings
@@ -190,9 +190,9 @@ def _phases(axes: Any, run: RunData) -> None:
 
 
 def _stack(axes: Any, steps: Sequence[int], layers: Any, colours: Any, strengths: Any, ink: str = "") -> None:
-    """Draw stacked areas over `steps` from `layers`, which are (label, values) pairs, with the labels at their right ends.
+    """Draw `layers`, which are (label, values) pairs, as stacked areas over `steps`, with the labels at the right.
 
-    `colours` and `strengths` (opacities) are those of the layers. `ink` is the colour of all labels; "" means its layer's.
+    Each layer has a colour and a strength (opacity). Labels have the colour `ink`, or if it is "" the colour of their layer.
     """
     bottom, ends = [0.0] * len(steps), []
     for (name, values), colour, strength in zip(layers, colours, strengths, strict=True):
@@ -220,7 +220,7 @@ def _labels(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
 
 
 def _limits(axes: Any) -> None:
-    """Set the limits of the y-axis: include zero if it is near, and give a constant curve some height."""
+    """Set the limits of the y-axis. Include zero if no value is negative and zero is near; give constant curves some height."""
     axes.margins(x=0.01, y=0.08)
     low, high = axes.get_ylim()
     if axes.dataLim.y0 >= 0 and high > 0 and low < 0.5 * high:
@@ -230,15 +230,15 @@ def _limits(axes: Any) -> None:
 
 
 def _tick(value: float, digits: int = 4) -> str:
-    """Return an axis label of at most `digits` digits, such as 3e-4. matplotlib would put the exponent in a corner."""
+    """Format an axis label with at most `digits` digits, such as 3e-4; matplotlib draws exponents at the end of the axis."""
     text = f"{value:.{digits}g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.{digits - 1}e}"
     return re.sub(r"(\.\d*?)0*e", r"\1e", text).replace(".e", "e").replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 
 
 def picture(title: str, paint: Callable[[Any], None]) -> str:
-    """Return the SVG that `paint(axes)` draws. Its colours are the page's variables, so that it also suits dark mode.
+    """Return the SVG that `paint(axes)` draws. Its colours are CSS variables of the page, so that dark mode can change them.
 
-    `title` is its text for screen readers. The SVG's metadata is removed, since it contains web addresses.
+    `title` is the text for screen readers. The SVG's metadata is removed, since it contains web addresses.
     """
     import matplotlib
 

@@ -18,9 +18,9 @@ from psigrad.redaction import escape
 
 
 def fit_line(text: Any, width: int = 60, encoding: str = "utf-8") -> str:
-    """Return one line of at most `width` characters that any terminal can display.
+    """Return `text` as one line of at most `width` characters that any terminal can display.
 
-    Control characters, lone surrogates and characters outside the terminal's encoding are escaped.
+    Control characters, lone surrogates and characters that `encoding` lacks are escaped.
     """
     line = escape(str(text)[: width + 1]).replace("\n", "\\n").replace("\t", "\\t")
     if "→".encode(encoding, "ignore") == b"":
@@ -54,7 +54,7 @@ def print_result(result: Any) -> None:
 
 
 def describe_disk_use(folder: Path) -> str:
-    """Return the run's size on the disk and how to reduce it, if it is 100 MB or more; otherwise ""."""
+    """Return a line with the sizes of the run's model and checkpoints, and the settings that reduce them; "" below 100 MB."""
     model, adapter, checkpoints = (checkpoint.size_of(folder / name) for name in ("model", "model/adapter", "checkpoints"))
     if model + checkpoints < 100e6:
         return ""
@@ -66,7 +66,7 @@ def describe_disk_use(folder: Path) -> str:
 
 
 def show_size(count: float) -> str:
-    """Format bytes for display: 953 MB, 1.9 GB, 128 GB."""
+    """Format a number of bytes for display: 953 MB, 1.9 GB, 128 GB."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:.3g} {unit}" if count < 1000 * scale else f"{count / scale:.0f} {unit}"
@@ -103,7 +103,7 @@ def print_completions(
 
 
 def print_before_and_after(run: RunData | str | Path, console: Console | None = None, max_rows: int = 6) -> None:
-    """Print completions of `max_rows` held-out prompts at the first and last evaluation, those with a changed reward first."""
+    """Print completions of the first and the last evaluation for `max_rows` held-out prompts, those with a new reward first."""
     run = run if isinstance(run, RunData) else load(run)
     rows, steps = run.compared, sorted({*list(run.samples)[:1], *list(run.samples)[-1:]})
     cells = [

@@ -30,7 +30,7 @@ By Pinsker's inequality, no success rate then changes by more than 0.07.
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a run: a judgement such as Learned (`judgement`), and the numbers on which it is based (`evidence`)."""
+    """The verdict on a run: a `judgement` such as "Learned", and the `evidence`, a text with the numbers behind it."""
 
     judgement: str
     evidence: str
@@ -43,13 +43,13 @@ class Verdict:
 def verdict(run: RunData) -> Verdict:
     """Return the verdict on a run.
 
-    Its figures are the held-out metric (for pairs: the accuracy) before and after training with 95 % intervals, the KL to the
-    initial model, and the warnings. If the run failed or was stopped, the verdict says so.
+    It reports the held-out metric before and after training with 95 % intervals, the KL to the initial model, and the warnings.
+    For runs that train on pairs, the metric is the accuracy. If the run failed or was stopped, the verdict says so.
 
-    The run learned if the 95 % interval of the metric's change is above 0, and got worse if it is below. The interval is computed
-    by `paired_difference` over the prompts (pairs) that both evaluations scored. If the metric of each prompt is not recorded,
-    the evaluations count as independent samples, and the interval is wider. There is no judgement with fewer than `LEAST_ROWS`
-    rows, or if neither evaluation has an interval.
+    The judgement is "Learned" if the 95 % interval of the metric's change is above 0, and "Got worse" if it is below. To compute
+    it, `paired_difference` uses the prompts (or pairs) that both evaluations scored. If the metric of each prompt is not
+    recorded, the evaluations are treated as independent samples, and the interval is wider. Learning is not judged with fewer
+    than `LEAST_ROWS` rows, or if neither evaluation has an interval.
     """
     word, mood, figures_said = _judge(run)
     end = run.last_event(*_ENDS)
@@ -63,7 +63,7 @@ def verdict(run: RunData) -> Verdict:
 
 
 def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
-    """Return (judgement, mood, list of texts for the evidence), the parts of a `Verdict`, from a run's metrics."""
+    """Return (judgement, mood, parts of the evidence) of a `Verdict` from a run's metrics."""
     metric, rows = run.held_out_metric, run.evaluations
     for stem, key in ((metric, f"{metric}/mean"), *((share, share) for share in _PAIRS)):
         judged = [row for row in rows if stem and key in row and (stem == metric or f"{stem}/low" in row)]
@@ -102,7 +102,7 @@ def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
 def _pairs(run: RunData, before: int, after: int, *means: float) -> list[tuple[float, float]]:
     """Return (metric before, metric after) for each prompt that the evaluations at the steps `before` and `after` both scored.
 
-    `means` is the metric's mean in each evaluation. Return [] if the recorded rows have another mean (some were lost).
+    `means` are the recorded means of the two evaluations. Return [] if the rows do not have these means, since rows are missing.
     """
     ends = [run.held_out.get(step, {}) for step in (before, after)]
     for rows, mean in zip(ends, means, strict=True):
@@ -114,7 +114,7 @@ def _pairs(run: RunData, before: int, after: int, *means: float) -> list[tuple[f
 def _ranked(*marks: Any) -> list[tuple[float, float]]:
     """Return (before training, after training) for each pair of answers: 1 if it was ranked right, 0 if wrong, ½ for a tie.
 
-    `marks` are the results before and after training, as texts of `marks_of`. Return [] if one is missing or the lengths differ.
+    `marks` are two texts that `marks_of` returned. Return [] if one of them is missing, or if their lengths differ.
     """
     before, after = ([_MARKS[mark] for mark in text] if isinstance(text, str) and {*text} <= {*_MARKS} else [] for text in marks)
     return [*zip(before, after, strict=True)] if len(before) == len(after) else []
@@ -150,7 +150,7 @@ def _change(name: str, first: Interval, last: Interval, change: Interval, rows: 
 
 
 def _describe_small_change(run: RunData) -> list[str]:
-    """Return a sentence if the completions, the KL or the loss show that training hardly changed the policy; otherwise []."""
+    """Return [a sentence] if the completions, the KL or the loss show that training hardly changed the policy; otherwise []."""
     advice = "raise the learning rate or train for more steps"
     ends = [(row[min(row)].completion, row[max(row)].completion) for row in run.compared if len(row) > 1]
     same = sum(before == after for before, after in ends)
@@ -165,7 +165,7 @@ def _describe_small_change(run: RunData) -> list[str]:
 
 
 def _least_rows(run: RunData, row: Mapping[str, Any]) -> float:
-    """Return a lower bound for the number of rows or episodes that the evaluation with the metrics `row` scored; ∞ if unknown."""
+    """Return the least number of rows or episodes that an evaluation scored, from its metrics `row`; infinity if unknown."""
     if "eval/prompts" in row:
         size = max(1.0, number(run.settings.get("evaluation.num_generations_eval", 1)))
         return number(row["eval/prompts"]) - number(row.get("eval/unscored", 0)) // size
@@ -175,7 +175,7 @@ def _least_rows(run: RunData, row: Mapping[str, Any]) -> float:
 
 
 def _parts(first: Mapping[str, Any], last: Mapping[str, Any]) -> list[str]:
-    """Return [a text with the mean of each reward function before and after training], or [] if there is only one function."""
+    """Return [a text with each reward function's mean before and after training], or [] if the metrics have no such means."""
     keys = [key for key in last if key.startswith(PARTS) and key.endswith("/mean")]
     said = [f"{key[len(PARTS) : -5]} {brief(number(first.get(key)))} → {brief(number(last[key]))}" for key in keys]
     return [", ".join(said)] if said else []
@@ -205,7 +205,7 @@ def apply_rules(run: RunData) -> Watch:
 
 
 def _warnings(watch: Watch) -> list[str]:
-    """Return texts on the current warnings, on the number of withdrawn warnings, and on warnings that a solved task explains."""
+    """Return three texts: the current warnings, the number of withdrawn ones, and those that are normal for a solved task."""
     found = watch.alerts()
     standing = dict.fromkeys(alert.rule for alert in found if alert.ended is None)
     calm, loud = ([BY_NAME[r].title for r in standing if watch.explains(r) is solved] for solved in (True, False))
