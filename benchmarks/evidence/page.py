@@ -39,7 +39,6 @@ SCORES: dict[str, Callable[[Record], float]] = {
     "pass@8": lambda record: pass_at(record, 8),
     "everyday items": lambda record: fmean(map(int, record["everyday"])),
     "wall-clock time": lambda record: -math.log(record["seconds"]),
-    "processor time": lambda record: -math.log(record["cpu_seconds"]),
     "peak memory": lambda record: -math.log(record["peak_mb"]),
 }
 """A score is a share, or the negative logarithm of a cost."""
