@@ -134,14 +134,11 @@ class _Saves(Generic[S]):
             self.journal.record(outcome)
             check_gradients(outcome.state.nonfinite, outcome.state.step)
         except Exception as error:
-            rescued = self.loop.updates() == self.last_updates
-            if rescued and not self.journal.world.lockstep:
+            if self.loop.updates() == self.last_updates and not self.journal.world.lockstep:
                 self._rescue()
             if is_out_of_memory(error):
-                at = self.last_finite.step if rescued else self.saved
-                raise UserError(
-                    f"Step {state.step + 1} ran out of memory; the run is saved at step {at}. {self.loop.less_memory}"
-                ) from error
+                at = f"the run is saved at step {self.saved}" if self.saved else "no step is saved"
+                raise UserError(f"Step {state.step + 1} ran out of memory; {at}. {self.loop.less_memory}") from error
             raise
         if outcome.state.nonfinite == 0:
             self.last_finite, self.last_updates = outcome.state, self.loop.updates()
@@ -168,6 +165,7 @@ class _Saves(Generic[S]):
         if self.last_finite.step > self.saved:
             with contextlib.suppress(UserError):  # a full disk must not hide the reason
                 self.loop.save(self.journal.callbacks.collect_memory(self.last_finite))
+                self.saved = self.last_finite.step
 
 
 def _now(state: RunState, setting: str, initial: Any) -> Any:

@@ -187,7 +187,7 @@ def test_weights_that_are_not_finite_are_never_sealed(job, tmp_path):
         assert all(bool(tensor.isfinite().all()) for tensor in load_file(file).values())
 
 
-def failing(error, at, moves=None):
+def failing(error, at, moves=None, every=0, lockstep=False):
     """The steps saved by a cycle whose step number `at` raises `error`, and the error that came out."""
     found = []
 
@@ -196,10 +196,13 @@ def failing(error, at, moves=None):
             raise error
         return replace(state, step=state.step + 1)
 
-    settings = Run(progress=False, save_minutes=0.0)
+    settings = Run(progress=False, save_minutes=0.0, save_steps=every)
+    journal = Quiet()
+    if lockstep:
+        journal.world = SimpleNamespace(lockstep=True, broadcast=lambda value: value)
     count = (lambda: next(moves)) if moves else (lambda: 0)
     with pytest.raises(Exception) as raised:
-        run(step, found, settings, updates=count, less_memory=LESS_MEMORY)
+        run(step, found, settings, updates=count, journal=journal, less_memory=LESS_MEMORY)
     return found, raised.value
 
 
@@ -230,7 +233,13 @@ def test_negative_control_other_errors_of_a_gpu_stay_as_they_are():
 
 def test_out_of_memory_after_a_weight_has_moved_names_the_last_checkpoint():
     found, raised = failing(MemoryError(), 7, moves=itertools.count())
-    assert found == [] and "saved at step 0" in str(raised)
+    assert found == [] and "Step 7 ran out of memory; no step is saved. " in str(raised)
+
+
+@pytest.mark.parametrize(("every", "saved", "said"), [(0, [], "no step is saved"), (4, [4], "the run is saved at step 4")])
+def test_with_fsdp_out_of_memory_names_the_last_checkpoint(every, saved, said):
+    found, raised = failing(MemoryError(), 7, every=every, lockstep=True)
+    assert found == saved and f"Step 7 ran out of memory; {said}. " in str(raised)
 
 
 def test_memory_that_does_not_suffice_in_a_real_run_leaves_a_checkpoint(job, tmp_path, monkeypatch):

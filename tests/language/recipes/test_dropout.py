@@ -31,5 +31,5 @@ def test_dropout_at_a_high_learning_rate_is_no_disagreement_of_sampler_and_train
 def test_negative_control_other_log_probs_are_still_noticed(job, tmp_path, monkeypatch):
     right = old_log_probs.compute_log_probs
     monkeypatch.setattr(old_log_probs, "compute_log_probs", lambda *given, **also: right(*given, **also) - 0.1)
-    with pytest.raises(UserError, match="did not come from the policy"):
+    with pytest.raises(UserError, match="were not sampled from the policy"):
         online.run(config_of(job, tmp_path / "run"))
