@@ -22,6 +22,11 @@ def commands(page: Path) -> Iterator[str]:
                 yield text.split("  ")[0] if "experiment" in text else text
 
 
+def inline(page: Path) -> list[str]:
+    """Return the commands of psigrad within the page's sentences and tables."""
+    return re.findall(r"`(psigrad [^`]+)`", re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL))
+
+
 def pages() -> list[Path]:
     """Return all pages."""
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
