@@ -24,7 +24,7 @@ SDPA: Any = F.scaled_dot_product_attention
 class AttentionLayer(Protocol):
     """The properties of a fused layer that `FusedLayout.mix` reads. `window` is the sliding window in tokens; 0: no window.
 
-    `order` counts the layers that compute keys and values. A layer that reuses an earlier layer's keys has that layer's `order`.
+    `order` is the layer's index among the layers that compute keys and values. If it reuses keys, it has their layer's `order`.
     """
 
     order: int
@@ -83,7 +83,7 @@ class Layout(StateLayout, Protocol):
         """Return the output [1, S, H, D] of attention within each sequence. q is [1, H, S, D]; k and v are [1, H_kv, S, D].
 
         `layer` is the layer's index, and `scale` multiplies q · k. `window` is the sliding window in tokens; None: no window.
-        `how` is the function for padded tensors: `scaled_dot_product_attention` or `modified_attention`.
+        `how` computes attention on padded tensors: `scaled_dot_product_attention` or `modified_attention`.
         """
 
 
@@ -166,12 +166,12 @@ class Pieces(NamedTuple):
 
     @property
     def before(self) -> np.ndarray:
-        """[B + N] the number of prefix tokens that a piece continues: 0 for each prefix, then `seen` for each sequence."""
+        """[B + N] the number of prefix tokens before each piece: 0 for each prefix, then `seen` for each sequence."""
         return np.concatenate([0 * self.prefixes, self.seen])
 
     @property
     def base(self) -> np.ndarray:
-        """[B + N] 0 for each prefix, then for each sequence the position in the row where its prefix starts."""
+        """[B + N] for each prefix: 0; then for each sequence: the position in the row where its prefix starts."""
         return np.concatenate([0 * self.prefixes, self.starts[self.prefix] if len(self.prefixes) else self.prefix])
 
 
@@ -181,14 +181,14 @@ def on_device(numbers: Any, device: torch.device | str, dtype: torch.dtype = tor
 
 
 def _table(lengths: np.ndarray, start: int, device: torch.device) -> Tensor:
-    """Return the positions in the packed row of each piece's tokens, [pieces, longest]; -1: padding. The first is `start`."""
+    """Return the row positions [pieces, longest] of each piece's tokens; -1: padding. The first piece starts at `start`."""
     first, steps = start + lengths.cumsum() - lengths, np.arange(lengths.max(initial=0))
     return on_device(np.where(steps < lengths[:, None], first[:, None] + steps, -1), device)
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The layout of a packed row of S tokens: B prefixes, then N sequences, each of which continues a prefix (none if B is 0)."""
+    """The layout of a packed row of S tokens: B prefixes, then N sequences. Each sequence continues a prefix, unless B is 0."""
 
     pieces: Pieces
     device: torch.device
@@ -235,8 +235,8 @@ class PackedLayout:
         return on_device((begin - pieces.starts).repeat(pieces.lengths) + np.arange(self.rows), self.device)
 
     def _prefix_mask(self, window: int | None) -> Tensor | None:
-        """Return the mask of attention within prefixes: [B, 1, P, P] if there are blocks (images), otherwise [P, P]. Return None
-        if a causal mask suffices: there are no blocks, and no sliding window is shorter than the longest prefix.
+        """Return the mask of attention within prefixes: [B, 1, P, P] if there are `blocks` (images), else [P, P]. Return None
+        if a causal mask suffices: without `blocks`, and without a sliding window shorter than the longest prefix.
         """
         length = self.prefix_rows.shape[1]
         if self.blocks is None and (window is None or window >= length):
@@ -247,7 +247,7 @@ class PackedLayout:
 
     def _or_same_block(self, causal: Tensor, rows: Tensor) -> Tensor:
         """Return the mask `causal` [L, L], extended to [K, 1, L, L] so that all tokens of a block attend to each other. `rows`
-        [K, L] has the packed positions of the tokens of K pieces. If the layout has no blocks, return `causal` itself.
+        [K, L] has the packed positions of the tokens of K pieces. If the layout has no `blocks`, return `causal` itself.
         """
         if self.blocks is None:
             return causal
@@ -362,7 +362,7 @@ class PackedLayout:
         return waves(self.pieces)
 
     def _trees(self, every: bool) -> Trees:
-        """Return trees in which each segment is a child of the one that it continues. For `every` see `scan_with_states`."""
+        """Return trees in which a segment is the child of the segment that it continues. For `every` see `scan_with_states`."""
         if every not in self._forests:
             self._forests[every] = trees(self._waves, every)
         return self._forests[every]

@@ -79,7 +79,7 @@ class Pretrained(ABC):
     - `network` is transformers' model, which has the weights. With LoRA it contains the adapters' layers.
     - `adapter` is the peft wrapper that saves and merges adapters. `from_adapter` is True if training started from an existing
       adapter; the model without the adapter is then not the initial model.
-    - `why_padded` is "" if the model runs packed. If it runs padded, this is the reason.
+    - `why_padded` is "" if passes are packed (one row of sequences without padding), else the reason why they are padded.
     - `decoder` runs packed forward passes in fused kernels. If it is None, `why_unfused` is the reason.
     - `module_kernels` are psigrad's kernels in transformers' modules, for packed models on a CPU without a `decoder`.
     - `attention_kernel` is the attention that transformers' modules use for packed sequences. If it is "sdpa" on a GPU,
@@ -88,7 +88,7 @@ class Pretrained(ABC):
     - `probe_texts` are the texts on which psigrad's outputs were compared with those of transformers.
     - `load_balancing` is the auxiliary loss of a mixture-of-experts model. `router_recorder` records the experts that sampling
       chooses, so that training can use the same ones.
-    - `shard_root` gathers sharded weights while its forward pass runs (`language/models/sharded.py`).
+    - `shard_root` is the module whose forward pass gathers sharded weights (`language/models/sharded.py`).
     - `dropout_masks` are the masks of the adapter's dropout.
     - `sequence_group` is the group of processes that divide the tokens of each row (`psigrad_extras/mesh/ulysses.py`), or None.
     """
@@ -184,9 +184,9 @@ class Pretrained(ABC):
         target_rows: Tensor | None = None,
         experts: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states [B, S, E] of all tokens. If `target_rows` [M] (indices into the B·S tokens) is given, return
-        only theirs, [M, E]. `layout` determines which tokens attend to which. A fused decoder adds its activations to `keep`, or
-        reads them from `cached`. If `experts` [layers, B·S, k] is given, the routers use these experts.
+        """Return the hidden states [B, S, E] of all tokens, or with `target_rows` [M] (indices into the B·S tokens) only the
+        states [M, E] at these rows. `layout` determines which tokens attend to which. A fused decoder adds its activations to
+        `keep`, or reads them from `cached`. If `experts` [layers, B·S, k] is given, the routers use these experts.
         """
         following = contextlib.nullcontext() if self.router_recorder is None else self.router_recorder.follow(experts)
         if self.decoder is not None:
@@ -234,12 +234,12 @@ class Pretrained(ABC):
 
     @property
     def logit_factor(self) -> float:
-        """The factor of the logits: Cohere's logit_scale, or 1 / Granite's logits_scaling. It is applied to the hidden states."""
+        """The factor by which the logits are multiplied: Cohere's logit_scale, or 1 / Granite's logits_scaling, or 1."""
         config: Any = self.network.config.get_text_config()
         return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
     def placed(self, inputs: ForwardInputs) -> ForwardInputs:
-        """Adapt the positions and attention of packed inputs to their images. Raises `UserError` if the model reads only text."""
+        """Adapt positions and attention of packed inputs to their images. Raises `UserError` if a text-only model gets images."""
         vision = self._check_images(inputs)
         return inputs if vision is None else vision.apply_layout(inputs)
 
@@ -270,7 +270,7 @@ class Pretrained(ABC):
         return hidden.to(self.network.dtype)
 
     def _padded(self, module: Any, inputs: ForwardInputs) -> Any:
-        """Return the output of transformers' `module` for padded inputs. It sets positions itself (RoBERTa's start at 2)."""
+        """Return the output of transformers' `module` for padded inputs. The module sets the positions (RoBERTa's start at 2)."""
         if self.dropout_masks.used:
             self.dropout_masks.read(inputs)
         vision = self._check_images(inputs)
@@ -372,7 +372,7 @@ class Pretrained(ABC):
 
 
 def with_gathered_weights(model: Pretrained, compute: Callable[[], R]) -> R:
-    """Return `compute()`. If weights are sharded, call it inside the forward pass of `shard_root`, which gathers them."""
+    """Call `compute` and return its result. If weights are sharded, `shard_root`'s forward pass gathers them for the call."""
     if model.shard_root is None:
         return compute()
     found: list[R] = []
@@ -406,8 +406,8 @@ def reshard(model: Pretrained) -> None:
 
 
 def _unscaled_lengths(config: Any) -> list[int]:
-    """Return the length up to which the angles are fixed, for each longrope (Phi) or dynamic NTK rotary embedding. In longer
-    passes, the angles depend on the longest sequence. If the model has no such embedding, return [2³¹].
+    """Return a length for each longrope (Phi) or dynamic NTK rotary embedding: in longer passes, its angles depend on the
+    longest sequence. If the model has no embedding of these types, return [2³¹].
     """
     rope = getattr(config, "rope_parameters", None) or {}
     tables = list(rope.values()) if rope and all(isinstance(table, dict) for table in rope.values()) else [rope]

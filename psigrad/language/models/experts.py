@@ -29,7 +29,7 @@ class LoadBalancing:
 
     Formula: E · Σ_e f_e · P_e, with f_e the share of tokens sent to expert e and P_e the mean of its router probabilities
 
-    Both are means over all tokens and layers. If all E experts are used equally, the loss is k, the number of experts per token.
+    f_e and P_e are means over tokens and layers. If all experts are used equally, the loss is k, the number of experts per token.
 
     Source: Fedus et al. 2021, Switch Transformer, arXiv:2101.03961; transformers' `load_balancing_loss_func`.
     """
@@ -110,7 +110,7 @@ class RouterRecorder:
         return np.uint8 if self.num_experts <= 256 else np.uint16
 
     def _route(self, place: int, router: Any, given: Any, named: Any, made: Any) -> Any:
-        """Return a router's output (logits, weights [S, k], experts [S, k]); inside `follow`, for the forced experts.
+        """Return a router's output: (logits, weights [S, k], experts [S, k]). Inside `follow` the experts are the forced ones.
 
         This is the forward hook of router number `place`. `given` and `named` are the positional and keyword arguments of the
         router's forward pass, and `made` is its output. Inside `record`, the hook records the weights and experts.
@@ -156,7 +156,7 @@ class RouterRecorder:
 
 
 class FixedChoice(TorchFunctionMode):
-    """A context in which a router chooses the experts `choices` [S, k] out of `count`: `torch.topk` returns them.
+    """A context in which a router with `count` experts chooses the experts `choices` [S, k]: `torch.topk` returns them.
 
     All other operations are unchanged, so the router computes its weights from the scores of these experts.
     """
@@ -178,8 +178,8 @@ class FixedChoice(TorchFunctionMode):
 class Routes:
     """The experts that a sampler records in one call, for every token of prompts and completions that is a model input.
 
-    The last token of a completion is no input, so no experts are chosen for it. `read` and `write` take `seen`, the list that
-    `RouterRecorder.record` filled in one forward pass.
+    The last token of a completion is never an input, so no experts are chosen for it. `read` and `write` take `seen`, the list
+    that `RouterRecorder.record` filled in one forward pass.
     """
 
     def __init__(self, routing: RouterRecorder, sequences: int, longest: int) -> None:
@@ -228,7 +228,7 @@ def replay_routers(model: Any) -> RouterRecorder:
     hf = model.network
     name = type(hf).__name__
     if model.why_padded:
-        raise UserError(f"router_replay packs sequences, but this model pads them ({model.why_padded}); remove router_replay.")
+        raise UserError(f"router_replay needs packing, but this model pads sequences ({model.why_padded}); remove router_replay.")
     routing = RouterRecorder(hf)
     if not routing.routers or not routing.top_k:
         raise UserError(

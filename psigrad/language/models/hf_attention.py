@@ -142,11 +142,11 @@ class VarlenLayout(_Unpadded):
 
     @cached_property
     def _copies(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The indices that copy the keys of S tokens to the K keys of the kernel, and those that sum the gradients of the copies.
+        """Indices that copy the keys of S tokens to the kernel's K keys, and indices that sum the gradients of the copies.
 
         (tokens [K], copies [P, C], missing [P, C, 1, 1], single [S − P]): `tokens[k]` is the token whose key is copied to k.
         `copies[p]` lists the copies of prefix token p. A token with fewer than C copies has padding at the end of its row,
-        where `missing` is True. `single` lists the only copy of each other token.
+        where `missing` is True. `single` lists the only copy of each token that is not in a prefix.
         """
         pieces, device = self.packed.pieces, self.packed.device
         real = pieces.lengths > 0
@@ -213,9 +213,9 @@ class FlexLayout(_Unpadded):
 
     @cached_property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Four tensors [S]: each token's prefix, its sequence, its position in the text, and where its sequence starts.
+        """Four tensors [S]: each token's prefix, sequence and position in the text, and the position where its sequence starts.
 
-        A prefix token has -1 as its sequence and S as the start. In a row without prefixes, all sequences are stored as prefixes.
+        A prefix token has -1 as its sequence, which starts at S. In a row without prefixes, all sequences are stored as prefixes.
         """
         pieces, count, rows = self.packed.pieces, len(self.packed.pieces.prefixes), self.packed.rows
         numbers, nothing = np.arange(len(pieces.sequences)), np.full(len(pieces.sequences), -1)
@@ -275,7 +275,7 @@ class FlexLayout(_Unpadded):
 def unpad(packed: PackedLayout, how: str | Varlen) -> Layout:
     """Return a layout without padding. `how` names its attention ("varlen", "flex"), or is a kernel like `varlen_kernel`.
 
-    If the row has images whose tokens attend to each other (`blocks`, in Gemma 3), return `packed`, since only it has a mask.
+    If the tokens of an image attend to each other (`blocks`, in Gemma 3), return `packed`, since only its masks allow this.
     """
     if packed.blocks is not None:
         return packed

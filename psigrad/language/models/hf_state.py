@@ -1,8 +1,8 @@
 """Packed rows in the recurrent layers of transformers models: the gated delta rule, Mamba-2 and short convolutions.
 
 transformers has a registry for attention functions, but none for recurrences. Its recurrent layers (mixers) call a few global
-functions, and pass them the keyword arguments of the forward call. In a loaded model, `attach` replaces these functions by
-psigrad's. psigrad's functions read the `Layout` of a packed row from the keyword arguments. Without it they call transformers'
+functions, and pass them the keyword arguments of the forward call. In a loaded model, `attach` replaces these functions.
+The new functions read the `Layout` of a packed row from the keyword arguments. Without a layout, they call transformers'
 functions. Each text starts from a state of zeros. The state after a prompt is computed once for all its completions. On a CPU,
 C++ kernels compute packed rows and their gradients if the mixer's `Switch` enables them.
 """
@@ -30,7 +30,7 @@ Function = Callable[..., Any]
 
 
 def attach(network: nn.Module) -> None:
-    """Replace the functions that the recurrent layers of `network` call by psigrad's, which support packed rows.
+    """Make the recurrent layers of `network` call psigrad's functions, which support packed rows.
 
     The attribute `has_state` of each recurrent layer is set to its `Switch`.
     """
@@ -49,7 +49,7 @@ def attach(network: nn.Module) -> None:
 
 
 class Switch:
-    """A switch for a recurrent layer's C++ kernels on packed rows. `native` is None if it is off. Copies of a layer share it."""
+    """A recurrent layer's switch for C++ kernels on packed rows. If off, `native` is None. A layer's copies share the switch."""
 
     native: Kernels | None = None
 
@@ -233,7 +233,7 @@ class DeltaRule:
     switch: Switch = field(default_factory=Switch)
 
     def scan_trees(self, inputs: Tensors, trees: Trees) -> tuple[Tensor, Tensor] | None:
-        """Compute a packed row by C++ kernels; see `Recurrence.scan_trees`. Return None for Kimi's gates, one per channel."""
+        """Compute a packed row by C++ kernels; see `Recurrence.scan_trees`. The kernels do not support Kimi models."""
         q, k, v, g, beta = inputs
         made = _scan(self.switch, trees, True, q, k, v, g, beta)
         return None if made is None else (made[0].to(q.dtype), made[1])

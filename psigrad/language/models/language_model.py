@@ -118,7 +118,7 @@ class LanguageModel(Pretrained):
             return reason_of(error)
 
     def usable(self, cache: ActivationCache | None) -> ActivationCache | None:
-        """Return `cache`, or None if this model cannot use it. Only a fused decoder whose adapter, if any, is enabled can."""
+        """Return `cache`, or None if the model cannot use it: without a fused decoder, or with a disabled adapter."""
         return cache if self.decoder is not None and (self.adapter is None or self.decoder.adapted) else None
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -164,7 +164,7 @@ class LanguageModel(Pretrained):
     def head(self, hidden: Tensor, exact: bool, packed_weights: PackedWeights | None = None) -> Tensor:
         """Return the logits [B, V] of hidden states [B, E].
 
-        `exact` excludes a faster product for few rows, whose rounding differs from that in training. `packed_weights`, if given,
+        `exact` disables a faster kernel for few rows, which rounds differently from training. `packed_weights`, if given,
         packs the head's matrix for faster products after a few calls.
         """
         output = self.output_head()
@@ -270,7 +270,7 @@ class LanguageModel(Pretrained):
         """Return (hidden states, head) of the reference model `other`, without gradient; see `_target_hidden`.
 
         If `other` is this model itself, its adapter is disabled. `inputs` are the policy's tokens, and `forward` is the layout
-        of these tokens. If `request.inputs` is set, the reference reads the tokens there instead.
+        of these tokens. If `request.inputs` is set, the reference reads those tokens instead.
         """
         theirs = replace(forward, cached=None, experts=None)
         if request.inputs is not None or other.why_padded != self.why_padded:
@@ -328,7 +328,7 @@ class LanguageModel(Pretrained):
     def _applies_head(self) -> bool:
         """True if psigrad, not transformers, applies the LM head in a padded pass. psigrad does so in chunks.
 
-        It is False for a model that can run packed passes. Padded passes then only check packed ones, so transformers runs them.
+        If the model can run packed passes, this is False: its padded passes are only a check, so transformers runs them.
         """
         return bool(self.why_padded) and not self.full_logits
 
@@ -372,7 +372,7 @@ def load(
     - `for_shards` leaves the weights in the host's memory, where `sharded.shard` reads this process's shard.
     - `base` is the quantisation of the layers under a LoRA adapter: "nf4", "int8" or "gguf".
     - `vision` loads the vision tower even if transformers can load the checkpoint's language model without it.
-    - `towers` names the modules outside the language model that are trained.
+    - `towers` names the modules to train that are outside the language model, such as a vision tower.
 
     Raises `UserError` if no model can be loaded from `path`.
     """

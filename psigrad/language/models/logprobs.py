@@ -385,8 +385,8 @@ def token_stats(
     """Return the `TokenStats` of tokens `ids` [M], whose logits are `head(hidden)` [M, V], computed in chunks of tokens.
 
     The backward pass recomputes the chunks. It uses a formula in place of autograd if `head` is a linear layer without bias and
-    only log-probs need a gradient. A request for log-probs alone reuses the log-probs of this head in `cached`. For a
-    divergence, `reference_hidden` are the reference's hidden states or its `Top`. `vocabulary` is V.
+    only log-probs need a gradient. Log-probs of this head in `cached` are reused if no other statistic is requested. For a
+    divergence, `reference_hidden` are the reference's hidden states or its most probable tokens. `vocabulary` is V.
     """
     linear: Any = head if (plain := type(head) is nn.Linear and head.bias is None) else None
     if plain and _on_gpu(hidden) and request.is_closed_form and len(ids):

@@ -90,7 +90,7 @@ class Lora:
 
 
 def _as_pattern(name: str) -> str:
-    """Return `name`, which peft reads as a regular expression. Add a group if `_is_pattern` would take it for a name."""
+    """Return the regular expression `name`, written as `(?:name)` if `_is_pattern` would not recognise it as an expression."""
     return name if name == "all-linear" or _is_pattern(name) else f"(?:{name})"
 
 
@@ -107,7 +107,7 @@ def is_adapted(name: str, targets: Sequence[str]) -> bool:
 
 
 def _peft_targets(targets: Sequence[str]) -> str | list[str]:
-    """Return `target_modules` in peft's format. Raises `UserError` for an invalid pattern, or a list of a pattern and names."""
+    """Return `target_modules` in peft's format. Raises `UserError` for an invalid pattern, or a pattern among other names."""
     patterns = [target for target in targets if target != "all-linear" and _is_pattern(target)]
     if patterns and len(targets) > 1:
         raise UserError(
@@ -243,8 +243,8 @@ def check_untied(network: Any) -> None:
     one, other = (getattr(base_of(layer), "weight", None) for layer in ends)
     if one is other:
         raise UserError(
-            "The adapter is on the embedding or the head, which are one matrix in this model (tie_word_embeddings), so it could "
-            "not be merged; remove them from lora_target_modules, or train them in full with lora_modules_to_save."
+            "The adapter could not be merged: it is on the embedding or the head, which share one matrix in this model "
+            "(tie_word_embeddings). Remove both from lora_target_modules, or train them in full with lora_modules_to_save."
         )
 
 

@@ -1,7 +1,7 @@
 """The assignment of rows to forward passes, and the packed or padded layout of a pass's token ids.
 
 In a packed pass each prefix is computed once, and there is no padding. Padded passes are slower. They are used for models that
-cannot pack, and to check packed ones.
+cannot run packed passes, and to check packed passes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def batch_at(step: int, batch_size: int, n: int, seed: int) -> list[int]:
     if n < 1:
         raise UserError("The dataset has no rows to train on; give at least one row.")
     if batch_size < 1 or step < 0:
-        raise UserError(f"The step is {step} and the batch size is {batch_size}; they must be at least 0 and 1.")
+        raise UserError(f"The step is {step} and the batch size is {batch_size}; they must be at least 0 and 1, respectively.")
     start, stop = step * batch_size, (step + 1) * batch_size
     epochs = range(start // n, (stop - 1) // n + 1)
     laid_out = np.concatenate([order(n, seed, epoch) for epoch in epochs])
@@ -92,7 +92,7 @@ def pack_groups(
     """Return micro-batches. Each is a list of (g, ks), with ks the indices of completions of group g, which share its prompt.
 
     `prompts[g]` and `completions[g][k]` are token counts. Every (g, k) occurs exactly once. A group's size is its prompt plus its
-    completions. A group is split only if its size exceeds the budget, or with several `ranks` one rank's share of all tokens.
+    completions. A group is split only if its size exceeds the budget or, with several `ranks`, one rank's share of all tokens.
     Each part of a split group computes the prompt again.
     """
     most = budget
@@ -115,7 +115,7 @@ Ids = Sequence[int]
 class Groups:
     """Completions that share prompts: `completions[b][k]` continues `prompts[b]`, and all its tokens are targets.
 
-    With `starts`, it continues only the first `starts[b][k]` tokens of the prompt. With `masks`, only its tokens where
+    With `starts`, a completion continues only the first `starts[b][k]` tokens of its prompt. With `masks`, only tokens where
     `masks[b][k]` is True are targets. A pass returns log-probs [N, T] for N completions in order, the longest of T tokens.
     """
 

@@ -1,8 +1,8 @@
 """Tests that psigrad's faster computation of a model gives the same outputs as transformers' modules.
 
 Two correct computations can differ widely in bfloat16: on random token ids, the log-probs of SmolLM2 in bfloat16 and in float32
-differ by 7 nats. Both computations therefore also run in float32. Rounding is a thousand times smaller there, but a wrong layer's
-error is as large. In float32 the outputs may differ by only a small share of the difference that bfloat16 makes.
+differ by 7 nats. Both computations therefore also run in float32. In float32 rounding is a thousand times smaller, but a wrong
+layer's error is as large as in bfloat16. The float32 outputs may differ by only a small share of the rounding error in bfloat16.
 """
 
 from __future__ import annotations
@@ -336,9 +336,9 @@ def _shorten_chunks(hf: PreTrainedModel) -> AbstractContextManager[bool]:
 
 @contextlib.contextmanager
 def _shorten(hf: PreTrainedModel, names: Sequence[str], most: int, size: int) -> Iterator[bool]:
-    """Inside this context, set each of the attributes `names` that is above `most` to `size`. Yield True if there are any.
+    """Inside this context, set the attributes `names` to `size` where they exceed `most`. Yield True if any does.
 
-    They are set in the model's modules, and in its configuration, from which masks are built. Both are restored at the end.
+    This sets attributes of the modules and of the configuration, from which masks are built, and restores them at the end.
     """
     owners = [vars(owner) for owner in (hf.config.get_text_config(), *hf.modules())]
     held: list[tuple[dict[str, Any], str, int]] = [

@@ -26,7 +26,7 @@ class Recurrence(Protocol):
     """
 
     def scan(self, inputs: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (outputs [N, L, ...], final states [N, ...]) for inputs [N, L, ...]. If `state` is None, it starts at zeros."""
+        """Return (outputs [N, L, ...], final states [N, ...]) for inputs [N, L, ...]. A `state` of None means zeros."""
 
     def step(self, inputs: Tensors, state: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (outputs [N, ...], states) after one more token per sequence. `slots` [N] are the sequences' rows in `state`.
@@ -85,7 +85,7 @@ def waves(pieces: Any) -> list[Wave]:
 def trees(each: list[Wave], every: bool) -> Trees:
     """Return the segments of the waves `each` as `Trees`, the format of the C++ kernels.
 
-    If `every` is True, the kernels return the final state of each segment, otherwise only those that another segment continues.
+    If `every` is True, the kernels return the final states of all segments, otherwise only states from which segments continue.
     """
     flat, root = [segment for wave in each for segment in wave], list[int]()
     for i, (_, _, before) in enumerate(flat):

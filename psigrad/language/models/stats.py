@@ -130,7 +130,7 @@ class TokenStatsRequest:
     def _divergence(self, pi: Tensor, log_pi: Tensor, never: Tensor, log_ref: Tensor) -> Tensor:
         """Return the divergence [M] between π and the reference, from π, log π, log π_ref and the mask `never`, all [M, V].
 
-        `never` is True where π is 0. There `log_pi` must be 0 in place of −∞, as in the result of `_exp`. `log_ref` may be −∞.
+        `never` is True where π is 0. At these tokens `log_pi` must be 0, not −∞, as `_exp` returns it. `log_ref` may be −∞.
         """
         if self.divergence == "exact":
             return (pi * (log_pi - log_ref.masked_fill(never, 0.0))).sum(-1)

@@ -21,8 +21,8 @@ MOST_GROWTH = 1024
 def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder or hub model. It allows images in prompts if the model's type is in `vision.FAMILIES`.
 
-    Raises `ValueError` if the tokenizer is missing, empty or rejected by `check_tokenizer`. If the files of Qwen, Gemma and GPT-2
-    are missing, transformers creates an empty tokenizer, which would encode every text as an empty list.
+    Raises `ValueError` if the tokenizer is missing, empty or rejected by `check_tokenizer`. For Qwen, Gemma and GPT-2,
+    transformers creates an empty tokenizer if the files are missing. It would encode every text as an empty list.
     """
     from transformers import AutoTokenizer
 
@@ -61,7 +61,7 @@ def check_tokenizer(path: str) -> None:
 
 
 def _growth(part: Any) -> float:
-    """Return a bound on how many characters a part of tokenizer.json makes of one character; for a template, its part count."""
+    """Return an upper bound of the characters that a part of tokenizer.json makes of one; for a template, its number of items."""
     if not isinstance(part, dict):
         return 1.0
     if part.get("type") == "TemplateProcessing":

@@ -71,9 +71,9 @@ def freeze_towers(network: Any, learns: Sequence[str] = ()) -> None:
 
 
 def check_names(names: Sequence[str], learns: Sequence[str]) -> list[str]:
-    """Return those full `names` of modules that stay frozen. `learns` has the trained modules' last names, such as "connector".
+    """Return the full names in `names` that stay frozen. `learns` has the last name parts of trained modules, as "connector".
 
-    Raises `UserError` if an entry of `learns` is not the last name of any module.
+    Raises `UserError` if an entry of `learns` is not the last part of any name in `names`.
     """
     short = {name.rpartition(".")[2]: name for name in names}
     for name in learns:
@@ -178,7 +178,7 @@ def tower_names(network: Any) -> list[str]:
 
 
 def lora_exclusion(network: nn.Module, learns: Sequence[str] = ()) -> str | None:
-    """Return a regular expression that matches the towers without an adapter, those not in `learns`; None if there are none."""
+    """Return a regular expression for the towers that get no adapter, since `learns` lacks them; None if there are none."""
     names = check_names(towers_of(network), learns)
     return rf"({'|'.join(map(re.escape, names))})(\..*)?" if names else None
 

@@ -67,7 +67,7 @@ class _TowerCache:
 
 
 class Vision:
-    """An `images.ImageFormat` for one model family. It gives the text of an image in prompts, and the image's features.
+    """An `images.ImageFormat` for one model family: the text that stands for an image in a prompt, and the image's features.
 
     If `two_way` is True, the tokens of an image attend to each other in both directions. If `axes` is True, an image token has
     a position in time, height and width (M-RoPE).

@@ -249,7 +249,7 @@ def test_what_cannot_be_followed_is_refused_by_name(tokenizer):
         replay_routers(dense)
     model = some_model("mixtral", tokenizer)
     model.why_padded = "it says so"
-    with pytest.raises(UserError, match=r"packs sequences, but this model pads them \(it says so\)"):
+    with pytest.raises(UserError, match=r"needs packing, but this model pads sequences \(it says so\)"):
         replay_routers(model)
     model = some_model("mixtral", tokenizer)
     for module in model.network.modules():

@@ -137,7 +137,7 @@ class CachedCompletion:
 class ActivationCache:
     """A cache of the activations of sampled tokens, one row per token, up to `limit` bytes. Its memory blocks are called slabs.
 
-    Once the limit is exceeded or a weight has changed, it empties itself and stores nothing more. Each step makes a new cache.
+    Once the limit is exceeded or a weight changes, it is emptied and stores nothing more. Each training step makes a new cache.
     """
 
     def __init__(self, limit: float) -> None:
@@ -165,7 +165,7 @@ class ActivationCache:
     def reserve(self, count: int, parts: RowLayout) -> tuple[Block, int] | None:
         """Reserve memory for `count` rows with the layout `parts`. Return (slab, first row in the slab).
 
-        The caller writes the rows there and then calls `add`. Return None if `count` exceeds `SLAB`, the rows of a slab.
+        The caller writes the rows there and then calls `add`. Return None if `count` exceeds the slab's size, `SLAB` rows.
         """
         if count > SLAB:
             return None
@@ -205,12 +205,12 @@ class ActivationCache:
             self._completions |= {(prompt, written.ids): written for written in completions}
 
     def set_head(self, head: Tensor, temperature: float) -> None:
-        """Set the LM head and softmax temperature that computed the log-probs of the next registered completions."""
+        """Set the LM head and the temperature with which the log-probs in later `register` calls were computed."""
         head_now = (version_of(head), temperature)
         self._head = head_now if self._head == head_now or not self._completions else _MIXED
 
     def clear(self) -> None:
-        """Free all rows. From now on the cache stores no rows, since callers still hold indices of the old ones."""
+        """Free all rows. From now on the cache stores nothing, since callers still hold indices of the freed rows."""
         self.limit = -1.0
         self.slabs, self._taken, self._prompts, self._completions = [], [], {}, {}
 
@@ -396,7 +396,7 @@ class PackedWeights:
         return self._layers[key][1]
 
     def head(self, weight: Tensor, products: Products) -> PackedMatrix | None:
-        """Return the packed LM head; None until the fourth request with the same weights, since fewer uses are faster unpacked.
+        """Return the packed LM head. The first three calls with the same weights return None, since packing pays off only later.
 
         Also return None if the head is larger than `HEAD_LIMIT`, or if PyTorch computes its products faster than the kernels.
         """
@@ -410,7 +410,7 @@ class PackedWeights:
         return packed
 
     def table(self, key: Hashable, now: list[Version], make: Callable[[], T | None]) -> T | None:
-        """Return the result of `make`, cached until `key` or the weights' versions `now` change. A None is not cached."""
+        """Return the result of `make`, cached until `key` or the weights' versions `now` change. None is never cached."""
         if self._table is None or self._table[:2] != (key, now):
             made = make()
             self._table = None if made is None else (key, now, made)

@@ -156,7 +156,7 @@ class Decoder:
         target_rows: Tensor | None = None,
         router_logits: list[Tensor] | None = None,
     ) -> Tensor:
-        """Return the hidden states [B, S, E] of all tokens. If `target_rows` [M] is given, return only its tokens' [M, E].
+        """Return the hidden states [B, S, E] of all tokens, or with `target_rows` [M] only the states [M, E] of these tokens.
 
         Without gradients, the layers' activations are added to the cache `keep`. If `cached` is given, no layer runs forward: the
         last layer's output is read from it. With gradients, each router's logits [B·S, experts] are appended to `router_logits`.
@@ -201,7 +201,7 @@ class Decoder:
         return x.view(*input_ids.shape, -1) if target_rows is None else x.index_select(0, target_rows)
 
     def _with_weights(self, layer: Layer, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return `run(x)`. If weights are sharded, call it inside the forward pass of the layer's module, which gathers them."""
+        """Return `run(x)`. If weights are sharded, the forward pass of the layer's module gathers them and calls `run`."""
         if not self.in_shards:
             return run(x)
 

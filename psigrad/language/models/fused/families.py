@@ -27,7 +27,7 @@ def _by_layer(config: Any, layer: int) -> int | None:
 
 
 def _mixer(state: str, attention: str = "") -> Callable[[Any, int], str]:
-    """Return f(config, layer) -> `state` for a recurrence or convolution, "squared ReLU" for an MLP, `attention` for others."""
+    """Return a `Family.mixer` function: `state` for recurrences and convolutions, "squared ReLU" for MLPs, else `attention`."""
     kinds = {"conv": state, "linear_attention": state, "mamba": state, "mlp": "squared ReLU"}
     return lambda config, layer: kinds.get(config.layer_types[layer], attention)
 
@@ -150,7 +150,7 @@ def at(module: Any, path: str) -> Any:
 
 
 def find(parent: Any, choices: Sequence[Sequence[str]]) -> list[Any]:
-    """Return `parent`'s modules for the first list of names in `choices` that all exist. Raises `Unsupported` if none does."""
+    """Return `parent`'s modules for the first list in `choices` whose names all exist. Raises `Unsupported` if no list fits."""
     for names in choices:
         if all(getattr(parent, name, None) is not None for name in names):
             return [getattr(parent, name) for name in names]

@@ -1,7 +1,7 @@
 """The layers of Gemma 4.
 
-Each layer normalises its values. In some models, the last layers reuse the keys and values of earlier layers. In some models,
-each layer has a second input besides the residual stream: a per-layer embedding of the token.
+Each layer normalises its attention values. In some models, the last layers reuse the keys and values of earlier layers. In some
+models, each layer has a second input besides the residual stream: a per-layer embedding of the token.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Gemma4Layer(Layer):
         return row, torch.cat([queries, row[:, self.queries : end]], 1)
 
     def _values(self, row: Tensor) -> Tensor:
-        """Return the last columns of `row` as values [S·H_kv, D]. If the layer has no value matrix, they are the keys."""
+        """Return the last columns of `row` as values [S·H_kv, D]. Without a value matrix these columns are the keys."""
         return row[:, -self.values :].contiguous().view(-1, self.heads.dim)
 
     def _weights(self, how: PassArguments) -> LayerWeights:

@@ -1,7 +1,7 @@
 """Forward methods that make transformers' modules launch fewer kernels on a GPU.
 
 In a Qwen3 layer, 32 of the 56 kernels of a forward pass belong to four RMS norms; here a norm is one kernel. In a LoRA layer, one
-kernel multiplies by B, scales and adds the result. `probe.attach_kernels` uses them only if the model's outputs stay the same.
+kernel multiplies by B, scales and adds the result. `probe.attach_kernels` enables these methods only if outputs stay the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GpuParts:
         return self._adapted(type(module).forward) if adapts else None
 
     def runs(self, x: Tensor, *weights: Tensor) -> bool:
-        """Return True if psigrad's method can run: `on`, with unsharded GPU tensors of one dtype, outside torch.compile."""
+        """Return True if `on`, if all tensors are unsharded, on a GPU and of one dtype, and if torch.compile is not tracing."""
         plain = all(type(w) in (nn.Parameter, Tensor) and w.dtype == x.dtype for w in weights)
         return self.on and x.is_cuda and plain and not torch.compiler.is_compiling()
 

@@ -62,7 +62,7 @@ class Weights:
         self._cast: list[Tensor] = [p.detach() for p in self.given]
 
     def now(self) -> list[Tensor]:
-        """Return the current weights in the compute dtype, in the order of `given`."""
+        """Return the current weights in the compute dtype, in the order in which the constructor got them."""
         if all(p.dtype in (self.dtype, torch.uint8) for p in self.given):
             return self.given
         if self.exact:
@@ -97,8 +97,8 @@ class Layer:
     """One fused decoder layer over rows [S, E]. `window` is its sliding window in tokens; 0: no window.
 
     Formula: h = x + r·m₁(mixer(n₁(x))),  y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))), or y = h without a feed-forward part.
-    n and m are norms (absent in some families), and r is `residual`. The mixer is attention, or another one in subclasses.
-    `order` counts the layers that compute keys and values. A layer that reuses an earlier layer's keys has that layer's `order`.
+    n and m are norms (absent in some families), and r is `residual`. The mixer is attention; subclasses replace it.
+    `order` is the layer's index among the layers that compute keys and values. If it reuses keys, it has their layer's `order`.
     """
 
     order = -1
@@ -158,11 +158,11 @@ class Layer:
 
     @property
     def adapted(self) -> bool:
-        """True if the layer has enabled LoRA adapters. Raises `ValueError` if one is merged, or if another adapter is active."""
+        """True if the layer has enabled LoRA adapters. Raises `ValueError` if any is merged, or another adapter is active."""
         for adapter in self.adapters.values():
             if adapter.module.merged or adapter.module.active_adapters != [adapter.name]:
                 raise ValueError(
-                    f"The adapter {adapter.name!r} is merged into the weights, or another one is active. The fused decoder "
+                    f"The adapter {adapter.name!r} is merged into the weights, or another adapter is active. The fused decoder "
                     "supports neither. Unmerge this adapter and make it active, or set model.decoder = None."
                 )
         return any(not adapter.module.disable_adapters for adapter in self.adapters.values())
@@ -245,7 +245,7 @@ class Layer:
         """Return (the layer's output [W, E], the tensors that `backward` needs besides x). `selection` picks the W output tokens.
 
         The first tensors have a row for each of S tokens: the mixer's projections and the two results of `mix`. The others have a
-        row per output token: the residual stream after the mixer, [gate|up], and the inputs of those norms m₁ and m₂ that exist.
+        row per output token: the residual stream after the mixer, [gate|up], and the inputs of the norms m₁ and m₂, if present.
         """
         weights = self.current_weights(how.adapted, how.layout.packed_weights) if how.ready is None else how.ready[self.index]
         plain: list[Tensor] = []
@@ -382,7 +382,7 @@ class WeightGradients:
                 self.lora[i] = delta.gradients(dy, x)
 
     def add_through_norm(self, which: int, dx: Tensor, x: Tensor, dnormed: Tensor) -> None:
-        """Add the gradient of x to `dx`, computed from `dnormed`, the gradient of norm(x). Store the gradient of the norm."""
+        """Add the gradient of x to `dx`, from `dnormed`, the gradient of norm(x). Store the gradient of the norm's weight."""
         if self.weights.norms[which] is None:
             dx += dnormed
         else:

@@ -28,7 +28,7 @@ _UNUSED: Any = None  # in place of transformers' function for whole sequences, w
 
 
 class GatedAttention(Layer):
-    """Attention whose output is multiplied by the sigmoid of a gate (Qwen 3.5). One projection has [q|gate] of each head."""
+    """Attention whose output is multiplied by the sigmoid of a gate (Qwen 3.5). One projection computes [q|gate] of each head."""
 
     def mix(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
         """Compute attention from q, k and v in the projections `row`, before the gate is applied; see `Layer.mix`."""

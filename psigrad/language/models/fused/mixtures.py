@@ -25,7 +25,7 @@ from psigrad.language.models.fused.layer import Layer, WeightGradients
 
 
 class _Pairs:
-    """The pairs of a token and an expert in `choice` [W, k], sorted by expert."""
+    """The (token, expert) pairs of W tokens with k chosen experts each, `choice` [W, k], sorted by expert."""
 
     def __init__(self, choice: Tensor, experts: int) -> None:
         flat = choice.flatten()
@@ -44,7 +44,7 @@ class _Pairs:
 
 
 class _KernelLinear(TorchFunctionMode):
-    """A context in which the result of `F.linear` for a row does not depend, even in its bits, on the number of rows."""
+    """A context in which `F.linear` gives bitwise the same result for a row, whatever the number of rows."""
 
     def __init__(self, products: Products) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class ExpertLayer(Layer):
         return y, (middle, both.index_select(0, pairs.inverse).view(len(middle), -1), choice, logits)
 
     def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: WeightGradients, overwrite: bool) -> Tensor:
-        """Return the gradient of `feed`'s input; see `Layer.feed_gradient`. `kept` has dlogits in place of the logits."""
+        """Return the gradient of `feed`'s input; see `Layer.feed_gradient`. `kept[3]` is the gradient of the logits."""
         middle, both, choice, dlogits = (kept.pop(0) for _ in range(4))
         weights, (experts, chosen, inner) = made.weights, self._sizes
         dout, normed, pairs = made.before_residual(1, dy, kept), self._norm(middle, weights.norms[1]), _Pairs(choice, experts)

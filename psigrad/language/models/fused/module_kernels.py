@@ -108,7 +108,7 @@ def replace_forwards(network: nn.Module, forward_of: Callable[[Any], Callable[..
 def norm_offset(module: Any, rms_norm: Callable[[Tensor, Tensor, Any, float], Tensor]) -> float | None:
     """Return the number that an RMS norm adds to its weight (0, or 1 in Gemma); None for other modules.
 
-    This is tested by comparing the module's output on random numbers with `rms_norm(x, weight, eps, offset)`.
+    The number is found by comparing the module's output on random x with `rms_norm(x, weight, eps, offset)`.
     """
     weight, eps = getattr(module, "weight", None), eps_of(module)
     if "RMSNorm" not in type(module).__name__ or eps is None or weight is None or getattr(module, "bias", None) is not None:
