@@ -64,7 +64,7 @@ def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str)
         raise UserError(f"The columns {', '.join(twice)} are all renamed to {columns[twice[0]]}; rename only one of them.")
     if both := next((name for name, new in renamed.items() if is_template(columns.get(new, ""))), ""):
         new = columns[both]
-        raise UserError(f"columns makes {new!r} twice, from {both!r} and by the template {columns[new]!r}; remove one of them.")
+        raise UserError(f"columns fills {new!r} twice: from {both!r}, and by the template {columns[new]!r}; remove one of them.")
     asked = [*renamed, *(name for text in columns.values() if is_template(text) for name in _FIELD.findall(text) if name)]
     if absent := [name for name in asked if at(name) is _MISSING]:
         name, wanted = absent[0], renamed.get(absent[0], "")
@@ -90,7 +90,7 @@ def translate(raw: Mapping[str, Any], form: str, source: str) -> tuple[dict[str,
     """Convert the row `raw` to the columns of the dataset form `form`. Return (the row, a note on each recognised layout).
 
     `form` is a key of `dataset_rows.FORMS`, or "sft". Other columns stay. Raise `RowError`, which names `source`, for a row that
-    contradicts itself.
+    contradicts itself, for example with two different system turns.
     """
     row, found = dict(raw), []
     for step in (_conversations, _alpaca, _split_messages, _unify_kinds, _system_turn):
@@ -251,9 +251,9 @@ def to_model_rows(
 ) -> list[list[Row]]:
     """Return the rows of each part of the data (such as training rows, held-out rows) with plain prompts as user turns.
 
-    Prompts stay unchanged if `plain_prompts` is True, or if the tokenizer has no chat template; see `to_turns`. The numbers of
-    changed and unchanged prompts are logged, except if both are true. `tokenizer` is None for a server's model, which is assumed
-    to have a template.
+    Prompts stay unchanged if `plain_prompts` is True, or if the tokenizer has no chat template; see `to_turns`. Log the
+    numbers of changed and unchanged prompts, unless `plain_prompts` is True and there is no chat template. `tokenizer` is None
+    for a server's model, which is assumed to have a template.
     """
     made = [[to_turns(tokenizer, row, plain_prompts) for row in part] for part in parts]
     rows = [row for part in made for row in part]
@@ -280,9 +280,9 @@ def to_model_rows(
 def to_turns(tokenizer: PreTrainedTokenizerBase | None, row: Row, plain_prompts: bool = False) -> Row:
     """Return the row with its plain prompt as a user turn and its plain answers as assistant turns.
 
-    The row is converted if the tokenizer has a chat template, `plain_prompts` is False, and the prompt has no special tokens
-    (with them, it is already rendered). Otherwise only the text of a system column, if any, is put in front of the prompt. A row
-    that is already converted stays unchanged.
+    The row is converted if the tokenizer has a chat template, `plain_prompts` is False, and the prompt has no special tokens. A
+    prompt with special tokens is taken for rendered text. If the row is not converted, only the text of a system column, if any,
+    is put in front of its prompt. A row that is already converted stays unchanged.
     """
     if not isinstance(row.prompt, str) or row.plain_prompt is not None:
         return row
@@ -314,7 +314,7 @@ def _text_of(turn: Mapping[str, Any], source: str) -> str:
 
 
 def _common_lead(answers: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return the turns with which all conversations in `answers` begin. Of a single one, return those before its answer."""
+    """Return the turns with which all conversations in `answers` begin. For a single one, return the turns before its answer."""
     lead: list[Any] = []
     for turns in itertools.islice(zip(*answers, strict=False), min(map(len, answers)) - 1):
         is_answer = isinstance(turns[0], Mapping) and role_of(turns[0]) == "assistant"

@@ -2,8 +2,8 @@
 
 Forms and column names are those of TRL (docs/source/dataset_formats.md): prompt-only `prompt`; prompt-completion `prompt`,
 `completion`; conversations `messages`, or plain text in `text`; preference `prompt`, `chosen`, `rejected`; unpaired-preference
-`prompt`, `completion`, `label`; stepwise `prompt`, `completions`, `labels`. Each is plain (strings) or conversational (lists of
-{"role", "content"}); stepwise rows are plain. Messages of ShareGPT ({"from", "value"}) and text in content parts are read too.
+`prompt`, `completion`, `label`; stepwise `prompt`, `completions`, `labels`. A row is plain (strings) or conversational (lists
+of {"role", "content"}); stepwise rows are plain. Messages of ShareGPT ({"from", "value"}) and text in content parts are read too.
 `dataset_layouts` reads rows with other column names.
 """
 

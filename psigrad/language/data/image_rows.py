@@ -346,7 +346,7 @@ def _text(part: Any) -> Any:
 
 
 def refuse_marks(raw: Mapping[str, Any], fail: Fail, further: str) -> None:
-    """Call `fail` if a text in `raw` has an image mark. With `further`, any U+FFFC fails too: this character delimits marks."""
+    """Call `fail` if a text in `raw` has an image mark or, with `further`, the character U+FFFC, which delimits marks."""
     stack: list[tuple[str, Any]] = list(raw.items())  # no recursion: rows may be deep
     while stack:
         path, value = stack.pop()

@@ -44,7 +44,7 @@ def download(records: Records, columns: Mapping[str, str]) -> Records:
             if found and not succeeded:
                 url, why = next(iter(found.items()))
                 raise UserError(
-                    f"None of {len(found)} images could be downloaded, such as {url}, which {why}. Check addresses and network."
+                    f"None of {len(found)} images could be downloaded. The first is {url}, which {why}. Check URLs and network."
                 )
             for record in chunk:
                 yield _local(record, names, found) if isinstance(record, RawRow) else record
@@ -63,7 +63,7 @@ def _urls_of(raw: object, names: set[str]) -> list[str]:
 
 
 def _local(record: RawRow, names: set[str], found: Mapping[str, Path | str]) -> RawRow | BadRow:
-    """Return a record with files for its URLs, or a `BadRow` if one has no file. `found` maps a URL to its file or the reason."""
+    """Return a record with files for its URLs, or a `BadRow` if a URL has no file. `found` maps URLs to files or reasons."""
     bad: list[BadRow] = []
 
     def change(url: str, place: str) -> str:

@@ -61,7 +61,7 @@ def read_named(dataset: str, split: str, *, streaming: bool = False, single: Seq
 
 
 def _check_single(part: SplitSlice, name: str, own: str, single: Sequence[str]) -> None:
-    """Raise `UserError` unless the split of `part` is `own` or in `single`. The source `name` has only one split."""
+    """Raise `UserError` unless `part` names the only split of the source `name`: it is called `own` or any name in `single`."""
     if canonical_split(part.name) not in (own, *single):
         cut = f"{own or single[0]}[:90%]"
         reason = f"{name} has only one split, and it is not {part.name!r}"
@@ -83,7 +83,7 @@ def _folder(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
     if odd := next((n for n in names if (path / n).is_dir() or (kind_of_file(n) and not (path / n).is_file())), ""):
         raise UserError(
             f"The folder {path} has {odd}, which is neither a regular file nor a link to one; "
-            "replace it by the file, or move it elsewhere."
+            "put a regular file in its place, or move it elsewhere."
         )
     read = [name for name in names if kind_of_file(name)]
     if not read:
@@ -133,8 +133,8 @@ def _read_saved(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
 def _reject_compressed(path: Path) -> None:
     """Raise `UserError` for a saved dataset with compressed buffers, which pyarrow expands without a limit.
 
-    `datasets` never compresses buffers. An Arrow message's metadata is a flatbuffer of tables. Field 2 of the first table is a
-    record batch. In a dictionary message, field 2 is a table whose field 1 is the batch. A batch's field 3 is its compression.
+    `datasets` never writes them. The compression is read from the metadata of Arrow's messages, a flatbuffer of tables: field 3
+    of a record batch. The batch is field 2 of the first table or, in a dictionary message, field 1 of the table in field 2.
     """
     import pyarrow as pa
 

@@ -19,7 +19,7 @@ def reward_view(
 ) -> Callable[[Mapping[int, Row]], ToSamples]:
     """Return the `to_samples` function of a `ScoredRollout`. It turns trajectories into the samples that reward functions get.
 
-    Samples have the columns of all rows of the rollout; a value is None if a completion's own row lacks the column. With `plays`,
+    Every sample has all columns that occur in the rollout's rows, with None for those that its own row lacks. With `plays`,
     samples of episodes also have the policy's own turns and tokens. With `skip_special_tokens`, the policy's text in a sample
     has no special tokens, but `completion_ids` has them.
     """

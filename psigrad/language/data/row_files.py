@@ -82,7 +82,7 @@ def _open(path: Path) -> IO[bytes]:
 
 
 class _Expansion:
-    """A counter of the bytes of rows read from a compressed file. It stops a decompression bomb, whose rows would never end."""
+    """A counter of the bytes that a compressed file expands to. Its limit stops decompression bombs."""
 
     def __init__(self, path: Path) -> None:
         compressed = path.suffix.lower() in (*COMPRESSED, ".parquet")
@@ -303,7 +303,7 @@ def _csv_rows(path: Path, default: str) -> Iterator[tuple[int, dict[str, object]
             reader = csv.DictReader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
             columns = list(reader.fieldnames or ())
             if not columns or any(not name for name in columns) or len(set(columns)) < len(columns):
-                raise UserError(f"The first line of {path} must name its columns, each once; it has {columns}.")
+                raise UserError(f"The first line of {path} must have a different name for each column; it has {columns}.")
             for row in reader:
                 yield reader.line_num, _csv_row(row, columns)
     except UnicodeDecodeError as error:
@@ -325,9 +325,9 @@ def _csv_lines(file: IO[str], path: Path) -> Iterator[str]:
 
 
 def _delimiter(header: str, default: str) -> str:
-    """Return the delimiter of a CSV file: `default` if it separates names in the header, otherwise another one that does.
+    """Return the first of `default`, comma, semicolon, tab and | that separates names in the header; `default` if none does.
 
-    Excel writes ; in locales whose decimal separator is the comma.
+    Excel writes semicolons in locales whose decimal separator is the comma.
     """
     for delimiter in (default, ",", ";", "\t", "|"):
         with contextlib.suppress(csv.Error):

@@ -56,8 +56,8 @@ def load(
 
     `form` is a key of `FORMS` or "sft". `split` can be a slice, as in `datasets`: train[:90%], train[100:]. If file names in a
     folder contain split words (train, validation, test and their usual variants), only the files of the split are read. A file,
-    like any source without splits, has one split with all rows. Its name is any name in `single`, or the split word in the file's
-    name, as in a-test.jsonl. A hub configuration is named after a colon: "openai/gsm8k:main". "task:NAME" makes rows of a
+    like any source without splits, has one split with all rows: `split` may be any name in `single`, or the split word in the
+    file's name, as in a-test.jsonl. A hub configuration is named after a colon: "openai/gsm8k:main". "task:NAME" makes rows of a
     reasoning-gym task. With `max_rows` only the first rows are read, and a hub dataset is streamed. `columns` renames
     columns (`dataset_layouts.map_columns`). `urls` downloads images that rows name by URL (`image_urls.download`).
 
@@ -114,9 +114,9 @@ def hold_out(parts: Sequence[Sequence[Row]], counts: Sequence[int], seed: int = 
     """Return (each part's training rows, the held-out rows of all parts), in the order of the source.
 
     About `counts[i]` rows of part i are held out, drawn with `seed`. The rows of a prompt, in any part, are all trained on or all
-    held out. Prompts are drawn in random order, and a prompt that would exceed a count is skipped. If every prompt of a part was
-    skipped, hold out one prompt that has at most twice the wanted rows. If none is that small, hold out single rows; only then
-    can a held-out prompt also be trained on. The two answers of a pair stay together.
+    held out. Prompts are drawn in random order, and a prompt whose rows would exceed a count is skipped. If every prompt of a
+    part was skipped, hold out one prompt with at most twice `counts[i]` rows. If none is that small, hold out single rows; only
+    then can a held-out prompt also be trained on. The two answers of a pair stay together.
 
     Raise UserError if no row is left to train on.
     """
@@ -301,8 +301,8 @@ def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: L
     """Return (training rows, held-out rows).
 
     Held-out rows are drawn with `seed`: from the eval dataset if there is one, else from all datasets by their weights or sizes.
-    `eval_prompts` is the number of held-out rows. None means 64, or 256 for comparisons, labelled answers and labelled steps, but
-    at most a tenth of each dataset if there is no eval dataset. The numbers of recognised, skipped and held-out rows are logged.
+    `eval_prompts` is the number of held-out rows. None means 64 (preference, unpaired-preference and stepwise: 256), but at
+    most about a tenth of each dataset if there is no eval dataset. Log the numbers of recognised, skipped and held-out rows.
     """
     shares = parse_mixture(data.dataset)
     parts = _read_each(data, form, shares, data.split, log, single=SINGLE[:1])
@@ -363,7 +363,7 @@ def _read_each(
 
 
 def describe_skipped(bad: Sequence[BadRow]) -> str:
-    """Return a sentence on the skipped rows `bad`: the most common reasons, with how many rows each has and one example."""
+    """Return a sentence on the skipped rows `bad`: the most common reasons, each with its number of rows and one example."""
     first: dict[str, BadRow] = {}
     counts: Counter[str] = Counter()
     for row in bad:

@@ -49,7 +49,7 @@ def parse_split(split: str) -> SplitSlice:
         return SplitSlice(split)
     found = _SLICE.fullmatch(split.strip())
     if found is None:
-        raise UserError(f"The split {split!r} is not a slice; write train[:90%], train[100:200] or train[-100:].")
+        raise UserError(f"The split {split!r} has an invalid slice; write train[:90%], train[100:200] or train[-100:].")
     return SplitSlice(found[1].strip(), found[2] or "", found[3] or "")
 
 

@@ -217,7 +217,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
     """Return the text of tokens for readers, rewards and tools. It is never encoded again.
 
     The tokenizer's named tokens (BOS, EOS, padding, …) and the end of a turn are dropped. Other special tokens stay. In some
-    vocabularies these are <think>, <answer> and <tool_call>, which the policy writes like words.
+    vocabularies they include <think>, <answer> and <tool_call>, which the policy writes like words.
     """
     hidden = _dropped_ids(tokenizer, str(tokenizer.chat_template), *tokenizer.special_tokens_map.values())
     said = [i for i in ids if i not in hidden]

@@ -305,10 +305,11 @@ def load_online_reference(
 def load_start(
     config: Any, model: LanguageModel, checkpoint: Path | None, world: World, dtype: str = "", saved: Path | None = None
 ) -> LanguageModel:
-    """Return the run's initial model, frozen, or the model saved in the folder `saved`. `dtype` replaces the dtype in `config`.
+    """Return the run's initial model, frozen. `dtype` replaces the dtype in `config`.
 
     If `model` has a LoRA adapter, return `model` itself, since without its adapter it is the initial model. In a new run
-    (`checkpoint` is None), return a copy of `model`, unless it is sharded or has another dtype. Otherwise load the model.
+    (`checkpoint` is None), return a copy of `model`, unless it is sharded or has another dtype. Otherwise load the initial model,
+    with the weights in the folder `saved` if it is given.
     """
     dtype = dtype or config.model.dtype
     if model.is_own_reference:
@@ -330,7 +331,7 @@ def load_frozen(settings: Model, run: Run, checkpoint: Path | None, world: World
 
 @disable_progress_bars()
 def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE) -> ScalarModel:
-    """Load a separate critic from the checkpoint, from `config.critic`, or from the policy's initial weights with a zero head."""
+    """Load a separate critic: from `checkpoint`, else `config.critic`, else the policy's initial weights with a zero head."""
     saved = SavedWeights.of(checkpoint, "critic")
     start = replace(config.model, path=config.critic, revision="") if config.critic else config.model
     start = replace(start, quantize_base="")  # only the policy's base is quantised; a critic trains all its weights
@@ -355,7 +356,7 @@ def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | N
 def configure_chat(
     tokenizer: PreTrainedTokenizerBase, settings: Model, checkpoint: Path | None = None, network: Any = None
 ) -> None:
-    """Set the tokenizer's chat template and EOS from the settings. For templates with a date, today is the run's first day.
+    """Set the tokenizer's chat template and EOS from the settings. Templates print the run's first day as today's date.
 
     A resumed run reads this day from its `checkpoint`. Rendering raises an error for tokens without an embedding in `network`.
     """

@@ -66,8 +66,8 @@ class ModelObject:
     def save_start(self, folder: Path, world: World, allowed: bool) -> None:
         """Save the initial weights in `folder`. If `folder` already has initial weights, load them into the network instead.
 
-        Raises `UserError` with fsdp, or if `folder` has a model of another class. Also raises it if the network's weights differ
-        from those in `folder`, unless `allowed` is True or this run has trained the network.
+        Raises `UserError` with fsdp, or if `folder` has a model of another class or with other weights. Other weights are allowed
+        if `allowed` is True, or if this run has trained the network.
         """
         network = self.network
         assert network is not None

@@ -122,9 +122,9 @@ def lora_of(settings: Model) -> Lora | None:
 
 
 def resolve_for_plan(settings: Model, *, local: bool = False) -> Model:
-    """Return `settings` for the memory planner. For an adapter, set the path of its base and the adapter's LoRA settings.
+    """Return `settings` for the memory planner. For an adapter to train, set its base's path and its LoRA settings.
 
-    A model in another format is converted. With `local`, use only earlier downloads from the hub.
+    GGUF files are converted to folders, and other adapters are merged. With `local`, use only earlier downloads from the hub.
     """
     found = find_adapter(settings, local=local)
     if found is None:
@@ -203,7 +203,7 @@ def _check_base(base: str, adapter: str) -> None:
 def check_exists(settings: Model, run: str) -> None:
     """Raise `UserError` if the model in `settings` does not exist. `run` is the run folder, which may not exist yet.
 
-    The hub is queried only if the folder has a run of another model. Otherwise loading the model reports a missing hub model.
+    A hub model is looked up only if the run folder has a run of another model. In other cases, loading reports a missing model.
     """
     from transformers.utils import cached_file
 

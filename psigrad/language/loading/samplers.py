@@ -77,11 +77,11 @@ def check_sampling(sampling: Sampling) -> None:
 def sampling_params(
     sampling: Sampling, model: LanguageModel | None, rows: Iterable[Row], temperature: float | None = None
 ) -> SamplingParams:
-    """Return the sampling parameters. `temperature` replaces the setting's value, for example in evaluations.
+    """Return the settings as `SamplingParams` for `rows`. `temperature` replaces the setting's value, for example in evaluations.
 
     Chat models do not always end a turn with the EOS. If prompts are conversations, the end of a turn also stops a completion.
-    If one of the first thousand conversations has tools, the end of a tool call does so too. `model` is None if a server samples;
-    the server then adds these stop tokens itself.
+    If one of the first thousand conversations has tools, so does the end of a tool call. If a server samples, `model`
+    is None, and the server adds these stop tokens itself.
     """
     conversations = islice((row for row in rows if not isinstance(row.prompt, str)), 1000)
     conversation = max(conversations, key=lambda row: bool(row.columns.get("tools")), default=None)

@@ -100,8 +100,8 @@ class Teacher:
     def store_pieces(self, ends: Tensor, theirs: Tensor, logp: Tensor) -> None:
         """Store a batch's text pieces for `add_kl`. Also store a baseline for the KL of each completion (see `span_kl`).
 
-        All arguments have the shape [N, T]. `ends` is True at the last token of a piece. There `theirs` has the teacher's
-        log-prob of the piece. `logp` has the policy's log-prob of each token.
+        All arguments have the shape [N, T]. `ends` is True at the last token of each piece; at these tokens, `theirs` is the
+        teacher's log-prob of the piece. `logp` has the policy's log-prob of each token.
         """
         d = torch.where(ends, span_kl(logp, ends, theirs), 0.0).sum(1)
         count = ends.sum(1)
@@ -124,7 +124,7 @@ class Teacher:
         return [self._cache[row] for row in rows]
 
     def pieces(self, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return two tensors [n, T]: True at the last token of each text piece, and the teacher's log-prob of the piece there."""
+        """Return two tensors [n, T]: a mask of each text piece's last token, and the piece's teacher log-prob at this token."""
         rows = [(tuple(p), tuple(c)) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
         read = [self._translate(prompt, ids) for prompt, ids in rows]
         said = self._evaluate(Groups([p for p, _ in rows], [[ids] for ids, _ in read]), temperature, 0)
@@ -140,7 +140,7 @@ class Teacher:
     def _translate(self, prompt: tuple[int, ...], ids: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
         """Return (the completion `ids` in the teacher's tokens, the ends of its text pieces in both tokenizations).
 
-        An end is (the number of the policy's tokens, the number of the teacher's tokens) up to it. `prompt` has teacher tokens.
+        An end is (number of policy tokens, number of teacher tokens) from the completion's start. `prompt` has teacher tokens.
         """
         eos, finished = self.tokenizer.eos_token_id, bool(ids) and ids[-1] in self.policy.eos_token_ids
         body = ids[:-1] if finished else ids
@@ -232,7 +232,7 @@ def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[s
 
 
 def align(own: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the numbers (own tokens, other tokens) before each place in a text where both tokenizers end a token.
+    """Return the places in a text where both tokenizers end a token, each as (number of own tokens, of other tokens) before it.
 
     `own` and `others` are the ends of each tokenizer's tokens in the text, from `text_ends`.
     """

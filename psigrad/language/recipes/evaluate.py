@@ -61,7 +61,7 @@ class Report:
         try:
             Path(output).write_bytes(to_line(whole))
         except OSError as error:
-            raise UserError(f"{output} cannot be written: {error.strerror}; name another file as --output.") from error
+            raise UserError(f"{output} cannot be written: {error.strerror}; name another file with --output.") from error
 
     @property
     def unscored(self) -> str:

@@ -1,6 +1,4 @@
-"""Shared parts of the recipes: the optimiser and sampler from settings, the training of every offline recipe on tokenized rows,
-and the end of every run.
-"""
+"""Functions that the recipes share: they make the optimiser and sampler, train offline on tokenized rows, and finish a run."""
 
 from __future__ import annotations
 
@@ -92,8 +90,8 @@ def sampler_of(
 ) -> Iterator[Sampler]:
     """Yield the sampler that the settings name, on a cluster or on this machine.
 
-    With a sharded model, the sampler gets a full copy of the model. Only vLLM needs no copy, if top_p, top_k and min_p are not
-    used. `longest` is the maximum number of tokens in a prompt plus its completion; 0 means the model's limit.
+    With a sharded model, the sampler gets a full copy of the model. vLLM reads the shards instead, unless top_p, top_k
+    or min_p is used. `longest` is the maximum number of tokens in a prompt plus its completion; 0 means the model's limit.
     """
     if config.placement.cluster and journal is not None:
         with extras.load("cluster").open_sampler(config, model, journal, longest) as sampler:

@@ -282,7 +282,7 @@ def _best(state: State) -> int:
 
 
 def _sums_of(learners: Learners) -> dict[str, str]:
-    """Return {"weights": the sum of each unsharded trainable weight, as text}. Ranks compare it: they must start alike."""
+    """Return {"weights": the sum of each unsharded trainable weight, as text}. All ranks must have the same text."""
     optimizers = [learner.optimizer for learner in learners if isinstance(learner, Learner)]
     whole = (w.local for optimizer in optimizers for w in optimizer.weights.values() if w.local is w.parameter)
     return {"weights": " ".join(str(float(p.detach().double().sum())) for p in whole)}

@@ -145,7 +145,7 @@ def describe_overflow(model: ScalarModel, pair: tuple[Ids, Ids]) -> str:
 
 
 def answer_ids(model: ScalarModel, row: Row) -> Ids:
-    """Return the tokens of a prompt with its answer, rendered as in the reward model's training. The last one gets the score."""
+    """Return the tokens of a prompt with its answer, rendered as in the reward model's training. The last token is scored."""
     return example(model.tokenizer, to_turns(model.tokenizer, row, model.plain_prompts)).ids
 
 

@@ -225,7 +225,7 @@ def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterato
     An overlap needs a `lag` above 0, and a sampler on a cluster or on a GPU that does not train. A cluster gets lag + 1 threads,
     one for each batch that is being sampled, or one thread if completions are episodes. A sampler on a GPU gets one thread, since
     it holds one version of the weights. On a GPU there is no overlap in two cases: if several processes train, since they would
-    communicate in two threads at once, and with top_p, top_k or min_p, since the trainer must then recompute the log-probs.
+    communicate in two threads at once, and with top_p, top_k or min_p, since the model in training must then recompute log-probs.
     """
     beside = sampler.overlaps and world.size == 1 and not config.sampling.filtered
     if not ((sampler.central or beside) and config.lag and world.rank == 0):

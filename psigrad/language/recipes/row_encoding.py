@@ -82,7 +82,7 @@ class Encoder(Generic[R]):
 
 
 def encode_rows(rows: Sequence[R], encoder: Encoder[R], data: Data, log: Log | None = None) -> tuple[Sequence[Any], Counter[str]]:
-    """Return (the encoded rows, {name: the sum of this count of `encoder.filter` over the rows}). Many rows become Arrow batches.
+    """Return (the encoded rows, the counts from `encoder.filter` summed over the rows). Many rows are kept in Arrow batches.
 
     If the encoder rejects a row, the run stops with an error that names the row's place in the file. With `bad_rows: skip`,
     rejected rows are dropped and counted, unless all rows are rejected.
@@ -154,7 +154,7 @@ def prepare(
     """Return the rows that `make` prepares, or read them from the cache of an earlier run with the same files and settings.
 
     `settings` are further values on which the rows depend, for the cache key. The messages that were logged when the cache was
-    written are logged again. Rank 0 prepares the rows first. Other ranks read the cache of rank 0; without it, they prepare too.
+    written are logged again. Rank 0 prepares the rows first. Other ranks read its cache. If there is none, they prepare too.
     """
     folder = journal.folder.path / "images"
     images.store_in(folder)

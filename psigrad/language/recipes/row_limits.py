@@ -1,4 +1,4 @@
-"""The limits of rows: prompts leave room for a completion, rows have at most `max_length` tokens, images need support."""
+"""Checks of rows: prompts leave room for a completion, rows fit `max_length`, and the settings support any images."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def check_images(config: Any, model: Pretrained | None = None, rows: Iterable[Ro
 
 
 def check_features(model: Pretrained, rows: Iterable[Row]) -> None:
-    """Raise `UserError` if the number of features that the vision tower computes for an image is not its number of tokens.
+    """Raise `UserError` if the vision tower does not compute as many features for an image as the image has tokens.
 
     To save time, only one image of `rows` is checked for each number of tokens. Sharded models are checked at the first step.
     """

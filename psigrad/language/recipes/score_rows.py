@@ -74,7 +74,7 @@ def score(
         raise UserError(f"The reward {counting[0]} counts tokens; name the model whose tokenizer counts them with --tokenizer.")
     named = isinstance(rows, str | os.PathLike)
     if named and not rows:
-        raise UserError("No dataset was given; name a file of prompts with completions with --dataset.")
+        raise UserError("No dataset was given; name a file of prompt-completion rows with --dataset.")
     renamed = parse_columns(columns)
     if named:
         read = load(str(rows), form=FORM, split=split, columns=renamed, bad_rows=bad_rows)

@@ -56,9 +56,9 @@ def test_a_column_named_label_is_a_boolean_in_unpaired_preferences_alone(tmp_pat
     [
         ("prompt,answer\na\n", "rows.csv:2: has fewer values than the first line has columns"),
         ("prompt,answer\na,b,c\n", "rows.csv:2: has more values than the first line has columns"),
-        ("prompt,prompt\na,b\n", "must name its columns, each once"),
-        ("prompt,\na,b\n", "must name its columns, each once"),
-        ("", "must name its columns"),
+        ("prompt,prompt\na,b\n", "must have a different name for each column"),
+        ("prompt,\na,b\n", "must have a different name for each column"),
+        ("", "must have a different name for each column"),
         ('prompt\n"a\n', "is not CSV"),
         (b"prompt\n\xff\xfe\n", "is not UTF-8 (byte 0xff)"),
         ("answer\nx\n", "prompt"),

@@ -45,7 +45,7 @@ def check_arguments(templates: Sequence[str], kwargs: Mapping[str, Any]) -> None
 
 @functools.lru_cache(maxsize=64)
 def _kinds_read(template: str) -> dict[str, set[type]]:
-    """Return the names that a template reads without setting them, each with the types that its value may have (object: any)."""
+    """Return the names that a template reads but never sets, each with the allowed types of its value (`object`: any type)."""
     try:
         environment: Environment = compile_template(template).environment
     except TemplateSyntaxError as error:

@@ -130,7 +130,7 @@ def specials_of(tokenizer: PreTrainedTokenizerBase) -> Specials:
 
 @contextlib.contextmanager
 def cache_specials(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Cache the special tokens, and some encoded texts, in the `with` block. The tokenizer must not change in it."""
+    """Cache special tokens, encoded texts and conversations inside the `with` block, in which the tokenizer must not change."""
     _fixed[tokenizer] = replace(specials_of(tokenizer), prefix_ids={}, encoded={}, conversations={})
     try:
         yield
@@ -141,10 +141,10 @@ def cache_specials(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 def _backend_of(tokenizer: PreTrainedTokenizerBase, added: list[Any]) -> tuple[re.Pattern[str] | None, Any]:
     """Return (`cuts`, `backend`) of the tokenizer's `Specials`. `added` are its added tokens.
 
-    `backend` is the tokenizer of the library `tokenizers`. Both are None if the class of `tokenizer` overrides its encoding. The
-    library splits a text at added tokens and encodes each piece alone. If several start at one position, it takes the longest.
-    `cuts` matches the added tokens that the library finds before normalising the text. `cuts` is None if there are no such
-    tokens, if one occurs inside another added token, or if one is matched only as a separate word.
+    `backend` is the underlying tokenizer of the library `tokenizers`, which first splits a text at its added tokens: at the
+    longest if several start at one position. `cuts` matches the added tokens that the library finds before normalising the text.
+    `cuts` is None if there are no such tokens, if one occurs inside another added token, or if one is matched only as a separate
+    word. `cuts` and `backend` are both None if `tokenizer` does not use the library, or if its class overrides the encoding.
     """
     from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
@@ -221,10 +221,10 @@ def _probe(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], spe
 def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, str]:
     """Return (`turn_end`, `turn_next`) of a `Dialect` from two renderings of a turn with the content `SENTINEL`.
 
-    `last` ends with this turn; in `followed`, another turn follows. `special` matches special tokens. Both results are the text
-    after the content. Usually it ends with the last special token that both renderings share. If they share none, it ends with
-    the last special token of `last` (gpt-oss: <|return|>). If `last` has none either, `turn_end` is the text of `followed` after
-    the content, up to its first special token (GLM: <|user|>), and `turn_next` is the part of `turn_end` that `last` lacks.
+    `last` ends with this turn; in `followed`, another turn follows it. `special` matches special tokens. Usually `turn_end` and
+    `turn_next` are the same text: from the content to the last special token that both renderings share. If they share none, the
+    text ends at the last special token of `last` (gpt-oss: <|return|>). If `last` has no special token after the content,
+    `turn_end` ends at the first one in `followed` (GLM: <|user|>), and `turn_next` is the part of `turn_end` that `last` lacks.
     """
     ending, behind = last.rpartition(SENTINEL)[2], followed.rpartition(SENTINEL)[2]
     shared = next((i for i, (a, b) in enumerate(zip(ending, behind, strict=False)) if a != b), min(len(ending), len(behind)))

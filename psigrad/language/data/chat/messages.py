@@ -59,10 +59,10 @@ def is_trained(message: Message) -> bool:
 
 
 def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
-    """Return the `messages` of a fine-tuning row, each with its weight from the column named in `WEIGHTS`, if there is one.
+    """Return the `messages` of a fine-tuning row. If a column named in `WEIGHTS` is a list of weights, add them to the messages.
 
     `messages` is None for a prompt-completion row. Call `fail(path, reason)`, which raises, if there are more or fewer weights
-    than messages, if messages already have weights, or if a column is a mask over tokens or one weight for a whole row, except 1.
+    than messages, if messages already have weights, or if a column is a mask over tokens or a single number other than 1.
     """
     weighed = messages
     for name, given in columns.items():
@@ -90,7 +90,7 @@ def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
 def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
     """Check that tool answers are in the order of the previous turn's calls: templates match answers to calls by order.
 
-    Otherwise call `fail(path, reason)`, which raises; the path starts with `column`. Answers without an id are not checked.
+    If they are not, call `fail(path, reason)`, which raises. `path` starts with `column`. Answers without an id are not checked.
     """
     open_calls: list[Any] = []
     for i, message in enumerate(messages):
@@ -131,7 +131,7 @@ def order_answers(messages: list[Message]) -> list[Message]:
 def join_parts(parts: list[Any], path: str, fail: Fail) -> str:
     """Return the joined text of content `parts`. A part without a type counts as text.
 
-    Call `fail(path, reason)`, which raises, for a part that is not text or has none. `path` is the place of `parts` in the row.
+    Call `fail`, which raises an error, for a part of another type or without text. `path` is the place of `parts` in the row.
     """
     texts = []
     for i, part in enumerate(parts):

@@ -110,8 +110,8 @@ def render(
 def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], messages: Sequence[Message]) -> Any:
     """Return (the text of the messages, the spans of characters that the `{% generation %}` blocks of the template wrote).
 
-    `apply_chat_template(return_assistant_tokens_mask=True)` is not used, for two reasons. Its tokens can cross the start of a
-    turn. With a tokenizer that trims offsets, it loses all turns that follow a turn starting with a space.
+    `apply_chat_template(return_assistant_tokens_mask=True)` is not used, for two reasons. A token of its mask can cross the start
+    of a turn. With a tokenizer that trims offsets, its mask lacks all turns after a turn that starts with a space.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 

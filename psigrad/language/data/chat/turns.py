@@ -87,9 +87,10 @@ class Conversation:
         return str(self._made[key][0])
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """Return the text from which the model samples: it ends with the generation prompt.
+        """Return the text from which the model samples: the messages, then the generation prompt.
 
-        If the last message is the assistant's, its content follows. Raise `RowError` if it has more fields, such as tool calls.
+        If the last message is the assistant's, the model continues it: its content comes after the generation prompt. Raise
+        `RowError` if this message has other fields, such as tool calls.
         """
         *before, last = messages
         if last["role"] != "assistant":
@@ -103,7 +104,7 @@ class Conversation:
         return self.render(before, generation_prompt=True) + str(last["content"])
 
     def blocks(self, messages: Sequence[Message]) -> list[Span] | None:
-        """Return the spans of the template's {% generation %} blocks; None if it has none. Also cache the text for `render`."""
+        """Return the spans of text from {% generation %} blocks; None if the template has none. Cache the text for `render`."""
         if not _has_blocks(self.template):
             return None
         text, spans = self._run(generation_blocks, messages)
@@ -345,7 +346,7 @@ class TurnForm:
     """The text that ends a turn whose content follows a call (Gemma 4); empty if the content comes before the call."""
 
     def read_back(self, text: str) -> Message:
-        """Parse the assistant's text, without its calls, into the message that renders to it."""
+        """Return the assistant's message that the template renders as `text`. Any tool calls must be cut off before."""
         said: Message = {"role": "assistant"}
         opens, end = self.opens.rstrip(), self.ends.strip()
         if end and text.startswith(opens) and end in text:
