@@ -94,7 +94,7 @@ class Sums:
         return False
 
     def finish(self) -> None:
-        """Call this after a step's last backward pass. If a weight has a `.grad`, add the gradients of its stored uses to it."""
+        """Add the gradients of stored uses to weights that have a `.grad`. Call this after a step's last backward pass."""
         for weight in [w for w in self.uses if w.grad is not None]:
             self._store(weight)
         self.tensors = {weight: total for weight, total in self.tensors.items() if weight.grad is total}
@@ -142,7 +142,7 @@ def in_place(*sums: Sums) -> Iterator[None]:
 def sums_for(weight: Tensor) -> Sums | None:
     """Return the `Sums` for the gradients of `weight`; None if autograd must sum them.
 
-    That is so outside `in_place`, and for a half-precision weight, whose sum would lose small terms. Call this function in the
+    The result is None outside `in_place`, and for a half-precision weight, whose sum would lose small terms. Call this in the
     forward pass: a backward pass may run in another thread, in which `in_place` has no effect.
     """
     return _sums_of(weight) if weight.dtype in (torch.float32, torch.float64) else None

@@ -121,7 +121,7 @@ def split(master: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def join(stored: Tensor, remainder: Tensor, first: int = 0) -> Tensor:
-    """Return the float32 numbers [n] that `split`, with the same `first`, divided into `stored` and a 16-bit `remainder`."""
+    """Return the float32 numbers [n] that `split` divided into `stored` and a 16-bit `remainder`. `first` must be the same."""
     low = remainder.int().bitwise_and_(0xFFFF)
     carried = _thresholds(first, stored).add_(low).bitwise_right_shift_(16)
     return (stored.view(torch.int16).int() - carried).bitwise_left_shift_(16).bitwise_or_(low).view(torch.float32)
@@ -160,8 +160,8 @@ def copy_masters(weights: Sequence[tuple[Tensor, Tensor, int]]) -> None:
 def has_remainder(p: Tensor) -> bool:
     """Return True if the float32 master of `p` is stored as the bfloat16 weight plus a 16-bit remainder.
 
-    That is so for large bfloat16 weights on a GPU. Weight, gradient and optimiser state then take 14 bytes per parameter instead
-    of 20 with a master. In a step that sums the gradients of several passes in float32, they take 16 bytes instead of 18.
+    That is so for large bfloat16 weights on a GPU. Weight, gradient and optimiser state then take 14 bytes per parameter. With
+    a master they take 20, since the gradient is also copied to float32. If several passes are summed in float32: 16 and 18.
     """
     return p.dtype == torch.bfloat16 and p.device.type != "cpu" and p.numel() >= SPLIT
 
@@ -177,7 +177,7 @@ class LowMemoryAdamW:
 
     With `eight_bits`, moments are codes in blocks of 256 numbers. Embeddings have float32 moments, as in transformers, because
     their rows learn at very different rates. With `remainders`, a float32 master is stored as the bfloat16 weight and a remainder
-    (`split`). A bfloat16 weight with neither is rounded up or down at random after each step, so that steps below 1/256 of the
+    (`split`). A bfloat16 weight without a master or remainder is rounded up or down at random, so that steps below 1/256 of the
     weight are right on average (Zamirai et al. 2020, arXiv:2010.06192). The random numbers depend on `seed`, name and step.
     """
 

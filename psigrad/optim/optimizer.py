@@ -156,7 +156,7 @@ class Optimizer:
 
     @property
     def has_buffers(self) -> bool:
-        """True if a half-precision weight has a `buffer`, so that the last step summed gradients of several passes."""
+        """True if a half-precision weight has a `buffer`: the last step then summed gradients of several passes."""
         return any(w.buffer is not None for w in self._half)
 
     @contextlib.contextmanager
@@ -268,7 +268,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a state from `tensors`, the result of `state_dict`. If a parameter is missing there, set its state to 0.
+        """Restore a state from `tensors`, the result of `state_dict`. If `tensors` lacks a parameter, set its state to 0.
 
         Raises `UserError`, and changes nothing, if `tensors` has the state of another rule, or other parameters or shapes.
         """

@@ -79,7 +79,7 @@ def adamw_kernels(dtype: torch.dtype, device: str) -> OptimizerKernels | None:
 class AdamW:
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101). It calls the function that `torch.optim.AdamW(fused=True)` calls.
 
-    The class itself is not used for two reasons. Its first step imports torch's compiler, which takes a second and 60 MB. It also
+    PyTorch's class is not used, for two reasons. Its first step imports torch's compiler, which takes a second and 60 MB. It also
     allocates the moments only in that step. This fragments the heap: with a large vocabulary, it takes 10 % more memory.
     """
 
@@ -96,7 +96,7 @@ class AdamW:
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
         """Update all parameters. If the gradient is in half precision and there are kernels, use them; otherwise use PyTorch.
 
-        Both clip gradients while they read them. A separate pass over memory would take a third of a step's time.
+        Gradients are clipped as they are read: a separate pass over memory would take a third of a step's time.
         """
         half = [u for u in updates if u.stored is not None and u.gradient.dtype == u.stored.dtype]
         plain = [u for u in updates if u.stored is None or u.gradient.dtype != u.stored.dtype]

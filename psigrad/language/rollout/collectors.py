@@ -122,7 +122,7 @@ class ScoredRollout:
         clock: Clock | None = None,
         cache: ActivationCache | None = None,
     ) -> list[Trajectory]:
-        """Return `num_generations` scored trajectories for each prompt, in order. In a game, each seat (player) has that many.
+        """Return `num_generations` scored trajectories per prompt, in order. In a game, each seat (player) gets that number.
 
         `clock` measures the time of sampling ("time/sample") and the remaining wait for rewards ("time/score"). For the other
         arguments see `GroupRequest` and `TrajectoryCollector.collect`.
@@ -146,7 +146,7 @@ class ScoredRollout:
     def _collect(
         self, mine: Sequence[Prompt], params: SamplingParams, asked: GroupRequest, clock: Clock, cache: ActivationCache | None
     ) -> list[Trajectory]:
-        """Sample and score trajectories of this process's prompts. For the other arguments see `__call__`."""
+        """Sample and score the trajectories that `asked` describes for `mine`, the prompts of this process."""
         scoring = PendingRewards(self.scorer, self.to_samples({p.index: p.row for p in mine}))
         groups: dict[int, list[Trajectory]] = {}
         with clock("time/sample"):
@@ -174,7 +174,7 @@ class PendingRewards:
         self._places: dict[int, int] = {}
 
     def add_all(self, trajectories: Sequence[Trajectory]) -> None:
-        """Add all trajectories, group by group. A group starts at each trajectory with `k` = 0, even if the row is the same."""
+        """Add all trajectories, group by group. Each trajectory with `k` = 0 starts a group: a row may have several groups."""
         starts = [i for i, t in enumerate(trajectories) if t.k == 0 or i == 0]
         for start, end in itertools.pairwise([*starts, len(trajectories)]):
             self.add(trajectories[start:end])
@@ -197,7 +197,7 @@ class PendingRewards:
 
 
 def add_reward(trajectory: Trajectory, result: Result) -> Trajectory:
-    """Set the reward: the scorer's value plus step rewards. The result is unscored if environment, agent or scorer failed."""
+    """Add the reward: the scorer's value plus step rewards. If environment, agent or scorer failed, set status "unscored"."""
     if trajectory.reason:  # the environment or the agent failed
         return replace(trajectory, status="unscored")
     if isinstance(result, Unscored):

@@ -77,7 +77,7 @@ def select(columns: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict
 
 
 class Preparable:
-    """A reward function with `check`, called before a run, and `prepare`, called in its worker before its time limit applies."""
+    """A reward function with two more methods: `check` is called before a run, and `prepare` when the worker process starts."""
 
     def check(self) -> None:
         """Raise `UserError` if the parameters are invalid."""
@@ -185,7 +185,7 @@ def check_unscored(
 ) -> list[list[int]]:
     """Raise `RewardError` if rewards failed for more than the share `limit` of the last `WINDOW` completions.
 
-    If `limit` is below 1, also raise it if rewards failed for all recent completions, and these are at least 8. `reasons` has one
+    If `limit` is below 1, also raise it if there are at least 8 recent completions and rewards failed for all. `reasons` has one
     entry per completion of a step: the reason why it is unscored, or None. It is not a failure if no reward function applies to
     a completion. For `sources` see `explain_unscored`. Return [number of failures, number of completions] for each recent step,
     including this one. `before` is the list that the previous step returned.

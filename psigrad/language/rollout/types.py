@@ -210,7 +210,7 @@ class RestartedDialogue(Dialogue):
         self.contexts = [tuple(prompt) for prompt in prompts]
 
     def turns(self, next_turns: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
-        """Sample the next turns; see `Dialogue`. In the first turn, the episodes of a group have equal tokens: one request."""
+        """Sample the next turns; see `Dialogue`. In the first turn, a group's episodes share one request."""
         requests, owners = self._begin(next_turns)
         for completed in self._steps(requests, owners):
             for place, completions in completed:

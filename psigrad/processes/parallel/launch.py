@@ -138,7 +138,7 @@ def _report(rank: _Rank, size: int, unaware: Sequence[str]) -> None:
     print(f"psigrad: process {rank.rank} (of 0 to {size - 1}) {how}, so all other processes were ended.", file=sys.stderr)
     if unaware:  # a time-out of NCCL ends the waiting processes by SIGABRT
         running = f"processes {', '.join(unaware)} were" if unaware[1:] else f"process {unaware[0]} was"
-        print(f"psigrad: {running} still running; the others may have failed while waiting for it.", file=sys.stderr)
+        print(f"psigrad: {running} still running; the others may have failed while they waited for an answer.", file=sys.stderr)
     time.sleep(0.1)  # its last output may not have arrived yet
     if words := rank.words.decode(errors="replace").strip():
         print(words, file=sys.stderr)

@@ -205,8 +205,8 @@ def join_world(
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if division is not None and (size % math.prod(division) or (division != Division() and not lockstep)):
         raise UserError(
-            f"dp_replicate_size, tp_size and cp_size are {', '.join(map(str, division))}, but there are {size} processes; give "
-            f"strategy=fsdp, and start a multiple of {math.prod(division)} processes."
+            f"dp_replicate_size, tp_size and cp_size ({', '.join(map(str, division))}) need strategy=fsdp and a multiple of "
+            f"{math.prod(division)} processes. This run has {size}; change the settings or start another number of processes."
         )
     if size == 1 and not lockstep:
         yield ALONE
@@ -260,7 +260,7 @@ def _make_group(device: str, size: int, minutes: float) -> None:
 
 
 def check_equal(world: World, values: Mapping[str, str]) -> None:
-    """Raise `UserError` with a name in `values` if the processes have different values for this name."""
+    """Raise `UserError` if the processes have different values for a name in `values`. The message contains the name."""
     each = world.all_gather(dict(values))
     for name in values:
         others = [rank for rank, own in enumerate(each) if own.get(name) != each[0].get(name)]

@@ -95,7 +95,7 @@ def test_what_cannot_be_divided_is_refused_by_name(monkeypatch):
         mesh.check(model, meshes.alone(context=2))
     monkeypatch.setenv("WORLD_SIZE", "4")
     for division, lockstep in ((Division(tensor=3), True), (Division(context=2), False)):
-        with pytest.raises(UserError, match="but there are 4 processes; give strategy=fsdp"):
+        with pytest.raises(UserError, match=r"need strategy=fsdp and a multiple of [23] processes\. This run has 4"):
             join_world(lockstep=lockstep, division=division).__enter__()
 
 

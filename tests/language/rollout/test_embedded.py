@@ -161,7 +161,7 @@ def test_weights_that_change_are_sampled_from_at_once(tokenizer, requests_):
 
 @pytest.mark.parametrize("make", [EmbeddedSampler, TransformersSampler])
 def test_prompts_without_room_or_tokens_are_refused(make, models):
-    with pytest.raises(UserError, match=r"A prompt of 250 tokens and max_completion_length 10 exceed the model's 256 positions"):
+    with pytest.raises(UserError, match=r"250 tokens and max_completion_length 10 together exceed the model's 256 positions"):
         make(models["qwen3"]).sample([Request(tuple([5] * 250), (1,))], SamplingParams(max_tokens=10))
     with pytest.raises(UserError, match="no tokens"):
         make(models["qwen3"]).sample([Request((), (1,))], SamplingParams(max_tokens=10))

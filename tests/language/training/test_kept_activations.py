@@ -149,7 +149,7 @@ def test_some_completions_run_forward_again_now_and_then_others_each_time(job, t
 @pytest.mark.parametrize("step", [1, 5])
 def test_a_sampler_that_says_other_log_probs_stops_the_run_at_once(job, tmp_path, monkeypatch, found, step):
     misreport(monkeypatch, 0.01, after=step)  # the first call is an evaluation's
-    with pytest.raises(UserError, match=f"At step {step} sampler and trainer disagree by 0.01"):
+    with pytest.raises(UserError, match=f"At step {step} the log-probs of sampler and trainer differ by 0.01"):
         online.run(replace(online_config(job, tmp_path / "run", max_steps=5), num_minibatches=1))
     assert found, "it was the kept activations that were trained on"
 

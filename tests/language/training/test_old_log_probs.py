@@ -108,7 +108,7 @@ def test_a_sampler_that_is_off_stops_the_run_also_where_log_probs_are_computed_a
     config = replace(online_config(job, tmp_path / "run", max_steps=1), num_iterations=iterations, num_minibatches=1)
     config = replace(config, model=Model(path=str(job / "base"), dtype=dtype), keep_activations_gb=0.0)
     if shift:
-        with pytest.raises(UserError, match=r"sampler and trainer disagree by 0\.5"):
+        with pytest.raises(UserError, match=r"sampler and trainer differ by 0\.5"):
             online.run(config)
     else:
         online.run(config)

@@ -166,7 +166,7 @@ def test_a_sampler_that_is_not_the_policy_stops_the_run(tokenizer):
     run = make(tokenizer, "grpo")
     other = tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2, max_length=64, seed=9)
     strange = with_sampler(run, EmbeddedSampler(prepare(other, tokenizer)))
-    with pytest.raises(UserError, match="At step 1 sampler and trainer disagree by"):
+    with pytest.raises(UserError, match="At step 1 the log-probs of sampler and trainer differ by"):
         after(strange)
 
 

@@ -47,7 +47,7 @@ class StateCache:
 class KVCache(StateCache):
     """Keys and values [slots, H_kv, capacity, D] of each attention call. Slots 0 … active - 1 hold sequences of `lengths` tokens.
 
-    Tensors are looked up by (kind of layer, its index, number of its earlier calls in this pass), the type `Key`. The last number
+    Tensors are looked up by a `Key`: (kind of layer, its index, number of its earlier calls in this pass). The last number
     is needed because a layer may attend several times in a pass: twice in DiffLlama, and HRM-Text runs its layers repeatedly.
     The cache also has the states of recurrent layers and the windows of convolutions (`StateCache`).
     """
@@ -71,7 +71,7 @@ class KVCache(StateCache):
     def reserve(self, layer: Key, k: Tensor, v: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """Return one call's (keys, values) for all slots. Enlarge the slots if they have room for fewer than `tokens` tokens.
 
-        `k` and `v` [·, H_kv, ·, D] have the shapes and dtype to allocate. D may differ between k and v (MLA).
+        New tensors get H_kv, D and the dtype from `k` and `v` [·, H_kv, ·, D]. D may differ between k and v (MLA).
         """
         have = self.layers.get(layer)
         if have is None or have[0].shape[2] < tokens:
@@ -107,7 +107,7 @@ class KVCache(StateCache):
     def remove(self, finished: Tensor) -> Tensor:
         """Release the slots where `finished` [active] is True, and move the last sequences into these slots.
 
-        Return the previous slot of each remaining sequence, in the order of the new slots. Both tensors are on the CPU.
+        Return the previous slot of each remaining sequence, in the order of the new slots. Like `finished`, it is on the CPU.
         """
         left = int((~finished).sum())
         order = torch.arange(left)
@@ -234,7 +234,7 @@ class Decode(StateDecode):
         self._masks: dict[int | None, Tensor] = {}
 
     def mask(self, window: int | None) -> Tensor:
-        """Return a mask [active, 1, 1, columns]. It is True on the tokens of a slot that its new token attends to (`window`)."""
+        """Return a mask [active, 1, 1, columns]: True on the slot's tokens that the new token attends to (the last `window`)."""
         if window not in self._masks:
             columns = torch.arange(self.width, device=self.places.device)[None]
             seen = columns <= self.places[:, None]
@@ -275,8 +275,8 @@ class Arrangement:
 class SharedCache(StateCache):
     """A cache for the fused decoder, with the methods of `KVCache`. A prompt is stored once. A slot has only the tokens after it.
 
-    Row i of a step is the sequence in slot `slots[i]`: `lengths[i]` tokens after prompt `prompt[i]`. A sequence stays in its
-    slot. Rows are in the order in which their sequences were added, so rows of the same prompt are adjacent.
+    Row i of a step continues the sequence in slot `slots[i]`, which has `lengths[i]` tokens after prompt `prompt[i]`. Sequences
+    never change their slots. Rows are in the order in which sequences were added, so rows of the same prompt are adjacent.
     """
 
     def __init__(self, slots: int, longest: int, heads: Sequence[Heads], dtype: torch.dtype, may_dequantise: bool = True) -> None:

@@ -42,7 +42,7 @@ Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 class Room(NamedTuple):
     """The capacity of a cache: `slots` of `longest` tokens each.
 
-    If a prompt is stored once for its group, the cache also has `prompts` prompts of `longest_prompt` tokens each.
+    If a prompt is stored once for its group, the cache also has room for `prompts` prompts of `longest_prompt` tokens each.
     """
 
     slots: int
@@ -51,7 +51,7 @@ class Room(NamedTuple):
     longest_prompt: int = 0
 
     def covers(self, other: Room) -> bool:
-        """Return True if no number is below that of `other`, and both or neither store prompts once (`prompts` above 0)."""
+        """Return True if every number is at least that of `other`. If only one of the two has `prompts` above 0, return False."""
         return bool(self.prompts) == bool(other.prompts) and all(a >= b for a, b in zip(self, other, strict=True))
 
 
@@ -59,8 +59,8 @@ class CudaGraphDecoding:
     """Recorded decoding steps of a model (CUDA graphs), and their cache.
 
     A recording contains the memory addresses of the cache and the weights. So the cache has its full size from the start, and is
-    kept between calls of the sampler. There is one recording per sampling distribution and shape: 1, 2, 4, … slots, the number of
-    tokens read per slot, and the result of `_seated`. Empty slots draw tokens too, which are ignored.
+    kept between calls of the sampler. There is one recording per sampling distribution, set of active adapters, and shape (the
+    arguments of `_step`). The number of slots is rounded up to a power of 2. Tokens of empty slots are ignored.
     """
 
     def __init__(self, model: LanguageModel, room: Room, wanted: Room | None = None, record: Recorder | None = None) -> None:
@@ -118,7 +118,7 @@ class CudaGraphDecoding:
         return min(between if _NARROWEST < wanted <= between else wide, most)
 
     def _seated(self, size: int) -> tuple[int, ...]:
-        """Copy the `Seats` for `size` slots to the GPU. If the cache is not a `GroupedCache`, only return ().
+        """Copy the grid of slots (`Seats`) to the GPU. If the cache is not a `GroupedCache`, there is no grid: return ().
 
         Return (number of places in the grid, places per prompt, number of cached tokens that a step reads of each prompt).
         """
@@ -180,7 +180,7 @@ def fitting(model: LanguageModel, room: Room) -> Room:
 
 
 def prefill_limit(model: LanguageModel) -> int:
-    """Return the token limit of a prefill with several prompts: `PREFILLED`, or fewer if half of the free memory is too small."""
+    """Return the token limit of a prefill with several prompts: `PREFILLED`, but no more than half of the free memory holds."""
     hidden, inner = (size(model.network.config, name) for name in ("hidden", "inner"))
     token = (8 * hidden + 4 * (inner or 4 * hidden)) * model.network.dtype.itemsize  # in one layer; the next reuses the memory
     return min(PREFILLED, int(SHARE * free_memory(model.device)) // token)

@@ -59,7 +59,7 @@ class SlotCache(KVCache):
 
 
 class CachedDialogue(Dialogue):
-    """The embedded sampler's `Dialogue` on a CPU.
+    """The `Dialogue` (episodes of several turns) of the embedded sampler on a CPU.
 
     The first turn prefills each prompt once for its group. In later turns, an episode first reads the environment's tokens, one
     per decoding step. Other episodes may already sample in the same steps. If the environment's text is so long that a new
@@ -108,7 +108,7 @@ class CachedDialogue(Dialogue):
         yield from turn.decode(self.cache, {} if restart else unread)
 
     def _prefill(self, live: Sequence[int]) -> torch.Tensor:
-        """Prefill active slots with all tokens of the episodes `live`. Return the logits [n, V] after each one's last token."""
+        """Prefill active slots with all tokens of the episodes `live`. Return the logits [n, V] after their last tokens."""
         firsts = [n for n, i in enumerate(live) if n == 0 or self.contexts[i] != self.contexts[live[n - 1]]]
         copies = on_device(np.cumsum([n in set(firsts) for n in range(len(live))]) - 1, self.model.device)
         prompts = [self.contexts[live[n]] for n in firsts]

@@ -25,7 +25,7 @@ _SECOND = 1 << 40
 
 @dataclass(frozen=True)
 class DrawnTokens:
-    """Drawn tokens [B] and their log-probs [B]: after the temperature only (`logprobs`), and after the filters too."""
+    """Drawn tokens [B] and their log-probs [B]: `logprobs` after temperature only, `sampling_logprobs` also after the filters."""
 
     ids: Tensor
     logprobs: Tensor
@@ -163,7 +163,7 @@ def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _may_be(rare: Tensor) -> bool:
-    """Return True if an element of `rare` is True. On a GPU, always return True, because copying the mask would take longer."""
+    """Return True if an element of `rare` is True. On a GPU, always return True: waiting for the GPU would cost more."""
     return rare.is_cuda or bool(rare.any())
 
 

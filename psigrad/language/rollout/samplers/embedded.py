@@ -53,10 +53,10 @@ class EmbeddedSampler(PolicyWeights):
     """A sampler with continuous batching in at most `max_batch` slots.
 
     A prompt is prefilled once for its group. A finished sequence frees its slot at once, and waiting groups get free slots.
-    A completion depends only on its prompt and seed, not on other sequences in the batch. But matrix products round differently
-    in batches of another size. After each decoding step, `progress` is called with the number of tokens that the step sampled.
-    With `cuda_graphs`, decoding steps on a GPU are recorded and replayed. `cuda_graph.fitting` then determines the number of
-    slots. The cache is kept between calls, so two calls must not overlap.
+    A completion depends only on its prompt and seed, except that the size of the batch changes the rounding of matrix products.
+    After each decoding step, `progress` is called with the number of tokens that the step sampled. With `cuda_graphs`,
+    decoding steps on a GPU are recorded and replayed. `cuda_graph.fitting` then determines the number of slots. The cache is
+    kept between calls, so two calls must not overlap.
     """
 
     engine = "embedded 1"
@@ -108,7 +108,7 @@ class EmbeddedSampler(PolicyWeights):
         return CachedDialogue(model, prompts, without_placeholders(model, params))
 
     def _recording(self, requests: list[Request], params: SamplingParams) -> CudaGraphDecoding | None:
-        """Return recorded decoding steps with room for these requests. If those of the previous call have it, return them.
+        """Return recorded decoding steps with room for these requests: the previous call's if they fit, otherwise new ones.
 
         Return None if decoding cannot be recorded, or if not even one slot fits into the memory.
         """
@@ -145,7 +145,7 @@ def without_placeholders(model: LanguageModel, params: SamplingParams) -> Sampli
 def why_not_embedded(model: LanguageModel) -> str:
     """Return the reason why `EmbeddedSampler` cannot sample from `model`; empty if it can. `model` must support packed rows.
 
-    The test compares a prefill and one decoding step with a packed forward pass. Fused and sharded models are not tested.
+    The test compares a prefill and one decoding step with a packed forward pass. Fused and sharded models pass without a test.
     """
     if model.decoder is not None or model.shard_root is not None:
         return ""
@@ -178,7 +178,7 @@ def _graph_room(requests: list[Request], params: SamplingParams, max_batch: int,
     """Return the capacity of a cache for recorded decoding steps. It is rounded up, so that similar later calls can reuse it.
 
     The cache has at most `max_batch` slots of at most `most` tokens. Prompts are stored once for their group if they are long
-    and have several completions. If the cache of the previous call (`before`) stored them once, so does this one.
+    and have several completions, or if the cache of the previous call (of size `before`) stored prompts once.
     """
 
     def rounded(tokens: int) -> int:
@@ -201,14 +201,14 @@ def check_room(model: LanguageModel, requests: list[Request], params: SamplingPa
     for request in requests:
         if not images and any(token >= FIRST for token in request.prompt_ids):
             raise UserError(
-                "A prompt has an image. It needs psigrad's own sampler and a model that runs packed; set sampler to embedded."
+                "A prompt has an image. Set sampler to embedded, and use a model that runs with packed rows (without padding)."
             )
         if not request.prompt_ids:
             raise UserError("A prompt has no tokens; write some text, or give a tokenizer with a BOS token.")
         if len(request.prompt_ids) + params.max_tokens > model.max_length:
             raise UserError(
-                f"A prompt of {len(request.prompt_ids)} tokens plus max_completion_length {params.max_tokens} exceed the model's "
-                f"{model.max_length} positions; lower max_completion_length or set max_prompt_length."
+                f"A prompt of {len(request.prompt_ids)} tokens and max_completion_length {params.max_tokens} together "
+                f"exceed the model's {model.max_length} positions; lower max_completion_length or set max_prompt_length."
             )
 
 
@@ -258,7 +258,7 @@ class _Batch:
         return free and self._free_prompts() > 0
 
     def _free_prompts(self) -> int:
-        """Return how many more prompts the cache can store: in a `GroupedCache` its free rows, otherwise all that wait."""
+        """Return how many more prompts the cache can store: a `GroupedCache`'s free rows, otherwise all waiting prompts."""
         return self.cache.prompts - self.cache.count if isinstance(self.cache, GroupedCache) else len(self.waiting)
 
     def admit(self) -> None:
@@ -319,7 +319,7 @@ class _Batch:
         return self.kept if self.kept is not None and self.kept.open else None
 
     def name_rows(self) -> None:
-        """Register completions in the activation cache, with their tokens' rows. The last token was never read: it has no row."""
+        """Register completions in the activation cache, with the cache rows of their tokens. The unread last token has no row."""
         if self.kept is None or self.rows is None or not self.kept.open:
             return
         rows, logps = self.rows, self.logprobs[0]

@@ -20,11 +20,11 @@ class GroupedCache(KVCache):
     """A `KVCache` that stores a prompt's keys and values once, in a row of `tables` [prompts, H_kv, longest_prompt, D].
 
     A slot stores only the tokens after its prompt. The first `count` rows are in use. When no slot continues a row's prompt any
-    more, the prompt from the end of these rows moves into the free row.
+    more, the last prompt in use moves into this row.
     """
 
     def __init__(self, slots: int, longest: int, prompts: int, longest_prompt: int) -> None:
-        """Create empty `slots` of `longest` tokens, and tables for `prompts` prompts of `longest_prompt` tokens."""
+        """Create `slots` empty slots of `longest` tokens, and tables for `prompts` prompts of `longest_prompt` tokens."""
         super().__init__(slots, longest)
         self.prompts, self.longest_prompt = prompts, longest_prompt
         self.tables: dict[Key, tuple[Tensor, Tensor]] = {}
@@ -42,7 +42,7 @@ class GroupedCache(KVCache):
             x.zero_()
 
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> GroupedPrefill:
-        """Add slots; see `KVCache.prefill`. `shifts` is not read: only M-RoPE needs it, and its models use no CUDA graphs."""
+        """Add slots; see `KVCache.prefill`. `shifts` is not read: only models with M-RoPE need it. They use no CUDA graphs."""
         self.shifts = torch.cat([self.shifts.to(copies.device), torch.zeros_like(copies)])
         return GroupedPrefill(self, prompts, copies)
 
@@ -66,7 +66,7 @@ class GroupedCache(KVCache):
         return order
 
     def seats(self, size: int) -> Seats:
-        """Return the active slots' `Seats`, padded to `size` slots. The grid's sides are powers of 2 (at most `prompts` rows)."""
+        """Return the grid of the active slots, padded to `size` slots. Its sides are powers of 2, with at most `prompts` rows."""
         members = np.bincount(self.owners, minlength=self.count)
         rows, most = (1 << (int(n) - 1).bit_length() for n in (self.count, members.max()))
         by_owner = self.owners.argsort(kind="stable")
@@ -126,7 +126,7 @@ class GroupedDecode(Decode):
         self.grouped, self.prompt_width, self.members = cache, width, members
 
     def mask(self, window: int | None) -> Tensor:
-        """Return a mask [active, 1, 1, prompt_width + columns]: True where the new token attends to a token of prompt or slot."""
+        """Return a mask [active, 1, 1, prompt_width + columns]: True on the prompt's and slot's tokens that are attended to."""
         if window not in self._masks:
             columns = torch.arange(self.prompt_width, device=self.places.device)[None]
             seen = columns < self.behind[:, None]

@@ -127,7 +127,7 @@ def terms_of(share: Share) -> dict[str, float]:
 
 
 def marks_of(hits: Iterable[float]) -> str:
-    """Return one character per pair: 1 if it is ranked correctly (hit 1), 0 if not, h for a tie. Reports compare runs by it."""
+    """Return one character per pair: 1 if ranked correctly (hit 1), 0 if not, h for a tie. Reports use them to compare runs."""
     return "".join("0h1"[round(2 * hit)] for hit in hits)
 
 

@@ -25,7 +25,7 @@ from psigrad.processes.parallel.world import ALONE, World, map_shared, num_teams
 def answer_logps(
     model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]], cache: ActivationCache | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (the sum of each answer's target log-probs [N], its number of targets [N]). `cache` may have its activations."""
+    """Return (each answer's summed target log-probs [N], its number of targets [N]). `cache` may have activations to reuse."""
     texts = [[text for answer in group for text in answer.texts] for group in answers]
     logp = model.evaluate(Groups(prompts, [[text.ids for text in group] for group in texts]), cache=cache).logp
     mask = torch.zeros(logp.shape, dtype=torch.bool)
@@ -63,7 +63,7 @@ def reference_logps(
 
 @dataclass(frozen=True)
 class PreferenceTask:
-    """The task of a `Preference` loss on pairs.
+    """A `Task` that trains with a `Preference` loss on pairs.
 
     `reference` has the reference model's log-probs of each pair (chosen, rejected), if the loss needs them. If the model itself
     sampled the answers, `cache` may have its activations from sampling.
@@ -139,7 +139,7 @@ class PreferenceTask:
 
 @dataclass(frozen=True)
 class KTOTask:
-    """The task of the KTO loss on rows labelled good or bad.
+    """A `Task` that trains with the KTO loss on rows labelled good or bad.
 
     `reference` has, for each row, the reference model's log-probs of its own answer and of a mismatched answer (`mismatch`).
     """
@@ -205,7 +205,7 @@ class KTOTask:
 def mismatch(rows: Sequence[LabelledAnswer]) -> list[Answer]:
     """Return a mismatched answer for each row: the answer of the nearest earlier row with a different prompt, as in TRL.
 
-    If no earlier row has one, search backwards from the last row. If all rows have the same prompt, each gets its own answer.
+    If there is no such row, search backwards from the last row. If all rows have the same prompt, each gets its own answer.
     """
     found, other = list(rows), None
     for i in range(1 - len(rows), len(rows)):  # start one round earlier, so that the first row has a predecessor

@@ -22,7 +22,7 @@ from psigrad.processes.parallel.world import ALONE, World, map_shared, num_teams
 
 @dataclass(frozen=True)
 class RewardTask:
-    """The task of the Bradley–Terry loss on pairs. A pair's prompt is computed once for both answers."""
+    """A `Task` that trains with the Bradley–Terry loss on pairs. A pair's prompt is computed once for both answers."""
 
     model: ScalarModel
     loss: BradleyTerry
@@ -82,7 +82,7 @@ class RewardTask:
 
 @dataclass(frozen=True)
 class ProcessRewardTask:
-    """The task of a process reward model on solutions with labelled steps. A step's logit is the value after its last token."""
+    """A `Task` that trains a process reward model on labelled steps. A step's logit is the value after its last token."""
 
     model: ScalarModel
     solutions: Sequence[Steps]

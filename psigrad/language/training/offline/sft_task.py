@@ -16,7 +16,7 @@ from psigrad.processes.parallel.world import ALONE, World, map_shared, num_teams
 
 @dataclass(frozen=True)
 class SFTTask:
-    """The task of supervised fine-tuning: cross-entropy on the target tokens. An example's mask is True on its targets.
+    """A `Task` for supervised fine-tuning: cross-entropy on the target tokens. An example's mask is True on its targets.
 
     Formula: L = −(1/M) Σ log π(a_t|s_t) over the M target tokens of the whole optimiser step. With label smoothing ε,
     L = −(1/M) Σ [(1 − ε) log π(a_t|s_t) + ε/V · Σ_v log π(v|s_t)] with v over all V tokens of the vocabulary, as in transformers.

@@ -199,7 +199,7 @@ def compute_by_row(
     """Apply `of` to micro-batches of at most `budget` tokens. Return its outputs [N, T], which are 0 where `row_mask` is False.
 
     `of` receives `inputs(batch, micro_batch)`. If `row_mask` is None, all rows with tokens are computed. The work is shared by
-    all processes, and all of them get the result. The batch and the result are on the CPU. One transfer copies all outputs there.
+    all processes, and all of them get the result. The batch and the result are on the CPU. One transfer copies all outputs.
     """
     out = torch.zeros_like(batch.logp_old)
     micros = assign_micro_batches(world, batch, batch.present if row_mask is None else row_mask, budget)

@@ -100,7 +100,7 @@ def collect(run: OnlineRun, cursor: int, version: int, clock: Clock, cache: Acti
     """Sample and score completions of `prompts_per_step` prompts, starting with prompt number `cursor` of the run.
 
     `version` is the number of training steps so far. Dynamic sampling (DAPO, Yu et al. 2025) replaces a prompt if too few of its
-    completions have scores, or if all have the same metric (`metric_of`). It does so at most `max_refills` times.
+    completions have scores, or if all have the same metric (`metric_of`). Replacements are sampled at most `max_refills` times.
     """
     config, compared = run.config, (run.config.filter_metric, run.reward_weights)
     trajectories: list[Trajectory] = []
@@ -163,7 +163,7 @@ def penalise_truncated(trajectory: Trajectory, penalty: float) -> Trajectory:
 
 
 def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int) -> Iterator[list[Trajectory]]:
-    """Yield groups of `group_size` consecutive completions, without unscored and empty ones, if at least `smallest` remain."""
+    """Yield groups of `group_size` consecutive completions, without unscored and empty ones. Skip groups below `smallest`."""
     for start in range(0, len(trajectories), group_size):
         group = [t for t in trajectories[start : start + group_size] if t.reward is not None and t.completion.ids]
         if len(group) >= smallest:

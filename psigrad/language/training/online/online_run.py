@@ -43,7 +43,7 @@ class ValueModel:
 class Annotator:
     """A component that adds a column to the batches of a run, or a term to its forward passes. This base class adds nothing.
 
-    A collection is all completions of one step. An annotator may store data about it until `columns` is called for the next one.
+    A collection is all completions of one step. An annotator may store data about a collection until the next call of `columns`.
     """
 
     gives_reference = False

@@ -74,8 +74,8 @@ class LogProbGap:
 class OldLogProbs(Annotator):
     """The annotator that recomputes `logp_old` if needed, and measures how far the trainer's log-probs are from the sampler's.
 
-    `logp_old` is recomputed if earlier weights sampled a completion of the batch. Otherwise it is not needed in two cases: if the
-    sampler's log-probs equal the trainer's, or if the batch has a single optimiser step, in which `add_terms` sets `logp_old`.
+    `logp_old` is not recomputed if the current weights sampled the whole batch and one of two conditions holds: the sampler's
+    log-probs equal the trainer's, or the batch has a single optimiser step, in which `add_terms` sets `logp_old`.
     """
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ class Reference(Annotator):
         self.reference = self.model = model
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Add the column `logp_ref` for a policy gradient, unless its KL sums over the vocabulary and needs `divergence`."""
+        """Add the column `logp_ref` if a policy gradient needs it. A KL that sums over the vocabulary uses `divergence`."""
         if not run.algorithm.needs_reference or not isinstance(run.algorithm, PolicyGradient) or run.algorithm.needs_exact_kl:
             return batch
         logp = reference_log_probs(self.model, batch, run.config.micro_batch_tokens, run.params.temperature, run.world)
@@ -63,7 +63,7 @@ def reference_log_probs(model: LanguageModel, batch: Batch, budget: int, tempera
 
 
 def inputs_for_reference(batch: Batch, micro: MicroBatch) -> Groups:
-    """Return the reference's inputs for `micro`. They omit the experts recorded in sampling: the reference routes by itself."""
+    """Return the reference's inputs for `micro`. They omit the experts recorded in sampling: the reference chooses its own."""
     return reference_inputs_of(batch, micro) or replace(inputs_of(batch, micro), experts=None)
 
 
