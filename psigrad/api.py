@@ -58,8 +58,8 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
 ) -> Result:
     """Train `model` on `dataset` and return the `Result`: run folder, trained model, and evaluations before and after training.
 
-    - `method` is a method's name ("sft", "grpo", "dpo", …; `psigrad --all` lists them), a mapping that changes a preset's parts,
-      or a `PolicyGradient`.
+    - `method` is a method's name ("sft", "grpo", "dpo", …; `psigrad --all` lists them), a mapping that changes parts of a method,
+      such as {"preset": "grpo", "kl": None}, or a `PolicyGradient`.
     - `model` is a folder, a hub name, or a transformers model. A model object is trained in place, as in TRL: afterwards it holds
       the trained weights, with any adapter merged in. Its initial weights are saved in `start/` of the run folder.
     - `tokenizer` is a transformers tokenizer or processor, or a name. The default is the model's own tokenizer.
@@ -81,7 +81,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
     declared = of_spec(method)
     processing = settings.pop("processing_class", None)
     if tokenizer is not None and processing is not None:
-        raise UserError("tokenizer and processing_class are two names of one argument; give one of them.")
+        raise UserError("tokenizer and processing_class are two names for the same argument; give only one.")
     tokenizer = processing if tokenizer is None else tokenizer
     own = {"model.path": model, "data.dataset": dataset, "data.eval_dataset": eval_dataset, "reward": reward}
     named = resolve_names(declared.settings, {name: value for name, value in own.items() if value is not None} | settings)
@@ -110,7 +110,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
 def _from_trl(args: Any, method: Any, settings: Mapping[str, Any], *, has_eval_dataset: bool) -> tuple[Any, dict[str, Any]]:
     """Return (method, settings) converted from `args`, a TRL configuration. The user's `settings` override the converted ones.
 
-    Warn about differences from TRL. Raise `UserError` if `args` is the configuration of another method than `method`.
+    Warn about differences from TRL. Raise `UserError` if `args` configures a method other than `method`.
     """
     converted = convert_object(args)
     if method not in (converted.trainer, converted.method):
@@ -134,7 +134,7 @@ def _in_memory(objects: ModelObject, named: Mapping[str, Any], recipe: str) -> d
     `named` are the user's settings. Without an output folder in `named`, choose a new folder whose name starts with `recipe`.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not named.get("run.output_dir"):
-        raise UserError("Several processes train one model object, but output_dir is not set; set it to the same folder in each.")
+        raise UserError("Several processes train one model object, but output_dir is not set; give each process the same folder.")
     folder = Path(named.get("run.output_dir") or new_folder(recipe))
     start = TypedPath(str(absolute(folder / START)), str(folder / START))
     if named.get("model.dtype", objects.dtype) != objects.dtype:
@@ -152,7 +152,7 @@ def _in_memory(objects: ModelObject, named: Mapping[str, Any], recipe: str) -> d
 
 
 def _adapter(config: peft.LoraConfig | None, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings for the LoRA adapter of `config`. Raise `UserError` if the user's settings `named` have one of them."""
+    """Return `config` as psigrad's LoRA settings. Raise `UserError` if one of them is also in `named`, the user's settings."""
     if config is None:
         return {}
     from psigrad.language.models.lora import settings_of
@@ -168,7 +168,7 @@ def score(
 ) -> list[float] | list[RowScore]:
     """Score each prompt-completion row of `dataset` with a reward model or reward functions. Higher is better.
 
-    The results have the order of the rows. With `reward`, each is a `RowScore` (value, parts, reason and seconds), else a number.
+    The result is in the order of the rows: numbers from a reward model, or `RowScore` objects from reward functions.
     """
     rewards = _as_tuple(reward)
     if bool(model) == bool(rewards):
@@ -187,7 +187,7 @@ def score(
 def evaluate(
     *, model: str | os.PathLike[str], dataset: Dataset, reward: Reward | Iterable[Reward], **settings: Any
 ) -> dict[str, Any]:
-    """Score sampled completions for `dataset`'s prompts with `reward`. Return the mean and its interval, pass@k and lengths."""
+    """Sample completions of `dataset`'s prompts and score them with `reward`. Return mean, 95 % interval, pass@k, lengths."""
     from psigrad.language.recipes import evaluate as recipe
 
     given = {
@@ -208,7 +208,7 @@ def _rows(dataset: Dataset, split: str = "train", setting: str = "split", defaul
 
     The name of a local file or folder becomes an absolute path. For a `DatasetDict`, return the rows of `split`. A slice in
     `split`, such as train[:90%], is applied later, when the recipe reads the rows. Raise `UserError` if a
-    `DatasetDict` lacks the split. Rows without splits accept only `default_split`. The error message names `setting`.
+    `DatasetDict` lacks the split, or if `split` is not `default_split` but the rows have no splits. The message names `setting`.
     """
     name = parse_split(split).name
     if isinstance(dataset, str | os.PathLike):

@@ -55,7 +55,7 @@ GROUPS = {
         "plan": Command("estimate the peak memory, batches and speed of a run before it starts", _extra("plan")),
         "compare": Command("compare methods over seeds, from one checkpoint and with equally many samples", _extra("compare")),
         "sweep": Command("search for the best settings of a method with Optuna, over several seeds", _extra("sweep")),
-        "replay": Command("recompute a step of a run: bit for bit, or with other methods", _extra("replay")),
+        "replay": Command("recompute a step of an online run exactly, or with other methods", _extra("replay")),
         "referee": Command("find the first tensor that differs: TRL against psigrad, or two settings files", _extra("referee")),
         "report": Command("redraw the report.html of a run, or compare several runs", language.report),
         "export": Command("export a model as GGUF (for Ollama), with the adapter merged, or the adapter alone", _extra("export")),

@@ -22,12 +22,12 @@ def init(arguments: list[str]) -> int:
     """Run `psigrad init KIND [FOLDER]`: write a project with settings, tests and a README. Return the exit status, 0."""
     if flags.asks_for_help(arguments):
         listed = "\n".join(f"  {kind:<12} {what}" for kind, (what, _) in KINDS.items())
-        usage = f"psigrad init {'|'.join(KINDS)} [FOLDER]"
-        print(f"{usage}\n\nWrite a working project to a new FOLDER (default: its kind): data, tests and settings.\n\n{listed}")
+        usage = "psigrad init KIND [FOLDER]"
+        print(f"{usage}\n\nWrite a working project to a new FOLDER (default: ./KIND): data, tests and settings.\n\n{listed}")
         return 0
     names = [text for text in arguments if not text.startswith("-")]
     if not 1 <= len(names) <= 2 or len(names) < len(arguments):
-        raise UserError(f"init takes a kind ({', '.join(KINDS)}) and optionally a folder; for example: psigrad init tools x.")
+        raise UserError(f"init takes a kind ({', '.join(KINDS)}) and optionally a folder, as in: psigrad init tools folder.")
     kind, folder = names[0], absolute(names[-1])
     if kind not in KINDS:
         raise UserError(f"There is no project kind {kind!r}; expected {', '.join(KINDS)}{nearest(kind, KINDS) or '.'}")
@@ -38,7 +38,7 @@ def init(arguments: list[str]) -> int:
 
 
 def write(kind: str, folder: Path) -> list[str]:
-    """Copy the project template `kind` to `folder`. Return the file names. Raises `UserError` if `folder` has files."""
+    """Copy the project template `kind` to `folder`. Return the file names. Raises `UserError` if it has visible files."""
     files = {path.name.removesuffix(".in"): path for path in sorted((_TEMPLATES / kind).iterdir())}
     check_folder(folder, "FOLDER", lambda found: all(path.name.startswith(".") for path in found.iterdir()))  # .git may exist
     folder.mkdir(parents=True, exist_ok=True)

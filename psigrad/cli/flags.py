@@ -1,6 +1,6 @@
 """Command-line flags, generated from the settings classes: one flag per field. The string below the field is its help text.
 
-`--help` shows the settings that are marked `MAIN`, and `--help-all` shows all settings.
+`--help` shows the settings that are marked `MAIN` (all, if none is), and `--help-all` shows all settings.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def asks_for_help(arguments: Sequence[str]) -> bool:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argparse parser that raises `UserError` instead of exiting. Its help ends with `last_line`."""
+    """An argparse parser that raises `UserError` instead of exiting. Its help text ends with the attribute `last_line`."""
 
     last_line = ""
 
@@ -156,7 +156,7 @@ def parse_number(flag: str, text: str, kind: Callable[[str], T]) -> T:
 
 
 def _number_of(kind: Callable[[str], T], text: str) -> T:
-    """Return the finite number of type `kind` in `text`. Raises `ArgumentTypeError`, which argparse prefixes with the flag."""
+    """Return the finite number of type `kind` in `text`. Raises `ArgumentTypeError`, to which argparse adds the flag."""
     with contextlib.suppress(ValueError, OverflowError):
         if math.isfinite(found := kind(text)):  # type: ignore[arg-type]
             return found
@@ -176,14 +176,14 @@ def parse_names_and_output(command: str, arguments: Sequence[str]) -> tuple[list
 def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] | None = None) -> None:
     """Raise `UserError` for the first unknown argument of `rest`, if any.
 
-    If the argument is a flag of other methods, the message names these methods. For any other flag it names the most similar
-    flag. If the argument is not a flag, the message says that it should be a flag or `expected`.
+    If other methods have the flag, the message names these methods. If none has, it names the most similar flag. For an argument
+    that is not a flag, the message says that it should be a flag or `expected`.
     """
     for text in rest:
         if text.startswith("-"):
             flag = text.split("=")[0]
             if cls and (found := other_methods(cls, flag.lstrip("-").replace("-", "_"))):
-                raise UserError(f"There is no flag {flag} of {parser.prog}{found}")
+                raise UserError(f"{parser.prog} has no flag {flag}{found}")
             hint = nearest(flag, _options(parser)) or "."
             raise UserError(f"There is no flag {flag}; `{parser.prog} --help` lists them{hint}")
         raise UserError(f"The argument {text!r} is neither a flag nor {expected}; `{parser.prog} --help` lists all flags.")
@@ -246,7 +246,7 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
 def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) -> None:
     """Add a flag for each `Shortcut`: a short name for a setting in a part of a training method, such as the clip range.
 
-    Help lists the flags for parts that `method` has: all if `every`, else the main ones. The other flags raise an error if used.
+    Help lists only flags for parts that `method` has: all if `every`, else the main ones. Flags for other parts raise an error.
     """
     known = shortcuts.shortcuts_of(cls)
     group = parser.add_argument_group("parts of the method; `psigrad explain` shows them all") if known else parser

@@ -64,7 +64,7 @@ def score(arguments: list[str]) -> int:
         defaults |= {"attack": False, "max_rows": 50}
     given = flags.parse_plain("score", rest, {"model": "", **defaults}, _SCORE)
     if given.pop("model"):
-        raise UserError("score got --model and --reward; give a reward model or reward functions.")
+        raise UserError("score got both --model and --reward; give only a reward model or only reward functions.")
     check_output(given["output"])
     rewards, dataset = listed["--reward"], given.pop("dataset")
     how = {"weights": [flags.parse_number("--reward-weights", text, float) for text in listed["--reward-weights"]],
@@ -83,7 +83,7 @@ def score(arguments: list[str]) -> int:
 
 
 def _attack(rewards: list[str], dataset: str, output: str, **how: Any) -> int:
-    """Test reward functions with wrong and right answers. Print the misjudged ones. Return 1 if a wrong answer is rewarded.
+    """Test reward functions with wrong and right answers. Print the misjudged ones. Return 1 if a wrong one is rewarded, else 0.
 
     `how` are further arguments of `attack`. All scored answers are written to the file `output` if one is given.
     """
@@ -131,7 +131,7 @@ def tasks(arguments: list[str]) -> int:
 
 
 def check_method(preset: str, given: Any, setting: str = "algorithm") -> None:
-    """Raise `UserError` if the setting names another method than the command, `preset`. `given` is the value of `setting`."""
+    """Raise `UserError` if `given`, the value of `setting`, names a method other than `preset`, which the command trains with."""
     named = given.get("preset", preset) if isinstance(given, dict) else given
     if isinstance(named, str) and named != preset and named in list_declarations():
         raise UserError(

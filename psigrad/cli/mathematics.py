@@ -10,11 +10,11 @@ from psigrad.errors import UserError, nearest
 from psigrad.extras import command
 from psigrad.records.warnings import texts
 
-CREDIT = "a session is one trajectory; its reward is credited once to every token sampled in it, in all branches"
+CREDIT = "a session is one trajectory; its reward counts once for every token that the model sampled in it, in all branches"
 
 
 def describe_warning(name: str) -> str:
-    """Return the meaning of the warning `name`, with dashes or underscores; "" if there is no such warning."""
+    """Return the meaning of the warning `name`, which may have dashes for underscores; "" if there is no such warning."""
     if (entry := texts().get(name.replace("-", "_"))) is None:
         return ""
     example = f"\n\nA command that raises it: psigrad {entry['example']}" if "example" in entry else ""
@@ -28,7 +28,7 @@ def explain(arguments: list[str]) -> int:
     usage = "psigrad explain NAME [algorithm.part=value ...] [OTHER [algorithm.part=value ...]]"
     if flags.asks_for_help(arguments):
         print(f"{usage}\n\nPrint the formula that NAME optimises, part by part, or how OTHER differs from NAME.")
-        print("NAME can also be a warning, as a run prints it: psigrad explain dead_groups")
+        print("NAME can also be the name of a warning that a run printed: psigrad explain dead_groups")
         print("`psigrad explain defaults` lists the defaults that differ from those of TRL and Stable-Baselines3.")
         print("Write changes to a method after its name: psigrad explain grpo algorithm.kl=null")
         return 0

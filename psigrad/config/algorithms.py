@@ -1,5 +1,6 @@
 """Algorithms and losses of `psigrad.objective`, built from settings: a name, "module:object" or a mapping of parts.
 
+The parts of a policy gradient fill its slots (`SLOTS`): for example, `gae` fills psi, the slot for advantages.
 This module imports torch through objective/. Code that must start fast, such as help, imports `psigrad.config.methods` instead.
 """
 
@@ -84,7 +85,7 @@ def resolve_loss(spec: LossSpec) -> Preference | KahnemanTversky:
     """Return the preference loss that a setting describes: a preset's name, {"preset": name, field: value, …}, or a loss object.
 
     The fields `score` and `link` are given as the name of a function or class in `objective/preferences/preference_loss.py`,
-    "module:object", or {"part": name, parameter: value}. Raises `UserError` for an unknown name, field or parameter.
+    "module:object", or {"part": name, parameter: value}. The default preset is dpo. Raises `UserError` for an unknown name.
     """
     if isinstance(spec, Preference | KahnemanTversky):
         return _with_numbers(spec)

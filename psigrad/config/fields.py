@@ -1,7 +1,7 @@
 """The facts about a setting, read from its field: type and range, default, help text, and marks for its behaviour.
 
-A fact about a setting is stored on its field and nowhere else. Help and the settings page are made from the fields, and so are
-two lists: the settings that a run pins, and those that a callback may change.
+A fact about a setting is stored on its field and nowhere else. Help and the settings page are made from the fields. So are
+two lists: settings that must not change when a run resumes, and settings that a callback may change.
 """
 
 from __future__ import annotations
@@ -130,10 +130,7 @@ def types_of(cls: Any, notes: bool = False) -> Mapping[str, Any]:
 
 
 def device_defaults(cls: Any, device: str) -> dict[str, Any]:
-    """Return {dotted name: default} of the settings in a settings class that have a `DeviceDefault` for `device`, such as "cuda".
-
-    The result is empty for a class that trains nothing.
-    """
+    """Return {dotted name: default} of the settings with a `DeviceDefault` for `device`, such as "cuda"; {} without training."""
     trains = "optim" in types_of(cls)
     return {name: mark.values[device] for name, mark in _notes(cls, DeviceDefault) if trains and device in mark.values}
 

@@ -81,7 +81,7 @@ class PackingSettings:
     """The setting that limits the size of a forward pass."""
 
     micro_batch_tokens: Annotated[CountOrZero, RECORDED, MAIN, DeviceDefault(cuda=0)] = 4096
-    """Tokens per forward pass. A step is split into such passes, which changes no gradient. On a CPU a few thousand are fastest.
+    """Tokens per forward pass. A larger step takes several passes, with the same gradient. On a CPU a few thousand are fastest.
     0: as many as fit in the device's free memory; on a GPU this also switches gradient_checkpointing off if that is faster."""
 
 
@@ -136,7 +136,8 @@ class EpisodeSettings:
     """Maximum tokens of one turn of the policy; max_completion_length then limits the sum over an episode's turns. 0:
     max_completion_length limits each turn."""
     max_observation_length: Annotated[CountOrZero, _PLAYED] = 0
-    """Maximum tokens of an environment's or tool's answer. A longer one is cut. 0: cut it so that another turn fits."""
+    """Maximum tokens of an environment's or tool's answer; 0: no limit. A longer answer is cut. So is an answer that leaves no
+    room for another turn."""
     turns_together: Annotated[bool, RECORDED, _PLAYED] = False
     """Sample the next turns only when all episodes have their answers. Slower, but the order in which answers arrive then cannot
     change results, even by rounding."""
@@ -370,14 +371,14 @@ class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetting
     best_of: Annotated[Count, MAIN] = 1
     """Sample this many completions of each prompt and keep the one with the highest reward."""
     benchmark: Annotated[Literal["", "gsm8k", "math", "mmlu"], MAIN] = ""
-    """Benchmark that makes the prompts and scores the completions. `reward`, `reward_model` or `metric` replaces its scoring."""
+    """Benchmark whose prompt format and scoring are used. `reward`, `reward_model` or `metric` replaces its scoring."""
     num_fewshot: Annotated[CountOrZero, Needs("benchmark")] = 0
     """With a benchmark: worked examples before each question."""
     likelihood: bool = False
     """With multiple-choice questions, such as mmlu: answer with the letter that the model finds likeliest, as lm-eval does,
     instead of sampling."""
     fewshot_dataset: Annotated[str, PATH, Needs("num_fewshot")] = ""
-    """With num_fewshot: dataset whose first rows are the worked examples; empty: `dataset`, without evaluating these rows."""
+    """With num_fewshot: dataset whose first rows are the examples; empty: `dataset`, whose first rows are then not evaluated."""
     output: Annotated[str, WRITTEN, MAIN] = ""
     """JSON file for the figures, the settings that made them, and every completion."""
 

@@ -113,13 +113,13 @@ def has_cuda() -> bool:
 
 
 def _merge(below: Any, above: Any) -> Any:
-    """Return the file's value `above`. For a section, return the default `below` updated with the file's settings."""
+    """Return the file's value `above`. If it is a section, return its default `below`, updated with the file's settings."""
     sections = isinstance(below, dict) and isinstance(above, dict) and "preset" not in below
     return {**below, **above} if sections else above
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], source: str) -> T:
-    """Return the settings in `values`, which `to_dict` wrote to the file `source`. Raises `UserError` if they are invalid."""
+    """Build a `cls` from `values`, which `to_dict` wrote to the file `source`. Raises `UserError` if a value is invalid."""
     return _build(cls, {name: value for name, value in values.items() if name not in ("format", "recipe")}, source)
 
 
@@ -173,8 +173,8 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
 def _drop_unread(cls: type[Any], values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return `values` without settings that the command does not read. Move values to the settings that replace them.
 
-    A default value is dropped. Raises `UserError` if any other value but False has no replacement, or if the replacement is
-    given with a different value.
+    A setting with its default value is dropped, and so is False if no other setting replaces it. Raises `UserError` for any other
+    value without a replacement, or if the replacement is also given, with a different value.
     """
     made: dict[str, Any] = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
     for name, instead in unread_settings(cls).items():
@@ -216,7 +216,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
 
 
 def _convert_types(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with each single value for a tuple field as a tuple, and paths as text. Sections get `cls`'s defaults."""
+    """Return `values` with single values of tuple fields as tuples, and paths as text. Add `cls`'s defaults to each section."""
     hints = types_of(cls)
     made: dict[str, Any] = {}
     for name, value in values.items():

@@ -1,4 +1,4 @@
-"""The accepted names of settings: psigrad's own. `psigrad/compat/foreign_names.py` adds the names of other libraries."""
+"""Look-up of settings by psigrad's names. `psigrad/compat/foreign_names.py` also accepts the names of other libraries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Names(Protocol):
     def of_file(
         self, cls: Any, in_file: Mapping[str, Any], flags: Mapping[str, Any], source: str
     ) -> tuple[dict[str, Any], list[GivenSetting]]:
-        """Split the settings of a file into (those in psigrad's sections, such as `optim`; all others).
+        """Split a file's settings into (those at their place in `cls`, such as in the section `optim`; all others).
 
         `in_file` is the content of the file `source`, and `flags` are the settings of the command line. In a file of rl-zoo3,
         each section is for one environment, and `env` in `flags` selects a section.

@@ -27,8 +27,8 @@ class GivenSetting(NamedTuple):
 def put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
     """Set the setting with the dotted name `name` in nested `values`, and create the missing mappings on the path.
 
-    Within `algorithm` and `loss`, a name or null on the path is replaced by a mapping: {preset: name} for a preset, {part: name}
-    for a part, {} for null. Error messages name the `source` of the setting.
+    Within `algorithm` and `loss`, a value on the path may be a name or null. It then becomes a mapping: {preset: name} for a
+    preset, {part: name} for a part, {} for null. Error messages name the `source` of the setting.
     """
     first, *parents, leaf = [*name.split(".")] if "." in name else ["", name]
     for parent in [first, *parents] if first else []:

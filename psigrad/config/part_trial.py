@@ -21,7 +21,7 @@ PACKAGE = str(Path(__file__).parents[1])
 
 
 def make_batch() -> Batch:
-    """Return 16 trajectories of 1 to 3 steps in two groups, with every field that a part may read."""
+    """Return 16 trajectories of 1 to 3 steps in two groups, with all fields that parts read but `metric` and `rewarded`."""
     generator = torch.Generator().manual_seed(0)
     rows = GROUPS * SIZE
     lengths_N = torch.arange(rows) % STEPS + 1

@@ -52,8 +52,8 @@ def object_of(given: str | Mapping[str, Any]) -> str | dict[str, Any]:
 def parse_columns(given: str | Mapping[str, str]) -> dict[str, str]:
     r"""Return the new names of columns from text: "question=prompt,answer=answer" -> {"question": "prompt", "answer": "answer"}.
 
-    A comma ends a pair if a name and "=" follow it. `\n` in a pair becomes a line break. Raises `UserError` for a pair without
-    "=" and for a name that is given twice.
+    A comma ends a pair if a name and "=" follow it. `\n` in a pair becomes a line break. Raises `UserError` for an
+    incomplete pair and for a name that is given twice.
     """
     if isinstance(given, Mapping):
         return dict(given)
@@ -241,7 +241,7 @@ class Sampling:
     """With sampler=embedded on a GPU: capture decoding steps as a CUDA graph per batch size, and replay it."""
 
     def vllm_memory_alone(self, gpus: float = 1.0) -> float:
-        """Return vLLM's share of GPU memory where no trainer runs: 0.8 by default, times `gpus` if engines share a GPU."""
+        """Return vLLM's share of a GPU without a trainer: by default 0.8, times `gpus` if an engine gets less than 1 GPU."""
         return 0.8 * min(1.0, gpus) if self.vllm_memory == Sampling.vllm_memory else self.vllm_memory
 
     @property
@@ -269,7 +269,7 @@ class Evaluation:
     """At the end, save the weights of the best evaluation instead of the last weights. The best evaluation's checkpoint is kept
     in addition to save_total_limit."""
     metric_for_best_model: Annotated[str, _BEST] = ""
-    """Held-out metric that decides which evaluation is best, such as loss or exact; empty: the metric of the run's verdict."""
+    """Held-out metric that decides which evaluation is best, such as loss or exact; empty: the one in the run's last line."""
     greater_is_better: Annotated[bool | None, _BEST] = None
     """True if a greater value of metric_for_best_model is better. Not given: true unless its name ends in loss."""
     early_stopping_patience: Annotated[CountOrZero, Needs("evaluation.eval_steps")] = 0
@@ -291,7 +291,7 @@ class Placement:
     """ddp: each process holds the full model; fsdp: each holds a shard of its weights, gradients and optimiser state (PyTorch's
     fully_shard)."""
     dp_replicate_size: Annotated[Count, RECORDED, _SHARDS] = 1
-    """With fsdp: groups of processes that each hold the full model in shards (HSDP). Layers are gathered within a
+    """With fsdp: number of process groups (HSDP). Each group holds the full model in shards. Layers are gathered within a
     group; gradients are summed over all groups."""
     tp_size: Annotated[Count, RECORDED, _SHARDS] = 1
     """With fsdp: processes over which every layer is split (tensor parallelism). The heads and columns of each process
@@ -365,7 +365,8 @@ class Run:
     """If the output is not a terminal: print a line of metrics every this many steps, or earlier, once ten seconds have
     passed since the last line; 0: never."""
     watchdog_minutes: Annotated[PositiveOrZero, RECORDED] = 30.0
-    """Report a phase of the run that lasts longer than this many minutes, and write all stacks to stacks.txt; 0: never."""
+    """Report a phase of the run that lasts longer than this many minutes, and 10 times as long as any earlier phase of its
+    kind. Write the stacks of all threads to stacks.txt. 0: never."""
     async_save: Annotated[bool, RECORDED, DeviceDefault(cuda=True)] = False
     """Write checkpoints in a thread while training continues. With callbacks, training waits instead, since callbacks
     receive a finished checkpoint."""

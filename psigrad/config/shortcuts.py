@@ -1,6 +1,6 @@
-"""Short, common names for parts of the algorithm: `beta` is algorithm.kl.coefficient, `gae_lambda` is psi.psi.lam.
+"""Shortcuts: short, common names for settings of a method's parts, such as `beta` for algorithm.kl.coefficient in GRPO.
 
-The settings of a shortcut depend on the method's parts. If a method has no such part, the error lists methods with one.
+Which settings a shortcut sets depends on the method. If the method lacks the part, an error lists methods that have it.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def expand(
     """Return (`given` with shortcuts replaced by the settings that they stand for; [(shortcut without effect, error message)]).
 
     `cls` is the settings class. `given` overrides `values`, the method's defaults. `more` adds shortcuts to psigrad's own. A
-    shortcut has no effect if the method lacks the part that the shortcut sets. It gets no error message if `needless` returns
-    True for it. A shortcut is also dropped if the method already has its value.
+    shortcut for a part that the method lacks has no effect. It gets an error message unless `needless` returns True for it.
+    A shortcut whose value the method already has is dropped without a message.
     """
     known = shortcuts_of(cls)
     short = {**known, **more} if known else {}
@@ -182,7 +182,7 @@ def _describe_missing(name: str, short: Shortcut, spec: Any) -> str:
 
 
 def find_parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[Part], Places]:
-    """Return a `Shortcut.find` for the parameter `field` of the parts named in `parts`. With `slots`, only these are searched."""
+    """Return a `Shortcut.find` function that finds the parameter `field` of the given `parts`. `slots` limits the search."""
 
     def places(root: Part) -> Places:
         return [
@@ -199,7 +199,7 @@ def _either(*finders: Callable[[Part], Places]) -> Callable[[Part], Places]:
 
 
 def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
-    """Return a `Shortcut.find` for the parameter `field` of the part in `slot`. If the slot is empty, the current value is 0."""
+    """Return a `Shortcut.find` function that finds the parameter `field` of the part in `slot`. An empty slot has the value 0."""
 
     def places(root: Part) -> Places:
         if root.name != "PolicyGradient":
@@ -211,10 +211,7 @@ def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
 
 
 def _kl_weight(root: Part) -> Places:
-    """Return [(dotted path, value)] of the KL term's coefficient.
-
-    In distillation there is no coefficient. Return the mixture instead, from 0 (forward KL) to 1 (reverse KL).
-    """
+    """Return [(dotted path, value)] of the KL coefficient, or in distillation of the mixture: 0 is forward KL, 1 reverse KL."""
     if not _is_distillation(root):
         return _may_have("kl", "coefficient")(root)
     kl = root.parameters["kl"].parameters
@@ -239,7 +236,7 @@ def _preference_weight(root: Part) -> Places:
 
 
 def _preference(*fields: str) -> Callable[[Part], Places]:
-    """Return a `Shortcut.find` for the parameters `fields` of a preference loss. For online DPO, search its inner loss."""
+    """Return a `Shortcut.find` function that finds the parameters `fields` of a preference loss, also inside online DPO."""
 
     def places(root: Part) -> Places:
         if root.name == "OnlinePreference":
@@ -251,7 +248,7 @@ def _preference(*fields: str) -> Callable[[Part], Places]:
 
 
 def find_slot(slot: str) -> Callable[[Part], Places]:
-    """Return a function for `Shortcut.find` that returns [(`slot`, name of the part in that slot; None if it is empty)]."""
+    """Return a `Shortcut.find` function that returns [(`slot`, name of the part in that slot; None if it is empty)]."""
 
     def places(root: Part) -> Places:
         part = root.parameters.get(slot)

@@ -114,7 +114,7 @@ class Batch:
                     )
         if self.parts is not None and (self.parts.dim() != 2 or len(self.parts) != len(self.mask)):
             raise ValueError(
-                f"Batch.parts has shape {tuple(self.parts.shape)}; expected [{len(self.mask)}, K], a column for each reward."
+                f"Batch.parts has shape {tuple(self.parts.shape)}; expected [{len(self.mask)}, K], a column per reward function."
             )
         for name in _NUMBERS:
             tensor = getattr(self, name)
@@ -196,7 +196,7 @@ class PolicyOutputs:
 class Totals:
     """Numbers of sequences and tokens in one optimiser step, over all its micro-batches and ranks. `+` adds two ranks.
 
-    Losses divide by these counts, never by the size of a micro-batch. So the number of micro-batches changes no gradient.
+    Losses divide by these counts, never by a micro-batch's size. So the gradient is the same for any number of micro-batches.
     """
 
     sequences: int = 0
@@ -268,12 +268,12 @@ class Prepared:
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """A micro-batch's share of an optimiser step's loss and metrics. The sums over the micro-batches are those of the step."""
+    """A micro-batch's share of an optimiser step's loss and metrics. The shares of all micro-batches add up to the total."""
 
     value: Tensor
     """Scalar loss with gradient."""
     terms: dict[str, Tensor]
-    """Detached scalars by name. A policy gradient's metrics are means over the steps of rows that need a gradient."""
+    """Detached scalars by name. A policy gradient's, except for losses, are means over steps of rows that need a gradient."""
 
 
 def _pick(x: Tensor, at: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ class PolicyGradient:
             ),
             (
                 self.corrects and self.correction is not None,
-                f"surrogate {_name(innermost(self.surrogate))} weighs by the sampler's probabilities, and correction "
+                f"surrogate {_name(innermost(self.surrogate))} weights steps by the sampler's probabilities, and correction "
                 f"{_name(self.correction)} would count them twice; set correction=None.",
             ),
         ):
@@ -175,7 +175,7 @@ class PolicyGradient:
 
     @property
     def dynamic_sampling(self) -> bool:
-        """True if `has_signal` drops groups whose rewards (or metrics) are all equal. The trainer should then collect others."""
+        """True if `has_signal` drops groups of equal rewards (or metrics). The trainer should then collect more groups."""
         return has_signal in self.keep
 
     def initial_state(self) -> dict[str, float]:

@@ -67,7 +67,7 @@ Psi = Callable[[Batch], Tensor] | StatefulPsi
 
 
 def needs(what: frozenset[str]) -> Callable[[F], F]:
-    """Return a decorator for a part. `what` are the extra inputs of a batch that the part reads, such as {"value"}."""
+    """Return a decorator that sets a part's `needs` to `what`: the extra inputs of a batch that it reads, such as {"value"}."""
 
     def mark(part: F) -> F:
         part.__dict__["needs"] = what

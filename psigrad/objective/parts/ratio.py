@@ -304,7 +304,7 @@ class adaptive:
             )
 
     def update(self, coefficient: float, sequence_kl: float, sequences: int) -> float:
-        """Return the β that follows `coefficient` after a batch of `sequences` sequences with the mean KL `sequence_kl`."""
+        """Return the new β from the old one, `coefficient`, after a batch of `sequences` sequences with mean KL `sequence_kl`."""
         error = min(max(sequence_kl / self.target - 1, -0.2), 0.2)
         return coefficient * max(1 + error * sequences / self.horizon, 0.0)
 

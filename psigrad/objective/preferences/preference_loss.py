@@ -86,8 +86,8 @@ def _check_rows(of: Pairs | Labelled, but: tuple[str, ...] = ()) -> None:
     for name, tensor in given.items():
         if tensor.shape != shape or tensor.dim() != 1:
             raise ValueError(
-                f"{type(of).__name__}.{name} has shape {tuple(tensor.shape)}, but others have {tuple(shape)}; "
-                "expected [N], one number for each row."
+                f"{type(of).__name__}.{name} has shape {tuple(tensor.shape)}; expected [N], one number for "
+                f"each row, in all fields; the first field has {tuple(shape)}."
             )
 
 

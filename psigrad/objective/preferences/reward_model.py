@@ -50,8 +50,8 @@ class BradleyTerry:
         for name, tensor in (("chosen", chosen), ("rejected", rejected), ("margin", margin)):
             if tensor is not None and (tensor.dim() != 1 or tensor.shape != chosen.shape):
                 raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}, but chosen has {tuple(chosen.shape)}; expected [n] for both; if a "
-                    "head returns [n, 1], call squeeze(-1)."
+                    f"{name} has shape {tuple(tensor.shape)}; expected [n], with n as in chosen, {tuple(chosen.shape)}; "
+                    "if a head returns [n, 1], call squeeze(-1)."
                 )
         total_pairs = max(total_pairs, 1)
         lead = chosen - rejected if margin is None else chosen - rejected - margin

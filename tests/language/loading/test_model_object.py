@@ -261,7 +261,7 @@ def test_the_names_of_trls_trainers_are_taken(objects, job, tmp_path):
             {"dataset": "a", "train_dataset": [], "model": "m"},
             r"dataset is 'a' and train_dataset is \[\], and both are",
         ),
-        ({"model": "m", "dataset": "a", "tokenizer": "t", "processing_class": "t"}, "are two names of one argument"),
+        ({"model": "m", "dataset": "a", "tokenizer": "t", "processing_class": "t"}, "are two names for the same argument"),
         ({"model": "m", "dataset": "a", "reward": 3}, "The reward is 3; expected a name, a function, or a list"),
         (
             {"model": "m", "dataset": "a", "args": object()},
