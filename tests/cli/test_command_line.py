@@ -210,7 +210,7 @@ MISTAKES = {
     "YAML that is no UTF-8": (["sft", "--config", "{tmp}/latin.yaml"], "latin.yaml' is not YAML: 'utf-8' codec can't decode"),
     "an output that is a folder": (
         ["eval", "--model", "none", "--dataset", "none.jsonl", "--reward", "exact", "--output", "{tmp}"],
-        "cannot be written: Is a directory; name another file with --output",
+        "cannot be written: Is a directory; name another file as --output",
     ),
     "an output that is in a file": (
         ["sample", "--model", "none", "--dataset", "none.jsonl", "--output", "{tmp}/bad.yaml/rows.jsonl"],

@@ -101,7 +101,7 @@ def test_negative_control_a_broken_reward_fails_the_projects_test(project, tmp_p
     ("arguments", "said"),
     [
         (["verifable", "x"], "did you mean 'verifiable'"),
-        ([], "a kind (verifiable, preferences, tools, control) and a folder"),
+        ([], "a kind (verifiable, preferences, tools, control) and optionally a folder"),
         (["tools", "here"], "here holds files that this command did not write"),
         (["tools", "--here"], "a kind"),
     ],
