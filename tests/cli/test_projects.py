@@ -94,7 +94,7 @@ def test_negative_control_a_broken_reward_fails_the_projects_test(project, tmp_p
     reward = tmp_path / "mine" / "reward.py"
     reward.write_text(reward.read_text().replace("found[-1] == wanted", "wanted in found"))
     passed, said = run_its_tests(tmp_path / "mine")
-    assert not passed and "FAILED" in said and "test_naming_many_answers_does_not_help" in said
+    assert not passed and "FAILED" in said and "test_several_answers_are_not_rewarded" in said
 
 
 @pytest.mark.parametrize(

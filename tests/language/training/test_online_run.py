@@ -153,7 +153,7 @@ def test_a_lag_takes_truncated_weights_and_refuses_to_go_without(job, tmp_path):
     told = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert any(event["kind"] == "correction" and "truncated" in str(event) for event in told)
     bare = {"preset": "grpo", "correction": None}
-    with pytest.raises(UserError, match="lag is 1, but the algorithm has no correction"):
+    with pytest.raises(UserError, match="lag is 1, but the algorithm does not correct"):
         online.run(replace(config, algorithm=bare, run=replace(config.run, output_dir=str(tmp_path / "other"))))
 
 

@@ -158,7 +158,7 @@ def test_a_model_learns_from_what_it_says_when_it_is_told_more(job, tmp_path):
         ("rloo", {"ref_model_sync_steps": 1, "model": Model(path="x", lora_rank=2)}, r"train without LoRA"),
         ("rloo", {"ref_model_sync_steps": 1, "reference": "x"}, r"name another model as reference; remove one"),
         ("rloo", {"reference_dtype": "bfloat16", "model": Model(path="x", lora_rank=2)}, "With LoRA the reference"),
-        ("rloo", {"teacher_prompt": "told", "environment": "guess"}, r"the settings have episodes"),
+        ("rloo", {"teacher_prompt": "told", "environment": "guess"}, r"needs single-turn completions"),
         ("rloo", {"reward": ()}, "No reward was given"),
     ],
 )
