@@ -114,10 +114,7 @@ def _read_allowed(now: Mapping[str, Any], known: Mapping[str, Any]) -> set[str]:
 
 
 def rename_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with `algorithm.preset` renamed to `algorithm`, and `loss.preset` to `loss`.
-
-    Settings that override a part of a preset use the longer name. The renaming makes them comparable with those that do not.
-    """
+    """Return the settings with `algorithm.preset` named `algorithm`, and `loss.preset` `loss`, as if no part were overridden."""
     return {n.removesuffix(".preset") if n in ("algorithm.preset", "loss.preset") else n: v for n, v in settings.items()}
 
 

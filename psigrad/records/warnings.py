@@ -241,8 +241,7 @@ def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
 def _below_best(figures: Figures, memory: Memory) -> float | None:
     """Return how far the held-out metric is below its best value; 0 if the training reward is not above that of the best step.
 
-    The difference is divided by √(a² + b²), with the half widths a and b of both values' 95 % intervals. A value without an
-    interval counts as ±10 %. Return None in rows without an evaluation.
+    The difference is divided by √(a² + b²): a and b are half the widths of the two 95 % intervals. None without an evaluation.
     """
     reward, held_out = _finite(figures, "reward"), _finite(figures, "held_out")
     if reward is not None:
