@@ -69,7 +69,7 @@ def compare(arguments: list[str]) -> int:
     """Train with several methods and draw the comparison."""
     methods, given, rest = flags.parse_lists(arguments, "--seeds", "--pairs")
     usage = "compare METHOD ... [--seeds 0 1 2] [--pairs FILE]"
-    about = "Compare methods from one checkpoint, over seeds, with equal samples. Preference methods train on the pairs in FILE."
+    about = "Compare methods over seeds, from one model with equally many samples. Preference methods train on the pairs in FILE."
     config = flags.parse(OnlineConfig, usage, rest, {"algorithm": methods[0]} if methods else {}, about)
     from psigrad.records.report import terminal
     from psigrad_extras.investigate import compare as compare_page
@@ -234,9 +234,9 @@ def sweep(arguments: list[str]) -> int:
         "[--direction maximize|minimize] [--output-dir FOLDER] [METHOD's settings]"
     )
     if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nSearch over any settings with Optuna. METHOD is one of `psigrad --all`, or: control ppo.")
+        print(f"{usage}\n\nSearch over any settings with Optuna. METHOD is a method of `psigrad --all`, or: control ppo.")
         print("--search gives each setting a range (:log draws it on a log scale) or a list of values. A trial trains once for")
-        print("each of --seeds (default 0). Its value is the mean of the held-out --metric (default: the report's headline).")
+        print("each of --seeds (default 0). Its value is the mean of the held-out --metric (default: the run's main one).")
         print("--direction is by default minimize for a loss, otherwise maximize. The same command resumes the study in FOLDER")
         print("(default runs/sweep) until it has --trials trials.")
         return 0
@@ -414,12 +414,12 @@ def _command(method: str, settings: dict[str, Any]) -> str:
 
 
 _DEMO = """\
-A language model of 1.3 million parameters learns to spell words backwards: first from demonstrations, of which 60 %
-make the same mistake (--sft-steps of SFT), then from rewards that notice it (--rl-steps of GRPO). Both models are tested on
-words that are in no training data. The demo takes two to five minutes on two cores and downloads nothing. The same command
-resumes a stopped demo. DIR/grpo/report.html shows the result; `psigrad chat DIR/grpo` talks to the model. --seed sets data,
-model and samples. With --vision, a vision-language model learns a game about pictures instead, in about seven minutes; the
-defaults are then 1,000 steps of SFT, 250 of GRPO, and the folder runs/demo-vision. --no-progress prints only the result."""
+A small language model learns to spell words backwards: first from demonstrations, of which 60 % make the same
+mistake (--sft-steps of SFT), then from rewards that notice it (--rl-steps of GRPO). Both models are tested on new
+words. The demo takes two to five minutes on two cores and downloads nothing. The same command resumes a stopped
+demo. DIR/grpo/report.html shows the result; `psigrad chat DIR/grpo` talks to the model. With --vision, a small
+vision-language model learns a game about pictures in about seven minutes; the defaults are then 1,000 steps of SFT,
+250 of GRPO, and runs/demo-vision. --no-progress prints only the result. --seed sets data, model and samples."""
 _DEMO_STARTS = """\
 A small language model (1.3 million parameters) learns to spell words backward, on your CPU.
 It copies demonstrations, 60 % of which contain the same mistake, then unlearns the mistake by reinforcement learning.

@@ -30,7 +30,7 @@ _control = extras.command("control", "control")
 
 GROUPS = {
     "get started": {
-        "init": Command("write a new project with tests: verifiable reward, preferences, tools or control", begin.init),
+        "init": Command("write a new project with tests, for a verifiable reward, preferences, tools or control", begin.init),
         "demo": Command("train a small model from scratch by SFT and GRPO, and show the result", _extra("demo")),
         "doctor": Command("list which features for training this machine has, and which are missing", _extra("doctor")),
         "from-trl": Command(
@@ -53,7 +53,7 @@ GROUPS = {
         "lm-eval": Command("run tasks of EleutherAI's lm-eval, and show which ones training has made worse", _extra("lm_eval")),
         "judge-report": Command("measure how often an LLM judge agrees with humans, and with itself", _studio("judge_report")),
         "plan": Command("estimate the peak memory, batches and speed of a run before it starts", _extra("plan")),
-        "compare": Command("compare methods over seeds, from one checkpoint and with equally many samples", _extra("compare")),
+        "compare": Command("compare methods over seeds, from the same model and with equally many samples", _extra("compare")),
         "sweep": Command("search for the best settings of a method with Optuna, over several seeds", _extra("sweep")),
         "replay": Command("recompute a step of an online run exactly, or with other methods", _extra("replay")),
         "referee": Command("find the first tensor that differs: TRL against psigrad, or two settings files", _extra("referee")),
@@ -68,7 +68,7 @@ GROUPS = {
         "chat": Command("chat with a model or a run in the terminal", _serve("chat")),
     },
     "small problems and formulas": {
-        "explain": Command("print the formula that a method optimises, or how two methods differ", mathematics.explain),
+        "explain": Command("print a method's formula, how two methods differ, or what a warning means", mathematics.explain),
         "grid": Command("solve a grid world in the terminal, one sweep at a time", _extra("grid")),
         "control": Command("train an agent on a Gymnasium environment: PPO, A2C, REINFORCE, TRPO, DQN", _control),
         "experiment": Command("test claims about policy gradients on problems whose exact answer is known", _extra("experiment")),

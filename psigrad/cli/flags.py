@@ -223,10 +223,13 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
 
     `defaults` are a method's defaults by name. `texts` is False if no help is printed: reading the help texts would take time.
     """
+    numbers = {name: f"{name}={setting.default}" for name, setting in settings_of(cls).items() if setting.type in _NUMBERS}
+    example = "optim.learning_rate=1e-5" if "optim.learning_rate" in numbers else next(iter(numbers.values()), "name=value")
+    name = " ".join(itertools.takewhile(lambda word: word[0].islower(), command.split()))
     parser = _Parser(
         prog=f"psigrad {command}",
         description=inspect.getdoc(cls),
-        epilog="Settings can also be given in a YAML file (--config) or by dotted name: optim.learning_rate=1e-5. `psigrad "
+        epilog=f"Settings can also be given in a YAML file (--config) or by dotted name: {example}. `psigrad "
         "explain defaults` lists the defaults that differ from those of TRL and Stable-Baselines3.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
         usage=f"psigrad {command} [--config FILE] [name.of.setting=value ...] [flags]",
@@ -234,9 +237,8 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
     every = every or not find_marked(cls, MAIN)
     _add_shortcuts(parser, cls, defaults.get("loss") or defaults.get("algorithm", "grpo"), every)
-    _add_flags(parser, cls, command, defaults, every, texts)
+    _add_flags(parser, cls, name, defaults, every, texts)
     if not every:
-        name = " ".join(itertools.takewhile(lambda word: word[0].islower(), command.split()))
         parser.last_line = (
             f"These are the settings that matter most. `psigrad {name} --help-all` shows all {len(settings_of(cls))}."
         )

@@ -115,9 +115,9 @@ class EpisodeSettings:
     """The settings of episodes with several turns: the environment, tools or agent that the policy interacts with."""
 
     environment: Annotated[str | Callable[..., Any], MAIN] = ""
-    """Text environment that answers each turn. Built in: guess, calculator, grid, and the games kuhn and pennies, in which the
-    policy plays every player (seat). Custom: module:Class with reset(row) and step(text). From other libraries: openenv:ADDRESS,
-    verifiers:TASKSET, textarena:GAME, or an MCP server as "mcp:COMMAND" or mcp:http://…"""
+    """Text environment that answers each turn: a built-in one (guess, calculator, grid, kuhn, pennies), or a custom module:Class
+    with reset(row) and step(text). In the games kuhn and pennies, the policy plays every player (seat). From other libraries:
+    openenv:ADDRESS, verifiers:TASKSET, textarena:GAME, or an MCP server as "mcp:COMMAND" or mcp:http://…"""
     tools: Annotated[tuple[str | Callable[..., Any], ...], MAIN] = ()
     """Tools that the policy may call, offered through the chat template: typed Python functions as module:function, and all
     tools of an MCP server as "mcp:COMMAND" or mcp:http://…"""
@@ -145,8 +145,8 @@ class EpisodeSettings:
     """A custom agent that calls the policy over HTTP: module:function or file.py:function, which takes the row and a client or a
     base_url. It returns its reward, or None to leave the reward to the reward functions."""
     agent_command: Annotated[str, MAIN] = ""
-    """A custom agent as a program. It finds the policy at OPENAI_BASE_URL or ANTHROPIC_BASE_URL, reads the row as JSON from its
-    standard input, and writes its reward as its last line of output."""
+    """Command that starts a custom agent. The agent finds the policy at OPENAI_BASE_URL or ANTHROPIC_BASE_URL, reads the row as
+    JSON from its standard input, and writes its reward as its last line of output."""
     agent_timeout: Annotated[Positive, RECORDED, _ASKED] = 600.0
     """Wall-clock seconds that one session of an agent may take before its process is killed."""
     agent_workers: Annotated[Count, RECORDED, _ASKED] = 4
@@ -226,7 +226,7 @@ class SFTConfig(_SectionsForRows, PackingSettings, RewardSettings):
 
 @dataclass(frozen=True)
 class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
-    """Online reinforcement learning with a `PolicyGradient`: GRPO, RLOO, DAPO, REINFORCE and others."""
+    """Online reinforcement learning by policy gradients: GRPO, RLOO, DAPO, REINFORCE and others."""
 
     algorithm: Algorithm = "grpo"
     """Preset name, or {preset: grpo, part: value, …}, or a PolicyGradient."""
@@ -416,18 +416,18 @@ class LmEvalConfig(PackingSettings):
     With a --baseline, also report the difference between the two models, paired by document.
     """
 
-    model: Annotated[str, PATH] = ""
+    model: Annotated[str, PATH, MAIN] = ""
     """Folder or hub name of a model or of an adapter of peft, or a GGUF file."""
-    baseline: Annotated[str, PATH] = ""
+    baseline: Annotated[str, PATH, MAIN] = ""
     """Another model to compare with, such as the one that training started from. The difference shows what training broke."""
-    tasks: tuple[str, ...] = ()
+    tasks: Annotated[tuple[str, ...], MAIN] = ()
     """Names of lm-eval's tasks, custom YAML files, or `everyday`, 110 facts and points of grammar that come with psigrad and need
     no network."""
     include_path: Annotated[str, PATH] = ""
     """Folder with YAML files of custom tasks, which `tasks` may then name."""
     num_fewshot: CountOrZero = 0
     """Examples before each question; 0: the task's own number."""
-    limit: CountOrZero = 0
+    limit: Annotated[CountOrZero, MAIN] = 0
     """Use only this many documents of each task, the first ones; 0: all."""
     apply_chat_template: bool = False
     """Format each question as a conversation with the chat template."""
@@ -446,5 +446,5 @@ class LmEvalConfig(PackingSettings):
     """Device to compute on. auto: cuda if available, else cpu."""
     trust_remote_code: bool = False
     """Run the Python code that comes with a model, with all your permissions."""
-    output: Annotated[str, WRITTEN] = ""
+    output: Annotated[str, WRITTEN, MAIN] = ""
     """JSON file for the figures and every document's result."""

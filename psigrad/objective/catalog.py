@@ -204,7 +204,7 @@ REINFORCE_PP_BASELINE = METHODS.declare(
 # Exactly on-policy, as in the paper: no ratio, no KL, no entropy bonus.
 OPO = METHODS.declare(
     "opo",
-    "on-policy, with the baseline of least variance",
+    "exactly on-policy, with the baseline that minimises variance",
     PolicyGradient(length_weighted_mean, ratio.none, score, token_mean),
 )
 MAXRL = METHODS.declare(

@@ -1,1 +1,1 @@
-"""The files of a run: its folder and checkpoints, writing and reading the rows of its files, and warnings about its figures."""
+"""The files of a run, such as metrics and checkpoints: how they are written and read. Also warnings and reports on them."""

@@ -141,7 +141,7 @@ def seal(folder: Path, known: Mapping[str, Any] = MappingProxyType({})) -> dict[
     """
     found = [path for path in folder.rglob("*") if path.is_file()]
     if lost := known.keys() - {str(path.relative_to(folder)) for path in found}:
-        raise CheckpointError(f"{folder} lacks {', '.join(sorted(lost))}, which another process wrote; choose a shared folder.")
+        raise CheckpointError(f"{folder} lacks {', '.join(sorted(lost))}, which another process wrote; choose a shared disk.")
     files = sorted((p for p in found if str(p.relative_to(folder)) not in known), key=lambda path: -path.stat().st_size)
     with ThreadPoolExecutor() as pool:
         sums = [pool.submit(sha256, path) for path in files]
@@ -208,7 +208,7 @@ def verify(path: Path, rank: int = 0, size: int = 1) -> dict[str, Any]:
         for found in sorted(path.rglob("*")):
             name = str(found.relative_to(path))
             if found.is_symlink() or (not found.is_dir() and name not in (MANIFEST, *manifest["files"])):
-                raise CheckpointError(f"psigrad did not write {path.name}/{name} into this checkpoint; remove it.")
+                raise CheckpointError(f"{path.name}/{name} is not a file of this checkpoint; remove that file.")
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}.") from None
     if size == 1:
@@ -285,7 +285,7 @@ def latest(root: Path | Sequence[Path], limit: int | None = None, check: Callabl
 
 
 def prune(root: Path, keep: int, spare: int = 0) -> None:
-    """Delete old checkpoints, except the newest `keep` and that of step `spare` (0: none), and leftovers of interrupted saves.
+    """Delete all checkpoints except the newest `keep` and that of step `spare` (0: none). Delete leftovers of interrupted saves.
 
     Counting starts at the newest intact checkpoint. Damaged checkpoints that are newer are kept for inspection.
     """
@@ -343,5 +343,5 @@ def size_of(folder: Path) -> int:
 
 
 def is_disk_trouble(error: BaseException) -> bool:
-    """Return True for an OSError. Disk errors that safetensors and tokenizers raise are recognised by their text."""
+    """Return True for a disk error: an OSError, or an error of safetensors or tokenizers whose text contains "(os error "."""
     return isinstance(error, OSError) or "(os error " in str(error)

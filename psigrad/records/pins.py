@@ -114,10 +114,7 @@ def _read_allowed(now: Mapping[str, Any], known: Mapping[str, Any]) -> set[str]:
 
 
 def rename_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with `algorithm.preset` renamed to `algorithm`, and `loss.preset` to `loss`.
-
-    A preset has the longer name if the settings override a part of it. With the same name, settings can be compared.
-    """
+    """Return the settings with `algorithm.preset` named `algorithm`, and `loss.preset` `loss`, as if no part were overridden."""
     return {n.removesuffix(".preset") if n in ("algorithm.preset", "loss.preset") else n: v for n, v in settings.items()}
 
 
@@ -230,9 +227,9 @@ def _source(thing: Any) -> str:
 
 
 def _add_module(module: ModuleType, found: dict[str, str]) -> None:
-    """Add the source of a user's module, and of all modules on which it depends, to `found`, which is {file: source or hash}.
+    """Add a user's module, and the user's modules on which it depends, to `found`, which is {file: source, or hash of data}.
 
-    These are the user's modules that it imports anywhere in its source, and those that define its global values. Data files that
+    A module depends on those that it imports anywhere in its source, and on those that define its global values. Data files that
     the module opened while it was imported are added as well.
     """
     file = str(module.__file__)

@@ -216,7 +216,7 @@ def load(folder: str | Path) -> RunData:
             held_out=held_out,
         )
     except OSError as error:
-        raise UserError(f"The run in {str(folder)!r} cannot be read: {error}; fix that and write the report again.") from error
+        raise UserError(f"The run in {str(folder)!r} cannot be read: {error}; remove the cause and try again.") from error
 
 
 def _rollouts(

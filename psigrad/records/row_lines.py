@@ -42,7 +42,7 @@ def rollout_files(folder: Path) -> list[Path]:
 def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
     """Rename rollouts.jsonl, which has `rows` rows up to step `last`; see `RolloutPart`.
 
-    Then delete the oldest parts, as long as the others have at least `keep` rows. If `keep` is 0, delete nothing.
+    Then delete the oldest parts, but leave at least `keep` rows in the other parts. If `keep` is 0, delete nothing.
     """
     os.replace(folder / "rollouts.jsonl", folder / f"rollouts-{last:08d}-{rows}.jsonl")
     parts = parts_of(folder)
@@ -53,8 +53,8 @@ def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
 def restore_parts(folder: Path, step: int, written: int | None) -> None:
     """Restore the file that was rollouts.jsonl when the checkpoint of `step` was saved, and delete the later files.
 
-    `written` is its number of rows in the checkpoint's manifest. The file is the oldest part whose last row is of a later step,
-    or the part that ends with `step` and has `written` rows.
+    That file is now the oldest part whose last row is of a later step, or whose last row is of `step` and which has `written`
+    rows, the number in the checkpoint's manifest. Do nothing if there is no such part.
     """
     for part in reversed(parts_of(folder)):
         if part.last > step or (part.last == step and part.rows == written):
@@ -110,8 +110,8 @@ def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
     """Truncate a file to its rows up to step `step`. The run has written `written` such rows; None if the number is unknown.
 
     Move damaged lines to FILE.damaged: lines that are not rows, and the fewest rows whose removal puts the steps of the others in
-    order. Delete all lines after the last remaining row. If fewer than `written` rows remain, move these lines to FILE.damaged
-    instead, since the missing rows may be among them.
+    order. Then delete all lines after the last remaining row. But if fewer than `written` rows remain, move those lines to
+    FILE.damaged, since the missing rows may be among them.
     """
     end_last_line(file, cut=False)
     ends, steps, end = array("q", [0]), array("q"), 0

@@ -94,10 +94,9 @@ class RunFolder:
     ) -> Iterator[RunFolder]:
         """Create the folder at `path`, or resume the run in it, and hold its lock while the block runs.
 
-        Raise `UserError` if the folder contains other files, or a run with other settings. (`settings` is the class of the
-        settings; its fields are marked if they may change.) Raise `RunFolderError` if another process has locked the folder, if
-        `resume` is "never" and there are checkpoints, or if it is "must" and there are none. After a `UserError` before the
-        run has begun, a new folder is removed again.
+        Raise `UserError` if the folder contains other files, or a run with other settings. A setting may differ if its field in
+        the class `settings` is marked so. Raise `RunFolderError` if another process has locked the folder, if `resume` is
+        "never" and there are checkpoints, or is "must" and there are none. A new run that fails at its start leaves no folder.
         """
         path = paths.absolute(path)
         if str(path).encode("utf-8", "replace") != os.fsencode(path):  # the Rust libraries that write models accept no other name
@@ -169,7 +168,7 @@ class RunFolder:
         row_lines.replace_file(self.path / "config.json", [(json.dumps(settings, indent=1) + "\n").encode()])
 
     def _holds_model(self, files: Mapping[str, Any]) -> bool:
-        """Return True if the model of a finished run is unchanged. `files` are its sizes and hashes in the event "finished".
+        """Return True if the model of a finished run is unchanged. `files` has the sizes and hashes from the event "finished".
 
         If it has changed, rename its folder, so that the run writes the model again from its newest checkpoint. Raise
         `RunFolderError` if there is no checkpoint.
@@ -233,7 +232,7 @@ class RunFolder:
         self._append("rollouts", b"".join(map(to_line, told)))
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write a row of events.jsonl: the time, `kind` and `fields`. Secrets are redacted, except in dataset rows (`rows`)."""
+        """Write an event: the time, `kind` and `fields`. Secrets are redacted, except in the field `rows` (dataset rows)."""
         if kind in ("started", "resumed") and self._changes:  # not earlier: a start that fails changes nothing
             changes, self._changes = {c.name: [c.before, c.now] for c in self._changes}, []
             self._write_settings(self.settings)
@@ -272,8 +271,8 @@ class RunFolder:
     def flush(self, step: int = -1, keep: int = 0) -> None:
         """Flush all written rows to the disk.
 
-        Before a checkpoint is saved, pass its `step`. If rollouts.jsonl has reached `PART` bytes, it is renamed, and a new file
-        starts. The oldest renamed files are deleted if at least `keep` rows remain in the others (0: keep all files).
+        Before a checkpoint is saved, pass its `step`. Only then is rollouts.jsonl renamed if it has reached `PART` bytes, and a
+        new file started. The oldest renamed files are deleted if at least `keep` rows remain in the others (0: keep all files).
         """
         with _errors_of(self.path):
             self._check_unmoved()

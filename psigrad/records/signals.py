@@ -70,7 +70,7 @@ SIGNALS = (
         extra_keys=("eval/mean_reward",), labels=_HELD_OUT),
     Signal("calibration", "Learning", "Calibration error", "Gap between confidence and accuracy on held-out pairs.",
         ("eval/calibration_error",)),
-    Signal("implicit_reward", "Learning", "Implicit rewards", "Mean of the chosen and of the rejected.", ("rewards/chosen",),
+    Signal("implicit_reward", "Learning", "Implicit rewards", "Mean of chosen and of rejected completions.", ("rewards/chosen",),
         extra_keys=("rewards/rejected",), labels=("chosen", "rejected")),
     Signal("logps", "Learning", "Log-probs", "Mean log-prob of whole completions, chosen and rejected.", ("logps/chosen",),
         "nats", extra_keys=("logps/rejected",), labels=("chosen", "rejected")),

@@ -164,8 +164,8 @@ def _correction(figures: Figures, memory: Memory) -> float | None:
 def _entropy_lost(figures: Figures, memory: Memory) -> float | None:
     """Return the share of its entropy that the policy has lost: 1 - entropy / initial entropy.
 
-    The initial entropy is the mean of the first five rows. Return None for these rows, and for rows without an entropy. Return
-    None also without a reward: runs that imitate data are expected to lose entropy.
+    The initial entropy is the mean of the first five rows. Return None for these rows, for rows without an entropy, and for rows
+    without a reward: runs that imitate data are expected to lose entropy.
     """
     value = figures.get("entropy", figures.get("surprise"))
     learns_by_reward = "reward" in figures or "return" in figures
@@ -195,7 +195,7 @@ def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
 
 
 def _below_zero_late(figures: Figures, memory: Memory) -> float | None:
-    """Return minus the critic's explained variance; None in the first ten rows, while the critic learns the scale of returns."""
+    """Return -1 times the critic's explained variance; None in the first ten rows, while the critic learns the returns' scale."""
     if (value := _finite(figures, "explained_variance")) is None:
         return None
     memory.cooldown += 1
@@ -205,7 +205,7 @@ def _below_zero_late(figures: Figures, memory: Memory) -> float | None:
 def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
     """Return the relative growth of the completions' length since the first five rows; None in these rows or without a length.
 
-    Return 0 unless the last three evaluations or more all failed to improve on the best held-out metric.
+    Return 0 unless there were at least three evaluations after the one with the best held-out metric.
     """
     length, held_out = _finite(figures, "length"), _finite(figures, "held_out")
     if held_out is not None:
@@ -239,9 +239,9 @@ def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
 
 
 def _below_best(figures: Figures, memory: Memory) -> float | None:
-    """Return how far the held-out metric is below its best value; 0 if the training reward has not risen since then.
+    """Return how far the held-out metric is below its best value; 0 if the training reward is not above that of the best step.
 
-    The difference is divided by half the width of its 95 % interval. Return None in rows without an evaluation.
+    The difference is divided by √(a² + b²): a and b are half the widths of the two 95 % intervals. None without an evaluation.
     """
     reward, held_out = _finite(figures, "reward"), _finite(figures, "held_out")
     if reward is not None:
@@ -345,7 +345,7 @@ class Watch:
         return rule in CALM and self.score is not None
 
     def advice(self, rule: str) -> str:
-        """Return the rule's `advice`, or a text that nothing needs to be done if the task is solved and explains the warning."""
+        """Return the rule's `advice`, or if `explains(rule)` is True, a sentence that says that nothing has to be done."""
         if not self.explains(rule):
             return BY_NAME[rule].advice
         return f"Nothing to do: the task is solved ({self.score:.2g} of 1), and there is little left to learn from."

@@ -15,9 +15,9 @@ from psigrad.runs.callbacks import Callback, Control
 class Best(Callback):
     """A callback that tracks the best evaluation. It requests a checkpoint of the best weights, and can end the run early.
 
-    The rules are those of transformers. All evaluations are compared by one figure. An evaluation becomes the best if its figure
-    is better than the previous best, by any amount. If it is not better by more than `early_stopping_threshold`, it counts
-    towards `early_stopping_patience`. An evaluation without the figure, or with NaN, counts as not better.
+    As in transformers, `metric_for_best_model` decides. An evaluation is the new best if this metric improves by any amount. The
+    run ends after `early_stopping_patience` evaluations in a row that improve on the best one by at most
+    `early_stopping_threshold`. An evaluation without the metric, or with NaN, is no improvement.
     """
 
     def __init__(self, settings: Evaluation) -> None:
@@ -54,8 +54,8 @@ class Best(Callback):
     def _figure(self, metrics: Mapping[str, Any], step: int) -> tuple[float, bool]:
         """Return (value, True if greater is better) of the figure by which evaluations are compared; NaN if `metrics` lacks it.
 
-        The setting `metric_for_best_model` names the figure. If it is empty, the first evaluation's `headline` is used. After
-        step 0, raise `UserError` if no evaluation has had the named figure yet, or if `metrics` has no held-out figures at all.
+        The setting `metric_for_best_model` names the figure. If it is empty, the first evaluation's main figure (`headline`) is
+        used. After step 0, raise `UserError` if no evaluation has had such a figure yet.
         """
         name = self.figure or self.settings.metric_for_best_model
         found = comparison_figure(metrics, name, self.settings.greater_is_better)

@@ -1,4 +1,4 @@
-"""Callbacks: objects of the user that are called at each step, evaluation and checkpoint of a run, and can change its course.
+"""Callbacks: user objects that a run calls at each step, evaluation and checkpoint, and that can change settings or stop the run.
 
 The interface is that of transformers' `TrainerCallback`. Subclasses of `TrainerCallback` work too, but are called only for the
 events in `EVENTS`. Rank 0 calls the callbacks, and all ranks carry out their requests.
@@ -55,7 +55,7 @@ class Callback:
         """Handle the start of each step."""
 
     def on_step_end(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
-        """Handle the end of a step. If due, `control.should_evaluate` or `should_save` is True; set it to False to skip it."""
+        """Handle a step's end. To skip a due evaluation or save, set `control.should_evaluate` or `should_save` to False."""
 
     def on_log(self, args: Any, state: Any, control: Control, logs: Mapping[str, Any], **kwargs: Any) -> None:
         """Handle each row of metrics, passed as `logs`."""
@@ -246,7 +246,7 @@ class Callbacks:
         return change
 
     def _value_before(self, setting: str) -> Any:
-        """Return a setting's value before a callback changes it; None if unknown (the first change in `algorithm` or `loss`)."""
+        """Return a setting's value before the next change; None for a part of `algorithm` or `loss` that was never changed."""
         if setting in self.changed_values or setting.partition(".")[0] in PARTS:
             return self.changed_values.get(setting)
         return getattr(self.args, setting.rpartition(".")[2])
@@ -301,7 +301,7 @@ class Callbacks:
             self.folder.event("stop_asked", step=step, callback=name)
 
     def _on_rank_0(self, work: Callable[[], None], state: S) -> S:
-        """Run `work` on rank 0. All ranks return `state` with the callbacks' requests, or raise `CallbackError` if it failed."""
+        """Run `work` on rank 0. All ranks return `state` with callbacks' requests; if `work` fails, all raise `CallbackError`."""
         failure = ""
         if self.world.rank == 0:
             try:
@@ -337,7 +337,7 @@ def check_change(config: Any, name: str, value: Any) -> tuple[str, Any]:
             f"{nearest(name, [*known, *(own.rpartition('.')[2] for own in known)]) or '.'}"
         )
     if dotted.startswith("sampling.") and getattr(config, "lag", False):
-        raise UserError(f"{name} cannot be changed with lag={config.lag}, which samples later steps in advance; set lag=0.")
+        raise UserError(f"{name} cannot be changed with lag={config.lag}, since completions are sampled in advance; set lag=0.")
     try:
         return dotted, TypeAdapter(settings_of(type(config))[dotted].annotated).validate_python(value)
     except ValidationError as error:
@@ -388,7 +388,7 @@ def resolve(given: Any) -> Any:
         parameters = {name: value for name, value in found.items() if name != "callback"}
         if "callback" not in found:
             raise UserError(
-                f"The callback {dict(found)!r} has no 'callback'; write it as {{callback: module:Class, parameter: value}}."
+                f"The callback {dict(found)!r} has no key 'callback'; write it as {{callback: module:Class, parameter: value}}."
             )
         found = found["callback"]
     if isinstance(found, str):
@@ -399,7 +399,7 @@ def resolve(given: Any) -> Any:
         try:
             found = found(**parameters)
         except TypeError as error:
-            raise UserError(f"The callback {given!r} cannot be made: {error}.") from error
+            raise UserError(f"The callback {given!r} cannot be created: {error}.") from error
     if not any(hasattr(found, event) for event in EVENTS):
         raise UserError(f"The callback {given!r} has none of the methods {', '.join(EVENTS[1:])}; define at least one.")
     return found

@@ -148,7 +148,7 @@ class _Saves(Generic[S]):
     def rescue(self) -> Iterator[None]:
         """At the end of the block, wait for checkpoints that are written in the background.
 
-        If a callback raised an error, first save the newest state. This is safe, since all ranks raise a callback's error.
+        If a callback raised an error, first save the newest state. All ranks raise that error, so all of them save together.
         """
         try:
             yield

@@ -39,14 +39,14 @@ class Tracker(Protocol):
         """Log the metrics of one step."""
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log rows of rollouts.jsonl of one step."""
+        """Log one step's rows of rollouts.jsonl."""
 
     def close(self) -> None:
         """Close the tracker at the end."""
 
 
 class CompletionPrinter:
-    """A tracker that prints up to `count` completions, evenly spaced over the step's completions, every `every` steps."""
+    """A tracker that prints completions at every `every`-th step: at most `count`, evenly spaced among those of the step."""
 
     def __init__(self, count: int, every: int) -> None:
         self._count, self._every, self._next = count, every, 0
@@ -166,11 +166,11 @@ class Journal:
 
     @property
     def watch(self) -> Observe:
-        """Use as `with journal.watch(name):`. The watchdog then times the block as the phase `name`."""
+        """A function: in `with journal.watch(name):`, the watchdog times the block as the phase `name`."""
         return self.watchdog.phase if self.watchdog is not None else contextlib.nullcontext
 
     def record(self, outcome: Outcome[Any]) -> None:
-        """Write the rollouts, metrics and timings of one step, and log its notes."""
+        """Write the rollouts, metrics and timings of one step. Print its messages for the user (`outcome.notes`)."""
         for kind, text in outcome.notes.items():
             self.log_once(kind, text)
         if self.world.rank == 0 and outcome.rows:
@@ -261,7 +261,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch for phases that hang while the block runs. Do nothing if `seconds` is 0."""
+        """While the block runs, check that no phase hangs. Do nothing if `seconds` is 0."""
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         if self._limit:
             thread.start()
@@ -296,5 +296,5 @@ class Watchdog:
                     stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {phase} for {spent:.0f} s\n")
                     stream.flush()
                     faulthandler.dump_traceback(stream)
-                redaction.say(f"The phase {phase!r} has lasted {spent:.0f} s; the stacks of all threads are in {self._file}.")
+                redaction.say(f"The phase {phase!r} has lasted {spent:.0f} s; it may hang. Stacks of all threads: {self._file}.")
                 self._report(phase, spent)

@@ -131,7 +131,7 @@ def bar(
     """Draw a progress bar from `done` to `total` while the block runs, and yield the function that advances it.
 
     Draw nothing unless `enabled`. If standard output is neither a notebook nor a terminal (a log file, say), print lines instead:
-    one for each `every` calls, or earlier if `SILENCE` seconds have passed. With `every` 0, print none.
+    at every `every`-th call, and at a call `SILENCE` seconds or more after the last line. With `every` 0, print none.
     """
     if not enabled:
         yield lambda count=1, note="": None

@@ -197,7 +197,7 @@ def note_start(run: Run, journal: Journal, checkpoint: Path | None, step: int, p
 
 
 def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: Mapping[str, str]) -> None:
-    """Raise `UserError` if a pin in `pinned` differs from the checkpoint's `manifest`, unless `run.allow` permits it.
+    """Raise `UserError` if a pin in `pinned` (a hash of data, code …) differs in `manifest`, unless `run.allow` permits it.
 
     Write permitted differences as events. Other library versions and another number of ranks are always permitted.
     """

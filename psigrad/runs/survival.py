@@ -52,7 +52,7 @@ def supervise(work: Callable[[], int]) -> int:
     if code < 0:
         end_by(-code)
     if code == 0 and not returned:
-        redaction.say("Code that the command runs or imports ended the process before the command was finished.")
+        redaction.say("The command did not finish: code that it runs or imports ended the process, perhaps by os._exit.")
         return 1
     return code or returned[0]
 
@@ -108,9 +108,9 @@ _SAID = b"\npsigrad: Stopping after the current step, then saving. Ctrl-C again 
 
 
 class StopSignal:
-    """A context in which the first SIGTERM, SIGHUP or SIGINT sets `requested` and `number` instead of ending the process.
+    """A context in which the first SIGTERM, SIGHUP or SIGINT sets `requested` and its `number` instead of ending the process.
 
-    `number` is the signal's. A second signal raises KeyboardInterrupt. After Ctrl-C, a line on stderr announces the stop.
+    A second signal raises KeyboardInterrupt. After Ctrl-C, a line on stderr announces the stop.
     Outside the main thread the context does nothing, since Python allows signal handlers only there.
     """
 

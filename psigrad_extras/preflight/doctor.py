@@ -54,7 +54,7 @@ def checks() -> Iterator[Check]:
     for package in ("torch", "transformers", "peft", "datasets"):
         yield _package(package, f"pip install {package}")
     halves = "bfloat16 is faster than float32" if fast_bfloat16() else "bfloat16 saves memory but no time"
-    yield Check("processor", "ok", f"{cores()} cores, {torch.get_num_threads()} torch threads; {halves}")
+    yield Check("processor", "ok", f"cores: {cores()}, torch threads: {torch.get_num_threads()}; {halves}")
     yield memory(available_memory(), installed_memory())
     yield _gpu()
     yield defaults("cuda" if torch.cuda.is_available() else "cpu")

@@ -327,8 +327,8 @@ def test_a_callback_comes_from_a_file_a_module_and_a_mapping(tmp_path, monkeypat
     for wrong, sentence in (
         ("mine", "write module:Class or file.py:Class"),
         ("mine.py:Stp", "did you mean 'Stop'"),
-        ({"callback": "mine.py:Stop", "afer": 2}, "cannot be made: .*afer"),
-        ({"after": 2}, "has no 'callback'"),
+        ({"callback": "mine.py:Stop", "afer": 2}, "cannot be created: .*afer"),
+        ({"after": 2}, "has no key 'callback'"),
         (3, "has none of the methods on_train_begin"),
     ):
         with pytest.raises(UserError, match=sentence):

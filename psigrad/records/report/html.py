@@ -102,7 +102,7 @@ MARK = b'name="generator" content="psigrad"'
 
 
 def check(target: Path, mark: bytes = MARK) -> None:
-    """Raise `UserError` if `target` is a file without `mark`, so that psigrad has not written it. An empty file is allowed."""
+    """Raise `UserError` if psigrad did not write the file `target`: if it lacks `mark`. A missing or empty file is allowed."""
     if target.is_file() and (before := target.read_bytes()) and mark not in before:
         raise UserError(f"{target} exists, and psigrad did not write it; name another file as the output.")
 

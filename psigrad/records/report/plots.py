@@ -230,7 +230,7 @@ def _limits(axes: Any) -> None:
 
 
 def _tick(value: float, digits: int = 4) -> str:
-    """Format an axis label with at most `digits` digits, such as 3e-4; matplotlib draws exponents at the end of the axis."""
+    """Format an axis label with at most `digits` digits, such as 3e-4. Matplotlib would draw the exponent elsewhere."""
     text = f"{value:.{digits}g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.{digits - 1}e}"
     return re.sub(r"(\.\d*?)0*e", r"\1e", text).replace(".e", "e").replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 

@@ -103,7 +103,7 @@ def print_completions(
 
 
 def print_before_and_after(run: RunData | str | Path, console: Console | None = None, max_rows: int = 6) -> None:
-    """Print completions of the first and the last evaluation for `max_rows` held-out prompts, those with a new reward first."""
+    """Print the first and the last evaluation's completions for `max_rows` prompts. Those whose reward changed are preferred."""
     run = run if isinstance(run, RunData) else load(run)
     rows, steps = run.compared, sorted({*list(run.samples)[:1], *list(run.samples)[-1:]})
     cells = [

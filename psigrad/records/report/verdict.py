@@ -102,7 +102,7 @@ def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
 def _pairs(run: RunData, before: int, after: int, *means: float) -> list[tuple[float, float]]:
     """Return (metric before, metric after) for each prompt that the evaluations at the steps `before` and `after` both scored.
 
-    `means` are the recorded means of the two evaluations. Return [] if the rows do not have these means, since rows are missing.
+    `means` are the recorded means of both evaluations. Return [] if the means over the rows differ from them: rows are missing.
     """
     ends = [run.held_out.get(step, {}) for step in (before, after)]
     for rows, mean in zip(ends, means, strict=True):
@@ -114,7 +114,7 @@ def _pairs(run: RunData, before: int, after: int, *means: float) -> list[tuple[f
 def _ranked(*marks: Any) -> list[tuple[float, float]]:
     """Return (before training, after training) for each pair of answers: 1 if it was ranked right, 0 if wrong, ½ for a tie.
 
-    `marks` are two texts that `marks_of` returned. Return [] if one of them is missing, or if their lengths differ.
+    `marks` are two texts of `marks_of`, with one character per pair. Return [] if one is missing, or if their lengths differ.
     """
     before, after = ([_MARKS[mark] for mark in text] if isinstance(text, str) and {*text} <= {*_MARKS} else [] for text in marks)
     return [*zip(before, after, strict=True)] if len(before) == len(after) else []
