@@ -105,7 +105,7 @@ def _sections(explained: str) -> str:
                 out[last] += f" ({', '.join(dict.fromkeys(papers))})"
         if not text or text.startswith(ELSEWHERE):
             continue
-        if not indent and text.endswith(" minimises"):
+        if (not indent and text.endswith(" minimises")) or text == "ρ_t = 1":  # the surrogates of these methods read no ratio
             continue
         if indent == 0:
             shift, section = 0, text
