@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 2 · Bandits and baselines
 #
-# Now P and R are unknown: we can only try actions and see their rewards. The simplest case is a **bandit**, a row of slot
-# machines with arms to pull: each episode is one step.
+# Now P and R are unknown: we can only try actions and see rewards. The simplest case is a **bandit**, a row of slot
+# machines with arms to pull, where an episode is one step.
 
 # %%
 import matplotlib.pyplot as plt
@@ -26,12 +26,12 @@ steps = 200
 #
 #     ∇J = Σ_a ∇π_a·μ_a = Σ_a π_a·∇log π_a·μ_a = E[ ∇log π(a)·R ].
 #
-# We can sample this expectation: pull an arm, see its reward R, and move θ along ∇log π(a)·R. This is **REINFORCE**. With
-# several steps it becomes the identity of this course,
+# We can sample this: pull an arm, see its reward R, and move θ along ∇log π(a)·R. This is **REINFORCE**. With several steps
+# it becomes the identity of this course,
 #
 #     ∇J = E[ Σ_t ∇log π(a_t|s_t)·Ψ_t ].
 #
-# Ψ says how good an action was; here Ψ = R. In this example we know μ, so we can check the estimates.
+# Ψ says how good an action was, here R. The learner does not know μ, but we do, and can check its estimates.
 
 # %%
 means = torch.tensor([10.0, 10.2, 10.4, 10.6, 11.0])
@@ -78,12 +78,12 @@ def report(name, found):
 plain = report("Ψ = R", estimates(total_return()))
 
 # %% [markdown]
-# The estimates have no bias beyond chance, but their variance is very large. All arms pay about 10, so every pull makes its
-# arm much more probable.
+# The estimates have no bias beyond chance, but a very large variance. All arms pay about 10, so every pull makes its arm
+# much more probable.
 #
 # ## A baseline
 #
-# Subtract from R any number b that does not depend on the action. The expectation does not change:
+# Subtract from R a number b that does not depend on the action. The expectation stays the same:
 #
 #     E[ ∇log π(a)·b ] = b·Σ_a ∇π_a = b·∇1 = 0.
 #
@@ -113,10 +113,10 @@ for ax, name, found in zip(
 plt.show()
 
 # %% [markdown]
-# - The baseline cuts the variance by a factor of more than a hundred.
-# - The mean of the *whole* group contains R_i itself. With K pulls it shortens the gradient to (K − 1)/K of its length, here
-#   7/8. GRPO does this (chapter 7).
-# - A baseline that depends on the action destroys the gradient: the mean of the estimates is 0.
+# - The baseline cuts the variance more than a hundredfold.
+# - The mean of the *whole* group contains R_i itself. With K pulls this shortens the gradient to (K − 1)/K, here 7/8, as in
+#   GRPO (chapter 7).
+# - A baseline that depends on the action destroys the gradient: here the mean estimate is 0.
 #
 # ## The variance depends on the level of the rewards
 #
@@ -202,20 +202,18 @@ for name, share in best.items():
 # %% [markdown]
 # ## Where it fails
 #
-# Without a baseline the first arms that are pulled become much more probable, good or not. Soon the policy no longer tries
-# other arms. **The policy collapsed before it knew the best one.**
+# Without a baseline the arms that are pulled first become much more probable, good or not, and soon no other arm is tried.
+# **The policy collapses before it knows the best arm.**
 #
-# If all rewards of a group are equal, all Ψ are 0 and the group teaches nothing.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# A prompt is a bandit whose arms are all possible completions. A completion's log-probability is the sum over its tokens, so
+# A prompt is a bandit whose arms are all possible completions. A completion's log-probability is a sum over tokens, so
 #
 #     ∇log π(y|x) = Σ_t ∇log π(y_t|x, y_<t).
 #
-# A small Qwen3 with random weights writes 6 tokens out of 8 possible ones. The reward is 1 plus the share of tokens that are
-# 0.
+# A small Qwen3 with random weights writes 6 tokens from a vocabulary of 8. The reward is 1 plus the share of token 0.
 
 # %%
 from dataclasses import replace
@@ -259,7 +257,7 @@ for name, psi in {"Ψ = R": total_return(), "RLOO": leave_one_out}.items():
 print(f"ratio {spread['Ψ = R'] / spread['RLOO']:.0f}")
 
 # %% [markdown]
-# The same baseline works for a transformer. This is why RLOO and GRPO draw several completions for each prompt.
+# The baseline works for a transformer too. So RLOO and GRPO draw several completions for each prompt.
 #
 # ## The derivation: from one step to many
 #
@@ -271,18 +269,16 @@ print(f"ratio {spread['Ψ = R'] / spread['RLOO']:.0f}")
 #
 #     ∇J = E[ R(τ)·∇log P(τ) ] = E[ Σ_t ∇log π(a_t|s_t)·R(τ) ].
 #
-# Given the past, rewards before a_t are constants, like a baseline. So the sum of the later rewards, minus any b(s_t), may
+# Given the past, rewards before a_t are constants, like a baseline. So the sum of later rewards, minus any b(s_t), may
 # replace R(τ).
 #
 # ## In pseudocode
 #
 # ```text
-# REINFORCE with a leave-one-out baseline
-# θ ← anything
 # repeat
 #     draw K actions a_i from π_θ; see their rewards R_i
-#     Ψ_i ← R_i − the mean of the other K − 1 rewards
-#     θ ← θ + α · (1/K) Σ_i ∇log π_θ(a_i) · Ψ_i
+#     Ψ_i ← R_i − mean of the other rewards
+#     θ ← θ + (α/K) Σ_i ∇log π_θ(a_i)·Ψ_i
 # ```
 #
 # ## Read on
@@ -293,10 +289,9 @@ print(f"ratio {spread['Ψ = R'] / spread['RLOO']:.0f}")
 #
 # ## Exercises
 #
-# 1. Which constant baseline has the least variance? Minimise E[‖∇log π(a)‖²·(R − b)²] over b. How much better is it than the
+# 1. Which constant baseline has the least variance? Minimise E[‖∇log π(a)‖²·(R − b)²] over b. Is it much better than the
 #    mean?
-# 2. How does the variance of the leave-one-out estimate fall with the group's size K? Compare K = 2, 4, 8, 16 at equal
-#    numbers of pulls.
+# 2. How does the variance of the leave-one-out estimate fall with K? Compare K = 2, 4, 8, 16 at equal numbers of pulls.
 # 3. Predict the bias of `group_mean(std=False)` for K = 2, and check it.
 
 # %% [markdown]

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 3 · From REINFORCE to PPO on CartPole
 #
-# Now the agent acts many times before we know the outcome. The policy is a small neural network, and the identity is the
+# Now the agent acts many times before we know the outcome. The policy is a small neural network. The identity stays the
 # same,
 #
 #     ∇J = E[ Σ_t ∇log π(a_t|s_t)·Ψ_t ].
@@ -31,7 +31,7 @@ steps = 40_000  # environment steps of each run
 # - **The return of the episode**, R(τ), sums all rewards.
 # - **The reward to go**, G_t = Σ_{u≥t} γ^(u−t)·r_u, leaves out earlier rewards, which the action cannot change.
 # - **The whitened reward to go** is G_t minus the batch's mean, divided by its standard deviation.
-# - **The reward to go minus a value**, G_t − V(s_t), needs a second network, the **critic** V, which learns to predict G_t.
+# - **The reward to go minus a value**, G_t − V(s_t), needs a second network, the **critic** V, which predicts G_t.
 
 
 # %%
@@ -83,18 +83,18 @@ for name, (_, found, _) in forms.items():
     print(f"{name:13} mean return over the run {found.mean():5.0f}")
 
 # %% [markdown]
-# Leaving out past rewards helps most, and the batch's mean is a strong baseline. The critic is no better, since it learns
-# from the same few episodes.
+# Leaving out past rewards helps most, and the batch's mean is a strong baseline. The critic, which learns from the same few
+# episodes, is no better.
 #
 # ## What a critic is for: GAE
 #
-# G_t is a sum of many rewards, and each depends on chance. With a critic we can use the next few rewards, and V for the rest.
-# With the TD residual δ_t = r_t + γ·V(s_{t+1}) − V(s_t), generalised advantage estimation (GAE) is
+# Each reward in G_t depends on chance. With a critic we can sum the next few rewards only, and use V for later ones. With
+# the TD residual δ_t = r_t + γ·V(s_{t+1}) − V(s_t), generalised advantage estimation (GAE) is
 #
 #     Â_t = Σ_l (γλ)^l·δ_{t+l}.
 #
-# With λ = 0 the variance is small, but the estimate has all of the critic's error. With λ = 1 only rewards count: Â_t = G_t −
-# V(s_t). In the next episode the critic says 12 at every step, and a surprise comes at t = 25.
+# With λ = 0 the variance is small, but the estimate has all of the critic's error. With λ = 1 only rewards count: Â_t = G_t
+# − V(s_t). In the episode below the critic always predicts 12, and a surprise comes at t = 25.
 
 # %%
 length = 40
@@ -122,17 +122,17 @@ difference = gae(0.95, 1.0)(episode) - (reward_to_go(0.95)(episode) - episode.va
 print(f"λ = 1 against G − V: {difference.abs().max():.0e}")
 
 # %% [markdown]
-# With λ = 0 only the action at t = 25 is blamed. With λ = 1 all actions before it are blamed too, even if the event was
-# chance. At the end all lines fall, since the critic still expects 12 there.
+# With λ = 0 only the action at t = 25 is blamed. With λ = 1 all earlier actions are blamed too, even if the event was
+# chance. At the end all lines fall: the critic still expects 12.
 #
 # ## Use the data more than once: PPO
 #
-# REINFORCE's gradient is right only for the policy π_old that collected the batch. Close to π_old, further steps can maximise
-# E[ρ_t·Â_t] with the **ratio** ρ = π(a|s) / π_old(a|s). PPO stays close by a **clip**, and maximises
+# REINFORCE's gradient is right only for the policy π_old that collected the batch. Near π_old, further steps can maximise
+# E[ρ_t·Â_t] with the **ratio** ρ = π(a|s)/π_old(a|s). PPO stays close by a **clip**, and maximises
 #
 #     min( ρ·Â, clip(ρ, 1 − ε, 1 + ε)·Â ).
 #
-# A good action gains nothing more once it is 1 + ε times as likely as before, and a bad one once it is 1 − ε times as likely.
+# Beyond ρ = 1 + ε a good action gains nothing more, and below 1 − ε a bad one.
 
 # %%
 log_ratio = torch.linspace(-1.2, 0.8, 400)
@@ -157,7 +157,7 @@ for sign in (1.0, -1.0):
         )
 
 # %% [markdown]
-# The clip is one-sided: a bad action that became *more* likely (A = −1, ρ = 1.3) keeps its gradient.
+# The clip is one-sided: a bad action that became *more* likely (Â = −1, ρ = 1.3) keeps its gradient.
 #
 # Now A2C makes one pass over each batch of 256 steps, and PPO ten.
 
@@ -194,13 +194,13 @@ for name, (_, found, _) in results_of_hurry.items():
     print(f"{name:14} mean return of the last quarter {found[:, -10:].mean():5.0f}")
 
 # %% [markdown]
-# Without the clip the policy moves to where the batch says nothing. Even the clip is no guarantee: it only takes away the
-# gain from moving further.
+# Without the clip the policy moves so far that the batch no longer describes it. Even the clip is no guarantee: it only
+# takes away the gain from moving further.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# A completion is an episode, and a token is an action. Compare PPO's parts for CartPole and for language models:
+# A completion is an episode, and a token is an action. Compare PPO's parts for CartPole and language models:
 
 # %%
 from psigrad.objective.catalog import PPO as language_ppo
@@ -214,8 +214,8 @@ for part in ("psi", "ratio", "surrogate", "aggregate", "kl", "critic"):
 # %% [markdown]
 # For language models γ = λ = 1, since the reward comes at the end. A **KL penalty** keeps the policy near the initial model.
 #
-# A small Qwen3 writes 64 completions and is rewarded for each token 0. PPO makes 12 passes over them, with chapter 2's
-# leave-one-out advantage.
+# A small Qwen3 writes 64 completions and is rewarded for each token 0. PPO makes 12 passes, with chapter 2's leave-one-out
+# advantage.
 
 # %%
 from psigrad.language.models import tiny
@@ -272,12 +272,12 @@ plt.show()
 print(f"first pass: |log ρ| = {held[0]:.0e}, {clipped[0]:.0%} clipped")
 
 # %% [markdown]
-# On the first pass the ratio is exactly 1, since the policy that learns is the one that sampled: this is *on-policy*. Later
-# more tokens are clipped.
+# On the first pass the ratio is 1, since the policy that learns is the one that sampled (*on-policy*). Later more tokens
+# are clipped.
 #
 # ## The derivation: GAE and PPO's objective
 #
-# The estimate that uses V after k steps is a sum of k TD residuals, since all values in between cancel:
+# The estimate with V after k steps is a sum of k TD residuals, since all values in between cancel:
 #
 #     Â_t(k) = Σ_{l<k} γ^l·δ_{t+l} = Σ_{l<k} γ^l·r_{t+l} + γ^k·V(s_{t+k}) − V(s_t).
 #
@@ -295,7 +295,6 @@ print(f"first pass: |log ρ| = {held[0]:.0e}, {clipped[0]:.0%} clipped")
 # ## In pseudocode
 #
 # ```text
-# PPO
 # repeat
 #     play T steps with π_old ← π_θ
 #     Â ← 0
@@ -303,9 +302,9 @@ print(f"first pass: |log ρ| = {held[0]:.0e}, {clipped[0]:.0%} clipped")
 #         δ ← r_t + γ V(s_{t+1}) − V(s_t)    (V = 0 after the end)
 #         Â ← δ + γ λ Â;  Â_t ← Â;  G_t ← Â_t + V(s_t)
 #     for a few epochs, for each minibatch
-#         ρ ← exp( log π_θ(a|s) − log π_old(a|s) )
-#         loss ← −mean min( ρ Â, clip(ρ, 1 − ε, 1 + ε) Â ) + c mean (V(s) − G)²
-#         one step of Adam on it
+#         ρ ← π_θ(a|s) / π_old(a|s)
+#         loss ← −mean min(ρ Â, clip(ρ, 1 − ε, 1 + ε) Â) + c mean (V(s) − G)²
+#         one step of Adam
 # ```
 #
 # ## Read on
@@ -316,7 +315,7 @@ print(f"first pass: |log ρ| = {held[0]:.0e}, {clipped[0]:.0%} clipped")
 #
 # ## Exercises
 #
-# 1. Why is G_t = R(τ) for a language model with a reward at the end and γ = 1, and not on CartPole? Check it on a `Batch`.
+# 1. Why is G_t = R(τ) for a language model (reward at the end, γ = 1), and not on CartPole? Check it on a `Batch`.
 # 2. Which λ makes `gae` equal to `td_residual`? Check it.
 # 3. For A = ±1 and ρ = 0.7 or 1.3, which cases have a gradient under `clip(0.2, 0.28)`?
 

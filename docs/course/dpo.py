@@ -1,9 +1,8 @@
 # %% [markdown]
 # # 8 · DPO: preferences without a reward model
 #
-# Chapter 5 learned a reward model from comparisons and maximised it with a KL penalty. Rafailov et al. (2023) noticed that
-# the best policy of this problem has a closed form, which can be solved for the reward. This gives a loss on pairs, without a
-# reward model or sampling.
+# Chapter 5 learned a reward model from comparisons and maximised it with a KL penalty. The best policy of this problem has
+# a closed form, which can be solved for the reward (Rafailov et al. 2023). This gives a loss on pairs, without sampling.
 
 # %%
 import itertools
@@ -92,14 +91,14 @@ plt.show()
 print(f"largest difference {(by_dpo - closed).abs().max():.1e}")
 
 # %% [markdown]
-# The result is the same policy. This needs comparisons of *all* answers, and a policy that can represent any distribution. A
-# language model has neither.
+# The result is the same policy. For this the loss needs comparisons of *all* answers, and a policy that can represent any
+# distribution. A language model has neither.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# The task and the SFT model are those of chapter 4. For each word the judge prefers the right answer to a wrong one. We train
-# with DPO and with IPO, which stops at a set margin.
+# The task and SFT model are chapter 4's. For each word the judge prefers the right answer to a wrong one. We train with
+# DPO, and with IPO, which stops at a set difference of log-ratios.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -164,10 +163,10 @@ for name, run in runs.items():
     )
 
 # %% [markdown]
-# The margins rise, since the rejected answers became improbable. But in the middle plot the chosen answers did not become
-# more probable. The loss depends only on the *difference* of two log-ratios, so both can fall, and other answers can gain.
+# The margins rise, since the rejected answers became improbable. But the chosen answers did not become more probable
+# (middle plot). The loss depends only on the *difference* of two log-ratios, so both can fall while other answers gain.
 #
-# Which model answers best? RLOO samples as many completions as DPO's pairs contain, with a reward of 1 for right answers.
+# Which model answers best? RLOO samples as many completions as DPO's pairs contain; right answers get a reward of 1.
 
 # %%
 rloo = psigrad.train(
@@ -206,10 +205,9 @@ print(f"completions: DPO {2 * 32 * dpo_steps}, RLOO {128 * rl_steps}")
 # %% [markdown]
 # ## Where it fails
 #
-# - DPO learns from answers that somebody else wrote. As the policy changes, the pairs no longer resemble its answers. Online
-#   methods sample new ones.
-# - Nothing in the loss prevents the chosen answers from becoming less probable.
-# - If you only have comparisons, DPO is still the cheapest method.
+# - DPO learns from others' answers. As the policy changes, these no longer resemble its own. Online methods sample new
+#   ones.
+# - With comparisons only, DPO is still the cheapest method.
 #
 # [Claims](../claims.md) repeats this comparison over several seeds. [A table](../methods/table.md) compares all methods.
 #
@@ -225,18 +223,16 @@ print(f"completions: DPO {2 * 32 * dpo_steps}, RLOO {128 * rl_steps}")
 #
 #     ∇loss = −β·σ(û_l − û_w)·( ∇log π(w) − ∇log π(l) ).
 #
-# The weight σ(û_l − û_w) is large for pairs that the policy ranks wrongly. Only the *difference* has a gradient: nothing
-# keeps log π(w) itself from falling.
+# The weight σ(û_l − û_w) is large for pairs that the policy ranks wrongly.
 #
 # ## In pseudocode
 #
 # ```text
-# DPO
-# π_ref ← a copy of π that never learns
+# π_ref ← a frozen copy of π
 # for each batch of (x, w, l)
-#     û_w ← β ( log π(w|x) − log π_ref(w|x) );  û_l likewise
-#     loss ← −mean log σ( û_w − û_l )                             (IPO: (û_w/β − û_l/β − 1/(2β))²)
-#     one step of Adam on it
+#     û_w ← β log(π(w|x)/π_ref(w|x));  û_l likewise
+#     loss ← −mean log σ(û_w − û_l)                             (IPO: (û_w/β − û_l/β − 1/(2β))²)
+#     one step of Adam
 # ```
 #
 # ## Read on
@@ -248,9 +244,9 @@ print(f"completions: DPO {2 * 32 * dpo_steps}, RLOO {128 * rl_steps}")
 # ## Exercises
 #
 # 1. At the start π = π_ref. What is DPO's loss, whatever the pairs?
-# 2. Compare the implicit reward of the five answers after training with r.
-# 3. IPO regresses the difference of log-ratios on 1/(2β). What happens to DPO and to IPO if the judge *always* prefers the
-#    same answer?
+# 2. After training, compare the implicit rewards of the five answers with r.
+# 3. IPO regresses the difference of log-ratios on 1/(2β). What do DPO and IPO do if the judge *always* prefers the same
+#    answer?
 
 # %% [markdown]
 # ### Answer 1

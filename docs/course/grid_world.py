@@ -2,7 +2,7 @@
 # # 1 · A grid world, and what a value is
 #
 # In reinforcement learning an **agent** sees a **state**, chooses an **action**, gets a **reward** and moves to the next
-# state. It maximises the sum of rewards. This chapter computes exactly what later ones estimate.
+# state. It maximises the sum of rewards. This chapter computes what later ones estimate.
 
 # %%
 from dataclasses import replace
@@ -19,15 +19,15 @@ episodes = 4000  # the size of this chapter
 # %% [markdown]
 # ## A Markov decision process
 #
-# A Markov decision process consists of states S, actions A, and
+# A Markov decision process has states S, actions A, and
 #
 # - P(s'|s, a), the probability of the next state;
 # - R(s, a), the expected reward;
 # - γ, the discount: a reward one step later counts γ times as much.
 #
-# *Markov* means that only the current state matters.
+# *Markov*: only the current state matters.
 #
-# In our world a treasure pays +1 and a trap −1, and both end the episode. One move in ten slips sideways.
+# In our world a treasure pays +1 and a trap −1; either ends the episode. One move in ten slips sideways.
 
 # %%
 grid = GridWorld(slip=0.1, gamma=0.9)
@@ -47,7 +47,7 @@ print(mdp.n_states, "states,", mdp.n_actions, "actions:", *tabular.ACTIONS)
 #
 #     V(s) = Σ_a π(a|s)·( R(s, a) + γ·Σ_s' P(s'|s, a)·V(s') ).
 #
-# It is linear in V, so we can solve it.
+# This equation is linear in V, so we can solve it.
 
 # %%
 aimless = tabular.uniform_policy(mdp)
@@ -63,7 +63,7 @@ print(f"V at (2, 6) by the Bellman equation: {value_of_cell:.3f}")
 print(f"mean of {episodes} returns: {mean:.3f} ± {1.96 * error_of_mean:.3f}")
 
 # %% [markdown]
-# The mean of many returns is a **Monte Carlo** estimate of V. It needs thousands of episodes for two digits.
+# The mean of many returns, a **Monte Carlo** estimate of V, needs thousands of episodes for two digits.
 #
 # ## Which action is better than usual?
 #
@@ -71,7 +71,7 @@ print(f"mean of {episodes} returns: {mean:.3f} ± {1.96 * error_of_mean:.3f}")
 #
 #     A(s, a) = Q(s, a) − V(s)
 #
-# is how much better a is than π on average. Most of this course is about estimating it.
+# is how much better a is than π on average. Most of this course estimates it.
 
 # %%
 advantage = tabular.advantages(mdp, aimless)
@@ -84,7 +84,7 @@ print(f" mean  {np.abs(average).max():.0e} at most, over all states")
 # ## From values to the best policy
 #
 # - **Policy iteration** evaluates the policy, takes the best action in each state, and repeats.
-# - **Value iteration** does both at once: V(s) ← max_a ( R(s, a) + γ·Σ_s' P(s'|s, a)·V(s') ).
+# - **Value iteration** does both at once, in sweeps over all states: V(s) ← max_a ( R(s, a) + γ·Σ_s' P(s'|s, a)·V(s') ).
 
 
 # %%
@@ -108,8 +108,8 @@ for ax, k in zip(axes, (1, 3, 6, len(sweeps)), strict=True):
 plt.show()
 
 # %% [markdown]
-# The treasure's value spreads by one cell per sweep. The arrows are right long before the numbers are, since they depend only
-# on the order of the actions' values.
+# The treasure's value spreads by one cell per sweep. The arrows are right long before the numbers: they depend only on the
+# order of the actions' values.
 
 # %%
 best = tabular.solve(mdp)
@@ -121,7 +121,7 @@ print(
 )
 
 # %% [markdown]
-# Each sweep multiplies the error by γ or less. Policy iteration takes few, larger steps.
+# Each sweep multiplies the error by γ or less. Policy iteration needs fewer, costlier steps.
 
 # %%
 error = [np.abs(sweep.value - best.value).max() for sweep in sweeps]
@@ -146,8 +146,8 @@ print(f"the same values, up to {gap:.0e}")
 # %% [markdown]
 # ## Where it fails
 #
-# We used P and R, which are rarely known. **Q-learning** needs neither. It tries actions, mostly those that look best, and
-# corrects Q by what it observes:
+# We used P and R, which are rarely known. **Q-learning** needs neither: it tries actions, mostly those that look best, and
+# corrects Q by what happens:
 #
 #     Q(s, a) ← Q(s, a) + α·( r + γ·max_a' Q(s', a') − Q(s, a) )
 
@@ -167,16 +167,16 @@ plt.show()
 print(f"mean error after {episodes} episodes: {distance[-1]:.3f}")
 
 # %% [markdown]
-# Q-learning works, but its table has a row for each state, and texts have far too many states. So the next chapters change
+# Q-learning works, but its table has a row for each state, and there are far too many texts. So the next chapters change
 # the policy itself, by gradients.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# Writing text is a Markov decision process too. The state is the prompt with all tokens so far, and an action appends a
-# token. The policy is the model, here a small Qwen3 with random weights. The reward comes at the end, and γ = 1.
+# Writing text is a Markov decision process too. The state is the text so far, and an action appends a token. The policy is
+# the model, here a small Qwen3 with random weights. The reward comes at the end, and γ = 1.
 #
-# With 4 letters and 3 tokens there are only 85 states. The reward is 1 for strictly alphabetical order.
+# With 4 letters and 3 tokens there are 85 states. The reward is 1 for strictly alphabetical order.
 
 # %%
 from itertools import product
@@ -219,7 +219,7 @@ for prefix in ("", "a", "ab", "b", "d"):
     print(f"V({prefix!r:>4}) = {value[number[prefix]]:.3f}")
 
 # %% [markdown]
-# V of a prefix is the probability that this model still gets the reward. PPO's critic has to learn this V (chapter 6).
+# V of a prefix is the probability that this model still gets the reward. PPO's critic learns this V (chapter 6).
 #
 # If V is exact and the next state is certain, the **TD residual** r + γ·V(s') − V(s) *is* the advantage.
 
@@ -249,7 +249,7 @@ for text, row in zip(texts, estimated, strict=True):
 print(f"largest difference from A = Q − V: {np.abs(estimated - exact).max():.0e}")
 
 # %% [markdown]
-# In "adb" the "a" was a good start, and the "d" lost the reward. The "b" changed nothing, since nothing was left to win.
+# In "adb" the "a" was a good start, the "d" lost the reward, and then the "b" changed nothing.
 #
 # ## The derivation: why iteration finds the best policy
 #
@@ -262,7 +262,7 @@ print(f"largest difference from A = Q − V: {np.abs(estimated - exact).max():.0
 #
 #     ‖V_k − V*‖ ≤ γ^k·‖V_0 − V*‖.
 #
-# Each round of policy iteration improves V, unless it is already V*. There are finitely many policies, so the iteration ends.
+# Each round of policy iteration improves V, unless V = V*. It ends, since there are finitely many policies.
 #
 # ## In pseudocode
 #
@@ -284,7 +284,7 @@ print(f"largest difference from A = Q − V: {np.abs(estimated - exact).max():.0
 #
 # ## Exercises
 #
-# 1. Move the trap next to the treasure, to (1, 5). How do the arrows around it change, and why?
+# 1. Move the trap to (1, 5), next to the treasure. How do the arrows around it change, and why?
 # 2. Set γ to 0.5. Do the best policy and the values change?
 # 3. Give a reward of 1/3 for each letter that comes later in the alphabet than the previous one; the first always counts.
 #    What is V("")?

@@ -1,9 +1,8 @@
 # %% [markdown]
 # # 7 · GRPO to DAPO, and their biases
 #
-# GRPO, known from DeepSeek's models, is RLOO's idea with PPO's clip and three small changes: it divides by a standard
-# deviation and by the length, and its baseline is the mean of the whole group. This chapter shows what the changes do to the
-# gradient, and how Dr. GRPO and DAPO undo or replace them.
+# GRPO is RLOO with PPO's clip and three small changes: it divides by a standard deviation and by the length, and its
+# baseline is the mean of the whole group. Dr. GRPO and DAPO undo or replace these changes.
 
 # %%
 import tempfile
@@ -30,11 +29,11 @@ rl_steps = 40
 # %% [markdown]
 # ## What GRPO computes
 #
-# For each prompt draw G completions with rewards R_i. Every token of completion i gets
+# For each prompt, G completions have the rewards R_i. Every token of completion i gets
 #
 #     A_i = ( R_i − mean(R) ) / std(R).
 #
-# The loss has PPO's clip for each token, and a mean over the tokens of each completion:
+# The loss clips each token as in PPO, and averages over each completion's tokens:
 #
 #     loss = −(1/G)·Σ_i (1/|y_i|)·Σ_t min( ρ_t·A_i, clip(ρ_t, 1 − ε, 1 + ε)·A_i ) + β·KL.
 #
@@ -55,9 +54,9 @@ for method in (GRPO, DR_GRPO, DAPO):
 # %% [markdown]
 # ## Dividing by the standard deviation: the difficulty bias
 #
-# Let rewards be 0 or 1, and let p be the chance that the model solves a prompt. The gradient of accuracy is largest for p
-# near ½, where the outcome depends most on the model's choices. The division removes a factor √(p·(1 − p)). The plot shows
-# how strongly groups of 8 pull towards right answers:
+# Let rewards be 0 or 1, and p the chance that the model solves a prompt. The gradient of accuracy is largest near p = ½,
+# where the outcome depends most on the model's choices. The division removes a factor √(p·(1 − p)). The plot shows how
+# strongly groups of 8 pull towards right answers:
 
 
 # %%
@@ -98,12 +97,12 @@ print(
 )
 
 # %% [markdown]
-# RLOO follows the gradient of accuracy exactly. GRPO gives very hard and very easy prompts more weight.
+# RLOO follows the gradient of accuracy. GRPO gives very hard and very easy prompts more weight.
 #
 # ## Dividing by the length: the length bias
 #
-# In a wrong completion of 10 tokens, each token gets 1/10 of the blame. In one of 100 tokens it gets 1/100. Take a model that
-# is right in 30 % of the cases, *whatever the length*. So lengths should not change. Where does the loss push them?
+# In a wrong completion of 10 tokens, each token gets 1/10 of the blame; in one of 100, it gets 1/100. Take a model that is
+# right in 30 % of the cases, *whatever the length*. So lengths should not change. Where does the loss push them?
 
 
 # %%
@@ -166,14 +165,14 @@ for name, found in pushed.items():
     print(f"{name:14} right {found['right']:+.3f}   wrong {found['wrong']:+.3f}")
 
 # %% [markdown]
-# With Dr. GRPO's constant and DAPO's mean over all tokens, both pushes are about 0. With 1/|y| right answers are pushed to be
-# short, and wrong ones to be *long*. Here the two pushes cancel, but a language model can stop early in right answers and
-# late in wrong ones. So longer thinking on harder problems may be an artefact of the loss.
+# With Dr. GRPO's constant and DAPO's mean over all tokens, both pushes are about 0. With 1/|y| right answers are pushed to
+# be shorter, and wrong ones *longer*. Here the pushes cancel, but a language model can stop early in right answers and late
+# in wrong ones. So longer thinking on harder problems may be an artefact of the loss.
 #
 # ## Groups without signal, and an asymmetric clip
 #
-# If all G rewards of a group are equal, its advantages are all 0. And PPO's clip lets a token of probability 0.01 rise to
-# 0.012 at most, so rare tokens hardly move.
+# If all rewards of a group are equal, its advantages are 0. And PPO's clip lets a token of probability 0.01 rise to 0.012
+# at most, so rare tokens hardly move.
 
 # %%
 fig, axes = plt.subplots(1, 2)
@@ -189,13 +188,13 @@ axes[1].legend()
 plt.show()
 
 # %% [markdown]
-# DAPO's **dynamic sampling** draws prompts until the batch is full of groups with signal. Its **clip-higher** (ε_high = 0.28
-# above, 0.2 below) lets rare tokens become likely. DAPO has no KL term.
+# DAPO's **dynamic sampling** draws prompts until the batch is full of groups with signal. Its **clip-higher** (ε_high =
+# 0.28) lets rare tokens become likely. DAPO has no KL term.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# The task and the SFT model are those of chapter 4.
+# The task and SFT model are chapter 4's.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -249,40 +248,39 @@ for name, run in runs.items():
     )
 
 # %% [markdown]
-# About a fifth of GRPO's groups are without signal. DAPO replaces them: it learns slightly more per *update* here, and needs
+# About a fifth of GRPO's groups have no signal. DAPO replaces them: it learns slightly more per *update* here, and needs
 # more *completions*.
 #
 # ## Where it fails
 #
 # - No method here knows which token was the mistake.
-# - A prompt that is never solved teaches nothing: with p = 0 no group has signal. SFT or easier prompts come first.
+# - A prompt that is never solved teaches nothing. SFT or easier prompts come first.
 # - All answers of this task have the same length, so the length bias cannot appear. [Claims](../claims.md) compares the
 #   methods over several seeds.
 #
 # ## The derivation: what the three changes do
 #
-# The mean of a large group is p and its deviation √(p·(1 − p)). Without the division a method follows the gradient of
-# accuracy, Σ_x ∇p(x). With it, the method follows
+# A large group has the mean p and the deviation √(p·(1 − p)). Without the division a method follows the gradient of
+# accuracy, Σ_x ∇p(x). With the division it follows
 #
 #     Σ_x ∇p(x) / √(p(x)·(1 − p(x))) = ∇ Σ_x 2·arcsin √p(x).
 #
 # This function of p is steep at both ends: the difficulty bias.
 #
-# The mean over tokens gives a completion the weight A/|y|. So the push towards stopping, E[A/|y|·∇log π(stop)], is positive
-# for A > 0 and negative for A < 0.
+# The mean over tokens gives a token the weight A/|y|. So the push towards stopping, E[A/|y|·∇log π(stop)], has the sign of
+# A.
 #
 # The group's mean contains R_i itself: A_i = (1 − 1/G)·(R_i − mean of the others).
 #
 # ## In pseudocode
 #
 # ```text
-# GRPO, and where the others differ
 # repeat
-#     draw G completions y_i of each prompt; rewards R_i      (DAPO: again if all are equal)
+#     draw G completions y_i of each prompt; rewards R_i      (DAPO: draw again if equal)
 #     A_i ← R_i − mean(R)                                     (GRPO, DAPO: divided by std(R))
 #     for each minibatch
 #         ρ_t ← π(y_t) / π_old(y_t)
-#         l_t ← −min( ρ_t A_i, clip(ρ_t, 1 − ε, 1 + ε_high) A_i )
+#         l_t ← −min(ρ_t A_i, clip(ρ_t, 1 − ε, 1 + ε_high) A_i)
 #         GRPO:      mean over t, then over i;  + β KL
 #         Dr. GRPO:  sum, divided by a constant
 #         DAPO:      mean over all tokens of the batch
@@ -296,7 +294,7 @@ for name, run in runs.items():
 #
 # ## Exercises
 #
-# 1. For G = 2 and rewards 0 and 1, what are GRPO's advantages, and what are RLOO's?
+# 1. What are GRPO's and RLOO's advantages for G = 2 and rewards 0 and 1?
 # 2. At which p is a group of 8 without signal half of the time?
 # 3. Write GRPO without its two biases as a variant, with `dataclasses.replace`.
 

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 9 · Pictures as tokens, and a counting game
 #
-# A language model reads vectors, not words: each token's row of the embedding matrix. A **vision-language model** makes such
-# vectors from pictures. Here a small one learns to count squares.
+# A language model reads vectors: each token's row of the embedding matrix. A **vision-language model** makes such vectors
+# from pictures. Here a small one learns to count squares.
 
 # %%
 import random
@@ -32,8 +32,8 @@ rl_steps = 60
 # %% [markdown]
 # ## A picture is a sequence of patches
 #
-# A vision transformer cuts a picture into square **patches** and treats each as a word. Our boards have 24 × 24 pixels, and a
-# patch has 8 × 8 pixels of three colours. So a board is nine words of 192 numbers.
+# A vision transformer cuts a picture into square **patches** and treats each as a word. Our boards have 24 × 24 pixels, and
+# a patch 8 × 8 pixels of three colours. So a board is nine words of 192 numbers.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -51,9 +51,8 @@ axes[5].set_title("its nine patches, in order")
 plt.show()
 
 # %% [markdown]
-# The **tower**, a small transformer, lets the patches attend to each other. The **connector** maps the results to the length
-# of the text model's embeddings. The chat template writes a placeholder for the picture, which is then repeated once for each
-# vector.
+# In the **tower**, a small transformer, the patches attend to each other. The **connector** maps the results to the length
+# of the text model's embeddings. The chat template writes a placeholder for the picture, repeated for each vector.
 
 # %%
 towers = ("vision_model", "connector")
@@ -79,8 +78,8 @@ print(images.decode(model.tokenizer, ids))
 print(f"{len(ids)} tokens, of which {len(own)} are the picture's")
 
 # %% [markdown]
-# psigrad gives each placeholder its own id, made from the picture's hash and the place in it. So different pictures give
-# different prompts.
+# Each placeholder gets its own id, made from the picture's hash and the place in it. So different pictures give different
+# prompts.
 
 # %%
 again, other = (encode(ask(b.draw(), colour)) for b in (board, squares.boards(6)[1]))
@@ -90,17 +89,16 @@ print("another picture, other ids:    ", other != ids)
 # %% [markdown]
 # ## The derivation: the gradient reaches the pixels' weights
 #
-# Let f be the tower with its connector, and φ its weights. The text model with weights θ reads
+# Let f be the tower with its connector, with weights φ. The text model with weights θ reads
 #
 #     e_i = f_φ(picture)_i for a token of the picture, e_i = E_θ[x_i] for any other.
 #
-# The picture is part of the prompt x, so chapter 2's identity holds for θ and φ together. The chain rule gives the gradient
-# of φ:
+# The picture is part of the prompt x, so chapter 2's identity holds for θ and φ. The chain rule gives the gradient of φ:
 #
 #     ∇_φ log π(y|x) = Σ_i ( ∂ log π(y|x) / ∂e_i )·∇_φ f_φ(picture)_i.
 #
-# Nothing else in SFT, GRPO or DPO changes. A pretrained tower is usually **frozen**. Ours is random, so it must learn. Tower,
-# connector and text model all get a gradient:
+# SFT, GRPO and DPO stay the same. A pretrained tower is usually **frozen**. Ours is random, so it must learn. All three
+# parts get a gradient:
 
 # %%
 answers = [
@@ -116,7 +114,7 @@ for name in ("vision_model", "connector", "text_model"):
 # %% [markdown]
 # ## Now on a language model
 #
-# How many squares have the given colour? A board has 0 to 3 of these, among others. As in chapter 4 the teachers are
+# How many squares have the given colour? A board has 0 to 3 of them, among others. As in chapter 4 the teachers are
 # careless: half of their counts are one too many or too few.
 
 
@@ -177,8 +175,8 @@ rl = psigrad.train(
 steps, accuracy = rl.history.series("eval/exact/mean")
 
 # %% [markdown]
-# Does the model look at the picture? Ask the same questions with another game's picture. From the question alone, a model can
-# be right in a quarter of the games.
+# Does the model look at the picture? Ask the same questions with another game's picture. From the question alone, a quarter
+# of the answers can be right.
 
 # %%
 turned = [row["images"] for row in held_out[1:] + held_out[:1]]
@@ -205,10 +203,10 @@ plt.show()
 print(f"SFT {accuracy[0]:.2f}, GRPO {accuracy[-1]:.2f}, another's picture {blind:.2f}")
 
 # %% [markdown]
-# SFT copied the teachers, mistakes included, and GRPO passed them. With another game's picture the accuracy is no better than
+# SFT copied the teachers, mistakes included, and GRPO passed them. With another game's picture the accuracy is that of
 # chance: the model looks.
 #
-# But what does it see? Paint one cell white at a time. How much less probable is the right answer?
+# But what does it see? Paint one cell white at a time: how much less probable is the right answer?
 
 # %%
 model = language_model.load(str(rl.model))
@@ -242,14 +240,14 @@ worth = {
 print({kind: round(float(value), 2) for kind, value in worth.items()})
 
 # %% [markdown]
-# To a perfect counter only the counted squares matter. Here the others matter more: the model may read how full the board is,
-# since full boards have more squares of every colour. Accuracy alone does not reveal such a shortcut.
+# To a perfect counter only the counted squares matter. Here the others matter more: the model may read how full the board
+# is, since full boards have more of every colour. Accuracy does not reveal such a shortcut.
 #
 # ## Where it fails
 #
-# - Large pictures need many patches: a picture of 512 × 512 pixels costs as much as a page of text.
-# - The model has no idea of counting beyond three.
-# - A model can guess that a banana is yellow without a look. Only a control such as ours shows this.
+# - Large pictures need many patches: 512 × 512 pixels cost as much as a page of text.
+# - The model cannot count beyond three.
+# - A model can guess that a banana is yellow without a look. Only a control like ours shows this.
 #
 # [Pictures](../pictures.md) explains how to train on your own pictures.
 #
@@ -259,7 +257,7 @@ print({kind: round(float(value), 2) for kind, value in worth.items()})
 # f ← connector(tower(patches of the picture))
 # x ← tokens of the prompt, with a placeholder for each row of f
 # e ← embeddings of x, with the rows of f at the placeholders
-# sample y from the text model on e, never a placeholder
+# sample y from the text model on e, without placeholders
 # loss and update as in earlier chapters
 # ```
 #
@@ -271,9 +269,9 @@ print({kind: round(float(value), 2) for kind, value in worth.items()})
 #
 # ## Exercises
 #
-# 1. How many tokens is a picture of 512 × 512 pixels with patches of 16 × 16, if the connector joins 2 × 2 patches into one
-#    token?
-# 2. What is the best accuracy of a model that reads the question and not the picture?
+# 1. A picture has 512 × 512 pixels and patches of 16 × 16. The connector joins 2 × 2 patches into one token. How many
+#    tokens is it?
+# 2. What is the best accuracy of a model that reads only the question?
 # 3. Why must the sampler never draw the placeholder?
 
 # %% [markdown]

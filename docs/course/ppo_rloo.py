@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 6 · PPO against RLOO
 #
-# PPO for text keeps four models in memory: a policy, a frozen reference, a reward model *and a critic*. RLOO draws several
-# completions for each prompt in place of the critic. Which is better?
+# PPO for text keeps four models in memory: a policy, a frozen reference, a reward model *and a critic*. In place of the
+# critic, RLOO draws several completions per prompt. Which is better?
 
 # %%
 import json
@@ -30,11 +30,11 @@ seeds = 2
 # %% [markdown]
 # ## The reward, with a KL penalty
 #
-# PPO and RLOO maximise the score of the completion minus a penalty for moving away from the reference,
+# PPO and RLOO maximise the completion's score minus a penalty for moving away from the reference,
 #
 #     E[ r(x, y) − β·log( π(y|x) / π_ref(y|x) ) ].
 #
-# The log-ratio is a sum over tokens. So each token gets its own penalty, and the last token also r. Here are three
+# The log-ratio is a sum over tokens. So each token gets its own penalty, and the last one also r. Here are three
 # completions:
 
 # %%
@@ -63,9 +63,9 @@ print("sums   ", [round(x, 2) for x in batch.sequence_reward.tolist()])
 # %% [markdown]
 # ## Two ways to estimate the expected reward
 #
-# - **PPO** has a critic, which predicts the return after each token. GAE (chapter 3) computes an advantage for *each token*.
-# - **RLOO** treats the completion as one action. Its baseline is the mean reward of the *other* completions of the prompt,
-#   and *each token gets the same number*.
+# - **PPO** has a critic, which predicts the return after each token. GAE (chapter 3) gives *each token* its own advantage.
+# - **RLOO** treats the completion as one action. Its baseline is the mean reward of the prompt's *other* completions. *All
+#   tokens get the same advantage.*
 
 # %%
 by_critic, by_others = gae(1.0, 1.0)(batch), leave_one_out(batch)
@@ -89,8 +89,8 @@ print("by hand:", [round(float(R[i] - (R.sum() - R[i]) / 2), 2) for i in range(3
 # %% [markdown]
 # ## What the critic costs
 #
-# A critic is as large as the policy, and each of its weights also has two moments of Adam. Here is the memory of weights and
-# moments with a critic (left) and without, for models of 8 billion parameters.
+# A critic is as large as the policy, and each of its weights has two moments of Adam. This is the memory with a critic
+# (left) and without, for models of 8 billion parameters.
 
 # %%
 with_critic, without = by_weights(8e9, critic=True), by_weights(8e9, critic=False)
@@ -105,7 +105,7 @@ print(f"{'together':12} {total[0] / 1e9:6.0f} GB   {total[1] / 1e9:6.0f} GB")
 # %% [markdown]
 # ## Now on a language model
 #
-# The task and the SFT model are those of chapter 4. PPO makes four passes over each batch, and RLOO one.
+# The task and SFT model are chapter 4's. PPO makes four passes over each batch, and RLOO one.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -176,16 +176,16 @@ for name, values in accuracy.items():
     print(f"{name:13} at the end {values[-1]:.2f}")
 
 # %% [markdown]
-# - PPO learns more from the same samples, with four times as many optimiser steps, so each round takes several times as long.
-#   With one pass PPO does not differ measurably from RLOO ([claims](../claims.md)).
-# - PPO does a little worse with λ = 0.5: the weight of the reward at the end halves with each token before it, and the
-#   critic's estimate weighs more.
+# - PPO learns more from the same samples, but takes four times as many optimiser steps. With one pass PPO does not differ
+#   measurably from RLOO ([claims](../claims.md)).
+# - PPO does a little worse with λ = 0.5: the weight of the reward halves with each token before the end, and the critic
+#   weighs more.
 # - RLOO has neither λ nor a critic's learning rate to tune.
 #
 # ## Where it fails
 #
-# RLOO needs several completions of the *same* prompt, and in a dialogue with a person there is only one. RLOO also blames a
-# wrong step no more than the right steps before it. How well does PPO's critic predict here?
+# RLOO needs several completions of the *same* prompt; a dialogue with a person has only one. RLOO blames a wrong step no
+# more than the right steps before it. How well does PPO's critic predict here?
 
 # %%
 steps, explained = curve(runs["PPO, λ = 1"][0], "explained_variance")
@@ -198,9 +198,9 @@ print(f"mean over the second half: {np.mean(explained[len(explained) // 2 :]):.2
 
 # %% [markdown]
 # An explained variance of 1 means that the critic predicts each return, and 0 that it is no better than a constant. This
-# critic is hardly better: it has only a few thousand completions to learn from, while the policy changes.
+# critic is hardly better: it learns from only a few thousand completions, while the policy changes.
 #
-# Ahmadian et al. (2024) found RLOO better on models of billions of parameters. Two seeds of one small task cannot decide
+# Ahmadian et al. (2024) found RLOO better on models of billions of parameters. Two seeds of a small task cannot decide
 # this.
 #
 # ## The derivation: the KL penalty, token by token
@@ -209,15 +209,14 @@ print(f"mean over the second half: {np.mean(explained[len(explained) // 2 :]):.2
 #
 #     KL(π ‖ π_ref) = E[ Σ_t log( π(y_t|x, y_<t) / π_ref(y_t|x, y_<t) ) ].
 #
-# PPO credits a token with the return *from this token on*, since no token can change earlier rewards. RLOO credits each token
-# with the total.
+# PPO credits a token with the return *from this token on*, RLOO with the total.
 #
-# For λ = 1 and without the clip, both gradients have the same mean. RLOO's baseline is the mean of K − 1 other returns, so
-# its advantage has the variance
+# For λ = 1 and without the clip, the gradients of PPO and RLOO have the same mean. RLOO's baseline is the mean of K − 1
+# other returns, so its advantage has the variance
 #
 #     Var(R_i − b_i) = Var(R)·K/(K − 1).
 #
-# With the prompt's true mean it would be Var(R). An exact critic would also remove the part that depends on the state.
+# With the prompt's true mean it would be Var(R). An exact critic would also remove the part that the state explains.
 #
 # ## In pseudocode
 #
@@ -239,7 +238,7 @@ print(f"mean over the second half: {np.mean(explained[len(explained) // 2 :]):.2
 #
 # 1. Show on the three completions that `leave_one_out` is K/(K − 1) times (the reward minus the mean of all).
 # 2. Where in `PolicyGradient` does the KL go for PPO, and where for GRPO?
-# 3. With a fixed budget of completions, larger groups mean fewer prompts. What is lost as K grows?
+# 3. With a fixed number of completions, larger groups mean fewer prompts. What is lost as K grows?
 
 # %% [markdown]
 # ### Answer 1

@@ -1,9 +1,8 @@
 # %% [markdown]
 # # 10 · The closing project: a task of your own
 #
-# Now train a model that is better than its demonstrations, on a task that *you* choose, and measure how sure you are. The
-# example below sorts letters. Run it, then replace the first milestone with your own task. The checks print ✓ or what is
-# missing.
+# Now train a model that is better than its demonstrations, on a task that *you* choose, and measure how sure you are. First
+# run the example, which sorts letters. Then put your own task into milestone 1. The checks print ✓ or what is missing.
 
 # %%
 import itertools
@@ -26,16 +25,15 @@ held_out_rows = 200
 # %% [markdown]
 # ## What makes a good task
 #
-# - A program can check whether an answer is right. Otherwise use the method of chapter 5.
-# - The small model sometimes solves the task after imitation. A reward that is always 0 teaches nothing. With p the chance of
-#   a right answer,
+# - A program can check the answer. Otherwise use the method of chapter 5.
+# - After imitation, the small model sometimes solves the task. With p the chance of a right answer,
 #
 #     P(a group of G has signal) = 1 − p^G − (1 − p)^G.
 #
-# - You can make rows that are not in the training data.
+# - You can make rows outside the training data.
 #
 # Ideas: the next day of a date, a Caesar cipher, the smaller of two fractions. For a pretrained model: one of `psigrad
-# tasks`, at a level where it is right in 5 to 50 % of the cases.
+# tasks`, at a level where it is right in 5 to 50 % of cases.
 
 # %%
 checks = {}
@@ -51,8 +49,8 @@ def check(milestone, **found):
 # %% [markdown]
 # ## Milestone 1: rows
 #
-# A row has a prompt and the columns that the reward reads. Demonstrations also have completions: here the last two letters
-# are swapped in 60 % of them.
+# A row has a prompt and the columns that the reward reads. Demonstrations also have completions, here with the last two
+# letters swapped in 60 % of them.
 
 
 # %%
@@ -87,8 +85,8 @@ check(
 # %% [markdown]
 # ## Milestone 2: a reward, and an attack on it
 #
-# Write the reward, and then attack it: which wrong answers would it accept? Try an empty answer, the prompt, and the answer
-# twice. `psigrad score --attack` does this for your reward.
+# Write the reward, then attack it: which wrong answers would it accept? Try an empty answer, the prompt, and the answer
+# twice. `psigrad score --attack` does this.
 
 
 # %%
@@ -123,8 +121,8 @@ check(
 #
 # ### Milestone 3: imitation
 #
-# A small Qwen3 learns with chapter 4's loss. Predict where the loss will end before you run it. It cannot fall below the
-# entropy of the teachers' mistakes:
+# A small Qwen3 learns with chapter 4's loss. Predict where it will end: the loss cannot fall below the entropy of the
+# teachers' mistakes,
 #
 #     loss ≥ −(0.6·log 0.6 + 0.4·log 0.4) / 5 = 0.135 per token.
 
@@ -157,7 +155,7 @@ check(3, the_loss_comes_near_its_floor=np.mean(loss[-20:]) < 2 * floor)
 # %% [markdown]
 # ## Milestone 4: reinforcement learning
 #
-# Train with GRPO from the SFT model. Make a short run first, and look at the share of groups without signal (chapter 7).
+# Train the SFT model with GRPO. Make a short run first, and look at the share of groups without signal (chapter 7).
 
 # %%
 grpo = psigrad.train(
@@ -190,7 +188,7 @@ check(4, most_groups_have_signal_at_the_start=np.mean(silent[:5]) < 0.5)
 # %% [markdown]
 # ## Milestone 5: is it better, and how sure are you?
 #
-# Compute the difference of the two models prompt by prompt, with an interval: two accuracies alone say little.
+# Compare the two models prompt by prompt, with an interval: two accuracies alone say little.
 
 
 # %%
@@ -224,20 +222,19 @@ check(
 # %% [markdown]
 # ## Milestone 6: say what you found
 #
-# Write one page: the task and its reward; the figures before and after with their interval; three wrong answers, and why they
-# are wrong; what you tried without success; one claim that somebody could check.
+# Write one page: the task and its reward; the figures before and after, with the interval; three wrong answers, explained;
+# what you tried without success; one claim that somebody could check.
 #
 # ## Where it fails
 #
-# - The model learned to sort four letters, not to sort in general: give it five.
+# - The model learned to sort four letters only: give it five.
 # - The interval is over prompts, not over runs. Another seed may end elsewhere (`psigrad compare` runs several).
-# - If people judge, the policy can exploit the reward model (chapter 5).
 #
 # ## In pseudocode
 #
 # ```text
-# until you are sure, or have learned why not
-#     look at rows, at answers and at their rewards; write down what you expect
+# until you are sure
+#     look at rows, answers and rewards; write down what you expect
 #     change one thing; run two seeds, short
 #     compare on held-out prompts, pair by pair, with an interval
 # ```
@@ -250,9 +247,9 @@ check(
 #
 # ## Exercises
 #
-# 1. How many held-out prompts does it take to tell 0.90 from 0.95, if both models answer all of them and disagree on 7 %?
-# 2. Give half the reward for the right letters in any order. Does the held-out accuracy improve? Write down what you expect
-#    before you run it.
+# 1. How many held-out prompts tell 0.90 from 0.95, if both models answer all of them and disagree on 7 %?
+# 2. Give half the reward for the right letters in any order. Does the held-out accuracy improve? Write down your guess
+#    first.
 # 3. When is p too small for milestone 4?
 
 # %% [markdown]

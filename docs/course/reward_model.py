@@ -2,8 +2,7 @@
 # # 5 · A reward model, and pushing it too far
 #
 # Often nobody can write a program for the reward, but people can compare two answers. A **reward model** turns comparisons
-# into a number, which reinforcement learning makes large. But the number is right only for answers like those that were
-# compared.
+# into a number, which reinforcement learning maximises. But the number is right only for answers like those compared.
 
 # %%
 import json
@@ -30,12 +29,12 @@ rl_steps = 120
 # %% [markdown]
 # ## From comparisons to numbers
 #
-# Let each answer have a worth r. Bradley and Terry's model says that answer w beats answer l with probability
+# Let each answer have a worth r. In Bradley and Terry's model, answer w beats answer l with probability
 #
 #     P(w beats l) = σ(r_w − r_l),    σ(z) = 1 / (1 + e^−z).
 #
-# To learn r, minimise −log σ(r_w − r_l) over the observed comparisons. Here are six answers with known worth, and judges who
-# follow the formula:
+# To learn r, minimise −log σ(r_w − r_l) over the comparisons. Here are six answers of known worth, and judges who follow
+# the formula:
 
 # %%
 worth = torch.tensor([-1.5, -0.6, 0.0, 0.3, 1.0, 2.0])
@@ -65,13 +64,12 @@ error = ((learned - learned.mean()) - (worth - worth.mean())).abs().max()
 print(f"largest error {error:.2f} from {comparisons} comparisons")
 
 # %% [markdown]
-# The plot subtracts the means, because adding 5 to all worths changes no comparison. **Only differences of rewards mean
-# anything.**
+# The plot subtracts the means: adding 5 to all worths changes no comparison. **Only differences of rewards mean anything.**
 #
 # ## Goodhart's law, by arithmetic
 #
-# Let the learned reward, the *proxy*, be the truth plus an error. Draw n answers and keep the one with the largest proxy.
-# Does the truth rise with n too?
+# Let the learned reward, the *proxy*, be the truth plus an error. Of n answers keep the one with the largest proxy. Does
+# the truth rise with n too?
 
 # %%
 rng = np.random.default_rng(0)
@@ -103,13 +101,13 @@ peak = int(np.argmax(kept["some large errors"]))
 print(f"with some large errors the truth peaks at n = {sizes[peak]} and then falls")
 
 # %% [markdown]
-# If all errors are small, more selection helps, but less and less. If the proxy is sometimes far too high, the best of many
-# is the answer with the *greatest error*. Training selects even harder than best-of-1,024.
+# With small errors, more selection helps, but less and less. If the proxy is sometimes far too high, the best of many is
+# the answer with the *greatest error*. Training selects even harder than best-of-1,024.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# The task and the SFT model are those of chapter 4. The **truth**, which we want, is similarity to the right answer.
+# The task and SFT model are chapter 4's. The **truth**, which we want, is similarity to the right answer.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -117,8 +115,8 @@ held_out, prompts = words.rows()
 sft = words.imitate(prompts, folder, sft_steps)
 
 # %% [markdown]
-# Judges prefer the more similar of two answers with probability σ(8·difference in similarity). All answers that they see have
-# four letters. The reward model is the SFT model with one number as its output.
+# Judges prefer the more similar of two answers with probability σ(8·difference in similarity). All answers they see have
+# four letters. The reward model is the SFT model with one number as output.
 
 
 # %%
@@ -166,7 +164,7 @@ accuracy = reward_model.after["eval/accuracy"]
 print(f"agrees with the judges on {accuracy:.0%} of new pairs")
 
 # %% [markdown]
-# RLOO maximises the reward model's score, once without a penalty, and once with a **KL penalty**:
+# RLOO maximises the reward model's score, without and with a **KL penalty**:
 #
 #     maximise E[ r(x, y) − β·log( π(y|x) / π_ref(y|x) ) ].
 #
@@ -216,8 +214,8 @@ for name, run in runs.items():
     )
 
 # %% [markdown]
-# Without the penalty the proxy rises sharply within ten steps, and the truth falls to almost nothing. With β = 0.5 the policy
-# hardly changes. What do they write in the end?
+# Without the penalty the proxy rises sharply within ten steps, and the truth falls to almost nothing. With β = 0.5 the
+# policy hardly changes. What do both write in the end?
 
 # %%
 for name, run in runs.items():
@@ -225,39 +223,39 @@ for name, run in runs.items():
     print(name, [row["completion"] for row in found])
 
 # %% [markdown]
-# Without the penalty the policy writes nothing! No comparison showed that an empty answer is bad, and the reward model
-# happens to score it higher than a right one.
+# Without the penalty the policy writes nothing! No comparison showed an empty answer to be bad, and the reward model
+# happens to prefer it to a right one.
 #
 # ## Where it fails
 #
 # - The policy moves to answers *without comparisons*, where the largest errors are.
-# - The KL penalty does not correct the reward. If β is too large, nothing is learned; if it is too small, the truth is lost.
-#   Only a measurement of the truth, by people, shows which.
-# - If a program can check the answer, use the program, and read the answers: programs have holes too.
+# - The KL penalty does not correct the reward. If β is too large, nothing is learned; if too small, the truth is lost. Only
+#   people, who judge the truth, can show which.
+# - If a program can check the answer, use it, and read answers: programs have holes too.
 #
 # ## The derivation: the loss, its gradient, and the price of KL
 #
-# The likelihood of all comparisons is a product of σ(r_w − r_l). Its negative logarithm is the loss. Since σ' = σ·(1 − σ), a
-# pair has the gradient
+# The loss is the negative logarithm of the comparisons' likelihood, a product of σ(r_w − r_l). Since σ' = σ·(1 − σ), a pair
+# has the gradient
 #
 #     ∇loss = −(1 − σ(r_w − r_l))·(∇r_w − ∇r_l).
 #
-# The weight of a pair is the probability that the model gave to the wrong order.
+# A pair's weight is the probability that the model gave to the wrong order.
 #
 # If the proxy's errors are normal with deviation s and independent of the truth, the best of n draws has an error of about
 # s·√(2·log n), and a KL of log n − (n − 1)/n. So
 #
 #     error ≈ s·√(2·KL).
 #
-# With heavy tails the error grows faster, and the best of many is in truth no better than a single draw.
+# With heavy tails the error grows faster, and the truth of the best of many is that of a single draw.
 #
 # ## In pseudocode
 #
 # ```text
 # for each batch of (x, w, l)
-#     one step of Adam on −mean log σ( r(x,w) − r(x,l) )
+#     one step of Adam on −mean log σ(r(x,w) − r(x,l))
 # repeat
-#     R_i ← r(x, y_i) − β log( π(y_i|x) / π_ref(y_i|x) ) for samples y_1 … y_K
+#     R_i ← r(x, y_i) − β log(π(y_i|x)/π_ref(y_i|x)) for samples y_1 … y_K
 #     one step along Σ_i ∇log π(y_i|x) (R_i − mean of the others)
 #     sometimes measure the truth on held-out prompts
 # ```
@@ -270,8 +268,8 @@ for name, run in runs.items():
 #
 # ## Exercises
 #
-# 1. What happens to the Bradley–Terry loss if you add 5 to all rewards? And if you double them?
-# 2. The KL of best-of-n is log n − (n − 1)/n at most. Compare best-of-1,024 with the policy without a penalty.
+# 1. What happens to the Bradley–Terry loss if you add 5 to all rewards, or double them?
+# 2. The KL of best-of-n is log n − (n − 1)/n at most. Compare best-of-1,024 with the policy trained without a penalty.
 # 3. Label smoothing assumes that a share ε of labels is wrong. Which difference r_w − r_l then has the least loss?
 
 # %% [markdown]

@@ -80,14 +80,13 @@ plt.show()
 print(f"loss {cross_entropy:.4f}, entropy of what was shown {entropy:.4f}")
 
 # %% [markdown]
-# The model copies everything that its teachers do, as often as they do it. The loss cannot fall below the entropy of their
-# answers.
+# The model copies what its teachers do, as often as they do it. The loss cannot fall below the entropy of their answers.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# The task is to spell a word of four letters backwards. The teachers are careless: in 60 % of their answers the last two
-# letters are swapped.
+# The task is to spell a word of four letters backwards. The teachers are careless: they swap the last two letters in 60 %
+# of their answers.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -100,7 +99,7 @@ for row in shown[:4]:
     print(row["prompt"], row["completion"], "" if row["right"] else "  (wrong)")
 
 # %% [markdown]
-# A small Qwen3 imitates them, with a token for each character.
+# A small Qwen3 with a token for each character imitates them.
 
 # %%
 tiny.model("qwen3", 260, hidden=64, layers=2).save_pretrained(folder / "base")
@@ -133,7 +132,7 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# The loss falls to the entropy of the teachers' mistakes, which nobody can predict.
+# The loss falls to the entropy of the teachers' mistakes.
 #
 # On new words, two rewards count the right answers and the teachers' mistake.
 
@@ -175,16 +174,16 @@ for name, (good, bad) in shares.items():
     print(f"{name:13} right {good:.2f}   the teachers' mistake {bad:.2f}")
 
 # %% [markdown]
-# With sampling, the model is right about as often as its teachers. With greedy decoding it is *worse*: the most probable
-# answer is the mistake. Imitation learns what is common, not what is right.
+# With sampling, the model is right about as often as its teachers. With greedy decoding it is *worse*: the likeliest answer
+# is the mistake. Imitation learns what is common, not what is right.
 #
 # ## Where it fails
 #
-# - Nothing in the loss says which demonstrations are good, so the model cannot become better than its teachers.
-# - The model only reads the teachers' answers, so it does not learn from its own mistakes.
+# - The loss does not know which demonstrations are good, so the model cannot surpass its teachers.
+# - The model reads only the teachers' answers, so it does not learn from its own mistakes.
 # - The loss cannot say "less of this": Ψ = 1 for every demonstration.
 #
-# With a reward, Ψ can be negative. GRPO (chapter 7) now trains the same model on answers that it samples itself.
+# With a reward, Ψ can be negative. GRPO (chapter 7) now trains the same model on its own answers.
 
 # %%
 rl = psigrad.train(
@@ -226,7 +225,7 @@ print(
 )
 
 # %% [markdown]
-# In a few dozen steps the student is better than its teachers, since after SFT it sometimes gave the right answer.
+# In a few dozen steps the student surpasses its teachers, since after SFT it was sometimes right.
 #
 # ## The derivation: imitation is a KL, and a policy gradient
 #
@@ -234,9 +233,9 @@ print(
 #
 #     E_p[ −log π(y|x) ] = E_p[ −log p(y|x) ] + KL( p ‖ π ).
 #
-# The first is the teachers' entropy, which the student cannot change. The second is 0 only for π = p. It is large if an
-# answer of the teachers is nearly impossible under π, so π covers all their answers. A KL penalty has the other direction,
-# and prefers a few of them.
+# The first is the teachers' entropy, which the student cannot change. The second is 0 only for π = p. It is large if a
+# teacher's answer is nearly impossible under π, so π covers all their answers. A KL penalty has the other direction: with
+# it π prefers a few answers.
 #
 # The gradient is the policy gradient with Ψ = 1 and actions from p,
 #
@@ -247,11 +246,10 @@ print(
 # ## In pseudocode
 #
 # ```text
-# SFT
 # for each batch of (x, y)
 #     z ← tokens of x and y; m_t ← 1 for y and its end, 0 for x
 #     loss ← − Σ_t m_t log π(z_t | z_<t) / Σ_t m_t
-#     one step of Adam on it
+#     one step of Adam
 # ```
 #
 # ## Read on
@@ -262,10 +260,10 @@ print(
 #
 # ## Exercises
 #
-# 1. How low can the mean loss per token be if the teachers err in 10 % of the cases?
-# 2. Why is the model *worse* with greedy decoding than with sampling? At which share of mistakes would it be better?
-# 3. **Rejection fine-tuning** (RAFT) imitates only the model's own best samples. Write its Ψ as a function of a `Batch`, for
-#    rewards of 0 and 1.
+# 1. How low can the mean loss per token be if teachers err in 10 % of the cases?
+# 2. Why is the model *worse* with greedy decoding than with sampling? At which share of mistakes is it better?
+# 3. **Rejection fine-tuning** (RAFT) imitates only the model's own best samples. Write its Ψ as a function of a `Batch`,
+#    for rewards 0 and 1.
 
 # %% [markdown]
 # ### Answer 1

@@ -32,7 +32,10 @@ ELSEWHERE = (  # lines of `explain` that table.md, a part's formula or the page'
     "reference: ",
 )
 # Parts whose sentence defines a symbol of the formula. For the others the formula and the page's own words are enough.
-DEFINING = ("group_mean", "leave_one_out", "length_gae", "with_imitation", "value_loss", "logistic", "robust")
+DEFINING = ("leave_one_out", "length_gae", "with_imitation", "value_loss", "logistic", "robust")
+PLAIN = {"link: logistic(label_smoothing=0.0)": "−log σ(h_w − h_l)"}  # parts whose formula is shorter with these parameters
+UNSAID = ", with Ψ_t the advantage before whitening"  # the part inside begins with Ψ_t
+INNER = {"psi": "Ψ_t =", "surrogate": "L'_t =", "critic": "Â_t ="}  # what a part inside the part of a slot computes
 SHARED = ("`token`", "`none`", "`token_mean`", "`sequence_mean`", "`KL(")  # parts of these whose papers are not the method's
 UNMEASURED = "No curve has been measured yet."
 
@@ -56,14 +59,43 @@ def _template(name: str) -> str:
 def _formula(name: str) -> str:
     """Return the formula that a method minimises, part by part. `psigrad explain` prints the same with each part's source."""
     paper = f"The method is that of arXiv:{OWN[name]}.\n\n" if name in OWN else ""
-    return f"## Formula\n\n{paper}{_sections(algorithms.explain(name))}"
+    sections = _sections(algorithms.explain(name))
+    loss, mark, parts = sections.partition("\n\n**")
+    return f"## Formula\n\n{paper}{loss}{_symbols(sections, name in LOSSES)}{mark}{parts}"
+
+
+def _symbols(formulas: str, preference: bool) -> str:
+    """Return a paragraph that says what the symbols of a page's formulas mean, as far as the parts do not say it."""
+    if preference:
+        known = {"|y|": "|y| its length in tokens", "σ(": "σ the sigmoid", "π_ref": "π_ref the reference model"}
+        return f"\n\nx is the prompt, y an answer, {', '.join(words for sign, words in known.items() if sign in formulas)}."
+    if "a_t" not in formulas:
+        return ""
+    token = "π_old sampled the token (step) a_t after" if "π_old" in formulas else "token (step) a_t follows"
+    words = [f"In completion (sequence, trajectory) i, {token} the text s_t."]
+    single = re.search(r"\br_[tu]", formulas)
+    if "R_i" in formulas:
+        words.append("R_i is the sum of the tokens' rewards r_t." if single else "R_i is the completion's reward.")
+    elif single:
+        words.append("r_t is the token's reward.")
+    if "mean(R)" in formulas:
+        figures = "mean(R) and std(R) are" if "std(R)" in formulas else "mean(R) is"
+        words.append(f"{figures} over the group, the completions of one prompt.")
+    elif "group" in formulas:
+        words.append("A group is the completions of one prompt.")
+    known = {
+        "V(": "V is the critic.",
+        "π_sampler": "π_sampler is the sampler's policy.",
+        "π_ref": "π_ref is the reference model.",
+    }
+    return "\n\n" + " ".join([*words, *(said for sign, said in known.items() if sign in formulas)])
 
 
 def _sections(explained: str) -> str:
     """Return the output of `explain` as Markdown: a paragraph for each filled slot, and its formulas as blocks."""
     out: list[str] = []
     shift = 0  # how far the lines of a part inside a part are moved to the right
-    part_name = ""
+    part_name = section = ""
     for line in _unwrapped(explained):
         indent, text = len(line) - len(line.lstrip()), line.strip()
         slot, colon, part = text.partition(": ")
@@ -73,8 +105,10 @@ def _sections(explained: str) -> str:
                 out[last] += f" ({', '.join(dict.fromkeys(papers))})"
         if not text or text.startswith(ELSEWHERE):
             continue
+        if (not indent and text.endswith(" minimises")) or text == "ρ_t = 1":  # the surrogates of these methods read no ratio
+            continue
         if indent == 0:
-            shift = 0
+            shift, section = 0, text
             part_name = part.partition("(")[0]
             if not (part.startswith("none:") or (part == "none" and slot in ("critic", "entropy"))):
                 out.append(f"**{slot}**: `{part}`" if colon and slot in SLOT_NAMES else text)
@@ -84,12 +118,18 @@ def _sections(explained: str) -> str:
             out.append(f"with `{text.removeprefix('with ')}`")
             part_name = text.removeprefix("with ").partition("(")[0]
             shift = indent
-        elif indent >= 8 + shift or (indent == 4 and not shift and not out[-1].startswith("**") and text.startswith("loss(")):
-            block = "    " + text
-            out[-1] += ("\n" if out[-1].startswith("    ") else "\n\n") + block if out[-1].startswith("    ") else ""
-            if not out[-1].endswith(block):
+        elif indent >= 8 + shift or (indent == 4 and not shift and text.startswith("loss(")):
+            nested = INNER.get(section.partition(" ")[0].rstrip(":")) if shift else None
+            block = "    " + (
+                text.replace("A_t =" if "A_t" in text else "L_t =", nested)
+                if nested
+                else PLAIN.get(section, text.removesuffix(UNSAID))
+            )
+            if out and out[-1].startswith("    "):
+                out[-1] += "\n" + block
+            else:
                 out.append(block)
-        elif part_name in DEFINING:
+        elif part_name in DEFINING and section not in PLAIN:
             out.append(text)
     return "\n\n".join(out)
 

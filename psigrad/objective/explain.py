@@ -67,18 +67,19 @@ def _head(method: Explained, name: str = "") -> list[str]:
         return [f"{name}, on pairs of fresh completions:", *_head(method.loss)]
     if isinstance(method, KahnemanTversky):
         return [f"{name} minimises the mean of this loss over labelled completions"]
-    formula = "loss(θ) = (1/N) Σ_n link(h_w − margin, h_l)"
-    formula = formula.replace("link", f"{method.preference:g}·link") if method.preference != 1 else formula
+    formula = "loss(θ) = (1/N) Σ_n link(h_w, h_l)"
+    formula = formula.replace("1/N", f"{method.preference:g}/N") if method.preference != 1 else formula
     formula += f" + {method.sft:g}·NLL(chosen)" if method.sft else ""
-    return [f"{name} minimises", "    " + formula, f"over pairs (w chosen, l rejected), with h = β·score and β = {method.beta:g}"]
+    sides = f"h_w = β·score(w) − margin, h_l = β·score(l), β = {method.beta:g}"
+    sides += "; NLL is the mean of −log π over the tokens of all chosen answers" if method.sft else ""
+    return [f"{name} minimises", "    " + formula, f"over N pairs (w chosen, l rejected), with {sides}"]
 
 
 def _formula(method: PolicyGradient) -> str:
-    weight = "c·" if method.correction else ""
-    inner = f"{weight}L(π, ρ, A)"
+    inner = "c_t·L_t" if method.correction else "L_t"
     if method.kl is not None and method.kl.where == "loss" and method.needs_reference:
-        inner = f"[ {inner} + β·KL ]"
-    formula = f"loss(θ) = Σ_i Σ_t w_it · {inner}"
+        inner = f"[{inner} + β·KL_t]"
+    formula = f"loss(θ) = Σ_i Σ_t w_t·{inner}"
     if method.entropy is not None:
         formula += " − c_H·mean(H)"
     if method.critic is not None:

@@ -15,7 +15,7 @@ from psigrad.objective.explain import _part_lines
 def test_explain_states_the_formula_of_each_slot_with_its_source() -> None:
     text = explain("grpo")
     for piece in (
-        "grpo minimises", "loss(θ) = Σ_i Σ_t w_it · [ L(π, ρ, A) + β·KL ]", "clip(low=0.2, high=0.2)", "arXiv:2402.03300",
+        "grpo minimises", "loss(θ) = Σ_i Σ_t w_t·[L_t + β·KL_t]", "clip(low=0.2, high=0.2)", "arXiv:2402.03300",
         "L_t = −min(ρ_t·A_t, clip(ρ_t, 1 − low, 1 + high)·A_t)", "A_t = (R_i − mean(R)) / (std(R) + 0.0001)",
         "0.04·(e^(−d_t) − 1 + d_t)",
     ):  # fmt: skip

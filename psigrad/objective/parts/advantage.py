@@ -156,7 +156,7 @@ class reward_to_go:
 def batch_mean(batch: Batch) -> Tensor:
     """The return minus the mean return of the batch.
 
-    Formula: A_t = R_i − (1/N)·Σ_j R_j
+    Formula: A_t = R_i − (1/N)·Σ_j R_j, over the N trajectories j of the batch
 
     The mean contains R_i, so the expected gradient is (N − 1)/N of the true one, in the right direction.
 
@@ -172,7 +172,7 @@ def batch_mean(batch: Batch) -> Tensor:
 class moving_average(StatefulPsi):
     """The return minus the moving average of the returns of earlier batches.
 
-    Formula: A_t = R_i − b,  then m ← decay·m + (1 − decay)·mean(R),  b = m / (1 − decay^n) after n batches; m and b start at 0
+    Formula: A_t = R_i − b;  after batch n: m ← decay·m + (1 − decay)·mean_batch(R),  b = m / (1 − decay^n); m and b start at 0
 
     The baseline b never contains R_i, so it does not change the expected gradient.
 

@@ -38,7 +38,7 @@ def token_mean(mask: Tensor, totals: Totals) -> Tensor:
 def sequence_mean(mask: Tensor, totals: Totals) -> Tensor:
     """Return the weights w [N, T] of the mean over each sequence's steps, then over sequences. Long sequences' steps weigh less.
 
-    Formula: w_t = 1 / (|y| · number of sequences), |y| the number of steps of the sequence
+    Formula: w_t = 1 / (N·|y|), with N sequences, this one of |y| steps
 
     Source: Shao et al. 2024, GRPO, arXiv:2402.03300, eq. 3; TRL loss_type "grpo".
 

@@ -12,11 +12,11 @@ from psigrad.objective.lazy_torch import Tensor, torch
 
 @dataclass(frozen=True)
 class value_loss:
-    """Half the squared error of the critic against the return R_t = Â_t + V_old(s_t). Â_t comes from the psi `returns`, or,
-    if that is None, from the method's psi before whitening.
+    """Half the squared error of the critic V. The part `returns` computes Â_t; without it, Â_t is the method's advantage before
+    whitening.
 
-    Formula: c_V · ½·(V(s_t) − R_t)², and with clip ε: c_V · ½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²)
-             c_V is `coefficient`, ε is `clip`
+    Formula: value error = ½·max((V − G)², (clip(V, V_old − ε, V_old + ε) − G)²), or without ε ½·(V − G)²
+             V = V(s_t), G = Â_t + V_old(s_t), c_V = `coefficient`, ε = `clip`; V_old is V before the update
 
     Source: Schulman et al. 2017, PPO, arXiv:1707.06347, eq. 9; the clip is that of OpenAI's baselines.
 

@@ -51,7 +51,7 @@ class group_mean_batch_std:
 def length_weighted_mean(batch: Batch) -> Tensor:
     """The return minus a baseline: the mean return of its group, weighted by the lengths of the completions.
 
-    Formula: A_t = R_i − Σ_j |y_j|·R_j / Σ_j |y_j|
+    Formula: A_t = R_i − Σ_j |y_j|·R_j / Σ_j |y_j|, over the completions j of the group, with |y_j| steps
 
     This baseline has the least variance if the squared norm of ∇log π(y) grows in proportion to the length of y. It contains R_i,
     so the expected gradient is not exactly that of the expected reward. The plain mean is biased for the same reason.
@@ -96,7 +96,7 @@ def over_group_mean(batch: Batch) -> Tensor:
 class pass_at_k:
     """The mean advantage of all subsets of k completions that include the completion. A subset's score is that of its best one.
 
-    Formula: with G completions in the group, of which m are wrong (their return is at most the threshold `right`),
+    Formula: with G completions in the group, of which m are wrong (R_i ≤ `right`), and C the binomial coefficient,
              P = 1 − C(m, k)/C(G, k) and σ = √(P·(1 − P)): A_t = (1 − P)/σ for a right completion,
              (1 − P − C(m − 1, k − 1)/C(G − 1, k − 1))/σ for a wrong one, and 0 if σ = 0
 
@@ -139,6 +139,7 @@ class decoupled_group_mean:
     """The weighted sum S of the rewards, each standardised within the group, divided by the standard deviation of S in the batch.
 
     Formula: A_t = S_i / (std_batch(S) + eps), S_i = Σ_k w_k · (r_ik − mean_group(r_k)) / (std_group(r_k) + eps)
+             r_ik is the value of reward function k for completion i, and w_k the weight of this function
 
     In a plain sum of rewards, the values (1, 0) and (0, 1) of two functions look the same. A function that does not apply to a
     completion adds nothing to S_i. A KL penalty in the reward is ignored.

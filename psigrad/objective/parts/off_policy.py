@@ -26,7 +26,7 @@ class symmetric_mask(SamplerWeighted):
     """The importance-weighted surrogate, with loss 0 for steps whose probability has risen or fallen by more than δ.
 
     Formula: L_t = −M_t · A_t · π(a_t|s_t) / π_sampler(a_t|s_t)
-             M_t = 1 where |π(a_t|s_t) − π_sampler(a_t|s_t)| ≤ δ; else 0
+             M_t = 1 where |π(a_t|s_t) − π_sampler(a_t|s_t)| ≤ δ; else 0; δ is `delta`
 
     The sign of the advantage does not matter, unlike in `divergence_mask`: a step that moved too far is dropped even if its
     gradient would bring it back.

@@ -314,7 +314,7 @@ class KL:
     """A penalty on KL(π‖π_ref).
 
     Formula: in the reward: r_t ← r_t − β·k(d_t), with d_t = log π_old(a_t|s_t) − log π_ref(a_t|s_t)
-             in the loss: L_t ← L_t + β·k(d_t), with d_t = log π(a_t|s_t) − log π_ref(a_t|s_t)
+             in the loss: KL_t = k(d_t), with d_t = log π(a_t|s_t) − log π_ref(a_t|s_t)
 
     k1 = d, k2 = d²/2, k3 = e^(−d) − 1 + d, exact = Σ_a π(a)·d(a); k1+ and k3+ have the value of k1 and k3 and the gradient of k2.
     exact_forward is KL(π_ref‖π) summed over the vocabulary, exact_js the Jensen–Shannon divergence with weight `mixture`.
@@ -395,7 +395,7 @@ class KL:
             meaning = f",  M = {self.mixture:g}·π_ref + {1 - self.mixture:g}·π, summed over the vocabulary"
         elif self.estimator in MEASURED:
             meaning = "" if self.estimator != "span" else ",  w the pieces of text that end at a token's end in both tokenizers"
-        return f"L_t ← L_t + {beta}·{weight}{estimate_of}{meaning}"
+        return f"β·KL_t = {beta}·{weight}{estimate_of}{meaning}"
 
     def initial_state(self) -> dict[str, float]:
         """Return the state before the first batch: the initial β if it is adaptive, otherwise nothing."""

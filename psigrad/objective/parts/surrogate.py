@@ -192,7 +192,7 @@ class soft_clip(RatioSurrogate):
     """The ratio through a sigmoid: the gradient fades smoothly as the ratio moves away from 1, without the clip's sharp edge.
 
     Formula: L_t = −(4/τ)·σ(τ·(ρ_t − 1))·A_t
-             τ is the parameter `positive` where A_t > 0, `negative` elsewhere
+             τ is `positive` where A_t > 0, `negative` elsewhere; σ is the sigmoid
 
     At ρ = 1 the gradient is that of −ρ_t·A_t.
 
@@ -222,7 +222,7 @@ class divergence_mask(SilentSurrogate):
     """The policy gradient weighted by the detached ratio, without the steps whose probability has moved too far.
 
     Formula: L_t = −M_t · sg[min(ρ_t, cap)] · A_t · log π(a_t|s_t), where sg stops the gradient
-             M_t = 0 where A_t > 0 and π − π_old > δ, or A_t < 0 and π_old − π > δ; else 1
+             M_t = 0 where A_t > 0 and π − π_old > δ, or A_t < 0 and π_old − π > δ; else 1; δ is `delta`
 
     The parameter `delta` (δ) bounds the change of the token's probability, not of its ratio. A rare token's probability may grow
     by a large factor, a likely token's only by a small share. The change is the total variation if all other tokens count as one.
@@ -288,8 +288,8 @@ class geometric_clip(RatioSurrogate):
 class covariance_penalty(RatioSurrogate):
     """The importance-weighted surrogate, with a penalty |log ρ| on the few tokens that lower the entropy most.
 
-    Formula: L_t = −ρ_t·A_t + [t ∈ M]·coefficient·|log ρ_t|
-             M are the tokens with the greatest C_t, with |M| = share·(number of all tokens)
+    Formula: L_t = −ρ_t·A_t + m_t·coefficient·|log ρ_t|
+             m_t = 1 for the tokens with the greatest C_t, a `share` of all; else 0
              C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A))
 
     The penalty has no effect in the first optimiser step on a batch, where ρ_t = 1. It needs several passes or minibatches.
@@ -319,7 +319,7 @@ class covariance_penalty(RatioSurrogate):
         return marked.view(batch.mask.shape)
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, marks: Tensor) -> Tensor:
-        """Return the loss [N, T] of each token. `marks` [N, T] is True on the tokens in M."""
+        """Return the loss [N, T] of each token. `marks` [N, T] is True where m_t = 1."""
         return -exp_ratio(log_ratio) * advantage + torch.where(marks, self.coefficient * log_ratio.abs(), 0.0)
 
 
@@ -327,7 +327,7 @@ class covariance_penalty(RatioSurrogate):
 class with_imitation:
     """The wrapped surrogate L', plus the cross-entropy of the batch's right answers.
 
-    Formula: L_t = L'_t − coefficient · [R_i ≥ `right`] · (S / S⁺) · log π(a_t|s_t)
+    Formula: L_t = L'_t − coefficient · m_i · (S / S⁺) · log π(a_t|s_t), m_i = 1 where R_i ≥ `right`; else 0
              S is the number of steps in the batch, S⁺ the number of steps of right answers
 
     With the token_mean aggregate the second term is the coefficient times the mean cross-entropy of the right answers' steps.
@@ -356,7 +356,7 @@ class with_imitation:
         return frozenset({"marks"}) | frozenset(getattr(self.surrogate, "needs", ()))
 
     def marks(self, batch: Batch, advantage: Tensor) -> Tensor:
-        """Return the factor [R_i ≥ `right`] · (S / S⁺) of the formula for each step, [N, T]. It is 0 for a wrong answer."""
+        """Return the factor m_i · (S / S⁺) of the formula for each step, [N, T]. It is 0 for a wrong answer."""
         metric_N = batch.sequence_reward if batch.metric is None else batch.metric
         steps = (batch.mask & (metric_N >= self.right)[:, None]).to(batch.reward.dtype)
         return steps * (int(batch.mask.sum()) / max(int(steps.sum()), 1))
