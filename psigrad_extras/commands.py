@@ -69,7 +69,10 @@ def compare(arguments: list[str]) -> int:
     """Train with several methods and draw the comparison."""
     methods, given, rest = flags.parse_lists(arguments, "--seeds", "--pairs")
     usage = "compare METHOD ... [--seeds 0 1 2] [--pairs FILE]"
-    about = "Compare methods over seeds, from one model with equally many samples. Preference methods train on the pairs in FILE."
+    about = (
+        "Compare methods over several seeds. All start from the same model and get the same number of samples. Preference "
+        "methods train on the pairs in the file given by --pairs."
+    )
     config = flags.parse(OnlineConfig, usage, rest, {"algorithm": methods[0]} if methods else {}, about)
     from psigrad.records.report import terminal
     from psigrad_extras.investigate import compare as compare_page
@@ -197,7 +200,7 @@ def export(arguments: list[str]) -> int:
     """Write a model in a format for other programs."""
     usage = "psigrad export RUN_OR_MODEL --to gguf|merged|adapter [--output FOLDER] [--quantization f16]"
     if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nWrite the model of a run, a folder, a hub name or a GGUF file to a new folder, in the format --to:\n")
+        print(f"{usage}\n\nWrite a model to a new folder. RUN_OR_MODEL is a run, a folder, a hub name or a GGUF file. Formats:\n")
         print("  gguf     one file for llama.cpp, with its chat template and a Modelfile for Ollama; --quantization is f32, f16,")
         print("           bf16, q8_0, q5_1, q5_0, q4_1 or q4_0")
         print("  merged   the model with its adapter merged in, for transformers\n  adapter  only the adapter, for peft")

@@ -50,6 +50,18 @@ def judge_report(arguments: list[str]) -> int:
     return 0
 
 
+_FLAGS = """\
+  RUNS_FOLDER              folder of the runs to show (default runs)
+  --checkpoint FOLDER ...  more models for the chat
+  --model-memory GB        limit of the weights in memory (default 8)
+  --database URL           where labels are stored: a file or a postgresql:// URL (default labels.db next to RUNS_FOLDER)
+  --allow-host NAME ...    hosts of a reverse proxy
+  --port N                 port (default: the first free one from 8420)
+  --no-open                do not open a browser
+  --backup FILE            copy the labels to a new file, also while a studio is running
+  --restore FILE           replace the labels with those of a backup"""
+
+
 def studio(arguments: list[str]) -> int:
     """Run `psigrad studio`: serve the studio until Ctrl-C, or back up or restore its labels, and return the exit status."""
     usage = (
@@ -58,12 +70,8 @@ def studio(arguments: list[str]) -> int:
         "psigrad studio [RUNS_FOLDER] [--database FILE] --backup FILE | --restore FILE"
     )
     if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nStart the web application: grid world, runs, labelling, chat. It listens on this machine only.")
-        print("It shows the runs in RUNS_FOLDER (default runs). --checkpoint adds models to the chat; --model-memory limits the")
-        print("weights in memory (default 8 GB). --database is a file or postgresql:// URL of labels (default labels.db next to")
-        print("RUNS_FOLDER). --allow-host names the host of a reverse proxy. --port is by default the first free one from 8420.")
-        print("--no-open opens no browser. --backup copies the labels to a new FILE, even while a studio is running; --restore")
-        print("replaces the labels with those of a backup.")
+        print(f"{usage}\n\nStart the web application: grid world, runs, labelling, chat. It listens on this machine only.\n")
+        print(_FLAGS)
         return 0
     folders, listed, rest = flags.parse_lists(arguments, "--checkpoint", "--allow-host")
     given = flags.parse_plain(

@@ -53,7 +53,7 @@ GROUPS = {
         "lm-eval": Command("run tasks of EleutherAI's lm-eval, and show which ones training has made worse", _extra("lm_eval")),
         "judge-report": Command("measure how often an LLM judge agrees with humans, and with itself", _studio("judge_report")),
         "plan": Command("estimate the peak memory, batches and speed of a run before it starts", _extra("plan")),
-        "compare": Command("compare methods over seeds, from the same model and with equally many samples", _extra("compare")),
+        "compare": Command("compare methods over seeds, with the same model and number of samples", _extra("compare")),
         "sweep": Command("search for the best settings of a method with Optuna, over several seeds", _extra("sweep")),
         "replay": Command("recompute a step of an online run exactly, or with other methods", _extra("replay")),
         "referee": Command("find the first tensor that differs: TRL against psigrad, or two settings files", _extra("referee")),

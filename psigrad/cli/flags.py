@@ -262,7 +262,7 @@ def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) ->
                     for _, value in places
                 )
             )
-            text = f"{short.help} (default {now})".replace("%", "%%")
+            text = f"{short.by_path.get(places[0][0], short.help)} (default {now})".replace("%", "%%")
         flag = "--" + name.replace("_", "-")
         if short.switch:
             group.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)

@@ -17,7 +17,7 @@ def describe_warning(name: str) -> str:
     """Return the meaning of the warning `name`, which may have dashes for underscores; "" if there is no such warning."""
     if (entry := texts().get(name.replace("-", "_"))) is None:
         return ""
-    example = f"\n\nA command that raises it: psigrad {entry['example']}" if "example" in entry else ""
+    example = f"\n\nA command that triggers this warning: psigrad {entry['example']}" if "example" in entry else ""
     for file, text in entry.get("files", {}).items():
         example += f"\n\n{file}:\n{textwrap.indent(text.rstrip(), '  ')}"
     return f"{entry['says']}\n\nWhy: {entry['why']}\nDo:  {entry['do']}{example}"

@@ -242,7 +242,7 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     reference_dtype: Literal["", "float32", "bfloat16"] = ""
     """Precision of the reference; empty: the model's."""
     ref_model_sync_steps: CountOrZero = 0
-    """Move the reference towards the policy every this many steps; 0: never."""
+    """Number of steps between moves of the reference towards the policy; 0: it never moves."""
     ref_model_mixup_alpha: Annotated[Share, Needs("ref_model_sync_steps")] = 0.6
     """With ref_model_sync_steps: the reference becomes α · policy + (1 - α) · reference. 1 copies the policy; a small α after
     every step gives an exponential moving average."""
@@ -250,8 +250,8 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     """In games with several players (seats): share of prompts played against a past self, a frozen copy of the policy. The policy
     then learns in one seat. 0: it plays all seats and learns in each."""
     past_every: Annotated[Count, Needs("past_opponents")] = 50
-    """With past_opponents: copy the policy as a new past self every this many steps. The first past self is the policy at the
-    start of the run."""
+    """With past_opponents: number of steps between copies of the policy as a new past self. The first past self is the policy at
+    the start of the run."""
     past_kept: Annotated[Count, Needs("past_opponents")] = 1
     """With past_opponents: draw from this many of the newest past selves. The full weights of each stay in memory."""
     teacher_prompt: str = ""

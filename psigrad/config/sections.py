@@ -94,7 +94,7 @@ class Model:
     """If the model is given as an adapter: continue to train it, or merge it into its base and train all weights. With lora_rank
     it is merged, and a new adapter is trained."""
     lora_rank: Annotated[CountOrZero, MAIN] = 0
-    """Rank of a new LoRA adapter (peft); 0 trains every weight, or the adapter that is given as the model."""
+    """Rank of a new LoRA adapter (peft). 0: no new adapter; all weights are trained, or `model` if it is an adapter."""
     lora_alpha: Annotated[Positive, _ADAPTER] = 16.0
     """LoRA scaling: the adapter's update is multiplied by lora_alpha / lora_rank."""
     lora_dropout: Annotated[BelowOne, _ADAPTER] = 0.0
@@ -137,8 +137,8 @@ class Data:
     """The datasets and how their rows are read."""
 
     dataset: Annotated[str | Any, PATH, SEVERAL, MAIN] = ""
-    """JSONL, JSON, Parquet or CSV file, a folder of such files, hub name, or task:NAME for a task of reasoning-gym; from Python
-    also rows. Rows have one of TRL's forms. Several datasets may each have a weight: a.jsonl:0.7 b.jsonl:0.3."""
+    """JSONL, JSON, Parquet or CSV file, a folder of such files, hub name, or task:NAME for a task of reasoning-gym. From
+    Python, a list of rows too. Rows have one of TRL's forms. Several datasets may each have a weight: a.jsonl:0.7 b.jsonl:0.3."""
     columns: Annotated[str | Mapping[str, str], AfterValidator(lambda given: parse_columns(given) or "")] = ""
     """New names of columns: `question=prompt` reads the column question as prompt, and `prompt={question} Think first.` builds
     the prompt from question. In YAML and Python also a mapping."""
@@ -255,7 +255,7 @@ class Evaluation:
     """Held-out evaluation during and after the run."""
 
     eval_steps: Annotated[CountOrZero, LIVE, STEPS, MAIN] = 0
-    """Evaluate every this many steps; 0: at the end only."""
+    """Number of steps between evaluations; 0: only at the end."""
     eval_prompts: CountOrZero | None = None
     """Held-out prompts. 0: training evaluates nothing; `eval` and `sample` use all rows. Not given: 64, or 256 for comparisons.
     Without eval_dataset, this default is at most a tenth of the dataset."""
@@ -285,7 +285,7 @@ class Placement:
     """The processes and machines of a run. These settings change results by rounding at most."""
 
     processes: Annotated[Count, RECORDED, MAIN] = 1
-    """Processes of this machine that train together, each on its share of every step. On several machines, start them with
+    """Processes on this machine that train together, each on its share of every step. On several machines, start them with
     torchrun or SLURM and leave this at 1."""
     strategy: Annotated[Literal["ddp", "fsdp"], RECORDED] = "ddp"
     """ddp: each process holds the full model; fsdp: each holds a shard of its weights, gradients and optimiser state (PyTorch's
@@ -358,12 +358,12 @@ class Run:
     seed: Annotated[int, MAIN] = 0
     """Seed of the run. Every other seed is derived from it."""
     save_steps: Annotated[CountOrZero, RECORDED, LIVE, STEPS] = 0
-    """Write a checkpoint every this many steps; 0: only by time (save_minutes)."""
+    """Number of steps between checkpoints; 0: only by time (save_minutes)."""
     save_minutes: Annotated[PositiveOrZero, RECORDED, LIVE] = 10.0
     """Also write a checkpoint when this many minutes have passed since the last one; 0: never by time."""
     logging_steps: Annotated[CountOrZero, RECORDED, STEPS] = 10
-    """If the output is not a terminal: print a line of metrics every this many steps, or earlier, once ten seconds have
-    passed since the last line; 0: never."""
+    """If the output is not a terminal: number of steps between printed lines of metrics; a line also follows ten seconds
+    after the last one. 0: no lines."""
     watchdog_minutes: Annotated[PositiveOrZero, RECORDED] = 30.0
     """Report a phase of the run that lasts longer than this many minutes, and 10 times as long as any earlier phase of its
     kind. Write the stacks of all threads to stacks.txt. 0: never."""

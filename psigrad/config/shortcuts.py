@@ -106,6 +106,8 @@ class Shortcut(NamedTuple):
     """True if the value is yes or no."""
     main: bool = False
     """True if the short help lists the shortcut."""
+    by_path: Mapping[str, str] = {}
+    """The help in methods where the setting is at this path, instead of `help`, which is about all methods."""
 
 
 def shortcuts_of(cls: Any) -> dict[str, Shortcut]:
@@ -324,6 +326,13 @@ SHORTCUTS = {
         _either(_kl_weight, _preference_weight),
         _write_kl_weight,
         main=True,
+        by_path={
+            "kl.coefficient": "weight of the KL to the reference; 0: no KL term",
+            "kl": "mixture of the forward KL (0) and the reverse KL (1) to the teacher",
+            "beta": "β of the loss",
+            "loss.beta": "β of the loss",
+            "preference": "weight of the odds-ratio term",
+        },
     ),
     "kl_estimator": Shortcut(
         "KL term",

@@ -146,7 +146,7 @@ class ControlConfig:
     eval_episodes: Annotated[CountOrZero, MAIN] = 100
     """Episodes per evaluation; 0: no evaluation."""
     eval_steps: Annotated[CountOrZero, STEPS, LIVE] = 0
-    """Evaluate every this many lines of metrics.jsonl; 0: at the end only."""
+    """Number of lines of metrics.jsonl between evaluations; 0: only at the end."""
     eval_max_steps: CountOrZero = 0
     """Steps after which an evaluated episode is cut, with a warning; 0: 30,000 if the environment declares no limit."""
     deterministic_eval: bool = True
