@@ -1,6 +1,6 @@
-"""psigrad and TRL side by side: equal losses and gradients on one fixed batch first, then steps in turn, medians and ratios.
+"""psigrad and TRL side by side: an equal loss and gradient on one fixed batch, then alternating steps, medians and ratios.
 
-Each runs in processes of its own, on the same weights, prompts, batch shape and precision.
+Each side runs in separate processes, with the same weights, prompts, batch shape and precision.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from psigrad.objective import Batch, Loss, terminal
 from psigrad.optim import Optimizer, add_up
 from psigrad_extras.preflight.plan.hardware import Machine
 
-# How far loss and gradient norm of the two sides may lie apart, as a share of their size. TRL's bfloat16 is autocast over
-# float32 weights, ours has weights in bfloat16.
+# The largest allowed relative difference of loss and gradient norm. TRL's bfloat16 is autocast over float32 weights, psigrad's
+# weights are in bfloat16.
 BOUNDS = {"float32": 1e-4, "bfloat16": 5e-2}
-# What TRL has a trainer for.
+# The methods for which TRL has a trainer.
 PEERS = ("grpo", "rloo", "dpo", "reward", "sft")
-# The arguments to Python that start each side's process: to answer with loss and gradient, and to take steps.
+# The arguments to Python that start each side's process: CHECKS to compute loss and gradient, STEPS to take steps.
 _TRL = str(Path(__file__).with_name("trl_worker.py"))
 CHECKS = {"ours": (__file__,), "trl": (_TRL, "check")}
-# Steps of one side in a row, where those of both are taken apart.
+# With `apart`, the number of steps that one side takes in a row.
 BLOCK = 4
 STEPS = {"ours": OURS, "trl": (_TRL, "steps")}
 
@@ -59,18 +59,19 @@ def beside(
     packages: str = "",
     apart: bool = False,
 ) -> dict[str, Any]:
-    """psigrad and TRL: equal results first, then steps in turn, so that other load on the machine slows down both. Each pair (see
-    `pair`) is given to `keep` as soon as it was taken, with what is foretold of the workload in a folder on this machine. TRL's
-    process alone finds `packages`, a folder of them. Where memory does not hold both, a few steps of one side are taken, and then
-    as many of the other (`apart`).
+    """Compare psigrad with TRL on a workload: check that their results are equal, then let their steps alternate, so that other
+    load on the machine slows down both.
 
-    Raises `UserError` where TRL is not installed or has no such trainer, or the two compute different losses or gradients on the
-    same batch.
+    `keep` gets each pair of steps (see `pair`) at once, with the result of `foretell(folder, machine)`. Only TRL's process can
+    import from the folder `packages`. With `apart`, for little memory, a few steps of one side are followed by as many of the
+    other.
+
+    Raises `UserError` if TRL is not installed or has no trainer for the method, or if loss or gradient differ.
     """
     if work.kind not in PEERS:
-        raise UserError(f"TRL 1.16 has no trainer for {work.kind}, so nothing can be measured beside it.")
+        raise UserError(f"TRL 1.16 has no trainer for {work.kind}, so it cannot be compared with psigrad.")
     if find_spec("trl") is None:
-        raise UserError("TRL is not installed, so nothing can be measured beside it; pip install trl==1.16.0.")
+        raise UserError("TRL is not installed, so it cannot be compared with psigrad; pip install trl==1.16.0.")
     with tempfile.TemporaryDirectory() as folder:
         make(work, Path(folder))
         before = rates(dtype, threads, device)
@@ -81,7 +82,7 @@ def beside(
             with start({who: program}) as sides:
                 checks[who] = sides[who].hear()
         agree(work, dtype, checks)
-        # new processes are timed, so that a first step or a peak contains nothing of the check
+        # time new processes, so that first step and peak memory do not contain the check
         steps: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
         first: dict[str, float] = {}
         for taken, first in _rounds(work, start, apart):
@@ -98,8 +99,8 @@ def beside(
 def pair(
     work: Workload, last: Mapping[str, dict[str, Any]], first: Mapping[str, float], floor: Mapping[str, float]
 ) -> dict[str, Any]:
-    """One step of each side: what it cost (see `costs`), seconds, tokens, peaks in MiB, the seconds to the first step, and our
-    phases with their floor.
+    """Return the figures of one step of each side: cost (see `costs`), seconds, tokens, peak in MiB, seconds to the end of the
+    first step, and psigrad's phases with their floor.
     """
     found: dict[str, Any] = {"phases": last["ours"]["phases"], "floor": dict(floor)}
     for who, step in last.items():
@@ -113,13 +114,13 @@ Start = Callable[[Mapping[str, Sequence[str]]], contextlib.AbstractContextManage
 
 
 def _rounds(work: Workload, start: Start, apart: bool) -> Iterator[tuple[Steps, dict[str, float]]]:
-    """A step of each side, and the seconds that each had to the end of its first one, which is none of these. Where they are
-    taken apart, the second is none of these either: psigrad touches half a million new pages in each of its first two steps of a
-    model of 0.6B, and none after them.
+    """Yield a step of each side, and the seconds that each side took to the end of its first step. First steps are not yielded.
+    With `apart`, second steps are not yielded either: psigrad touches half a million new pages in each of its first two steps of
+    a 0.6B model, and none later.
     """
 
     def begin(sides: Mapping[str, WorkerProcess]) -> dict[str, float]:
-        # imports, model and first step, as the process itself measured them
+        # imports, model and first step, measured by the process itself
         return {who: side.ready + whole_batch(work, who, side)["seconds"] for who, side in sides.items()}
 
     if not apart:
@@ -144,7 +145,7 @@ def _rounds(work: Workload, start: Start, apart: bool) -> Iterator[tuple[Steps, 
 def _sides(
     programs: Mapping[str, Sequence[str]], folder: Path, dtype: str, threads: int, device: str, packages: str
 ) -> Iterator[dict[str, WorkerProcess]]:
-    """The processes of both, started one after the other."""
+    """Start the processes one after the other, and close them at the end."""
     with contextlib.ExitStack() as stack:
         sides = {}
         for who, program in programs.items():
@@ -154,24 +155,24 @@ def _sides(
 
 
 def agree(work: Workload, dtype: str, checks: dict[str, dict[str, float]]) -> None:
-    """Refuse to go on where loss or gradient differ."""
+    """Raise an error if the losses or the gradients differ."""
     for figure in ("loss", "gradient"):
         a, b = checks["ours"][figure], checks["trl"][figure]
         if abs(a - b) > BOUNDS[dtype] * max(abs(b), 1e-3):
             raise UserError(
-                f"{work.name}: the {figure} differs on the same batch, so no ratio means anything: ours {a}, TRL {b}."
+                f"{work.name}: the {figure} differs on the same batch, so ratios would be meaningless: psigrad {a}, TRL {b}."
             )
 
 
 def whole_batch(work: Workload, who: str, side: WorkerProcess) -> dict[str, Any]:
-    """All passes over one collected batch: one step of ours, as many of TRL's as there are passes. Raises `UserError` where we
-    had no gradient to compute, which TRL computes all the same.
+    """Make all passes over one collected batch: one step of psigrad, or one step of TRL per pass. Raises `UserError` if psigrad
+    had no gradient to compute, since TRL computes one in any case.
     """
-    time.sleep(0.3)  # OpenMP threads spin for a while after their work
+    time.sleep(0.3)  # OpenMP threads keep spinning for a while after their work
     taken = [side.step() for _ in range(work.iterations if who == "trl" else 1)]
     names = {name for s in taken for name in s["phases"]}
     if who == "ours" and work.online and not any(s["phases"].get("forward-backward") for s in taken):
-        raise UserError(f"{work.name}: all completions of each group earned the same, so psigrad trained on none of them.")
+        raise UserError(f"{work.name}: all completions of each group earned the same reward, so psigrad had nothing to train on.")
     return {
         "seconds": sum(s["seconds"] for s in taken),
         "tokens": sum(s["tokens"] for s in taken),
@@ -181,7 +182,7 @@ def whole_batch(work: Workload, who: str, side: WorkerProcess) -> dict[str, Any]
 
 
 def ratios(work: Workload, steps: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """TRL's cost over ours, in time (with the spread of neighbouring steps) and in memory."""
+    """Return TRL's cost divided by psigrad's, in time (with the range over pairs of steps) and in memory."""
     cost = {who: costs(work, taken) for who, taken in steps.items()}
     each = [b / a for a, b in zip(cost["ours"], cost["trl"], strict=True)]
     peak = {who: max(s["peak_mb"] for s in taken) for who, taken in steps.items()}
@@ -193,7 +194,7 @@ def ratios(work: Workload, steps: dict[str, list[dict[str, Any]]]) -> dict[str, 
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """psigrad's table, and beside TRL the ratio."""
+    """Return psigrad's table, and below it the comparison with TRL."""
     text = timing.table(results)
     compared = [r for r in results if "trl" in r]
     if not compared:
@@ -208,8 +209,8 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def check(run: timed_run.TimedRun) -> dict[str, float]:
-    """Our loss and gradient norm: offline on the first rows; online of the method without its KL on the fixed batch, with old
-    log-probs a little off.
+    """Return psigrad's loss and gradient norm: offline on the first rows, online on the fixed batch, without the KL term and with
+    old log-probs that are 0.05 lower.
     """
     if run.task is not None:
         shares = run.task.shares(range(run.work.prompts), 4096)
@@ -240,7 +241,7 @@ def _value(share: Callable[[], Loss]) -> Tensor:
 
 
 def sum_up(optimizer: Optimizer, losses: Sequence[Callable[[], Tensor]]) -> dict[str, float]:
-    """The sum of the losses and the norm of its gradient, which is then forgotten."""
+    """Return the sum of the losses and the norm of its gradient, and clear the gradient."""
     values: list[float] = []
 
     def noted(loss: Callable[[], Tensor]) -> Tensor:
@@ -255,8 +256,8 @@ def sum_up(optimizer: Optimizer, losses: Sequence[Callable[[], Tensor]]) -> dict
 
 
 def fixed_batch(work: Workload) -> dict[str, Any]:
-    """Token ids and advantages that both sides compute the loss and its gradient on, before anything is timed. `chosen` is 0 of
-    what the environment says, in the midst of a completion of several turns.
+    """Return the token ids and advantages on which both sides compute the loss and its gradient before they are timed. With
+    several turns, `chosen` is 0 for the environment's tokens in the middle of a completion.
     """
     rng = random.Random(1)
     longest, letters = min(24, work.completion_tokens), min(64, work.vocabulary)
@@ -267,7 +268,7 @@ def fixed_batch(work: Workload) -> dict[str, Any]:
     groups = 3
     completions = [[completion() for _ in range(4)] for _ in range(groups)]
     prompts = [[rng.randrange(2, letters) for _ in range(min(12, work.prompt_tokens))] for _ in range(groups)]
-    # mostly of one sign: a loss whose terms cancel is all rounding. Below 0, where the clip lets the gradient through
+    # mostly of one sign, since rounding dominates a loss whose terms cancel; below 0, where the clip lets the gradient through
     advantages = [rng.gauss(-1, 1) for _ in range(4 * groups)]
     parts = [[2 * len(c) // 5, 3 * len(c) // 5] if work.turns > 1 else [len(c), len(c)] for group in completions for c in group]
     lengths = [len(c) for group in completions for c in group]
@@ -276,7 +277,7 @@ def fixed_batch(work: Workload) -> dict[str, Any]:
 
 
 def answer(folder: Path, dtype: str, device: str, parent: Parent) -> None:
-    """Our process that is asked for loss and gradient."""
+    """Send psigrad's loss and gradient to the parent."""
     run = timed_run.build(folder, dtype, device)
     parent.ready()
     parent.say(check(run))

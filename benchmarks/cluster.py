@@ -1,10 +1,9 @@
-"""The same run by several placements, in turn: `python benchmarks/cluster.py [W1] [--processes 1 2 4] [--strategies ddp fsdp]
+"""The same run with several placements, compared: `python benchmarks/cluster.py [W1] [--processes 1 2 4] [--strategies ddp fsdp]
 [--samplers 0 1 2 --cluster auto] [--lag 0 1] [--rounds 3]`, or `make bench-cluster`.
 
-Each run is `psigrad grpo` (or `sft`) on the workload's model and rows. First the figures of its steps are held against those of
-one process, which they may differ from by rounding alone; then come the medians over the rounds of a step's seconds, beside one
-process with as many threads as all of them together, and the peak memory of the largest process beside its plan. The table goes
-to the screen and to results/cluster.json. `--cluster` with an address measures a Ray cluster's samplers.
+Each run is `psigrad grpo` (or `sft`) on the workload's model and rows. Without lag, its metrics must equal those of one process,
+except for rounding. The table compares the median seconds per step with one process that has all threads, and the peak memory of
+the largest process with its plan. results/cluster.json has the results. `--cluster ADDRESS` measures a Ray cluster's samplers.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from psigrad_extras.preflight import plan
 
 RESULTS = Path(__file__).parent / "results" / "cluster.json"
 REWARD = f"{Path(__file__).parent / 'timed' / 'workload.py'}:reward"
-# Figures that placements must agree on, and by how much of their size; samplers' float32 log-probs differ by rounding.
+# Metrics that all placements must agree on, and the allowed relative difference: samplers' float32 log-probs differ by rounding.
 COMPARED, BOUND = ("reward", "grad_norm", "entropy"), 1e-3
 
 
 @dataclass(frozen=True)
 class Placed:
-    """One placement: `threads` of each process."""
+    """One placement. `threads` is the number of threads per process."""
 
     processes: int
     strategy: str
@@ -50,13 +49,13 @@ class Placed:
 
     @property
     def name(self) -> str:
-        """Such as "2 × 1 ddp"."""
+        """The name, such as "2 × 1 ddp"."""
         samplers = f", {self.samplers} samplers" if self.samplers else ""
         return f"{self.processes} × {self.threads} {self.strategy}{samplers}" + (f", lag {self.lag}" if self.lag else "")
 
 
 def command(work: Workload, folder: Path, out: Path, placed: Placed, steps: int) -> list[str]:
-    """The arguments of `psigrad`."""
+    """Return the arguments of `psigrad`."""
     common = [f"--model={folder}/model", f"--dataset={folder}/rows.jsonl", f"--output-dir={out}", "--eval-prompts=0"]
     common += [f"--max-steps={steps}", f"--threads={placed.threads}", "--no-progress", "--no-report", "--learning-rate=1e-6"]
     common += [f"--processes={placed.processes}", f"--strategy={placed.strategy}", "--logging-steps=0", "--save-minutes=0"]
@@ -71,7 +70,7 @@ def command(work: Workload, folder: Path, out: Path, placed: Placed, steps: int)
 
 
 def once(work: Workload, folder: Path, placed: Placed, steps: int) -> dict[str, Any]:
-    """One run: seconds of each step but the first, the steps' figures, and the largest peak of a process in MiB."""
+    """Make one run. Return the seconds of each step but the first, the steps' metrics, and a process's largest peak in MiB."""
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "run"
         arguments = [sys.executable, "-m", "psigrad", *command(work, folder, out, placed, steps)]
@@ -94,7 +93,7 @@ def once(work: Workload, folder: Path, placed: Placed, steps: int) -> dict[str, 
 
 
 def _watch(process: subprocess.Popen[str], peaks: dict[int, float]) -> None:
-    """The peak resident memory of each process of the session, in MiB, as long as it lives."""
+    """Record the peak resident memory in MiB of each process of the session, until `process` ends."""
     while process.poll() is None:
         for status in Path("/proc").glob("[0-9]*/status"):
             pid = int(status.parent.name)
@@ -108,7 +107,7 @@ def _watch(process: subprocess.Popen[str], peaks: dict[int, float]) -> None:
 
 
 def farthest(figures: list[dict[str, float]], others: list[dict[str, float]]) -> float:
-    """The largest difference of a figure, as a share of its size over the run."""
+    """Return the largest difference of a metric, relative to the metric's largest absolute value in the run."""
     sizes = {name: max(abs(row[name]) for row in others) or 1.0 for name in others[0]}
     pairs = zip(figures, others, strict=True)
     return max(abs(a[name] - b[name]) / sizes[name] for a, b in pairs for name in sizes)
@@ -122,7 +121,7 @@ def predict_peak(work: Workload, folder: Path, placed: Placed) -> float:
 
 
 def main() -> None:
-    """Measure what was asked for."""
+    """Measure the requested placements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "workload", nargs="?", default="W1", choices=[n for n, w in WORKLOADS.items() if w.kind in ("grpo", "sft")]
@@ -132,7 +131,7 @@ def main() -> None:
     parser.add_argument("--samplers", type=int, nargs="+", default=[0])
     parser.add_argument("--lag", type=int, nargs="+", default=[0])
     parser.add_argument("--cluster", default="auto")
-    parser.add_argument("--threads", type=int, default=0, help="of each process; 0: the cores divided by the processes")
+    parser.add_argument("--threads", type=int, default=0, help="threads of each process; 0: cores divided by processes")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", default=str(RESULTS))
@@ -157,7 +156,7 @@ def main() -> None:
         lines = [_line(work, folder, placed, runs, found[placements[0]]) for placed, runs in found.items()]
     for line in lines:
         print(
-            f"{line['placement']:28} {line['seconds']:7.3f} s a step, {line['speed']:5.2f} × one process; farthest figure "
+            f"{line['placement']:28} {line['seconds']:7.3f} s per step, {line['speed']:5.2f} × as fast as one; difference "
             f"{line['difference']:.1e}; {line['peak_mb']:6.0f} MB, predicted {line['predicted_mb']:6.0f} "
             f"({line['predicted_mb'] / line['peak_mb'] - 1:+.1%})"
         )
@@ -169,7 +168,7 @@ def _line(
 ) -> dict[str, Any]:
     difference = farthest(runs[0]["figures"], alone[0]["figures"])
     if not placed.lag and difference > BOUND:
-        raise SystemExit(f"{placed.name} is not the same run: a figure differs by {difference:.1e} of its size.")
+        raise SystemExit(f"{placed.name} differs from one process: a metric is off by {difference:.1e} of its size.")
     ratios = [statistics.median(a["seconds"]) / statistics.median(b["seconds"]) for a, b in zip(alone, runs, strict=True)]
     return {
         "placement": placed.name,

@@ -1,13 +1,12 @@
-"""CartPole-v1 beside Stable-Baselines3: steps per second at the same settings and at each library's best, and seconds to solve
-it.
+"""CartPole-v1 with psigrad and with Stable-Baselines3: steps per second, and seconds until the task is solved.
 
 python benchmarks/control.py [--rounds N] [--only ppo a2c dqn] [--measure speed solve]
 
-First both libraries get the same weights, observations, actions and rewards, and their gradients are compared (psigrad's own
-rollout through SB3's own buffer and `train`). Then they run in turn, each in a process of its own with one thread, and the
-medians and the ratios of neighbouring runs are printed and written to benchmarks/results/control.json. "To solve" is the time of
-training (without that of evaluating) to the first of the evaluations, every 2048 steps, whose mean return over 100 episodes is
-475 or more: each library with what solves it soonest, SB3 by rl-zoo3's settings or by psigrad's, whichever is faster.
+First both libraries compute the gradient for the same weights, observations, actions and rewards: psigrad's rollout is put into
+SB3's buffer, and SB3's `train` runs. Then the libraries run alternately, each in a separate process with one thread. The medians
+and the ratios of neighbouring runs are printed and written to benchmarks/results/control.json. The task is solved at the first
+evaluation with a mean return of 475 or more over 100 episodes. Evaluations take place every 2048 steps; their time does not
+count. Each library uses the settings that solve the task soonest (SB3: the better of rl-zoo3's and psigrad's).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ import torch
 RESULTS = Path(__file__).parent / "results" / "control.json"
 SECONDS = 4.0
 EVERY, ENDLESS = 2048, 10**9
-# Steps after which a run counts as never solved.
+# After this many steps, a run counts as never solved.
 GIVEN_UP = 500_000
 # rl-zoo3's settings, in SB3's names
 ZOO: dict[str, dict[str, Any]] = {
@@ -44,17 +43,17 @@ ZOO: dict[str, dict[str, Any]] = {
     # 8,000 steps of exploration, as in rl-zoo3's 50,000
     | {"exploration_fraction": 0.08, "exploration_final_eps": 0.04, "total_timesteps": 100_000},
 }
-# What was found to be fastest here and to solve the task; SB3 is run with it as well, and its faster one counts as its best.
+# The fastest settings that were found to solve the task. Both libraries are measured with them.
 BEST: dict[str, dict[str, Any]] = {
     "ppo": {**ZOO["ppo"], "n_envs": 64, "n_epochs": 4, "batch_size": 512, "learning_rate": 3e-3},
     "a2c": {**ZOO["a2c"], "n_envs": 64, "n_steps": 8, "learning_rate": 3e-3},
 }
-# Many copies, for steps per second alone: where each library takes most of them.
+# Many copies of the environment, with which both libraries take the most steps per second.
 MANY: dict[str, dict[str, Any]] = {
     "ppo": {**ZOO["ppo"], "n_envs": 1024, "n_steps": 8, "n_epochs": 4, "batch_size": 2048},
     "a2c": {**ZOO["a2c"], "n_envs": 1024, "n_steps": 8},
 }
-# What solves it soonest with psigrad; SB3 has no Double DQN.
+# The settings that solve the task soonest with psigrad. SB3 has no Double DQN.
 SOONEST: dict[str, dict[str, Any]] = {
     **BEST,
     "dqn": ZOO["dqn"]
@@ -64,7 +63,7 @@ SOONEST: dict[str, dict[str, Any]] = {
 
 
 def ours(algorithm: str, given: dict[str, Any], seed: int) -> Any:
-    """psigrad's method with the settings."""
+    """Return psigrad's method with these settings."""
     from psigrad.control import builder
 
     values = {"n_envs": 1 if algorithm == "dqn" else 8, "total_timesteps": ENDLESS, **given, "tuned": False}
@@ -84,7 +83,7 @@ def ours(algorithm: str, given: dict[str, Any], seed: int) -> Any:
 
 
 def theirs(algorithm: str, given: dict[str, Any], seed: int) -> Any:
-    """SB3's model with the settings, but for Double DQN, which it has not."""
+    """Return SB3's model with these settings, without Double DQN, which SB3 does not have."""
     import stable_baselines3
     from stable_baselines3.common.env_util import make_vec_env
 
@@ -92,7 +91,7 @@ def theirs(algorithm: str, given: dict[str, Any], seed: int) -> Any:
     count = values.pop("n_envs", 1 if algorithm == "dqn" else 8)
     if algorithm == "dqn":
         values["policy_kwargs"] = {"net_arch": values.pop("net_arch")}
-        values["train_freq"] //= count  # it counts steps of all environments together
+        values["train_freq"] //= count  # SB3 counts a step of all environments as one
     kind = getattr(stable_baselines3, algorithm.upper())
     return kind("MlpPolicy", make_vec_env("CartPole-v1", count), device="cpu", seed=seed, **values)
 
@@ -101,8 +100,8 @@ Watch = Callable[[int, Callable[[Any], Any]], bool]
 
 
 def train(library: str, algorithm: str, given: dict[str, Any], seed: int, watch: Watch) -> None:
-    """Train until its steps are done or `watch(steps, act)` says no; it is asked before the first step and every 2048 steps, and
-    `act` gives likeliest actions.
+    """Train until all steps are done or `watch(steps, act)` returns False. `watch` is called before the first step and every 2048
+    steps. `act` returns the most likely actions.
     """
     total = given.get("total_timesteps", ENDLESS)
     model = (ours if library == "psigrad" else theirs)(algorithm, given, seed)
@@ -118,7 +117,7 @@ def train(library: str, algorithm: str, given: dict[str, Any], seed: int, watch:
         return
     from stable_baselines3.common.callbacks import BaseCallback
 
-    class Asking(BaseCallback):  # in one call of `learn`, whose schedules run over all its steps
+    class Asking(BaseCallback):  # one call of `learn`, since its schedules run over all steps
         asked = 0
 
         def _on_training_start(self) -> None:
@@ -134,7 +133,7 @@ def train(library: str, algorithm: str, given: dict[str, Any], seed: int, watch:
 
 
 def speed(library: str, algorithm: str, given: dict[str, Any], seed: int) -> dict[str, float]:
-    """Steps per second, updates included, after a warm-up."""
+    """Return the steps per second after a warm-up. Updates are included."""
     seen: list[tuple[int, float]] = []
 
     def watch(steps: int, act: Callable[[Any], Any]) -> bool:
@@ -142,12 +141,12 @@ def speed(library: str, algorithm: str, given: dict[str, Any], seed: int) -> dic
         return len(seen) < 3 or seen[-1][1] - seen[1][1] < SECONDS
 
     train(library, algorithm, given, seed, watch)
-    (first, start), (last, end) = seen[1], seen[-1]  # what comes before is the warm-up
+    (first, start), (last, end) = seen[1], seen[-1]  # the steps before are the warm-up
     return {"steps_per_second": (last - first) / (end - start)}
 
 
 def solve(library: str, algorithm: str, given: dict[str, Any], seed: int) -> dict[str, float]:
-    """Seconds and steps to the first evaluation of 475 or more."""
+    """Return the seconds and steps up to the first evaluation of 475 or more."""
     from psigrad.control.environments import vector
     from psigrad.control.environments.collector import play
 
@@ -170,7 +169,7 @@ def solve(library: str, algorithm: str, given: dict[str, Any], seed: int) -> dic
 
 
 def agree(algorithm: str) -> float:
-    """Largest difference between the two libraries' gradients on the same rollout, relative to the gradient's norm."""
+    """Return the largest difference between the libraries' gradients on the same rollout, relative to the gradient's norm."""
     given = {**ZOO[algorithm], "n_steps": 64, "ent_coef": 0.01, "max_grad_norm": 1e9}
     sb3 = {**given, "n_epochs": 1, "batch_size": 64 * 8} if algorithm == "ppo" else given
     method, rollout, model, places = _pair(algorithm, {**given, "n_epochs": 1, "batch_size": 0}, {**sb3, "learning_rate": 0.0})
@@ -178,7 +177,7 @@ def agree(algorithm: str) -> float:
     method.apply_gradient = lambda gradient, rate: found.append(gradient.clone()) or 0.0
     method._learn(rollout, False)
     model.train()
-    method.network.flat.data.copy_(found[0])  # so that the gradient's parts go by the weights' names
+    method.network.flat.data.copy_(found[0])  # gives the parts of the gradient the weights' names
     gradient = method.network.towers.named()
     pairs = [(model.policy.get_parameter(its).grad, gradient[mine]) for mine, its in places.items()]
     norm = torch.stack([(b**2).sum() for _, b in pairs]).sum().sqrt()
@@ -186,8 +185,8 @@ def agree(algorithm: str) -> float:
 
 
 def agree_on_weights(given: dict[str, Any], **psigrad: Any) -> float:
-    """Largest difference between the weights that PPO's passes over the same rollout leave, in the same minibatches, relative to
-    the largest way that a weight went; `psigrad` are settings that it alone gets.
+    """Return the largest difference between the libraries' weights after PPO's passes over the same minibatches, relative to the
+    largest change of a weight. `psigrad` are extra settings for psigrad alone.
     """
     method, rollout, model, places = _pair("ppo", {**given, **psigrad}, given)
     before = {name: weight.detach().clone() for name, weight in method.network.towers.named().items()}
@@ -207,8 +206,8 @@ def agree_on_weights(given: dict[str, Any], **psigrad: Any) -> float:
 
 
 def _pair(algorithm: str, given: dict[str, Any], sb3: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, str]]:
-    """psigrad's method, a rollout of it, and SB3's model with the same weights and that rollout; psigrad's name of each weight ->
-    SB3's. Of the episodes that ended every other one counts as cut by its limit.
+    """Return psigrad's method, a rollout of it, SB3's model with the same weights and rollout, and psigrad's name -> SB3's name
+    of each weight. Every second episode that ended is marked as truncated.
     """
     from stable_baselines3.common.logger import Logger
 
@@ -240,11 +239,11 @@ def _pair(algorithm: str, given: dict[str, Any], sb3: dict[str, Any]) -> tuple[A
 
 
 def _fill(model: Any, rollout: Any) -> None:
-    """SB3's buffer with the same steps [64, 8]; what follows an episode that its limit cut is folded into its last reward, as
-    SB3's `collect_rollouts` does.
+    """Fill SB3's buffer with the same steps [64, 8]. As in SB3's `collect_rollouts`, the value after a truncated episode is added
+    to the episode's last reward.
     """
     count, steps = 8, 64
-    assert len(rollout.row) == count * steps  # rows come environment by environment, each environment's adding up to 64 steps
+    assert len(rollout.row) == count * steps  # rows are ordered by environment, with 64 steps of each
     shape = (count, steps)
     buffer, policy = model.rollout_buffer, model.policy
     with torch.no_grad():
@@ -280,7 +279,7 @@ def main() -> None:
         if algorithm != "dqn":
             difference = agree(algorithm)
             print(f"{algorithm}: gradients agree to {difference:.1e}")
-            assert difference < 1e-5, "the libraries compute different gradients; no ratio means anything"
+            assert difference < 1e-5, "the libraries compute different gradients, so ratios would be meaningless"
         for case, settings in (("same settings", ZOO), ("best settings", BEST), ("many copies", MANY)):
             if algorithm in settings and "speed" in given.measure:
                 _keep(_speeds(algorithm, case, settings[algorithm], given.rounds))
@@ -290,7 +289,7 @@ def main() -> None:
 
 
 def _keep(line: dict[str, Any]) -> None:
-    """Write a line in place of the last one of its case, so that a long run that is cut keeps what it has measured."""
+    """Store a line, in place of the previous line of its case. An interrupted benchmark thus keeps its earlier lines."""
     found = json.loads(RESULTS.read_text())["lines"] if RESULTS.exists() else []
     lines = [old for old in found if (old["algorithm"], old["case"]) != (line["algorithm"], line["case"])]
     machine = {"cpu": platform.processor() or platform.machine(), "torch": torch.__version__, "python": platform.python_version()}
@@ -304,14 +303,14 @@ def _speeds(algorithm: str, case: str, settings: dict[str, Any], rounds: int) ->
 
 
 def _solves(algorithm: str, rounds: int) -> dict[str, Any]:
-    """Seconds of each library with what solves it soonest: of SB3's two settings that with the lower median."""
+    """Return the seconds in which each library solves the task. Of SB3's two settings, those with the lower median count."""
     sides = [("psigrad", SOONEST), ("sb3", ZOO), ("sb3", SOONEST)]
     runs = [[_run(who, algorithm, s[algorithm], i, "solve")["seconds"] for who, s in sides] for i in range(rounds)]
     a, zoo, same = zip(*runs, strict=True)
     for name, seconds in (("rl-zoo3's", zoo), ("psigrad's", same)):
         print(f"SB3 with {name} settings: {statistics.median(seconds):.1f} s ({min(seconds):.1f} to {max(seconds):.1f})")
     b, whose = min((statistics.median(found), found, whose) for found, whose in ((zoo, "rl-zoo3's"), (same, "psigrad's")))[1:]
-    # runs of one seed have nothing in common across libraries: the ratio is of the medians, its range a 95 % bootstrap interval
+    # seeds are not comparable across libraries, so take the ratio of the medians, with a 95 % bootstrap interval
     rng = np.random.default_rng(0)
     drawn = [np.median(rng.choice(x, (10_000, rounds)), 1) for x in (a, b)]
     low, high = np.percentile(drawn[1] / drawn[0], [2.5, 97.5])

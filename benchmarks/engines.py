@@ -1,15 +1,15 @@
-"""Sampling beside llama.cpp or vLLM, with the same weights in the same precision.
+"""Sampling speed of psigrad and of llama.cpp or vLLM, with the same weights in the same precision.
 
-`make bench-llama-cpp MODEL=PATH` and `make bench-vllm MODEL=PATH`. Both are asked for the same completions at once, in turn,
-from as many threads: psigrad's sampler in one call; vLLM in one call, compiled as it is by default; llama.cpp by its server's
-slots, as many as there are sequences. Every sequence has a prompt of its own, both draw from the whole softmax at temperature
-1, and a model's end of text counts for neither. Tokens per second include the prompts.
+`make bench-llama-cpp MODEL=PATH` or `make bench-vllm MODEL=PATH` run the benchmark. The engines sample the same numbers of tokens
+in alternation, with the same number of threads: psigrad and vLLM (compiled, its default) in one call, llama.cpp by its server
+with a slot for each sequence. Each sequence has a different prompt. Both engines sample from the full softmax at temperature 1,
+and continue after an end of text. Tokens per second count sampled tokens; the time includes the prompts.
 
-With --dtype q4_0 or q8_0 the model is first stored so in a GGUF file, and both read it as it is: psigrad as the base of a LoRA
-adapter of rank 8, which it samples with, llama.cpp without one.
+With --dtype q4_0 or q8_0 both engines read the same weights in this format from a GGUF file. psigrad samples with a LoRA adapter
+of rank 8 on them, llama.cpp without an adapter.
 
-Before that each continues every prompt by its likeliest tokens. How many of them the two have in common, until the first that
-differs, is printed: in bfloat16 rounding decides near-ties, so that continuations part sooner or later.
+Before the timing, each engine continues every prompt greedily. The number of equal tokens up to the first difference is printed.
+In bfloat16 rounding decides near-ties, so continuations diverge sooner or later.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from psigrad.runs.machine import prepare_torch, provenance
 from psigrad_extras.connect import exporting
 
 PROMPT = 64
-GREEDY = 16  # likeliest tokens that are compared
+GREEDY = 16  # greedy tokens that are compared
 STORED = {"float32": "f32", "bfloat16": "bf16", "q8_0": "q8_0", "q4_0": "q4_0"}
 Prompts = Sequence[list[int]]
 Sample = Callable[[Prompts, int, int, float], list[list[int]]]
 
 
 def stored(folder: str, room: Path, dtype: str) -> str:
-    """The model as a GGUF file in `room`."""
+    """Write the model as a GGUF file into `room`, and return its path."""
     return str(exporting.run(folder, "gguf", str(room / dtype), STORED[dtype]).path)
 
 
 def ours(folder: str, room: Path, dtype: str, threads: int) -> Sample:
-    """(prompts, tokens, seed, temperature) -> completions, by psigrad."""
+    """Return psigrad's function (prompts, tokens, seed, temperature) -> completions."""
     settings = Model(path=folder, dtype=dtype)
     if dtype.startswith("q"):
         settings = Model(path=stored(folder, room, dtype), dtype="bfloat16", quantize_base="gguf", lora_rank=8)
@@ -66,7 +66,7 @@ def ours(folder: str, room: Path, dtype: str, threads: int) -> Sample:
 
 
 def by_llama_cpp(folder: str, room: Path, dtype: str, sequences: int, threads: int, tokens: int) -> Sample:
-    """The same by llama.cpp."""
+    """Return the same function for llama.cpp."""
     import xllamacpp
 
     settings = xllamacpp.CommonParams()
@@ -80,7 +80,7 @@ def by_llama_cpp(folder: str, room: Path, dtype: str, sequences: int, threads: i
         def one(place: int) -> list[int]:
             asked: dict[str, Any] = {"prompt": prompts[place], "max_tokens": tokens, "seed": seed + place, "cache_prompt": False}
             if temperature == 0:
-                asked["logprobs"] = 1  # it says which tokens these are with their log-probs alone, which take time
+                asked["logprobs"] = 1  # only with log-probs, which take time, does llama.cpp return token ids
             found = server.handle_completions({**plain, **asked, "temperature": temperature})
             made = found if isinstance(found, dict) else json.loads(found)
             if temperature > 0:
@@ -94,7 +94,7 @@ def by_llama_cpp(folder: str, room: Path, dtype: str, sequences: int, threads: i
 
 
 def by_vllm(folder: str, room: Path, dtype: str, sequences: int, threads: int, tokens: int) -> Sample:
-    """The same by vLLM, whose engine is a process of its own. It has no prefix cache: no prompt is met twice."""
+    """Return the same function for vLLM, whose engine is a separate process. No prompt is repeated, so it has no prefix cache."""
     os.environ.update(OMP_NUM_THREADS=str(threads), VLLM_CPU_KVCACHE_SPACE="2", VLLM_LOGGING_LEVEL="WARNING")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     import vllm
@@ -111,7 +111,7 @@ def by_vllm(folder: str, room: Path, dtype: str, sequences: int, threads: int, t
     )
 
     def sample(prompts: Prompts, tokens: int, seed: int, temperature: float) -> list[list[int]]:
-        # a seed for each request would make vLLM draw one by one
+        # with a seed per request, vLLM would sample one request at a time
         drawn = vllm.SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False)
         found = engine.generate([{"prompt_token_ids": ids} for ids in prompts], drawn, use_tqdm=False)
         return [list(one.outputs[0].token_ids) for one in found]
@@ -123,7 +123,7 @@ ENGINES = {"llama.cpp": by_llama_cpp, "vllm": by_vllm}
 
 
 def rate(sample: Sample, prompts: Prompts, tokens: int, seed: int) -> float:
-    """Tokens per second."""
+    """Return the sampled tokens per second."""
     begin = time.perf_counter()
     made = sample(prompts, tokens, seed, 1.0)
     seconds = time.perf_counter() - begin
@@ -132,7 +132,7 @@ def rate(sample: Sample, prompts: Prompts, tokens: int, seed: int) -> float:
 
 
 def in_common(a: Prompts, b: Prompts) -> tuple[int, int]:
-    """How many tokens the completions have in common until the first that differs, and of how many."""
+    """Return the number of equal tokens before the first difference, summed over completions, and the number of all tokens."""
     same = 0
     for one, two in zip(a, b, strict=True):
         same += next((at for at, (x, y) in enumerate(zip(one, two, strict=True)) if x != y), len(one))
@@ -140,7 +140,7 @@ def in_common(a: Prompts, b: Prompts) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Print a line for each count of sequences, as it is found."""
+    """Print a line for each number of sequences as soon as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--beside", default="llama.cpp", choices=ENGINES)
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
     if given.beside == "vllm" and given.dtype.startswith("q"):
-        parser.error("vLLM reads no GGUF file; take --dtype float32 or bfloat16")
+        parser.error("vLLM reads no GGUF files here; choose --dtype float32 or bfloat16")
     prepare_torch(Run(threads=given.threads))
     folder = convert_to_folder(given.model)
     print(provenance("cpu")["processor"], given.dtype, f"{given.threads} threads", flush=True)
@@ -167,13 +167,13 @@ def main() -> None:
             prompts = drawn(sequences)
             same, of = in_common(*(sample(prompts, GREEDY, 0, 0.0) for sample in (mine, other)))
             rates = []
-            for turn in range(given.rounds + 1):  # the first warms both up
+            for turn in range(given.rounds + 1):  # the first round is a warm-up
                 prompts = drawn(sequences)
                 rates.append(tuple(rate(sample, prompts, given.tokens, 1000 * turn) for sample in (mine, other)))
             (own, _, _), (beside, _, _) = (over_seeds([pair[side] for pair in rates[1:]]) for side in (0, 1))
             mean, low, high = over_seeds([a / b for a, b in rates[1:]])
             print(f"{sequences:3} sequences: psigrad {own:7.1f} tokens/s, {given.beside} {beside:7.1f}: "
-                  f"{mean:.2f} times [{low:.2f}, {high:.2f}]; {same} of {of} likeliest tokens in common", flush=True)  # fmt: skip
+                  f"{mean:.2f} times [{low:.2f}, {high:.2f}]; {same} of {of} greedy tokens are equal", flush=True)  # fmt: skip
             del mine, other
 
 

@@ -1,8 +1,8 @@
-"""How many times as fast as TRL psigrad trains each family of models: `python benchmarks/family_ratio.py [llama gemma2 …]`.
+"""The speed of psigrad relative to TRL for each model family: `python benchmarks/family_ratio.py [llama gemma2 …]`.
 
-GRPO steps of a small model of the family with random weights: equal loss and gradient first, then steps of both in turn. A name
-with @100M stands for a model of about 100 million parameters. A line of --json is written as each family ends, and one that has
-a line is not measured again. `docs/make/families.py` shows the ratios.
+The workload is GRPO on a small model of the family with random weights. Loss and gradient must be equal first; then the
+libraries' steps alternate. A name with @100M stands for a model of about 100 million parameters. Each family's result is a line
+of the file --json, and a family with a line is not measured again. `docs/make/families.py` shows the ratios.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIZES = {
     "num_key_value_heads": 4,
     "head_dim": 32,
     "vocab_size": 4096,
-    # TRL drops out by default
+    # no dropout, which TRL applies by default
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "residual_dropout"), 0.0),
     "mamba_d_head": 64,
     "mamba_d_ssm": 512,
@@ -64,18 +64,18 @@ WORK = Workload(
 
 
 def make(name: str, work: Workload, folder: Path) -> None:
-    """The files of a workload on a model of this family."""
+    """Write the files of a workload with a model of this family."""
     source = folder / "source"
     source.mkdir()
     own, sizes = families.FAMILIES[name.removesuffix(LARGE)][1], SIZES
-    if name.endswith(LARGE):  # lists have an entry for each of four layers
+    if name.endswith(LARGE):  # lists have an entry per layer: 16 instead of 4
         sizes = {**SIZES, **LARGE_SIZES, **{key: 4 * value for key, value in own.items() if isinstance(value, list)}}
     families.config(name.removesuffix(LARGE), **sizes).save_pretrained(source)
     prepare(work, str(source), folder)
 
 
 def measure(name: str, dtype: str, threads: int, pairs: int, work: Workload = WORK) -> dict[str, Any]:
-    """A family's pairs (seconds for a token of ours and TRL's), or why there are none."""
+    """Return a family's pairs (seconds per token of psigrad and of TRL), or the reason why there are none."""
     work, taken = replace(work, name=name, steps=pairs), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
         make(name, work, Path(folder))
@@ -93,16 +93,16 @@ def measure(name: str, dtype: str, threads: int, pairs: int, work: Workload = WO
 
 
 def said(found: dict[str, Any]) -> str:
-    """A family's line for people."""
+    """Return the line to print for a family."""
     if "why" in found:
         return f"{found['family']} ({found['way']}): not compared: {found['why']}"
     middle, low, high = interval([theirs / ours for ours, theirs in found["pairs"]])
     share = found["mb"][0] / found["mb"][1]
-    return f"{found['family']} ({found['way']}): {middle:.2f} times as fast [{low:.2f}, {high:.2f}], {share:.2f} of its memory"
+    return f"{found['family']} ({found['way']}): {middle:.2f} times as fast [{low:.2f}, {high:.2f}], {share:.2f} of TRL's memory"
 
 
 def main() -> None:
-    """Measure what was asked for and is missing."""
+    """Measure the requested families that have no result yet."""
     known = [*families.FAMILIES, *(f"{name}{LARGE}" for name in families.FAMILIES)]
     given = ask(__doc__, known, families.MEASURED, dtype="float32", pairs=7)
     for name in given.names if given.names != known else families.FAMILIES:

@@ -1,9 +1,8 @@
-"""A GPU for a quarter of an hour: `python benchmarks/gpu_quarter_hour.py [STAGE …] [--minutes 12]`, or `make gpu-quarter-hour`.
+"""GPU measurements in 15 minutes: `python benchmarks/gpu_quarter_hour.py [STAGE …] [--minutes 12]` or `make gpu-quarter-hour`.
 
-The stages are in the order of their worth. Each runs in a process of its own, with a time limit, and is written down as soon as
-it has ended; what it measured until its limit counts too. The same command goes on where the last one was cut off. After each
-stage the table in docs/gpu.md is written again. `--tiny --device cpu` tries the script on a machine without a GPU, and writes to
-the folder of temporary files.
+The most important stages come first. Each runs in a separate process with a time limit. Its figures are stored when it ends, or
+when the limit ends it. The same command continues where the last one stopped. After each stage, the table in docs/gpu.md is
+updated. `--tiny --device cpu` tries the script on a machine without a GPU, and writes to the folder for temporary files.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from filled import fill
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results" / "gpu_quarter_hour.jsonl", HERE.parent / "docs" / "gpu.md"
-# Seconds that stay unused at the end, for the machine's answer.
+# Seconds left unused at the end, in which the results are returned.
 SPARE = 15
 Figures = dict[str, Any]
 Note = Callable[[Figures], None]
@@ -41,7 +40,7 @@ Note = Callable[[Figures], None]
 
 @dataclass(frozen=True)
 class Options:
-    """The device on which the stages run, and whether their sizes are tiny."""
+    """The device on which the stages run, and True for tiny sizes."""
 
     device: str
     tiny: bool
@@ -49,8 +48,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Stage:
-    """A measurement: `run(options, note)` gives its figures to `note` as they come. It is begun if `least` seconds are left, and
-    ended after `most`.
+    """A measurement. `run(options, note)` passes its figures to `note` as it measures them. It starts if at least `least` seconds
+    are left, and is ended after `most`.
     """
 
     name: str
@@ -60,7 +59,7 @@ class Stage:
 
 
 def work_of(tiny: bool, name: str, prompt: int, lora: int) -> Workload:
-    """A GRPO step of 16 × 8 completions of 128 tokens, or of a few on a tiny model."""
+    """Return a GRPO step with 16 × 8 completions of 128 tokens, or with a few short ones for a tiny model."""
     sizes: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": 128, "micro_tokens": 16384, "steps": 3}
     if tiny:
         sizes |= {"prompt_tokens": prompt // 16, "completion_tokens": 6, "prompts": 2, "generations": 4, "steps": 1}
@@ -74,7 +73,7 @@ TINY |= {"num_key_value_heads": 2, "head_dim": 16}
 
 
 def config_of(options: Options, name: str, layers: int = 0) -> Any:
-    """The configuration of a shape, or a tiny one of its kind."""
+    """Return the configuration of a shape, or a tiny one of the same kind."""
     from transformers import AutoConfig
 
     sizes = read_shape(f"Qwen3-{name}") | (TINY if options.tiny else {}) | ({"num_hidden_layers": layers} if layers else {})
@@ -82,7 +81,7 @@ def config_of(options: Options, name: str, layers: int = 0) -> Any:
 
 
 def files(options: Options, shape: str, work: Workload, folder: Path) -> None:
-    """The workload's model, made on the device in bfloat16, its tokenizer and its rows."""
+    """Write the workload's model (created on the device in bfloat16), its tokenizer and its rows."""
     import torch
     from timed import inputs
 
@@ -91,12 +90,12 @@ def files(options: Options, shape: str, work: Workload, folder: Path) -> None:
     with torch.device(options.device):
         inputs.write_model(config, made, folder, dtype=torch.bfloat16)
     if options.device != "cpu":
-        torch.cuda.empty_cache()  # the processes that are compared need its memory
+        torch.cuda.empty_cache()  # the compared processes need this memory
     inputs.write(work, made, folder)
 
 
 def facts(options: Options, note: Note) -> None:
-    """The machine, and whether what the other stages need is there. One step of a tiny model finds what is broken at once."""
+    """Record the machine and its packages. Then take one step of a tiny model, which shows at once if something is broken."""
     import torch
     from timed.timing import alone
 
@@ -111,7 +110,7 @@ def facts(options: Options, note: Note) -> None:
 
 
 def tests(folder: str, options: Options, note: Note) -> None:
-    """Tests of what only runs on a GPU; without one they are collected."""
+    """Run the tests that need a GPU. Without a GPU, only collect them."""
     only = ["-m", "gpu", "--durations", "5"] if options.device != "cpu" else ["-m", "gpu", "--collect-only"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *only, folder]
     done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=False)
@@ -122,7 +121,7 @@ def tests(folder: str, options: Options, note: Note) -> None:
 
 
 def kernels(options: Options, note: Note) -> None:
-    """Kernels of a layer in a micro-batch and seconds of a micro-batch: of transformers' modules, of ours, and compiled."""
+    """Measure a layer's kernels and seconds in a micro-batch: eager and compiled, with and without LoRA."""
     import torch
     from timed import inputs
 
@@ -153,7 +152,7 @@ def kernels(options: Options, note: Note) -> None:
 
 
 def profiled(model: Any, groups: Any, options: Options) -> dict[str, float]:
-    """Return the kernels of one micro-batch, forward and backward, the seconds in which the GPU is busy, and all seconds."""
+    """Return the number of kernels of a micro-batch (forward and backward), the GPU's busy seconds, and the total seconds."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -177,7 +176,7 @@ def profiled(model: Any, groups: Any, options: Options) -> dict[str, float]:
 
 
 def beside_trl(shape: str, prompt: int, lora: int, options: Options, note: Note, vllm: bool = False) -> None:
-    """A step of both, equal loss first; without TRL psigrad alone. The peak is beside the plan's. With `vllm` TRL uses that."""
+    """Compare a step with TRL's (sampling with vLLM if `vllm`), and the peak with the plan. Without TRL, time psigrad alone."""
     from beside_trl import beside
     from plan import planned
     from timed.timing import alone
@@ -204,13 +203,13 @@ def beside_trl(shape: str, prompt: int, lora: int, options: Options, note: Note,
 
     try:
         note({"beside": beside(work, "bfloat16", 2, keep=keep, apart=apart, **together)})
-    except UserError as error:  # such as a TRL that does not run with these versions
+    except UserError as error:  # for example if TRL does not run with the installed versions
         said = [line for line in str(error).splitlines() if "Error" in line] or [str(error)]
         note({"failed": [f"Not compared: {said[-1][:200]}"], "alone": alone(work, "bfloat16", 2, **together)})
 
 
 def sampling(options: Options, note: Note) -> None:
-    """Seconds of 128 completions of 128 tokens: recorded, not recorded, and recorded with compiled layers."""
+    """Measure 128 completions of 128 tokens: with CUDA graphs, without, and with CUDA graphs and compiled layers."""
     import torch
     from timed import inputs
 
@@ -262,7 +261,7 @@ STAGES = (
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """Run the stages that are not done, as long as there is time."""
+    """Run the stages that are not done, while time is left."""
     names = [stage.name for stage in STAGES]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="*", help=", ".join(names))
@@ -274,16 +273,16 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args(None if arguments is None else [*arguments])
     if unknown := [name for name in asked.stages if name not in names]:
-        parser.error(f"{unknown[0]!r} is none of the stages {', '.join(names)}")
+        parser.error(f"there is no stage {unknown[0]!r}; expected {', '.join(names)}")
     options = Options(asked.device, asked.tiny)
-    scratch = Path(tempfile.gettempdir())  # a trial's figures are no results
+    scratch = Path(tempfile.gettempdir())  # figures of a trial are not results
     results = asked.results or (scratch / RESULTS.name if asked.tiny else RESULTS)
     page = asked.page or (scratch / PAGE.name if asked.tiny else PAGE)
     if asked.child:
         name, file = asked.child
         _child(next(stage for stage in STAGES if stage.name == name), options, Path(file))
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # end the started processes too
     end = time.monotonic() + 60 * asked.minutes - SPARE
     code, rows = _version(), resumable.read(results)
     for stage in STAGES:
@@ -293,9 +292,9 @@ def main(arguments: Iterable[str] | None = None) -> int:
             continue
         left = end - time.monotonic()
         if left < stage.least:
-            print(f"{stage.name}: no time is left for it", flush=True)
+            print(f"{stage.name}: not enough time is left", flush=True)
             continue
-        most = left if asked.tiny else stage.most  # what a trial's machine takes says nothing
+        most = left if asked.tiny else stage.most  # the limits do not apply to a trial's machine
         row = {"stage": stage.name, "code": code, **take(stage, options, min(most, left))}
         rows.append(row)
         resumable.append(results, row)
@@ -307,7 +306,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
 
 
 def take(stage: Stage, options: Options, seconds: float) -> Figures:
-    """The figures of a stage, run for at most so many seconds. Its processes end with it."""
+    """Run a stage for at most `seconds`, end its processes, and return its figures."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         file, errors = Path(folder, "figures.json"), Path(folder, "errors")
@@ -332,7 +331,7 @@ def take(stage: Stage, options: Options, seconds: float) -> Figures:
 
 
 def _environment(options: Options) -> dict[str, str]:
-    """Return the variables of a stage. On a GPU the kernels for CPUs are off, since they would be compiled for a minute."""
+    """Return the environment variables of a stage. On a GPU the CPU kernels are off, since compiling them takes a minute."""
     path = os.pathsep.join(filter(None, (str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", ""))))
     kernels = {} if options.device == "cpu" else {"PSIGRAD_NATIVE": "0"}
     fixed = {"TRITON_INTERPRET": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -340,14 +339,14 @@ def _environment(options: Options) -> dict[str, str]:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End a stage with all that it has started, such as the two sides of a comparison."""
+    """Kill a stage with all processes that it started, such as the two sides of a comparison."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
 def _child(stage: Stage, options: Options, file: Path) -> None:
-    """Run a stage, and keep what it has measured so far in a file."""
+    """Run a stage, and write its figures to a file as they are measured."""
     found: Figures = {}
 
     def note(figures: Figures) -> None:
@@ -359,13 +358,13 @@ def _child(stage: Stage, options: Options, file: Path) -> None:
 
 
 def _version() -> str:
-    """The code that is measured: a hash of the packages, since a copy of the repository may have no history."""
+    """Return the version of the measured code: a hash of the packages, since a copy of the repository may have no history."""
     files = sorted(file for folder in ("psigrad", "psigrad_extras") for file in (HERE.parent / folder).rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 
 def latest(rows: list[Figures]) -> dict[str, Figures]:
-    """The last row of each stage, one that is done before others."""
+    """Return the last row of each stage. A row that is done takes precedence."""
     found: dict[str, Figures] = {}
     for row in rows:
         if row["status"] == "done" or found.get(row["stage"], {}).get("status") != "done":
@@ -374,7 +373,7 @@ def latest(rows: list[Figures]) -> dict[str, Figures]:
 
 
 def table(rows: list[Figures]) -> str:
-    """The stages and their figures as a table of a page."""
+    """Return a Markdown table of the stages and their figures."""
     lines = ["| stage | status | figures |", "|---|---|---|"]
     known = latest(rows)
     for stage in STAGES:
@@ -386,7 +385,7 @@ def table(rows: list[Figures]) -> str:
 
 
 def summary(figures: Figures) -> list[str]:
-    """The figures of a stage that fit a table."""
+    """Return the figures of a stage for the table."""
     found = []
     if "gpu" in figures:
         found.append(f"{figures['gpu']}, torch {figures['versions'].get('torch')}, {figures['when'][:10]}")

@@ -1,9 +1,9 @@
-"""psigrad and TRL on the same work, step by step in turn: `python benchmarks/language.py [W0 W1 …] [--dtype …]`.
+"""psigrad and TRL on the same workloads, in alternating steps: `python benchmarks/language.py [W0 W1 …] [--dtype …]`.
 
-Each side runs in a process of its own with the same weights, prompts, batch shape and precision. First both compute loss and
-gradient norm on one fixed batch, and the run stops unless they are equal. Then they take steps alternately, so that whatever else
-the machine does falls on both. PPO, for which TRL 1.16 has no trainer, is timed alone. One JSON line per workload is
-appended to --json, a table goes to the screen.
+Each side runs in a separate process with the same weights, prompts, batch shape and precision. First both compute loss and
+gradient norm on one fixed batch, and the benchmark stops unless they are equal. Then their steps alternate, so that other load on
+the machine slows down both. PPO is timed alone, since TRL 1.16 has no trainer for it. A JSON line for each workload is appended
+to --json, and a table is printed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
-    """Measure what was asked for."""
+    """Measure the requested workloads."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", default=list(WORKLOADS))
     parser.add_argument("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--json", default=str(HERE / "results" / "language.jsonl"))
     given = parser.parse_args()
     if given.device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"device is {given.device} and this torch sees no CUDA device; run it where there is one.")
+        raise UserError(f"device is {given.device} and torch finds no CUDA device; choose --device cpu.")
     results = []
     Path(given.json).parent.mkdir(parents=True, exist_ok=True)
     with open(given.json, "a") as stream:

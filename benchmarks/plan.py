@@ -1,6 +1,6 @@
-"""What `psigrad plan` predicts beside what is measured: `python benchmarks/plan.py [W0 W1 …] [--threads N]`.
+"""The predictions of `psigrad plan` compared with measurements: `python benchmarks/plan.py [W0 W1 …] [--threads N]`.
 
-Peak resident memory of psigrad's side alone, one workload at a time. The table goes to the screen and to results/plan.json.
+psigrad runs alone, one workload at a time. Its peak memory and seconds per step are printed and written to results/plan.json.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ RESULTS = Path(__file__).parent / "results" / "plan.json"
 def planned(
     work: Workload, folder: Path, dtype: str, machine: plan.Machine, placement: Placement | None = None, lag: int = 0
 ) -> plan.Plan:
-    """Return the plan of the workload that was made in `folder`. Random weights sample nearly uniformly: every token that ends a
-    completion is as likely as any other.
+    """Return the plan of the workload in `folder`. Random weights sample almost uniformly, so each end token is as likely as any
+    other token.
     """
     found, tokenizer = AutoConfig.from_pretrained(folder / "model"), AutoTokenizer.from_pretrained(folder / "model")
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
@@ -64,14 +64,14 @@ def planned(
 
 
 def make_plan(work: Workload, dtype: str, threads: int) -> plan.Plan:
-    """The plan of one of our own workloads."""
+    """Return the plan of a workload with a generated model."""
     with tempfile.TemporaryDirectory() as folder:
         build(work, Path(folder))
         return planned(work, Path(folder), dtype, plan.machine("cpu", dtype, threads))
 
 
 def measure(work: Workload, dtype: str, threads: int) -> dict[str, Any]:
-    """One workload: predicted and measured peak in MiB, seconds, tokens per second."""
+    """Return the predicted and measured peak in MiB and seconds of a workload."""
     made, found = make_plan(work, dtype, threads), alone(work, dtype, threads)["ours"]
     return {
         "workload": work.name,
@@ -87,7 +87,7 @@ def measure(work: Workload, dtype: str, threads: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure what was asked for."""
+    """Measure the requested workloads."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", default=["W0", "W1", "W2", "W3", "W3F", "W4", "PPO"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])

@@ -1,10 +1,10 @@
-"""psigrad beside TRL on the models and lengths that people train with: `python benchmarks/real.py [R1 R7 …] [--pairs 7]`.
+"""psigrad and TRL on models and lengths of real training: `python benchmarks/real.py [R1 R7 …] [--pairs 7]`.
 
-Each pair is one step of each side, and is written down at once: a run that was cut off goes on where it was. TRL's settings (rows
-of a forward pass; float32 weights under autocast, or bfloat16 weights) get one pair each, and its best one gets the others.
-Weights are those of the hub's cache where it has them, else random ones of the same shape.
+A pair is one step of each side. It is stored at once, so that an interrupted benchmark continues where it stopped. Each of TRL's
+settings (rows per forward pass; float32 weights under autocast, or bfloat16 weights) gets one pair. The best one gets the others.
+The weights come from the hub's cache. If they are not there, random weights of the same shape are used.
 
-The exit status is 1 where a goal is missed: where the upper end of the 95 % interval of the ratio, over the goal, lies below one.
+The exit status is 1 if a goal is missed. For a ratio, this means that the upper end of its 95 % interval is below the goal.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ SMOL = "HuggingFaceTB/SmolLM2-135M"
 
 @dataclass(frozen=True)
 class Real:
-    """A workload on a model of the hub, or one of its shape. `faster`: TRL's seconds over ours; `smaller`: our memory over TRL's;
-    `first_step`: seconds from the start of our process to the end of its first step; `trl`: the settings of TRL that are tried,
-    (rows of a forward pass, whether its weights are bfloat16). `apart`: 24 GiB do not hold both at once. `random`: its weights
-    are random, also where the hub's are in the cache.
+    """A workload on a model of the hub, or on one of its shape. The goals are `faster` (TRL's seconds divided by psigrad's),
+    `smaller` (psigrad's memory divided by TRL's) and `first_step` (seconds from the start of psigrad's process to the end of its
+    first step). `trl` lists the settings of TRL to try: (rows per forward pass, True for bfloat16 weights). `apart`: 24 GiB do
+    not hold both sides at once. `random`: use random weights even if the hub's are in the cache.
 
-    One token of `ends` ends the text (0: only the model's own): random weights end completions as late as that, so that their
-    lengths are as unequal as those of a model that has learnt to end.
+    One in `ends` tokens ends the text (0: only the model's own end tokens). Completions of random weights are then about as
+    unequal in length as those of a trained model.
     """
 
     work: Workload
@@ -59,15 +59,15 @@ class Real:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The model's configuration, with its ends of the text."""
+        """The model's configuration, with its end tokens."""
         found = read_shape(self.hub.rpartition("/")[2])
         own = found["eos_token_id"]
         return found | {"eos_token_id": [own, *range(96, found["vocab_size"], self.ends)] if self.ends else own}
 
 
-# How often a phase may take its floor.
+# Goals: the seconds of a phase, as a multiple of its floor.
 PHASES = {"sample": 1.8, "forward-backward": 1.4}
-# Deviation of the logarithms of prompts' lengths: a sixth of them is half as long again as most.
+# Standard deviation of the logarithms of prompt lengths: a sixth of the prompts has 1.5 times the median length or more.
 SPREAD = 0.4
 _R1 = Real(
     Workload("R1", "SmolLM2-135M, 16 × 8, prompts of about 64 tokens, at most 64 more", prompt_tokens=64, spread=SPREAD),
@@ -94,7 +94,7 @@ _R2 = Real(
 
 
 def _hybrid(name: str, model: str, hub: str, **other: Any) -> Real:
-    """R2 with a model that has layers with state."""
+    """Return R2 with a model that has recurrent layers."""
     work = replace(_R2.work, name=name, says=f"{model}'s shape, 2 × 4, prompts of about 128 tokens, at most 64 more", **other)
     return replace(_R2, work=work, hub=hub, faster=4.0, smaller=None)
 
@@ -111,11 +111,11 @@ WORKS = {
         _like_r2("R2L", "R2 by LoRA of rank 16", lora_rank=16, faster=6.0, smaller=0.6),
         replace(
             _like_r2("R3", "R2 with prompts of about 1,024 tokens, 2 × 8", prompt_tokens=1024, generations=8, faster=15.0),
-            trl=((2, False), (2, True)),  # with 4 rows of either TRL's process takes more than 21 GiB, and Linux kills it
+            trl=((2, False), (2, True)),  # with 4 rows TRL's process takes more than 21 GiB, and Linux kills it
         ),
         replace(
             _like_r2("R4", "R2L over a base in 4 bits (nf4)", lora_rank=16, quantize_base="nf4"),
-            trl=((4, False), (4, True)),  # as with 8 rows of this
+            trl=((4, False), (4, True)),  # with 8 rows it is killed as well
         ),
         Real(
             Workload(
@@ -129,7 +129,7 @@ WORKS = {
             SMOL,
             ends=24,
             trl=((8, False), (16, False), (16, True)),
-            random=True,  # whose turns end
+            random=True,  # so that turns end
         ),
         Real(
             Workload(
@@ -164,7 +164,7 @@ WORKS = {
         ),
     )
 }
-# What TRL's side alone needs, where `make bench-real` puts it.
+# Packages that only TRL's process needs. `make bench-real` installs them here.
 PACKAGES = Path(__file__).parents[1] / ".trl-packages"
 
 Pair = dict[str, Any]
@@ -172,7 +172,7 @@ Measure = Callable[[Workload, int, Callable[[Pair], None]], None]
 
 
 def measure(real: Real, dtype: str, threads: int, work: Workload, pairs: int, keep: Callable[[Pair], None]) -> None:
-    """Take `pairs` pairs of steps, each given to `keep`."""
+    """Measure `pairs` pairs of steps, and pass each to `keep`."""
 
     def make(work: Workload, folder: Path) -> None:
         source = folder / "source"
@@ -182,7 +182,7 @@ def measure(real: Real, dtype: str, threads: int, work: Workload, pairs: int, ke
         prepare(work, real.hub if cached else str(source), folder)
 
     def foretell(folder: Path, rate: Machine) -> dict[str, Any]:
-        if work.turns > 1:  # a plan knows nothing of what an environment says
+        if work.turns > 1:  # a plan does not include the environment's tokens
             return {}
         made = planned(work, folder, dtype, rate)
         return {"plan": {"mb": made.memory.peak / 2**20, "seconds": made.seconds}}
@@ -192,7 +192,7 @@ def measure(real: Real, dtype: str, threads: int, work: Workload, pairs: int, ke
 
 
 def lacks(real: Real) -> str:
-    """Why a workload cannot be measured here; empty where it can."""
+    """Return why a workload cannot be measured here, or an empty text if it can."""
     coded = real.work.quantize_base
     if coded and not (find_spec("bitsandbytes") or PathFinder.find_spec("bitsandbytes", [str(PACKAGES)])):
         return f"TRL's base in {coded} needs bitsandbytes, which is not installed; `make bench-real` installs it"
@@ -200,7 +200,7 @@ def lacks(real: Real) -> str:
 
 
 def complete(real: Real, found: list[Pair], pairs: int, take: Measure, keep: Callable[[Pair], None]) -> None:
-    """Take what is missing of `pairs` pairs: one of every setting of TRL, then of its best one. `found` grows."""
+    """Measure pairs until there is one for each setting of TRL, and `pairs` for its best one. `found` is extended."""
 
     def noted(setting: tuple[int, bool], pair: Pair) -> None:
         found.append({"workload": real.work.name, "trl_setting": list(setting), **pair})
@@ -209,7 +209,7 @@ def complete(real: Real, found: list[Pair], pairs: int, take: Measure, keep: Cal
     for setting in real.trl:
         if not of_setting(found, setting):
             take(_with(real.work, setting), 1, partial(noted, setting))
-    while (missing := pairs - len(of_setting(found, best := best_of(found)))) > 0:  # more pairs may show another to be best
+    while (missing := pairs - len(of_setting(found, best := best_of(found)))) > 0:  # with more pairs, another one may be best
         take(_with(real.work, best), missing, partial(noted, best))
 
 
@@ -218,24 +218,24 @@ def _with(work: Workload, setting: tuple[int, bool]) -> Workload:
 
 
 def of_setting(found: Sequence[Pair], setting: tuple[int, bool]) -> list[Pair]:
-    """The pairs that TRL took with this setting."""
+    """Return the pairs in which TRL had this setting."""
     return [pair for pair in found if tuple(pair["trl_setting"]) == setting]
 
 
 def best_of(found: Sequence[Pair]) -> tuple[int, bool]:
-    """The setting whose pairs cost TRL least, beside ours."""
+    """Return the setting with which TRL's cost, relative to psigrad's, is lowest."""
     settings = {tuple(pair["trl_setting"]) for pair in found}
     return min(settings, key=lambda setting: statistics.median(p["trl"] / p["ours"] for p in of_setting(found, setting)))
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Geometric mean and 95 % interval, by Student's t of the logarithms; of a single ratio the interval is everything."""
+    """Return the geometric mean and its 95 % interval, by Student's t of the logarithms; (0, ∞) for a single ratio."""
     mean, low, high = over_seeds(math.log(ratio) for ratio in ratios)
     return (math.exp(mean), math.exp(low), math.exp(high)) if len(ratios) > 1 else (math.exp(mean), 0.0, math.inf)
 
 
 def judge(real: Real, found: Sequence[Pair]) -> tuple[list[str], bool]:
-    """Lines for people, and whether a goal is missed."""
+    """Return the lines to print, and True if a goal is missed."""
     best = best_of(found)
     taken = of_setting(found, best)
     settings = f"TRL by {best[0]} rows, {'bfloat16' if best[1] else 'float32'} weights, {len(taken)} pairs"
@@ -249,7 +249,7 @@ def judge(real: Real, found: Sequence[Pair]) -> tuple[list[str], bool]:
     for who, name in (("ours", "psigrad"), ("trl", "TRL")):
         seconds, tokens = (statistics.median(pair[f"{who}_{what}"] for pair in taken) for what in ("seconds", "tokens"))
         peak = max(pair[f"{who}_mb"] for pair in taken)
-        speed = f"{tokens / seconds:.0f} tokens/s, " if tokens else ""  # TRL's SFT does not say how many it had
+        speed = f"{tokens / seconds:.0f} tokens/s, " if tokens else ""  # TRL's SFT does not report its tokens
         lines.append(f"    {name}: {seconds:.2f} s a step, {speed}at most {peak:.0f} MiB")
     if plan := taken[-1].get("plan"):
         own = {"mb": max(p["ours_mb"] for p in taken), "seconds": statistics.median(p["ours_seconds"] for p in taken)}
@@ -262,7 +262,7 @@ def judge(real: Real, found: Sequence[Pair]) -> tuple[list[str], bool]:
 
 
 def _ratio(lines: list[str], ratios: Sequence[float], what: str, goal: float | None) -> bool:
-    """Add a line with the ratios' mean and interval; whether all of that lies below the goal."""
+    """Add a line with the ratios' mean and interval. Return True if the entire interval is below the goal."""
     mean, low, high = interval(ratios)
     bad = goal is not None and high / goal < 1
     lines.append(f"    {mean:.2f} {what} [{low:.2f}, {high:.2f}]" + _against(goal, bad))
@@ -280,7 +280,7 @@ def _against(goal: float | None, bad: bool) -> str:
 
 
 def _phase(lines: list[str], phase: str, taken: Sequence[Pair]) -> bool:
-    """Add a line with the seconds of a phase, and how often that is its floor; whether it is above its goal for certain."""
+    """Add a line with a phase's seconds, also as a multiple of its floor. Return True if the whole interval is above the goal."""
     seconds = statistics.median(pair["phases"].get(phase, 0.0) for pair in taken)
     if any(phase not in pair["floor"] for pair in taken):
         if seconds >= 0.005:
@@ -294,7 +294,7 @@ def _phase(lines: list[str], phase: str, taken: Sequence[Pair]) -> bool:
 
 
 def main() -> int:
-    """Measure what was asked for and is missing; 1 where a goal is missed."""
+    """Measure the missing pairs of the requested workloads. Return 1 if a goal is missed, otherwise 0."""
     given, missed = ask(__doc__, WORKS, FILE, dtype="bfloat16", pairs=7), False
     for name in given.names:
         real, found = WORKS[name], given.taken(workload=name)

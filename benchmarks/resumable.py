@@ -18,12 +18,12 @@ Line = dict[str, Any]
 
 
 def read(file: Path) -> list[Line]:
-    """Return the lines of a file, without one that was cut off."""
+    """Return the lines of a file, except an incomplete last line."""
     return [line for text in read_lines(file) if (line := parse_row(text)) is not None]
 
 
 def append(file: Path, line: Line) -> None:
-    """Append a line, in place of one that was cut off."""
+    """Append a line, in place of an incomplete last line."""
     file.parent.mkdir(parents=True, exist_ok=True)
     end_last_line(file)
     with file.open("a") as stream:
@@ -32,7 +32,7 @@ def append(file: Path, line: Line) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """The arguments of a benchmark. `where` is the dtype, threads and processor, which equal lines have in common."""
+    """The arguments of a benchmark. `where` has the dtype, threads and processor, which comparable lines share."""
 
     names: list[str]
     dtype: str
@@ -46,17 +46,17 @@ class Asked:
         return [line for line in read(self.file) if {**self.where, **key}.items() <= line.items()]
 
     def keep(self, line: Line, **key: Any) -> None:
-        """Append a line with this key."""
+        """Append a line with this key, measured under these conditions."""
         append(self.file, {**key, **line, **self.where})
 
 
 def ask(description: str | None, known: Collection[str], file: Path, *, dtype: str, pairs: int) -> Asked:
-    """Read the command line: names among the `known` ones, and options. Raises `UserError` for an unknown name."""
+    """Read names among the `known` ones, and options, from the command line. Raises `UserError` for an unknown name."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; all of them if none is named")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"names of {', '.join(known)} (default: all)")
     parser.add_argument("--dtype", default=dtype, choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=pairs, help=f"steps of each side (default: {pairs})")
+    parser.add_argument("--pairs", type=int, default=pairs, help=f"pairs of steps, one of each side (default: {pairs})")
     parser.add_argument("--json", type=Path, default=file)
     given = parser.parse_args()
     if unknown := [name for name in given.names if name not in known]:

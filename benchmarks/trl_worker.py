@@ -1,6 +1,6 @@
-"""TRL's process: its own trainers, stepped one optimiser step at a time by a callback that waits for the parent.
+"""TRL's process. It runs TRL's own trainers, and a callback waits before each optimiser step until the parent requests it.
 
-python trl_worker.py check|steps FOLDER DTYPE THREADS DEVICE START, as `timed.workload.serve` reads them.
+python trl_worker.py check|steps FOLDER DTYPE THREADS DEVICE START, with the arguments of `timed.workload.serve`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from transformers import (
 
 
 class Gate(TrainerCallback):
-    """Begins a step when the parent wants one."""
+    """A callback that starts a step when the parent requests it."""
 
     def __init__(self, parent: Parent, begin: Callable[[], None], tell: Callable[[Parent], None]) -> None:
         self.parent, self.begin, self.tell = parent, begin, tell
-        self.asked = True  # for the first, which begins with `train`
+        self.asked = True  # True for the first step, which starts with `train`
         begin()
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Wait until the parent asks for a step; end the process when it wants no more."""
+        """Wait until the parent requests a step. Exit if it requests no more."""
         if not self.asked:
             if not self.parent.wants_a_step():
                 sys.exit()
@@ -48,7 +48,7 @@ class Gate(TrainerCallback):
 
 
 def main(folder: Path, dtype: str, device: str, parent: Parent) -> None:
-    """Answer with loss and gradient (`check`), or take steps."""
+    """Send loss and gradient to the parent (`check`), or take steps."""
     work, rows = read(folder)
     work = replace(work, vllm=work.vllm and sys.argv[1] == "steps")  # the comparison of losses samples nothing
     trainer, counts = _trainer(work, folder, rows, dtype == "bfloat16", device)
@@ -89,13 +89,13 @@ def _settings(work: Workload, folder: Path, bf16: bool, device: str) -> dict[str
 
 
 def _batches(rows: int, at_once: int) -> dict[str, int]:
-    """An optimiser step's rows, so many in a forward pass."""
+    """Return the batch settings for `rows` rows per optimiser step, `at_once` of them in a forward pass."""
     size = min(at_once or rows, rows)
     return {"per_device_train_batch_size": size, "gradient_accumulation_steps": rows // size}
 
 
 def _trainer(work: Workload, folder: Path, rows: list[dict[str, Any]], bf16: bool, device: str) -> tuple[Any, list[int]]:
-    """The trainer, and a one-element list in which the tokens of the step are counted."""
+    """Return the trainer, and a one-element list with the number of tokens in the step."""
     import trl
 
     counts, given = [0], dict[str, Any]()
@@ -131,13 +131,13 @@ def _trainer(work: Workload, folder: Path, rows: list[dict[str, Any]], bf16: boo
         coded = {"quantization_config": _codes(work), "device_map": device} if work.quantize_base else {}
         loader = AutoModelForImageTextToText if work.image else AutoModelForCausalLM
         model = loader.from_pretrained(folder / "model", dtype=kind, **coded)
-        if work.image:  # psigrad trains no tower unless it is asked to
+        if work.image:  # psigrad freezes the tower by default
             for part in (model.model.vision_model, model.model.connector):
                 part.requires_grad_(False)
     if work.lora_rank:
         import peft
 
-        torch.manual_seed(0)  # the adapters of our process
+        torch.manual_seed(0)  # the same adapters as in psigrad's process
         model = peft.get_peft_model(model, peft.LoraConfig(r=work.lora_rank, lora_alpha=16, target_modules="all-linear"))
     name = "Reward" if work.kind == "reward" else work.kind.upper()
     trainer = getattr(trl, f"{name}Trainer")(
@@ -151,7 +151,7 @@ def _trainer(work: Workload, folder: Path, rows: list[dict[str, Any]], bf16: boo
 
 
 def _dataset(work: Workload, rows: list[dict[str, Any]]) -> Dataset:
-    """The rows; with pictures as TRL wants them, which counts the parts itself."""
+    """Return the rows. TRL wants text and images in separate columns, and adds the image parts itself."""
     if not work.image:
         return Dataset.from_list(rows)
     plain = [{**row, "prompt": [{"role": "user", "content": row["prompt"][0]["content"][1]["text"]}]} for row in rows]
@@ -159,14 +159,14 @@ def _dataset(work: Workload, rows: list[dict[str, Any]]) -> Dataset:
 
 
 def _codes(work: Workload) -> BitsAndBytesConfig:
-    """The base as bitsandbytes keeps it, multiplied in bfloat16."""
+    """Return bitsandbytes' settings: an nf4 base, multiplied in bfloat16."""
     if work.quantize_base != "nf4":
-        raise ValueError(f"TRL's side knows no base in {work.quantize_base}")
+        raise ValueError(f"the TRL side supports only an nf4 base, not {work.quantize_base}")
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
 
 def _episodes(turns: int, prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Episodes as TRL's loop over tools plays them: each turn is generated by the trainer behind all that was said before."""
+    """Play episodes as TRL's tool loop does: the trainer generates each turn after the whole conversation so far."""
     asked = trainer.processing_class(text=prompts)["input_ids"]
     said: list[list[int]] = [[] for _ in prompts]
     chosen: list[list[int]] = [[] for _ in prompts]
@@ -185,11 +185,11 @@ def _episodes(turns: int, prompts: list[str], trainer: Any) -> dict[str, Any]:
 
 
 def _check(work: Workload, trainer: Any) -> dict[str, float]:
-    """Loss and gradient norm on the fixed batch (online) or the first sixteen rows (offline)."""
+    """Return loss and gradient norm on the fixed batch (online) or on the first rows (offline)."""
     model = trainer.model
     model.train()
     if work.online:
-        # the trainer sets it when it trains; a grpo loss is then that of the batch, in however many parts it is generated
+        # set by the trainer in training; the GRPO loss is then that of the batch, however many parts it has
         trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation if work.kind == "grpo" else 1
         loss = trainer._compute_loss(model, _inputs(work, trainer))
     else:
@@ -202,7 +202,7 @@ def _check(work: Workload, trainer: Any) -> dict[str, float]:
 
 
 def _inputs(work: Workload, trainer: Any) -> dict[str, torch.Tensor]:
-    from beside_trl import fixed_batch  # it imports psigrad's models, which must not count to the time that TRL takes to begin
+    from beside_trl import fixed_batch  # it imports psigrad's models, which must not add to TRL's start-up time
 
     given = fixed_batch(work)
     completions = [c for group in given["completions"] for c in group]
@@ -228,12 +228,12 @@ def _inputs(work: Workload, trainer: Any) -> dict[str, torch.Tensor]:
     inputs["old_per_token_logps"] = logps - 0.05
     inputs["old_logps"] = (inputs["old_per_token_logps"] * inputs["completion_mask"]).sum(1)  # of whole completions, in RLOO
     if work.beta:
-        inputs["ref_per_token_logps"] = logps.clone()  # KL is 0: the check is of the policy term
+        inputs["ref_per_token_logps"] = logps.clone()  # KL is 0: only the policy term is checked
     return inputs | pictures
 
 
 def _pictured(trainer: Any, counts: list[int]) -> tuple[list[list[int]], dict[str, Any]]:
-    """The tokens of the first prompts, each so many times, and what the model reads beside them."""
+    """Return the token ids of the first prompts, each repeated `counts` times, and the images for the model."""
     from trl.data_utils import prepare_multimodal_messages
 
     rows = [trainer.train_dataset[i] for i, count in enumerate(counts) for _ in range(count)]

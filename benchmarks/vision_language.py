@@ -1,7 +1,7 @@
-"""How many times as fast as TRL psigrad trains a vision-language model: `python benchmarks/vision_language.py [V1 V2 …]`.
+"""The speed of psigrad relative to TRL for a vision-language model: `python benchmarks/vision_language.py [V1 V2 …]`.
 
-The model is an Idefics 3 with random weights; both sides freeze its tower. Equal loss and gradient first, then steps of both in
-turn. Each pair is a line of --json, and a workload that has `--pairs` of them is not measured again.
+The model is an Idefics 3 with random weights, whose vision tower both sides freeze. Loss and gradient must be equal first; then
+the steps alternate. Each pair of steps is a line of --json. A workload with `--pairs` lines is not measured again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SMOL = read_shape("SmolLM2-135M")
 _TEXT = {name: _SMOL[name] for name in _SMOL if name.startswith(("hidden_", "intermediate_", "num_"))} | {"vocab_size": 49280}
 _TOWER = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "patch_size": 16}
 LARGE = {"side": 512, "scale": 4, "text": _TEXT, "tower": _TOWER}
-"""SmolVLM-256M's shape, whose text half is SmolLM2-135M's: 64 tokens for a picture."""
+"""The shape of SmolVLM-256M, whose text model is SmolLM2-135M: 64 tokens per image."""
 _WORK = Workload("", "", prompts=4, prompt_tokens=32, completion_tokens=32, spread=0.4, rows=64)
 _SFT = replace(_WORK, kind="sft", prompts=16)
 WORKS = {
@@ -46,15 +46,15 @@ WORKS = {
     "V5": (LARGE, replace(_SFT, says="SFT, SmolVLM-256M's shape, 8 pictures a step, each read for the first time", prompts=8)),
     "V6": (LARGE, replace(_SFT, says="SFT, SmolVLM-256M's shape, 8 pictures a step, in a later pass", prompts=8, rows=8)),
 }
-"""Shape and workload. The pictures of a later pass are read in the first step, which is not timed."""
+"""Shape and workload. In a later pass, the images were already read in the first step, which is not timed."""
 
 
 def make(shape: dict[str, Any], work: Workload, folder: Path) -> None:
-    """The files of a workload: the model with random weights, its tokenizer and processor, the rows and their pictures."""
+    """Write the files of a workload: the model with random weights, its tokenizer and processor, the rows and their images."""
     words = tiny.tokenizer([inputs.LETTERS], 256)
     marks = [tiny.EDGE, tiny.WHOLE, tiny.IMAGE, "<end_of_utterance>"]
     words.add_special_tokens({"additional_special_tokens": marks})
-    # TRL trains on what a template writes behind the end of a turn, and psigrad does not; so nothing is written there
+    # TRL trains on the template's text after the end of a turn, and psigrad does not; so write no text there
     words.chat_template = tiny.PARTS_CHATML.replace("<|im_end|>\n", "<|im_end|>")
     words.eos_token, words.padding_side = "<|im_end|>", "left"
     ends = {"pad_token_id": 1, "bos_token_id": None, "eos_token_id": words.eos_token_id}
@@ -80,14 +80,14 @@ def make(shape: dict[str, Any], work: Workload, folder: Path) -> None:
 
 
 def shown(name: str, pairs: list[dict[str, Any]]) -> str:
-    """A workload's line for people."""
+    """Return the line to print for a workload."""
     middle, low, high = interval([pair["trl"] / pair["ours"] for pair in pairs])
     share = max(pair["ours_mb"] for pair in pairs) / max(pair["trl_mb"] for pair in pairs)
-    return f"{name} ({WORKS[name][1].says}): {middle:.2f} times as fast [{low:.2f}, {high:.2f}], {share:.2f} of its memory"
+    return f"{name} ({WORKS[name][1].says}): {middle:.2f} times as fast [{low:.2f}, {high:.2f}], {share:.2f} of TRL's memory"
 
 
 def main() -> None:
-    """Measure the workloads that lack pairs, and print all that were named."""
+    """Measure the requested workloads that lack pairs, and print the result of each requested workload."""
     given = ask(__doc__, WORKS, MEASURED, dtype="float32", pairs=5)
     for name in given.names:
         shape, work = WORKS[name]

@@ -1,4 +1,4 @@
-"""The shapes of work that psigrad and TRL are timed on."""
+"""The workloads on which psigrad and TRL are timed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from timed.workload import Workload
 
-# The memory of the head, where both sides save memory: it is what this workload is about, and TRL's default.
+# This workload is about the memory of the head. Both sides save memory by gradient checkpointing, which is TRL's default.
 _LARGE = Workload(
     "W3",
     "vocabulary 151,936, hidden 256, 4 layers, completions of 256 tokens: memory of the head, with gradient_checkpointing",
@@ -25,7 +25,7 @@ WORKLOADS = {
         Workload("W1", "5 M parameters, 16 prompts x 8 completions of at most 64 tokens"),
         Workload(
             "W2",
-            "20 M parameters, prompts of 512 tokens, completions of 1 to 256 tokens, very unequal",
+            "20 M parameters, prompts of 512 tokens, completions of very unequal length, 1 to 256 tokens",
             hidden=448,
             layers=8,
             prompts=4,
@@ -36,10 +36,10 @@ WORKLOADS = {
         _LARGE,
         replace(_LARGE, name="W3F", says="W3 without gradient_checkpointing on either side", gradient_checkpointing=False),
         Workload("W4", "W1 with a KL to a reference and two passes over each batch", beta=0.04, iterations=2, steps=4),
-        Workload("PPO", "W4 by PPO with a critic of its own, its KL in the reward", "ppo", beta=0.05, iterations=2, steps=4),
+        Workload("PPO", "W4 with PPO, a separate critic and the KL in the reward", "ppo", beta=0.05, iterations=2, steps=4),
         Workload("RLOO", "W1 by RLOO with a KL to a reference in the reward", "rloo", beta=0.05),
         Workload("DPO", "W1's model, 16 pairs per step, answers of 16 to 64 tokens", "dpo", steps=16),
-        Workload("RM", "the same pairs, a reward model", "reward", steps=16),
+        Workload("RM", "a reward model on the pairs of DPO", "reward", steps=16),
         Workload("SFT", "W1's model, 16 rows per step, 16 to 64 tokens", "sft", steps=16),
     )
 }

@@ -12,13 +12,13 @@ __all__ = ["group_rank"]
 
 
 def group_rank(batch: Batch) -> Tensor:
-    """How many completions of its group a completion beats, less those that beat it: between −1 and 1, whatever rewards are like.
+    """The share of the group's other completions that a completion beats, minus the share that beat it: between −1 and 1.
 
-    A reward that is stretched, or any function of it that rises, gives the same advantages; one outlier does not swamp its group.
+    Only the order of the rewards counts. A single outlier therefore does not dominate its group.
 
     Formula: A_i = 1/(G−1) · Σ_{j≠i} sign(R_i − R_j)
 
-    Source: rank-based fitness shaping, Wierstra et al. 2014, arXiv:1106.4487; here within a group.
+    Source: rank-based fitness shaping, Wierstra et al. 2014, arXiv:1106.4487, applied here within a group.
     """
     reward_N = batch.sequence_reward
     same_NN = batch.group[:, None] == batch.group[None, :]

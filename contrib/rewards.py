@@ -13,8 +13,8 @@ _RUN = 3
 
 
 def fresh_words(completions: Sequence[Any], **columns: Any) -> list[float | None]:
-    """The share of runs of three words that did not stand in the completion before: 1 without a repetition, near 0 for a loop.
-    None for a completion of fewer than three words.
+    """Return the share of distinct ones among all runs of three consecutive words: 1 without repetition, near 0 for a loop.
+    Return None for a completion of fewer than three words.
     """
     return [_fresh(text_of(completion).lower().split()) for completion in completions]
 

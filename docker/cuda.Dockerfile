@@ -1,16 +1,16 @@
 # docker build --file docker/cuda.Dockerfile --tag psigrad:cuda .
 # docker run --rm --gpus all --volume "$PWD:/work" psigrad:cuda grpo --model … --dataset prompts.jsonl --reward exact
-# The driver on the machine must be one for CUDA 13; torch brings the rest of CUDA along.
+# The machine's driver must support CUDA 13. The rest of CUDA is installed with torch.
 FROM python:3.12-slim-bookworm AS builder
 
-# what has to be compiled: the kernels for a CPU, and pycosat for the tasks of reasoning-gym
+# compile the CPU kernels, and pycosat, which the tasks of reasoning-gym need
 RUN apt-get update && apt-get install --yes --no-install-recommends g++
 COPY . /psigrad
 RUN PSIGRAD_PREBUILD=1 pip wheel --no-cache-dir --no-deps --wheel-dir /wheels --constraint /psigrad/constraints.txt /psigrad pycosat
 
 FROM python:3.12-slim-bookworm
 
-# bubblewrap runs programs that a model wrote
+# psigrad runs programs written by a model inside bubblewrap
 RUN apt-get update && apt-get install --yes --no-install-recommends bubblewrap && rm -rf /var/lib/apt/lists/*
 RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130
 COPY constraints.txt /tmp/constraints.txt

@@ -1,11 +1,11 @@
-"""GRPO in one file, on torch and transformers alone: what psigrad does, without its speed, its checks and its other methods.
+"""GRPO in one file, with only torch and transformers: what psigrad computes, without its speed, checks and other methods.
 
     python examples/grpo_in_one_file.py MODEL PROMPTS.jsonl [STEPS]
 
-MODEL is a folder or hub name; each line of PROMPTS.jsonl has a "prompt" and an "answer". The reward is 1 where the completion
-is the answer. `tests/language/training/test_one_file.py` holds `group_loss` against the library: same loss, same gradient.
+MODEL is a folder or hub name. Each line of PROMPTS.jsonl has a "prompt" and an "answer". The reward is 1 if the completion equals
+the answer, otherwise 0. `tests/language/training/test_one_file.py` checks that psigrad computes the same loss and gradient.
 
-For one prompt with completions o_1 … o_G of reward r_1 … r_G (Shao et al. 2024, arXiv:2402.03300):
+For one prompt with completions o_1 … o_G and their rewards r_1 … r_G (Shao et al. 2024, arXiv:2402.03300):
 
     A_i  = (r_i - mean r) / (std r + 1e-4)
     rho  = exp(log pi - log pi_old)                                     per token; pi_old sampled the completion
@@ -33,13 +33,13 @@ BETA = 0.04
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """How much better than its group each completion is, in standard deviations of the group [G]."""
+    """Return how far each reward is above its group's mean, in standard deviations of the group [G]."""
     return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
 
 
 def token_log_probs(model, prompt: list[int], completions: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """log pi of every completion token [G, T] and the mask of real ones [G, T]. Lengths make the mask: pad and EOS may share
-    an id.
+    """Return log pi of every completion token [G, T], and the mask of tokens that are not padding [G, T].
+    The mask comes from the lengths, since padding and EOS may share an id.
     """
     lengths = torch.tensor([len(c) for c in completions])
     width = int(lengths.max())
@@ -54,7 +54,7 @@ def token_log_probs(model, prompt: list[int], completions: list[list[int]]) -> t
 def group_loss(
     model, reference, prompt: list[int], completions: list[list[int]], rewards: Tensor, logp_old: Tensor | None = None
 ) -> Tensor:
-    """The GRPO loss of one group. Without `logp_old` [G, T] the completions are the model's own and fresh: the ratio is 1."""
+    """Return the GRPO loss of a group. Without `logp_old` [G, T], the current model sampled the completions: the ratio is 1."""
     logp, mask = token_log_probs(model, prompt, completions)
     with torch.no_grad():
         logp_ref, _ = token_log_probs(reference, prompt, completions)
@@ -68,7 +68,7 @@ def group_loss(
 
 @torch.no_grad()
 def sample(model, prompt: list[int], eos: int) -> list[list[int]]:
-    """GROUP_SIZE completions of one prompt, each cut behind its first EOS, which is kept: the policy chose it."""
+    """Sample GROUP_SIZE completions of a prompt, each cut after its first EOS. The EOS is kept, since the policy chose it."""
     ids = torch.tensor([prompt] * GROUP_SIZE)
     out = model.generate(
         ids,
@@ -88,7 +88,7 @@ def sample(model, prompt: list[int], eos: int) -> list[list[int]]:
 def main(path: str, prompts_file: str, steps: int) -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path).eval()  # eval: dropout would make the ratio differ from 1
+    model = AutoModelForCausalLM.from_pretrained(path).eval()  # no dropout: it would make the ratio differ from 1
     reference = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     with open(prompts_file) as lines:

@@ -1,20 +1,20 @@
-"""PPO in one file, on torch, transformers and gymnasium alone: the same PPO learns CartPole and trains a language model.
+"""PPO in one file, with only torch, transformers and gymnasium. The same PPO learns CartPole and trains a language model.
 
     python examples/ppo_in_one_file.py cartpole [TIMESTEPS]
     python examples/ppo_in_one_file.py MODEL PROMPTS.jsonl [STEPS]
 
-MODEL is a folder or hub name; each line of PROMPTS.jsonl has a "prompt" and an "answer". The reward is 1 where the completion
-is the answer. The settings are those of `psigrad control ppo --env CartPole-v1` and of `psigrad ppo` with `critic_shared=true`.
-`tests/language/training/test_ppo_one_file.py` holds this file against the library: same advantages, same loss, same gradient.
+MODEL is a folder or hub name. Each line of PROMPTS.jsonl has a "prompt" and an "answer". The reward is 1 if the completion equals
+the answer. The settings are those of `psigrad control ppo --env CartPole-v1` and of `psigrad ppo` with `critic_shared=true`.
+`tests/language/training/test_ppo_one_file.py` checks that psigrad computes the same advantages, loss and gradient.
 
-In a state s_t the policy pi takes an action a_t (a push of the cart, or a token) and gets a reward r_t. The critic V guesses the
-rewards still to come. From a batch of such steps (Schulman et al. 2017, arXiv:1707.06347; 2016, arXiv:1506.02438):
+In a state s_t the policy pi takes an action a_t (a push of the cart, or a token) and gets a reward r_t. The critic V predicts the
+sum of the future rewards. For a batch of such steps (Schulman et al. 2017, arXiv:1707.06347; 2016, arXiv:1506.02438):
 
-    delta_t = r_t + gamma V(s_t+1) - V(s_t)                 V is 0 behind the end
+    delta_t = r_t + gamma V(s_t+1) - V(s_t)                 V is 0 after the end
     A_t     = delta_t + gamma lambda A_t+1                  the advantage (GAE)
-    R_t     = A_t + V_old(s_t)                              what the critic should have said
-    N_t     = (A_t - mean A) / (std A + 1e-8)               the advantage as the policy's loss takes it
-    rho_t   = exp(log pi(a_t|s_t) - log pi_old(a_t|s_t))    pi_old and V_old: as they were when the batch was collected
+    R_t     = A_t + V_old(s_t)                              the critic's target
+    N_t     = (A_t - mean A) / (std A + 1e-8)               the normalised advantage, used in the policy's loss
+    rho_t   = exp(log pi(a_t|s_t) - log pi_old(a_t|s_t))    policy and critic when the batch was collected
     loss    = mean_t [ - min(rho_t N_t, clip(rho_t, 1 - eps, 1 + eps) N_t)
                        + c/2 max((V - R_t)^2, (clip(V, V_old - eps_V, V_old + eps_V) - R_t)^2) ]
 """
@@ -38,39 +38,39 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 @dataclass(frozen=True)
 class Settings:
     gamma: float  # discount per step
-    lam: float  # lambda: 0 trusts the critic after one step, 1 trusts only the rewards
+    lam: float  # lambda: 0 uses one reward and then the critic, 1 only rewards
     value_weight: float  # c
     value_clip: float | None  # eps_V; None: the critic's loss is c/2 (V - R)^2
     epochs: int  # passes over each batch
-    learning_rate: float  # at the start; it falls to 0
+    learning_rate: float  # initial; decays linearly to 0
     max_grad_norm: float
-    clip: float = 0.2  # eps; on CartPole it falls to 0 too
+    clip: float = 0.2  # eps; on CartPole it decays to 0 too
 
 
 CARTPOLE = Settings(0.98, 0.8, value_weight=1.0, value_clip=None, epochs=20, learning_rate=1e-3, max_grad_norm=0.5)
-# 1e-6 suits models of billions of weights. Small ones learn faster at 1e-5 to 1e-3.
+# The learning rate 1e-6 suits models with billions of weights. Smaller models learn faster at 1e-5 to 1e-3.
 LANGUAGE = Settings(1.0, 1.0, value_weight=0.1, value_clip=0.2, epochs=4, learning_rate=1e-6, max_grad_norm=1.0)
 
 ENVS, STEPS_PER_ENV = 8, 32  # CartPole: copies of the environment, and steps of each per batch
 PROMPTS_PER_STEP, MAX_NEW_TOKENS = 16, 256  # language model: one completion for each prompt
-BETA = 0.05  # language model: what it costs to move away from the model at the start
+BETA = 0.05  # language model: weight of the KL penalty towards the initial model
 
 
-# PPO itself. A batch is N rows of T steps. It does not matter what a step is.
+# PPO itself. A batch has N rows of T steps. A step may be an environment step or a token.
 
 
 @dataclass(frozen=True)
 class Batch:
-    mask: Tensor  # [N, T] the steps that count: the policy chose them
+    mask: Tensor  # [N, T] True for the policy's steps, False for prompts and padding
     logp_old: Tensor  # [N, T] log pi_old
     value_old: Tensor  # [N, T] V_old
-    advantage: Tensor  # [N, T] with mean 0 and deviation 1 over the steps that count
+    advantage: Tensor  # [N, T] with mean 0 and standard deviation 1 over the masked-in steps
     returns: Tensor  # [N, T] R
 
 
 def gae(reward: Tensor, value: Tensor, value_after: Tensor, last: Tensor, gamma: float, lam: float) -> Tensor:
-    """The advantage of every step [N, T]. `value_after` is V of the state that the step leads to, 0 where that is the end; `last`
-    marks the last step of each trajectory, behind which the sum begins anew.
+    """Return the advantage of every step [N, T]. `value_after` is V of the next state, 0 if that state is terminal. `last` marks
+    the last step of each trajectory, where the sum starts again.
     """
     delta = reward + gamma * value_after - value
     advantage, ahead = torch.zeros_like(delta), torch.zeros_like(delta[:, 0])
@@ -83,7 +83,7 @@ def gae(reward: Tensor, value: Tensor, value_after: Tensor, last: Tensor, gamma:
 def make_batch(
     mask: Tensor, logp: Tensor, reward: Tensor, value: Tensor, value_after: Tensor, last: Tensor, settings: Settings
 ) -> Batch:
-    """What PPO learns from, made once for each batch before any update. Nothing here carries a gradient."""
+    """Compute the batch's training data once, before its updates. The tensors carry no gradient."""
     advantage = gae(reward, value, value_after, last, settings.gamma, settings.lam)
     chosen = advantage[mask]
     normal = (advantage - chosen.mean()) / (chosen.std() + 1e-8)
@@ -91,7 +91,7 @@ def make_batch(
 
 
 def loss_of(batch: Batch, logp: Tensor, value: Tensor, settings: Settings) -> Tensor:
-    """The loss of policy and critic, whose outputs for the batch are now `logp` and `value` [N, T]."""
+    """Return the loss of policy and critic. `logp` and `value` [N, T] are their current outputs for the batch."""
     ratio = torch.exp(logp - batch.logp_old)
     clipped = ratio.clamp(1 - settings.clip, 1 + settings.clip)
     policy_loss = -torch.min(ratio * batch.advantage, clipped * batch.advantage)
@@ -105,7 +105,7 @@ def loss_of(batch: Batch, logp: Tensor, value: Tensor, settings: Settings) -> Te
 def update(
     batch: Batch, evaluate: Callable[[], tuple[Tensor, Tensor]], optimizer: torch.optim.Optimizer, settings: Settings
 ) -> None:
-    """Several passes over the batch, one optimiser step each. `evaluate` gives log pi and V of its steps as they are now."""
+    """Make several passes over the batch, one optimiser step each. `evaluate` returns the current log pi and V of its steps."""
     (group,) = optimizer.param_groups
     group["lr"] = settings.learning_rate
     for _ in range(settings.epochs):
@@ -115,15 +115,15 @@ def update(
         optimizer.step()
 
 
-# CartPole: a row is one copy of the environment, a step is a push to the left or to the right.
+# CartPole: a row is one copy of the environment, a step is a push of the cart.
 
 
 class ActorCritic(nn.Module):
-    """Two small networks: one says how likely each action is, the other what the state is worth."""
+    """Two small networks: the policy gives the probabilities of the actions, the critic the value of the state."""
 
     def __init__(self, observations: int, actions: int) -> None:
         super().__init__()
-        self.policy = self._network(observations, actions, gain=0.01)  # at first all actions are about equally likely
+        self.policy = self._network(observations, actions, gain=0.01)  # initially all actions are about equally likely
         self.critic = self._network(observations, 1, gain=1.0)
 
     @staticmethod
@@ -142,7 +142,7 @@ class ActorCritic(nn.Module):
 
 
 def train_cartpole(timesteps: int = 100_000, seed: int = 0) -> list[float]:
-    """Train a policy from nothing; the return of every episode, in the order in which they ended."""
+    """Train a policy from scratch. Return the return of every episode, in the order in which they ended."""
     torch.manual_seed(seed)
     network = ActorCritic(observations=4, actions=2)
     optimizer = torch.optim.Adam(network.parameters(), eps=1e-5)
@@ -168,7 +168,7 @@ def train_cartpole(timesteps: int = 100_000, seed: int = 0) -> list[float]:
                     running[i], (now[i], _) = 0.0, env.reset()
         with torch.no_grad():
             logp, value = network.evaluate(seen, action)
-            value_after = torch.where(terminated, 0.0, network.value(after))  # an episode cut by the clock would have gone on
+            value_after = torch.where(terminated, 0.0, network.value(after))  # not 0 after a time limit: the task goes on
         left = 1 - done / timesteps
         settings = replace(CARTPOLE, learning_rate=CARTPOLE.learning_rate * left, clip=CARTPOLE.clip * left)
         batch = make_batch(torch.ones_like(last), logp, reward, value, value_after, last, settings)
@@ -182,20 +182,20 @@ def train_cartpole(timesteps: int = 100_000, seed: int = 0) -> list[float]:
 
 
 def evaluate_text(model, value_head: nn.Linear, prompts: list[list[int]], completions: list[list[int]]):
-    """log pi and V of every token but the first of each row [N, T], and the mask of those that the model wrote."""
+    """Return log pi and V of every token but the first of each row [N, T], and the mask of the completions' tokens."""
     rows = [p + c for p, c in zip(prompts, completions, strict=True)]
     width = max(map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
     place = torch.arange(width)
     begin, end = torch.tensor([[len(p)] for p in prompts]), torch.tensor([[len(row)] for row in rows])
     out = model(input_ids=ids, attention_mask=(place < end).long(), output_hidden_states=True)
-    logp = out.logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]  # the output at a token is about the next one
+    logp = out.logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]  # the logits at a token predict the next one
     return logp, value_head(out.hidden_states[-1][:, :-1])[..., 0], ((begin <= place) & (place < end))[:, 1:]
 
 
 def text_batch(logp: Tensor, logp_ref: Tensor, value: Tensor, mask: Tensor, scores: Tensor, settings: Settings) -> Batch:
-    """The score [N] comes with the last token, even where the length limit cut. Every token pays for its distance from the model
-    at the start.
+    """Return the batch. The reward of a completion's last token contains its score [N], even if the length limit cut it.
+    Every token's reward contains the KL penalty, -BETA times its log-ratio to the initial model.
     """
     last = mask & ~nn.functional.pad(mask[:, 1:], (0, 1))
     reward = torch.where(last, scores[:, None], 0.0) - BETA * (logp - logp_ref)
@@ -205,7 +205,7 @@ def text_batch(logp: Tensor, logp_ref: Tensor, value: Tensor, mask: Tensor, scor
 
 @torch.no_grad()
 def sample(model, prompts: list[list[int]], eos: int) -> list[list[int]]:
-    """One completion for each prompt, cut behind its first EOS, which is kept: the policy chose it."""
+    """Sample one completion of each prompt, cut after its first EOS. The EOS is kept, since the policy chose it."""
     width = max(map(len, prompts))
     ids = torch.tensor([[eos] * (width - len(p)) + p for p in prompts])
     real = torch.arange(width) >= torch.tensor([[width - len(p)] for p in prompts])
@@ -218,10 +218,10 @@ def sample(model, prompts: list[list[int]], eos: int) -> list[list[int]]:
 def train_language_model(
     model, eos: int, prompts: list[list[int]], score: Callable[[int, list[int]], float], steps: int, settings: Settings = LANGUAGE
 ) -> list[float]:
-    """Train `model` in place; the mean score of each step. `score` judges a completion of the prompt with that number."""
+    """Train `model` in place, and return the mean score of each step. `score(n, completion)` scores a completion of prompt n."""
     model.eval()  # dropout would make the ratio differ from 1
     reference = copy.deepcopy(model).requires_grad_(False)
-    value_head = nn.Linear(model.get_output_embeddings().in_features, 1).to(model.dtype)  # a critic on the model's own layers
+    value_head = nn.Linear(model.get_output_embeddings().in_features, 1).to(model.dtype)  # a critic on the model's layers
     nn.init.zeros_(value_head.weight)
     nn.init.zeros_(value_head.bias)
     optimizer = torch.optim.AdamW([*model.parameters(), *value_head.parameters()], weight_decay=0.0)

@@ -1,9 +1,9 @@
 """A small model learns to write programs by GRPO on a CPU: python examples/programs.py [FOLDER]
 
-A task names three steps of arithmetic; the answer is a Python function that takes them in order. The demonstrations are careless:
-six in ten swap two steps. Supervised fine-tuning copies the mistake as often as it was shown. GRPO against the tests of each
-task, run in the sandbox (reward `code`), unlearns it. Held-out tasks occur in no training data. It needs bubblewrap
-(`psigrad doctor`).
+A prompt lists three arithmetic steps, such as "plus 3, times 2, minus 5". The answer is a Python function that applies them in
+this order. In 60 % of the demonstrations two steps are swapped, and supervised fine-tuning copies this mistake. GRPO with the
+reward `code`, which runs each task's tests in the sandbox, removes it. No held-out task occurs in the training data. The sandbox
+needs bubblewrap: `psigrad doctor` checks whether it works.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ HELD_OUT, WRONG = 200, 0.6
 
 
 def program(steps: list[tuple[str, int]]) -> str:
-    """The function that takes the steps in order."""
+    """Return the source of a function that applies the steps in order."""
     body = "".join(f" x = x {OPERATORS[word]} {n}\n" for word, n in steps)
     return f"def f(x):\n{body} return x\n"
 
 
 def row(steps: list[tuple[str, int]], rng: random.Random) -> dict[str, object]:
-    """A task with its tests and a careless demonstration."""
+    """Return a task: its prompt, its tests, and a demonstration that is wrong in 60 % of the tasks."""
     made: dict[str, object] = {}
-    exec(program(steps), made)  # ours: the tests need its values
+    exec(program(steps), made)  # trusted code: it computes the values that the tests expect
     shown = list(steps)
     if rng.random() < WRONG:
         i = rng.randrange(2)
@@ -43,7 +43,7 @@ def row(steps: list[tuple[str, int]], rng: random.Random) -> dict[str, object]:
 
 
 def prepare(folder: Path, seed: int = 0) -> None:
-    """The rows and an untrained model."""
+    """Write the rows and an untrained model."""
     rng = random.Random(seed)
     steps = list(itertools.product(OPERATORS, range(2, 10)))
     tasks = [list(task) for task in itertools.product(steps, repeat=3)]

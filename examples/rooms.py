@@ -1,11 +1,11 @@
-"""A small model learns to use a tool over several turns, in the tongues of families: python examples/rooms.py [FOLDER] [FAMILY …]
+"""A small model learns to call a tool in several turns: python examples/rooms.py [FOLDER] [FAMILY …]
 
-Every room of a house has one door. The question is where you are behind the second, and only the tool `open_door` knows: the
-policy has to call it, call it again with the answer, and say what it heard last. The demonstrations are careless: six in ten
-guess, or stop behind the first door. Supervised fine-tuning copies that as often as it was shown. GRPO unlearns it. Held-out
-rooms begin no training question.
+Each room has one door, which leads to another room. A question names a room and asks where you are after two doors. The policy
+must call the tool `open_door`, call it again with the result, and answer with the second result. In 60 % of the demonstrations
+the answer is a guess, or comes after one door. Supervised fine-tuning copies these mistakes, and GRPO removes them. No training
+question starts in a held-out room.
 
-The chat templates are the families' own, as trl has them: each writes calls, tools' answers and ends of turns in its own way.
+FAMILY is the name of a chat template in TRL, such as qwen3. Each template formats calls, results and ends of turns differently.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def open_door(room: str) -> str:
 
 
 class OtherHouse:
-    """A tool of the same name that knows another house: what it answers leads nowhere."""
+    """The tool of the control. It has the same name, and its results are useless."""
 
     @staticmethod
     def open_door(room: str) -> str:
@@ -61,13 +61,13 @@ class OtherHouse:
 
 
 def call(room: str) -> dict[str, Any]:
-    """A turn that asks the tool."""
+    """Return a turn that calls the tool."""
     function = {"name": "open_door", "arguments": {"room": room}}
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
 
 
 def demonstration(room: str, rng: random.Random) -> list[dict[str, Any]]:
-    """What somebody careless does: guesses, stops behind the first door, or does it right."""
+    """Return a demonstration, which guesses, stops after the first door, or is right."""
     draw = rng.random()
     turns = []
     if draw < GUESSED:
@@ -80,7 +80,7 @@ def demonstration(room: str, rng: random.Random) -> list[dict[str, Any]]:
 
 
 def prepare(folder: Path, family: str, seed: int = 0) -> None:
-    """The rows and an untrained model that speaks the family's chat template."""
+    """Write the rows, and an untrained model with the family's chat template."""
     rng = random.Random(seed)
     rooms = rng.sample(ROOMS, len(ROOMS))
     asked = {room: [{"role": "user", "content": f"{room}: two doors on?"}] for room in rooms}
@@ -99,7 +99,7 @@ def prepare(folder: Path, family: str, seed: int = 0) -> None:
 
 
 def tokenizer_of(family: str, rows: list[dict[str, Any]]) -> Any:
-    """The family's template and special tokens; else a letter, a digit, or a whole line that the template writes is a token."""
+    """Return a tokenizer with the family's template and special tokens. Each line that the template writes is a single token."""
     spec = find_spec("trl")
     assert spec is not None and spec.origin is not None, "the chat templates come with trl: pip install trl"
     made = tiny.tokenizer([""], 300)
@@ -113,12 +113,12 @@ def tokenizer_of(family: str, rows: list[dict[str, Any]]) -> Any:
 
 
 def kwargs_of(family: str) -> dict[str, Any]:
-    """Arguments of the template: Qwen3 would think first."""
+    """Return the template's arguments. They turn off Qwen3's thinking."""
     return {"enable_thinking": False} if family == "qwen3" else {}
 
 
 def tune(folder: Path, family: str, seed: int = 0, steps: int = 600) -> Result:
-    """Learn from the demonstrations."""
+    """Fine-tune the model on the demonstrations."""
     return psigrad.train(
         "sft",
         model=folder / "base",
@@ -135,7 +135,7 @@ def tune(folder: Path, family: str, seed: int = 0, steps: int = 600) -> Result:
 
 
 def reinforce(folder: Path, family: str, tool: Any = open_door, seed: int = 0, steps: int = 80, name: str = "grpo") -> Result:
-    """Go on by GRPO with the tool; the figures before and after are those of held-out rooms."""
+    """Train further by GRPO with the tool. Return the result, with the accuracy on held-out rooms before and after."""
     return psigrad.train(
         {"preset": "grpo", "kl": None},
         model=folder / "sft" / "model",
@@ -157,7 +157,7 @@ def reinforce(folder: Path, family: str, tool: Any = open_door, seed: int = 0, s
 
 
 def main(folder: Path, family: str, seed: int = 0) -> None:
-    """All of it, with a control: what GRPO makes of the same model where the tool knows another house."""
+    """Run the example, then its control: GRPO on the same fine-tuned model with a tool whose results are useless."""
     prepare(folder, family, seed)
     tune(folder, family, seed)
     for what, tool in (("with the tool", open_door), ("control", OtherHouse.open_door)):

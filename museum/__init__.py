@@ -5,7 +5,7 @@
     python -m museum --library trl              compute every value with a library, and print what holds today
 
 An exhibit is an input of a few numbers, the right value with its derivation, and the value that the faulty formula gives. An
-adapter computes the value with the public code of one library. Nothing here imports psigrad but `adapters/psigrad.py`.
+adapter computes the value with the public code of one library. Only `adapters/psigrad.py` imports psigrad.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ from museum.exhibit import LIBRARIES, Exhibit, find, load
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """List the exhibits, explain one, or print what holds in some libraries. Return 1 if a value is wrong, else 0."""
+    """List the exhibits, explain one, or check libraries against them. Return 1 if a value is wrong, else 0."""
     parser = argparse.ArgumentParser(prog="python -m museum", description="The museum of silent bugs.")
-    parser.add_argument("--library", action="append", choices=[*LIBRARIES, "all"], help="library to compute with; repeatable")
-    parser.add_argument("--exhibit", choices=load(), metavar="NAME", help="explain it, or compute it alone (--library)")
+    parser.add_argument("--library", action="append", choices=[*LIBRARIES, "all"], help="library to check; repeatable")
+    parser.add_argument("--exhibit", choices=load(), metavar="NAME", help="exhibit to explain, or to check alone with --library")
     given = parser.parse_args(arguments)
     chosen = [item for name, item in load().items() if given.exhibit in (None, name)]
     if given.library:

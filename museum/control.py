@@ -22,7 +22,7 @@ def time_limit() -> Case:
 def reused_array() -> Case:
     """An environment returns the same array each time, so its restart overwrites the last observation of the episode.
 
-    It counts its steps and is cut after 5: the observation after the cut is 5. After the restart the array holds 0.
+    The environment counts its steps and is cut after 5, so the last observation is 5. After the restart the array holds 0.
     """
     return Case(SimpleNamespace(limit=5), (5.0,), (0.0,))
 
@@ -31,7 +31,7 @@ def reused_array() -> Case:
 def normalised_bytes() -> Case:
     """A replay buffer of bytes stores normalised images, whose values wrap around.
 
-    The pixels that a learner acts on are 0 and 1 in turn, with mean 1/2 and deviation 1/2. Normalised they are -1 and 1, so it
+    The pixels are alternately 0 and 1, with mean 1/2 and standard deviation 1/2. Normalised they are -1 and 1, so the learner
     reads the mean 0 and the largest absolute value 1. As bytes, -1 is 255 and 1 is 1: mean 128, largest 255.
     """
     return Case(SimpleNamespace(steps=400, limit=2, shape=(7, 7, 3)), (0.0, 1.0), (128.0, 255.0), 0.15)
@@ -41,9 +41,9 @@ def normalised_bytes() -> Case:
 def replayed_scale() -> Case:
     """Replayed rewards keep the scale of the moment when they were stored.
 
-    Every reward is 1, so in a batch the largest is as large as the least: ratio 1. With γ = 0.9 and episodes of 20 steps, the
-    running return is 1, 1.9, 2.71, 3.439, … After four steps its deviation is 0.910, and over a whole episode 2.318. Stored after
-    division by it, the first rewards are 2.318 / 0.910 = 2.549 times the last.
+    Every reward is 1, so the largest reward of a batch over the smallest is 1. With γ = 0.9 and episodes of 20 steps, the running
+    return is 1, 1.9, 2.71, 3.439, … Its standard deviation is 0.910 after four steps, and 2.318 over a whole episode. If rewards
+    are divided by it before they are stored, the first ones are 2.318 / 0.910 = 2.549 times the last.
     """
     returns = [10 * (1 - 0.9**t) for t in range(1, 21)]
     ratio = statistics.pstdev(returns) / statistics.pstdev(returns[:4])
@@ -54,14 +54,14 @@ def replayed_scale() -> Case:
 def discrete_start() -> Case:
     """The start of a Discrete space is ignored, so an environment receives actions that it does not have.
 
-    Discrete(3, start=5) holds 5, 6 and 7. Of 32 actions 0 are outside. Drawn from 0, 1 and 2, all 32 are.
+    Discrete(3, start=5) contains 5, 6 and 7: of 32 actions, 0 are outside. Drawn from 0, 1 and 2, all 32 are outside.
     """
     return Case(SimpleNamespace(count=3, start=5, steps=32), (0.0,), (32.0,))
 
 
 @exhibit("Farama-Foundation/Gymnasium#1507", "Farama-Foundation/Gymnasium#760")
 def reward_scale() -> Case:
-    """Reward normalisation adds up the returns of successive episodes, because a cut does not end its sum.
+    """Reward normalisation adds up the returns of successive episodes, because a time limit does not reset the sum.
 
     Reward 1, γ = 1/2, episodes cut after 2 steps: the running returns are 1, 1.5, 1, 1.5, …, with standard deviation 0.25, so a
     reward becomes 1 / 0.25 = 4. Without a restart they converge to 2, and their deviation falls like one over the root of the
@@ -73,7 +73,7 @@ def reward_scale() -> Case:
 
 @exhibit("Farama-Foundation/Gymnasium#1624", "Farama-Foundation/Gymnasium#1017")
 def episode_length() -> Case:
-    """Statistics of vector environments count the step that restarts an episode, or leave out the first one after it.
+    """Statistics of vector environments count the step that restarts an episode, or skip the first step after it.
 
     Episodes of 3 steps with reward 1: lengths 3, 3, 3. The faults gave 3, 4, 4 and, with restarts in the same step, 3, 2, 2.
     """

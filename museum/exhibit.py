@@ -18,7 +18,7 @@ MODULES = ("museum.losses", "museum.tokens", "museum.control")
 
 
 class Case(NamedTuple):
-    """The numbers of an exhibit."""
+    """The inputs and values of an exhibit."""
 
     inputs: SimpleNamespace
     """What every adapter receives."""
@@ -49,7 +49,7 @@ class Exhibit:
 
     @cached_property
     def case(self) -> Case:
-        """The numbers, which are computed when they are first read."""
+        """The inputs and values, computed on first access."""
         return self.build()
 
     @property
@@ -96,7 +96,7 @@ def load() -> dict[str, Exhibit]:
 
 
 def names_of(*modules: str) -> list[str]:
-    """Return the functions' names of the exhibits in these modules."""
+    """Return the names of the exhibits' functions in these modules."""
     return [item.build.__name__ for item in load().values() if item.build.__module__ in modules]
 
 

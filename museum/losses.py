@@ -15,7 +15,7 @@ def accumulated_tokens() -> Case:
 
     The loss of an optimiser step is the mean over all its target tokens, however it is split. Row 1 trains one token, b (2 bits).
     Row 2 trains d d d (5 bits each). Loss: (2 + 15) / 4 = 4.25 bits.
-    Gradient by the logit of b, where p_b = 1/4: Σ (p_b - [target is b]) / 4 = (4·1/4 - 1) / 4 = 0, and by that of d, where
+    Gradient for the logit of b, where p_b = 1/4: Σ (p_b - [target is b]) / 4 = (4·1/4 - 1) / 4 = 0. For the logit of d, where
     p_d = 1/32: (4/32 - 3) / 4 = -0.71875.
     The mean of the rows' means gives (2 + 5) / 2 = 3.5 bits. The gradients are then ((1/4 - 1) + 1/4) / 2 = -0.25 for b and
     (1/32 + 1/32 - 1) / 2 = -0.46875 for d.
@@ -36,10 +36,10 @@ def evaluation_loss() -> Case:
 
 @exhibit("huggingface/trl#5619", "huggingface/trl#6024")
 def token_normaliser() -> Case:
-    """A token-level policy loss divides an optimiser step by the tokens of the whole generation batch.
+    """A token-level policy loss divides each optimiser step's loss by the tokens of the whole generation batch.
 
     Eight completions of two tokens, four "a a" with advantage 0.5 and four "b b" with -0.5, are trained in two steps of four.
-    Each step has 8 tokens. Summed over both steps, the gradient of the loss by the logit of a, where p_a = 1/2, is
+    Each step has 8 tokens. Summed over both steps, the gradient of the loss for the logit of a, where p_a = 1/2, is
     -Σ A_i Σ_t ([token is a] - p_a) / 8 = -(4·0.5·2·(1 - 1/2) - 4·0.5·2·(0 - 1/2)) / 8 = -4 / 8 = -0.5.
     A normaliser of all 16 tokens gives -0.25.
     """
@@ -62,8 +62,8 @@ def unscored_reward() -> Case:
 def equal_rewards() -> Case:
     """Equal rewards of a group give advantages other than 0, because their mean in float32 is rounded.
 
-    r_i - mean(r) is 0 if all r_i are equal: no signal. In float32 the mean of 0.9 seven times is one rounding step away from 0.9,
-    by 6e-8. Divided by a standard deviation that is as small, plus 1e-6, this is 0.056. An advantage below 1e-3 counts as 0.
+    r_i - mean(r) is 0 if all r_i are equal: no signal. In float32 the mean of seven rewards 0.9 is one rounding step away from
+    0.9, 6e-8. Divided by an equally small standard deviation plus 1e-6, this is 0.056. An advantage below 1e-3 counts as 0.
     """
     import torch
 
@@ -87,11 +87,11 @@ def temperature() -> Case:
 
 @exhibit("huggingface/trl#6800", "OpenRLHF/OpenRLHF#217")
 def left_padding() -> Case:
-    """Prompts padded on the left shift the positions of a model with absolute ones, so log-probs depend on the batch.
+    """Left padding shifts the positions of a model with absolute positions, so its log-probs depend on the batch.
 
     The log-prob of a completion is a function of its own prompt alone. The value is the largest difference between the log-probs
     in a batch with a longer prompt and those of the row alone: 0. The faulty value is that of the same GPT-2 with every position
-    moved by the padding.
+    shifted by the padding.
     """
     import torch
 
@@ -106,10 +106,10 @@ def left_padding() -> Case:
 
 @exhibit("OpenRLHF/OpenRLHF#1309", "huggingface/trl#4637")
 def kl_gradient() -> Case:
-    """The KL term's value is unbiased and its gradient is another divergence's: differentiating k3 gives the forward KL's.
+    """The KL term's value is unbiased, but its gradient is wrong: differentiating k3 gives the gradient of the forward KL.
 
     Policy π is uniform over 8 tokens; the reference has ρ = 2^-bits. Every token is sampled once, so means over samples are exact
-    expectations. The gradient of KL(π‖ρ) by the logit of v is π_v (ln(π_v/ρ_v) - KL), with ln(π_v/ρ_v) = (bits_v - 3) ln 2.
+    expectations. The gradient of KL(π‖ρ) for the logit of v is π_v (ln(π_v/ρ_v) - KL), with ln(π_v/ρ_v) = (bits_v - 3) ln 2.
     Σ (bits - 3) = 11, so KL = 11/8 ln 2. For a (1 bit): 1/8 (-2 - 11/8) ln 2 = -27/64 ln 2 = -0.292421; for e (6 bits):
     1/8 (3 - 11/8) ln 2 = 0.140795. The gradient of k3 = ρ/π - 1 - ln(ρ/π) has the expectation π_v - ρ_v: -3/8 and 7/64.
     """
@@ -142,7 +142,7 @@ def bfloat16_updates() -> Case:
 def resumed_run() -> Case:
     """A run that is stopped and resumed changes: it draws other dropout masks, or reads other rows.
 
-    Six steps over three rows with dropout are run at once, and as four, a stop in the second epoch, and two from the checkpoint.
+    Six steps over three rows with dropout are run twice: without a stop, and with a stop after four (in the second epoch).
     The largest difference of the final weights is 0. Adam moves each weight by about its rate, 0.01, in a step, so two steps with
     other masks or rows end about as far apart.
     """

@@ -23,10 +23,10 @@ def eos_as_padding() -> Case:
 
 @exhibit("huggingface/transformers#47325")
 def assistant_mask() -> Case:
-    """If an assistant's turn ends with a blank, all later tokens become targets, including the user's words.
+    """If an assistant's turn ends with a space, all later tokens become targets, including the user's words.
 
-    Turns: user "a", assistant "b", user "a c d", assistant "b". The tokenizer drops blanks, and the template's block for the
-    assistant's turn ends with one. The user's tokens that are trained on are none: 0. The faulty mask covers the later turn's 3.
+    Turns: user "a", assistant "b", user "a c d", assistant "b". The tokenizer drops spaces, and the template's block for the
+    assistant's turn ends with one. No token of the user is trained on: 0. The faulty mask covers the later turn's 3.
     """
     turns = [_USER, _ASSISTANT, {"role": "user", "content": "a c d"}, _ASSISTANT]
     template = MARKED.replace(" <eos>{% endgeneration %} ", " <eos> {% endgeneration %}")
@@ -37,8 +37,8 @@ def assistant_mask() -> Case:
 def unmarked_template() -> Case:
     """A chat template that does not mark the assistant's turns leaves no target: the run trains on nothing.
 
-    Turns: user "a", assistant "b", by a template that writes their words and <eos>. "b" and the <eos> after it are targets: 2. A
-    mask that is read from the template's generation blocks has none: 0.
+    Turns: user "a", assistant "b", with a template that writes their words and <eos>. "b" and the <eos> after it are targets: 2.
+    A mask that is read from the template's generation blocks has none: 0.
     """
     template = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     return Case(SimpleNamespace(turns=[_USER, _ASSISTANT], template=template), (2.0,), (0.0,))
@@ -46,7 +46,7 @@ def unmarked_template() -> Case:
 
 @exhibit("huggingface/trl#3328", "huggingface/trl#1400")
 def doubled_bos() -> Case:
-    """The template writes <bos>, and the tokenizer puts another before it.
+    """The template writes <bos>, and the tokenizer adds a second one.
 
     "<bos> a b <eos>" begins with one <bos>, as in generation: 1. Tokenised as plain text it has 2.
     """
@@ -91,14 +91,14 @@ def packed_attention() -> Case:
     """Texts packed into one row attend to each other.
 
     The log-probs of a text do not depend on its neighbours. The value is the largest difference between the log-probs of the
-    second text in the row and alone: 0. The faulty value is that of one joined text.
+    second text in the row and alone: 0. The faulty value is that of both read as one text.
     """
     return _leak("llama")
 
 
 @exhibit("huggingface/transformers#44717", "NVIDIA-NeMo/Automodel#2147")
 def packed_state() -> Case:
-    """The recurrent state of a linear-attention layer runs on from one packed text into the next.
+    """The recurrent state of a linear-attention layer continues from one packed text into the next.
 
     As in packed-attention, with a layer of gated delta rule and its short convolution before the attention: 0.
     """

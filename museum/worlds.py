@@ -58,7 +58,7 @@ def unigram(head: str = "lm_head", uniform: bool = False) -> Any:
 
 
 def logit_gradient(weight_gradient: Any) -> list[float]:
-    """Return the gradient by each logit, summed over positions, from that by the unigram's head: h is √8 times a unit vector."""
+    """Return each logit's gradient, summed over positions, from the unigram's head: hidden states are √8 times a unit vector."""
     found: list[float] = (weight_gradient.sum(1) / math.sqrt(8)).tolist()
     return found
 
@@ -110,7 +110,7 @@ class Steps(gym.Env[Any, Any]):
         self._seen: Any = np.zeros_like(self.observation_space.sample())
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Begin at 0."""
+        """Start to count at 0."""
         self._seen[:] = 0
         self.steps = 0
         return self._seen, {}

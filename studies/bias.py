@@ -1,8 +1,8 @@
 """Bias and variance of the targets of TD(0), n-step TD, TD(λ) and Monte Carlo, under value functions of known error.
 
-A target is the value that the critic is regressed on: `Prepared.returns` = advantage + V̂, of a `PolicyGradient` whose psi is
-k_step(n) or gae(λ). n = 1 or λ = 0 is TD(0), λ = 1 is Monte Carlo. Its expectation and variance in every state are solved
-exactly.
+A target is the value that the critic is regressed on: `Prepared.returns` = advantage + V̂. It is computed by a `PolicyGradient`
+with the psi k_step(n) or gae(λ). n = 1 or λ = 0 is TD(0), λ = 1 is Monte Carlo. Its expectation and variance in every state are
+solved exactly.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def walk() -> SolvedWorld:
 def grid() -> SolvedWorld:
     """Return a 5×5 grid with a prize in a corner and a trap in the middle, slip 0.2, γ = 0.95.
 
-    3 moves in 10 are random, the others optimal.
+    The policy moves at random with probability 0.3, otherwise optimally.
     """
     mdp = GridWorld(5, 5, {(0, 4): 1.0, (2, 2): -1.0}, slip=0.2, gamma=0.95).mdp()
     policy = epsilon_greedy(q_values(mdp, solve(mdp).value), 0.3)
@@ -239,7 +239,7 @@ def rows(world: SolvedWorld, *, error: float, seeds: int, episodes: int) -> list
 def sample(
     target: Target, world: SolvedWorld, paths: Paths, value: FloatArray, batches: Sequence[tuple[IntArray, Batch]]
 ) -> tuple[float, float]:
-    """Return the squared bias and variance, means over the first states, of the targets of the first steps."""
+    """Return the squared bias and the variance of the first step's target, as means over the non-terminal start states."""
     seen = cut_returns(target, world, paths, value) if target.n else whole_returns(target, world, batches)
     first, n = paths.states[:, 0], world.mdp.n_states
     count = np.bincount(first, minlength=n)
@@ -269,7 +269,7 @@ def whole_returns(target: Target, world: SolvedWorld, batches: Sequence[tuple[In
 
 
 def cut_returns(target: Target, world: SolvedWorld, paths: Paths, value: FloatArray) -> FloatArray:
-    """Return [N]: the n-step target of each episode's first step, from episodes cut after n steps. It reads no further steps."""
+    """Return [N]: the n-step target of each episode's first step, computed from the first n steps alone."""
     return whole_returns(target, world, [(np.arange(len(paths.lengths)), _batch(world, paths.cut(target.n), value))])
 
 

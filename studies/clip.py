@@ -1,6 +1,6 @@
 """Surrogates as functions of the ratio ρ = π/π_old: their values, their gradients, and the ranges without a gradient.
 
-A grid of ρ is one batch of single steps. The push is d(−loss)/d log π by autograd through the library's own ratio and surrogate.
+A batch has one step for each ρ of a grid. The push is d(−loss)/d log π by autograd through the library's own ratio and surrogate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The exact expected gradient of methods that compare completions of one prompt, by enumeration of every possible group.
 
 The prompt is a fork. The first token determines whether the answer will be correct. Every later one decides whether the
-completion continues or ends, in separate states. The reward does not depend on length: ∇J is 0 for every decision but the first.
+completion continues or ends. The reward does not depend on length, so ∇J is 0 for every decision but the first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def fork(longest: int) -> MDP:
     """Return a process whose state 0 chooses between the correct and the wrong branch.
 
     Each branch has `longest` − 1 states in a row, in which action 0 continues and action 1 ends. The last state always ends. The
-    correct branch pays 1 as it ends.
+    correct branch gives the reward 1 at its end.
     """
     places, n_states = longest - 1, 2 * longest
     transitions, rewards = np.zeros((2, n_states, n_states)), np.zeros((2, n_states, n_states))

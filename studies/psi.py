@@ -104,7 +104,7 @@ class PsiForm:
 
 
 def minus_action_value(batch: Batch) -> Tensor:
-    """Return G_t − Q(s_t, a_t): a baseline that depends on the action, which no baseline may. The expected gradient is 0.
+    """Return G_t − Q(s_t, a_t): a baseline that wrongly depends on the action. The expected gradient is 0.
 
     Formula: A_t = G_t − Q(s_t, a_t)
     """

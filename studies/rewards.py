@@ -41,7 +41,7 @@ def liked(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> 
 
 
 def shallow(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float]:
-    """Test only the first two letters, and penalise length. A policy writes what passes and no more."""
+    """Test only the first two letters, and penalise length. A policy then writes just enough to pass."""
     return [float(_text(c)[:2] == str(a)[:2]) - 0.1 * len(_text(c)) for c, a in zip(completions, answer, strict=True)]
 
 

@@ -38,7 +38,7 @@ EVERY = 50
 
 
 def letters(text: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a token for each of these characters, after the ends of text and padding."""
+    """Return a tokenizer with a token for each of these characters, after <eos> and <pad>."""
     vocabulary = {token: n for n, token in enumerate(["<eos>", "<pad>", *text])}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -47,12 +47,12 @@ def letters(text: str) -> PreTrainedTokenizerFast:
 
 
 def write_start(folder: Path, seed: int, text: str = ":JQKpb") -> Path:
-    """Write a model of one layer with random weights of deviation 0.1, and its tokenizer."""
+    """Write a model of one layer with random weights of standard deviation 0.1, and its tokenizer."""
     tokenizer = letters(text)
     model = tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, max_length=32, seed=seed, tied=False)
     for weight in model.parameters():
         if weight.dim() > 1:
-            weight.data *= 5  # at the usual 0.02 it hardly sees its card
+            weight.data *= 5  # with the usual 0.02 the card hardly influences the output
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -52,7 +52,7 @@ class BiasSettings(Settings):
 
 @dataclass(frozen=True)
 class ClipSettings(Settings):
-    """Draw the surrogates and their gradients as functions of the ratio."""
+    """Plot the surrogates and their gradients as functions of the ratio."""
 
     low: float = 0.2
     """Distance below 1 that the ratio may fall."""

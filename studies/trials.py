@@ -133,7 +133,7 @@ def files(s: TrialSettings) -> dict[str, Path]:
 
 
 def online(s: TrialSettings, where: Mapping[str, Path], algorithm: Any, **changed: Any) -> OnlineConfig:
-    """Return the settings of an online run with defaults, except for the algorithm and the `changed` ones."""
+    """Return the default settings of an online run with this algorithm and the `changed` settings."""
     usual = OnlineConfig(
         model=Model(path=str(where["model"])),
         data=Data(dataset=str(where["prompts"]), eval_dataset=str(where["held_out"])),
@@ -157,9 +157,9 @@ def at_rate(config: Any, rate: float) -> Any:
 def run_all(
     s: TrialSettings | PretrainedSettings, name: str, trials: Sequence[Trial]
 ) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """Return the metrics of each run, by (arm, seed). Finished runs of an earlier call are read; unfinished ones are resumed.
+    """Return the metrics of each run, by (arm, seed). Finished runs of an earlier call are read, unfinished ones resumed.
 
-    Raises `UserError` if a run failed. The other runs are kept.
+    Raises `UserError` if a run failed. The files of the other runs are kept.
     """
     folder = Path(s.out) / "runs" / name
     places = {(t.arm, t.seed): place(s, name, t.arm, t.seed) for t in trials}
@@ -239,7 +239,7 @@ def core_minutes(s: TrialSettings | PretrainedSettings, name: str) -> float:
 
 
 def _run(method: str, settings: dict[str, Any]) -> float:
-    """Run one trial, in a process that serves several in sequence. Return its processor time in seconds."""
+    """Run one trial, and return its processor time in seconds. A worker process runs several trials in sequence."""
     before = sum(os.times()[:4])  # includes the workers that score, once they have ended
     if method == "control":
         control.run(load(ControlConfig, flags=settings))
@@ -249,7 +249,7 @@ def _run(method: str, settings: dict[str, Any]) -> float:
 
 
 def _quiet(log: Path) -> None:
-    """Redirect the output of runs to a file, since concurrent runs would mix their lines. They end with their parent."""
+    """Redirect a worker's output to a file, since concurrent runs would mix their lines. The worker ends with its parent."""
     die_with_parent()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
@@ -278,7 +278,7 @@ def first_warning(rows: Sequence[Mapping[str, Any]], rules: Collection[str]) -> 
 
 
 def tune(s: TrialSettings, name: str, arms: Arms, rates: Sequence[float]) -> dict[str, float]:
-    """Return the rate with the largest area of each arm on `TUNING_SEED`. All arms have the same budget."""
+    """Return for each arm the rate whose learning curve on `TUNING_SEED` has the largest area. All arms have the same budget."""
     trials = [
         Trial(f"{arm} at {rate:g}", TUNING_SEED, method, at_rate(config, rate))
         for arm, (method, config) in arms.items()
@@ -298,9 +298,9 @@ def run_arms(
     rates: Mapping[str, float] | None = None,
     more: Callable[[str, int], Sequence[Mapping[str, Any]]] = lambda arm, seed: (),
 ) -> dict[str, Arm]:
-    """Run every arm with every seed, and return its curve of `key` and its figures `of` a run.
+    """Run every arm with every seed. Return its curve of `key`, and the figures that the functions `of` compute from a run.
 
-    With `rates`, each arm has a learning rate of its own, which is one of its figures. `more` returns further rows of a run.
+    `rates` are the arms' learning rates, which are added to the figures. `more(arm, seed)` returns extra rows of a run.
     """
     named = {arm: f"{arm} at {rates[arm]:g}" if rates else arm for arm in arms}
     trials = [
@@ -322,7 +322,7 @@ def curve(rows: Sequence[Mapping[str, Any]], key: str = ACCURACY) -> dict[int, f
 def area(rows: Sequence[Mapping[str, Any]], key: str = ACCURACY) -> float:
     """Return the mean held-out accuracy after the start: the area under the learning curve.
 
-    A run that is correct at once has 1.
+    It is 1 if all answers after the start are correct.
     """
     found = [accuracy for step, accuracy in curve(rows, key).items() if step]
     return math.fsum(found) / len(found)
@@ -364,9 +364,9 @@ def with_figure(arm: Arm, name: str, value: float) -> Arm:
 
 
 def compare(claim: str, first: Arm, second: Arm, figure: str, *, least: float = 0.0) -> ClaimVerdict:
-    """Return the verdict that the figure of `first` is above that of `second` (plus `least`).
+    """Return the verdict on `claim`: the figure of `first` is above that of `second` (plus `least`).
 
-    `claim` holds by the 95 % interval of the differences of the same seeds.
+    The test is the 95 % interval of the differences, paired by seed.
     """
     bound = f" {'+' if least > 0 else '−'} {abs(least):g}" if least else ""
     test = f"{figure}: {first.name} > {second.name}{bound}, paired by seed"
@@ -393,13 +393,13 @@ def share_of(part: int, whole: int, level: float = 0.05) -> Interval:
 
 
 def bound_share(claim: str, part: int, whole: int, bound: float, *, above: bool = False, level: float = 0.05) -> ClaimVerdict:
-    """Return the verdict that the share of runs is at least (`above`) or at most a bound, by Wilson's interval."""
+    """Return the verdict on the claim that a share of runs is at least (`above`) or at most a bound, by Wilson's interval."""
     share = share_of(part, whole, level)
     return ClaimVerdict(claim, f"{part} of {whole} runs; share", against(share, bound, above=above), share)
 
 
 def against(found: Interval, bound: float, *, above: bool) -> Verdict:
-    """Return the verdict that a figure is at least (`above`) or at most a bound, by its interval."""
+    """Return the verdict on the claim that a figure is at least (`above`) or at most a bound, by its interval."""
     if found.low >= bound:
         return "holds" if above else "does not hold"
     if found.high <= bound:

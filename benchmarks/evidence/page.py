@@ -1,4 +1,4 @@
-"""The figures of docs/evidence.md and its picture, from the records alone: python -m evidence.page writes them again."""
+"""Write the figures and the picture of docs/evidence.md from the records: python -m evidence.page."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def claim_rows(records: Sequence[Record], done: Sequence[Pair]) -> Iterator[str]
 
 
 def better_lines(done: Sequence[Pair]) -> Iterator[str]:
-    """Yield a line for each score: in how many pairs TRL's was better."""
+    """Yield a line for each score with the number of pairs in which TRL was better."""
     for name, score in SCORES.items():
         count = sum(score(pair[TRL]) > score(pair[PSIGRAD]) for pair in done)
         clear = sum(difference(pair).high < 0 for pair in done)
@@ -176,7 +176,7 @@ def text(records: Sequence[Record], page: str) -> str:
 
 
 def write(records: Sequence[Record]) -> None:
-    """Write the figures, and draw the mean reward of each step, smoothed over five: bold the seeds' mean, thin each seed."""
+    """Write the figures. Plot each step's mean reward, smoothed over five steps, for each seed (thin) and the mean (bold)."""
     from matplotlib.figure import Figure
 
     PAGE.write_text(text(records, PAGE.read_text()))

@@ -1,7 +1,8 @@
-"""The evidence: pilot, starts, and alternated runs of psigrad and TRL, each one record. `make evidence` resumes where it stopped.
+"""The evidence: pilots, fine-tuned start models, and alternating runs of psigrad and TRL, each a record. `make evidence` resumes
+it.
 
 python -m evidence.run [--pairs N] makes the missing records of the first N pairs of runs, and writes docs/evidence.md after each
-record. An interrupted run restarts, so that its time is that of a whole run.
+record. An interrupted run restarts from step 0, so that its time is that of a full run.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def compare(model: str, task: str, folder: Path) -> Record:
 
 
 def train(library: str, model: str, task: str, seed: int, folder: Path) -> Record:
-    """Train by GRPO in a process of its own, and return its costs, its curve, and the figures of the saved model."""
+    """Train by GRPO in a separate process, and return its costs, its curve, and the figures of the saved model."""
     tasks.write_job(folder, model, task, seed)
     if library == "psigrad":
         costs = measure(["-m", "psigrad", "grpo", "--config", str(folder / "psigrad.json")], folder / "log.txt")
@@ -124,7 +125,7 @@ def measure(arguments: list[str], log: Path) -> Record:
 
 
 def once(records: list[Record], make: Callable[[], Record], **key: Any) -> None:
-    """Make the record with this key, and store it, if it is missing."""
+    """If the record with this key is missing, make it and store it."""
     if find(records, **key):
         return
     load = os.getloadavg()[0]

@@ -17,7 +17,7 @@ ASKED: list[str] = []
 
 
 def reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
-    """Return `solved`, and note the questions."""
+    """Return `solved`, and record the prompts in `ASKED`."""
     ASKED.extend(prompt[-1]["content"] for prompt in prompts)
     return solved(completions, **columns)
 

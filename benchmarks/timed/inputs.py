@@ -31,7 +31,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
 def build(work: Workload, folder: Path) -> None:
-    """model/, rows.jsonl and work.json under `folder`, the same for psigrad and TRL: a Qwen3 with random weights."""
+    """Write model/ (a Qwen3 with random weights), rows.jsonl and work.json to `folder`, for psigrad and TRL."""
     if (folder / "work.json").exists():
         return
     config = Qwen3Config(
@@ -54,8 +54,8 @@ def build(work: Workload, folder: Path) -> None:
 
 
 def prepare(work: Workload, model: str, folder: Path) -> None:
-    """The same with a given model: a folder, hub name or GGUF file, or a folder or file with only a configuration, whose weights
-    are then random; where it has no tokenizer one of letters is made.
+    """Write the same files for a given model: a folder, hub name or GGUF file. A folder or file with only a configuration gets
+    random weights. A model without a tokenizer gets one of single letters.
     """
     go_offline_without_network()
     model = convert_to_folder(model)
@@ -80,7 +80,7 @@ def prepare(work: Workload, model: str, folder: Path) -> None:
 
 
 def write_model(config: PreTrainedConfig, made: PreTrainedTokenizerBase, folder: Path, **options: Any) -> None:
-    """Write model/ with random weights. `options` are those of `model_of`."""
+    """Write model/ with random weights. `options` are passed to `model_of`."""
     torch.manual_seed(0)
     model_of(config, **options).save_pretrained(folder / "model")
     made.save_pretrained(folder / "model")
@@ -100,16 +100,16 @@ def _tokenizer_of(model: str, config: PreTrainedConfig) -> PreTrainedTokenizerBa
 
 
 def write(work: Workload, made: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the rows, with their pictures, and the workload."""
+    """Write the rows, their images, and the workload."""
     made_rows = rows(work, made)
     if work.image:
         made_rows = [_with_picture(row, work.image, folder / "pictures" / f"{i}.png") for i, row in enumerate(made_rows)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made_rows))
-    (folder / "work.json").write_text(json.dumps(asdict(work)))  # last: it says that all is there
+    (folder / "work.json").write_text(json.dumps(asdict(work)))  # last: it marks the folder as complete
 
 
 def _with_picture(row: dict[str, Any], side: int, file: Path) -> dict[str, Any]:
-    """The row as messages with a picture of random colours, which is saved."""
+    """Save an image of random colours, and return the row as messages with this image."""
     from PIL import Image
 
     file.parent.mkdir(exist_ok=True)
@@ -120,7 +120,7 @@ def _with_picture(row: dict[str, Any], side: int, file: Path) -> dict[str, Any]:
 
 
 def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """One token per letter; `vocabulary` may be larger than what there are letters for."""
+    """Return a tokenizer with a token for each letter. `vocabulary` may exceed the number of letters."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     ids = {"<eos>": 0, "<pad>": 1} | {letter: 2 + i for i, letter in enumerate(LETTERS)}
@@ -135,13 +135,13 @@ def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def rows(work: Workload, made: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Prompts, or pairs, or texts, of random letters: of the tokens wanted, give or take one where a tokenizer joins letters."""
+    """Return prompts, pairs or texts of random letters. With a tokenizer that merges letters, lengths may be off by a token."""
     rng = random.Random(0)
 
     def size(text: str) -> int:
         return len(made(text, add_special_tokens=False).input_ids)
 
-    gap = "" if size(LETTERS) == len(LETTERS) else " "  # a tokenizer that joins letters leaves words alone
+    gap = "" if size(LETTERS) == len(LETTERS) else " "  # spaces keep a tokenizer from merging letters
 
     def text(n: int) -> str:
         letters = rng.choices(LETTERS, k=n)

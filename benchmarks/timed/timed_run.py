@@ -1,4 +1,4 @@
-"""The process in which psigrad is timed: the library's own loops on the workload, without a run folder."""
+"""The process in which psigrad is timed. It runs the library's own loops on the workload, without a run folder."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ RATE = Optim(learning_rate=1e-6)
 
 
 class Inline:
-    """Calls the reward function in this process, as TRL does."""
+    """A scorer that calls the reward function in this process, as TRL does."""
 
     def begin(self) -> Scoring:
         """See `Scorer`."""
@@ -67,7 +67,7 @@ def _call_reward(group: Samples) -> list[float]:
 
 
 class Answering:
-    """An environment that answers so many turns but the last; what the episode earns, the reward function says."""
+    """An environment that answers every turn except the last one of `turns`. The reward comes from the reward function."""
 
     def __init__(self, turns: int) -> None:
         self._turns, self._said = turns, 0
@@ -87,20 +87,20 @@ Step = Callable[[], tuple[int, dict[str, float]]]
 
 @dataclass(frozen=True)
 class TimedRun:
-    """What is timed: a call of `step` takes one, and gives its tokens and its seconds by phase."""
+    """A run to time. `step()` takes one step, and returns its tokens and its seconds by phase."""
 
     work: Workload
     model: LanguageModel | ScalarModel
     optimizer: Optimizer
     step: Step
     task: Task | None = None
-    """Offline: what is learnt from recorded rows."""
+    """Offline: the task that trains on recorded rows."""
     prompts: Sequence[Prompt] = ()
-    """Online: the prompts in their order."""
+    """Online: the prompts in order."""
 
 
 def build(folder: Path, dtype: str, device: str) -> TimedRun:
-    """The workload in `folder`, ready for its first step."""
+    """Load the workload in `folder`, ready for its first step."""
     work, rows = read(folder)
     prepare_torch(Run(threads=torch.get_num_threads()), recompute=work.gradient_checkpointing)
     make = _online if work.online else _offline
@@ -148,7 +148,7 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
 
 
 def prompts_of(model: LanguageModel, rows: list[dict[str, Any]]) -> list[Prompt]:
-    """The prompts of the rows: text without a template, or messages with pictures."""
+    """Return the prompts of the rows: text without a template, or messages with images."""
     if isinstance(rows[0]["prompt"], str):
         ids = model.tokenizer([row["prompt"] for row in rows]).input_ids
         return [Prompt(i, tuple(own), Row("x", prompt=row["prompt"])) for i, (own, row) in enumerate(zip(ids, rows, strict=True))]
@@ -163,7 +163,7 @@ def _read(row: dict[str, Any], form: str) -> Row:
 def _policy(work: Workload, path: str, dtype: str, device: str) -> LanguageModel:
     lora = Lora(work.lora_rank) if work.lora_rank else None
     base: Any = work.quantize_base
-    torch.manual_seed(0)  # fresh adapters are those of TRL's process
+    torch.manual_seed(0)  # the fresh adapters are equal to those in TRL's process
     again = work.gradient_checkpointing
     model = language_model.load(path, dtype=dtype, device=device, lora=lora, base=base, gradient_checkpointing=again)
     model.load_balancing = balance_of(model.network, None)
@@ -171,13 +171,13 @@ def _policy(work: Workload, path: str, dtype: str, device: str) -> LanguageModel
 
 
 def method(kind: str, beta: float) -> PolicyGradient:
-    """The method with TRL's defaults."""
+    """Return the method with TRL's defaults."""
     spec: dict[str, Any] = {"preset": kind} | ({"aggregate": "token_mean"} if kind == "grpo" else {})
     return resolve(spec | {"kl": {"coefficient": beta} if beta else None})
 
 
 def _stepping(run: OnlineRun, state: State) -> Step:
-    """One step of the loop at each call, with its seconds: sample, score, log-probs, forward-backward, optimizer."""
+    """Return a function that takes one step, timed as sample, score, log-probs, forward-backward and optimizer."""
     phases = Phases()
     for annotator in run.annotators:
         phases.around(type(annotator), "columns", "log-probs")
@@ -236,7 +236,7 @@ def _offline(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, 
 
 
 def take_steps(folder: Path, dtype: str, device: str, parent: Parent) -> None:
-    """As many as the parent wants."""
+    """Take as many steps as the parent requests."""
     run = build(folder, dtype, device)
     parent.ready()
     while parent.wants_a_step():

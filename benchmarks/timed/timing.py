@@ -1,7 +1,7 @@
-"""Training steps in a process of their own: seconds by phase, tokens per second, peak memory, and the floor of each phase.
+"""Training steps in a separate process: seconds by phase, tokens per second, peak memory, and the floor of each phase.
 
-The floor is the fewest seconds that a phase could take on this machine: its arithmetic at the speed of matrix products, and
-weights and caches read at the bandwidth of the memory. What a phase takes beyond it could still be saved.
+The floor is the least time that a phase could take on this machine: its arithmetic at the speed of matrix products, and weights
+and caches read at memory bandwidth. The time above the floor could still be saved.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PHASES = ("sample", "score", "log-probs", "forward-backward", "optimizer", "rest
 
 
 class WorkerProcess:
-    """A Python process in which `program` (see `workload.serve`) takes steps when it is asked to; it alone finds `packages`."""
+    """A process in which `program` (see `workload.serve`) takes steps on request. Only this one can import from `packages`."""
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class WorkerProcess:
             raise
 
     def step(self) -> dict[str, Any]:
-        """One step: its seconds, tokens, phases, and the peak memory so far."""
+        """Take one step, and return its seconds, tokens and phases, and the peak memory so far."""
         assert self.process.stdin is not None
         self.process.stdin.write("step\n")
         self.process.stdin.flush()
         return self.hear()
 
     def hear(self) -> dict[str, Any]:
-        """The next answer. Raises `UserError` with the end of its messages where the process has died."""
+        """Return the next answer. Raises `UserError` with the end of the process's messages if it has died."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -100,7 +100,7 @@ class WorkerProcess:
 
 
 def alone(work: Workload, dtype: str, threads: int, *, make: Maker = build, device: str = "cpu") -> dict[str, Any]:
-    """psigrad by itself."""
+    """Time psigrad alone."""
     with tempfile.TemporaryDirectory() as folder:
         make(work, Path(folder))
         before = rates(dtype, threads, device)
@@ -116,14 +116,14 @@ def alone(work: Workload, dtype: str, threads: int, *, make: Maker = build, devi
 
 
 def head(work: Workload, dtype: str, threads: int, device: str) -> dict[str, Any]:
-    """What was timed, where and by which versions."""
+    """Return what was timed, on which machine and with which versions."""
     return {"workload": work.name, "dtype": dtype, "threads": threads, **provenance(device)}
 
 
 def efficiency(work: Workload, folder: Path, found: dict[str, Any], dtype: str, *rates: Machine) -> dict[str, Any]:
-    """The floor of every phase, and model FLOPs utilisation: the step's arithmetic over what the machine does in its time.
+    """Return every phase's floor, and model FLOPs utilisation: the step's FLOPs over those that the machine can do in its time.
 
-    Of several measurements of the machine the fastest counts, since other programs only slow one down.
+    The fastest of several measurements of the machine counts, since other programs can only slow it down.
     """
     rate = replace(rates[0], peak=max(r.peak for r in rates), bandwidth=max(r.bandwidth for r in rates))
     flops = cost(work, folder, found["tokens"], dtype).flops
@@ -131,7 +131,7 @@ def efficiency(work: Workload, folder: Path, found: dict[str, Any], dtype: str, 
 
 
 def medians(work: Workload, taken: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over a side's steps: seconds, tokens, phases; and its peak memory in MiB."""
+    """Return the medians of a side's steps (seconds, tokens, phases), and its peak memory in MiB."""
     names = sorted({name for s in taken for name in s["phases"]})
     seconds = statistics.median(s["seconds"] for s in taken)
     tokens = statistics.median(s["tokens"] for s in taken)
@@ -146,12 +146,12 @@ def medians(work: Workload, taken: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def costs(work: Workload, taken: list[dict[str, Any]]) -> list[float]:
-    """Seconds per completion token of each step, or seconds per step where the rows are the same."""
+    """Return the seconds per completion token of each step, or offline, where both sides have the same rows, per step."""
     return [s["seconds"] / s["tokens"] if work.online else s["seconds"] for s in taken]
 
 
 def rates(dtype: str, threads: int, device: str) -> Machine:
-    """Rates of this machine, in the type that its matrix products use."""
+    """Return this machine's rates (arithmetic, bandwidth) in the dtype of its matrix products."""
     used = compute_dtype(DTYPES[dtype]) if device == "cpu" else DTYPES[dtype]
     name = next(name for name, kind in DTYPES.items() if kind is used)
     before = torch.get_num_threads()
@@ -162,8 +162,8 @@ def rates(dtype: str, threads: int, device: str) -> Machine:
 
 
 def floor(work: Workload, folder: Path, tokens: float, dtype: str, rate: Machine) -> dict[str, float]:
-    """Seconds by phase of a step on the model under `folder` with `tokens` completion tokens; offline, tokens of all rows.
-    Nothing for episodes of several turns: some of their tokens are read and not sampled.
+    """Return the floor by phase of a step with `tokens` completion tokens (offline: tokens of all rows), on the model in
+    `folder`. Return nothing for episodes of several turns, since some of their tokens are read and not sampled.
     """
     if work.turns > 1:
         return {}
@@ -177,11 +177,11 @@ def floor(work: Workload, folder: Path, tokens: float, dtype: str, rate: Machine
 
 
 def cost(work: Workload, folder: Path, tokens: float, dtype: str) -> StepCost:
-    """The FLOPs of a step, and the bytes that decoding reads."""
+    """Return the FLOPs of a step, and the bytes that decoding reads."""
     shape = count_shape(AutoConfig.from_pretrained(folder / "model"))
     online = work.online
     members = work.generations if online else 1 if work.kind == "sft" else 2
-    prompts = 0 if online else work.prompts * work.prompt_tokens  # offline they are counted among the tokens
+    prompts = 0 if online else work.prompts * work.prompt_tokens  # offline, `tokens` includes the prompts
     completion = round((tokens - prompts) / (work.prompts * members))
     longest = work.completion_tokens if online else completion
     done = Work(
@@ -217,7 +217,7 @@ def cost(work: Workload, folder: Path, tokens: float, dtype: str) -> StepCost:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """The results for people: seconds by phase, and their floor."""
+    """Return a table of the results: seconds by phase, and their floor."""
     heads = ["workload", "dtype", "step s", *PHASES, "tokens/s", "peak MB", "first step s"]
     lines = [heads]
     for r in results:
@@ -232,6 +232,6 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def align(lines: list[list[str]]) -> str:
-    """Cells in columns."""
+    """Return the cells in aligned columns."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)

@@ -1,6 +1,6 @@
-"""What is timed, and the process in which it is: a workload, seconds by phase, peak memory, and the parent that asks for steps.
+"""A workload, and the process that is timed: seconds by phase, peak memory, and the parent that requests steps.
 
-Light, so that a process begins with nothing but what it times.
+The module imports little, so that the process starts with only what it times.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from psigrad.runs.machine import default_threads
 
 @dataclass(frozen=True)
 class Workload:
-    """One shape of work. `kind` is the method: grpo, rloo, ppo, or offline dpo, reward, sft. The sizes of the model are those of
-    one that is made (`inputs.build`); one that is given (`inputs.prepare`) has its own. TRL takes `micro_batch` rows at once
-    (0: all), with bfloat16 weights (`half_weights`) or by autocast; psigrad takes `micro_tokens` tokens online. The logarithms of
-    lengths of prompts (of rows, in sft) have the deviation `spread`, around the lengths given. With several `turns` each
-    completion is answered by `answer`, but the last, and one that was cut. Each prompt has a picture with
-    sides of `image` pixels (0: none). With `vllm` TRL samples by an engine in its process. There are `rows` rows, and a step
-    takes some of them.
+    """The work of a step. `kind` is the method: grpo, rloo, ppo, or offline dpo, reward, sft. The model's sizes apply to a
+    generated model (`inputs.build`), not to a given one (`inputs.prepare`). TRL takes `micro_batch` rows per forward pass (0:
+    all), with bfloat16 weights (`half_weights`) or autocast; psigrad takes `micro_tokens` tokens online. `spread` is the standard
+    deviation of the logarithms of prompt lengths (sft: row lengths). With several `turns`, `answer` answers every completion
+    except the last one and one that was cut. Each prompt has an image of `image` × `image` pixels (0: none). With `vllm`, TRL
+    samples with vLLM in its process. The dataset has `rows` rows.
     """
 
     name: str
@@ -62,35 +61,35 @@ class Workload:
 
     @property
     def online(self) -> bool:
-        """Whether completions are sampled."""
+        """True if completions are sampled."""
         return self.kind in ("grpo", "rloo", "ppo")
 
 
 def read_shape(name: str) -> dict[str, Any]:
-    """The configuration of a model of the hub, from benchmarks/shapes/. Granite asks for no routers, or TRL would."""
+    """Return a hub model's configuration, from benchmarks/shapes/. Granite's router loss is off, or TRL would add it."""
     found: dict[str, Any] = json.loads((Path(__file__).parents[1] / "shapes" / f"{name}.json").read_text())
     return found
 
 
 def read(folder: Path) -> tuple[Workload, list[dict[str, Any]]]:
-    """The workload and its rows."""
+    """Return the workload and its rows."""
     lines = (folder / "rows.jsonl").read_text().splitlines()
     return Workload(**json.loads((folder / "work.json").read_text())), [json.loads(line) for line in lines]
 
 
 def reward(completions: list[Any], **columns: Any) -> list[float]:
-    """A number in [0, 1) out of the text alone: every group has signal, and scoring costs nothing."""
+    """Return a number in [0, 1) that depends only on the text. Every group has signal, and scoring takes no time."""
     texts = [given if isinstance(given, str) else given[-1]["content"] for given in completions]
     return [int(hashlib.md5(text.encode()).hexdigest()[:6], 16) / 16**6 for text in texts]
 
 
 def answer(prompt: str, turn: int) -> str:
-    """What is read behind the turn (from 1) of an episode: a part of its prompt, so that lengths are those of prompts."""
+    """Return the environment's answer after a turn (from 1): a part of the prompt, so that lengths vary like the prompts'."""
     return prompt[: max(1, len(prompt) // (1 + turn % 3))]
 
 
 class Phases:
-    """Seconds by name within one step."""
+    """The seconds of each phase of a step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -105,7 +104,7 @@ class Phases:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
     def around(self, owner: Any, method: str, name: str) -> None:
-        """Time every call of a method."""
+        """Time every call of a method as phase `name`."""
         original = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -116,7 +115,7 @@ class Phases:
 
 
 def peak_mb() -> float:
-    """The largest resident set of this process so far, in MiB."""
+    """Return the largest resident set of this process so far, in MiB."""
     try:
         status = Path("/proc/self/status").read_text()
         return int(next(line for line in status.splitlines() if "VmHWM" in line).split()[1]) / 1024
@@ -126,10 +125,10 @@ def peak_mb() -> float:
 
 
 class Parent:
-    """The parent process, which asks for steps by a line on stdin; answers go to the file descriptor `answers`.
+    """The parent process. It requests a step by a line on stdin. Answers go to the file descriptor `answers`.
 
-    Steps run in the main thread: OpenMP keeps a team of threads for each thread that ever computed, and with more of them than
-    cores they no longer spin while they wait.
+    Steps run in the main thread: OpenMP keeps a team of threads for each thread that ever computed. With more such threads than
+    cores, they no longer spin while they wait.
     """
 
     def __init__(self, answers: int, device: str, start: float) -> None:
@@ -137,28 +136,28 @@ class Parent:
         self._begin = 0.0
 
     def ready(self) -> None:
-        """All is built; seconds since the process was started."""
+        """Report that everything is built, and the seconds since the process was started."""
         self.say({"ready": time.time() - self._start})
 
     def wants_a_step(self) -> bool:
-        """Wait until it wants one; False once it has closed the pipe."""
+        """Wait until the parent requests a step. Return False if it has closed the pipe."""
         asked = bool(sys.stdin.readline())
         self._begin = time.perf_counter()
         return asked
 
     def got(self, tokens: int, phases: dict[str, float]) -> None:
-        """The step was taken, with that many tokens and these seconds by phase; what they leave out is `rest`."""
+        """Report a step, its tokens and its seconds by phase. The remaining seconds are the phase `rest`."""
         seconds = time.perf_counter() - self._begin
         phases = {**phases, "rest": seconds - sum(phases.values())}
         self.say({"seconds": seconds, "tokens": tokens, "phases": phases, "peak_mb": peak_mb()} | _on_device(self._device))
 
     def say(self, answer: dict[str, Any]) -> None:
-        """One line of JSON."""
+        """Send one line of JSON."""
         os.write(self._answers, (json.dumps(answer) + "\n").encode())
 
 
 def _on_device(device: str) -> dict[str, float]:
-    """The GPU's peak, where the steps run on one."""
+    """Return the GPU's peak memory if the steps run on a GPU."""
     if device == "cpu":
         return {}
     import torch
@@ -167,13 +166,13 @@ def _on_device(device: str) -> dict[str, float]:
 
 
 def serve(take_steps: Callable[[Path, str, str, Parent], None], arguments: Sequence[str]) -> None:
-    """Be the process in which something is timed: `take_steps(folder, dtype, device, parent)` builds it, tells the parent that it
-    is `ready`, and takes steps.
+    """Run the process that is timed: `take_steps(folder, dtype, device, parent)` builds the workload, reports `ready`, and takes
+    steps.
 
     `arguments` are FOLDER DTYPE THREADS DEVICE START, where START is the time at which the process was started.
     """
     folder, dtype, threads, device, start = arguments
-    answers = os.dup(1)  # whatever the libraries print goes to stderr
+    answers = os.dup(1)  # what the libraries print goes to stderr
     os.dup2(2, 1)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)

@@ -1,4 +1,4 @@
-// The agent of docs/agents.md in JavaScript, without a package: --agent-command "node examples/agents/count.mjs"
+// The counting agent of docs/agents.md in JavaScript, without dependencies: --agent-command "node examples/agents/count.mjs"
 import { readFileSync } from "node:fs";
 
 const row = JSON.parse(readFileSync(0, "utf8"));

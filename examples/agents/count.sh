@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The agent of docs/agents.md as a shell script: --agent-command "bash examples/agents/count.sh"
-# curl asks; what is said is kept as JSON, which Python reads, since a shell would strip its line ends.
+# The counting agent of docs/agents.md as a shell script: --agent-command "bash examples/agents/count.sh"
+# curl sends the requests. Python keeps the messages as JSON, since a shell variable would lose line breaks at the end of a text.
 set -euo pipefail
 IFS= read -r row
 session=$(python3 -c 'import json, sys; row = json.loads(sys.argv[1]); print(json.dumps([row["prompt"], row["start"], 0]))' "$row")

@@ -1,4 +1,4 @@
-"""The agent of docs/agents.md with Anthropic's client: --agent-command "python examples/agents/count_anthropic.py" """
+"""The counting agent of docs/agents.md with Anthropic's client: --agent-command "python examples/agents/count_anthropic.py" """
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agent of docs/agents.md: it counts up."""
+"""The agent of docs/agents.md. The policy must count up: the reward is the share of digits larger than the previous one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 #!/bin/bash
-# Two machines of 8 GPUs that train together: sbatch slurm.sh /shared/run.yaml /shared/runs/grpo
-# The run saves when the job's time is nearly over, goes back into the queue, and goes on from its newest checkpoint. A run that
-# fails by itself does not.
+# Train on two machines with 8 GPUs each: sbatch slurm.sh /shared/run.yaml /shared/runs/grpo
+# Shortly before the job's time limit, the run saves a checkpoint and the job is requeued. It then resumes from that checkpoint.
+# A job whose run fails is not requeued.
 #SBATCH --job-name=psigrad
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -17,15 +17,15 @@
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 time_is_over=0
-trap 'time_is_over=1; kill -TERM "$step"' TERM   # srun passes it on, torchrun too: each rank ends its step and saves
+trap 'time_is_over=1; kill -TERM "$step"' TERM   # srun and torchrun forward it: each rank ends its step and saves
 
-# torchrun kills its ranks after 30 s unless told otherwise; a step and a checkpoint take longer
+# by default torchrun kills its ranks after 30 s, but a step and a checkpoint take longer
 srun --kill-on-bad-exit=1 torchrun --nnodes="$SLURM_NNODES" --nproc-per-node=8 --max-restarts=3 --shutdown-timeout=840 \
   --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head:29500" \
   -m psigrad grpo --config "$1" --output-dir "$2" --strategy fsdp &
 step=$!
 wait "$step"; status=$?
-while kill -0 "$step" 2>/dev/null; do wait "$step"; status=$?; done   # the trap has ended the first wait
+while kill -0 "$step" 2>/dev/null; do wait "$step"; status=$?; done   # the signal interrupted the first wait
 
 if [ "$time_is_over" = 1 ] && [ "$status" != 0 ]; then scontrol requeue "$SLURM_JOB_ID"; exit 0; fi
 exit "$status"

@@ -1,4 +1,4 @@
-"""An MCP server that is an environment: say the number after the one that you hear, three times. python mcp_server.py"""
+"""An MCP server as an environment: in each of three turns the policy reads a number n and must say n + 1. python mcp_server.py"""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ names = count()
 
 
 def answer(text: str, **beside: Any) -> CallToolResult:
-    """What the policy reads, and what psigrad hears beside it."""
+    """Return `text`, which the policy reads, and metadata, which only psigrad reads."""
     return CallToolResult(content=[TextContent(type="text", text=text)], _meta=beside)
 
 
 @server.tool()
 def reset(seed: int) -> CallToolResult:
-    """Begin an episode, whose numbers are the seed's."""
+    """Start an episode. Its numbers are drawn from the seed."""
     episode = str(next(names))
     games[episode] = random.Random(seed).choices(range(1, 6), k=3)
     return answer(str(games[episode][0]), episode=episode)
@@ -32,8 +32,8 @@ def say(number: int, episode: str) -> CallToolResult:
     """Say a number.
 
     Args:
-        number: the one after that which you hear.
-        episode: which psigrad fills in.
+        number: the number after the one that you read last.
+        episode: filled in by psigrad.
     """
     heard = games[episode].pop(0)
     left = games[episode]

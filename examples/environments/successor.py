@@ -1,4 +1,4 @@
-"""A taskset of verifiers 0.4: say the number after the one that you hear, three times."""
+"""A taskset for verifiers 0.4: in each of three turns the policy reads a number n and must answer n + 1."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ __all__ = ["SuccessorEnv", "SuccessorTaskset"]
 
 
 class NumbersData(vf.TaskData):
-    """What a task knows."""
+    """The data of a task: the numbers that the policy reads."""
 
     numbers: list[int]
 
 
 class Successor(vf.Task[NumbersData, vf.State, vf.TaskConfig]):
-    """Each of three turns that is right has a third."""
+    """A task. Each right answer adds 1/3 to the reward."""
 
     @vf.reward(weight=1.0)
     async def right(self, task: NumbersData, trace: vf.Trace) -> float:
-        """The share of answers that are right."""
+        """Return the share of the three answers that are right."""
         said = [message.content for message in trace.assistant_messages]
         return sum(text == str(number + 1) for text, number in zip(said, task.numbers, strict=False)) / 3
 
 
 class SuccessorTaskset(vf.Taskset[Successor, vf.TasksetConfig]):
-    """Its tasks."""
+    """The tasks of the game."""
 
     def load(self) -> Iterator[Successor]:
-        """As many as are asked for."""
+        """Yield 10,000 tasks. The numbers of task i are drawn from the seed i."""
         for i in range(10_000):
             numbers = random.Random(i).choices(range(1, 6), k=3)
             yield Successor(NumbersData(prompt=str(numbers[0]), numbers=numbers), self.config.task)
 
 
 class SuccessorConfig(vf.EnvConfig):
-    """Who plays."""
+    """The settings: the agent that plays."""
 
     player: vf.AgentConfig = vf.AgentConfig()
 
 
 class SuccessorEnv(vf.Env[SuccessorConfig]):
-    """The conversation."""
+    """The conversation of an episode."""
 
     async def run(self, task: Successor, agents: vf.Agents) -> None:
-        """A number, and another, and another."""
+        """Send the agent one number per turn."""
         async with agents.player.interaction(task) as talk:
             segment = await talk.turn()
             for number in task.data.numbers[1:]:

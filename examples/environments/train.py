@@ -1,7 +1,7 @@
-"""One game behind the environments of three libraries: python examples/environments/train.py openenv|verifiers|mcp [FOLDER]
+"""Train on an environment of another library: python examples/environments/train.py openenv|verifiers|mcp [FOLDER]
 
-The environment says a number, and the policy has to say the next, three times. A tiny model is shown somebody who does so in
-half of the turns. GRPO makes it do so in nearly all. Behind MCP it says the number by calling a tool.
+In each of three turns the policy reads a number n and must answer n + 1. A tiny model first learns from demonstrations in which
+half of the answers are right. GRPO then makes nearly all of them right. With MCP, the policy answers by calling a tool.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 
 
 def said(number: int, tools: Sequence[Any]) -> dict[str, Any]:
-    """A turn of the policy: the number, or a call of the tool with it."""
+    """Return the policy's turn: the number as text, or in a tool call if there are tools."""
     if not tools:
         return {"role": "assistant", "content": str(number)}
     call = {"name": "say", "arguments": {"number": number}}
@@ -38,7 +38,7 @@ def said(number: int, tools: Sequence[Any]) -> dict[str, Any]:
 
 
 def demonstrations(count: int, seed: int, tools: Sequence[Any] = ()) -> list[dict[str, Any]]:
-    """Games of somebody careless: six in ten numbers are drawn."""
+    """Return demonstrations in which 60 % of the answers are random numbers."""
     rng, rows = random.Random(seed), []
     for _ in range(count):
         talk: list[dict[str, Any]] = []
@@ -51,11 +51,11 @@ def demonstrations(count: int, seed: int, tools: Sequence[Any] = ()) -> list[dic
 
 
 def prepare(folder: Path, tools: Sequence[Any] = ()) -> str:
-    """A model that plays at random; its folder."""
+    """Train a tiny model on the demonstrations, and return its folder."""
     shown = demonstrations(1000, 0, tools)
     tokenizer = tiny.tokenizer(["user assistant system"], 300)
     tokenizer.chat_template = CHATML
-    if tools:  # what stands around the numbers is a token each
+    if tools:  # each piece of text between the numbers becomes one token
         texts = [Conversation(tokenizer, Row("a game", columns={"tools": tools})).render(row["messages"]) for row in shown[:50]]
         tokenizer.add_tokens(
             sorted({part for text in texts for part in re.split(r"\d|<\|\w+\|>|assistant\n", text) if len(part) > 1})
@@ -68,7 +68,7 @@ def prepare(folder: Path, tools: Sequence[Any] = ()) -> str:
 
 
 def learn(model: str, environment: str, folder: Path, steps: int) -> Result:
-    """GRPO on what the environment brings along."""
+    """Train by GRPO. The environment provides the prompts and the rewards."""
     return psigrad.train(
         {"preset": "grpo", "kl": None},
         model=model,
@@ -86,20 +86,20 @@ def learn(model: str, environment: str, folder: Path, steps: int) -> Result:
 
 
 def free_port() -> int:
-    """One that nobody listens on."""
+    """Return an unused port."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         return int(found.getsockname()[1])
 
 
 def main(field: str, folder: Path, steps: int = 20) -> Result:
-    """Teach it, and say what came of it."""
+    """Train on one library's environment, and print the mean reward before and after GRPO."""
     environment, tools, server = "verifiers:successor:player", list[Any](), None
     if field == "mcp":
         environment = f"mcp:{sys.executable} {HERE / 'mcp_server.py'}"
         tools = schemas(resolve(environment).tools)
     model = prepare(folder, tools)
     if field == "verifiers":
-        sys.path.append(str(HERE))  # where verifiers looks for a taskset of that name, in the workers too
+        sys.path.append(str(HERE))  # verifiers imports the taskset from here, also in the worker processes
         os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     elif field == "openenv":
         port = free_port()

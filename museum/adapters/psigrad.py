@@ -104,7 +104,7 @@ def left_padding(x: SimpleNamespace) -> list[float]:
 
 
 def kl_gradient(x: SimpleNamespace) -> list[float]:
-    kl = ratio.KL("loss", "k3", 1.0, importance_weighted=True)  # False is the GRPO paper's own term, whose gradient is the other
+    kl = ratio.KL("loss", "k3", 1.0, importance_weighted=True)  # False: the GRPO paper's term, with the wrong gradient
     method = replace(_GROUPED, aggregate=aggregate.sequence_mean, kl=kl)
     model, mask = _model(worlds.unigram(uniform=True)), torch.ones(8, 1, dtype=torch.bool)
     outputs = model.evaluate(packing.Groups([x.prompt], [[[v] for v in range(8)]]))

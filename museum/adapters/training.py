@@ -1,4 +1,4 @@
-"""The parts that the adapters of transformers' Trainer and of TRL's share; `make(model, rows, **settings)` makes a trainer."""
+"""Code shared by the adapters of TRL and of transformers' Trainer. `make(model, rows, **settings)` makes a trainer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def evaluation_loss(make: Make, x: SimpleNamespace) -> list[float]:
 
 
 def bfloat16_updates(make: Make, x: SimpleNamespace) -> list[float]:
-    """Train a model whose folder holds bfloat16, as the trainer loads it by default."""
+    """Train a model whose folder contains bfloat16 weights, loaded with the trainer's defaults."""
     saved = folder()
     worlds.random_model("llama").bfloat16().save_pretrained(saved)
     trainer = make(saved, x.rows, learning_rate=x.rate, max_steps=x.steps)
@@ -58,7 +58,7 @@ def bfloat16_updates(make: Make, x: SimpleNamespace) -> list[float]:
 
 
 def resumed_run(make: Make, x: SimpleNamespace, model: Callable[[], Any]) -> list[float]:
-    """Train at once, then again from the checkpoint."""
+    """Train without a stop, then again from a checkpoint."""
     ends, saved = [], folder()
     steps = {"max_steps": x.steps, "save_steps": x.stop, "save_strategy": "steps", "learning_rate": x.rate}
     for resumed in (None, f"{saved}/checkpoint-{x.stop}"):

@@ -41,7 +41,7 @@ resumed_run = partial(training.resumed_run, partial(_labelled, peft_config=_LORA
 
 
 class _Recorder(trl.GRPOTrainer):
-    """GRPO on given completions, which keeps its batches and the gradients by the head."""
+    """A GRPO trainer on given completions. It keeps its batches and the gradients of the head."""
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         loss = super()._compute_loss(model, inputs)
@@ -104,7 +104,7 @@ def left_padding(x: SimpleNamespace) -> list[float]:
 
 def kl_gradient(x: SimpleNamespace) -> list[float]:
     saved, ones = training.folder(), torch.ones(8, 1, dtype=torch.long)
-    worlds.unigram(uniform=True).save_pretrained(saved)  # its reference is loaded from the same folder
+    worlds.unigram(uniform=True).save_pretrained(saved)  # TRL loads the reference from this folder
     trainer = _grpo(SimpleNamespace(), saved, beta=1.0, loss_type="grpo")
     inputs = {"prompt_ids": ones * x.prompt[0], "prompt_mask": ones, "completion_ids": torch.arange(8)[:, None]}
     inputs |= {"completion_mask": ones, "advantages": torch.zeros(8), "ref_per_token_logps": torch.tensor(x.reference)[:, None]}

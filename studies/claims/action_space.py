@@ -1,4 +1,4 @@
-"""The number of tokens that a model effectively chooses from: the probability of the most likely ones, by place.
+"""The number of tokens that a model effectively chooses from, and the probability of the most likely ones, by position.
 
 The claim is that of Ahmadian et al. 2024, Back to Basics (arXiv:2402.14740, section 3). A fine-tuned model's probability lies on
 few tokens, so that the action space of 10^4 to 10^5 tokens is only nominal. It is even smaller after the first token. They
@@ -37,7 +37,7 @@ MASS = 0.9
 
 @dataclass(frozen=True)
 class PlaceRow:
-    """The figures of one model at one place of its completions."""
+    """The figures of one model at one position of its completions."""
 
     model: str
     place: int
@@ -106,9 +106,9 @@ def label(path: str) -> str:
 def masses(
     path: str, dataset: str, prompts: int, *, longest: int = 12
 ) -> tuple[int, dict[int, list[tuple[tuple[float, ...], float]]]]:
-    """Return the size of the vocabulary, and (mass of the `TOP` most likely tokens, entropy) by place.
+    """Return the vocabulary size, and by position a pair for each completion: (mass of the `TOP` most likely tokens, entropy).
 
-    Both are of each completion's own distribution at temperature 1.
+    Both are computed from the model's distribution at temperature 1.
     """
     asked = EvalConfig(
         model=Model(path=path),
@@ -132,7 +132,7 @@ def masses(
 
 
 def summary(name: str, places: Mapping[int, list[tuple[tuple[float, ...], float]]]) -> Iterator[PlaceRow]:
-    """Yield a row for each place."""
+    """Yield a row for each position."""
     for place, found in sorted(places.items()):
         entropy = over_seeds(h for _, h in found)
         mass = tuple(over_seeds(m[i] for m, _ in found) for i in range(len(TOP)))
@@ -140,7 +140,7 @@ def summary(name: str, places: Mapping[int, list[tuple[tuple[float, ...], float]
 
 
 def tables(result: SpaceResult) -> drawing.Printed:
-    """Yield one row for each model and place, then the claims."""
+    """Yield one row for each model and position, then the claims."""
     table = drawing.new_table(
         "The effective action space", "", "token", "count", *(f"top {k}" for k in TOP), "entropy", "effective"
     )
@@ -162,7 +162,7 @@ def tables(result: SpaceResult) -> drawing.Printed:
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """Plot the mass of the most likely token and the effective number of tokens, by place."""
+    """Plot the mass of the most likely token and the effective number of tokens, by position."""
     figure, (left, right) = drawing.new_figure(9.5, 3.4, 1, 2)
     for name, colour in zip(dict.fromkeys(row["model"] for row in found["rows"]), COLOURS, strict=False):
         rows = [row for row in found["rows"] if row["model"] == name]

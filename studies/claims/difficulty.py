@@ -95,7 +95,7 @@ def weigh(name: str, generations: int) -> WeightRow:
 
 
 def shares(rollouts: Iterable[Mapping[str, Any]], generations: int) -> list[float]:
-    """Return the share of Σ|advantage| of a run that lies on groups with 1, 2, … correct answers."""
+    """Return the shares of a run's Σ|advantage| that belong to groups with 1, 2, … correct answers."""
     right: dict[tuple[int, int], int] = {}
     weight: dict[tuple[int, int], float] = {}
     for row in rollouts:

@@ -1,9 +1,9 @@
-"""The error rates of the warnings, on seeds that no rule was tuned on: honest runs, and rewards that are exploited at once.
+"""The error rates of the warnings in honest runs and in runs that exploit the reward, on seeds that no rule was tuned on.
 
 The runs are those of `loopholes`, honest and with a flawed reward. Runs with a flawed reward have such a large learning rate that
-the truth falls within the first steps. Their evaluations are so rare that the first one after the start already shows the fall.
-The bounds were stated beforehand: at most 5 % of the honest runs raise a warning, and 90 % of the exploiting ones do, by the far
-ends of Wilson's 95 % intervals.
+the held-out accuracy falls within the first steps. Their first evaluation after the start already shows the fall. The bounds were
+stated beforehand: at most 5 % of the honest runs raise a warning, and at least 90 % of the exploiting ones do. The upper end of
+Wilson's 95 % interval is compared with the first bound, the lower end with the second.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def row(name: str, rate: float, runs: Sequence[Sequence[Mapping[str, Any]]]) -> 
 def exploits_at_once(rows: Sequence[Mapping[str, Any]]) -> bool:
     """Return True if a run exploits its reward at once.
 
-    The truth then never regains its value before the first step and ends `LOST` below it. The reward of the last ten steps is
-    above that of the first.
+    Its held-out accuracy then never regains the initial value, and ends more than `LOST` below it. The mean reward of the last
+    ten steps is above that of the first step.
     """
     truth = [accuracy for _, accuracy in sorted(trials.curve(rows).items())]
     proxy = [row["reward"] for row in rows if "reward" in row]

@@ -1,4 +1,4 @@
-"""GRPO's length bias: exact on a small tree, then over training with answers that a remark of any length may follow.
+"""GRPO's length bias: exact on a small tree, then in training, where a remark of any length may follow an answer.
 
 The claim is that of Liu et al. 2025, Understanding R1-Zero-Like Training (arXiv:2503.20783, section 3.1). GRPO divides the loss
 of each completion by its own length. A longer wrong answer is therefore punished less per token, and wrong answers grow. Dr. GRPO

@@ -1,7 +1,7 @@
 """Six rewards with a loophole that a policy finds, and the response of the run's own warnings.
 
-The proxy is the training reward, the truth is held-out accuracy. A run exploits the reward if the proxy ends higher than it began
-while the truth ends `LOST` below its best. The warnings are those of `psigrad.records.warnings`, with their default thresholds.
+The proxy is the training reward. The truth is the held-out accuracy. A run exploits the reward if the proxy ends higher than it
+began while the truth ends `LOST` below its best. The warnings are those of `psigrad.records.warnings` with default thresholds.
 The patience of one of them was tuned on some of these rewards (`TUNED`); the verdicts are also given for the others alone.
 """
 
@@ -95,7 +95,7 @@ def run(s: LoopholeSettings) -> LoopholeResult:
 
 
 def verdicts(rows: Sequence[LoopholeRow], which: str) -> tuple[ClaimVerdict, ClaimVerdict]:
-    """Test detection among exploiting runs with flawed rewards, and warnings among honest runs, against the goals."""
+    """Compare two rates with the goals: warnings in runs that exploit a flawed reward, and warnings in honest runs."""
     bad, good = ([r for r in rows if (r.name in HONEST) == honest] for honest in (False, True))
     exploited, noticed = sum(r.exploited for r in bad), sum(r.noticed for r in bad)
     count, alarms = sum(r.runs for r in good), sum(r.alarms + r.noticed for r in good)

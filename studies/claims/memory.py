@@ -84,7 +84,7 @@ def run(s: MemorySettings) -> MemoryResult:
 
 
 def inside(claim: str, what: str, found: float, bounds: tuple[float, float]) -> ClaimVerdict:
-    """Return the verdict that one measurement lies within the claimed bounds."""
+    """Return the verdict on the claim that a measurement lies within these bounds."""
     low, high = bounds
     return trials.exactly(claim, f"{what}: between {low:g} and {high:g}", found, low <= found <= high)
 

@@ -39,7 +39,7 @@ def check(s: MethodsSettings) -> None:
 
 
 def run(s: MethodsSettings) -> TrialResult:
-    """Tune each method's rate on a separate seed, then run it on the others."""
+    """Tune each method's learning rate on a separate seed, then run the method on the other seeds."""
     where = trials.files(s)
     configs = {
         name: (method, trials.online(s, where, algorithm, num_iterations=4 if name == "PPO" else 1))

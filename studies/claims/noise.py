@@ -3,8 +3,8 @@
 The claim is that of Ahmadian et al. 2024, Back to Basics (arXiv:2402.14740, section 5.3): RAFT degrades more than RLOO with noise
 in the reward and with a larger β. Here RAFT ranks by the reward alone, and its KL is a term of the loss.
 
-Every method makes one pass over each batch. The learning rate of each arm (a method at a noise or a β) is tuned by the same
-budget. This is one run for each rate, on a separate seed, scored by the accuracy without noise.
+Every method makes one pass over each batch. The learning rate of each arm (a method at a noise or a β) is tuned with the
+same budget: one run for each rate, on a separate seed, scored by the accuracy without noise.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def run(s: NoiseSettings) -> TrialResult:
 
 
 def worse(arms: Mapping[str, Arm], other: str, what: str) -> ClaimVerdict:
-    """Return the verdict that RAFT loses more of its area than the other method."""
+    """Return the verdict on the claim that RAFT loses more of its area than the other method."""
     claim = f"RAFT loses more than {other} by {what}"
     lost = {
         m: [a - b for a, b in zip(arms[f"{m}, noise 0"].each["area"], arms[f"{m}, {what}"].each["area"], strict=True)]

@@ -1,7 +1,7 @@
-"""A pretrained model learns sums: SmolLM2-135M-Instruct with RLVR, SFT, DPO and on-policy distillation, and side effects.
+"""SmolLM2-135M-Instruct learns sums by RLVR, SFT, DPO and on-policy distillation; side effects are measured too.
 
-The claims are four. Verified rewards teach a pretrained model (Lambert et al. 2024, Tülu 3, arXiv:2411.15124) and damage no other
-ability. Reinforcement learning stays closer to its start than supervised fine-tuning and forgets less (Shenfeld et al. 2025, RL's
+There are four claims. Verified rewards teach a pretrained model (Lambert et al. 2024, Tülu 3, arXiv:2411.15124) and damage no
+other ability. Reinforcement learning stays closer to its start than SFT and forgets less (Shenfeld et al. 2025, RL's
 Razor, arXiv:2509.04259). Pairs of a model's own samples teach less than the same number of samples online (Tang et al. 2024,
 arXiv:2405.08448). A teacher passes on its knowledge for a fraction of the samples (Agarwal et al. 2024, GKD, arXiv:2306.13649).
 """
@@ -85,8 +85,8 @@ class PretrainedResult:
 
 @dataclass(frozen=True)
 class _Measured:
-    """The measurements of one model: by held-out sum, share of correct answers and mean KL; by everyday item, correctness and log
-    p.
+    """One model's measurements: share of correct answers and mean KL of each held-out sum; correctness and log p of each everyday
+    item.
     """
 
     accuracy: tuple[float, ...]
@@ -108,7 +108,7 @@ def check(s: PretrainedSettings) -> None:
 
 
 def run(s: PretrainedSettings) -> PretrainedResult:
-    """Train every arm from one model, then the teacher's pupil. Measure each."""
+    """Train every arm from one model, then distil the teacher into a student. Measure each."""
     folder = Path(s.out) / NAME
     base = convert_to_folder(s.model or str(sums.smollm2(folder / "model")))
     train, held_out = sums.prepare(folder / "data")
@@ -163,7 +163,7 @@ def _sft(s: PretrainedSettings, usual: OnlineConfig, folder: Path) -> SFTConfig:
 
 
 def _dpo(s: PretrainedSettings, usual: OnlineConfig, folder: Path) -> PreferenceConfig:
-    """Return settings for DPO on correct against wrong answers, from as many samples of the start as RLVR draws of the policy."""
+    """Return settings for DPO on pairs of a correct and a wrong answer. The initial model draws as many samples as RLVR."""
     pairs = folder / f"pairs-{s.steps}-{s.prompts}-{s.generations}-{s.seed}.jsonl"
     if not pairs.exists():
         asked = SampleConfig(
@@ -188,7 +188,7 @@ def _dpo(s: PretrainedSettings, usual: OnlineConfig, folder: Path) -> Preference
 
 
 def _measure(s: PretrainedSettings, model: str, base: str, held_out: Path, place: Path) -> _Measured:
-    """Measure the abilities of a model and its distance from the start. The result is cached."""
+    """Measure the abilities of a model and its distance from the initial model. The result is cached."""
     kept = place / f"measured-{s.held_out}-{s.completions}.json"
     if kept.exists():
         return _Measured(**{key: tuple(value) for key, value in json.loads(kept.read_text()).items()})
@@ -233,7 +233,7 @@ def _outcome(name: str, samples: int, found: Mapping[str, _Measured]) -> Trained
 
 
 def _findings(found: Mapping[str, _Measured]) -> Iterator[ClaimVerdict]:
-    """Yield each claim by its test. Differences are of the same sum or item, and the intervals are over these."""
+    """Yield the verdict on each claim. Differences are paired by sum or everyday item, and the intervals are over these."""
     start, rlvr, sft, dpo, pupil = (found[name] for name in (START, RLVR, SFT, DPO, DISTILLED))
     paired = trials.compare_pairs
     yield paired("RLVR teaches a pretrained model sums", "accuracy: RLVR > start, by sum", rlvr.accuracy, start.accuracy)
@@ -286,7 +286,7 @@ def tables(result: PretrainedResult) -> drawing.Printed:
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """Plot the abilities of each model, and its distance from the start against its retained knowledge."""
+    """Plot the abilities of each model, and its distance from the initial model against its retained knowledge."""
     figure, (left, right) = drawing.new_figure(9.5, 3.6, 1, 2)
     for place, (one, colour) in enumerate(zip(found["outcomes"], (drawing.INK, *COLOURS), strict=False)):
         mean, low, high = one["accuracy"]
