@@ -56,7 +56,7 @@ def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe:
         own = "eager"
         texts, failure = _try(hf, own, texts_of)
     if texts is None:
-        raise UserError(f"{type(hf).__name__} does not run: {failure}; give a causal model of transformers.")
+        raise UserError(f"{type(hf).__name__} does not run: {failure}; give a causal language model from transformers.")
 
     def numbers(packed: bool) -> Tensor:
         hf.set_attn_implementation(IMPLEMENTATION if packed else own)
