@@ -28,9 +28,9 @@ CHUNK_ON_GPU, TILE_ON_GPU = 4, 256
 
 
 class _Logits(torch.autograd.Function):
-    """The autograd function h·Wᵀ by `kernels.multiply`. PyTorch's product would compile code for each new number of tokens.
+    """The logits h·Wᵀ, computed by `kernels.multiply`. PyTorch's product would compile code for each new number of tokens.
 
-    Each chunk of tokens has its own gradient of W. If `sums` is given, these gradients are added to it in float32, since a sum in
+    Each chunk of tokens has its own gradient of W. If `sums` is given, it adds up these gradients in float32, since a sum in
     half precision would lose small terms.
     """
 
@@ -55,10 +55,10 @@ class _Logits(torch.autograd.Function):
 
 
 class _ChosenLogProbs(torch.autograd.Function):
-    """The autograd function log π(a) of tokens a, computed in tiles of logits. Only a log-sum-exp per token is stored.
+    """The log-probs of given tokens, computed in tiles of logits. Only a log-sum-exp per token is stored.
 
-    Formula: with z = h·Wᵀ / T, π = softmax(z) and e_a = one-hot(a), d log π(a) / dz = e_a − π. Up to `TILE_ROWS` hidden states
-    share a tile, so that a pass reads the head's weights only once for all of them (Wijmans et al. 2024, arXiv:2411.09009).
+    Formula: d log π(a) / dz = e_a − π for a token a, with z = h·Wᵀ / T, π = softmax(z), e_a = one-hot(a). Up to `TILE_ROWS`
+    hidden states share a tile, so that the head's weights are read once for all of them (Wijmans et al. 2024, arXiv:2411.09009).
     """
 
     @staticmethod
@@ -125,9 +125,9 @@ class _Figures:
         self.best = torch.zeros(count, dtype=torch.long, device=like.device)
 
     def add(self, rows: slice, columns: slice, logits: Tensor) -> None:
-        """Update the sums with the `logits` z of the hidden states `rows` and the token ids `columns`. Overwrite the logits.
+        """Add a tile: the `logits` z of the hidden states `rows` and the token ids `columns`. The logits are overwritten.
 
-        The sums are Σ eᶻ⁻ᵐ and Σ eᶻ⁻ᵐ(z − m) of each hidden state, with m its largest logit so far.
+        Update each hidden state's most probable token, and its sums Σ eᶻ⁻ᵐ and Σ eᶻ⁻ᵐ(z − m), with m its largest logit so far.
         """
         highest, place = logits.max(1)
         self.best[rows] = torch.where(highest > self._top[rows], place + columns.start, self.best[rows])
@@ -145,7 +145,7 @@ class _Figures:
 
 
 class _RowLogProbs(torch.autograd.Function):
-    """The autograd function log π(a) of tokens a for GPUs. Each chunk has the logits of many tokens over the full vocabulary.
+    """The log-probs of given tokens on a GPU. Each chunk has the logits of many tokens over the full vocabulary.
 
     `want_best` also requests the most probable tokens, and `want_entropy` the entropies. Neither has a gradient.
     """
@@ -202,9 +202,9 @@ class _RowLogProbs(torch.autograd.Function):
 def _statistics(
     stored: Tensor, ids: Tensor, temperature: float, wide: torch.dtype, want_best: bool, want_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (log π(a), logits of a, entropies, most probable tokens), [rows] each, from the logits `stored` [rows, V].
+    """Return (log-probs of `ids`, logits of `ids`, entropies, most probable tokens), [rows] each, from logits `stored` [rows, V].
 
-    The tokens a are `ids`, and `wide` is the dtype of the results. The last two are arbitrary if they are not requested.
+    Log-probs and entropies have the dtype `wide`. Entropies and most probable tokens that are not requested are arbitrary.
     """
     triton = gpu_kernels(stored) if wide == torch.float32 else None
     if triton is not None:
@@ -219,10 +219,10 @@ def _statistics(
 def _gradient(
     stored: Tensor, ids: Tensor, normaliser: Tensor, slope: Tensor, less: Tensor, temperature: float, room: list[Tensor]
 ) -> Tensor:
-    """Return slope · (e_a − softmax(stored / temperature)) for the tokens a = `ids` [rows]. The result overwrites `stored`.
+    """Overwrite the logits `stored` with their gradient slope · (one-hot(ids) − softmax(stored / temperature)), and return it.
 
-    `normaliser` [rows] is the log-sum-exp, and `less` is −slope. `room` stores the float32 buffer of the first chunk, which is
-    the largest. Later chunks reuse this buffer.
+    `slope` [rows] is the log-probs' gradient divided by the temperature, `less` is −slope, `normaliser` [rows] the log-sum-exp.
+    The first chunk, which is the largest, puts its float32 buffer into `room`. Later chunks reuse this buffer.
     """
     wide = normaliser.dtype
     if (triton := gpu_kernels(stored) if wide == torch.float32 else None) is not None:
@@ -351,7 +351,7 @@ def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple
 
 
 def _hits(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return (mask [m] of the `ids` in the range `columns`, indices [m, 1] in this range). Other ids have arbitrary indices."""
+    """Return (mask [m], indices [m, 1]): whether an id is in the range `columns`, and where in it (arbitrary outside)."""
     hit = (ids >= columns.start) & (ids < columns.stop)
     return hit, (ids - columns.start).clamp_(0, columns.stop - columns.start - 1)[:, None]
 
@@ -385,7 +385,7 @@ def token_stats(
     """Return the `TokenStats` of tokens `ids` [M], whose logits are `head(hidden)` [M, V], computed in chunks of tokens.
 
     The backward pass recomputes the chunks. It uses a formula in place of autograd if `head` is a linear layer without bias and
-    only log-probs need a gradient. Log-probs of this head in `cached` are reused if no other statistic is requested. For a
+    only log-probs need a gradient. For such a head in float32, `cached` log-probs are reused if nothing else is requested. For a
     divergence, `reference_hidden` are the reference's hidden states or its most probable tokens. `vocabulary` is V.
     """
     linear: Any = head if (plain := type(head) is nn.Linear and head.bias is None) else None

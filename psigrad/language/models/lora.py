@@ -321,7 +321,7 @@ def base_of(module: Any) -> Any:
 
 @dataclass
 class DropoutMasks:
-    """The seed and the tokens of the current pass, from which a model's dropout masks are computed (`CountedDropout`)."""
+    """The seed and the token hashes of the current pass, from which `CountedDropout` computes a model's dropout masks."""
 
     seed: int = 0
     tokens: Tensor | None = None
@@ -372,7 +372,7 @@ class CountedDropout(nn.Module):
         return x.masked_fill(dropped.reshape(x.shape), 0.0) / (1 - self.threshold / _VALUES)
 
     def _tokens_of(self, x: Tensor) -> Tensor:
-        """Return the hash (`hash_tokens`) of the text up to each row of `x`. Raise `UserError` if `x` lacks some tokens."""
+        """Return, for each row of `x`, `hash_tokens` of the text up to its token. Raise `UserError` if `x` lacks some tokens."""
         tokens = self.masks.tokens
         assert tokens is not None, "no forward pass has given its text"
         if x.shape[:2] == tokens.shape or len(x) == tokens.numel():

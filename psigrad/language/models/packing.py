@@ -49,11 +49,11 @@ def batch_at(step: int, batch_size: int, n: int, seed: int) -> list[int]:
 def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[list[int]]:
     """Split rows of these token `lengths` into micro-batches of at most `budget` tokens; every index occurs exactly once.
 
-    If several `ranks` take the micro-batches in turn, each rank gets about the same number of tokens.
+    With several `ranks`, which take the micro-batches in turn, each rank gets about the same number of tokens.
 
     The algorithm is first-fit decreasing (Johnson 1973). If m micro-batches would suffice, it needs at most 11/9 m + 1. A row
     above the budget gets its own micro-batch. The first micro-batch has the longest row, or with several `ranks` the most
-    tokens. If memory is insufficient, a run therefore fails at the start of a step.
+    tokens. A run that lacks memory therefore fails at the start of a step.
     """
     if budget < 1:
         raise UserError(f"A micro-batch of {budget} tokens is not possible; give micro_batch_tokens of at least 1.")
@@ -73,10 +73,10 @@ def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[
 
 
 def _evenly(lengths: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
-    """Split rows into micro-batches of about equally many tokens, the largest first; see `pack_by_tokens`.
+    """Split rows into micro-batches with about the same number of tokens, the largest first; see `pack_by_tokens`.
 
-    Let n be the number of micro-batches of up to `budget` tokens, rounded up to a multiple of `ranks`. The limit per micro-batch
-    starts at 1/n of all tokens. It grows in steps of 3 %, at most to the `budget`, until n micro-batches suffice.
+    n is the number of micro-batches that are needed with `budget` as the limit, rounded up to a multiple of `ranks`. To fill them
+    evenly, the limit starts at 1/n of all tokens. It grows in steps of 3 %, at most to `budget`, until n micro-batches suffice.
     """
     tokens = sum(lengths)
     rounds = max(1, math.ceil(len(pack_by_tokens(lengths, budget)) / ranks))
@@ -116,7 +116,7 @@ class Groups:
     """Completions that share prompts: `completions[b][k]` continues `prompts[b]`, and all its tokens are targets.
 
     With `starts`, a completion continues only the first `starts[b][k]` tokens of its prompt. With `masks`, only tokens where
-    `masks[b][k]` is True are targets. A pass returns log-probs [N, T] for N completions in order, the longest of T tokens.
+    `masks[b][k]` is True are targets. A pass returns log-probs [N, T]: N completions in order, T tokens in the longest.
     """
 
     prompts: Sequence[Ids]
@@ -175,7 +175,7 @@ class Targets:
     shape: tuple[int, int]
 
     def some(self, indices: Tensor) -> Targets:
-        """Return the subset of the targets at the indices `indices` [K]."""
+        """Return the K targets that `indices` [K] selects."""
         rows, ids, n, t = (x.index_select(0, indices) for x in (self.rows, self.ids, self.n, self.t))
         return Targets(rows, ids, n, t, self.shape)
 

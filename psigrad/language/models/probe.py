@@ -1,7 +1,7 @@
 """Tests that psigrad's faster computation of a model gives the same outputs as transformers' modules.
 
 Two correct computations can differ widely in bfloat16: on random token ids, the log-probs of SmolLM2 in bfloat16 and in float32
-differ by 7 nats. Both computations therefore also run in float32. In float32 rounding is a thousand times smaller, but a wrong
+differ by 7 nats. Both computations therefore also run in float32, where rounding errors are a thousand times smaller, but a wrong
 layer's error is as large as in bfloat16. The float32 outputs may differ by only a small share of the rounding error in bfloat16.
 """
 
@@ -38,10 +38,10 @@ Numbers = Callable[[], Tensor]
 
 @torch.no_grad()
 def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe: Callable[[Groups, bool], Tensor]) -> str:
-    """Switch the model to psigrad's attention if packed passes with it give the same outputs as transformers' attention.
+    """Switch to psigrad's attention if its packed passes give the same outputs as padded passes with transformers' attention.
 
     Return "", or the reason why the model keeps transformers' attention. `texts_of()` returns the texts for the test, and
-    `probe(texts, packed)` returns the model's outputs on them, without a fused decoder.
+    `probe(texts, packed)` returns the model's outputs on these texts. Raises `UserError` if the model does not run at all.
     """
     from psigrad.language.models.hf_attention import IMPLEMENTATION
     from psigrad.language.models.hf_state import attach
@@ -56,7 +56,7 @@ def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe:
         own = "eager"
         texts, failure = _try(hf, own, texts_of)
     if texts is None:
-        raise UserError(f"{type(hf).__name__} does not run: {failure}; give a causal model of transformers.")
+        raise UserError(f"{type(hf).__name__} does not run: {failure}; give a causal language model from transformers.")
 
     def numbers(packed: bool) -> Tensor:
         hf.set_attn_implementation(IMPLEMENTATION if packed else own)
@@ -152,10 +152,10 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
 
 @torch.no_grad()
 def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
-    """Enable psigrad's kernels in a packed model's modules, each kind only if the outputs on `texts` remain the same.
+    """Enable psigrad's kernels for the modules and for the recurrent layers of a packed model. On a GPU, enable only `GpuParts`.
 
-    Return (the `ModuleKernels`, or None if they are not used; why recurrent layers run without kernels, or ""). On a GPU, enable
-    `GpuParts` instead, which launch fewer kernels, and return (None, "").
+    Kernels that change the outputs on `texts` stay off. Return (kernels, reason): the `ModuleKernels`, or None if they are off;
+    and the reason why the kernels for recurrent layers failed this test, or "" if they did not fail.
     """
     from psigrad.language.models.fused.gpu_parts import GpuParts
     from psigrad.language.models.fused.module_kernels import ModuleKernels
@@ -205,9 +205,9 @@ def _enable(parts: Any, model: Any, inputs: ForwardInputs) -> None:
 
 
 def _why_not(hf: PreTrainedModel, numbers: Callable[[bool], Tensor]) -> str:
-    """Return the reason why kernels cannot be used; "" if they can. The reason is the `difference` in outputs, or an error.
+    """Return the `difference` between the outputs with and without some kernels ("" if it is only rounding), or the error.
 
-    `numbers(True)` returns the outputs with these kernels, `numbers(False)` those without.
+    `numbers(True)` returns the outputs with the kernels, and `numbers(False)` those without.
     """
     try:
         return difference(hf, lambda: numbers(False), lambda: numbers(True))
@@ -218,7 +218,7 @@ def _why_not(hf: PreTrainedModel, numbers: Callable[[bool], Tensor]) -> str:
 def difference(hf: PreTrainedModel, own: Numbers, fast: Numbers) -> str:
     """Return "" if the outputs `fast()` equal the correct outputs `own()` up to rounding, else a description of the difference.
 
-    Attention windows longer than the texts have no effect on them. In a second comparison such windows are shortened.
+    Attention windows longer than the texts have no effect on them, so a second comparison shortens such windows.
     """
     half = hf.dtype not in (torch.float32, torch.float64)
     exact = torch.float32 if half else hf.dtype
@@ -272,7 +272,7 @@ def draw_texts(hf: PreTrainedModel, first: int, vocabulary: int, length: int) ->
 def in_precision(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
     """Run the model in the precision `dtype` inside this context.
 
-    A layer's weights are cast only while the layer runs, to save memory. Weights outside layers are cast at once. float32
+    A layer's weights are cast only while the layer runs, to save memory. Weights outside layers are cast on entry. float32
     products do not use TF32.
     """
     kept: dict[nn.Parameter, Tensor] = {}
@@ -325,12 +325,12 @@ def _layers(hf: nn.Module) -> list[nn.Module]:
 
 
 def shorten_windows(hf: PreTrainedModel) -> AbstractContextManager[bool]:
-    """Inside this context, set attention windows and chunks above `LENGTH` tokens to `WINDOW`. Yield True if there are any."""
+    """Inside this context, shorten attention windows and chunks above `LENGTH` tokens to `WINDOW`. Yield True if any changes."""
     return _shorten(hf, ("sliding_window", "attention_chunk_size"), LENGTH, WINDOW)
 
 
 def _shorten_chunks(hf: PreTrainedModel) -> AbstractContextManager[bool]:
-    """Inside this context, reduce chunks of recurrent layers to `CHUNK` tokens, since transformers pads texts to full chunks."""
+    """To save time, limit recurrent layers' chunks to `CHUNK` tokens in this context. transformers pads texts to full chunks."""
     return _shorten(hf, ("chunk_size",), CHUNK, CHUNK)
 
 
@@ -355,7 +355,7 @@ def _shorten(hf: PreTrainedModel, names: Sequence[str], most: int, size: int) ->
 
 @contextlib.contextmanager
 def _suppress_advice(hf: PreTrainedModel) -> Iterator[None]:
-    """If the model is on a CPU, suppress transformers' advice to install CUDA kernels inside this context."""
+    """Inside this context, suppress transformers' advice to install CUDA kernels, if the model is on a CPU."""
     logger = logging.getLogger("transformers.integrations.hub_kernels")
     before = logger.level
     if hf.device.type == "cpu":
