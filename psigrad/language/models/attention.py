@@ -24,7 +24,7 @@ SDPA: Any = F.scaled_dot_product_attention
 class AttentionLayer(Protocol):
     """The properties of a fused layer that `FusedLayout.mix` reads. `window` is the sliding window in tokens; 0: no window.
 
-    `order` is the layer's index among the layers that compute keys and values. If it reuses keys, it has their layer's `order`.
+    `order` is the index, among the layers that compute keys and values, of this layer or of the layer whose keys it reuses.
     """
 
     order: int
@@ -71,11 +71,11 @@ class StateLayout(Protocol):
         """Apply the convolution `how` to x [S, C] along each sequence."""
 
     def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
-        """Run a recurrence along each sequence, from a zero state. Inputs and outputs are [S, ...]."""
+        """Run a recurrence along each sequence. The state before its first token is zero. Inputs and outputs are [S, ...]."""
 
 
 class Layout(StateLayout, Protocol):
-    """The division of a forward pass's S tokens into sequences, as psigrad's attention in transformers' modules uses it."""
+    """The division of a forward pass's S tokens into sequences, for transformers' modules in which psigrad computes attention."""
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
@@ -101,7 +101,7 @@ class FusedLayout(StateLayout, Protocol):
     def mix(self, layer: AttentionLayer, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Compute attention with H heads of width D. Return (output [S, H·D], log-sum-exp of each query's scores [S, H]).
 
-        `rotated` [S, (H + H_kv)·D] has the queries and keys after the rotary embedding, and `qkv` is [q | k | v] before it.
+        `rotated` [S, (H + H_kv)·D] has the queries and keys with the rotary embedding, and `qkv` is [q | k | v] without it.
         """
 
 
@@ -120,8 +120,8 @@ def rows_at(x: Tensor, index: Tensor) -> Tensor:
 
 
 class _Take(torch.autograd.Function):
-    """The autograd function `rows_at(x, index)`, where `index` has each row of x at most once. Row i of x is row `inverse[i]` of
-    the output (-1: no row). The gradient is thus `rows_at(grad, inverse)`, a gather, which is faster than autograd's scatter.
+    """The autograd function `rows_at(x, index)` for an `index` that takes no row of x twice. Row i of x goes to the output's row
+    `inverse[i]` (-1: nowhere). The gradient is thus the gather `rows_at(grad, inverse)`, faster than autograd's scatter.
     """
 
     @staticmethod
@@ -143,9 +143,9 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 
 class Pieces(NamedTuple):
-    """The pieces of a packed row. `prefixes` [B] and `sequences` [N] are their token counts; the prefixes come first in the row.
+    """The pieces of a packed row: B prefixes with the lengths `prefixes` [B], then N sequences with the lengths `sequences` [N].
 
-    `prefix` [N] has the prefix that each sequence continues, and `seen` [N] the number of prefix tokens that it attends to.
+    `prefix` [N] has the index of each sequence's prefix, and `seen` [N] the number of prefix tokens that the sequence attends to.
     """
 
     prefixes: np.ndarray
@@ -171,7 +171,7 @@ class Pieces(NamedTuple):
 
     @property
     def base(self) -> np.ndarray:
-        """[B + N] for each prefix: 0; then for each sequence: the position in the row where its prefix starts."""
+        """[B + N] 0 for each prefix, then for each sequence the position in the row where its prefix starts."""
         return np.concatenate([0 * self.prefixes, self.starts[self.prefix] if len(self.prefixes) else self.prefix])
 
 
@@ -235,8 +235,8 @@ class PackedLayout:
         return on_device((begin - pieces.starts).repeat(pieces.lengths) + np.arange(self.rows), self.device)
 
     def _prefix_mask(self, window: int | None) -> Tensor | None:
-        """Return the mask of attention within prefixes: [B, 1, P, P] if there are `blocks` (images), else [P, P]. Return None
-        if a causal mask suffices: without `blocks`, and without a sliding window shorter than the longest prefix.
+        """Return the mask of attention within prefixes: [P, P], or [B, 1, P, P] with `blocks` (such as images), whose
+        tokens attend to each other. Return None if a causal mask is enough: no `blocks`, and no prefix longer than `window`.
         """
         length = self.prefix_rows.shape[1]
         if self.blocks is None and (window is None or window >= length):
@@ -246,8 +246,8 @@ class PackedLayout:
         return near & self._or_same_block((distance >= 0).to(near.device), self.prefix_rows)
 
     def _or_same_block(self, causal: Tensor, rows: Tensor) -> Tensor:
-        """Return the mask `causal` [L, L], extended to [K, 1, L, L] so that all tokens of a block attend to each other. `rows`
-        [K, L] has the packed positions of the tokens of K pieces. If the layout has no `blocks`, return `causal` itself.
+        """Return a mask [K, 1, L, L] for K pieces: `causal` [L, L], plus attention between all tokens of the same block. `rows`
+        [K, L] has the positions of the pieces' tokens in the packed row. If there are no `blocks`, return `causal` itself.
         """
         if self.blocks is None:
             return causal
@@ -317,9 +317,9 @@ class PackedLayout:
     def _windows(self, taps: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return (rows [E], begin [S], windows [S, taps]), the tables of the packed tokens that a convolution reads.
 
-        `windows[s]` has the positions of the `taps` tokens that token s reads: those before it in its text (-1: none), then s.
-        `rows` lists for each piece the `taps - 1` tokens before it (-1: none), then its own tokens. `begin[s]` is the index in
-        `rows` at which `windows[s]` begins.
+        `windows[s]` has the positions of the `taps` tokens that token s reads: the `taps - 1` tokens before it in its prefix and
+        sequence (-1: none), then s. `rows` lists for each piece the `taps - 1` tokens before it (-1: none), then its own tokens.
+        `begin[s]` is the index in `rows` at which `windows[s]` begins.
         """
         if taps not in self._taps:
             pieces, before = self.pieces, np.arange(1 - taps, 0)
@@ -341,8 +341,8 @@ class PackedLayout:
         return self.scan_with_states(recurrence, inputs, every=False)[0]
 
     def scan_with_states(self, recurrence: Recurrence, inputs: Tensors, every: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Return (the outputs of `scan`, the states [segments, ...] after each of the row's `segments`). If `every` is False, the
-        C++ kernels return only those states from which another segment continues.
+        """Return (the outputs of `scan`, the final states [segments, ...] of all `segments` of the row). If `every` is False, the
+        C++ kernels return only the final states from which another segment continues.
         """
         if self.device.type == "cpu" and (ready := recurrence.scan_trees(inputs, self._trees(every))) is not None:
             return ready
@@ -362,7 +362,7 @@ class PackedLayout:
         return waves(self.pieces)
 
     def _trees(self, every: bool) -> Trees:
-        """Return trees in which a segment is the child of the segment that it continues. For `every` see `scan_with_states`."""
+        """Return the `segments` as trees: a segment's parent is the one that it continues. `every`: see `scan_with_states`."""
         if every not in self._forests:
             self._forests[every] = trees(self._waves, every)
         return self._forests[every]
@@ -375,9 +375,9 @@ class PackedLayout:
     def segments(self) -> tuple[Tensor, Tensor, list[tuple[tuple[int, int], Tensor | None]]]:
         """The row's segments: (`order`, `inverse` [S], waves). A prefix is cut into segments where a sequence branches off.
 
-        A wave is a batch of padded segments that a recurrence runs at once: ((number of segments, longest length), `source`).
-        `source` has for each segment the index of the segment that it continues, or -1; None: all are -1. `order` has the packed
-        positions of all waves' tokens (-1: padding), and `order[inverse[s]]` is s for every token s.
+        A wave is a batch of padded segments that a recurrence runs at once, as ((number of segments, longest length), `source`).
+        `source` has for each segment the index, over all waves, of the segment that it continues (-1: none). It is None if all
+        are -1. `order` has the packed positions of all waves' tokens (-1: padding), and `order[inverse[s]]` is s for token s.
         """
         tables, shapes = [], []
         for wave in self._waves:

@@ -60,7 +60,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 @torch.no_grad()
 def check_finite(network: nn.Module) -> None:
-    """Raise `UserError` if a weight is NaN or infinite. Such a weight would make all log-probs NaN, and the first step fail."""
+    """Raise `UserError` if a weight is NaN or infinite. All log-probs would then be NaN, and the first step would fail."""
     for name, weight in network.named_parameters():
         if weight.is_meta or not weight.is_floating_point() or not weight.numel():
             continue
@@ -68,7 +68,7 @@ def check_finite(network: nn.Module) -> None:
         if not math.isfinite(float(least) + float(most)):
             bad = int((~torch.isfinite(weight)).sum())
             raise UserError(
-                f"The weight {name} has {bad} of {weight.numel()} numbers that are NaN or infinite; export the model again."
+                f"The weight {name} is NaN or infinite in {bad} of {weight.numel()} elements; export the model again."
             )
 
 
@@ -89,7 +89,7 @@ class Pretrained(ABC):
     - `load_balancing` is the auxiliary loss of a mixture-of-experts model. `router_recorder` records the experts that sampling
       chooses, so that training can use the same ones.
     - `shard_root` is the module whose forward pass gathers sharded weights (`language/models/sharded.py`).
-    - `dropout_masks` are the masks of the adapter's dropout.
+    - `dropout_masks` has the seed and the tokens from which the masks of the adapter's dropout are computed.
     - `sequence_group` is the group of processes that divide the tokens of each row (`psigrad_extras/mesh/ulysses.py`), or None.
     """
 
@@ -219,8 +219,8 @@ class Pretrained(ABC):
         """Return (the module that runs a packed pass, its keyword arguments). The arguments are ids, or embeddings in which
         image features replace the image tokens.
 
-        A decoding step on a GPU always gets ids: it may run as a CUDA graph, which cannot look for image tokens. On a CPU,
-        a decoding step also inserts image features (`rollout/samplers/dialogue.py`).
+        A decoding step on a GPU always gets ids: it may run as a CUDA graph, which cannot look for image tokens. On a CPU, a
+        vision-language model gets embeddings, because the step may read an image of an environment's reply (`CachedDialogue`).
         """
         if self.vision is None or (input_ids.shape[1] == 1 and self.device.type != "cpu"):
             return self.network.base_model, {"input_ids": input_ids}
@@ -234,7 +234,7 @@ class Pretrained(ABC):
 
     @property
     def logit_factor(self) -> float:
-        """The factor by which the logits are multiplied: Cohere's logit_scale, or 1 / Granite's logits_scaling, or 1."""
+        """The factor that multiplies the logits: Cohere's `logit_scale`, the inverse of Granite's `logits_scaling`, or 1."""
         config: Any = self.network.config.get_text_config()
         return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
@@ -372,7 +372,7 @@ class Pretrained(ABC):
 
 
 def with_gathered_weights(model: Pretrained, compute: Callable[[], R]) -> R:
-    """Call `compute` and return its result. If weights are sharded, `shard_root`'s forward pass gathers them for the call."""
+    """Return `compute()`. If weights are sharded, it runs in the forward pass of `shard_root`, which gathers them."""
     if model.shard_root is None:
         return compute()
     found: list[R] = []
@@ -386,7 +386,7 @@ def local_share(model: Pretrained, inputs: ForwardInputs) -> ForwardInputs:
     if model.sequence_group is None or not isinstance(packed, attention.PackedLayout):
         return inputs
     if inputs.has_images:
-        raise UserError("A row has an image, but cp_size can divide only rows of text; set cp_size to 1.")
+        raise UserError("A row has an image, but a cp_size above 1 works only with rows of text; set cp_size to 1.")
     if model.dropout_masks.used:
         inputs = replace(inputs, token_hashes=hash_tokens(inputs.input_ids, inputs.position_ids, packed))
     if model.attention_kernel != "sdpa":
@@ -406,8 +406,8 @@ def reshard(model: Pretrained) -> None:
 
 
 def _unscaled_lengths(config: Any) -> list[int]:
-    """Return a length for each longrope (Phi) or dynamic NTK rotary embedding: in longer passes, its angles depend on the
-    longest sequence. If the model has no embedding of these types, return [2³¹].
+    """Return for each longrope (Phi) or dynamic NTK rotary embedding the length above which its angles depend on the longest
+    sequence in the pass. If the model has no embedding of these types, return [2³¹].
     """
     rope = getattr(config, "rope_parameters", None) or {}
     tables = list(rope.values()) if rope and all(isinstance(table, dict) for table in rope.values()) else [rope]
@@ -425,8 +425,8 @@ def _check_repeatable(model: Pretrained) -> None:
         one, other = (model._probe(model._texts(), packed=not model.why_padded).detach() for _ in range(2))
     if gap := float((one - other).abs().max()):
         raise UserError(
-            f"In training mode {type(model.network).__name__} draws random numbers that psigrad cannot switch off: two "
-            f"forward passes differ by {gap:.1g}. Remove gradient_checkpointing and lora_dropout."
+            f"{type(model.network).__name__} is random in training mode, and psigrad cannot switch that off: two forward passes "
+            f"differ by {gap:.1g}. Only gradient_checkpointing and lora_dropout need training mode; remove them."
         )
 
 

@@ -41,7 +41,7 @@ class LoadBalancing:
 
     @property
     def forward_arguments(self) -> dict[str, bool]:
-        """The extra arguments of transformers' forward pass. With gradients enabled, they make it return router logits."""
+        """The extra arguments of transformers' forward pass. If gradients are enabled, they request the router logits."""
         return {"output_router_logits": True} if torch.is_grad_enabled() else {}
 
     def compute(self, output: Any, mask: Tensor | None = None) -> None:
@@ -54,7 +54,7 @@ class LoadBalancing:
             self._last = found
 
     def add_to(self, loss: Loss, passes: float) -> Loss:
-        """Return `loss` + coefficient · (loss of the last pass) / `passes`, the number of forward passes in an optimiser step."""
+        """Return `loss` + coefficient · (auxiliary loss of the last pass) / `passes`, the number of passes per optimiser step."""
         last, self._last = self._last, None
         if last is None:
             return loss
@@ -64,17 +64,17 @@ class LoadBalancing:
 
 
 def balance_of(network: Any, coefficient: float | None) -> LoadBalancing | None:
-    """Return the auxiliary loss of a model; None if the model has no routers or the coefficient is 0.
+    """Return the auxiliary loss of a model; None if the coefficient is 0 or the model returns no router logits.
 
-    If `coefficient` is None, the model's configuration sets it. Raises `UserError` if one is given for a model without routers.
+    If `coefficient` is None, the model's configuration sets it. A `coefficient` above 0 without router logits raises `UserError`.
     """
     config = network.config.get_text_config()
     own, chosen = getattr(config, "router_aux_loss_coef", None), size(config, "chosen")
     if not hasattr(config, "output_router_logits") or not chosen:
         if coefficient:
             raise UserError(
-                f"router_aux_loss_coef is {coefficient:g}, but transformers reports no router load for {type(network).__name__}; "
-                "remove router_aux_loss_coef."
+                f"router_aux_loss_coef is {coefficient:g}, but {type(network).__name__} returns no router logits, which the "
+                "auxiliary loss needs; remove router_aux_loss_coef."
             )
         return None
     wanted = (own or 0.0) if coefficient is None else coefficient
@@ -178,8 +178,8 @@ class FixedChoice(TorchFunctionMode):
 class Routes:
     """The experts that a sampler records in one call, for every token of prompts and completions that is a model input.
 
-    The last token of a completion is never an input, so no experts are chosen for it. `read` and `write` take `seen`, the list
-    that `RouterRecorder.record` filled in one forward pass.
+    The last token of a completion is never an input, so no experts are chosen for it. `read` records the experts of a pass over
+    prompts, and `write` those of a decoding step. In both, `seen` is the list that `RouterRecorder.record` filled in the pass.
     """
 
     def __init__(self, routing: RouterRecorder, sequences: int, longest: int) -> None:
@@ -194,12 +194,12 @@ class Routes:
         return found
 
     def read(self, requests: Sequence[int], lengths: Sequence[int], seen: list[tuple[Tensor, Tensor]]) -> None:
-        """Record `seen` from a pass over concatenated prompts. The prompt of request `requests[i]` has `lengths[i]` tokens."""
+        """Record the experts of a pass over concatenated prompts. The prompt of request `requests[i]` has `lengths[i]` tokens."""
         parts = np.split(self._found(seen), np.cumsum(lengths)[:-1])
         self.prompts |= {r: _text(part) for r, part in zip(requests, parts, strict=True)}
 
     def write(self, sequences: np.ndarray, places: np.ndarray, seen: list[tuple[Tensor, Tensor]]) -> None:
-        """Record `seen` from a decoding step. Its i-th token has the position `places[i]` in completion `sequences[i]`."""
+        """Record the experts of a decoding step. Its i-th token has the position `places[i]` in completion `sequences[i]`."""
         self.written[sequences, places] = self._found(seen)
 
     def of(self, request: int, sequence: int, count: int) -> dict[str, str]:

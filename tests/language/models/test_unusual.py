@@ -146,7 +146,7 @@ def test_nothing_is_random_when_activations_are_recomputed(config, tokenizer, mo
     assert model.network.training
     monkeypatch.setattr(probe, "dropouts_of", lambda hf: [])
     monkeypatch.setattr(backbone, "set_mode", torch.nn.Module.train)
-    with pytest.raises(UserError, match="draws random numbers that psigrad cannot switch off"):
+    with pytest.raises(UserError, match="is random in training mode, and psigrad cannot switch that off"):
         prepare(Causal.from_config(config), tokenizer, gradient_checkpointing=True)
 
 
