@@ -43,7 +43,7 @@ class GroupRequest:
 
 
 class TrajectoryCollector(Protocol):
-    """A source of trajectories for prompts: single completions, episodes, or sessions of agents. They are not scored yet."""
+    """A source of unscored trajectories for prompts: single completions, episodes, or sessions of agents."""
 
     @property
     def sampler(self) -> Sampler:
@@ -100,8 +100,7 @@ class Completions:
 class ScoredRollout:
     """A function that samples and scores trajectories for prompts. All processes of `world` share the work.
 
-    A group is sent to the scorer when its last completion ends, while other groups are still being sampled. Without a scorer, all
-    rewards are from the environment.
+    A group is sent to the scorer as soon as its last completion ends. Without a scorer, only the environment gives rewards.
     """
 
     collector: TrajectoryCollector
@@ -122,7 +121,7 @@ class ScoredRollout:
         clock: Clock | None = None,
         cache: ActivationCache | None = None,
     ) -> list[Trajectory]:
-        """Return `num_generations` scored trajectories per prompt, in order. In a game, each seat (player) gets that number.
+        """Return `num_generations` scored trajectories per prompt, in order. In a game, return as many for each seat (player).
 
         `clock` measures the time of sampling ("time/sample") and the remaining wait for rewards ("time/score"). For the other
         arguments see `GroupRequest` and `TrajectoryCollector.collect`.
@@ -174,7 +173,7 @@ class PendingRewards:
         self._places: dict[int, int] = {}
 
     def add_all(self, trajectories: Sequence[Trajectory]) -> None:
-        """Add all trajectories, group by group. Each trajectory with `k` = 0 starts a group: a row may have several groups."""
+        """Add all trajectories as groups. One with `k` = 0 starts a new group, because a dataset row may have several groups."""
         starts = [i for i, t in enumerate(trajectories) if t.k == 0 or i == 0]
         for start, end in itertools.pairwise([*starts, len(trajectories)]):
             self.add(trajectories[start:end])
@@ -197,7 +196,7 @@ class PendingRewards:
 
 
 def add_reward(trajectory: Trajectory, result: Result) -> Trajectory:
-    """Add the reward: the scorer's value plus step rewards. If environment, agent or scorer failed, set status "unscored"."""
+    """Add the reward: the scorer's value plus step rewards. If the environment, agent or scorer failed, set status "unscored"."""
     if trajectory.reason:  # the environment or the agent failed
         return replace(trajectory, status="unscored")
     if isinstance(result, Unscored):

@@ -106,7 +106,7 @@ def pack(rows: Sequence[Trajectory]) -> bytes:
 
 
 def unpack(data: bytes) -> list[Trajectory]:
-    """Return the trajectories that `pack` serialised. If a trajectory has no tokens, its log-probs and mask are memoryviews."""
+    """Return the trajectories that `pack` serialised. Those without tokens have memoryviews as log-probs and mask, not tuples."""
     arrays = safetensors.numpy.load(data)
     held, at = json.loads(arrays["rest"].tobytes().decode("utf-8", "surrogatepass")), dict.fromkeys(arrays, 0)
 
@@ -137,7 +137,7 @@ def _changed_fields(made: Any) -> dict[str, Any]:
 def gather_trajectories(world: World, own: Sequence[Trajectory], *, with_tokens: bool = False) -> list[list[Trajectory]]:
     """Return one list of trajectories per rank. `own` are the trajectories of this process.
 
-    Trajectories from other processes have no tokens and texts (`drop_tokens`), unless `with_tokens` is True.
+    Trajectories from other processes have neither tokens nor texts (`drop_tokens`), unless `with_tokens` is True.
     """
     made = list(own) if with_tokens else [replace(t, holders=(world.rank,)) for t in own]
     data = pack(made if with_tokens else [drop_tokens(t) for t in made])

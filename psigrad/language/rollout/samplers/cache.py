@@ -31,7 +31,7 @@ Where = slice | Tensor  # a selection of slots
 
 
 class StateCache:
-    """The states of recurrent layers, and the last inputs (windows) of convolutions. Each `Key` has one tensor [slots, ...]."""
+    """The states of recurrent layers and the last inputs (windows) of convolutions: one tensor [slots, ...] per layer call."""
 
     def __init__(self, slots: int) -> None:
         self.states: dict[Key, Tensor] = {}
@@ -48,8 +48,7 @@ class KVCache(StateCache):
     """Keys and values [slots, H_kv, capacity, D] of each attention call. Slots 0 … active - 1 hold sequences of `lengths` tokens.
 
     Tensors are looked up by a `Key`: (kind of layer, its index, number of its earlier calls in this pass). The last number
-    is needed because a layer may attend several times in a pass: twice in DiffLlama, and HRM-Text runs its layers repeatedly.
-    The cache also has the states of recurrent layers and the windows of convolutions (`StateCache`).
+    is needed because DiffLlama's layers attend twice in a pass, and HRM-Text runs its layers repeatedly.
     """
 
     exact = False
@@ -69,9 +68,9 @@ class KVCache(StateCache):
         return self.lengths.numel()
 
     def reserve(self, layer: Key, k: Tensor, v: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return one call's (keys, values) for all slots. Enlarge the slots if they have room for fewer than `tokens` tokens.
+        """Return all slots' (keys, values) for an attention call. Enlarge slots that have room for fewer than `tokens` tokens.
 
-        New tensors get H_kv, D and the dtype from `k` and `v` [·, H_kv, ·, D]. D may differ between k and v (MLA).
+        `k` and `v` [·, H_kv, ·, D] determine H_kv, D and the dtype of new tensors. With MLA, D differs between `k` and `v`.
         """
         have = self.layers.get(layer)
         if have is None or have[0].shape[2] < tokens:
@@ -91,8 +90,7 @@ class KVCache(StateCache):
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> Prefill:
         """Add len(copies) slots, and return the layout of the prompts' forward pass. New slot i continues prompt `copies[i]`.
 
-        `shifts` has one number per prompt: the position of the token after the prompt, minus the prompt's length. The number is
-        0 unless the prompt has images (M-RoPE).
+        `shifts` has the position of the token after each prompt minus the prompt's length: 0 without images (M-RoPE).
         """
         new = torch.zeros_like(copies) if shifts is None else shifts[copies]
         self.shifts = torch.cat([self.shifts.to(new.device), new])
@@ -107,7 +105,7 @@ class KVCache(StateCache):
     def remove(self, finished: Tensor) -> Tensor:
         """Release the slots where `finished` [active] is True, and move the last sequences into these slots.
 
-        Return the previous slot of each remaining sequence, in the order of the new slots. Like `finished`, it is on the CPU.
+        Return each remaining sequence's previous slot, in the order of the new slots. The result is on the CPU, like `finished`.
         """
         left = int((~finished).sum())
         order = torch.arange(left)
@@ -191,7 +189,7 @@ class Prefill(StatePrefill):
 
 
 class StateDecode(_CallCounter):
-    """The base class of layouts of a decoding step. Row i of the step continues slot i, or slot `rows[i]` if `rows` is given."""
+    """The base class of layouts of a decoding step. Row i of the step continues slot `rows[i]`; slot i if `rows` is None."""
 
     def __init__(self, states: StateCache, count: int, rows: Tensor | None = None) -> None:
         super().__init__()
@@ -282,8 +280,7 @@ class SharedCache(StateCache):
     def __init__(self, slots: int, longest: int, heads: Sequence[Heads], dtype: torch.dtype, may_dequantise: bool = True) -> None:
         """Create empty slots. `longest` is the capacity of a slot in tokens, without the tokens of its prompt.
 
-        `heads` has the number and size of the heads, for each layer with keys and values. For `may_dequantise` see
-        `PackedWeights`.
+        `heads` has the number and size of the heads of each layer with keys and values. For `may_dequantise` see `PackedWeights`.
         """
         super().__init__(slots)
         self.longest, self.layers, self.heads = longest, len(heads), heads
@@ -305,10 +302,7 @@ class SharedCache(StateCache):
 
     @property
     def exact(self) -> bool:
-        """True if the layers produce the same bits as in training.
-
-        That is so if the weight matrices are packed: decoding then uses the same matrix kernels as training.
-        """
+        """True if weight matrices are packed: the layers then use the same kernels as in training, and produce the same bits."""
         return self.packed_weights.bytes > 0
 
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> SharedPrefill:
@@ -426,7 +420,10 @@ class SharedDecode(StateDecode):
 
 
 def new_cache(model: LanguageModel, slots: int, longest: int, behind: int = 0) -> KVCache | SharedCache:
-    """Return an empty cache for `slots` sequences of `longest` tokens, of which at most `behind` (0: all) follow the prompt."""
+    """Return an empty cache for `slots` sequences of at most `longest` tokens each.
+
+    At most `behind` tokens of a sequence follow its prompt; 0: no limit except `longest`.
+    """
     if model.decoder is None:
         return KVCache(slots, longest, None if model.module_kernels is None else PackedWeights())
     decoder = model.decoder
@@ -440,7 +437,10 @@ def prefill(
     copies: Tensor,
     keep: ActivationCache | None,
 ) -> Tensor:
-    """Prefill n slots, and return their next logits [n, V]. Slot i continues prompt `copies[i]`. `keep` stores activations."""
+    """Prefill n new slots, and return the logits [n, V] of their next tokens. New slot i continues prompt `copies[i]`.
+
+    If `keep` is given, the prompts' activations are stored in it.
+    """
     inputs, shifts = model.placed(pack(Groups(prompts, [[] for _ in prompts]), model.device)), None
     if inputs.has_images and model.vision is not None:
         shifts = on_device([model.vision.shift(ids) for ids in prompts], model.device)

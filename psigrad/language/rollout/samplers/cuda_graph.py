@@ -64,7 +64,7 @@ class CudaGraphDecoding:
     """
 
     def __init__(self, model: LanguageModel, room: Room, wanted: Room | None = None, record: Recorder | None = None) -> None:
-        """Create a cache of size `room`. `wanted` is the requested size, which may be larger. Call `begin` before each batch."""
+        """Create a cache of size `room`. `wanted` is the size that was requested before `fitting` reduced it; None: `room`."""
         self.model, self.wanted = model, wanted or room
         self.cache = GroupedCache(*room) if room.prompts else KVCache(*room[:2])
         self.weights = weight_addresses(model)
@@ -79,11 +79,11 @@ class CudaGraphDecoding:
         self.logprobs = torch.zeros(TOKENS_AT_ONCE, 2, slots, device=device)
 
     def fits(self, room: Room) -> bool:
-        """Return True if the recordings use the model's current weights, and the size requested for them covers `room`."""
+        """Return True if the recordings use the model's current weights, and `wanted`, the requested size, covers `room`."""
         return self.wanted.covers(room) and self.weights == weight_addresses(self.model)
 
     def begin(self, params: SamplingParams) -> None:
-        """Empty all slots. Select the steps recorded for the sampling distribution of `params` and for the active adapters."""
+        """Empty all slots for a new batch. Select the steps recorded for the distribution of `params` and the active adapters."""
         self.cache.clear()
         self.params = replace(params, max_tokens=1, stop_token_ids=())
         drawn_from = self.params, active_adapters(self.model)
@@ -95,8 +95,7 @@ class CudaGraphDecoding:
         """Decode `steps` tokens, or `TOKENS_AT_ONCE` if that is fewer, for each active slot.
 
         `last`, `counts` and `seeds` [active] are each slot's last token, number of drawn tokens and seed. Return (ids
-        [steps, active], log-probs [steps, 2, active]). A token's two log-probs are under the policy and under the sampling
-        distribution.
+        [steps, active], log-probs [steps, 2, active]): log-probs under the policy, and under the sampling distribution.
         """
         active, steps = self.cache.active, min(steps, TOKENS_AT_ONCE)
         size = min(1 << (active - 1).bit_length(), self.cache.slots)
@@ -118,9 +117,9 @@ class CudaGraphDecoding:
         return min(between if _NARROWEST < wanted <= between else wide, most)
 
     def _seated(self, size: int) -> tuple[int, ...]:
-        """Copy the grid of slots (`Seats`) to the GPU. If the cache is not a `GroupedCache`, there is no grid: return ().
+        """Copy the cache's grid of slots (`Seats`) to the GPU, and return three sizes; () if the cache is not a `GroupedCache`.
 
-        Return (number of places in the grid, places per prompt, number of cached tokens that a step reads of each prompt).
+        The sizes are (places in the grid, places per prompt, cached tokens that a step reads of each prompt).
         """
         if not isinstance(self.cache, GroupedCache):
             return ()
@@ -180,7 +179,7 @@ def fitting(model: LanguageModel, room: Room) -> Room:
 
 
 def prefill_limit(model: LanguageModel) -> int:
-    """Return the token limit of a prefill with several prompts: `PREFILLED`, but no more than half of the free memory holds."""
+    """Return the token limit of a prefill with several prompts: `PREFILLED`, or fewer if half of the free memory holds fewer."""
     hidden, inner = (size(model.network.config, name) for name in ("hidden", "inner"))
     token = (8 * hidden + 4 * (inner or 4 * hidden)) * model.network.dtype.itemsize  # in one layer; the next reuses the memory
     return min(PREFILLED, int(SHARE * free_memory(model.device)) // token)

@@ -64,12 +64,13 @@ def learn_preferences(
 
 @dataclass(frozen=True)
 class Pick:
-    """The pairs picked from a step's `rows` completions. Pair i has the completions `chosen[i]` and `rejected[i]` (indices)."""
+    """The pairs picked from a step's completions. Pair i has the completions with the indices `chosen[i]` and `rejected[i]`."""
 
     pairs: list[Pair]
     chosen: list[int]
     rejected: list[int]
     rows: int
+    """The number of completions from which the pairs were picked."""
 
 
 def pick_pairs(groups: Sequence[Sequence[Trajectory]], world: World = ALONE) -> Pick:
@@ -92,7 +93,7 @@ def pick_pairs(groups: Sequence[Sequence[Trajectory]], world: World = ALONE) -> 
 
 
 def _texts(trajectory: Trajectory) -> list[Example]:
-    """Return a completion as training examples, one for each of its `contexts` (parts with different prompts)."""
+    """Return a completion as training examples: one for each of its `contexts`, the parts that follow different prompts."""
     mask = trajectory.mask or (True,) * len(trajectory.completion.ids)
     return [
         Example([*prompt, *ids], [False] * len(prompt) + list(mask[start : start + len(ids)]), False)

@@ -6,18 +6,18 @@ Read this file first, then the files that it calls in the order of a step. One s
               collect.py            │           to_batch          batching.py                     runs/cycle.py
               │        ▲            │           annotators        annotators/   logp_old, logp_ref, value
               ▼        │            │           prepare           objective/    advantages, filters
-              sampler ─▶ rewards    │           losses ─▶ step    optim/        once for each share of the batch
+              sampler ─▶ rewards    │           losses ─▶ step    optim/        once per minibatch
               (others sample while  │
               a group is scored)    └─▶ metrics and rows of rollouts.jsonl      figures.py
 
-Sampling does not wait for rewards: a group is scored while others are sampled. A collection ends when its last reward arrives.
-With a lag, threads collect for later steps while a step trains. A step then waits only if its own collection is not ready.
+Sampling does not wait for rewards: a group is scored while others are sampled. A step's collection ends with its last reward.
+With `lag` > 0, threads collect for later steps while a step trains. A step then waits only if its own collection is not ready.
 
 `grpo` differs from the GRPO of Shao et al. 2024 (arXiv:2402.03300) in five points:
 
 1. With a single optimiser step per collection, the ratio is exactly 1: `logp_old` is the trainer's log-prob in the same pass.
 2. Rows whose advantage is 0 skip the forward pass, unless another term of the loss (KL, entropy) has a gradient on them.
-3. Unscored completions are removed from their group. A group that is then too small is dropped, and the ledger records that.
+3. Unscored completions are removed. A group that is then too small is dropped, and the ledger (collect.py) counts it.
 4. The trainer's log-probs are compared with the sampler's. If they differ by more than rounding, the run ends with an error.
 5. Losses are divided by counts over the whole optimiser step, so that micro-batches of any size give the same gradient.
 """
@@ -222,8 +222,8 @@ class Passes:
         """Yield one loss function per forward pass of an optimiser step.
 
         The policy's passes come first. Their activations are freed before the passes of a separate critic. `micros` are pairs
-        (micro-batch, weight) with weight 1, or 0 for a pass whose loss is 0. A process makes such a pass if other processes have
-        more passes, or if no row has a gradient: the optimiser then needs a gradient of 0.
+        (micro-batch, weight). The weight is 1, or 0 for a pass that only gives gradients of 0. A process makes such a pass if
+        other processes have more passes, and also if no row has a gradient, since the optimiser takes its step even then.
         """
         balance, passes = self.run.model.load_balancing, 1.0
         if balance is not None:

@@ -64,8 +64,8 @@ class Annotator:
     ) -> tuple[Prepared, PolicyOutputs]:
         """Return (`part`, `outputs`) with the annotator's changes, such as a KL term.
 
-        `part` is a micro-batch: the rows `rows` (indices) of a prepared batch. `outputs` are the policy's outputs for `part`.
-        `sums.steps` is the number of optimiser steps taken on this collection so far.
+        `part` is a micro-batch of a prepared batch. `rows` are the indices of its rows in that batch. `outputs` are the policy's
+        outputs for `part`. `sums.steps` is the number of optimiser steps taken on this collection so far.
         """
         return part, outputs
 
@@ -133,7 +133,7 @@ class OnlineRun:
         return [self.optimizer, *([self.critic.optimizer] if self.critic is not None else [])]
 
     def updates(self) -> int:
-        """Return the number of weight updates by all optimisers of this process."""
+        """Return the number of weight updates that all optimisers of this process have made so far."""
         return sum(optimizer.updates for optimizer in self.optimizers)
 
     @property
