@@ -64,7 +64,7 @@ def test_explain_prints_an_alert(capsys):
     assert (
         said.startswith("In more than 80 %")
         and "Do:  Use rows" in said
-        and "A command that raises it: psigrad grpo --model base" in said
+        and "A command that triggers this warning: psigrad grpo --model base" in said
     )
     assert said.endswith("same.py:\n  def same(completions, **columns):\n      return [0.5] * len(completions)\n")
     assert cli.main(["explain", "dead-groups"]) == 0 and capsys.readouterr().out == said

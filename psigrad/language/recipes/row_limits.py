@@ -129,7 +129,7 @@ def check_images(config: Any, model: Pretrained | None = None, rows: Iterable[Ro
     placement, sampler = getattr(config, "placement", Placement()), getattr(config, "sampling", Sampling()).sampler
     reasons = {
         f"sampling.sampler={sampler} reads only text; set sampler to embedded": sampler in ("transformers", "vllm"),
-        f"placement.cp_size={placement.cp_size} divides only rows of text; set cp_size to 1": placement.cp_size > 1,
+        f"placement.cp_size={placement.cp_size} can split only rows of text; set cp_size to 1": placement.cp_size > 1,
         "placement.cluster samples on machines that get no images; remove it to sample on this machine": bool(placement.cluster),
         "a reference server reads only text; give a folder as reference": is_address(getattr(config, "reference", "")),
     }

@@ -152,7 +152,7 @@ def test_a_resume_is_refused_where_an_image_has_changed(pictured, tmp_path):
     [
         ("grpo", {"model.vision": True, "sampler": "vllm"}, "model.vision loads a vision tower, but sampling.sampler=vllm reads"),
         ("dpo", {"trained_towers": ["connector"], "sampler": "transformers"}, "set sampler to embedded"),
-        ("sft", {"model.vision": True, "strategy": "fsdp", "cp_size": 2}, "placement.cp_size=2 divides only rows of text; set"),
+        ("sft", {"model.vision": True, "strategy": "fsdp", "cp_size": 2}, "placement.cp_size=2 can split only rows of text; set"),
         ("reward", {"model.vision": True, "strategy": "fsdp", "cp_size": 2}, "set cp_size to 1"),
         ("grpo", {"model.vision": True, "cluster": "auto"}, "placement.cluster samples on machines that get no images"),
         ("distill", {"model.vision": True, "reference": "http://localhost:1/v1"}, "give a folder as reference"),
