@@ -69,7 +69,7 @@ def test_explain_prints_an_alert(capsys):
     assert said.endswith("same.py:\n  def same(completions, **columns):\n      return [0.5] * len(completions)\n")
     assert cli.main(["explain", "dead-groups"]) == 0 and capsys.readouterr().out == said
     assert cli.main(["explain", "longer"]) == 0
-    assert "A command that raises it" not in capsys.readouterr().out
+    assert "A command that triggers" not in capsys.readouterr().out
 
 
 def test_negative_control_a_name_that_is_none_is_refused(capsys):
