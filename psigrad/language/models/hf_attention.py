@@ -1,8 +1,8 @@
 """psigrad's attention in transformers models, computed by scaled_dot_product_attention or by GPU kernels that need no padding.
 
 psigrad registers an attention function with transformers. A packed forward pass gives it a `Layout`, which says where each
-sequence is in the row. Without a layout the function calls transformers' SDPA. The same model can therefore also run padded
-batches and `generate`.
+sequence is in the row. Without a layout the function computes attention on padded sequences as transformers does. The same
+model can therefore also run padded batches and `generate`.
 """
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ class VarlenLayout(_Unpadded):
     def _copies(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Indices that copy the keys of S tokens to the kernel's K keys, and indices that sum the gradients of the copies.
 
-        (tokens [K], copies [P, C], missing [P, C, 1, 1], single [S − P]): `tokens[k]` is the token whose key is copied to k.
-        `copies[p]` lists the copies of prefix token p. A token with fewer than C copies has padding at the end of its row,
-        where `missing` is True. `single` lists the only copy of each token that is not in a prefix.
+        (tokens [K], copies [P, C], missing [P, C, 1, 1], single [S − P]): key i of the kernel is the key of token `tokens[i]`.
+        The row starts with the P tokens of the prefixes, which have up to C copies each. `copies[p]` lists the copies of token
+        p, padded where `missing` is True. `single` lists the only copy of each later token.
         """
         pieces, device = self.packed.pieces, self.packed.device
         real = pieces.lengths > 0
@@ -191,7 +191,7 @@ class FlexLayout(_Unpadded):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Compute attention by flex_attention; see `Layout.attend`. `how` is used only for its options `softcap` and `sinks`."""
+        """Compute attention by flex_attention; see `Layout.attend`. `how` is not called; its `softcap` and `sinks` are used."""
         given: dict[str, Any] = how.keywords if isinstance(how, functools.partial) else {}
         cap: Any = given.get("softcap")
         sinks: Tensor | None = given.get("sinks")
@@ -213,9 +213,9 @@ class FlexLayout(_Unpadded):
 
     @cached_property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Four tensors [S]: each token's prefix, sequence and position in the text, and the position where its sequence starts.
+        """Four tensors [S]: indices of each token's prefix and sequence, its position in its text, and the start of its sequence.
 
-        A prefix token has -1 as its sequence, which starts at S. In a row without prefixes, all sequences are stored as prefixes.
+        A token of a prefix is in no sequence: it has index -1 and start S. Without prefixes, each sequence counts as a prefix.
         """
         pieces, count, rows = self.packed.pieces, len(self.packed.pieces.prefixes), self.packed.rows
         numbers, nothing = np.arange(len(pieces.sequences)), np.full(len(pieces.sequences), -1)
@@ -273,9 +273,9 @@ class FlexLayout(_Unpadded):
 
 
 def unpad(packed: PackedLayout, how: str | Varlen) -> Layout:
-    """Return a layout without padding. `how` names its attention ("varlen", "flex"), or is a kernel like `varlen_kernel`.
+    """Return a `FlexLayout` of `packed` if `how` is "flex", or a `VarlenLayout` if `how` is "varlen" or a `Varlen` kernel.
 
-    If the tokens of an image attend to each other (`blocks`, in Gemma 3), return `packed`, since only its masks allow this.
+    If `packed.blocks` makes the tokens of an image attend to each other (Gemma 3), return `packed`: only its masks allow this.
     """
     if packed.blocks is not None:
         return packed

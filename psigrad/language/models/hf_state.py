@@ -226,7 +226,7 @@ class DeltaRule:
     """The gated delta rule (Yang, Kautz & Hatamizadeh 2024, arXiv:2412.06464): S ← e^g S, then S ← S + β k (v - kᵀS), o = qᵀS/√D.
 
     S is a head's state [D, V]. Inputs are queries q and keys k [N, L, H_k, D], values v [N, L, H, V], and g and β [N, L, H]; in
-    Kimi models g is [N, L, H, D]. q and k are normalised. `chunks` is transformers' function for whole sequences.
+    Kimi models g is [N, L, H, D]. First, q and k are scaled to length 1. `chunks` is transformers' function for whole sequences.
     """
 
     chunks: Function

@@ -118,7 +118,7 @@ class LanguageModel(Pretrained):
             return reason_of(error)
 
     def usable(self, cache: ActivationCache | None) -> ActivationCache | None:
-        """Return `cache`, or None if the model cannot use it: without a fused decoder, or with a disabled adapter."""
+        """Return `cache`; None if the model cannot use it, because it has no fused decoder or its adapter is disabled."""
         return cache if self.decoder is not None and (self.adapter is None or self.decoder.adapted) else None
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -429,7 +429,7 @@ def prepare(
 
 
 def _why_no_text(path: str) -> str:
-    """Return `vision.why_not_text` for the checkpoint at `path`; "" if its configuration cannot be read."""
+    """Return advice if `path` has a model of images or sounds that psigrad cannot load; "" if not, or if that is unknown."""
     from psigrad.language.models.vision import why_not_text
 
     try:

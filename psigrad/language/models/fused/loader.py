@@ -78,8 +78,8 @@ def load(
     Return None if the fused decoder or this loader does not support the model; transformers must then load it. If `mapped`,
     weights that already have this dtype are memory-mapped, which suits a process that soon frees most of them. If a
     format `kind` is given, the layers' matrices are quantised to it one by one as they are read. If `scalar`, load a reward
-    model or critic; a head that is missing from the files is drawn from N(0, initializer_range²). Raises `OSError` if the hub
-    name `path` is not cached and can't be reached. Raises `ValueError` if a tensor's shape differs from the configuration.
+    model or critic; a head that is missing from the files is drawn from N(0, initializer_range²). Raises `OSError` if the model
+    is not cached and the hub does not answer. Raises `ValueError` if a tensor's shape differs from the configuration.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, **({"num_labels": 1} if scalar else {}))
@@ -168,7 +168,7 @@ def _code_layers(
 
 
 def _files(path: str) -> list[str]:
-    """Return the safetensors files at `path`."""
+    """Return the paths of the safetensors files of the model at `path`."""
     if whole := _file(path, "model.safetensors"):
         return [whole]
     index = _file(path, "model.safetensors.index.json")
@@ -177,7 +177,7 @@ def _files(path: str) -> list[str]:
 
 
 def _file(path: str, name: str) -> str | None:
-    """Return the path of one of the model's files; None if there is no such file."""
+    """Return the path of the file `name` of the model at `path`; None if there is no such file."""
     found: str | None = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
     return found
 

@@ -1,8 +1,8 @@
 """The mixers of fused layers other than plain attention: recurrences, convolutions, MLPs, and attention with gates or sinks.
 
-A recurrence runs in C++ kernels once over a prompt, and all its completions continue from the prompt's last state. A `StateLayer`
-stores only its projections and its mixer's output, so training can reuse those that sampling has computed. In the backward pass,
-the mixer is recomputed from its projections and differentiated by autograd.
+C++ kernels run a recurrence once over a prompt, and all completions of the prompt continue from its last state. A `StateLayer`
+keeps its projections and its mixer's output for the backward pass. Training can reuse those that sampling has computed. The
+backward pass computes the mixer again from the projections, and autograd differentiates it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class SinkExpertLayer(SinkAttention, ClampedExpertLayer):
 
 
 class HeadGatedAttention(GatedAttention):
-    """Attention whose output is multiplied by the sigmoid of a gate (LFM 3). `g_proj` computes one gate per head."""
+    """Attention whose output is multiplied by the sigmoid of a gate (LFM 3): one number per head, computed by `g_proj`."""
 
     projections = ((("q_proj", "k_proj", "v_proj", "g_proj"),), (("o_proj",),))
 
@@ -106,10 +106,10 @@ class StateLayer(Layer):
 
     @abstractmethod
     def core(self, row: Tensor, others: Sequence[Tensor], layout: FusedLayout) -> Tensor:
-        """Return the mixer's output [S, …] before the output projection, from its projections `row` [S, …]; see `Layer.mix`."""
+        """Return the output projection's input [S, …] from the input projections `row` [S, …]; for `others` see `Layer.mix`."""
 
     def mix(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
-        """Return (the result of `core`, an empty tensor [S, 0] in place of attention scores); see `Layer.mix`."""
+        """Return (the result of `core`, an empty tensor [S, 0] in place of attention's log-sum-exps); see `Layer.mix`."""
         return self.core(row, others, how.layout), torch.empty(len(row), 0)
 
     def mix_gradient(

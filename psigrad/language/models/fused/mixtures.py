@@ -25,7 +25,7 @@ from psigrad.language.models.fused.layer import Layer, WeightGradients
 
 
 class _Pairs:
-    """The (token, expert) pairs of W tokens with k chosen experts each, `choice` [W, k], sorted by expert."""
+    """The (token, expert) pairs of W tokens, sorted by expert. `choice` [W, k] has the k experts of each token."""
 
     def __init__(self, choice: Tensor, experts: int) -> None:
         flat = choice.flatten()
@@ -39,7 +39,7 @@ class _Pairs:
         """(expert, the slice of its sorted pairs) for each expert that has any."""
 
     def sum(self, rows: Tensor, tokens: int) -> Tensor:
-        """Sum the k rows of each token: `rows` [W·k, E], one per sorted pair, -> [W, E]. W is `tokens`."""
+        """Return [W, E], the sum of each token's k rows. `rows` [W·k, E] has one row per sorted pair, and `tokens` is W."""
         return rows.index_select(0, self.inverse).view(tokens, -1, rows.shape[1]).sum(1)
 
 
@@ -89,7 +89,7 @@ class ExpertLayer(Layer):
         self._names = [path.partition(".")[2] for path in self.feed_others if path.startswith(f"{self.router}.")]
 
     def _expand(self, plain: LayerWeights) -> LayerWeights:
-        """Return `plain` plus the matrices of each expert in turn, [gate|up] and down. Each of these matrices is one group."""
+        """Return `plain` with each expert's [gate|up] and down appended. Each is a group of its own; see `LayerWeights`."""
 
         def alternate(both: Sequence[Tensor]) -> list[Tensor]:
             return list(itertools.chain(*zip(*(x.unbind() for x in both), strict=True)))
@@ -109,7 +109,7 @@ class ExpertLayer(Layer):
 
     @property
     def feed_kinds(self) -> list[tuple[int, torch.dtype]]:
-        """(width, dtype) of the tensors of `feed`; see `Layer.feed_kinds`."""
+        """(width, dtype) of each tensor that `feed` returns for `feed_gradient`."""
         experts, chosen, inner = self._sizes
         return [(self.width, self.dtype), (2 * inner * chosen, self.dtype), (chosen, torch.int64), (experts, self.dtype)]
 
@@ -125,7 +125,7 @@ class ExpertLayer(Layer):
         return made
 
     def _multiply(self, which: int, x: Tensor, width: int, pairs: _Pairs, weights: LayerWeights) -> Tensor:
-        """Multiply each pair's row of `x` by its expert's [gate|up] (if `which` is 0) or down (1), which has `width` outputs."""
+        """Multiply each pair's row of `x` by its expert's [gate|up] (`which` 0) or down (1). The result has `width` columns."""
         out = x.new_empty(len(x), width)
         for e, rows in pairs.spans:
             weights.apply(2 + 2 * e + which, x[rows], out[rows])
@@ -136,13 +136,13 @@ class ExpertLayer(Layer):
         return self.native.gated(both, self.gelu)
 
     def activate_gradient(self, both: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (the gradient of `both`, a = `activate(both)`). `dy` is the gradient of a. The arguments may be overwritten."""
+        """Return (the gradient of `both`, y = `activate(both)`) from the gradient `dy` of y. The arguments may be overwritten."""
         return self.native.gradients.gated(both, dy, self.gelu, in_place=True)
 
     def feed(self, middle: Tensor, weights: LayerWeights, plain: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Compute the feed-forward layer of experts; see `Layer.feed`.
+        """Return (the layer's output, four tensors for `feed_gradient`); see `Layer.feed`.
 
-        The returned tensors are `middle`, the outputs of the experts' [gate|up], the chosen experts, and the router's logits.
+        The four tensors are `middle`, the outputs of the experts' [gate|up], the chosen experts, and the router's logits.
         """
         normed, (experts, _, inner) = self._norm(middle, weights.norms[1]), self._sizes
         with _KernelLinear(self.native.products):
@@ -158,7 +158,7 @@ class ExpertLayer(Layer):
         return y, (middle, both.index_select(0, pairs.inverse).view(len(middle), -1), choice, logits)
 
     def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: WeightGradients, overwrite: bool) -> Tensor:
-        """Return the gradient of `feed`'s input; see `Layer.feed_gradient`. `kept[3]` is the gradient of the logits."""
+        """Return the gradient of `feed`'s input; see `Layer.feed_gradient`. `kept[3]` is the logits' gradient, not the logits."""
         middle, both, choice, dlogits = (kept.pop(0) for _ in range(4))
         weights, (experts, chosen, inner) = made.weights, self._sizes
         dout, normed, pairs = made.before_residual(1, dy, kept), self._norm(middle, weights.norms[1]), _Pairs(choice, experts)

@@ -127,7 +127,7 @@ def norm_offset(module: Any, rms_norm: Callable[[Tensor, Tensor, Any, float], Te
 
 @torch.no_grad()
 def _is_gated(module: Any) -> bool:
-    """Return True if a layer without biases computes down(silu(gate(x)) · up(x)). This is tested on random numbers."""
+    """Return True if `module` has no biases and computes down(silu(gate(x)) · up(x)), which is tested on random x."""
     gate, up, down = (getattr(module, name) for name in _FEED_FORWARD)
     if any(child.bias is not None for child in (gate, up, down)):
         return False
