@@ -60,7 +60,7 @@ def concatenate(parts: Sequence[Samples]) -> Samples:
     optional = ("prompt_ids", "policy_turns", "policy_ids", "opened_thoughts")
     kinds = {(*sorted(part.columns), *(name for name in optional if getattr(part, name) is not None)) for part in parts}
     if len(kinds) > 1:
-        raise ValueError(f"All samples must have the same columns and optional fields ({', '.join(optional)}): {sorted(kinds)}.")
+        raise ValueError(f"Samples need the same columns and optional fields ({', '.join(optional)}); they have {sorted(kinds)}.")
     if not parts:
         return Samples([], [], [])
     names = ("prompts", "completions", "completion_ids", *optional)
@@ -91,7 +91,7 @@ class SelfLimited:
 
 
 class FailedTest(float):
-    """A reward of 0 for a program that fails a test, with the reason of the failure."""
+    """A reward of 0 for a program that fails a test, with the reason for the failure. In a run, it counts as a `Failure`."""
 
     def __new__(cls, reason: str) -> FailedTest:
         """Create a reward of 0 with this reason."""
@@ -104,7 +104,7 @@ class FailedTest(float):
 
 @dataclass(frozen=True)
 class Scored:
-    """A completion's reward. `value` is the weighted sum of `parts`: each reward function's value (None: not applicable).
+    """A completion's reward. `parts` has each reward function's value (None: not applicable). `value` is their weighted sum.
 
     `steps` are additional rewards on single tokens: (token index, reward).
     """
@@ -118,8 +118,8 @@ class Scored:
 class Failed:
     """A completion for which a reward function raised `Failure`, because the policy is at fault.
 
-    `parts` maps each reward function's name to its value. A function that raised `Failure` has the value configured for
-    failures. `value` is the weighted sum of `parts`.
+    `parts` maps each reward function's name to its value. A function that raised `Failure` has the value `failure_value` of
+    `RewardPool`. `value` is the weighted sum of `parts`.
     """
 
     value: float
@@ -131,7 +131,7 @@ class Failed:
 class Unscored:
     """A completion without a reward, for a reason that is not the policy's fault: a time-out, an exception, an invalid result.
 
-    It is not trained on, and does not count as 0. A reward function may return an `Unscored` in its list in place of a reward.
+    It is not trained on, and does not count as 0. A reward function may return a list with an `Unscored` in place of a reward.
     """
 
     reason: str
@@ -143,7 +143,7 @@ Result = Scored | Failed | Unscored
 class Failure(Exception):
     """The exception with which a reward function reports that a completion failed, and that the policy is at fault.
 
-    A reward function raises it, or returns it in its list in place of a reward.
+    A reward function raises it, or returns a list that has it in place of a reward.
     """
 
 
@@ -154,7 +154,7 @@ class RewardError(UserError):
 class Scoring:
     """Completions that wait for their rewards. Groups are added as soon as they are sampled.
 
-    This class scores all groups together, when `results` is called. A scorer that can start earlier returns a subclass.
+    This class scores all groups together, when `results` is called. A subclass can start earlier; see `Scorer.begin`.
     """
 
     def __init__(self, score: Callable[[Sequence[Samples]], list[Result]]) -> None:
@@ -183,12 +183,12 @@ class Scorer(Protocol):
 def check_unscored(
     reasons: Sequence[str | None], limit: float, sources: Sequence[str] = (), before: Sequence[Sequence[int]] = ()
 ) -> list[list[int]]:
-    """Raise `RewardError` if rewards failed for more than the share `limit` of the last `WINDOW` completions.
+    """Raise `RewardError` if more than the fraction `limit` of the last `WINDOW` completions are unscored through a fault.
 
-    If `limit` is below 1, also raise it if there are at least 8 recent completions and rewards failed for all. `reasons` has one
-    entry per completion of a step: the reason why it is unscored, or None. It is not a failure if no reward function applies to
-    a completion. For `sources` see `explain_unscored`. Return [number of failures, number of completions] for each recent step,
-    including this one. `before` is the list that the previous step returned.
+    If `limit` is below 1, also raise it if all of these completions, at least 8, are unscored through a fault. Raise nothing in a
+    step without a fault. `reasons` has one entry per completion of the step: why it is unscored, or None. If no reward function
+    applies to a completion, that is no fault. For `sources` see `explain_unscored`. Return [number of faults, number of
+    completions] for each of the last steps. The next step's call receives this list as `before`.
     """
     faults = [None if reason is None or reason.startswith(NOT_APPLICABLE) else reason for reason in reasons]
     window = [*map(list, before), [sum(reason is not None for reason in faults), len(faults)]]
@@ -222,19 +222,19 @@ def explain_unscored(reasons: Sequence[str | None], sources: Sequence[str] = (),
 
 
 def turns_of(completion: Any) -> list[str]:
-    """Return the policy's turns: [`completion`] if it is a text, otherwise the contents of the assistant's messages."""
+    """Return the policy's turns: the contents of the assistant messages, or only `completion` itself if it is a string."""
     if isinstance(completion, str):
         return [completion]
     return [_content(message) for message in completion if message.get("role") == "assistant"]
 
 
 def text_of(completion: Any) -> str:
-    """Return the policy's last turn: `completion` itself if it is a text, otherwise the content of the last assistant message."""
+    """Return the policy's last turn: the content of the last assistant message, or `completion` itself if it is a string."""
     return (turns_of(completion) or [""])[-1]
 
 
 def transcript_of(messages: Any) -> str:
-    """Return the full conversation as one text: `messages` itself if it is a text, otherwise the contents of all messages."""
+    """Return the full conversation as one string: the contents of all messages, or `messages` itself if it is a string."""
     return messages if isinstance(messages, str) else "\n".join(map(_content, messages))
 
 

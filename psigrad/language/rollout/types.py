@@ -32,7 +32,7 @@ class Prompt:
 
 
 class Prompts(Sequence[Prompt]):
-    """A sequence of prompts, created on access from dataset `rows`. `encoded[i]` is (index of a row, ids of its prompt)."""
+    """Prompts that are created from dataset `rows` on access. For prompt i, `encoded[i]` is (index of its row, its token ids)."""
 
     def __init__(self, rows: Sequence[Any], encoded: Sequence[Any]) -> None:
         self.rows, self.encoded = rows, encoded
@@ -141,7 +141,7 @@ class Sampler(ABC):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample the requests. After each decoding step, yield a list: (index, completions) of each request that it completed.
+        """Sample the requests. After each decoding step, yield (index, completions) of all requests that this step completed.
 
         A sampler that runs the trainer's own weights may store its activations in `cache`, for training to reuse.
         """
@@ -191,7 +191,7 @@ class NextTurn(NamedTuple):
 
 
 class Dialogue(ABC):
-    """Episodes of several turns that a sampler has started. The number of an episode is the index of its prompt."""
+    """Episodes of several turns that a sampler has started. An episode is identified by the index of its prompt."""
 
     joins: bool = False
     """True if `turns` repeatedly calls `more()` while it samples. It then also samples the turns that `more` returns."""
@@ -234,7 +234,7 @@ class RestartedDialogue(Dialogue):
         return requests, owners
 
     def _steps(self, requests: list[Request], owners: list[list[int]]) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample like `Sampler.steps`. `owners[i]` are request i's episodes. A subclass that adds requests extends `owners`."""
+        """Sample like `Sampler.steps`. `owners[i]` are request i's episodes. Subclasses that add requests append to `owners`."""
         return self.sampler.steps(requests, self.params)
 
 
@@ -271,9 +271,9 @@ class ReplicaSampler(Sampler):
 
 
 class Cut(NamedTuple):
-    """An environment's answer that was too long. `kind` is "cut" if it was shortened, "dropped" if the episode ended instead.
+    """An environment's text that was too long. `kind` is "cut" if it was shortened, "dropped" if the episode ended without it.
 
-    `turn` is the number of policy turns before the answer: 0 for the environment's first text.
+    `turn` is the number of policy turns before the text: 0 for the environment's first text.
     """
 
     turn: int
@@ -347,7 +347,7 @@ class Trajectory:
 
     @property
     def contexts(self) -> list[CompletionSpan]:
-        """The completion, split at its `branches` into parts. Each part follows one prompt."""
+        """The completion in parts, split at its `branches`. Each part has the prompt that the policy read before it."""
         starts = [Branch(0, self.prompt_ids), *self.branches]
         ends = [branch.start for branch in starts[1:]] + [len(self.completion.ids)]
         return [CompletionSpan(at, prompt, self.completion.ids[at:end]) for (at, prompt), end in zip(starts, ends, strict=True)]
@@ -371,7 +371,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Collected:
-    """The completions of one step, and the `groups` of them that are trained on. `cursor` counts all prompts drawn so far."""
+    """The trajectories of one step, and the groups that are trained on. `cursor` is the number of prompts drawn so far."""
 
     trajectories: list[Trajectory]
     groups: list[list[Trajectory]]
@@ -425,7 +425,7 @@ def trajectory_of(values: dict[str, Any]) -> Trajectory:
 
 @dataclass(frozen=True)
 class State(RunState):
-    """The state of a run, without weights and optimiser moments: numbers that change from step to step."""
+    """The state of a run that changes from step to step, without the weights and the optimiser's moments."""
 
     cursor: int = 0
     """The number of prompts (online) or rows (SFT) drawn from the endless sequence of shuffled epochs."""

@@ -20,10 +20,10 @@ STEP = 8
 
 
 class SlotCache(KVCache):
-    """A `KVCache` with numbered slots. `select_slots` moves the slots to decode to the front. Other slots keep their tokens."""
+    """A `KVCache` with numbered slots. Slots that `select_slots` moves to the front are decoded. The others keep their tokens."""
 
     def __init__(self, slots: int, longest: int, packed_weights: PackedWeights | None = None) -> None:
-        """Create `slots` empty slots of `longest` tokens each. `packed_weights` caches the model's packed weight matrices."""
+        """Create `slots` empty slots with room for `longest` tokens each. `packed_weights` caches the model's packed matrices."""
         super().__init__(slots, longest, packed_weights)
         self._numbers = np.arange(slots)
         """[slots] the number of the slot that each row of the tensors belongs to."""
@@ -34,13 +34,13 @@ class SlotCache(KVCache):
     def selection(self) -> np.ndarray:
         """The arguments of `select_slots` for the active slots, as an array [3, active]: prompt, number of tokens, slot.
 
-        The index of the prompt is always 0, because every slot has its own prompt.
+        The prompt's index is always 0, since each slot stores its own prompt. A `SharedCache` stores prompts apart.
         """
         self._shifts[torch.from_numpy(self._numbers[: self.active])] = self.shifts
         return np.stack([0 * self._numbers[: self.active], self.lengths.numpy(), self._numbers[: self.active]])
 
     def select_slots(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
-        """Move `slots`, which have `lengths` tokens, to the front. The next steps decode these slots. `prompt` is not read."""
+        """Move `slots` to the front, so that the next steps decode them. They have `lengths` tokens. `prompt` is ignored."""
         numbers, rows = self._numbers.copy(), np.arange(self.slots)
         for row, slot in enumerate(slots):
             here = int(np.flatnonzero(numbers == slot)[0])
@@ -61,9 +61,9 @@ class SlotCache(KVCache):
 class CachedDialogue(Dialogue):
     """The `Dialogue` (episodes of several turns) of the embedded sampler on a CPU.
 
-    The first turn prefills each prompt once for its group. In later turns, an episode first reads the environment's tokens, one
-    per decoding step. Other episodes may already sample in the same steps. If the environment's text is so long that a new
-    prefill of all tokens is faster, the episodes are prefilled again.
+    The first turn prefills each prompt once for its group. In a later turn, an episode first reads the environment's tokens, one
+    per decoding step, while episodes with shorter texts may already sample. All episodes of the turn are prefilled again if this
+    is faster (long texts) or necessary (a replaced context; with some models, a new image).
     """
 
     def __init__(self, model: LanguageModel, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> None:
@@ -85,7 +85,7 @@ class CachedDialogue(Dialogue):
 
     @torch.inference_mode()
     def turns(self, next_turns: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
-        """Sample the next turn of the episodes in `next_turns`, if possible from cached keys and values; see `Dialogue.turns`."""
+        """Sample the next turn of each episode in `next_turns`. Reuse cached keys and values if possible; see `Dialogue`."""
         self.model.switch(training=False)
         unread = {}
         for i, (ids, _, restart) in next_turns.items():
@@ -108,7 +108,7 @@ class CachedDialogue(Dialogue):
         yield from turn.decode(self.cache, {} if restart else unread)
 
     def _prefill(self, live: Sequence[int]) -> torch.Tensor:
-        """Prefill active slots with all tokens of the episodes `live`. Return the logits [n, V] after their last tokens."""
+        """Prefill all tokens of the n episodes `live`, whose slots are then active. Return their last logits [n, V]."""
         firsts = [n for n, i in enumerate(live) if n == 0 or self.contexts[i] != self.contexts[live[n - 1]]]
         copies = on_device(np.cumsum([n in set(firsts) for n in range(len(live))]) - 1, self.model.device)
         prompts = [self.contexts[live[n]] for n in firsts]
@@ -122,7 +122,7 @@ class CachedDialogue(Dialogue):
 
 
 class _Turn:
-    """The sampling of one turn of several episodes. `rows` are the unfinished episodes, in the order of the cache's rows."""
+    """One turn of several episodes. Row j of a decoding step belongs to episode `rows[j]`, whose turn has not ended yet."""
 
     def __init__(self, dialogue: CachedDialogue, live: Sequence[int], seeds: Mapping[int, int]) -> None:
         self.dialogue, self.seeds = dialogue, seeds

@@ -33,7 +33,7 @@ class DrawnTokens:
 
 
 def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Apply top-k, top-p and min-p to logits [B, V], after temperature. Return them with -inf for every excluded token.
+    """Apply top-k, top-p and min-p to logits [B, V], already divided by the temperature. Excluded tokens get -inf.
 
     Each filter is applied to the result of the previous one, in transformers' order. top-k keeps all ties at its threshold. top-p
     keeps the smallest set of tokens whose probability reaches p, at least one (Holtzman et al. 2020). min-p keeps tokens whose
@@ -56,8 +56,8 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
 def draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> DrawnTokens:
     """Draw one token per row of logits [B, V], by inverting the cumulative distribution at a uniform number u(seed, counter).
 
-    The token of row i depends only on `logits[i]`, `seeds_u64[i]` and `counter[i]` (the number of tokens so far). At temperature
-    0, return the most probable token. Its `sampling_logprobs` is then 0, and its `logprobs` is that of temperature 1.
+    The token of row i depends only on `logits[i]`, `seeds_u64[i]` and `counter[i]` (the number of tokens drawn before). At
+    temperature 0, return the most probable token, with 0 as `sampling_logprobs` and its log-prob at temperature 1 as `logprobs`.
     """
     found = _drawn(logits, params, seeds_u64, counter)
     if not params.forbidden or found.ids.device.type != "cpu" or not bool((wrong := _forbidden(found.ids, params)).any()):
@@ -79,7 +79,7 @@ def _forbidden(ids: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _drawn(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> DrawnTokens:
-    """Draw one token per row. The CPU kernel may draw a token of `params.forbidden`, which `draw` then replaces."""
+    """Draw one token per row. The CPU kernel ignores `params.forbidden`; `draw` then replaces forbidden tokens."""
     if logits.device.type != "cpu":
         return _draw(logits, params, seeds_u64, counter)
     native = kernels()
@@ -150,10 +150,9 @@ def inverse(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the first index [B] in each row at which the cumulative weight exceeds the row's target.
+    """Return the first index [B] in each row whose cumulative weight exceeds `target(s)`, where s [B, 1] are the rows' sums.
 
-    `target` computes the targets from the rows' sums [B, 1]. If rounding leaves no such index, return the last index with a
-    weight above 0.
+    If rounding leaves no such index, return the last index with a weight above 0.
     """
     # In float32, a sum over a large vocabulary would make rare tokens unreachable.
     sums = weights.double().cumsum(-1)
@@ -163,7 +162,7 @@ def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _may_be(rare: Tensor) -> bool:
-    """Return True if an element of `rare` is True. On a GPU, always return True: waiting for the GPU would cost more."""
+    """Return True if any element of `rare` is True. On a GPU, always return True: reading it back costs more than it saves."""
     return rare.is_cuda or bool(rare.any())
 
 

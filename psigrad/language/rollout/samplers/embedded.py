@@ -52,11 +52,11 @@ class PolicyWeights(Sampler):
 class EmbeddedSampler(PolicyWeights):
     """A sampler with continuous batching in at most `max_batch` slots.
 
-    A prompt is prefilled once for its group. A finished sequence frees its slot at once, and waiting groups get free slots.
-    A completion depends only on its prompt and seed, except that the size of the batch changes the rounding of matrix products.
-    After each decoding step, `progress` is called with the number of tokens that the step sampled. With `cuda_graphs`,
-    decoding steps on a GPU are recorded and replayed. `cuda_graph.fitting` then determines the number of slots. The cache is
-    kept between calls, so two calls must not overlap.
+    A prompt is prefilled once for its group. A finished sequence frees its slot at once. A waiting group starts when enough slots
+    are free. A completion depends only on its prompt and seed, except that the size of the batch changes the rounding of matrix
+    products. After each decoding step, `progress` is called with the number of tokens that the step sampled. With `cuda_graphs`,
+    decoding steps on a GPU are recorded and replayed. Their cache is kept between calls, so two calls must not overlap. It has
+    fewer than `max_batch` slots if the GPU's free memory does not suffice.
     """
 
     engine = "embedded 1"
@@ -75,7 +75,7 @@ class EmbeddedSampler(PolicyWeights):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample the requests; see `Sampler`. Training can use `cache` when all requests are complete.
+        """Sample the requests; see `Sampler`. Training can reuse the activations in `cache` once all requests are complete.
 
         Raises `UserError` if a prompt and `max_tokens` together exceed the model's maximum length.
         """
@@ -137,7 +137,7 @@ class EmbeddedSampler(PolicyWeights):
 
 
 def without_placeholders(model: LanguageModel, params: SamplingParams) -> SamplingParams:
-    """Return `params`. If the model reads images, set `forbidden` to the image placeholder tokens, so that none is drawn."""
+    """Return `params`, with the image placeholder tokens as `forbidden` if the model reads images, so that none is drawn."""
     return params if model.vision is None else replace(params, forbidden=model.vision.forbidden)
 
 
@@ -145,7 +145,7 @@ def without_placeholders(model: LanguageModel, params: SamplingParams) -> Sampli
 def why_not_embedded(model: LanguageModel) -> str:
     """Return the reason why `EmbeddedSampler` cannot sample from `model`; empty if it can. `model` must support packed rows.
 
-    The test compares a prefill and one decoding step with a packed forward pass. Fused and sharded models pass without a test.
+    It compares a prefill and one decoding step with a packed forward pass. Fused decoders and sharded weights are not tested.
     """
     if model.decoder is not None or model.shard_root is not None:
         return ""
@@ -175,10 +175,10 @@ def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -
 
 
 def _graph_room(requests: list[Request], params: SamplingParams, max_batch: int, most: int, before: Room | None) -> Room:
-    """Return the capacity of a cache for recorded decoding steps. It is rounded up, so that similar later calls can reuse it.
+    """Return the size of a cache for recorded decoding steps. It is rounded up, so that similar later calls can reuse the cache.
 
-    The cache has at most `max_batch` slots of at most `most` tokens. Prompts are stored once for their group if they are long
-    and have several completions, or if the cache of the previous call (of size `before`) stored prompts once.
+    There are up to `max_batch` slots of up to `most` tokens. A prompt is stored once for its group, not once per slot, if prompts
+    are long and have several completions, or if the previous call's cache, of size `before`, did so.
     """
 
     def rounded(tokens: int) -> int:
@@ -201,7 +201,8 @@ def check_room(model: LanguageModel, requests: list[Request], params: SamplingPa
     for request in requests:
         if not images and any(token >= FIRST for token in request.prompt_ids):
             raise UserError(
-                "A prompt has an image. Set sampler to embedded, and use a model that runs with packed rows (without padding)."
+                "A prompt has an image, which the transformers sampler cannot read. "
+                "Set sampler to embedded, and use a model that runs with packed rows (without padding)."
             )
         if not request.prompt_ids:
             raise UserError("A prompt has no tokens; write some text, or give a tokenizer with a BOS token.")
@@ -258,7 +259,7 @@ class _Batch:
         return free and self._free_prompts() > 0
 
     def _free_prompts(self) -> int:
-        """Return how many more prompts the cache can store: a `GroupedCache`'s free rows, otherwise all waiting prompts."""
+        """Return how many more prompts the cache can store: the free rows of a `GroupedCache`; otherwise all that wait."""
         return self.cache.prompts - self.cache.count if isinstance(self.cache, GroupedCache) else len(self.waiting)
 
     def admit(self) -> None:
@@ -311,7 +312,7 @@ class _Batch:
         return self._draw(self.model.head(hidden[:, 0], self.cache.exact, self.cache.packed_weights), self.sequences)
 
     def _recording(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that records each token's experts, if training replays them. Otherwise the context does nothing."""
+        """Return a context manager. It records each token's experts if training replays them, and otherwise does nothing."""
         return contextlib.nullcontext([]) if self.routes is None else self.routes.router_recorder.record()
 
     def _keep(self) -> ActivationCache | None:
@@ -319,7 +320,7 @@ class _Batch:
         return self.kept if self.kept is not None and self.kept.open else None
 
     def name_rows(self) -> None:
-        """Register completions in the activation cache, with the cache rows of their tokens. The unread last token has no row."""
+        """Tell the activation cache which of its rows have each completion's tokens. The last token, never read, has none."""
         if self.kept is None or self.rows is None or not self.kept.open:
             return
         rows, logps = self.rows, self.logprobs[0]
@@ -333,7 +334,7 @@ class _Batch:
             self.kept.register(request.prompt_ids, np.arange(start, start + len(request.prompt_ids)), own)
 
     def _draw(self, logits: torch.Tensor, sequences: np.ndarray) -> int:
-        """Draw and record a token for each of `sequences`. Returns the number of tokens."""
+        """Draw and record a token for each of `sequences`. Return the number of tokens."""
         drawn = draw(logits, self.params, self.seeds[sequences], self.counts[sequences])
         logprobs = torch.stack([drawn.logprobs, drawn.sampling_logprobs])
         return self._write(drawn.ids.cpu().numpy()[None], logprobs.cpu().numpy()[None], sequences)

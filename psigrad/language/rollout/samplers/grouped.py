@@ -19,12 +19,12 @@ SHORTEST = 256
 class GroupedCache(KVCache):
     """A `KVCache` that stores a prompt's keys and values once, in a row of `tables` [prompts, H_kv, longest_prompt, D].
 
-    A slot stores only the tokens after its prompt. The first `count` rows are in use. When no slot continues a row's prompt any
-    more, the last prompt in use moves into this row.
+    A slot stores only the tokens after its prompt. The first `count` rows of the tables are in use. When no slot continues the
+    prompt of a row any more, the prompt of the last row in use moves there.
     """
 
     def __init__(self, slots: int, longest: int, prompts: int, longest_prompt: int) -> None:
-        """Create `slots` empty slots of `longest` tokens, and tables for `prompts` prompts of `longest_prompt` tokens."""
+        """Create empty slots with room for `longest` tokens, and room for `prompts` prompts of up to `longest_prompt` tokens."""
         super().__init__(slots, longest)
         self.prompts, self.longest_prompt = prompts, longest_prompt
         self.tables: dict[Key, tuple[Tensor, Tensor]] = {}
@@ -66,7 +66,7 @@ class GroupedCache(KVCache):
         return order
 
     def seats(self, size: int) -> Seats:
-        """Return the grid of the active slots, padded to `size` slots. Its sides are powers of 2, with at most `prompts` rows."""
+        """Arrange the active slots in a grid. Pad its sides to powers of 2 (at most `prompts` rows), and the slots to `size`."""
         members = np.bincount(self.owners, minlength=self.count)
         rows, most = (1 << (int(n) - 1).bit_length() for n in (self.count, members.max()))
         by_owner = self.owners.argsort(kind="stable")
@@ -79,10 +79,10 @@ class GroupedCache(KVCache):
 
 
 class Seats(NamedTuple):
-    """A grid of slots, with one row per prompt and M = `members` places per row. A row has the slots that continue its prompt.
+    """A grid of slots, with one row per prompt and M = `members` places per row, for the slots that continue the prompt.
 
-    For P prompts, `grid` [P · M] has the slot at each place (0 if unused). `seat` [size] has the place of each slot. `behind`
-    [size] has the number of tokens of each slot's prompt.
+    For P prompts, `grid` [P · M] has the slot at each place (0 if unused). `seat` [size] has each slot's place: an index into
+    `grid`. `behind` [size] has the number of tokens of each slot's prompt.
     """
 
     grid: np.ndarray
@@ -120,7 +120,7 @@ class GroupedDecode(Decode):
     def __init__(
         self, cache: GroupedCache, places: Tensor, columns: int, width: int, seats: Sequence[Tensor], members: int
     ) -> None:
-        """Prepare a `Decode` that also reads `width` tokens of each prompt. `seats` are the first three fields of a `Seats`."""
+        """Prepare a `Decode` that also reads `width` tokens of each prompt. `seats` and `members` are the fields of a `Seats`."""
         self.grid, self.seat, self.behind = seats
         super().__init__(cache, places, columns, cache.longest, self.behind)
         self.grouped, self.prompt_width, self.members = cache, width, members
@@ -161,7 +161,7 @@ class GroupedDecode(Decode):
         return both.reshape(batch, 1, heads, v.shape[3])
 
     def _by_group(self, x: Tensor, table: Tensor) -> Tensor:
-        """For each slot and head, multiply `x` [R, A] by `table` [A, B] of the slot's prompt. Return [active, H_kv, R, B]."""
+        """Multiply each slot's `x` [active, H_kv, R, A] by its prompt's `table` [P, H_kv, A, B]. Return [active, H_kv, R, B]."""
         wide: Tensor = x.index_select(0, self.grid).unflatten(0, (-1, self.members)).transpose(1, 2)
         made: Tensor = (wide.flatten(2, 3) @ table).unflatten(2, (self.members, -1)).transpose(1, 2)
         return made.flatten(0, 1).index_select(0, self.seat)
