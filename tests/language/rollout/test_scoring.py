@@ -57,7 +57,7 @@ def test_samples_are_joined_with_the_columns_that_all_have():
         ["a", "c"], ["b", "d"], [[0], [1]], {"answer": ["ab", "cd"]}, prompt_ids=[[0, 0], [1, 1]]
     )
     for other in (Samples(["e"], ["f"], [[2]], {"answer": ["ef"]}), Samples(["e"], ["f"], [[2]], {}, prompt_ids=[[2]])):
-        with pytest.raises(ValueError, match="must have the same columns"):
+        with pytest.raises(ValueError, match="need the same columns"):
             concatenate([one, other])
 
 
