@@ -1,4 +1,4 @@
-"""The memory of this machine, and how much of it may cache the activations of sampled tokens for training."""
+"""The memory of this machine, and how much of it may be used to cache the activations of sampled tokens for training."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ masters and moments), `ADAPTER` if only an adapter is.
 
 
 def share_for_activations(model: str, times: int) -> float:
-    """Return a quarter of the memory that training is expected to leave free, in units of 1e9 bytes, rounded down to 0.1.
+    """Return a quarter of the memory that training is expected to leave free, in units of 1e9 bytes, rounded down to one decimal.
 
-    The estimate for training is `times` the size of the weight files of `model` (a folder or hub name). If the files are not on
-    this machine, their size counts as 0.
+    Training is expected to use `times` × the size of the weight files of `model` (a folder or hub name). If the files are not
+    on this machine, their size counts as 0.
     """
     files = list(Path(model).glob("*.safetensors")) if model and Path(model).is_dir() else []
     if model and not files and isinstance(cached := _cached(model), str):
@@ -36,7 +36,7 @@ def _cached(name: str) -> object:
 
 
 def installed_memory() -> int:
-    """Return the memory of this machine in bytes. If its container has a lower limit, return the limit."""
+    """Return this machine's memory in bytes. If the process runs in a container with less, return the container's limit."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

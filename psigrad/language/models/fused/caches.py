@@ -76,7 +76,7 @@ class Block:
         return torch.from_numpy(self._places + self.layout.sizes * start)
 
     def part(self, layer: int, index: int, start: int = 0, count: int | None = None) -> Tensor:
-        """Return rows of one tensor, [count, width]: `count` rows from row `start` on, or all of them if `count` is None."""
+        """Return `count` rows of a tensor, [count, width], from row `start` on; if `count` is None, all rows from `start` on."""
         width, kind = self.layout.kinds[layer][index]
         count, size = self.rows - start if count is None else count, int(self.layout.sizes[layer, index])
         first = int(self._starts[layer, index]) + start * size
@@ -97,7 +97,7 @@ class Block:
         if not whole or [(x.shape[1], x.dtype) for x in given] != kinds:
             raise ValueError(
                 f"Rows {first} to {first + count} of tensors {[(tuple(x.shape), x.dtype, x.stride()) for x in given]} can't be "
-                f"written to {kinds}. The tensors must be contiguous and have these widths and dtypes."
+                f"written to a block with (width, dtype) {kinds}. Pass contiguous tensors with these rows, widths and dtypes."
             )
         known = np.array([[j < len(layer) for j in range(self.layout.sizes.shape[1])] for layer in self.layout.kinds])
         sizes = self.layout.sizes[known].tolist()
@@ -127,7 +127,7 @@ class CachedLogProbs:
 
 @dataclass(frozen=True)
 class CachedCompletion:
-    """A sampled completion: its `ids` [T], their `logps` [T] and cache `rows` [T - 1]. The last token was never a model input."""
+    """A sampled completion: `ids` [T], `logps` [T] and cache row indices `rows` [T - 1]. The last token was not a model input."""
 
     ids: tuple[int, ...]
     rows: np.ndarray
@@ -173,9 +173,9 @@ class ActivationCache:
         return self._slab(slab, parts), place
 
     def add(self, count: int, parts: RowLayout, now: list[Version], layers: Layers | None = None) -> None:
-        """Add `count` rows with the layout `parts`. Copy them from `layers`; None: the caller wrote them after `reserve`.
+        """Add `count` rows with the layout `parts`, copied from `layers`. `now` are the versions of the weights that made them.
 
-        `now` are the versions of the weights that computed the activations.
+        If `layers` is None, the caller has already written the rows to the memory that `reserve` returned.
         """
         self._versions = self._versions or now
         self.bytes += count * parts.row_bytes
@@ -199,7 +199,7 @@ class ActivationCache:
         return self.slabs[index]
 
     def register(self, prompt: tuple[int, ...], prompt_rows: np.ndarray, completions: Iterable[CachedCompletion]) -> None:
-        """Store the completions of `prompt` for `find`. `prompt_rows` [P] are the cache rows of the prompt's tokens."""
+        """Store the completions of `prompt` for `find`. `prompt_rows` [P] are the indices of the prompt's cache rows."""
         if self.slabs:
             self._prompts[prompt] = prompt_rows
             self._completions |= {(prompt, written.ids): written for written in completions}
@@ -268,7 +268,7 @@ class CacheHit:
         return x, own
 
     def _gather(self, target_rows: list[tuple[int, int, Tensor]]) -> list[Tensor]:
-        """Return one tensor for each entry of `target_rows`: (layer, tensor's index in `Layer.kinds`, cache rows to gather)."""
+        """Return cache rows of a tensor for each (layer, tensor's index in `Layer.kinds`, cache rows) in `target_rows`."""
         kinds = [self._parts.kinds[layer][part] for layer, part, _ in target_rows]
         out = [torch.empty(len(rows), width, dtype=kind) for (*_, rows), (width, kind) in zip(target_rows, kinds, strict=True)]
         layers, parts = zip(*((layer, part) for layer, part, _ in target_rows), strict=True)
@@ -304,7 +304,7 @@ class Projection:
         return [x for x in (*self.matrices, *(self.low or ())) if isinstance(x, Tensor)]
 
     def pack(self, products: Products) -> PackedProjection:
-        """Pack the matrices for the decoding kernels of `products`. Quantised matrices already have the kernels' layout."""
+        """Pack the matrices with `products`, for the decoding kernels. Quantised matrices already have the kernels' layout."""
         low = None if self.low is None else (products.pack(self.low[0]), products.pack(self.low[1]))
         coded = [x for x in self.matrices if isinstance(x, CodedMatrix)]
         if coded:  # a group's matrices have the same input, so all of them are coded
@@ -326,12 +326,12 @@ class PackedProjection:
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """(address of the packed matrix, address of the table of quantised matrices). One exists, and the other address is 0."""
+        """(address of the packed matrix, address of the table of quantised matrices); 0 for the one that the projection lacks."""
         return (0 if self.matrix is None else self.matrix.panels.data_ptr(), 0 if self.table is None else self.table.data_ptr())
 
     @property
     def rank(self) -> int:
-        """The sum of the ranks of the LoRA matrices."""
+        """The sum of the ranks of the matrices' LoRA adapters, each rounded up to an even number."""
         return 0 if self.low is None else self.low[0].shape[0]
 
     def multiply(self, x: Tensor, out: Tensor, residual: Tensor | None, products: Products) -> Tensor:
@@ -410,7 +410,7 @@ class PackedWeights:
         return packed
 
     def table(self, key: Hashable, now: list[Version], make: Callable[[], T | None]) -> T | None:
-        """Return the result of `make`, cached until `key` or the weights' versions `now` change. None is never cached."""
+        """Return the result of `make`, cached until a call has a new `key` or new weight versions `now`. None is never cached."""
         if self._table is None or self._table[:2] != (key, now):
             made = make()
             self._table = None if made is None else (key, now, made)

@@ -346,7 +346,7 @@ def _angles(
 ) -> list[Angles]:
     """Return the cosines and sines of the rotary embeddings named in `ropes`, at the positions [1, S].
 
-    For the name None (no rotary embedding), the `dim` angles are 0, which rotate nothing. `like` has the computation's dtype.
+    If a name is None (no rotary embedding), all `dim` angles are 0, so nothing is rotated. `like` has the computation's dtype.
     """
     factors = None if family.factors is None else family.factors(config, position_ids[0].float())
     tables: dict[str | None, Angles] = {}

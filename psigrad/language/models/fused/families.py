@@ -27,7 +27,7 @@ def _by_layer(config: Any, layer: int) -> int | None:
 
 
 def _mixer(state: str, attention: str = "") -> Callable[[Any, int], str]:
-    """Return a `Family.mixer` function: `state` for recurrences and convolutions, "squared ReLU" for MLPs, else `attention`."""
+    """Return a `Family.mixer`: it maps recurrences and convolutions to `state`, MLPs to "squared ReLU", others to `attention`."""
     kinds = {"conv": state, "linear_attention": state, "mamba": state, "mlp": "squared ReLU"}
     return lambda config, layer: kinds.get(config.layer_types[layer], attention)
 
@@ -39,7 +39,7 @@ def _experts(config: Any, layer: int) -> str:
 
 
 def _query_factors(config: Any, positions: Tensor) -> Tensor:
-    """Return the factors of queries in Llama 4 and Ministral 3: 1 + β·log(1 + ⌊position/L⌋), with β and L from `config`."""
+    """Return the factors by which Ministral 3 multiplies queries: 1 + β·log(1 + ⌊position/L⌋), with β and L from `config`."""
     rope = config.rope_parameters
     found: Tensor = 1 + rope["llama_4_scaling_beta"] * torch.log(
         1 + torch.floor(positions / rope["original_max_position_embeddings"])
@@ -60,7 +60,7 @@ class Family:
     - `offset` is added to the weights of norms.
     - `gelu` is True if the activation is GELU (tanh approximation), False if it is SiLU.
     - `halves` is True if the rotary embedding module returns only D/2 cosines and sines, to be used for both halves of a head.
-    - `factors` returns the factor by which the queries at each position are multiplied; None: 1.
+    - `factors` returns the factor by which the queries at each position are multiplied. If `factors` is None, they are unchanged.
     - `loads` is True if `loader.load` can read the weights.
     """
 
@@ -216,10 +216,10 @@ class LoraDelta:
 class LayerWeights:
     """A layer's weights in its compute dtype.
 
-    - `matrices` are all matrices. A group in `groups` has the indices of those that multiply the same input, such as q, k and v.
+    - `matrices` includes every expert's. A group in `groups` has the indices of matrices with the same input, such as q, k and v.
     - `norms` are the weights of the norms in `Family.before` and then `Family.after`; None for a norm that the layer lacks.
-    - `mixer` are the mixer's other weights, such as those of the query and key norms. `feed` are those of router and experts.
-    - `lora` has a LoRA term or None for each matrix.
+    - `mixer` are the mixer's weights that are not in `matrices`, such as those of the query and key norms.
+    - `feed` are the parameters of the router and, stacked, of the experts. `lora` has a LoRA term or None for each matrix.
     """
 
     groups: Sequence[Sequence[int]]

@@ -167,7 +167,7 @@ class Gemma4Layer(Layer):
 class LayerInputs:
     """The inputs p of all layers: p = (n(W·x / √E) + e) / √2, with a token's embedding x [E] and its row e in a second table.
 
-    W is a projection, n an RMS norm. p depends only on the token, so it is computed once per distinct token of a packed row.
+    W is a projection, n an RMS norm. p depends only on the token, so it can be computed once per distinct token of a packed row.
     """
 
     def __init__(self, base: Any, native: Kernels) -> None:

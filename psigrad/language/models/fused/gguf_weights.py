@@ -19,7 +19,7 @@ _PERMUTED = ("attn_q.", "attn_k.")
 
 
 def read(folder: str, config: Any, wanted: Collection[str]) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
-    """Yield (name, tensor) from the GGUF file in `folder` for each of the transformers parameter names in `wanted`.
+    """Yield (name, tensor) from the GGUF file in `folder` for each of transformers' parameter names in `wanted`.
 
     `config` is the configuration of transformers' model. Raises `ValueError` if the file lacks a tensor.
     """
@@ -63,9 +63,9 @@ def ends_in(file: Path) -> list[int]:
 
 
 def _rows(x: Any, permuted: list[int]) -> Any:
-    """Put the rows of a query or key matrix into transformers' order. llama.cpp interleaves the two halves of a head instead.
+    """Put the rows of a query or key matrix into transformers' order. In llama.cpp's, a head's two halves are interleaved.
 
-    `permuted` is [number of heads], or [] if the rows are already in transformers' order.
+    `permuted` has one item, the number of heads. It is empty if the rows are already in transformers' order.
     """
     for heads in permuted:
         x = x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)

@@ -36,7 +36,7 @@ class GpuParts:
         return self._adapted(type(module).forward) if adapts else None
 
     def runs(self, x: Tensor, *weights: Tensor) -> bool:
-        """Return True if `on`, if all tensors are unsharded, on a GPU and of one dtype, and if torch.compile is not tracing."""
+        """Return True if `on` is set, torch.compile is not tracing, and all tensors are unsharded, on a GPU and of one dtype."""
         plain = all(type(w) in (nn.Parameter, Tensor) and w.dtype == x.dtype for w in weights)
         return self.on and x.is_cuda and plain and not torch.compiler.is_compiling()
 

@@ -77,7 +77,7 @@ class PassArguments(NamedTuple):
     """The arguments of a forward pass, the same for all layers.
 
     - `angles`, `keys` (keys and values that later layers reuse) and `key_gradients` are indexed by `Layer.order`.
-    - `adapted` is True if LoRA adapters are active. `inputs[i]` is layer i's extra input (Gemma 4); `tokens` selects its rows.
+    - `adapted` is True if LoRA is active. `inputs[i]` is layer i's extra input (Gemma 4); `tokens` has each token's row in it.
     - `ready[i]` are the current weights of layer i. If `ready` is None, the layers read their weights from the modules.
     - `balanced` is True if the loss includes the routers' load-balancing loss.
     """
@@ -97,8 +97,8 @@ class Layer:
     """One fused decoder layer over rows [S, E]. `window` is its sliding window in tokens; 0: no window.
 
     Formula: h = x + r·m₁(mixer(n₁(x))),  y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))), or y = h without a feed-forward part.
-    n and m are norms (absent in some families), and r is `residual`. The mixer is attention; subclasses replace it.
-    `order` is the layer's index among the layers that compute keys and values. If it reuses keys, it has their layer's `order`.
+    n and m are norms (absent in some families), and r is the number `residual`. The mixer is attention; subclasses replace it.
+    `order` is an index among the layers that compute keys and values: the layer's own, or that of the layer whose keys it reuses.
     """
 
     order = -1
@@ -158,7 +158,7 @@ class Layer:
 
     @property
     def adapted(self) -> bool:
-        """True if the layer has enabled LoRA adapters. Raises `ValueError` if any is merged, or another adapter is active."""
+        """True if LoRA adapters of the layer are enabled. Raises `ValueError` if one is merged or not the only active adapter."""
         for adapter in self.adapters.values():
             if adapter.module.merged or adapter.module.active_adapters != [adapter.name]:
                 raise ValueError(
@@ -382,7 +382,7 @@ class WeightGradients:
                 self.lora[i] = delta.gradients(dy, x)
 
     def add_through_norm(self, which: int, dx: Tensor, x: Tensor, dnormed: Tensor) -> None:
-        """Add the gradient of x to `dx`, from `dnormed`, the gradient of norm(x). Store the gradient of the norm's weight."""
+        """Compute the gradient of x from that of norm(x), `dnormed`; add it to `dx`. Store the gradient of the norm's weight."""
         if self.weights.norms[which] is None:
             dx += dnormed
         else:
