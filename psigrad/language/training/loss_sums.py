@@ -56,7 +56,10 @@ class LossSums:
         return loss.value
 
     def of(self, share: Callable[[], Loss], weight: float = 1.0) -> Tensor:
-        """Compute a loss by `share()`, `add` it, and return its value. If `weight` is 0, add nothing and return 0 · value."""
+        """Call `share`, `add` the loss that it returns, and return the value of this loss.
+
+        `weight` is 1 or 0. If it is 0, the step ignores the loss: it is not added, and 0 · value is returned, with gradient 0.
+        """
         loss = share()
         return self.add(loss) if weight else 0.0 * loss.value
 
@@ -80,7 +83,7 @@ class LossSums:
             use(x)
 
     def end_step(self, norms: list[float] | None) -> None:
-        """End an optimiser step. `norms` are its gradient norms, [policy] or [policy, critic]. None: one was not finite."""
+        """End an optimiser step. `norms` are the gradient norms, [policy] or [policy, critic]; None if one was not finite."""
         self.steps += 1
         self._transfer()  # nothing is left if a norm was read
         self.last, self._read = sum_figures(self.world, self._read), {}
@@ -108,8 +111,8 @@ def within_memory(
     settings that were changed earlier in the run. The second result is `changes` with the new size. Later steps and a resumed
     run use this size. The notes are {kind of event: log message}, one for each retry.
 
-    The memory error is raised again if a weight has already changed, if the next size would be below `LEAST`, or if only one of
-    several processes raised it.
+    The memory error is raised again if a weight has already changed, if the next size would be below the minimum `LEAST`, or
+    if only one of several processes raised it.
     """
     given: Any = run
     notes: dict[str, str] = {}

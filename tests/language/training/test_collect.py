@@ -39,7 +39,7 @@ def test_negative_control_a_lost_or_doubled_prompt_is_noticed():
     entries = {collect.ISSUED: 8, collect.TRAINED: 7, collect.UNSCORED: 1}
     collect.check_balance(entries, 8)
     for wrong in ({collect.TRAINED: 6}, {collect.TRAINED: 8}, {collect.ISSUED: 9}):
-        with pytest.raises(RuntimeError, match="does not balance"):
+        with pytest.raises(RuntimeError, match="ledger of prompts is wrong"):
             collect.check_balance({**entries, **wrong}, 8)
     with pytest.raises(RuntimeError, match="12 were drawn"):
         collect.check_balance(entries, 12)

@@ -45,12 +45,12 @@ class Task(Protocol):
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
         """Divide an optimiser step on these rows into forward passes. Return one loss function per pass.
 
-        A pass has at most `budget` tokens. If the passes are shared by several `ranks`, all have about the same number of tokens.
-        For any `budget`, the losses, gradients and terms of the passes add up to those of the step.
+        A pass has at most `budget` tokens, or one longer row. `ranks` processes share the passes, and each computes about the
+        same number of tokens. For any `budget`, the losses, gradients and terms of the passes add up to those of the step.
         """
 
     def held_out(self, budget: int, world: World = ALONE) -> Mapping[str, float | str]:
-        """Return metrics over all rows: numbers, or results of `marks_of`. All processes must call this, under `no_grad`."""
+        """Return metrics over all rows: numbers, and texts from `marks_of`. All processes must call this under `no_grad`."""
 
 
 class Settings(Protocol):
@@ -75,7 +75,7 @@ class Settings(Protocol):
 
 @dataclass(frozen=True)
 class OfflineRun:
-    """The objects of one run on recorded data. `held_out` is the task on the held-out rows, which are only evaluated."""
+    """The objects of one run on recorded data. `held_out` is a second task, which has the held-out rows and is only evaluated."""
 
     config: Settings
     task: Task
@@ -127,7 +127,7 @@ def terms_of(share: Share) -> dict[str, float]:
 
 
 def marks_of(hits: Iterable[float]) -> str:
-    """Return one character per pair: 1 if ranked correctly (hit 1), 0 if not, h for a tie. Reports use them to compare runs."""
+    """Return the `hits` of pairs as text for reports: 1 for a hit of 1 (ranked correctly), h for ½ (a tie), 0 for 0."""
     return "".join("0h1"[round(2 * hit)] for hit in hits)
 
 

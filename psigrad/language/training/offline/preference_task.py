@@ -25,7 +25,7 @@ from psigrad.processes.parallel.world import ALONE, World, map_shared, num_teams
 def answer_logps(
     model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]], cache: ActivationCache | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (each answer's summed target log-probs [N], its number of targets [N]). `cache` may have activations to reuse."""
+    """Return each answer's (sum of target log-probs, number of targets) as tensors [N]. `cache` may have activations to reuse."""
     texts = [[text for answer in group for text in answer.texts] for group in answers]
     logp = model.evaluate(Groups(prompts, [[text.ids for text in group] for group in texts]), cache=cache).logp
     mask = torch.zeros(logp.shape, dtype=torch.bool)
@@ -128,7 +128,7 @@ class PreferenceTask:
         return {**sum_terms(terms for terms, _ in found), **{f"rewards/accuracies/{name}": value for name, value in more.items()}}
 
     def _judge(self, targets: int, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
-        """Return (these pairs' share of each loss term, one hit per pair). A hit is 1 if correct, ½ for a tie, and otherwise 0.
+        """Return (what these pairs add to each loss term, one hit per pair: 1 if ranked correctly, ½ for a tie, otherwise 0).
 
         `targets` is the number of target tokens in all chosen answers of the task.
         """
@@ -177,7 +177,7 @@ class KTOTask:
 
     @torch.no_grad()
     def _z(self, rows: Sequence[int], budget: int, world: World) -> Tensor:
-        """Return z, KTO's estimate of the KL, from mismatched answers to these rows, in passes of at most `budget` tokens."""
+        """Return z, KTO's estimate of the KL, from the mismatched answers of these rows. A pass has at most `budget` tokens."""
         others = [self._mismatched[i] for i in rows]
         sizes = [len(self.rows[i].prompt) + a.tokens for i, a in zip(rows, others, strict=True)]
         logps, parts = torch.zeros(len(rows)), pack_by_tokens(sizes, budget, num_teams(world))

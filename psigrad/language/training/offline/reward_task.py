@@ -55,17 +55,14 @@ class RewardTask:
         return self.loss.loss(scores[:, 0], scores[:, 1], margin, total)
 
     def _judge(self, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
-        """Return (these pairs' share of each loss term, each pair's chosen score minus its rejected score)."""
+        """Return (what these pairs add to each loss term, each pair's chosen score minus its rejected score)."""
         scores = self.scores(rows)
         loss = self._loss_of(scores, rows, len(self))
         lead = scores.double()
         return {name: float(term) for name, term in loss.terms.items()}, (lead[:, 0] - lead[:, 1]).tolist()
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float | str]:
-        """Return the loss, the accuracy with its 95 % interval, each pair's result (`marks_of`), and calibration metrics.
-
-        A forward pass has at most `budget` tokens; see `Task`.
-        """
+        """Return the loss, the accuracy with its 95 % interval, each pair's result (`marks_of`), and calibration metrics."""
         lead = torch.zeros(len(self), dtype=torch.float64)
         parts = pack_by_tokens([p.tokens for p in self.pairs], budget, num_teams(world))
         found = map_shared(world, parts, self._judge)

@@ -21,7 +21,7 @@ class SFTTask:
     Formula: L = −(1/M) Σ log π(a_t|s_t) over the M target tokens of the whole optimiser step. With label smoothing ε,
     L = −(1/M) Σ [(1 − ε) log π(a_t|s_t) + ε/V · Σ_v log π(v|s_t)] with v over all V tokens of the vocabulary, as in transformers.
 
-    A row has several texts if its turns need different contexts (`templates.examples`). Their shared tokens are computed once.
+    If a template rewrites earlier turns, a row has several examples (`templates.examples`). Shared tokens are computed once.
     """
 
     model: LanguageModel
@@ -34,7 +34,7 @@ class SFTTask:
         return len(self.rows)
 
     def tokens(self, rows: Sequence[int]) -> int:
-        """Return the number of tokens computed for these rows. Tokens shared by the texts of a row count once."""
+        """Return the number of tokens computed for these rows. Tokens shared by the examples of a row count once."""
         return sum(one.tokens for i in rows for one in bundle(self.rows[i]))
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
@@ -62,7 +62,7 @@ class SFTTask:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Texts that begin with tokens of `trunk`, which are computed once. Text i shares the first `starts[i]` tokens of `trunk`."""
+    """Texts (examples) that branch off from the tokens `trunk`: text i begins with the first `starts[i]` tokens of `trunk`."""
 
     trunk: Sequence[int]
     texts: Sequence[Example]
@@ -70,15 +70,14 @@ class Bundle:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of a forward pass over `texts`, in which the shared `trunk` counts once."""
+        """The number of tokens that a forward pass over `texts` computes. Tokens of `trunk` count once."""
         return len(self.trunk) + sum(len(text.ids) - start for text, start in zip(self.texts, self.starts, strict=True))
 
 
 def bundle(texts: Sequence[Example]) -> list[Bundle]:
-    """Split the texts of a row, in order, into bundles, so that as few tokens as possible are computed.
+    """Split the texts (examples) of a row into bundles of consecutive texts, so that as few tokens as possible are computed.
 
-    The trunk of a bundle is its last text up to the first target token. Every other text of the bundle begins with some tokens
-    of the trunk, and then differs from it.
+    The trunk of a bundle is its last text up to the first target token. Each other text shares its first tokens with the trunk.
     """
     best: list[tuple[int, list[Bundle]]] = [(0, [])]
     for end in range(1, len(texts) + 1):

@@ -37,7 +37,7 @@ def to_batch(
 ) -> Batch:
     """Return the trajectories of scored groups as a `Batch`, padded to [N, T]. Its `inputs` are the trajectories, in order.
 
-    The reward on a token is its step reward. The last token of the policy also has the rest of the trajectory's reward.
+    Each step reward is on its token. The last token that the policy chose also has the trajectory's reward minus these rewards.
     `Batch.metric` has the values of `metric_of` for `filter_metric`. `reward_weights` are the reward functions' weights by name.
     """
     rows = [t for group in groups for t in group]
@@ -84,9 +84,9 @@ def to_batch(
 
 
 def _part(trajectory: Trajectory, name: str) -> float:
-    """Return the value of the reward function `name` for a trajectory; NaN if it does not apply.
+    """Return the value of the reward function `name` for a trajectory; NaN if the function does not apply to it.
 
-    If the completion failed and has no value of this function, return the completion's reward.
+    If a reward function raised `Failure` and the trajectory has no value of `name`, return the trajectory's reward.
     """
     if trajectory.status == "failed" and name not in trajectory.parts:
         return trajectory.reward or 0.0
@@ -97,7 +97,7 @@ def _part(trajectory: Trajectory, name: str) -> float:
 def micro_batches(batch: Batch, row_mask: Tensor, budget: int, ranks: int = 1) -> list[MicroBatch]:
     """Divide the rows where `row_mask` [N] is True into forward passes of at most `budget` tokens.
 
-    A pass computes a group's prompt once. If several `ranks` share the passes, all have about the same number of tokens.
+    A pass computes a group's prompt once. `ranks` processes share the passes; each computes about the same number of tokens.
     """
     group = batch.group.tolist()
     rows = [i for i, asked in enumerate(row_mask.tolist()) if asked]
@@ -199,7 +199,7 @@ def compute_by_row(
     """Apply `of` to micro-batches of at most `budget` tokens. Return its outputs [N, T], which are 0 where `row_mask` is False.
 
     `of` receives `inputs(batch, micro_batch)`. If `row_mask` is None, all rows with tokens are computed. The work is shared by
-    all processes, and all of them get the result. The batch and the result are on the CPU. One transfer copies all outputs.
+    all processes, and all of them get the result. The batch and the result are on the CPU. One transfer copies all outputs there.
     """
     out = torch.zeros_like(batch.logp_old)
     micros = assign_micro_batches(world, batch, batch.present if row_mask is None else row_mask, budget)
@@ -213,8 +213,8 @@ def compute_by_row(
 def metric_of(trajectory: Trajectory, name: str = "", weights: Mapping[str, float] | None = None) -> float:
     """Return the value that dynamic sampling compares within a group: that of the reward function `name`.
 
-    If `name` is empty, return the reward. With the length penalty soft_overlong, return the sum of weight × value of the other
-    functions instead. `weights` are their weights by name (default 1). Raise `UserError` if no function has that name.
+    If `name` is empty, return the reward without the length penalty soft_overlong, if there is one: the sum of weight × value of
+    the other functions. `weights` are their weights by name (default 1). Raise `UserError` if no function is called `name`.
     """
     reward = trajectory.reward or 0.0
     if trajectory.status == "unscored" or (trajectory.status == "failed" and not trajectory.parts):
@@ -235,7 +235,7 @@ def reward_dtype(sizes: Sequence[int], columns: Sequence[Sequence[float]]) -> to
     """Return float64 if rewards within a group are too close or too far apart for float32. Otherwise return float32.
 
     In float32, 1e6 and 1e6 + 0.001 are equal, and the variance of 0 and 1e20 overflows. Each of `columns` has a number per row;
-    NaN is ignored. Consecutive rows form groups of these `sizes`. `PolicyGradient.prepare` casts advantages to float32.
+    NaN is ignored. Consecutive rows form groups of these `sizes`.
     """
     for column in columns:
         for exact in torch.tensor(column, dtype=torch.float64).split([*sizes]):

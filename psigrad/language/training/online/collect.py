@@ -37,10 +37,10 @@ UNSCORED, NO_SIGNAL, EARLIER = "dropped: unscored", "dropped: equal rewards", "d
 def next_collection(
     run: OnlineRun, state: State, clock: Clock, cache: ActivationCache | None
 ) -> tuple[Collected, tuple[Pending, ...]]:
-    """Start sampling for this step and the next `config.lag` steps. Return (this step's completions, later steps' pending ones).
+    """Start sampling for this step and the next `config.lag` steps. Return (this step's `Collected`, later steps' `Pending`).
 
-    Threads of `run.executor` sample and score for later steps while this step trains. Without an executor, the sampler may
-    store activations in `cache`, for training to reuse.
+    Threads of `run.executor` sample and score for later steps while this step trains. Without an executor, all sampling is
+    done here, and the sampler may store activations in `cache`, for training to reuse.
     """
     pending = list(state.pending)
     wanted = num_started(state.step, run.config.lag, run.total_steps) - state.step
@@ -73,7 +73,7 @@ def num_started(step: int, lag: int, total: int) -> int:
 
 @dataclass(frozen=True)
 class InFlight:
-    """A `Collected` that a thread is still sampling. `end` is the index of the prompt that follows its last one, if known."""
+    """A `Collected` that a thread is still making. `end` is the index of the prompt after its last one; None if not yet known."""
 
     found: Future[Collected]
     end: int | None
@@ -155,7 +155,7 @@ def completion_seed(seed: int, cursor: int, i: int, k: int) -> int:
 
 
 def penalise_truncated(trajectory: Trajectory, penalty: float) -> Trajectory:
-    """Return the trajectory. If it ended at the length limit, subtract `penalty` from its reward."""
+    """Return the trajectory, with `penalty` subtracted from its reward if the length limit ended it."""
     if trajectory.reward is None or trajectory.completion.finish_reason != "length":
         return trajectory
     parts = {**trajectory.parts, "missing_eos": -penalty}
@@ -163,7 +163,7 @@ def penalise_truncated(trajectory: Trajectory, penalty: float) -> Trajectory:
 
 
 def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int) -> Iterator[list[Trajectory]]:
-    """Yield groups of `group_size` consecutive completions, without unscored and empty ones. Skip groups below `smallest`."""
+    """Yield groups of `group_size` consecutive completions, without unscored and empty ones, if at least `smallest` remain."""
     for start in range(0, len(trajectories), group_size):
         group = [t for t in trajectories[start : start + group_size] if t.reward is not None and t.completion.ids]
         if len(group) >= smallest:
@@ -171,21 +171,21 @@ def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int)
 
 
 def update_ledger(ledger: Mapping[str, int], cursor: int, collected: Collected) -> dict[str, int]:
-    """Return `ledger` (see `open_ledger`) with the prompts of `collected` added. Raise `RuntimeError` if it does not balance."""
+    """Return `ledger` (see `open_ledger`) plus the prompts of `collected`. Raise `RuntimeError` if `check_balance` does."""
     entries = add_entries(open_ledger(ledger, cursor), collected.entries)
     check_balance(entries, collected.cursor)
     return entries
 
 
 def open_ledger(ledger: Mapping[str, int], cursor: int) -> dict[str, int]:
-    """Return `ledger`, {outcome: number of prompts}. If it is empty, count the `cursor` prompts drawn so far as `EARLIER`."""
+    """Return the ledger, {outcome: count}. If it is empty (an old checkpoint), it counts all `cursor` prompts as `EARLIER`."""
     if ledger or not cursor:
         return dict(ledger)
     return {ISSUED: cursor, EARLIER: cursor}
 
 
 def add_entries(ledger: Mapping[str, int], entries: Mapping[str, int]) -> dict[str, int]:
-    """Return the ledger, {outcome: number of prompts}, with the numbers of `entries` added. Outcomes with 0 are dropped."""
+    """Return the ledger, {outcome: number of prompts}, with the numbers of `entries` added. Outcomes with 0 are omitted."""
     return dict(Counter(ledger) + Counter(entries))
 
 
@@ -193,4 +193,4 @@ def check_balance(ledger: Mapping[str, int], cursor: int) -> None:
     """Raise `RuntimeError` unless the ledger accounts for each of the `cursor` prompts drawn so far exactly once."""
     issued, rest = ledger.get(ISSUED, 0), sum(count for name, count in ledger.items() if name != ISSUED)
     if not issued == rest == cursor:
-        raise RuntimeError(f"The ledger of prompts does not balance: {cursor} were drawn, {dict(ledger)}; please report this.")
+        raise RuntimeError(f"The ledger of prompts is wrong: it has {dict(ledger)}, but {cursor} were drawn; please report this.")

@@ -42,9 +42,9 @@ WITHIN_GROUPS = ("reward_std", "frac_reward_zero_std")
 def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> dict[str, Any]:
     """Return metrics of rewards, lengths and entropy over all completions of a step, including those not trained on.
 
-    `entropy` is the mean of -log pi(a) over sampled tokens. It is an unbiased estimate of the policy's entropy if the tokens were
-    drawn from pi. If a filter such as top-k changed the distribution, it is biased and therefore called `surprise`. Each prompt
-    has `group_size` completions, one after another.
+    Each prompt has `group_size` completions, one after another. `entropy` is the mean of -log pi(a) over sampled tokens. It is an
+    unbiased estimate of the policy's entropy if the tokens were drawn from pi. If a filter such as top-k changed the
+    distribution, it is biased and therefore called `surprise`.
     """
     rewards = [t.reward for t in trajectories if t.reward is not None]
     groups = [
@@ -106,22 +106,23 @@ def _stdev(values: Sequence[float]) -> float:
 def staleness(trajectories: Sequence[Trajectory], step: int, lag: int) -> dict[str, float]:
     """Return {"sampling/staleness": the age, in steps, of the weights that sampled the completions}; {} if `lag` is 0.
 
-    Raises `RuntimeError` if the age is not min(`lag`, `step`), which would be a bug in psigrad.
+    Raise `RuntimeError` if the age is not min(`lag`, `step`), which would be a bug in psigrad.
     """
     if not lag or not trajectories:
         return {}
     versions = {t.version for t in trajectories}
     if versions != {max(0, step - lag)}:
         raise RuntimeError(
-            f"Step {step + 1} with lag {lag} got completions that were sampled after steps {versions}; please report this."
+            f"Step {step + 1} with lag {lag} got completions that were sampled after steps {versions}, "
+            f"not after step {max(0, step - lag)}; please report this."
         )
     return {"sampling/staleness": float(step - max(0, step - lag))}
 
 
 class TokenFigures:
-    """The log-probs and entropies of a batch's first `rows` rows, each from the last forward pass that had the row.
+    """The log-probs and entropies of a batch's first `rows` rows, each from the last forward pass with this row.
 
-    Both tensors have the shape [rows, T]. They are NaN on rows that no pass had.
+    Both tensors have the shape [rows, T]. They are NaN on rows that were in no pass.
     """
 
     def __init__(self, rows: int, prepared: Prepared) -> None:
@@ -150,10 +151,10 @@ class TokenFigures:
     def rows(self) -> list[dict[str, Any]]:
         """Return columns of rollouts.jsonl for every row of the batch, as one dict per row.
 
-        `kept` is False if a filter dropped the row, and otherwise absent. The first rows, whose log-probs are stored here, also
-        have lists with one value per token, up to the policy's last token. Tokens that the policy did not choose have the value
-        0. `trained_logprobs` are from the policy's last pass over the row, `ref_logprobs` from the reference. `entropy` is exact,
-        in nats. `advantages` is absent if all tokens have the same one.
+        `kept` is False if a filter dropped the row, and otherwise absent. Rows whose log-probs are stored here also have lists
+        with one value per token, up to the last token that the policy chose. Tokens that it did not choose have the value 0.
+        `trained_logprobs` are from the policy's last pass over the row, `ref_logprobs` from the reference. `entropy` is exact, in
+        nats. `advantages` is absent if all tokens have the same one.
         """
         rows: list[dict[str, Any]] = [{} if keep else {"kept": False} for keep in self.prepared.keep.tolist()]
         batch = self.prepared.batch
@@ -182,9 +183,9 @@ def rollout_rows(
 ) -> Sequence[Mapping[str, Any]]:
     """Return a row of rollouts.jsonl for every completion of a step. `prompts` are the run's prompts, sorted by `Prompt.index`.
 
-    A row has an advantage (from `learned`) if its completion was trained on. Rows of the first `record_tokens` trained groups
-    also have lists with one value per token, such as log-probs. If `record_prompts` is not 0, only completions of the first
-    `record_prompts` prompts get rows. Rank 0 returns the rows of all processes, and any other rank only its own.
+    A row has an advantage (from `learned`) if its completion was trained on. Of the groups trained on, the rows of the first
+    `record_tokens` also have lists with one value per token, such as log-probs. If `record_prompts` is not 0, only completions
+    of the first `record_prompts` prompts get rows. Rank 0 returns the rows of all processes, and any other rank only its own.
     """
     written = collected.trajectories
     if record_prompts:

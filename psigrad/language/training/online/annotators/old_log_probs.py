@@ -52,10 +52,7 @@ class LogProbGap:
         self._sum, self._max, self._count, self._unequal = math.fsum(sums), max(largest), sum(counts), sum(unequal)
 
     def check(self, step: int, bound: float) -> None:
-        """Raise a `UserError` that names `step` if the mean difference exceeds `bound`.
-
-        A larger difference shows that the tokens were not sampled from the policy that is trained.
-        """
+        """Raise a `UserError` that names `step` if the mean difference exceeds `bound`: another policy sampled the tokens."""
         if not self.mean <= bound:
             raise UserError(
                 f"At step {step} the log-probs of sampler and trainer differ by {self.mean:.2g} on average, above the limit "
@@ -64,7 +61,7 @@ class LogProbGap:
             )
 
     def figures(self) -> dict[str, float]:
-        """Return the mean and maximum difference, and the share of tokens that differ; {} if no token was compared."""
+        """Return the mean and maximum difference, and the share of tokens whose log-probs differ; {} if no token was compared."""
         if not self._count:
             return {}
         name = "sampling/sampling_logp_difference"
@@ -74,8 +71,8 @@ class LogProbGap:
 class OldLogProbs(Annotator):
     """The annotator that recomputes `logp_old` if needed, and measures how far the trainer's log-probs are from the sampler's.
 
-    `logp_old` is not recomputed if the current weights sampled the whole batch and one of two conditions holds: the sampler's
-    log-probs equal the trainer's, or the batch has a single optimiser step, in which `add_terms` sets `logp_old`.
+    Recomputing is not needed if the current weights sampled the whole batch, and either the sampler computes the same log-probs
+    as the trainer (`run.exact_sampling`) or training takes one optimiser step per batch (`add_terms` then sets `logp_old`).
     """
 
     def __init__(self) -> None:
@@ -108,9 +105,9 @@ class OldLogProbs(Annotator):
     def add_terms(
         self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, sums: LossSums
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Return `part` and `outputs`. In the first optimiser step, compare the log-probs of `outputs` with the sampler's.
+        """In the first optimiser step, compare `outputs.logp` with the sampler's log-probs if `columns` left that to `add_terms`.
 
-        If the batch has a single optimiser step, `logp_old` of `part` is set to the log-probs of `outputs`. The ratio is then 1.
+        If this is the only step on the batch, the returned part has these log-probs as its `logp_old`, so that the ratio is 1.
         """
         if sums.steps == 0 and (own := self._compared) is not None:
             sums.later(outputs.logp, partial(self.gap.add, sampled=own.logp_old[rows], mask=own.mask[rows]))

@@ -15,10 +15,10 @@ from psigrad.language.training.online.online_run import Annotator, OnlineRun
 
 
 class PastPolicies(Annotator):
-    """The annotator that stores a snapshot of the policy in `models` at the start and once every `every` steps.
+    """The annotator that stores snapshots of the policy's weights in `models`, and picks the opponents in games from them.
 
-    Snapshot n is taken after n · every steps, and overwrites the oldest one in `models[n % len(models)]`. With probability
-    `share`, the games of a prompt are played against a snapshot, chosen uniformly at random. Otherwise the policy plays itself.
+    `models[0]` starts as a copy of the policy. After n · `every` steps, snapshot n overwrites `models[n % len(models)]`. With
+    probability `share`, a prompt's games are played against a random snapshot. Otherwise the policy plays itself.
 
     Source: Bansal et al. 2018, Emergent Complexity via Multi-Agent Competition, arXiv:1710.03748 (opponents from the past).
     """
@@ -28,7 +28,10 @@ class PastPolicies(Annotator):
         self._samplers = [EmbeddedSampler(model, max_batch) for model in models]
 
     def pick(self, seed: int, version: int) -> Sampler | None:
-        """Return the opponent's sampler for games with this seed, or None if the policy plays itself. `version` counts steps."""
+        """Return the opponent's sampler for games with this seed; None if the policy plays itself.
+
+        `version` is the number of training steps so far.
+        """
         drawn = np.array([seeds.derive(seed, "opponent")], dtype=np.uint64)
         if seeds.uniform(drawn, 0)[0] >= self.share:
             return None
@@ -36,6 +39,6 @@ class PastPolicies(Annotator):
         return self._samplers[int(seeds.uniform(drawn, 1)[0] * filled)]
 
     def after_step(self, run: OnlineRun, number: int) -> None:
-        """After every `every` steps, overwrite the oldest snapshot with the current weights. `number` counts the steps so far."""
+        """If the `number` of steps so far is a multiple of `every`, store the current weights in place of the oldest snapshot."""
         if number % self.every == 0:
             move_towards(self.models[number // self.every % len(self.models)], run.model, 1.0)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Reference(Annotator):
-    """The annotator of a reference model. It adds the column `logp_ref`, or a `Divergence` if the KL sums over the vocabulary."""
+    """The annotator of a reference model. It adds `logp_ref`, or gives a `Divergence` if the KL sums over the vocabulary."""
 
     gives_reference = True
 
@@ -29,7 +29,7 @@ class Reference(Annotator):
         self.reference = self.model = model
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Add the column `logp_ref` if a policy gradient needs it. A KL that sums over the vocabulary uses `divergence`."""
+        """Add `logp_ref` if a policy gradient's KL reads it. A KL that sums over the vocabulary uses `divergence` instead."""
         if not run.algorithm.needs_reference or not isinstance(run.algorithm, PolicyGradient) or run.algorithm.needs_exact_kl:
             return batch
         logp = reference_log_probs(self.model, batch, run.config.micro_batch_tokens, run.params.temperature, run.world)
@@ -40,7 +40,7 @@ class Reference(Annotator):
         return exact_kl(run.algorithm, self.model, reference_inputs_of(batch, micro))
 
     def after_step(self, run: OnlineRun, number: int) -> None:
-        """After every `ref_model_sync_steps` steps, move the reference towards the policy. `number` counts the steps so far."""
+        """If the `number` of steps so far is a multiple of `ref_model_sync_steps`, move the reference towards the policy."""
         if run.config.ref_model_sync_steps and number % run.config.ref_model_sync_steps == 0:
             move_towards(self.model, run.model, run.config.ref_model_mixup_alpha)
 
@@ -63,7 +63,7 @@ def reference_log_probs(model: LanguageModel, batch: Batch, budget: int, tempera
 
 
 def inputs_for_reference(batch: Batch, micro: MicroBatch) -> Groups:
-    """Return the reference's inputs for `micro`. They omit the experts recorded in sampling: the reference chooses its own."""
+    """Return the reference's inputs for `micro`, without the policy's choices of experts: the reference makes its own."""
     return reference_inputs_of(batch, micro) or replace(inputs_of(batch, micro), experts=None)
 
 
