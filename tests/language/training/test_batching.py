@@ -17,7 +17,8 @@ from psigrad.language.models import tiny
 from psigrad.language.recipes import loops
 from psigrad.language.rollout.types import Completion, State, Trajectory
 from psigrad.language.training.online.batching import LENGTH_PENALTY, metric_of, minibatches, to_batch
-from psigrad.language.training.online.collect import collect, group_scored
+from psigrad.language.training.online.collect import collect, group_scored, penalise_truncated
+from psigrad.objective.parts import group_advantage
 from psigrad.optim import learning_rate
 from psigrad.step import Clock
 
@@ -97,6 +98,7 @@ def test_dynamic_sampling_compares_all_but_the_penalty_on_length_or_the_reward_t
     assert metric_of(trajectory(-1.0, "failed"), "exact") == -1.0
     assert metric_of(trajectory(-0.5, "failed", exact=-1.0, format=0.5), "format") == 0.5
     assert metric_of(trajectory(-0.9, "failed", exact=-0.5, soft_overlong=-0.4)) == -0.5
+    assert metric_of(trajectory(-1.5, "failed", missing_eos=-0.5), "exact") == -1.5
     with pytest.raises(UserError, match=r"filter_metric is 'acc'.+expected one of exact, format"):
         metric_of(trajectory(1.5, exact=1.0, format=0.5), "acc")
     assert to_batch([[short, long]]).metric.tolist() == [1.0, 1.0]
@@ -145,3 +147,17 @@ def test_the_batch_has_the_reward_on_each_last_token(tokenizer):
         )
         assert batch.logp_old[n, :size].tolist() == pytest.approx(list(t.completion.logprobs))
         assert bool(batch.truncated[n]) == (t.completion.finish_reason == "length")
+
+
+def test_methods_that_compare_values_of_one_part_see_the_penalty_for_no_end():
+    """Both answers are right; one was cut, and one failed. Of [0, -0.5, 0] the mean is -1/6, so the cut one is pushed down."""
+    ended, cut, failed = (
+        trajectory(1.0, exact=1.0),
+        trajectory(1.0, exact=1.0),
+        trajectory(-1.0, "failed"),
+    )
+    cut = replace(cut, completion=replace(cut.completion, finish_reason="length"))
+    batch = to_batch([[penalise_truncated(t, 0.5) for t in (ended, cut, failed)]])
+    assert batch.parts.tolist() == [[1.0, 0.0], [1.0, -0.5], [-1.0, 0.0]]
+    pushed = group_advantage.decoupled_group_mean()(batch)[:, 0]
+    assert pushed[1] < pushed[0]

@@ -76,7 +76,8 @@ def test_two_evaluations_of_one_policy_draw_the_same():
 def test_the_penalty_for_no_end_is_taken_from_cut_completions_alone():
     cut, ended = completion(0, 0, 0.75, "length"), completion(0, 1, 0.75)
     assert (penalise_truncated(cut, 0.5).reward, penalise_truncated(cut, 0.5).parts) == (0.25, {"missing_eos": -0.5})
-    assert penalise_truncated(ended, 0.5) is ended and penalise_truncated(replace(cut, reward=None), 0.5).reward is None
+    assert (penalise_truncated(ended, 0.5).reward, penalise_truncated(ended, 0.5).parts) == (0.75, {"missing_eos": 0.0})
+    assert penalise_truncated(replace(cut, reward=None), 0.5).reward is None
 
 
 def test_figures_are_sums_over_micro_batches_and_means_over_optimiser_steps():

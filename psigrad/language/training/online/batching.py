@@ -214,18 +214,19 @@ def metric_of(trajectory: Trajectory, name: str = "", weights: Mapping[str, floa
     """Return the value that dynamic sampling compares within a group: that of the reward function `name`.
 
     If `name` is empty, return the reward without the length penalty soft_overlong, if there is one: the sum of weight × value of
-    the other functions. `weights` are their weights by name (default 1). Raise `UserError` if no function is called `name`.
+    the other functions. `weights` are their weights by name (default 1). Raise `UserError` if no function is called `name`. An
+    unscored trajectory, or a failed one without a value of that function, has the value of its reward.
     """
     reward = trajectory.reward or 0.0
-    if trajectory.status == "unscored" or (trajectory.status == "failed" and not trajectory.parts):
+    if trajectory.status == "unscored":
         return reward
-    if name:
-        if name not in trajectory.parts:
-            raise UserError(
-                f"filter_metric is {name!r}, and no reward function has this name; expected one of {', '.join(trajectory.parts)}."
-            )
+    if name in trajectory.parts:
         return float(trajectory.parts[name] or 0.0)
-    if LENGTH_PENALTY not in trajectory.parts:
+    if name and trajectory.status != "failed":
+        raise UserError(
+            f"filter_metric is {name!r}, and no reward function has this name; expected one of {', '.join(trajectory.parts)}."
+        )
+    if name or LENGTH_PENALTY not in trajectory.parts:
         return reward
     given, parts = weights or {}, trajectory.parts.items()
     return math.fsum(given.get(other, 1.0) * float(part or 0.0) for other, part in parts if other != LENGTH_PENALTY)

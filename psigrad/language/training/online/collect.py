@@ -155,11 +155,14 @@ def completion_seed(seed: int, cursor: int, i: int, k: int) -> int:
 
 
 def penalise_truncated(trajectory: Trajectory, penalty: float) -> Trajectory:
-    """Return the trajectory, with `penalty` subtracted from its reward if the length limit ended it."""
-    if trajectory.reward is None or trajectory.completion.finish_reason != "length":
+    """Return the trajectory, with `penalty` subtracted from its reward if the length limit ended it.
+
+    The part `missing_eos` is 0 if it ended by itself, so that methods that compare the values of one part see the penalty.
+    """
+    if trajectory.reward is None:
         return trajectory
-    parts = {**trajectory.parts, "missing_eos": -penalty}
-    return replace(trajectory, reward=trajectory.reward - penalty, parts=parts)
+    lost = penalty if trajectory.completion.finish_reason == "length" else 0.0
+    return replace(trajectory, reward=trajectory.reward - lost, parts={**trajectory.parts, "missing_eos": 0.0 - lost})
 
 
 def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int) -> Iterator[list[Trajectory]]:
