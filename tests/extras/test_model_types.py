@@ -142,5 +142,5 @@ def test_a_checkpoint_without_a_text_half_to_load_is_refused_with_what_to_take(w
     (tmp_path / "rows.jsonl").write_text(ROWS)
     assert command(wanted, tmp_path / "model", *([] if "plan" in wanted else ["--output-dir", str(tmp_path / "run")])) == 2
     said = capsys.readouterr().err.strip()
-    assert "qwen2_5_vl is a model of images or sounds, which psigrad cannot train; choose a text model of the family" in said
+    assert "qwen2_5_vl is an image or audio model, which psigrad cannot train; choose a text model of the family" in said
     assert said.count("\n") == 0

@@ -58,7 +58,7 @@ class ScalarModel(Pretrained):
         return bool(getattr(self.network.config, PLAIN_PROMPTS, False))
 
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
-        """Return V [N, T] of the text before each completion token (see `values`), or scores [N, 1] without a `score` layer."""
+        """Return V [N, T] before each completion token (see `values`), or the texts' scores [N, 1] if not `per_token`."""
         return self.values(texts, packed=packed) if self.per_token else self.scores(texts)[:, None]
 
     def _sample_texts(self, length: int) -> list[list[int]]:
@@ -213,7 +213,7 @@ def prepare(
 ) -> ScalarModel:
     """Return a `ScalarModel` for a transformers model in memory.
 
-    `is_known` is True if `fused.loader.load` loaded the model. The other arguments are those of `load`.
+    `is_known` (see `Pretrained.prepare`) is True if `fused.loader.load` loaded the model. The other arguments are as in `load`.
     """
     network.config.pad_token_id = _padding(tokenizer)
     model = ScalarModel(network, tokenizer)

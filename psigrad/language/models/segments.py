@@ -55,7 +55,7 @@ class ShortConvolution:
     kernel: Callable[[Tensor, Tensor], Tensor | None] = lambda x, windows: None
 
     def finish(self, made: Tensor) -> Tensor:
-        """Add the bias to `made` [S, C], the weighted sums over the tokens' windows, and apply the activation."""
+        """Add the bias, then apply the activation. `made` [S, C] has the weighted sums over the tokens' windows."""
         return self.activation(made if self.bias is None else made + self.bias)
 
 
@@ -83,9 +83,9 @@ def waves(pieces: Any) -> list[Wave]:
 
 
 def trees(each: list[Wave], every: bool) -> Trees:
-    """Return the segments of the waves `each` as `Trees`, the format of the C++ kernels.
+    """Return the segments of all waves as `Trees`, the format of the C++ kernels. `each` is the result of `waves`.
 
-    If `every` is True, the kernels return the final states of all segments, otherwise only states from which segments continue.
+    The kernels return the final states of all segments if `every` is True, otherwise only of those that another one continues.
     """
     flat, root = [segment for wave in each for segment in wave], list[int]()
     for i, (_, _, before) in enumerate(flat):

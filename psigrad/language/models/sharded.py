@@ -23,10 +23,9 @@ from psigrad.processes.parallel.world import Division, World
 
 
 class Root(nn.Module):
-    """The FSDP root module. Sharded weights are gathered while its forward pass runs.
+    """The FSDP root module, whose forward pass gathers the sharded weights.
 
-    The weights of the embedding, the last norm and the head are gathered during the whole pass. A layer's weights are gathered
-    only during its own forward pass.
+    The embedding, the last norm and the head stay gathered for the whole pass, and each layer only for its own forward pass.
     """
 
     def __init__(self, network: nn.Module, value_head: nn.Module | None) -> None:

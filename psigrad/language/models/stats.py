@@ -15,10 +15,10 @@ LEAST_REST = 1e-6
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Statistics per token [M]: `logp` is log π(a|s). The others are computed on request, and None otherwise.
+    """Statistics per token [M]: `logp` is log π(a|s) of the token a after the text s. The others are None unless requested.
 
-    `entropy` is that of π(·|s), in nats. `kl` is the requested divergence of π and the reference, in nats. `hit` is 1 if a is
-    the most probable token, else 0. `value` is the critic's V(s), and `mean_logp` the mean of log π over the vocabulary.
+    `entropy` is that of π(·|s), in nats. `kl` is the requested divergence of π and the reference, in nats. `hit` is 1 if the
+    token is the most probable one, else 0. `value` is the critic's V(s), and `mean_logp` the mean of log π over the vocabulary.
     """
 
     logp: Tensor
@@ -130,7 +130,7 @@ class TokenStatsRequest:
     def _divergence(self, pi: Tensor, log_pi: Tensor, never: Tensor, log_ref: Tensor) -> Tensor:
         """Return the divergence [M] between π and the reference, from π, log π, log π_ref and the mask `never`, all [M, V].
 
-        `never` is True where π is 0. At these tokens `log_pi` must be 0, not −∞, as `_exp` returns it. `log_ref` may be −∞.
+        `never` is True where π is 0. There `log_pi` must be 0 instead of −∞, as in the result of `_exp`. `log_ref` may be −∞.
         """
         if self.divergence == "exact":
             return (pi * (log_pi - log_ref.masked_fill(never, 0.0))).sum(-1)

@@ -15,11 +15,11 @@ from psigrad.language.models.towers import file_of
 MOST_ADDED = 100_000
 """The maximum number of added tokens of a tokenizer. The tokenizers library's time grows with the square of this number."""
 MOST_GROWTH = 1024
-"""The maximum number of characters that a normaliser or decoder makes of one character, and of parts in a template."""
+"""The maximum number of characters into which a normaliser or decoder may turn one character, and of items in a template."""
 
 
 def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder or hub model. It allows images in prompts if the model's type is in `vision.FAMILIES`.
+    """Return the tokenizer of a folder or hub model. It accepts images in prompts if the model's type is in `vision.FAMILIES`.
 
     Raises `ValueError` if the tokenizer is missing, empty or rejected by `check_tokenizer`. For Qwen, Gemma and GPT-2,
     transformers creates an empty tokenizer if the files are missing. It would encode every text as an empty list.
@@ -39,7 +39,7 @@ def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
 
 
 def check_tokenizer(path: str) -> None:
-    """Raise `ValueError` for tokenizer files that would make a text far longer, or that take minutes to load."""
+    """Raise `ValueError` if the tokenizer at `path` could make a text far longer, or would take minutes to load."""
     added = 0
     for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"):
         if (file := file_of(path, name)) is None:
@@ -52,16 +52,16 @@ def check_tokenizer(path: str) -> None:
         for kind in ("normalizer", "decoder", "post_processor"):
             if (growth := _growth(held.get(kind))) > MOST_GROWTH:
                 raise ValueError(
-                    f"the {kind} of its tokenizer turns one character into {growth:.3g} characters, more than {MOST_GROWTH:,}"
+                    f"the {kind} of its tokenizer can make a text {growth:.3g} times as long, above the limit of {MOST_GROWTH:,}"
                 )
     if added > MOST_ADDED:
         raise ValueError(
-            f"its tokenizer has {added:,} added tokens, above the limit of {MOST_ADDED:,}; make them words of its vocabulary"
+            f"its tokenizer has {added:,} added tokens, more than {MOST_ADDED:,}; move them into its ordinary vocabulary"
         )
 
 
 def _growth(part: Any) -> float:
-    """Return an upper bound of the characters that a part of tokenizer.json makes of one; for a template, its number of items."""
+    """Return the most characters that `part` of tokenizer.json can make of one character; for a template, its number of items."""
     if not isinstance(part, dict):
         return 1.0
     if part.get("type") == "TemplateProcessing":

@@ -71,7 +71,7 @@ def freeze_towers(network: Any, learns: Sequence[str] = ()) -> None:
 
 
 def check_names(names: Sequence[str], learns: Sequence[str]) -> list[str]:
-    """Return the full names in `names` that stay frozen. `learns` has the last name parts of trained modules, as "connector".
+    """Return the names of modules that stay frozen: those in `names` whose last part (such as "connector") is not in `learns`.
 
     Raises `UserError` if an entry of `learns` is not the last part of any name in `names`.
     """

@@ -1,7 +1,7 @@
 """Vision towers of the model families that psigrad trains with images. An image's features replace embeddings in a prompt.
 
 transformers' modules compute the features. If the tower is frozen, the features of each image are cached. They are computed image
-by image, so that they do not depend on the batch. The language model then runs as on text: packed, with kernels or fused.
+by image, so that they do not depend on the batch. Then the language model runs as on text: packed or padded, fused or not.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Vision:
         return [found[i] for i in range(len(pictures))]
 
     def fill(self, network: Any, embedded: Tensor, ids: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Replace the embeddings [N, E] of the image tokens in `ids` [N] by the images' features.
+        """Replace the embeddings of image tokens in `embedded` [N, E] by the images' features. `ids` [N] has all tokens' ids.
 
         Return (the new embeddings, one tensor [image tokens, E] per DeepStack layer, to be added to that layer's output).
         """
@@ -345,8 +345,9 @@ FAMILIES: dict[str, type[Vision]] = {
 
 
 def needs_vision(path: str, requested: bool = False) -> bool:
-    """Return True if the model at `path` is loaded with its vision tower: if transformers cannot load it without the tower, or if
-    the tower is `requested` and the model has one.
+    """Return True if the model at `path` should be loaded with its vision tower.
+
+    This is so if its type is in `FAMILIES`, and the tower is `requested` or transformers cannot load the model without it.
     """
     from transformers import PreTrainedConfig
 
@@ -362,7 +363,7 @@ def requires_vision(kind: Any) -> bool:
 
 
 def why_not_text(config: Any) -> str:
-    """Return advice for a model of images or sounds that psigrad cannot load; "" if it can load the model.
+    """Return advice for an image or audio model that psigrad cannot load; "" if it can load the model.
 
     psigrad can load models whose type is in `FAMILIES`, and models whose language model transformers can load alone.
     """
@@ -372,15 +373,15 @@ def why_not_text(config: Any) -> str:
     if not parts or config.model_type in (*FAMILIES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         return ""
     return (
-        f"{config.model_type} is a model of images or sounds, which psigrad cannot train; choose a text model of the family, or "
+        f"{config.model_type} is an image or audio model, which psigrad cannot train; choose a text model of the family, or "
         f"one of {', '.join(FAMILIES)}"
     )
 
 
 def configure_vision(tokenizer: Any, network: Any, path: str) -> None:
-    """Allow images in the tokenizer's prompts if `network`, loaded from `path`, has a vision tower; forbid them otherwise.
+    """Make the tokenizer accept prompts with images if `network`, loaded from `path`, has a vision tower, otherwise only text.
 
-    Raises `ValueError` if the folder has an image processor that cannot be loaded.
+    Raises `ValueError` if the tower's image processor is at `path` but cannot be loaded.
     """
     if not hasattr(network, "get_image_features"):
         images.attach_image_format(tokenizer, None)
@@ -389,9 +390,9 @@ def configure_vision(tokenizer: Any, network: Any, path: str) -> None:
 
 
 def attach(tokenizer: Any, path: str, config: Any = None) -> str:
-    """Allow images in the tokenizer's prompts if the model at `path` is of a type in `FAMILIES` and has an image processor.
+    """Make the tokenizer accept prompts with images if the type of the model at `path` is in `FAMILIES`.
 
-    If the model's `config` is given, only the processor is read from `path`. Return the error if that fails, else "".
+    `config` replaces the one at `path`. Return the error's text if the image processor or the config cannot be read, else "".
     """
     from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig
 

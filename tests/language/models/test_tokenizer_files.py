@@ -23,17 +23,17 @@ TOKENIZER = {
     "a text a billion times": (
         "normalizer",
         {"type": "Sequence", "normalizers": [times("a", 1000)] * 3},
-        "turns one character into 1e+09",
+        "can make a text 1e+09 times as long",
     ),
     "a token a million times": (
         "decoder",
         {"type": "Sequence", "decoders": [times("ab", 2000)] * 2},
-        "turns one character into 4e+06",
+        "can make a text 4e+06 times as long",
     ),
     "too much around a text": (
         "post_processor",
         {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<eos>", "type_id": 0}}] * 5000, "pair": []},
-        "the post_processor of its tokenizer turns one character into 5e+03",
+        "the post_processor of its tokenizer can make a text 5e+03 times as long",
     ),
     "too many added tokens": (
         "added_tokens",
