@@ -285,13 +285,13 @@ class Optimizer:
         for key in tensors:
             name = key.partition(".")[2]
             if name not in self.weights:
-                raise UserError(f"The checkpoint trains {name!r}, but this run does not; resume with the checkpoint's settings.")
+                raise UserError(f"The checkpoint's run trained {name!r}, but this run does not; resume with that run's settings.")
             if key not in own.keys() | masters:
                 raise UserError(f"{key!r} was saved by another optimizer; set optimizer back to what the run was started with.")
         for key, value in tensors.items():
             name = key.partition(".")[2]
             if lacks := ", ".join(k for k in self.weights[name].state if f"{k}.{name}" not in tensors):
-                raise UserError(f"The saved {name!r} lacks {lacks}; set optimizer back to what the run was started with.")
+                raise UserError(f"The saved state of {name!r} lacks {lacks}; set optimizer to what the run was started with.")
             if key in own and value.shape != own[key].shape:
                 saved, now = list(value.shape), list(own[key].shape)
                 raise UserError(f"The saved {key!r} has shape {saved}, not {now}; use the model that the run was started with.")
