@@ -94,7 +94,10 @@ class Sums:
         return False
 
     def finish(self) -> None:
-        """Add the gradients of stored uses to weights that have a `.grad`. Call this after a step's last backward pass."""
+        """Add the gradients of a weight's stored uses to its `.grad`, if it has one. Call this after a step's last backward pass.
+
+        A weight without a `.grad` keeps its uses for `blocks`.
+        """
         for weight in [w for w in self.uses if w.grad is not None]:
             self._store(weight)
         self.tensors = {weight: total for weight, total in self.tensors.items() if weight.grad is total}
@@ -102,7 +105,7 @@ class Sums:
     def blocks(self, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Compute a weight's gradient from the uses that `defers` stored, and yield it block by block as (rows, gradient).
 
-        A block's gradient overwrites the previous one in memory. The caller may change the weight's rows that were yielded.
+        Each gradient overwrites the previous one in memory. Once their gradient is yielded, rows of the weight may be changed.
         """
         height = max(1, BLOCK_ELEMENTS // weight[0].numel())
         room = torch.empty_like(weight[:height])
@@ -127,7 +130,7 @@ _SUMS: ContextVar[tuple[Sums, ...]] = ContextVar("sums of gradients that are wri
 
 @contextlib.contextmanager
 def in_place(*sums: Sums) -> Iterator[None]:
-    """Inside this context, sum the gradients of vocabulary-sized weights in `sums`, not in autograd.
+    """Inside this context, let `sums`, not autograd, sum the gradients of vocabulary-sized weights.
 
     Usually there is one `Sums` for the weights of each optimizer. If none is given, a new `Sums` is used for all weights.
     `torch.autograd.grad` and hooks on parameters do not receive these gradients.
@@ -160,14 +163,14 @@ def _sums_of(weight: Tensor) -> Sums | None:
 
 
 class _Rows:
-    """The use of an embedding table that looks up the rows `ids` [N]. `dy` [N, E] is the gradient of the result."""
+    """The `Use` of an embedding table: a lookup of the rows `ids` [N]. `dy` [N, E] is the gradient of the result."""
 
     def __init__(self, ids: Tensor, dy: Tensor) -> None:
         self.ids, self.dy = ids, dy
 
     @property
     def size(self) -> int:
-        """The number of elements of `dy`, the tensor that this use stores."""
+        """The number of elements of `dy`. The much smaller `ids` is not counted."""
         return self.dy.numel()
 
     @torch.no_grad()
@@ -208,7 +211,7 @@ def embedding(table: Tensor, ids: Tensor, padding: int | None, sums: Sums) -> Te
 
 
 class PassOutOfMemoryError(MemoryError):
-    """Raised by all processes if one of them runs out of memory in a forward or backward pass. No weight has changed."""
+    """Raised by all processes if one runs out of memory in a pass, unless the weights are sharded. No weight has changed."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -85,13 +85,13 @@ def round_stochastically(x: Tensor, seed: int, first: int = 0) -> Tensor:
 def dither(x: Tensor, first: int = 0) -> Tensor:
     """Round each number of x [n] to one of its two bfloat16 neighbours, by a threshold that depends only on its index.
 
-    x may be a part of a parameter. `first` is the index of x[0] in the parameter.
+    x has the float32 masters of a parameter, or of a part of it. `first` is the index of x[0] in the parameter.
     Formula: |x_i| = a + f·(b − a), with neighbours a ≤ |x_i| < b, becomes b if f + u_i ≥ 1, else a. The threshold u_i is the
              fractional part, to 16 bits, of φ·(`first` + i), with φ = 0.618….
 
-    The thresholds of adjacent numbers are spread evenly over [0, 1). So if many masters move by 1 % of b − a, 1 % of their
-    weights move by b − a, and the mean movement is the same. With rounding to nearest, a weight would change only after its
-    master has moved by half of b − a, which takes many steps of fine-tuning. Unlike random numbers, thresholds add no noise.
+    The thresholds of adjacent numbers are spread evenly over [0, 1). So if many masters move by 1 % of the gap b − a, one in 100
+    of the rounded weights moves by the whole gap: the mean movement is the same. With rounding to nearest, a weight would change
+    only after many steps of fine-tuning, once its master has moved by half the gap. Unlike random numbers, this adds no noise.
     """
     return _round_up_from(_thresholds(first, x), x)
 
@@ -158,10 +158,10 @@ def copy_masters(weights: Sequence[tuple[Tensor, Tensor, int]]) -> None:
 
 
 def has_remainder(p: Tensor) -> bool:
-    """Return True if the float32 master of `p` is stored as the bfloat16 weight plus a 16-bit remainder.
+    """Return True for a large bfloat16 weight on a GPU: AdamW stores its master as the weight plus a 16-bit remainder (`split`).
 
-    That is so for large bfloat16 weights on a GPU. Weight, gradient and optimiser state then take 14 bytes per parameter. With
-    a master they take 20, since the gradient is also copied to float32. If several passes are summed in float32: 16 and 18.
+    Weight, gradient and optimiser state then take 14 bytes per element. With a float32 master they take 20, since the gradient
+    is stored in both precisions. If several gradients are summed, only the float32 sum is stored: 16 bytes (with a master, 18).
     """
     return p.dtype == torch.bfloat16 and p.device.type != "cpu" and p.numel() >= SPLIT
 
@@ -281,7 +281,7 @@ class LowMemoryAdamW:
         return x
 
     def _step_fused(self, x: Tensor, g: Tensor, moments: list[Tensor], w: AdamWWeight, step: StepSize) -> None:
-        """Update `x`, a chunk of the master of `w`, and its `moments` in place by torch's fused AdamW. `g` is x's gradient."""
+        """Update `x`, a chunk of the master of `w`, and its `moments` in place with torch's fused AdamW. `g` is x's gradient."""
         fused: Any = adamw
         count, divisor = torch.full((), w.step - 1.0, device=x.device), torch.full((), step.divisor, device=x.device)
         fused([x], [g], moments[:1], moments[1:], [], [count], fused=True, grad_scale=divisor if step.divisor != 1.0 else None,
@@ -290,7 +290,7 @@ class LowMemoryAdamW:
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """Reshape x [n] to [blocks, 256], with the last block padded by 0."""
+    """Reshape x [n] to [blocks, 256], with the last block padded with zeros."""
     return torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
 
 
@@ -302,9 +302,9 @@ def _has_kernel(w: AdamWWeight) -> bool:
 
 @functools.cache
 def _tables() -> tuple[Tensor, ...]:
-    """Return six lookup tables for the kernels: three for the signed first moment, then three for the unsigned second moment.
+    """Return six lookup tables for the C++ kernel: three for the signed first moment, then three for the unsigned second moment.
 
-    They are the `levels`, the `middles`, and, for each cell (an interval), the lowest level to which its numbers are rounded.
+    They are `levels`, `middles`, and a table that has, for each cell (small interval), the lowest level to which it is rounded.
     """
     # A cell is the interval of floats with the same upper 16 bits, from 2^-24 to 1. There is no middle below 2^-24.
     edges = ((torch.arange((24 << 7) + 2) + (103 << 7)) << 16).to(torch.int32).view(torch.float32)

@@ -81,7 +81,7 @@ class Weight:
         return self.local.grad if self.master.grad is None else self.master.grad
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint stores: the rule's state by name, and as "master" the float32 master, if any."""
+        """Return what a checkpoint stores, by name: the rule's state, and the float32 master as "master" if there is one."""
         return self.state if self.no_master or not self.is_half else {**self.state, "master": self.master.detach()}
 
     def update(self, gradient: Tensor, weight_decay: float) -> Update:
@@ -105,9 +105,9 @@ class Weight:
 class Optimizer:
     """The optimiser of named parameters. Its update rule is `rule`, or by default the one that the setting `optimizer` names.
 
-    Only matrices have weight decay. `seed` is for stochastic rounding. With `recompute`, the gradient of a large LM head is not
-    stored. It is computed twice, block by block: for the norm and for the update. Gradients are summed over the processes of
-    `world`. `reduces(on)` switches FSDP's gradient reduction on or off, so that it runs only in a step's last pass.
+    Only matrices have weight decay. `seed` is for stochastic rounding. With `recompute`, one process and only `by_rows` rules, a
+    large LM head's gradient is not stored. It is computed twice, block by block: for the norm and the update. Gradients are
+    summed over the processes of `world`. `reduces(on)` turns FSDP's reduction on or off: it must run only in a step's last pass.
     """
 
     def __init__(
@@ -156,12 +156,12 @@ class Optimizer:
 
     @property
     def has_buffers(self) -> bool:
-        """True if a half-precision weight has a `buffer`: the last step then summed gradients of several passes."""
+        """True if a half-precision weight has a `buffer`, as after a step with several backward passes."""
         return any(w.buffer is not None for w in self._half)
 
     @contextlib.contextmanager
     def float32_sums(self) -> Iterator[None]:
-        """Sum the gradients of half-precision weights in float32, on their masters, inside this context.
+        """Inside this context, sum the gradients of half-precision weights in float32, in the `.grad` of their masters.
 
         A sum of 1,000 micro-batches in bfloat16 has an error of 3 %.
         """
@@ -183,9 +183,9 @@ class Optimizer:
             w.buffer = None
 
     def finish_backward(self) -> None:
-        """Finish the gradient sums after a step's last backward pass.
+        """Complete the gradient sums after a step's last backward pass.
 
-        If a weight's master has a gradient, add the weight's remaining gradient to it. Otherwise leave it on the weight.
+        If a part of a half-precision weight's gradient was summed in float32, add the rest to it in the master's `.grad`.
         """
         self.sums.finish()
         for w in self._half:
@@ -201,9 +201,9 @@ class Optimizer:
         return [w.master for w in self.weights.values() if w.local is w.parameter]
 
     def norm(self, read: Read = to_list) -> float:
-        """Return the norm of the gradient; `read` copies it to the CPU. First put each gradient where the update reads it.
+        """Put each gradient where the update reads it, and return the norm of all gradients, which `read` copies to the CPU.
 
-        An update rule reads the master's gradient. Kernels for half-precision weights read the weight's own gradient.
+        A half-precision gradient is copied to the master in float32, unless kernels update the weight or it has no master.
         """
         for w in self._sharded:
             w.local.grad = None if w.parameter.grad is None else local_of(w.parameter.grad)
@@ -270,7 +270,7 @@ class Optimizer:
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore a state from `tensors`, the result of `state_dict`. If `tensors` lacks a parameter, set its state to 0.
 
-        Raises `UserError`, and changes nothing, if `tensors` has the state of another rule, or other parameters or shapes.
+        Raises `UserError`, and changes nothing, if `tensors` has an unknown parameter, a wrong shape or another rule's state.
         """
         tensors, masters = dict(tensors), {f"master.{name}" for name in self.weights}
         # A checkpoint may be from another device: a CPU stores a master as it is, a GPU as a remainder.
@@ -285,13 +285,13 @@ class Optimizer:
         for key in tensors:
             name = key.partition(".")[2]
             if name not in self.weights:
-                raise UserError(f"The checkpoint trains {name!r}, but this run does not; resume with the checkpoint's settings.")
+                raise UserError(f"The checkpoint's run trained {name!r}, but this run does not; resume with that run's settings.")
             if key not in own.keys() | masters:
                 raise UserError(f"{key!r} was saved by another optimizer; set optimizer back to what the run was started with.")
         for key, value in tensors.items():
             name = key.partition(".")[2]
             if lacks := ", ".join(k for k in self.weights[name].state if f"{k}.{name}" not in tensors):
-                raise UserError(f"The saved {name!r} lacks {lacks}; set optimizer back to what the run was started with.")
+                raise UserError(f"The saved state of {name!r} lacks {lacks}; set optimizer to what the run was started with.")
             if key in own and value.shape != own[key].shape:
                 saved, now = list(value.shape), list(own[key].shape)
                 raise UserError(f"The saved {key!r} has shape {saved}, not {now}; use the model that the run was started with.")
@@ -343,7 +343,7 @@ def _weight(name: str, parameter: nn.Parameter, optim: Optim, rule: UpdateRule |
 
 
 def _rule(name: str, p: Tensor, optim: Optim, stochastic: bool, remainder: bool, seed: int) -> UpdateRule:
-    """Return the update rule for a parameter. `p` is its master. For `stochastic` and `remainder` see `LowMemoryAdamW`."""
+    """Return the update rule of a parameter with master `p`. `stochastic` rounding or a `remainder` replaces a float32 master."""
     betas, eight_bits = (optim.adam_beta1, optim.adam_beta2), optim.optimizer == "adamw_8bit"
     if optim.optimizer == "adafactor":
         return Adafactor()
@@ -380,7 +380,7 @@ def add_up(optimizers: Sequence[Optimizer], losses: Losses) -> None:
     """Compute the gradient of the sum of the losses (one function per micro-batch) for all parameters of the optimisers.
 
     Previous gradients are dropped. If a process runs out of memory, all processes raise `PassOutOfMemoryError`. With sharded
-    weights, only this process raises an error, the original one: the others wait inside the same pass and cannot be informed.
+    weights, only the process that ran out of memory raises an error, PyTorch's own. The others wait for it in the same pass.
     """
     failed: Exception | None = None
     world = optimizers[0].world

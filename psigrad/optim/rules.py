@@ -144,7 +144,7 @@ MOMENTUM = 0.95
 
 
 def is_hidden_matrix(name: str, p: Tensor) -> bool:
-    """Return True if Muon updates the parameter: any matrix, also of a LoRA adapter, but no embedding and no head."""
+    """Return True if Muon updates the parameter: any matrix, including LoRA's, except embeddings and heads."""
     return p.dim() == 2 and not _NOT_HIDDEN.search(name)
 
 
@@ -185,20 +185,17 @@ class Muon:
 
 @dataclass(frozen=True)
 class Adafactor:
-    """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235) with the run's learning rate, bitwise as in transformers' `Trainer`.
+    """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235) with the run's learning rate, bit for bit as in transformers' `Trainer`.
 
     For a matrix it stores only R and C, the mean squares of the gradient's rows and columns.
-    Formula: R ← β·R + (1 − β)·mean_cols(g² + 10⁻³⁰),  C likewise by mean_rows, β = 1 − t^−0.8;  u = g / √(R·Cᵀ / mean(R));
+    Formula: R ← β·R + (1 − β)·mean_cols(g² + 10⁻³⁰),  C likewise with mean_rows, β = 1 − t^−0.8;  u = g / √(R·Cᵀ / mean(R));
              θ ← θ − lr·λ·θ − lr · u / max(1, rms(u)), in step t with gradient g and weight decay λ
     """
 
     by_rows = False
 
     def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
-        """Return the initial state: step 0 and mean squares that are all 0.
-
-        A matrix has one mean square per row and one per column, any other parameter one per element.
-        """
+        """Return the initial state: step 0, and mean squares of 0 (for a matrix, per row and per column; else per element)."""
         if p.dim() < 2:
             return {"step": torch.zeros(()), "exp_avg_sq": torch.zeros_like(p)}
         rows, columns = p.new_zeros(p.shape[:-1]), p.new_zeros(p.shape[:-2] + p.shape[-1:])
@@ -230,7 +227,7 @@ def learning_rate(optim: Optim, step: int, total: int) -> float:
     """Return the learning rate of step `step` (from 0) of `total`: linear warm-up, then the decay of `lr_scheduler_type`.
 
     The rates are those of transformers' schedule with `total` + 1 steps, of which `warmup_steps` + 1 are warm-up. The first of
-    these steps is skipped, because its rate is 0.
+    these steps is skipped, because its rate is 0. `cosine_warmup_with_min_lr` starts above 0 and has no such extra step.
     """
     if step < optim.warmup_steps and optim.lr_scheduler_type not in _OWN_WARM_UP:
         return optim.learning_rate * (step + 1) / (optim.warmup_steps + 1)
@@ -261,7 +258,7 @@ _OWN_WARM_UP = ("cosine_warmup_with_min_lr", "warmup_stable_decay")
 
 @lru_cache(maxsize=16)
 def _factor(name: str, arguments: str, warmup: int, total: int, peak: float) -> Callable[[int], float]:
-    """Return a function from a step to its learning rate divided by `peak`, by transformers' schedule `name`.
+    """Return transformers' schedule `name`: a function from a step to the step's learning rate as a share of `peak`.
 
     `arguments` is lr_scheduler_kwargs as JSON. `warmup` and `total` are numbers of steps. Raises `UserError` if the schedule does
     not accept these arguments.

@@ -164,9 +164,9 @@ def test_moments_of_other_parameters_are_refused():
     stepped(optimizer, [1])
     tensors = optimizer.state_dict()
     other, _ = optimizer_of({"x": (3, 4), **{name: SHAPES[name] for name in list(SHAPES)[1:]}})
-    with pytest.raises(UserError, match=r"trains 'a\.weight', but this run does not; resume with the checkpoint's settings"):
+    with pytest.raises(UserError, match=r"run trained 'a\.weight', but this run does not; resume with that run's settings"):
         other.load_state_dict(tensors)
-    with pytest.raises(UserError, match=r"'a\.bias' lacks step"):
+    with pytest.raises(UserError, match=r"The saved state of 'a\.bias' lacks step"):
         optimizer.load_state_dict({key: t for key, t in tensors.items() if key != "step.a.bias"})
     with pytest.raises(UserError, match=r"shape \[5\], not \[4\]; use the model"):
         optimizer.load_state_dict({**tensors, "exp_avg.a.bias": torch.zeros(5)})

@@ -29,7 +29,7 @@ def test_the_launcher_says_what_ended_a_process_and_rank_0_too(capsys, codes, to
     assert ("psigrad: process" in said) == (told is not None)
     if told is not None:
         how = f"was ended by {signal.Signals(-codes[told]).name}" if codes[told] < 0 else "ended with status 3"
-        assert f"process {told} (of 0 to 1) {how}" in said and "last words" in said
+        assert f"process {told} of 2 (counted from 0) {how}" in said and "last words" in said
 
 
 def test_where_those_that_wait_are_ended_by_a_signal_who_is_still_at_work_is_named(capsys, monkeypatch):
@@ -37,9 +37,10 @@ def test_where_those_that_wait_are_ended_by_a_signal_who_is_still_at_work_is_nam
     monkeypatch.setattr(launch, "GRACE", 0.1)
     status = launch._watch([rank_of(0, -6), rank_of(1, None), rank_of(2, -6)])
     said = capsys.readouterr().err
-    assert status == 134 and "process 0 (of 0 to 2) was ended by SIGABRT" in said and "process 1 was still running" in said
+    assert status == 134 and "process 0 of 3 (counted from 0) was ended by SIGABRT" in said
+    assert "process 1 was still running" in said
     launch._watch([rank_of(0, -6), rank_of(1, None), rank_of(2, None)])
-    assert "processes 1, 2 were still running; the others" in capsys.readouterr().err
+    assert "processes 1, 2 were still running; a hang there may be why the others failed" in capsys.readouterr().err
 
 
 def rank_of(number: int, code: int | None):

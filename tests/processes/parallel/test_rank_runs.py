@@ -196,7 +196,7 @@ def test_the_command_line_starts_processes_and_says_which_one_failed(job, tmp_pa
     os.kill(ranks_of(run)[1], signal.SIGKILL)
     said = run.communicate(timeout=240)[1]
     assert run.returncode == 137
-    assert "process 1 (of 0 to 1) was ended by SIGKILL" in said
+    assert "process 1 of 2 (counted from 0) was ended by SIGKILL" in said
     assert "Traceback" not in said
 
 
