@@ -46,9 +46,9 @@ def resolve(spec: Spec) -> PolicyGradient:
 
     A string is a preset's name, "module:object" or "file.py:object". A mapping {"preset": name, slot: part, …} replaces
     the parts in some slots (`SLOTS`) of a preset. Without a preset, it must have psi, ratio, surrogate and aggregate. A part is a
-    name, "module:object" or {"part": name, parameter: value, …}. A mapping without "part" keeps the preset's part and changes its
-    parameters. `null` removes an optional part. The slot `keep` takes a list of filters.
-    Raises `UserError` for an unknown name (with the nearest one), parameter or combination.
+    name, "module:object" or {"part": name, parameter: value, …}. Without "part", {parameter: value, …} changes the preset's
+    part. `null` removes an optional part. The slot `keep` takes a list of filters.
+    Raises `UserError` for an unknown name (with the nearest one) or parameter, `ValueError` for parts that do not fit together.
     """
     if isinstance(spec, PolicyGradient | str):
         return _with_numbers(_preset(spec) if isinstance(spec, str) else spec)
@@ -69,7 +69,7 @@ def change(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyGr
             parts["name"] = str(value)
         elif slot not in SLOTS:
             hint = nearest(slot, SLOTS) or "."
-            raise UserError(f"The algorithm has no setting {slot!r}; expected preset, name or {', '.join(SLOTS)}{hint}")
+            raise UserError(f"The algorithm has no setting {slot!r}; expected one of preset, name, {', '.join(SLOTS)}{hint}")
         elif slot == "keep":
             parts[slot] = tuple(_part("keep", item, None) for item in value or ())
         else:
@@ -120,7 +120,7 @@ def resolve_online(spec: Spec | OnlinePreference) -> PolicyGradient | OnlinePref
     loss = resolve_loss(changes.pop("loss", "dpo"))
     if changes or isinstance(loss, KahnemanTversky):
         known = ", ".join(name for name in preference_catalog.METHODS if name != "kto")
-        raise UserError(f"online_dpo got {', '.join(changes) or 'the loss kto'}; expected only `loss`, one of {known}.")
+        raise UserError(f"online_dpo has no {', '.join(changes) or 'loss kto'}; its only setting is `loss`, one of {known}.")
     return OnlinePreference(loss, f"online_{loss.name}")
 
 
@@ -195,8 +195,8 @@ INNER = {"psi": "psi", "returns": "psi", "surrogate": "surrogate"}
 
 
 def _inner(name: str, value: Any, outer: Any) -> Any:
-    """Return the value of a part's parameter `name`, from a user's `value`. If the parameter is itself a part (`INNER`), the user
-    gives its name or a mapping, and this function builds it. `outer` is the part that has the parameter.
+    """Return a user's `value` for a part's parameter `name`. If the parameter is itself a part (`INNER`), build it from
+    `value`, which is a name or a mapping. `outer` is the part whose parameter is changed; None for a new part.
     """
     return value if name not in INNER or value is None else _part(INNER[name], value, getattr(outer, name, None))
 

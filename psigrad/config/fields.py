@@ -98,7 +98,7 @@ class Setting(NamedTuple):
 def cached(function: C) -> C:
     """Return the function with its results cached.
 
-    `functools.cache` would lose the function's type, and mypy does not accept every class as a hashable argument.
+    `functools.cache` hides the function's type from mypy, which then rejects some classes as not hashable.
     """
     return cast(C, cache(function))
 
@@ -130,7 +130,7 @@ def types_of(cls: Any, notes: bool = False) -> Mapping[str, Any]:
 
 
 def device_defaults(cls: Any, device: str) -> dict[str, Any]:
-    """Return {dotted name: default} of the settings with a `DeviceDefault` for `device`, such as "cuda"; {} without training."""
+    """Return {dotted name: default on `device`} from the `DeviceDefault` notes; {} if the command of `cls` does not train."""
     trains = "optim" in types_of(cls)
     return {name: mark.values[device] for name, mark in _notes(cls, DeviceDefault) if trains and device in mark.values}
 

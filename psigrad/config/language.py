@@ -156,12 +156,12 @@ class EpisodeSettings:
 
     @property
     def plays(self) -> bool:
-        """True if a completion is an episode or a session of an agent."""
+        """True if each completion comes from an episode with an environment, tools or an agent."""
         return bool(self.environment or self.tools or self.asks)
 
     @property
     def asks(self) -> bool:
-        """True if a completion is a session of an agent, which may also give the reward."""
+        """True if each completion comes from a session of an agent that calls the policy. The agent may also return a reward."""
         return bool(self.agent or self.agent_command)
 
 

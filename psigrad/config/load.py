@@ -113,13 +113,13 @@ def has_cuda() -> bool:
 
 
 def _merge(below: Any, above: Any) -> Any:
-    """Return the file's value `above`. If it is a section, return its default `below`, updated with the file's settings."""
+    """Return the file's value `above` in place of the default `below`. In a section, replace only the settings in the file."""
     sections = isinstance(below, dict) and isinstance(above, dict) and "preset" not in below
     return {**below, **above} if sections else above
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], source: str) -> T:
-    """Build a `cls` from `values`, which `to_dict` wrote to the file `source`. Raises `UserError` if a value is invalid."""
+    """Build a `cls` from `values` in the form of `to_dict`. Raise `UserError` that names the file `source` if one is invalid."""
     return _build(cls, {name: value for name, value in values.items() if name not in ("format", "recipe")}, source)
 
 
@@ -173,8 +173,8 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
 def _drop_unread(cls: type[Any], values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return `values` without settings that the command does not read. Move values to the settings that replace them.
 
-    A setting with its default value is dropped, and so is False if no other setting replaces it. Raises `UserError` for any other
-    value without a replacement, or if the replacement is also given, with a different value.
+    An unread setting is dropped if it has its default value, or if it is False and no other setting replaces it. Raises
+    `UserError` for any other unread setting without a replacement, or if the replacement is given with a different value.
     """
     made: dict[str, Any] = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
     for name, instead in unread_settings(cls).items():
@@ -216,7 +216,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
 
 
 def _convert_types(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with single values of tuple fields as tuples, and paths as text. Add `cls`'s defaults to each section."""
+    """Return `values` with paths as text and a single value of a tuple field in a tuple. Add `cls`'s defaults to each section."""
     hints = types_of(cls)
     made: dict[str, Any] = {}
     for name, value in values.items():

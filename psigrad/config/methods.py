@@ -47,7 +47,7 @@ def list_declarations() -> dict[str, Declaration]:
 
 
 def declaration(name: str) -> Declaration:
-    """Return the training method of that name. Raises `UserError` with the nearest name if there is none."""
+    """Return the training method of that name. If no method has the name, raise `UserError` with the nearest name."""
     if name == "control":
         raise UserError(
             "control is not a method for language models; from Python use psigrad.control.PPO('CartPole-v1').learn()."
@@ -60,8 +60,8 @@ def declaration(name: str) -> Declaration:
 def of_spec(spec: Any) -> Declaration:
     """Return the declaration of an algorithm, given as a name, as {"preset": name, …} or as an object with a `name`.
 
-    Raise `UserError` for a plain name that no method has. Any other unknown `spec`, such as "module:name", is a custom online
-    method, whose declaration has the defaults {"algorithm": `spec`}.
+    Raise `UserError` for a name without ":" that no method has. Any other `spec` without a known name, such as "module:name",
+    counts as a custom online method: its declaration has the defaults {"algorithm": `spec`}.
     """
     name = spec.get("preset", "") if isinstance(spec, Mapping) else spec if isinstance(spec, str) else getattr(spec, "name", "")
     if name in list_declarations():

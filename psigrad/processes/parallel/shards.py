@@ -48,7 +48,7 @@ def local_parameter(parameter: Any) -> nn.Parameter:
 
 
 def first_element(parameter: Any) -> int:
-    """Return the index of this process's first element in the unsharded parameter; 0 if the parameter is not sharded."""
+    """Return the position of this process's first element in the flattened full parameter; 0 if the parameter is not sharded."""
     if not is_sharded(parameter):
         return 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -58,7 +58,7 @@ def first_element(parameter: Any) -> int:
 
 
 def shard_like(local: Tensor, parameter: Tensor) -> Tensor:
-    """Return a tensor (such as a moment) that is sharded like `parameter`. `local` has this process's rows of the tensor."""
+    """Return a tensor that is sharded like `parameter`, such as an optimiser's moment. This process's rows of it are `local`."""
     if not is_sharded(parameter) or local.dim() == 0:
         return local
     from torch.distributed.tensor import DTensor
@@ -103,7 +103,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) -> Non
 
 
 def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the tensors, sharded or not, from the safetensors files in `folder`. Raise `UserError` if they do not match."""
+    """Fill the tensors, sharded or not, from the safetensors files in `folder`. Raise `UserError` if the files do not fit."""
     dcp = _checkpoints()
     state = {name: tensor.detach() for name, tensor in tensors.items()}
     try:

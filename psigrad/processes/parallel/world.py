@@ -33,7 +33,7 @@ ROLL_CALL = 5.0
 
 
 class RankLost(UserError):
-    """Raised when another process of the run has ended or does not answer. The other process prints the reason."""
+    """Raised when another process of the run has ended or does not answer. See that process's output for the reason."""
 
     exit_status = 75  # EX_TEMPFAIL of sysexits.h: the same command may resume
 
@@ -170,10 +170,10 @@ def convert_errors() -> Iterator[None]:
 
 
 def silent_ranks(store: Any, rank: int, size: int, seconds: float) -> list[int]:
-    """Return the ranks that have ended or hang: those that do not report to the `store` within `seconds`.
+    """Return the ranks that have ended or are stuck: those that do not report to the `store` within `seconds`.
 
     All ranks that lost contact with another rank must call this function. It first reports this rank to the store. If the store
-    does not answer, return [0], because the store is on rank 0's machine. On rank 0, return [] in this case.
+    does not answer, rank 0 counts as lost, because the store is on its machine: return [0], or [] if this process is rank 0.
     """
     try:
         store.set_timeout(timedelta(seconds=seconds))
@@ -199,14 +199,14 @@ def join_world(
 ) -> Iterator[World]:
     """Yield the `World` of this process, which the environment variables RANK and WORLD_SIZE define.
 
-    `psigrad … --processes N`, torchrun, SLURM and Ray Train set these. Without them, there is one process. For `lockstep` see
-    `World`. A call fails if a process does not answer for `minutes`. Raise `UserError` if `division` does not fit WORLD_SIZE.
+    `psigrad … --processes N`, torchrun, SLURM and Ray Train set these; else there is one process. `lockstep` is `World.lockstep`.
+    Calls to the `World` fail if a process does not answer for `minutes`. Raise `UserError` if `division` does not fit WORLD_SIZE.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if division is not None and (size % math.prod(division) or (division != Division() and not lockstep)):
         raise UserError(
             f"dp_replicate_size, tp_size and cp_size ({', '.join(map(str, division))}) need strategy=fsdp and a multiple of "
-            f"{math.prod(division)} processes. This run has {size}; change the settings or start another number of processes."
+            f"{math.prod(division)} processes. This run has {size}; change these settings or the number of processes."
         )
     if size == 1 and not lockstep:
         yield ALONE
@@ -282,7 +282,7 @@ def sum_figures(world: World, figures: Mapping[str, float]) -> dict[str, float]:
 
 
 def num_teams(world: World) -> int:
-    """Return the number of teams. A team is the processes that compute a micro-batch together; a step has one share per team."""
+    """Return the number of teams: sets of processes that compute a micro-batch together. Each team has its own micro-batches."""
     return world.size // world.division.team
 
 
@@ -301,18 +301,18 @@ def shard(world: World, parts: Sequence[T], rank: int | None = None) -> list[tup
 def map_shared(world: World, parts: Sequence[P], of: Callable[[P], T]) -> list[T]:
     """Return `of(part)` for each part, in order. Each rank computes a share of the parts, and all ranks get the complete list.
 
-    With `world.lockstep`, all ranks make the same number of calls of `of`.
+    With `world.lockstep`, all ranks call `of` the same number of times.
     """
     every = world.all_gather([of(part) for part, _ in shard(world, parts)])[:: world.division.team]
     return [every[i % len(every)][i // len(every)] for i in range(len(parts))]
 
 
 def sum_gradients(world: World, parameters: Sequence[Tensor], failed: bool = False) -> bool:
-    """Replace each parameter's gradient by its sum over the ranks, computed in at least float32, and return False.
+    """Replace each parameter's gradient by its sum over the ranks, computed in at least float32. Return True if a rank failed.
 
-    If a rank passes `failed`, sum nothing and return True on all ranks. With a single process, always return False. If no rank
-    has a gradient for a parameter, the gradient stays None, so that the optimizer does not decay the parameter. If only some
-    ranks have one, it counts as 0 on the others. Small gradients are sent together in one message.
+    If a rank passes `failed`, nothing is summed, and all ranks return True. A single process returns False even if it passes
+    `failed`. If no rank has a gradient for a parameter, the gradient stays None, so that the optimizer does not decay the
+    parameter. If only some ranks have one, it counts as 0 on the others. Small gradients are sent together in one message.
     """
     if world.size == 1 or not parameters:
         return False

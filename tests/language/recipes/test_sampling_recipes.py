@@ -34,7 +34,7 @@ def test_online_dpo_by_name_with_another_loss():
     assert resolve_online("grpo") is GRPO and resolve_online("online_dpo").loss.name == "dpo"
     assert resolve_online({"preset": "online_dpo", "loss": "ipo"}).name == "online_ipo"
     for wrong in ({"preset": "online_dpo", "loss": "kto"}, {"preset": "online_dpo", "psi": "gae"}):
-        with pytest.raises(ValueError, match="expected only `loss`, one of dpo"):
+        with pytest.raises(ValueError, match="its only setting is `loss`, one of dpo"):
             resolve_online(wrong)
 
 
