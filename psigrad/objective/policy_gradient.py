@@ -2,6 +2,8 @@
 
     loss = Σ_{i,t} w_{i,t}·(c_{i,t}·L(log π_{i,t}, log ρ_{i,t}, A_{i,t}) + β·KL_{i,t}) − c_H·mean(H) + c_V·mean(value error)
 
+w are the weights of `aggregate`, c those of `correction`; L is `surrogate`, log ρ comes from `ratio`, and A from `psi`.
+
 prepare: apply the KL to the reward, compute advantages, then filter, on the whole collected batch.
 totals: count the sequences and tokens of one optimiser step.
 loss: compute the loss of any micro-batch of this step.
@@ -157,7 +159,7 @@ class PolicyGradient:
 
     @property
     def needs_exact_kl(self) -> bool:
-        """True if the model's outputs must contain `kl`, since the KL estimator reads more than log-probs of sampled steps."""
+        """True if the model's outputs must contain `kl`, since the KL estimator reads more than log-probs of sampled actions."""
         return self.kl is not None and self.kl.estimator in ratio.MEASURED and self.kl.coefficient != 0
 
     @property
@@ -175,7 +177,7 @@ class PolicyGradient:
 
     @property
     def dynamic_sampling(self) -> bool:
-        """True if `has_signal` drops groups of equal rewards (or metrics). The trainer should then collect more groups."""
+        """True if `keep` contains `has_signal`, which drops groups of equal rewards. The trainer should then collect others."""
         return has_signal in self.keep
 
     def initial_state(self) -> dict[str, float]:
@@ -192,8 +194,7 @@ class PolicyGradient:
     def prepare(self, batch: Batch, state: State, *, metrics: bool = True) -> Prepared:
         """Compute the advantages, the filters and the new state for a whole collected batch.
 
-        If `metrics` is False and the KL coefficient is not adaptive, the metrics are skipped. This speeds up loops of many small
-        batches.
+        If `metrics` is False and the KL coefficient is not adaptive, the metrics are skipped, which saves time on small batches.
         Errors: ValueError if a number of the batch is not finite, if no group has `min_group_size` rows, or if the batch lacks a
         field that a part reads.
         """
@@ -231,8 +232,8 @@ class PolicyGradient:
     def _choose(self, batch: Batch, advantage: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return three fields of `Prepared`: `keep` [N], True for rows to train on, and `counts` and `marks` [N, T].
 
-        `counts` is False on the steps that a filter drops from the surrogate loss; None if no filter drops single steps.
-        `marks` is the result of the surrogate's method `marks`, a mask or weights; None if the surrogate has no such method.
+        `counts` is a mask, False on steps that a filter drops from the surrogate loss; None if no filter drops single steps.
+        `marks` is True, or a weight above 0, on the steps that the surrogate's method `marks` chooses; None without this method.
         """
         keep, counts = batch.present, None
         for part in self.keep:
@@ -338,7 +339,7 @@ class PolicyGradient:
         return isinstance(self.surrogate, kl_penalty) and self.surrogate.target is not None
 
     def adapt(self, prepared: Prepared, logp: Tensor) -> dict[str, float]:
-        """Return the method's state with the coefficient of `kl_penalty` adapted. Call this after all passes over a batch.
+        """Return the state with a new coefficient of the surrogate `kl_penalty`. Call this after all passes over a batch.
 
         The KL is KL(π_old‖π): π_old collected the batch, and π is the new policy, whose log-probs are `logp` [N, T].
         """
@@ -358,7 +359,7 @@ class PolicyGradient:
         reads_logp_ref = self.needs_reference and (not self.needs_exact_kl or bool(self.kl and self.kl.initial_state()))
         if reads_logp_ref and batch.logp_ref is None:
             raise ValueError(
-                "The batch has no `logp_ref`, which the KL term reads; score it with the reference policy or set kl to null."
+                "The batch has no `logp_ref`, which the KL term reads; compute it with the reference policy or set kl to null."
             )
         if self.critic is not None and batch.value is None:
             raise ValueError("The batch has no `value`, which the critic's loss reads; give the critic's values.")

@@ -8,7 +8,7 @@ from torch.nn.functional import one_hot, smooth_l1_loss
 
 
 def back_up(reward: Tensor, terminated: Tensor, next_q: Tensor, gamma: float) -> Tensor:
-    """Return the targets [M, A] of Q(s_t, a_t): one for each possible next action a', of which `td_target` selects one.
+    """Return [M, A]: the target of Q(s_t, a_t) for each possible next action a'. `td_target` then selects one in each row.
 
     Formula: r + γ·(1 − terminated)·Q⁻(s', a'), with the target network's Q⁻(s', ·) in `next_q` [M, A]
 
@@ -58,5 +58,5 @@ def polyak(target: Tensor, source: Tensor, tau: float) -> None:
 
 
 def linear_epsilon(progress: float, fraction: float, first: float, last: float) -> float:
-    """Return ε after the share `progress` of a run. ε falls linearly from `first` to `last` in the first `fraction` of a run."""
+    """Return ε at the share `progress` of a run: linear from `first` to `last` until the share `fraction`, then constant."""
     return last if progress >= fraction else first + (last - first) * progress / fraction

@@ -12,8 +12,7 @@ from psigrad.objective.lazy_torch import Tensor, torch
 def outcomes(*rewards: float, steps: int | Sequence[int] = 1, **columns: Any) -> Batch:
     """Return a batch of completions of one prompt, each with its reward on its last step.
 
-    `steps` is their length, or a list of lengths. `columns` are other fields of the batch as lists, such as `value`. Log-probs
-    are 0 unless given.
+    `steps` is their length, or a list of lengths. `columns` are other fields of the batch as lists. `logp_old` is 0 unless given.
 
     >>> show(outcomes(1, 0, steps=[2, 1]).reward)
     [[0.0, 1.0], [0.0, 0.0]]

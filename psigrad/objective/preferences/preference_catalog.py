@@ -33,7 +33,7 @@ CDPO = METHODS.declare("cdpo", "DPO that assumes that 10 % of labels are swapped
 ROBUST_DPO = METHODS.declare("robust_dpo", "DPO with a loss that swapped labels do not bias", replace(DPO, link=robust(0.1)))
 # This is TRL's form, per token. The paper's form sums over tokens: replace(IPO, score=log_ratio).
 IPO = METHODS.declare(
-    "ipo", "a squared loss with a finite optimum even if all labels agree", Preference(mean_log_ratio, squared, beta=0.1)
+    "ipo", "squared loss with a finite optimum even if all labels of a pair agree", Preference(mean_log_ratio, squared, beta=0.1)
 )
 HINGE = METHODS.declare("hinge", "DPO with a hinge loss, as in SLiC", replace(DPO, link=hinge))
 LN_DPO = METHODS.declare("ln_dpo", "DPO per token: length-normalised", replace(DPO, score=mean_log_ratio, beta=2.0))

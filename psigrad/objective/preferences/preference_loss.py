@@ -80,7 +80,7 @@ class Labelled:
 
 
 def _check_rows(of: Pairs | Labelled, but: tuple[str, ...] = ()) -> None:
-    """Raise `ValueError` unless the fields of `of`, except those named in `but`, all have one shape [N]."""
+    """Raise `ValueError` unless all given fields have the same shape [N]. Fields named in `but` are not checked."""
     given = {f.name: getattr(of, f.name) for f in fields(of) if f.name not in but and getattr(of, f.name) is not None}
     shape = next(iter(given.values())).shape
     for name, tensor in given.items():
@@ -204,7 +204,7 @@ def hinge(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def squared(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """The squared distance of the scores' difference from 1/(2β). The difference stays finite even if all labels agree.
+    """The squared distance of the scores' difference from 1/(2β). The difference stays finite even if all labels of a pair agree.
 
     Formula: ((h_w − h_l)/β − 1/(2β))²
 
@@ -310,7 +310,7 @@ class Preference:
 
     @property
     def needs_reference(self) -> bool:
-        """True if the score reads a reference policy's log-probs; False for any custom score."""
+        """True if the score is `log_ratio` or `mean_log_ratio`. Any other score is assumed not to read the reference policy."""
         return self.score in (log_ratio, mean_log_ratio)
 
     def rewards(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
@@ -415,7 +415,7 @@ class KahnemanTversky:
         return True
 
     def loss(self, rows: Labelled, total: int, total_desirable: int) -> Loss:
-        """Return the part of an optimiser step's loss from `rows`. The step has `total` rows, `total_desirable` of them good."""
+        """Return what `rows` add to an optimiser step's loss. The step has `total` rows, `total_desirable` of them good."""
         total = max(total, 1)
         ratio = rows.logp - rows.ref
         sign = torch.where(rows.desirable, ratio.new_tensor(1.0), -1.0)
@@ -437,7 +437,7 @@ class KahnemanTversky:
 
 
 def kl_of_mismatched(logp: Tensor, ref: Tensor) -> Tensor:
-    """Return KTO's reference point z from the log-probs [N] of completions y' that belong to other prompts than x.
+    """Return KTO's reference point z from log π(y'|x) and log π_ref(y'|x), [N] each: y' is a completion of another prompt than x.
 
     Formula: z = max(0, mean(log π(y'|x) − log π_ref(y'|x))), without gradient
 

@@ -22,7 +22,7 @@ from psigrad.objective.preferences.preference_loss import correct
 class BradleyTerry:
     """The negative log-likelihood of the comparisons, with optional margin m, centring (weight c) and label smoothing ε.
 
-    Formula: −(1 − ε)·log σ(r_w − r_l − m) − ε·log σ(r_l − r_w + m) + c·(r_w + r_l)², rewards r of chosen w and rejected l
+    Formula: −(1 − ε)·log σ(r_w − r_l − m) − ε·log σ(r_l − r_w + m) + c·(r_w + r_l)², with rewards r_w (chosen), r_l (rejected)
 
     Source: Bradley and Terry 1952; Ouyang et al. 2022, InstructGPT, arXiv:2203.02155, eq. 1; margin: Touvron et al. 2023,
     Llama 2, arXiv:2307.09288, eq. 2; centring: Eisenstein et al. 2023, arXiv:2312.09244.
@@ -50,8 +50,8 @@ class BradleyTerry:
         for name, tensor in (("chosen", chosen), ("rejected", rejected), ("margin", margin)):
             if tensor is not None and (tensor.dim() != 1 or tensor.shape != chosen.shape):
                 raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}; expected [n], with n as in chosen, {tuple(chosen.shape)}; "
-                    "if a head returns [n, 1], call squeeze(-1)."
+                    f"{name} has shape {tuple(tensor.shape)}; expected [n], one number for each pair; chosen has "
+                    f"{tuple(chosen.shape)}; if a head returns [n, 1], call squeeze(-1)."
                 )
         total_pairs = max(total_pairs, 1)
         lead = chosen - rejected if margin is None else chosen - rejected - margin
