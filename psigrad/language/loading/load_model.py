@@ -107,7 +107,7 @@ class SavedWeights:
 
     @classmethod
     def of(cls, checkpoint: Path | None, part: str = "") -> SavedWeights:
-        """Return the weights of the policy in a checkpoint, or of another model in its folder `part`, such as critic."""
+        """Locate the policy's weights in a checkpoint, or the weights in the checkpoint's folder `part`, such as critic."""
         place = part_of(checkpoint, part)
         if place is None:
             return cls()
@@ -130,7 +130,7 @@ def part_of(checkpoint: Path | None, part: str) -> Path | None:
 def _prepare_given(
     prepare: Callable[..., M], given: ModelObject, settings: Model, run: Run, checkpoint: Path | None, world: World
 ) -> M:
-    """Save the initial weights of the network in `given` at `settings.path`. Return the model that `prepare` makes from it."""
+    """Save the initial weights of `given.network` in `settings.path`. Return the model that `prepare` makes from the network."""
     given.save_start(Path(settings.path), world, "model" in run.allow)
     network: Any = given.network
     lora = lora_of(settings)
@@ -155,7 +155,7 @@ def _prepare_given(
 def _choose_kernels(model: LanguageModel | ScalarModel, settings: Model, run: Run) -> None:
     """Set a model's attention implementation, and compile its layers if the settings enable it.
 
-    With `run.max_memory`, sampling does not dequantise matrices. Dequantised copies would be faster, but need more memory.
+    If `run.max_memory` is set, sampling does not make dequantised copies of matrices, which are faster but need memory.
     """
     model.attend(settings.attention)
     if model.decoder is not None:
@@ -241,7 +241,7 @@ def load_scalar_model(
 def load_trained_scalar_model(settings: Model, run: Run) -> ScalarModel:
     """Load a trained reward model for scoring."""
     if not settings.path:
-        raise UserError("No reward model was given; name its folder or hub name with --model (model.path).")
+        raise UserError("No reward model was given; give its folder or hub name with --model (model.path).")
     return scalar_model.load(
         locate(settings),
         dtype=settings.dtype,
@@ -285,9 +285,9 @@ def load_online_reference(
 ) -> LanguageModel | Teacher:
     """Load the reference model `config.reference`. If this setting is empty, the reference is the policy's initial model.
 
-    With LoRA, the initial model is the trained model without its adapter; otherwise it is a frozen copy. If training updates
-    the reference (ref_model_sync_steps), it is loaded from `checkpoint`. A server, and a reference with another tokenizer than
-    the policy's, are returned as a `Teacher`.
+    With a new LoRA adapter, the initial model is `model` without its adapter; otherwise it is a frozen copy. If training changes
+    the reference (ref_model_sync_steps), a resumed run loads it from `checkpoint`. A server, or a reference whose tokenizer
+    differs from the policy's, is returned as a `Teacher`.
     """
     dtype = config.reference_dtype or config.model.dtype
     if teacher.is_address(config.reference):
@@ -307,9 +307,9 @@ def load_start(
 ) -> LanguageModel:
     """Return the run's initial model, frozen. `dtype` replaces the dtype in `config`.
 
-    If `model` has a LoRA adapter, return `model` itself, since without its adapter it is the initial model. In a new run
-    (`checkpoint` is None), return a copy of `model`, unless it is sharded or has another dtype. Otherwise load the initial model,
-    with the weights in the folder `saved` if it is given.
+    If `model` has a new LoRA adapter, return `model` itself, since without its adapter it is the initial model. If the run is
+    new (`checkpoint` is None), and `model` is not sharded and has the right dtype, return a copy of it. In all other cases, load
+    the initial model, with the weights in the folder `saved` if it is given.
     """
     dtype = dtype or config.model.dtype
     if model.is_own_reference:
@@ -331,7 +331,7 @@ def load_frozen(settings: Model, run: Run, checkpoint: Path | None, world: World
 
 @disable_progress_bars()
 def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE) -> ScalarModel:
-    """Load a separate critic: from `checkpoint`, else `config.critic`, else the policy's initial weights with a zero head."""
+    """Load a separate critic: from `checkpoint`, else `config.critic`, else the policy's initial model. New heads start at 0."""
     saved = SavedWeights.of(checkpoint, "critic")
     start = replace(config.model, path=config.critic, revision="") if config.critic else config.model
     start = replace(start, quantize_base="")  # only the policy's base is quantised; a critic trains all its weights
@@ -356,7 +356,7 @@ def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | N
 def configure_chat(
     tokenizer: PreTrainedTokenizerBase, settings: Model, checkpoint: Path | None = None, network: Any = None
 ) -> None:
-    """Set the tokenizer's chat template and EOS from the settings. Templates print the run's first day as today's date.
+    """Set the tokenizer's chat template and EOS from the settings. A template that prints the date prints the run's first day.
 
     A resumed run reads this day from its `checkpoint`. Rendering raises an error for tokens without an embedding in `network`.
     """
@@ -377,7 +377,7 @@ def configure_chat(
 
 
 def _first_day(checkpoint: Path) -> str | None:
-    """Return the run's first day from a checkpoint's manifest, or None. `checkpoint` may also be the folder of a model in it."""
+    """Return the run's first day from the manifest in `checkpoint` or its parent folder; None if there is no manifest or day."""
     whole = next((folder for folder in (checkpoint, checkpoint.parent) if (folder / MANIFEST).exists()), None)
     day: str | None = None if whole is None else json.loads((whole / MANIFEST).read_text()).get("date")
     return day

@@ -1,4 +1,4 @@
-"""A model and a tokenizer passed as Python objects: trained in place, with their initial weights saved in the run folder."""
+"""A model and a tokenizer passed as Python objects. The model is trained in place; its initial weights are saved."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _TRAINED: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDictionary
 class ModelObject:
     """A network and a tokenizer as objects. `network` is None if the model was given as a name.
 
-    The network's initial weights are saved as a Hugging Face folder, `start/` in the run folder, from which references, critics
-    and resumed runs load them.
+    The network's initial weights are saved in the folder `start/` of the run folder, in transformers' format. References,
+    critics and resumed runs load them from there.
     """
 
     network: PreTrainedModel | None
@@ -66,8 +66,8 @@ class ModelObject:
     def save_start(self, folder: Path, world: World, allowed: bool) -> None:
         """Save the initial weights in `folder`. If `folder` already has initial weights, load them into the network instead.
 
-        Raises `UserError` with fsdp, or if `folder` has a model of another class or with other weights. Other weights are allowed
-        if `allowed` is True, or if this run has trained the network.
+        Raises `UserError` if `folder` has a model of another class, if its weights differ from the network's, and with fsdp. The
+        weights may differ if `allowed` is True, or if this run has already trained the network in this process.
         """
         network = self.network
         assert network is not None
@@ -84,8 +84,8 @@ class ModelObject:
             world.all_gather(None)  # wait until the folder is written
         elif known["class"] != now["class"] or (known != now and _TRAINED.get(network) != folder.resolve() and not allowed):
             raise UserError(
-                f"The run in {folder.parent} started from another model (its copy is in "
-                f"{folder}); give that model to resume, resume anyway with allow=['model'], or choose another output_dir."
+                f"The run in {folder.parent} started from another model (its copy is in {folder}); to resume, give that model, "
+                "or set allow=['model'] if only the weights differ; otherwise, choose another output_dir."
             )
         elif known != now:
             load_weights(network, folder)
@@ -165,8 +165,8 @@ def wrap_objects(model: Any, tokenizer: Any) -> ModelObject | None:
     """Return the `ModelObject` of a model and a tokenizer. Each of them is an object, a folder or a hub name.
 
     Return None if the model is a name and `tokenizer` is None. If the model is an object and `tokenizer` is None, load the
-    tokenizer of the folder or hub name that the model was loaded from. Raises `UserError` for a model that is not transformers',
-    is quantised or has an adapter, and for a tokenizer that cannot be loaded.
+    tokenizer of the folder or hub name that the model was loaded from. Raises `UserError` for a model that is not a
+    `PreTrainedModel`, is quantised or has an adapter, and for a tokenizer that cannot be loaded.
     """
     named = isinstance(model, str | os.PathLike)
     if named and tokenizer is None:
@@ -176,9 +176,7 @@ def wrap_objects(model: Any, tokenizer: Any) -> ModelObject | None:
     if tokenizer is None:
         tokenizer = getattr(model.config, "_name_or_path", "")
         if not tokenizer:
-            raise UserError(
-                "The model is an object that was not loaded from anywhere, so its tokenizer is unknown; give tokenizer=."
-            )
+            raise UserError("The model was not loaded from a folder or the hub, so its tokenizer is unknown; give tokenizer=.")
     if isinstance(tokenizer, str | os.PathLike):
         try:
             tokenizer = read_tokenizer(find_absolute(os.fspath(tokenizer)))

@@ -66,7 +66,7 @@ class TrainedAdapter:
 
 
 def locate(settings: Model) -> str:
-    """Return the path to load the model from: its own path, a converted or merged copy, or the download of its `revision`."""
+    """Return the folder or hub name to load the model from, after converting, merging or downloading it if necessary."""
     settings = replace(settings, path=resolve_path(settings.path))
     check_path(settings.path)
     if settings.revision and settings.quantize_base != "gguf":
@@ -122,7 +122,7 @@ def lora_of(settings: Model) -> Lora | None:
 
 
 def resolve_for_plan(settings: Model, *, local: bool = False) -> Model:
-    """Return `settings` for the memory planner. For an adapter to train, set its base's path and its LoRA settings.
+    """Return `settings` for the memory planner. If an adapter is trained further, they name its base and its LoRA settings.
 
     GGUF files are converted to folders, and other adapters are merged. With `local`, use only earlier downloads from the hub.
     """
@@ -148,7 +148,7 @@ def end_tokens(tokenizer: Any) -> list[int]:
 
 
 def write_end_tokens(folder: Path, tokenizer: Any, known: Sequence[int] = ()) -> None:
-    """Add the tokenizer's `end_tokens` and those `known` from a GGUF file to generation_config.json, if this file exists.
+    """Add the tokenizer's `end_tokens` and the stop tokens `known` from a GGUF file to generation_config.json, if it exists.
 
     `generate` and servers read this file. They then stop the completions of a saved model at the same tokens as the run.
     """
@@ -203,7 +203,8 @@ def _check_base(base: str, adapter: str) -> None:
 def check_exists(settings: Model, run: str) -> None:
     """Raise `UserError` if the model in `settings` does not exist. `run` is the run folder, which may not exist yet.
 
-    A hub model is looked up only if the run folder has a run of another model. In other cases, loading reports a missing model.
+    A hub model is looked up only if the run folder has a run of a different model: a misspelt name would otherwise be reported
+    as a changed setting. In all other cases, loading reports the missing model.
     """
     from transformers.utils import cached_file
 
@@ -367,7 +368,7 @@ def _convert_once(name: str, source: Path, make: Callable[[Path, Path], None]) -
 
 
 def _note_use(folder: Path) -> None:
-    """Mark a converted folder as the most recently used, and evict the oldest beyond `CONVERSIONS`. Open files stay readable."""
+    """Mark a converted folder as just used, and delete all but the `CONVERSIONS` last used ones. Open files stay readable."""
     with contextlib.suppress(OSError):  # the file is another user's, or another process removed it first
         os.utime(folder)
         for old in sorted(folder.parent.iterdir(), key=lambda one: one.stat().st_mtime)[:-CONVERSIONS]:
@@ -407,7 +408,7 @@ def _convert_tokenizer(file: Path, folder: Path) -> None:
 
 
 def quantisation_of(adapter: Path) -> dict[str, Any]:
-    """Return `quantize_base` and `dtype` of an adapter's base during training; empty if the base was not quantised."""
+    """Return the base's `quantize_base` and `dtype` when the adapter was trained; empty if the base was not quantised."""
     file = adapter / CODED_BASE
     return (parse_row(file.read_bytes()) or {}) if file.is_file() else {}
 

@@ -25,7 +25,7 @@ def make(
     longest: int = 0,
     whole: Callable[[], LanguageModel] | None = None,
 ) -> Sampler:
-    """Return the sampler that the settings name, or transformers' if psigrad's sampler does not support the model.
+    """Return the sampler that the settings name. If psigrad's sampler does not support the model, return that of transformers.
 
     `longest` is vLLM's limit on the tokens of a prompt plus its completion; 0 means the model's limit. `whole` returns a full
     copy of a sharded model, for samplers that take their weights from it. `log(kind, text, **fields)` receives messages about
@@ -36,7 +36,7 @@ def make(
     if ":" in name:
         sampler = imported_callable(name, "sampler")(model, sampling)
         if not isinstance(sampler, Sampler):
-            raise UserError(f"The sampler {name!r} made {kind_of(sampler)}; expected a psigrad.language.rollout.types.Sampler.")
+            raise UserError(f"sampler={name!r} gives {kind_of(sampler)}; expected a psigrad.language.rollout.types.Sampler.")
         return sampler
     if name not in NAMES:
         raise UserError(f"There is no sampler {name!r}; expected one of {', '.join(NAMES)} or module:Class{nearest(name, NAMES)}")
@@ -79,8 +79,8 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the settings as `SamplingParams` for `rows`. `temperature` replaces the setting's value, for example in evaluations.
 
-    Chat models do not always end a turn with the EOS. If prompts are conversations, the end of a turn also stops a completion.
-    If one of the first thousand conversations has tools, so does the end of a tool call. If a server samples, `model`
+    Chat models do not always end a turn with the EOS. If prompts are conversations, the end of a turn also stops a completion,
+    and the end of a tool call stops it too if one of the first thousand conversations has tools. If a server samples, `model`
     is None, and the server adds these stop tokens itself.
     """
     conversations = islice((row for row in rows if not isinstance(row.prompt, str)), 1000)

@@ -39,7 +39,7 @@ from psigrad.runs.journal import Journal
 
 @dataclass(frozen=True)
 class RewardSetup:
-    """The reward functions and reward models of a run with their weights, under distinct names."""
+    """The reward functions and reward models of a run, each with a distinct name and its weight in the total reward."""
 
     config: Scored
     alone: tuple[Reward, ...] | None
@@ -53,8 +53,8 @@ class RewardSetup:
     def of(cls, config: Scored, functions: Sequence[Reward] | None = None) -> RewardSetup:
         """Return the rewards of `config.reward` and `config.reward_model` with `config.reward_weights`.
 
-        `functions`, if given, replace all of these rewards. Raises `UserError` for a function that does not exist, and for a
-        wrong number of weights.
+        If `functions` are given, return them instead, with a weight of 1 each. Raises `UserError` for a function that does not
+        exist, and for a wrong number of weights.
         """
         given: Sequence[Reward] = config.reward if functions is None else functions
         paths, weights = (config.reward_model, config.reward_weights) if functions is None else ((), ())
@@ -76,7 +76,7 @@ class RewardSetup:
 
     @property
     def metric(self) -> str:
-        """The name of the mean reward in reports: that of the only reward, or "reward" for several rewards and for episodes."""
+        """The name of the mean reward in reports: if one function or model gives all rewards, its name; otherwise "reward"."""
         plays = isinstance(self.config, EpisodeSettings) and bool(self.config.environment or self.config.asks)
         return next(iter(self.weights)) if len(self.weights) == 1 and not plays else "reward"
 
@@ -132,11 +132,11 @@ class RewardSetup:
         }
 
     def judgeable(self, rows: Sequence[Row], log: Log | None = None) -> Sequence[Row]:
-        """Return the rows that the functions can score.
+        """Return the rows that the functions can score, and log the number of rows that are dropped.
 
-        Rows without a gold answer are dropped and counted, since no function applies to them. A row is bad if its gold answer can
-        be parsed only in part, since wrong completions would then be rewarded. Raises `UserError` if no row has a gold answer,
-        and for the first bad row. With `bad_rows: skip`, bad rows are dropped and counted instead, unless all rows are bad.
+        A row is dropped if every function needs a column, such as the gold answer, that is empty in this row. A row is bad if a
+        function cannot read its gold answer completely: a wrong completion might then be rewarded. Raises `UserError` for the
+        first bad row, and if no row is left. With `bad_rows: skip`, bad rows are dropped too, unless all rows are bad.
         """
         rows = self._with_golds(rows, log)
         if not any(hasattr(function, "check_row") for function in self.functions):
@@ -214,7 +214,7 @@ def samples_of(rows: Sequence[Row], names: Sequence[str]) -> Samples:
 
 
 def _pool_of(config: Scored, functions: Sequence[Reward] | None) -> RewardPool:
-    """Return the pool that runs `functions`; if None, the rewards of `config`. In a cluster, it runs on the scorers' machine."""
+    """Return a pool for `functions`, or for the rewards of `config` if None. A cluster calls this on the scorers' machine."""
     return RewardSetup.of(config, functions).pool()
 
 
@@ -224,7 +224,7 @@ def _name_of(path: str) -> str:
 
 
 def _load_model(path: str, name: str, config: Scored, tokenizer: PreTrainedTokenizerBase | None) -> ModelScorer:
-    """Load a frozen reward model called `name`. It reads the policy's tokens if it has the same vocabulary and prompt format."""
+    """Load a frozen reward model. It reads the policy's tokens if vocabulary and prompt format are the same, otherwise text."""
     model = load_trained_scalar_model(replace(config.model, path=path, revision="", quantize_base=""), config.run)
     model.network.requires_grad_(False)
     own = model.tokenizer
@@ -234,7 +234,7 @@ def _load_model(path: str, name: str, config: Scored, tokenizer: PreTrainedToken
 
 
 def _resolve(given: Reward, tokens: int) -> RewardSpec:
-    """Resolve a reward. For length rewards, the limit defaults to `tokens`, and soft_punish_cache to a quarter of the limit."""
+    """Return a reward's `RewardSpec`. By default, length rewards have the limit `tokens`, and soft_punish_cache = limit / 4."""
     asked: Any = {"reward": given} if isinstance(given, str) else given
     name = asked.get("reward") if isinstance(asked, Mapping) else None
     if name not in ("length", "soft_overlong"):
@@ -264,8 +264,8 @@ def evaluator_for(
 ) -> Evaluator:
     """Return the held-out evaluation on those of `rows` that `rewards` can score. `rewards` also gives the metric's name.
 
-    `scorer` scores the completions, and `player` plays episodes. The KL to `reference` is measured if `eval_kl` is set. Each row
-    gets `size` completions; None: `num_generations_eval`.
+    `scorer` scores the completions, and `player` plays episodes. With `eval_kl`, the KL to `reference` is measured, unless it is
+    a `Teacher`. Each row gets `size` completions, or `num_generations_eval` if `size` is None.
     """
     check_images(config, model, rows)
     prompts = encode_prompts(rewards.judgeable(rows), model, config.data, reserved_tokens(config))

@@ -31,7 +31,7 @@ def run(config: SFTConfig, given: ModelObject | None = None) -> Result:
     """Fine-tune `config.model`, or the model object `given`, on `config.data` by cross-entropy.
 
     The targets are completions (prompt-completion rows) or assistant turns (messages). Resumes from the newest checkpoint of the
-    run folder if there is one. Raises `UserError` on mistakes of the user.
+    run folder if there is one. Raises `UserError` for invalid settings or data.
     """
     rewards, metric = RewardSetup.of(config), RewardSetup.of_metric(config)
     with session.open_run(config, "sft") as journal, contextlib.ExitStack() as stack:
@@ -74,6 +74,6 @@ def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, 
 
 
 def _with_targets(texts: Sequence[Example]) -> tuple[list[Example] | None, dict[str, int]]:
-    """Return (the row's `texts` that have target tokens, or None; the counts "rows" (1), "texts" and "cut" (truncated))."""
+    """Return those of a row's `texts` that have target tokens (None if none has any), and what the row adds to each count."""
     own = [text for text in texts if any(text.mask)]
     return own or None, {"rows": 1, "texts": len(texts), "cut": sum(text.truncated for text in texts)}

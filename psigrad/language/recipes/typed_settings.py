@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         config.Model, config.Data, config.Optim, config.Sampling, config.Evaluation, config.Run, config.Placement, config.Hub,
         config.SFTConfig, config.OnlineConfig, config.PreferenceConfig, config.RewardConfig,
     ):  # fmt: skip
-        """All settings of all methods, and the arguments that may be objects in place of names."""
+        """All settings of all methods, and `peft_config`. Models, tokenizers, datasets and rewards may be objects or names."""
 
         model: Path | PreTrainedModel = ""
         tokenizer: Path | PreTrainedTokenizerBase = ""
@@ -50,5 +50,5 @@ if TYPE_CHECKING:
         hub: Any = field(init=False)
 
     def accept(settings: Callable[P, object]) -> Callable[[Callable[[M], Result]], Callable[Concatenate[M, P], Result]]:
-        """Return a decorator that adds the parameters of `settings` to an overload of `train` that has only `method`."""
+        """Return a decorator that adds the parameters of `settings` to a `train` overload whose only parameter is `method`."""
         ...
