@@ -90,7 +90,7 @@ def build(config: ControlConfig, envs: Environments | None = None, like: str | N
     """Return a trainer with its environments, initial weights and optimiser.
 
     If the method is unknown but `like` names a preset with the same network, return an `Actor`, which can only act. Raises
-    `UserError` on mistakes of the user.
+    `UserError` on invalid settings or data.
     """
     unknown = ""
     try:

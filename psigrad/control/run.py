@@ -56,7 +56,7 @@ class LineState(RunState):
 def run(config: ControlConfig) -> Result:
     """Train a policy on `config.env` with `config.algorithm`, and write the run folder with metrics, checkpoints and report.
 
-    Resume from the newest checkpoint of the run folder, if there is one. Raises `UserError` on mistakes of the user.
+    Resume from the newest checkpoint of the run folder, if there is one. Raises `UserError` on invalid settings or data.
     """
     if config.run.max_steps or config.run.num_train_epochs != 1:
         raise UserError("Control counts steps of the environment: set total_timesteps in place of max_steps or num_train_epochs.")

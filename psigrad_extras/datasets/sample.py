@@ -46,7 +46,7 @@ def run(config: SampleConfig) -> Written:
     keep=all writes every completion with its reward (null if it has none). keep=best writes, for each prompt, the completion with
     the highest reward (rejection sampling, for `psigrad sft`). keep=pairs writes the best and the worst completion as a pair (for
     `psigrad dpo` and `psigrad reward`). The latter two drop empty completions, since they cannot be trained on. Raises
-    `UserError` on mistakes of the user.
+    `UserError` on invalid settings or data.
     """
     if not config.output:
         raise UserError("No output file was given; name a JSONL file with --output (output).")

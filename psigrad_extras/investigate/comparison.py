@@ -58,7 +58,7 @@ def run(comparison: Comparison) -> Path:
     """Do all runs without a result yet, draw `compare.html`, and return the path of the page.
 
     A preference method trains on `pairs`, with as many completions per step as the online methods sample. Raises `UserError` on
-    mistakes of the user, if the folder has results of other settings, and if a run failed.
+    invalid settings or data, if the folder has results of other settings, and if a run failed.
     """
     check(comparison)
     folder = claim(absolute(comparison.config.run.output_dir or "runs/compare"), "compare")

@@ -43,7 +43,7 @@ def record(config: OnlineConfig, folder: Path, steps: int, handed: Sequence[Step
     """Train for `steps` steps. Return (their records, the number of rows in the dataset).
 
     `handed` are the other side's steps. Their rows and tokens are used, from a dataset of `rows` rows. Without them, psigrad
-    draws the rows and samples. `folder` is for temporary files. Raises `UserError` on mistakes of the user.
+    draws the rows and samples. `folder` is for temporary files. Raises `UserError` on invalid settings or data.
     """
     algorithm = method(config)
     if not isinstance(algorithm, PolicyGradient) or config.plays or config.asks:

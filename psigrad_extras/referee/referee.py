@@ -15,7 +15,7 @@ def run(paths: Sequence[str], script: str, python: str, steps: int, tolerance: f
 
     With a `script`, one side is TRL, which runs it in the interpreter `python`. The other is psigrad, with the settings file in
     `paths` or the settings to which the script is converted. Without a script, `paths` are two settings files of psigrad. Raises
-    `UserError` on mistakes of the user.
+    `UserError` on invalid settings or data.
     """
     notes: list[str] = []
     with tempfile.TemporaryDirectory(prefix="psigrad-referee-") as made:

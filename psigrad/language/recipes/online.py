@@ -79,7 +79,7 @@ def run(config: OnlineConfig, given: ModelObject | None = None) -> Result:
     """Train `config.model`, or the object `given`, on the prompts of `config.data` to increase `config.reward`.
 
     The method is `config.algorithm`. Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError` on
-    mistakes of the user, and `ValueError` if the algorithm's parts do not fit together.
+    invalid settings or data, and `ValueError` if the algorithm's parts do not fit together.
     """
     check(config, method(config))
     config = set_activation_memory(config)

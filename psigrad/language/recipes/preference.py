@@ -46,7 +46,7 @@ def run(config: PreferenceConfig, given: ModelObject | None = None) -> Result:
     """Train `config.model`, or the model object `given`, on preference rows by `config.loss`. KTO takes unpaired-preference rows.
 
     The reference's log-probs are computed once, before training, and cached on disk, so training steps run no reference model.
-    Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError` on mistakes of the user.
+    Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError` on invalid settings or data.
     """
     loss = resolve_loss(config.loss)
     check_sampling(config.sampling)

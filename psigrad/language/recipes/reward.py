@@ -34,7 +34,7 @@ def run(config: RewardConfig, given: ModelObject | None = None) -> Result:
 
     With `config.process`, train on stepwise rows instead. Load the result, `model/` in the run folder, with transformers'
     `AutoModelForSequenceClassification`. Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError`
-    on mistakes of the user.
+    on invalid settings or data.
     """
     with session.open_run(config, "reward") as journal:
         if (done := session.load_finished(config, journal, static_pins(config))) is not None:
