@@ -46,7 +46,7 @@ def run(config: PreferenceConfig, given: ModelObject | None = None) -> Result:
     """Train `config.model`, or the model object `given`, on preference rows by `config.loss`. KTO takes unpaired-preference rows.
 
     The reference's log-probs are computed once, before training, and cached on disk, so training steps run no reference model.
-    Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError` on mistakes of the user.
+    Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError` for wrong settings or data.
     """
     loss = resolve_loss(config.loss)
     check_sampling(config.sampling)
@@ -74,8 +74,8 @@ def _reference(
     """Return the model that computes the reference's log-probs before training; None if they are not needed.
 
     It is the model that `config.reference` names, or else the initial model. With LoRA, the initial model is `model` without its
-    adapter. In full fine-tuning, `model` is the initial model before step 1. If the run resumes from a `checkpoint`, or with
-    eval_kl, the initial model is loaded again. Raises `UserError` for a reference that `loss` does not use.
+    adapter. In full fine-tuning, `model` itself is the initial model until step 1. The initial model is loaded again if the run
+    resumes from a `checkpoint`, or if eval_kl needs it later. Raises `UserError` for a reference that `loss` does not use.
     """
     if config.reference and not loss.needs_reference:
         raise UserError(f"The settings name a reference model, but {loss.name} uses none; remove reference.")

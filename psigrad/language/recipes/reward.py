@@ -32,9 +32,9 @@ from psigrad.runs.result import Result
 def run(config: RewardConfig, given: ModelObject | None = None) -> Result:
     """Train `config.model`, or the model object `given`, with a scalar head on preference rows.
 
-    With `config.process`, train on stepwise rows instead. Load the result, `model/` in the run folder, with transformers'
-    `AutoModelForSequenceClassification`. Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError`
-    on mistakes of the user.
+    With `config.process`, train on stepwise rows instead. The result is `model/` in the run folder; transformers'
+    `AutoModelForSequenceClassification` loads it. Resumes from the newest checkpoint of the run folder if there is one. Raises
+    `UserError` for wrong settings or data.
     """
     with session.open_run(config, "reward") as journal:
         if (done := session.load_finished(config, journal, static_pins(config))) is not None:
