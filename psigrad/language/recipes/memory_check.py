@@ -43,7 +43,7 @@ def check_online(run: OnlineRun) -> None:
 
 
 def check_offline(run: OfflineRun) -> None:
-    """Make a step of the dataset's longest rows. Run forward and backward on its micro-batch with the longest row."""
+    """Run a forward and backward pass on a micro-batch with the dataset's longest row and other long rows."""
     task = run.task
     longest = sorted(range(len(task)), key=lambda i: -task.tokens([i]))[: run.config.batch_size]
     with _trial([run.optimizer]):

@@ -31,8 +31,8 @@ _ONE_AT_A_TIME = threading.Lock()
 class ModelScorer:
     """A reward model as a `Scorer`.
 
-    With `same_tokens`, it scores the policy's own tokens, followed by the tokens that ended answers in the reward model's
-    training. Otherwise, prompt and completion are rendered by the reward model's own chat template.
+    With `same_tokens`, it scores the policy's own tokens, followed by the end tokens: those that ended the answers in the reward
+    model's training. Otherwise, it scores the prompt and the completion as rendered by the reward model's own chat template.
     """
 
     name: str
@@ -44,7 +44,7 @@ class ModelScorer:
         if self.separator and not self.same_tokens:
             raise UserError(
                 f"The process reward model {self.name} and the policy differ in tokenizer, chat template or plain_prompts, so "
-                "its steps cannot be found among the policy's tokens; train the reward model from a model of the policy's family."
+                "the steps cannot be found in a completion's tokens; train the reward model from a model of the policy's family."
             )
 
     @property
@@ -81,8 +81,8 @@ class ModelScorer:
     def _row(self, samples: Samples, i: int) -> Row:
         """Return completion `i` as a dataset row.
 
-        If its prompt is text but the completion is messages, make the prompt a user turn. For a model without a chat template,
-        convert the completion to text instead.
+        If the prompt is text but the completion is messages, make a user message of the prompt. If the reward model uses no chat
+        template, make text of the completion instead.
         """
         prompt, completion = samples.prompts[i], samples.completions[i]
         if isinstance(prompt, str) and not isinstance(completion, str):
@@ -93,11 +93,11 @@ class ModelScorer:
         return to_turns(self.model.tokenizer, Row("a completion", prompt, completion, columns=columns), self.model.plain_prompts)
 
     def _tokens(self, row: Row, own: tuple[Ids, Ids] | None) -> tuple[Ids, Ids]:
-        """Return (prompt tokens, completion tokens) for the reward model. `own` are the policy's; None if unknown.
+        """Return (prompt tokens, completion tokens) for the reward model.
 
-        Usually, return `own`, followed by the tokens that ended answers in the reward model's training. They replace the policy's
-        own stop token, if it sampled one. Return ([], tokens of the rendered `row`) if `own` is None, if the policy
-        has another tokenizer or template, or if the template writes something before each answer.
+        Usually, return `own`, the policy's tokens, with the end tokens (see `ModelScorer`) in place of any stop token that the
+        policy sampled. Return ([], tokens of the rendered `row`) if `own` is unknown (None), if the policy has another tokenizer
+        or template, or if the template writes something before each answer.
         """
         end = self._ends[isinstance(row.prompt, str)] if self.same_tokens and own else None
         if end is None or own is None:
@@ -145,7 +145,7 @@ def describe_overflow(model: ScalarModel, pair: tuple[Ids, Ids]) -> str:
 
 
 def answer_ids(model: ScalarModel, row: Row) -> Ids:
-    """Return the tokens of a prompt with its answer, rendered as in the reward model's training. The last token is scored."""
+    """Return the tokens of a prompt and its answer, rendered as in the reward model's training. The last one gives the score."""
     return example(model.tokenizer, to_turns(model.tokenizer, row, model.plain_prompts)).ids
 
 

@@ -76,7 +76,7 @@ Setup = tuple[RewardSetup, RewardSetup | None]
 
 
 def run(config: OnlineConfig, given: ModelObject | None = None) -> Result:
-    """Train `config.model`, or the object `given`, on the prompts of `config.data` to increase `config.reward`.
+    """Train `config.model`, or the object `given`, by `config.algorithm` on the prompts of `config.data`.
 
     The method is `config.algorithm`. Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError` on
     invalid settings or data, and `ValueError` if the algorithm's parts do not fit together.
@@ -177,7 +177,7 @@ def _learners(
 
 
 def _past_policies(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World) -> PastPolicies | None:
-    """Return frozen copies of the policy as opponents in games, from the `checkpoint` if any; None if `past_opponents` is 0."""
+    """Return frozen copies of the policy as opponents in games, read from `checkpoint` if given; None if the run has none."""
     if not config.past_opponents:
         return None
     places = [part_of(checkpoint, f"past-{n}") for n in range(config.past_kept)]
@@ -209,7 +209,7 @@ def _rollout(
 def annotators_of(
     algorithm: PolicyGradient | OnlinePreference, reference: LanguageModel | Teacher | None, past: PastPolicies | None = None
 ) -> list[Annotator]:
-    """Return the annotators of a run. Each adds a column to a batch if the algorithm needs it. `past` are opponents in games."""
+    """Return the annotators, which add to a run's batches what the algorithm needs. `past` are a game's earlier policies."""
     if reference is None:
         first: list[Annotator] = []
     else:
@@ -220,12 +220,12 @@ def annotators_of(
 
 @contextlib.contextmanager
 def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterator[Executor | None]:
-    """Yield an executor on rank 0 whose threads sample during training steps; None if sampling and training cannot overlap.
+    """Yield an executor whose threads sample during training steps; None on ranks above 0, or if nothing can be overlapped.
 
     An overlap needs a `lag` above 0, and a sampler on a cluster or on a GPU that does not train. A cluster gets lag + 1 threads,
-    one for each batch that is being sampled, or one thread if completions are episodes. A sampler on a GPU gets one thread, since
-    it holds one version of the weights. On a GPU there is no overlap in two cases: if several processes train, since they would
-    communicate in two threads at once, and with top_p, top_k or min_p, since the model in training must then recompute log-probs.
+    one for each batch that is being sampled. If completions are episodes, it gets one thread. A GPU also gets one, since it holds
+    one version of the weights. A GPU's sampling does not overlap if several processes train: they would communicate in two
+    threads at once. Nor does it with top_p, top_k or min_p: the model in training must then recompute log-probs.
     """
     beside = sampler.overlaps and world.size == 1 and not config.sampling.filtered
     if not ((sampler.central or beside) and config.lag and world.rank == 0):
@@ -266,7 +266,7 @@ def _prepare_rows(
 
 
 def longest_of(config: OnlineConfig, prepared: PreparedRows[Any], evaluator: Evaluator | None) -> int:
-    """Return the maximum number of tokens in a prompt plus its completion; 0 (the model's limit) if completions are episodes."""
+    """Return the maximum number of tokens in a prompt plus its completion; 0 for episodes, which only the model limits."""
     if config.plays:
         return 0
     lengths = [len(ids) for _, ids in prepared.items] + [len(p.ids) for p in (evaluator.prompts if evaluator else ())]
@@ -282,8 +282,8 @@ def _critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None,
 def critic_rate(critic: ScalarModel) -> float:
     """Return a learning rate at which the critic's zero-initialised head learns: 0.05 / width of the model.
 
-    A step of Adam changes each weight of the head by the rate. It changes V by the rate times the sum of the hidden state's
-    magnitudes, each of which is about 1. At a width of 4,096 the rate is 1.2e-5. For critics of 7B parameters, verl uses 1e-5
-    and OpenRLHF 9e-6, with policies at 1e-6.
+    A step of Adam changes each weight of the head by the rate. The value thus changes by the rate times the sum of the hidden
+    state's magnitudes, each of which is about 1. At a width of 4,096 the rate is 1.2e-5. For critics of 7B parameters, verl uses
+    1e-5 and OpenRLHF 9e-6, with policies at 1e-6.
     """
     return 0.05 / size(critic.network.config, "hidden")

@@ -92,7 +92,7 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
     needs_reward = isinstance(algorithm, OnlinePreference) or algorithm.needs_reward
     if needs_reward and not (config.reward or config.reward_model or config.environment or config.asks):
         raise UserError(
-            "No reward was given; name a built-in or module:function with --reward (reward), or a reward model with "
+            "No reward was given; name a built-in reward or a module:function with --reward, or a reward model with "
             "--reward-model."
         )
     if isinstance(algorithm, PolicyGradient):
@@ -144,7 +144,7 @@ def _check_seats(config: OnlineConfig, algorithm: PolicyGradient | OnlinePrefere
         "with a lag the earlier policies would be older than their recorded step": config.lag > 0,
     }
     if why := next((why for why, holds in reasons.items() if holds), ""):
-        raise UserError(f"past_opponents needs earlier policies as opponents, but {why}. Change this, or remove past_opponents.")
+        raise UserError(f"past_opponents makes earlier policies play, but {why}. Change this, or remove past_opponents.")
 
 
 def _check_replay(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
@@ -213,7 +213,7 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
     if config.ref_model_sync_steps and config.reference:
         raise UserError(
             "ref_model_sync_steps lets the reference follow the policy, but the settings name another model as reference; "
-            "remove one of them."
+            "remove ref_model_sync_steps or reference."
         )
     if config.reference_dtype and config.model.lora_rank and not config.reference:
         raise UserError("With LoRA the reference is the model without its adapter, so reference_dtype has no effect; remove it.")
@@ -242,7 +242,7 @@ def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGrad
 
 
 def check_reference_sync(config: OnlineConfig, adapter: bool) -> None:
-    """Raise `UserError` if `ref_model_sync_steps` is set with an `adapter`, since the reference is then the policy without it."""
+    """Raise `UserError` if `ref_model_sync_steps` is set with an `adapter`: the reference is then the base model."""
     if config.ref_model_sync_steps and adapter:
         raise UserError(
             "ref_model_sync_steps moves the reference's weights, but with LoRA the reference is the model without its adapter; "
@@ -263,12 +263,12 @@ def _check_critic(config: OnlineConfig, algorithm: PolicyGradient | OnlinePrefer
         )
     if config.critic_shared and config.critic_warmup_steps:
         raise UserError(
-            "critic_warmup_steps trains the critic before the policy, but with critic_shared the two are one model; remove one "
-            "of them."
+            "critic_warmup_steps trains the critic before the policy, but with critic_shared the two are one model; remove "
+            "critic_warmup_steps or critic_shared."
         )
     adapts = isinstance(algorithm, PolicyGradient) and algorithm.adapts
     if adapts and config.num_iterations * config.num_minibatches == 1:
         raise UserError(
-            f"{algorithm.name or 'The algorithm'} penalises the policy's change over the steps on a batch, which needs several "
-            "optimiser steps; set num_iterations or num_minibatches above 1."
+            f"{algorithm.name or 'The algorithm'} penalises how far the policy moves while it trains on one batch, so a batch "
+            "needs several optimiser steps; set num_iterations or num_minibatches above 1."
         )

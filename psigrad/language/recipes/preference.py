@@ -74,8 +74,8 @@ def _reference(
     """Return the model that computes the reference's log-probs before training; None if they are not needed.
 
     It is the model that `config.reference` names, or else the initial model. With LoRA, the initial model is `model` without its
-    adapter. In full fine-tuning, `model` is the initial model before step 1. If the run resumes from a `checkpoint`, or with
-    eval_kl, the initial model is loaded again. Raises `UserError` for a reference that `loss` does not use.
+    adapter. In full fine-tuning, `model` itself is the initial model until step 1. The initial model is loaded again if the run
+    resumes from a `checkpoint`, or if eval_kl needs it later. Raises `UserError` for a reference that `loss` does not use.
     """
     if config.reference and not loss.needs_reference:
         raise UserError(f"The settings name a reference model, but {loss.name} uses none; remove reference.")

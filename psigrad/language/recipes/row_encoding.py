@@ -53,7 +53,7 @@ FEW = 4000
 
 @dataclass(frozen=True)
 class Encoder(Generic[R]):
-    """The encoding of rows for training: `encode` tokenizes a row, and `filter` then filters the result."""
+    """The encoding of rows for training: `encode` tokenizes a row, and `filter` then trims or drops the result."""
 
     tokenizer: PreTrainedTokenizerBase
     encode: Callable[[R], Any]
@@ -62,7 +62,7 @@ class Encoder(Generic[R]):
     """A function called with the given rows before `encode` takes each, for work that is faster on many rows at once."""
 
     def __call__(self, rows: Sequence[R]) -> tuple[list[Any], list[BadRow], Counter[str]]:
-        """Return (the encoded rows, a `BadRow` for each row that cannot be encoded, the sums of the counts from `filter`)."""
+        """Return (the encoded rows, a `BadRow` for each row that cannot be encoded, the counts from `filter`, summed)."""
         found, refused, counts = [], list[BadRow](), Counter[str]()
         with cache_specials(self.tokenizer):
             if self.encode_batch is not None:
@@ -82,10 +82,10 @@ class Encoder(Generic[R]):
 
 
 def encode_rows(rows: Sequence[R], encoder: Encoder[R], data: Data, log: Log | None = None) -> tuple[Sequence[Any], Counter[str]]:
-    """Return (the encoded rows, the counts from `encoder.filter` summed over the rows). Many rows are kept in Arrow batches.
+    """Return (the encoded rows, the counts from `encoder.filter` summed over the rows).
 
-    If the encoder rejects a row, the run stops with an error that names the row's place in the file. With `bad_rows: skip`,
-    rejected rows are dropped and counted, unless all rows are rejected.
+    With many rows or processes, the result is kept in Arrow batches. If the encoder rejects a row, the run stops with an error
+    that names the row's place in the file. With `bad_rows: skip`, rejected rows are dropped and counted, unless all are rejected.
     """
     if len(rows) < FEW and data.num_proc <= 1:
         made: Sequence[Any]
@@ -119,7 +119,7 @@ def _batches(rows: Sequence[Any], encoder: Encoder[Any], processes: int) -> Iter
             yield from pool.map(_encode_span, spans)
     except BrokenProcessPool:
         raise UserError(
-            f"One of {count} processes that encode rows ended, perhaps for lack of memory; lower num_proc (1: no extra process)."
+            f"One of the {count} encoding processes ended, perhaps for lack of memory; lower num_proc (1: no extra process)."
         ) from None
 
 
@@ -207,7 +207,7 @@ def sum_parts(prepared: PreparedRows[Any]) -> dict[str, str]:
 
 
 def _drop_images(row: Row) -> Row:
-    """Return the row for hashing. Drop its image columns if marks in its text already contain the SHA-256 of each image."""
+    """Return the row for hashing. Drop its image columns if its text already contains the SHA-256 of each image."""
     own = {name: value for name, value in row.columns.items() if name not in images.COLUMNS}
     return replace(row, columns=own) if len(own) < len(row.columns) and digests_of(row) else row
 

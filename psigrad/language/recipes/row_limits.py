@@ -1,4 +1,4 @@
-"""Checks of rows: prompts leave room for a completion, rows fit `max_length`, and the settings support any images."""
+"""Checks that prompts leave room for a completion, that rows fit `max_length`, and that settings support the rows' images."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, comple
     if log is not None:
         log_rewrites(model.tokenizer, rows, log)
     if faults and (data.bad_rows == "stop" or not made):
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise UserError(f"{next(iter(faults))}, or skip such rows with --bad-rows skip{more}.")
+        more = f" {len(faults)} of {len(rows)} prompts are too long." if len(faults) > 1 else ""
+        raise UserError(f"{next(iter(faults))}, or skip such rows with --bad-rows skip.{more}")
     if faults and log is not None:
         text = f"{len(faults)} of {len(rows)} prompts have too many tokens and were skipped."
         log("rows_left_out", text, longer_than_max_length=len(faults), kept=len(made))
@@ -121,7 +121,7 @@ def _teacher_row(row: Row, column: str, tokenizer: PreTrainedTokenizerBase) -> R
 
 
 def check_images(config: Any, model: Pretrained | None = None, rows: Iterable[Row] = ()) -> None:
-    """Raise `UserError` if there are images, but the settings name a sampler, placement or reference that reads only text.
+    """Raise `UserError` if there are images, but the sampler, the placement or the reference supports only text.
 
     There are images if one of `rows` has one and the model has a vision tower. If `model` is None, nothing is loaded yet: images
     are then assumed if the settings load or train a vision tower.
@@ -145,7 +145,7 @@ def check_images(config: Any, model: Pretrained | None = None, rows: Iterable[Ro
 
 
 def check_features(model: Pretrained, rows: Iterable[Row]) -> None:
-    """Raise `UserError` if the vision tower does not compute as many features for an image as the image has tokens.
+    """Raise `UserError` if the vision tower returns fewer or more features for an image than the image has tokens.
 
     To save time, only one image of `rows` is checked for each number of tokens. Sharded models are checked at the first step.
     """
@@ -163,9 +163,9 @@ def token_limit(config: SFTConfig | RewardConfig | PreferenceConfig, model: Lang
 
 
 def check_positions(longest: int, **others: Any) -> None:
-    """Raise `UserError` if the run's longest text, of `longest` tokens, has more tokens than a model has positions.
+    """Raise `UserError` if the run's longest text, of `longest` tokens, has more tokens than one of the models has positions.
 
-    Some models give no error for longer texts. `others` maps a name, such as reference, to each model to check.
+    Without this check, some models would read such a text without an error. `others` are the models by name, such as reference.
     """
     for name, other in others.items():
         if isinstance(other, Pretrained) and longest > other.max_length:

@@ -54,7 +54,7 @@ def static_pins(config: Config, judges: Sequence[RewardSetup | None] = ()) -> di
 
 
 def _data(given: Any) -> str:
-    """Return the hashes of the data `given` as `data.dataset` or `data.eval_dataset`. Data on other machines have none."""
+    """Return the hashes of the files or rows in `given`, a dataset setting. A dataset that is not on this machine has none."""
     if isinstance(given, list | tuple) and not all(isinstance(one, str) for one in given):
         return pins.hash_parts({"rows": given})["rows"]
     names = [share.dataset for share in parse_mixture(given) if isinstance(share.dataset, str) and share.dataset]

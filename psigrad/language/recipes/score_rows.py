@@ -71,7 +71,7 @@ def score(
     specs = [resolve(reward) for reward in rewards]
     counting = [spec.name for spec in specs if isinstance(spec.function, Length | SoftOverlong)]
     if counting and not tokenizer:
-        raise UserError(f"The reward {counting[0]} counts tokens; name the model whose tokenizer counts them with --tokenizer.")
+        raise UserError(f"The reward {counting[0]} counts tokens; use --tokenizer to name the model whose tokenizer counts them.")
     named = isinstance(rows, str | os.PathLike)
     if named and not rows:
         raise UserError("No dataset was given; name a file of prompt-completion rows with --dataset.")
@@ -97,7 +97,7 @@ def score(
 
 
 def check_scored(scores: Sequence[RowScore]) -> None:
-    """Raise `UserError` if no row has a reward, with the most common reason."""
+    """Raise `UserError` with the most common reason if no row has a reward."""
     reasons = [s.result.reason if isinstance(s.result, Unscored) else None for s in scores]
     if scores and all(reasons):
         raise UserError(f"{explain_unscored(reasons, [s.source for s in scores])} Fix the reward function or the dataset.")
@@ -113,7 +113,7 @@ def summary(scores: Sequence[RowScore]) -> str:
 
 
 def _ids(tokenizer: str) -> Callable[[Row], list[int]]:
-    """Return a function (row) -> the token ids of the row's completion, or no ids if `tokenizer` is ""."""
+    """Return a function (row) -> the token ids of the row's completion. Without a `tokenizer`, it returns []."""
     if not tokenizer:
         return lambda row: []
     loaded = load_tokenizer(tokenizer)

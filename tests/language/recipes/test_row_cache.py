@@ -297,7 +297,7 @@ def test_a_row_that_one_of_several_processes_refuses_is_named(tokenizer: Any) ->
 @pytest.mark.usefixtures("_few_at_once")
 def test_a_process_that_dies_is_said_and_nobody_waits_for_it(tokenizer: Any) -> None:
     encoder: Encoder[int] = Encoder(tokenizer, lambda i: os._exit(9) if i == 15 else [i])
-    with pytest.raises(UserError, match="One of 2 processes that encode rows ended"):
+    with pytest.raises(UserError, match="One of the 2 encoding processes ended"):
         encode_rows(range(20), encoder, Data(num_proc=2))
 
 

@@ -57,7 +57,7 @@ def test_tokens_are_shown_where_a_tokenizer_is_named(tmp_path):
     assert shown.result.value >= len(tokenizer("six").input_ids) > 0
     (bare,) = score([wants_tokens], rows)
     assert bare.result.value == 0.0
-    with pytest.raises(UserError, match="counts tokens; name the model whose tokenizer"):
+    with pytest.raises(UserError, match="counts tokens; use --tokenizer to name the model"):
         score(["length"], rows)
     with pytest.raises(UserError, match="cannot be read"):
         score(["length"], rows, tokenizer=str(tmp_path / "nothing"))

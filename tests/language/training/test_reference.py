@@ -156,7 +156,7 @@ def test_a_model_learns_from_what_it_says_when_it_is_told_more(job, tmp_path):
         ("distill", {}, r"distill learns from a teacher, but none was given; name a model with --reference"),
         ("dapo", {"teacher_prompt": "told"}, r"teacher_prompt is given, but dapo has no KL term"),
         ("rloo", {"ref_model_sync_steps": 1, "model": Model(path="x", lora_rank=2)}, r"train without LoRA"),
-        ("rloo", {"ref_model_sync_steps": 1, "reference": "x"}, r"name another model as reference; remove one"),
+        ("rloo", {"ref_model_sync_steps": 1, "reference": "x"}, r"name another model as reference; remove ref_model"),
         ("rloo", {"reference_dtype": "bfloat16", "model": Model(path="x", lora_rank=2)}, "With LoRA the reference"),
         ("rloo", {"teacher_prompt": "told", "environment": "guess"}, r"needs single-turn completions"),
         ("rloo", {"reward": ()}, "No reward was given"),
