@@ -1,6 +1,6 @@
 """Lazy import of torch on first use. Its import takes seconds, and help texts and settings do not need it.
 
-Modules that declare methods write `from psigrad.objective.lazy_torch import Tensor, torch` instead of `import torch`.
+Modules needed for help texts and settings write `from psigrad.objective.lazy_torch import Tensor, torch`, not `import torch`.
 `sys.modules` is unchanged, so `import torch` works as usual elsewhere.
 """
 

@@ -1,8 +1,8 @@
-"""The psi slot: Batch -> A [N,T], the factor of grad log π(a_t|s_t).
+"""The psi slot: Batch -> advantage A [N,T], the factor of grad log π(a_t|s_t), for N trajectories of at most T steps.
 
-An advantage never carries gradient. A part that needs more than rewards declares it in `needs`: "value" (a critic),
-"action_value" (a critic of actions), "group" (at least two trajectories of each group) or "parts" (the output of each reward
-function). `PolicyGradient` checks `needs`. A custom psi is any function Batch -> Tensor [N,T].
+An advantage never carries gradient. A psi that reads more than rewards declares it in `needs`: "value" (a critic's values),
+"action_value" (the values of a critic of actions), "group" (several trajectories per group) or "parts" (the output of each
+reward function, in the batch's `parts`). A custom psi is any function Batch -> Tensor [N,T].
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Psi = Callable[[Batch], Tensor] | StatefulPsi
 
 
 def needs(what: frozenset[str]) -> Callable[[F], F]:
-    """Return a decorator that sets a part's `needs` to `what`: the extra inputs of a batch that it reads, such as {"value"}."""
+    """Return a decorator that sets a part's attribute `needs` to `what`, the part's extra inputs, such as {"value"}."""
 
     def mark(part: F) -> F:
         part.__dict__["needs"] = what
@@ -77,7 +77,7 @@ def needs(what: frozenset[str]) -> Callable[[F], F]:
 
 
 def needs_of(part: object) -> frozenset[str]:
-    """Return the extra inputs of a batch that a part reads: its attribute `needs`, or an empty set without one."""
+    """Return a part's attribute `needs`, which names the extra inputs that it reads, or an empty set if it has none."""
     return frozenset(getattr(part, "needs", ()))
 
 
@@ -429,8 +429,8 @@ class whitened:
     def __post_init__(self) -> None:
         if isinstance(self.psi, StatefulPsi):
             raise ValueError(
-                f"whitened got {type(self.psi).__name__}, which reads earlier batches; expected a psi without a state. "
-                "Whitening already subtracts the batch's mean, so use whitened(total_return)."
+                f"whitened got {type(self.psi).__name__}, which has a state from earlier batches; expected a psi without a "
+                "state. Whitening already subtracts the batch's mean, so whiten total_return instead."
             )
 
     @property

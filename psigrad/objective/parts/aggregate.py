@@ -1,12 +1,12 @@
 """The aggregate slot, which sets the weight of each step, and the keep slot, which filters trajectories and steps.
 
-aggregate: (mask [N,T], totals) -> weights [N,T]; the loss is Σ weights · per-step loss. Weights divide by the totals of the whole
-optimiser step, never by the current micro-batch, so any split gives the same gradient. They are float64; the loss casts them.
+aggregate: (mask [N,T], totals) -> weights [N,T]; the loss is Σ weights · per-step loss. `totals` counts the sequences and steps
+of the whole optimiser step, so the gradient is the same for any number of micro-batches. Weights are float64; `loss` casts them.
 
 keep: Batch -> bool [N], the trajectories that are trained on, or bool [N,T], the steps that the surrogate sees. Filters run after
 the advantages are computed, and read the rewards without a KL penalty. Dropped rows count in no total. Dropped steps count in the
-totals and in the KL term, as in the papers: the more steps are dropped, the smaller the loss. A filter with "advantage" in its
-`needs` also receives the advantage [N,T]. A filter with "entropy" in its `needs` reads the batch's `entropy`.
+totals and in the KL term, as in the filters' papers: the more steps are dropped, the smaller the surrogate's loss. A filter whose
+`needs` contains "advantage" also receives the advantage [N,T]. If it contains "entropy", the filter reads the batch's `entropy`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def token_mean(mask: Tensor, totals: Totals) -> Tensor:
 
 
 def sequence_mean(mask: Tensor, totals: Totals) -> Tensor:
-    """Return the weights w [N, T] of the mean over each sequence's steps, then over sequences. Long sequences' steps weigh less.
+    """Return the weights w [N, T] of the mean over a sequence's steps, then over sequences. A long sequence's step weighs less.
 
-    Formula: w_t = 1 / (N·|y|), with N sequences, this one of |y| steps
+    Formula: w_t = 1 / (number of sequences · |y|), where |y| is the number of steps in the sequence of step t
 
     Source: Shao et al. 2024, GRPO, arXiv:2402.03300, eq. 3; TRL loss_type "grpo".
 
@@ -89,13 +89,13 @@ Keep = Callable[..., Tensor]
 
 
 def has_signal(batch: Batch) -> Tensor:
-    """Drop groups whose trajectories all have the same value M. The trainer then collects other groups.
+    """Drop each group whose trajectories all have the same value M. The trainer then collects other groups.
 
-    Formula: keep i  ⇔  min(M) < max(M) in the group of i; M_i is trajectory i's return, or the reward that `filter_metric` names
+    Formula: keep i  ⇔  min(M) < max(M) in the group of i
+             M_i is the `metric` of trajectory i, which `filter_metric` chooses in a run; without a metric, M_i is the return
 
-    The test is exact equality, since the standard deviation of floats is not 0 for eight rewards of 0.1. The paper compares
-    correctness. With a length penalty in the reward, a group of right answers would be kept although it teaches length alone. In
-    this case set the batch's `metric` to the correctness.
+    The test is exact equality: rounding errors make the standard deviation of eight rewards of 0.1 greater than 0. The paper
+    compares correctness. If M contained a length penalty, a group of right answers would be kept although it teaches only length.
 
     Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2 (dynamic sampling).
 

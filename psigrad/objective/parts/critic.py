@@ -12,11 +12,11 @@ from psigrad.objective.lazy_torch import Tensor, torch
 
 @dataclass(frozen=True)
 class value_loss:
-    """Half the squared error of the critic V. The part `returns` computes Â_t; without it, Â_t is the method's advantage before
-    whitening.
+    """Half the squared error of the critic V. The critic's target is G = Â_t + V_old. `returns` is the psi that computes Â_t. If
+    `returns` is None, Â_t is the method's advantage before whitening.
 
     Formula: value error = ½·max((V − G)², (clip(V, V_old − ε, V_old + ε) − G)²), or without ε ½·(V − G)²
-             V = V(s_t), G = Â_t + V_old(s_t), c_V = `coefficient`, ε = `clip`; V_old is V before the update
+             V = V(s_t), G = Â_t + V_old(s_t), c_V = `coefficient` in the loss, ε = `clip`; V_old is V before the update
 
     Source: Schulman et al. 2017, PPO, arXiv:1707.06347, eq. 9; the clip is that of OpenAI's baselines.
 
@@ -48,7 +48,7 @@ class bonus:
 
     Formula: − c_H · (1 / number of steps) · Σ_t H(π(·|s_t))
 
-    Whatever the method's `aggregate`, this is the mean over steps. So a value of c_H means the same in every method.
+    This is the mean over steps for every `aggregate`. So c_H, the `coefficient`, has the same effect in every method.
 
     Source: Williams and Peng 1991; Mnih et al. 2016, A3C, arXiv:1602.01783; TRL entropy_coef.
     """

@@ -94,13 +94,13 @@ def over_group_mean(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class pass_at_k:
-    """The mean advantage of all subsets of k completions that include the completion. A subset's score is that of its best one.
+    """The mean advantage of all subsets of k completions that contain this completion. A subset scores like its best completion.
 
     Formula: with G completions in the group, of which m are wrong (R_i ≤ `right`), and C the binomial coefficient,
              P = 1 − C(m, k)/C(G, k) and σ = √(P·(1 − P)): A_t = (1 − P)/σ for a right completion,
              (1 − P − C(m − 1, k − 1)/C(G − 1, k − 1))/σ for a wrong one, and 0 if σ = 0
 
-    P is the share of subsets with a right completion. A group is rewarded for one right answer among k, not for repeating it.
+    P is the share of subsets with a right completion. A second right completion in a subset does not raise the subset's score.
 
     Source: Chen et al. 2025, Pass@k training, arXiv:2508.10751, section 2.4 (the analytical form).
 
@@ -176,7 +176,7 @@ class decoupled_group_mean:
 
 @dataclass(frozen=True)
 class process_group_mean:
-    """Process supervision: step rewards are standardised over the group. A token's advantage is the sum of those at or after it.
+    """Process supervision: step rewards are standardised over the group, then summed from each token to the end.
 
     Formula: A_t = Σ_{u ≥ t, u rewarded} (r_u − mean(r)) / (std(r) + eps), mean and std over all rewarded tokens of the group
 

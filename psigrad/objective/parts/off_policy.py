@@ -118,7 +118,7 @@ class off_policy_mask:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The extra inputs that `__call__` receives: the mask and the sampler's log-probs."""
+        """The extra inputs that `__call__` receives: the mask, also for the wrapped surrogate, and the sampler's log-probs."""
         return SEQUENCES | {"logp_sampler"}
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor, logp_sampler: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
 """Three slots computed from log ratios: the ratio (current policy / collecting policy), the correction (collecting policy /
 sampler), and the KL (policy / frozen reference).
 
-A ratio is a function (logp [N,T] with gradient, logp_old [N,T], mask [N,T]) -> log ratio [N,T]. Masked steps arrive as 0. A
-correction is Batch -> detached weights [N,T], which multiply the surrogate only, not the KL term.
+A ratio is a function (logp [N,T] with gradient, logp_old [N,T], mask [N,T]) -> log ratio [N,T]. Both log-probs are 0 on
+masked steps. A correction is Batch -> detached weights [N,T], which multiply the surrogate only, not the KL term.
 
-The KL slot determines where the penalty acts and how it is estimated. Per step, with the action a sampled from π and
-d = log π(a|s) − log π_ref(a|s):
+The KL slot determines where the penalty acts and how it is estimated. Per step, with the action a sampled from π,
+d = log π(a|s) − log π_ref(a|s), and m = `mixture`:
 
 | estimator | value | E[value] | E[gradient of value] |
 |---|---|---|---|
@@ -16,8 +16,8 @@ d = log π(a|s) − log π_ref(a|s):
 | k3+ | as k3 | KL(π‖π_ref) | ∇KL(π‖π_ref), by the gradient of k2 |
 | exact | Σ_a π(a)·d(a) | KL(π‖π_ref) | ∇KL(π‖π_ref), without sampling noise |
 | exact_forward | −Σ_a π_ref(a)·d(a) | KL(π_ref‖π) | ∇KL(π_ref‖π), without sampling noise |
-| exact_js | m·KL(π_ref‖M) + (1 − m)·KL(π‖M), M = m·π_ref + (1 − m)·π | the value | its gradient, without sampling noise |
-| span | log π(w) − log π_ref(w) of a piece of text w, at the last step of w | KL(π‖π_ref) of the next piece | its gradient |
+| exact_js | JS = m·KL(π_ref‖M) + (1 − m)·KL(π‖M), M = m·π_ref + (1 − m)·π | JS | ∇JS, without sampling noise |
+| span | log π(w) − log π_ref(w) of a piece of text w, at w's last step | KL(π‖π_ref) of the distributions of w | its gradient |
 
 The gradients are those of the KL at the visited states. If the penalty is in the reward, only its value matters, because the
 policy gradient accounts for later states.
@@ -114,7 +114,7 @@ LEVELS: tuple[Level, ...] = ("token", "sequence", "geometric")
 
 
 def _sampler_ratio(batch: Batch, level: Level) -> Tensor:
-    """Return π_old / π_sampler [N, T]: the ratio of each step, or its product or geometric mean over the sequence, by `level`."""
+    """Return π_old / π_sampler [N, T] by `level`: of each step, or the product or geometric mean over a sequence's steps."""
     gap = _gap(batch)
     if level != "token":
         gap = gap.sum(1, keepdim=True).expand(gap.shape)
@@ -265,9 +265,9 @@ def span_kl(logp: Tensor, ends: Tensor, theirs: Tensor, baseline: Tensor | None 
 
     Formula: value d_w = log π(w) − log π_ref(w) at the last token of each piece w, 0 elsewhere; gradient Σ_w (d_w − b)·∇log π(w)
 
-    `logp` [N, T] is log π of each token. Where a piece ends, `ends` is True and `theirs` is the piece's log π_ref. Tokens after
-    the last end belong to no piece. b, the `baseline` [N], is the mean d_w over the pieces of all other completions. It reduces
-    noise without changing the expected gradient.
+    A piece of text ends where both tokenizers end a token. There, `ends` is True and `theirs` is log π_ref of the piece. Tokens
+    after the last end belong to no piece. `logp` [N, T] is log π of each token. `baseline` [N] is b, the mean d_w of all other
+    completions' pieces, or None for b = 0. It reduces noise without changing the expected gradient.
     """
     place = ends.cumsum(1) - ends.long()
     d = logp.new_zeros(logp.shape[0], logp.shape[1] + 1)
@@ -279,7 +279,7 @@ def span_kl(logp: Tensor, ends: Tensor, theirs: Tensor, baseline: Tensor | None 
 
 @dataclass(frozen=True)
 class adaptive:
-    """A coefficient that follows a target: it rises if the mean KL per sequence is above the target, and falls if below.
+    """A KL coefficient β that rises if the mean KL per sequence is above `target`, and falls if it is below `target`.
 
     Formula: β ← β · (1 + clip(KL/target − 1, −0.2, 0.2) · sequences/horizon)
 
@@ -316,13 +316,13 @@ class KL:
     Formula: in the reward: r_t ← r_t − β·k(d_t), with d_t = log π_old(a_t|s_t) − log π_ref(a_t|s_t)
              in the loss: KL_t = k(d_t), with d_t = log π(a_t|s_t) − log π_ref(a_t|s_t)
 
-    k1 = d, k2 = d²/2, k3 = e^(−d) − 1 + d, exact = Σ_a π(a)·d(a); k1+ and k3+ have the value of k1 and k3 and the gradient of k2.
-    exact_forward is KL(π_ref‖π) summed over the vocabulary, exact_js the Jensen–Shannon divergence with weight `mixture`.
-    span is for a reference with another tokenizer: Σ_w (log π(w) − log π_ref(w)) over pieces of text w. A piece ends where both
-    tokenizers end a token. The gradient is Σ_w (log π(w) − log π_ref(w))·∇log π(w).
+    `estimator` chooses k: k1 = d, k2 = d²/2, k3 = e^(−d) − 1 + d, exact = Σ_a π(a)·d(a). k1+ and k3+ have the value of k1 and k3
+    and the gradient of k2. exact_forward is KL(π_ref‖π), exact_js the Jensen–Shannon divergence with weight `mixture`. Both are
+    sums over the vocabulary. span is for a reference with another tokenizer: Σ_w (log π(w) − log π_ref(w)) over pieces of text w.
+    A piece ends where both tokenizers end a token. The gradient is Σ_w (log π(w) − log π_ref(w))·∇log π(w).
     In the loss, k1 raises an error, since its expected gradient is 0. The gradient of k3 is ∇KL(π_ref‖π), as in GRPO's paper;
     that of k2, k1+, k3+ and exact is ∇KL(π‖π_ref). With importance_weighted=True, each step's penalty is ρ_t·k(d_t), to correct
-    for sampling from π_old. k1 is then allowed: k1 and k3 also pass gradient through ρ_t, which makes it ∇KL(π‖π_ref) for both.
+    for sampling from π_old. k1 is then allowed. The gradient of k1 and k3 then also flows through ρ_t, and is ∇KL(π‖π_ref).
 
     Source: Ziegler et al. 2019, arXiv:1909.08593 (reward); Shao et al. 2024, GRPO, arXiv:2402.03300 (loss, k3); Schulman 2020,
     Approximating KL divergence; DeepSeek-V3.2, arXiv:2512.02556 (importance-weighted k3).
@@ -373,7 +373,7 @@ class KL:
         if self.estimator in MEASURED and self.importance_weighted:
             raise ValueError(
                 f"KL has estimator={self.estimator!r} and importance_weighted=True; importance weights need an "
-                "estimator at the sampled step; give k1, k2, k3, k1+ or k3+, or importance_weighted=False."
+                "estimator that reads only the sampled action; give k1, k2, k3, k1+ or k3+, or importance_weighted=False."
             )
 
     @property
@@ -398,7 +398,7 @@ class KL:
         return f"β·KL_t = {beta}·{weight}{estimate_of}{meaning}"
 
     def initial_state(self) -> dict[str, float]:
-        """Return the state before the first batch: the initial β if it is adaptive, otherwise nothing."""
+        """Return the state before the first batch: a dict with the initial β if β is adaptive, otherwise an empty dict."""
         return {KL_KEY: self.coefficient.initial} if isinstance(self.coefficient, adaptive) else {}
 
     def beta(self, state: Mapping[str, float]) -> float:
@@ -406,7 +406,7 @@ class KL:
         return state[KL_KEY] if isinstance(self.coefficient, adaptive) else self.coefficient
 
     def per_step(self, logp: Tensor, logp_old: Tensor, logp_ref: Tensor) -> Tensor:
-        """Return the KL [N, T] with gradient, for the loss. Raises ValueError for exact estimators and span; see `estimate`."""
+        """Return the KL [N, T] with gradient. Raise ValueError for exact estimators and span, which need more inputs."""
         kl = estimate(self.estimator, logp - logp_ref)
         if not self.importance_weighted:
             return kl

@@ -35,7 +35,7 @@ SEQUENCES = frozenset({"mask"})
 
 
 class SilentSurrogate:
-    """The base class of surrogates with zero gradient at steps of advantage 0, except steps that their method `marks` chooses."""
+    """The base class of surrogates whose gradient is 0 at a step of advantage 0, unless their method `marks` chooses the step."""
 
 
 class RatioSurrogate(SilentSurrogate):
@@ -43,7 +43,7 @@ class RatioSurrogate(SilentSurrogate):
 
 
 class SamplerWeighted(SilentSurrogate):
-    """The base class of surrogates that weight steps by π / π_sampler, in place of a `correction` by the method."""
+    """The base class of surrogates that weight steps by π / π_sampler. Their `PolicyGradient` must have no `correction`."""
 
 
 def score(logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def innermost(surrogate: Surrogate) -> Surrogate:
 
 
 def silent_without_advantage(surrogate: Surrogate) -> bool:
-    """Return True if a step of advantage 0 has zero gradient unless `marks` chooses it. For a custom function, return False."""
+    """Return True if a step of advantage 0 has gradient 0 unless `marks` chooses it. A custom function always gives False."""
     return innermost(surrogate) in (score, unclipped) or isinstance(innermost(surrogate), SilentSurrogate)
 
 
@@ -224,8 +224,8 @@ class divergence_mask(SilentSurrogate):
     Formula: L_t = −M_t · sg[min(ρ_t, cap)] · A_t · log π(a_t|s_t), where sg stops the gradient
              M_t = 0 where A_t > 0 and π − π_old > δ, or A_t < 0 and π_old − π > δ; else 1; δ is `delta`
 
-    The parameter `delta` (δ) bounds the change of the token's probability, not of its ratio. A rare token's probability may grow
-    by a large factor, a likely token's only by a small share. The change is the total variation if all other tokens count as one.
+    δ bounds how far a token's probability π moves from π_old, not the ratio ρ_t. So a rare token's probability can grow by a
+    large factor. The distance |π − π_old| is the total variation between the two policies if all other tokens count as one.
 
     Source: Qi et al. 2026, DPPO (binary TV), arXiv:2602.04879; verl's dppo_tv.
 
@@ -294,7 +294,7 @@ class covariance_penalty(RatioSurrogate):
 
     The penalty has no effect in the first optimiser step on a batch, where ρ_t = 1. It needs several passes or minibatches.
 
-    Source: Cui et al. 2025, KL-Cov, arXiv:2505.22617; verl's kl_cov (which chooses M again in every micro-batch).
+    Source: Cui et al. 2025, KL-Cov, arXiv:2505.22617; verl's kl_cov (which chooses the tokens again in every micro-batch).
     """
 
     share: float = 2e-3
@@ -346,7 +346,7 @@ class with_imitation:
     def __post_init__(self) -> None:
         if self.coefficient <= 0:
             raise ValueError(
-                f"with_imitation has coefficient={self.coefficient}; expected more than 0; for 0 use the inner surrogate alone."
+                f"with_imitation has coefficient={self.coefficient}; expected more than 0; for 0 use the wrapped surrogate alone."
             )
         check_inner(self, SEQUENCES | {"logp_sampler"})
 
@@ -371,8 +371,8 @@ def check_inner(outer: Any, known: frozenset[str]) -> None:
     inner = outer.surrogate
     if set(getattr(inner, "needs", ())) - known or (isinstance(inner, kl_penalty) and inner.target is not None):
         raise ValueError(
-            f"{type(outer).__name__} got {type(inner).__name__}, which needs other inputs or has a KL target; expected another "
-            "surrogate, such as clip."
+            f"{type(outer).__name__} got {type(inner).__name__}, which has a KL target or needs inputs that a wrapping surrogate "
+            "does not pass on; expected another surrogate, such as clip."
         )
 
 
