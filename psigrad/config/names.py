@@ -14,27 +14,27 @@ from psigrad.errors import UserError
 
 
 class Names(Protocol):
-    """An object that translates names of settings into psigrad's dotted names."""
+    """An object that translates the names under which users give settings into dotted names, such as optim.learning_rate."""
 
     def dotted_name(self, cls: Any, name: str) -> str:
-        """Return a setting's dotted name in `cls`: "learning_rate" -> "optim.learning_rate". Return other names unchanged."""
+        """Return the dotted name of a setting of class `cls`: "learning_rate" -> "optim.learning_rate". Keep an unknown name."""
 
     def check(self, cls: Any, given: Iterable[tuple[str, Any]]) -> None:
-        """Raise `UserError` if `given` has two values for one setting under two names."""
+        """Raise `UserError` if `given`, pairs (name, value), has one setting under two names with different values."""
 
     def of_file(
         self, cls: Any, in_file: Mapping[str, Any], flags: Mapping[str, Any], source: str
     ) -> tuple[dict[str, Any], list[GivenSetting]]:
-        """Split a file's settings into (those at their place in `cls`, such as in the section `optim`; all others).
+        """Return a dict of the file's settings that are where `cls` has them, such as in `optim`, and a list of all others.
 
-        `in_file` is the content of the file `source`, and `flags` are the settings of the command line. In a file of rl-zoo3,
-        each section is for one environment, and `env` in `flags` selects a section.
+        `in_file` is the content of the file `source`, and `flags` are the settings of the command line. A file of rl-zoo3 has
+        a section for each environment, and `env` in `flags` selects one of them.
         """
 
     def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[GivenSetting]) -> list[GivenSetting]:
-        """Return the settings `given` under dotted names. Replace shortcuts, such as `beta`, by the settings that they stand for.
+        """Return `given` with dotted names, and with each shortcut, such as `beta`, replaced by the settings that it stands for.
 
-        `given` overrides `values`, which are already in sections. Raises `UserError` if the method lacks what a shortcut sets.
+        `given` overrides `values`, the settings in sections. Raises `UserError` for a shortcut to a part that the method lacks.
         """
 
 
@@ -46,12 +46,12 @@ class PlainNames:
         return names_of(cls).get(name, name)
 
     def check(self, cls: Any, given: Iterable[tuple[str, Any]]) -> None:
-        """Do nothing, since each setting has only one name."""
+        """Do nothing: if max_steps and run.max_steps are both given, the last one counts."""
 
     def of_file(
         self, cls: Any, in_file: Mapping[str, Any], flags: Mapping[str, Any], source: str
     ) -> tuple[dict[str, Any], list[GivenSetting]]:
-        """See `Names.of_file`. `model: PATH` becomes `model.path`. `flags` is not read."""
+        """See `Names.of_file`. `model: PATH` in a file means `model.path`. `flags` is ignored."""
         nested: dict[str, Any] = {}
         flat: list[GivenSetting] = []
         hints = types_of(cls)
@@ -65,7 +65,7 @@ class PlainNames:
         return nested, flat
 
     def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[GivenSetting]) -> list[GivenSetting]:
-        """Return the settings `given` under dotted names, with shortcuts expanded; see `Names.translate`."""
+        """Return `given` with dotted names and with shortcuts replaced; see `Names.translate`."""
         named = [GivenSetting(self.dotted_name(cls, one.name), one.value, one.source) for one in given]
         found, lacking = expand(cls, values, named)
         if lacking:

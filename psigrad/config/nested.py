@@ -27,8 +27,8 @@ class GivenSetting(NamedTuple):
 def put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
     """Set the setting with the dotted name `name` in nested `values`, and create the missing mappings on the path.
 
-    Within `algorithm` and `loss`, a value on the path may be a name or null. It then becomes a mapping: {preset: name} for a
-    preset, {part: name} for a part, {} for null. Error messages name the `source` of the setting.
+    Within `algorithm` and `loss`, a value on the path may be the name of a preset, the name of a part, or null. It then becomes
+    a mapping: {preset: name}, {part: name} or {}. Error messages name the `source` of the setting.
     """
     first, *parents, leaf = [*name.split(".")] if "." in name else ["", name]
     for parent in [first, *parents] if first else []:
@@ -39,7 +39,7 @@ def put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
             inner = values[parent] = {} if inner is None else {"part": inner}
         if not isinstance(inner, dict):
             raise UserError(
-                f"{name} ({source}) is a field of {parent!r}, but {parent} is {inner!r}, which has no fields; "
+                f"{name} ({source}) sets a field of {parent!r}, but {parent!r} is {inner!r}, which has no fields; "
                 f"remove {name} or {parent}."
             )
         values = inner
@@ -127,11 +127,11 @@ _OBJECT = re.compile(r'\s*\{\s*"')
 
 
 def read_value(text: str, hint: Any = None, name: str = "a value") -> Any:
-    """Read a value as YAML. Return the text itself if YAML cannot read it, or if `hint`, the setting's type, is text.
+    """Read a value as YAML. Return the text itself if it is not YAML, or if the type of the setting, `hint`, is text.
 
-    So `output_dir=2024` stays text. A setting that accepts text and mappings, such as `metric`, is text unless the value starts
-    like a mapping. A tuple of texts is text unless it starts like a list: `report_to=[]`. A value that starts with {" must be
-    valid JSON, because YAML would read a misspelt `false` as text without an error. Raises `UserError` that names the setting.
+    So `output_dir=2024` stays text. If a setting accepts text or a mapping, such as `metric`, only a value that starts with { is
+    read as YAML. If it accepts a tuple of texts, only a value that starts with [ is, such as `report_to=[]`. A value that starts
+    with {" must be JSON, since YAML would read a misspelt `false` as text. Raises `UserError` about `name` if it is not JSON.
     """
     if hint is str or (str in get_args(hint) and not text.startswith("[" if get_origin(hint) is tuple else "{")):
         return text

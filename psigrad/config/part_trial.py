@@ -21,7 +21,7 @@ PACKAGE = str(Path(__file__).parents[1])
 
 
 def make_batch() -> Batch:
-    """Return 16 trajectories of 1 to 3 steps in two groups, with all fields that parts read but `metric` and `rewarded`."""
+    """Return two groups of 8 trajectories of 1 to 3 steps. All fields that parts read are set, except `metric` and `rewarded`."""
     generator = torch.Generator().manual_seed(0)
     rows = GROUPS * SIZE
     lengths_N = torch.arange(rows) % STEPS + 1
@@ -49,9 +49,9 @@ def make_batch() -> Batch:
 
 
 def try_parts(method: PolicyGradient) -> None:
-    """Call each custom part of a method with the arguments that a run passes, then the whole method.
+    """Call a method's custom parts on a small batch, then compute the method's loss. Do nothing if all parts are psigrad's.
 
-    Raises `UserError` with the part's file and line if the part raises, or returns a type or shape that its slot does not expect.
+    Raises `UserError` with the part's file and line if a custom part raises an error, or returns the wrong type or shape.
     """
     custom = [part for part in _parts_within(method) if _is_custom(part)]
     if not custom:
@@ -102,7 +102,7 @@ def _compute_loss(method: PolicyGradient, batch: Batch, logp: Tensor) -> None:
 
 
 def _parts_within(thing: Any) -> list[Any]:
-    """Return the parts of `thing`, a method or a dataclass part, and the parts within those."""
+    """Return the parts inside `thing`, at any depth. `thing` is a method, or a part that is a dataclass."""
     found: list[Any] = []
     for field in fields(thing):
         value = getattr(thing, field.name)
@@ -134,10 +134,7 @@ def _result(setting: str, part: Any, call: Callable[[], Any]) -> Any:
 
 
 def _check(setting: str, part: Any, found: Any, shapes: tuple[tuple[int, ...], ...], dtype: Any = None) -> None:
-    """Raise `UserError` unless `found`, the result of a part, is a tensor of one of the `shapes` and, if given, of `dtype`.
-
-    The message names the part and its `setting`.
-    """
+    """Raise `UserError` about `setting` unless `found`, the result of `part`, is a tensor of one of `shapes` (and of `dtype`)."""
     names = {1: "[N]", 2: "[N, T]"}
     expected = " or ".join(f"{names[len(shape)]} = {list(shape)}" for shape in shapes)
     kind = "a boolean tensor" if dtype is not None else "a tensor"

@@ -39,7 +39,7 @@ Schedule = Literal[
 
 
 def object_of(given: str | Mapping[str, Any]) -> str | dict[str, Any]:
-    """Return `given`, a mapping or the JSON text of one, as a dict; "" if it is empty. Raises `UserError` for other text."""
+    """Return a mapping, or the JSON text of a mapping, as a dict; return "" if it is empty. Raises `UserError` for other text."""
     try:
         found = json.loads(given) if isinstance(given, str) and given else given or {}
     except ValueError:
@@ -50,10 +50,10 @@ def object_of(given: str | Mapping[str, Any]) -> str | dict[str, Any]:
 
 
 def parse_columns(given: str | Mapping[str, str]) -> dict[str, str]:
-    r"""Return the new names of columns from text: "question=prompt,answer=answer" -> {"question": "prompt", "answer": "answer"}.
+    r"""Parse the setting `columns`: "question=prompt,answer=answer" -> {"question": "prompt", "answer": "answer"}.
 
-    A comma ends a pair if a name and "=" follow it. `\n` in a pair becomes a line break. Raises `UserError` for an
-    incomplete pair and for a name that is given twice.
+    A comma ends a pair if a name and "=" follow the comma. `\n` after the "=" becomes a line break. Raises `UserError` for
+    an incomplete pair and for a name that is given twice.
     """
     if isinstance(given, Mapping):
         return dict(given)
@@ -241,12 +241,12 @@ class Sampling:
     """With sampler=embedded on a GPU: capture decoding steps as a CUDA graph per batch size, and replay it."""
 
     def vllm_memory_alone(self, gpus: float = 1.0) -> float:
-        """Return vLLM's share of a GPU without a trainer: by default 0.8, times `gpus` if an engine gets less than 1 GPU."""
+        """Return vLLM's memory share on a GPU without a trainer: by default 0.8, or 0.8·`gpus` if an engine gets under 1 GPU."""
         return 0.8 * min(1.0, gpus) if self.vllm_memory == Sampling.vllm_memory else self.vllm_memory
 
     @property
     def filtered(self) -> bool:
-        """True if top_p, top_k or min_p excludes some of the policy's tokens."""
+        """True if top_p, top_k or min_p can exclude tokens from sampling."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
@@ -282,7 +282,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Placement:
-    """The processes and machines of a run. These settings change results by rounding at most."""
+    """The processes and machines of a run. These settings change the results only by rounding."""
 
     processes: Annotated[Count, RECORDED, MAIN] = 1
     """Processes on this machine that train together, each on its share of every step. On several machines, start them with

@@ -1,6 +1,7 @@
 """Shortcuts: short, common names for settings of a method's parts, such as `beta` for algorithm.kl.coefficient in GRPO.
 
-Which settings a shortcut sets depends on the method. If the method lacks the part, an error lists methods that have it.
+Which settings a shortcut sets depends on the method. If the method lacks the part, an error lists methods that have it. A slot
+is a parameter that holds a part: `kl` is the slot of the KL term.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from psigrad.errors import UserError, kind_of
 
 @dataclass(frozen=True)
 class Part:
-    """A part or a method as plain data: its name and the values of its parameters, which are not checked here."""
+    """A method, or a part of one, as plain data: its name, and the values of its parameters, without checks."""
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -42,7 +43,7 @@ def describe(value: Any) -> Any:
 
 
 def describe_method(spec: Any) -> Part | None:
-    """Return the method that a setting `algorithm` or `loss` describes; None unless it is a preset's name or a mapping."""
+    """Return the method that `spec`, a value of `algorithm` or `loss`, describes; None if that is no preset and no mapping."""
     if isinstance(spec, str):
         return describe(algorithms.PRESETS[spec]) if spec in algorithms.PRESETS else None
     if not isinstance(spec, Mapping):
@@ -63,7 +64,7 @@ def find_parts(root: Part, prefix: str = "") -> list[tuple[str, Part]]:
 
 
 def _change(root: Part, slot: str, value: Any) -> Any:
-    """Return the new content of `slot` in `root` for the user's `value`: a part's name, a mapping of parameters, or a number."""
+    """Apply `value` (a part's name, a mapping of parameters, or a number) to a slot of `root`. Return the slot's new content."""
     before = root.parameters.get(slot)
     if root.name == "OnlinePreference" and slot == "loss" and isinstance(value, str | Mapping):
         return describe_method(value if isinstance(value, str) else {"preset": "dpo", **value})
@@ -93,7 +94,7 @@ Places = list[tuple[str, Any]]
 
 
 class Shortcut(NamedTuple):
-    """A short name for settings of a method. `what` is the part of the method that the name belongs to, for messages."""
+    """A short name for settings of a method. `what` says in messages which part of the method has these settings."""
 
     what: str
     help: str
@@ -129,11 +130,11 @@ def expand(
     more: Mapping[str, Shortcut] = MappingProxyType({}),
     needless: Callable[[GivenSetting], bool] = lambda one: False,
 ) -> tuple[list[GivenSetting], list[tuple[GivenSetting, str]]]:
-    """Return (`given` with shortcuts replaced by the settings that they stand for; [(shortcut without effect, error message)]).
+    """Replace each shortcut in `given` by the settings that it stands for. Return (new list, [(shortcut, error message)]).
 
-    `cls` is the settings class. `given` overrides `values`, the method's defaults. `more` adds shortcuts to psigrad's own. A
-    shortcut for a part that the method lacks has no effect. It gets an error message unless `needless` returns True for it.
-    A shortcut whose value the method already has is dropped without a message.
+    `cls` is the settings class. `given` overrides `values`, such as the method's defaults. `more` adds shortcuts to psigrad's
+    own. A shortcut to a part that the method lacks goes to the second list, or is dropped if `needless(shortcut)` is True. A
+    shortcut whose value the method already has is dropped too.
     """
     known = shortcuts_of(cls)
     short = {**known, **more} if known else {}
@@ -157,7 +158,8 @@ def expand(
         if root is None:
             found = repr(stated[setting]) if isinstance(stated[setting], str) else kind_of(stated[setting])
             raise UserError(
-                f"{one.name} changes a preset, but {setting} is {found}; give a preset's name, or set the value in your object."
+                f"{one.name} can change only a preset, but {setting} is {found}; "
+                "give a preset's name, or set the value in your object."
             )
         places = short[one.name].find(root)
         if not places and not needless(one):
@@ -170,9 +172,9 @@ def expand(
 
 
 def rank_source(source: str) -> int:
-    """Return the precedence of a source of settings: 2 for a flag, 1 for an override (`name=value`), 0 for a file.
+    """Return the precedence of a source of settings: 2 for a flag (`--name`), 1 for an override (`name=value`), 0 for a file.
 
-    Within one source, `expand` applies shortcuts after full names, in the order of `SHORTCUTS`.
+    Of the settings from one source, `expand` applies full names first, then shortcuts in the order of `SHORTCUTS`.
     """
     return 2 if source.startswith("--") else 1 if source.startswith("override ") else 0
 
@@ -201,7 +203,7 @@ def _either(*finders: Callable[[Part], Places]) -> Callable[[Part], Places]:
 
 
 def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
-    """Return a `Shortcut.find` function that finds the parameter `field` of the part in `slot`. An empty slot has the value 0."""
+    """Return a `Shortcut.find` function that finds the parameter `field` of the part in `slot`. It is 0 if the slot is empty."""
 
     def places(root: Part) -> Places:
         if root.name != "PolicyGradient":
@@ -213,7 +215,7 @@ def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
 
 
 def _kl_weight(root: Part) -> Places:
-    """Return [(dotted path, value)] of the KL coefficient, or in distillation of the mixture: 0 is forward KL, 1 reverse KL."""
+    """Return [(dotted path, value)] of the KL coefficient. In distillation, value is the mixture: 0 is forward KL, 1 reverse."""
     if not _is_distillation(root):
         return _may_have("kl", "coefficient")(root)
     kl = root.parameters["kl"].parameters
@@ -233,7 +235,7 @@ def _is_distillation(root: Part) -> bool:
 
 
 def _preference_weight(root: Part) -> Places:
-    """Return [(dotted path, value)] of β in a preference loss. In ORPO, where β stays 1, return the odds term's weight."""
+    """Return [(dotted path, value)] of β in a preference loss; in ORPO, whose β is always 1, that of the odds term's weight."""
     return _preference("preference" if root.parameters.get("score") == Part("log_odds") else "beta")(root)
 
 
@@ -250,7 +252,7 @@ def _preference(*fields: str) -> Callable[[Part], Places]:
 
 
 def find_slot(slot: str) -> Callable[[Part], Places]:
-    """Return a `Shortcut.find` function that returns [(`slot`, name of the part in that slot; None if it is empty)]."""
+    """Return a `Shortcut.find` function that returns [(`slot`, name of its part)]. The name is None if the slot is empty."""
 
     def places(root: Part) -> Places:
         part = root.parameters.get(slot)
@@ -263,7 +265,7 @@ _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
 def find_grouped(root: Part) -> Places:
-    """Return [(dotted path, d)] for psis that subtract group means. d is the std they divide by: "batch", "group" or "none"."""
+    """Return [(dotted path, d)] of advantages that subtract group means. They divide by the std d: "batch", "group" or "none"."""
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
         for place, part in find_parts(root)

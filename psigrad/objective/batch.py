@@ -23,7 +23,7 @@ _NUMBERS = tuple(name for name in PER_STEP if name not in ("mask", "rewarded"))
 
 
 def zero_outside(mask: Tensor, x: Tensor) -> Tensor:
-    """Return x where mask is True, 0 elsewhere. Values outside the mask, even NaN and inf, influence neither value nor gradient.
+    """Return x where mask is True, 0 elsewhere. Values outside the mask, even NaN and inf, affect neither result nor gradient.
 
     Multiplying by the mask fails: 0 · NaN = NaN. Masking the result of a function fails too: the gradient of
     where(mask, exp(x), 0) at a masked x = inf is 0 · inf = NaN. So mask first and compute afterwards.
@@ -102,7 +102,7 @@ class Batch:
         if self.mask.dim() != 2 or self.mask.dtype != torch.bool:
             raise ValueError(
                 f"Batch.mask has shape {tuple(self.mask.shape)} and dtype {self.mask.dtype}; expected a boolean tensor [N, T]; "
-                "build it from the lengths."
+                "build it from the lengths of the rows."
             )
         for names, expected in ((PER_STEP, self.mask.shape), (PER_ROW, self.mask.shape[:1])):
             for name in names:
@@ -110,7 +110,7 @@ class Batch:
                 if tensor is not None and tensor.shape != expected:
                     raise ValueError(
                         f"Batch.{name} has shape {tuple(tensor.shape)}; expected {tuple(expected)} to match mask "
-                        f"{tuple(self.mask.shape)}; pad or index it like the mask."
+                        f"{tuple(self.mask.shape)}; pad or index it in the same way as the mask."
                     )
         if self.parts is not None and (self.parts.dim() != 2 or len(self.parts) != len(self.mask)):
             raise ValueError(
@@ -144,7 +144,7 @@ class Batch:
         return self.reward.sum(1)
 
     def check_finite(self) -> None:
-        """Raise ValueError if a number such as a reward is NaN or infinite, except on masked steps and in rows of padding."""
+        """Raise ValueError if a float field other than `parts` is NaN or infinite outside masked steps and padding rows."""
         for name in (*_NUMBERS, "last_value", "metric"):
             x: Tensor | None = getattr(self, name)
             x = zero_outside(self.present, x)[:, None] if x is not None and x.dim() == 1 else x
@@ -194,9 +194,9 @@ class PolicyOutputs:
 
 @dataclass(frozen=True)
 class Totals:
-    """Numbers of sequences and tokens in one optimiser step, over all its micro-batches and ranks. `+` adds two ranks.
+    """Numbers of sequences and tokens in one optimiser step, over all its micro-batches and ranks. `+` adds field by field.
 
-    Losses divide by these counts, never by a micro-batch's size. So the gradient is the same for any number of micro-batches.
+    Losses divide by these numbers, never by a micro-batch's size. So the gradient is the same for any number of micro-batches.
     """
 
     sequences: int = 0
@@ -253,7 +253,7 @@ class Prepared:
         return replace(self, batch=batch, keep=of_rows(self.keep), needs_gradient=of_rows(self.needs_gradient), **per_step)
 
     def steps(self) -> Prepared:
-        """Return each step of the kept rows as a separate row, for minibatches of steps. Masked steps and inputs are dropped.
+        """Return each unmasked step of the kept rows as a row of its own, for minibatches of steps, without `inputs` and `parts`.
 
         Use it only with the token ratio and the token_mean aggregate. Other ratios and aggregates need whole rows.
         """
@@ -365,9 +365,9 @@ def scramble(x: Tensor) -> Tensor:
 
 
 def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Return the share of the returns' variance that the critic explains: 1 is a perfect critic, 0 or less is useless.
+    """Return the share of the returns' variance that the critic explains: 1 is a perfect critic, 0 or less a useless one.
 
-    Formula: 1 − Var(R − V) / Var(R), over the steps where mask [N,T] is True; 0 if the returns do not vary
+    Formula: 1 − Var(R − V) / Var(R), over the steps where mask [N,T] is True; 0 if the returns do not vary.
     """
     chosen, missed = returns[mask].double(), (returns - value)[mask].double()
     variance = float(chosen.var(correction=0)) if chosen.numel() else 0.0
@@ -375,12 +375,12 @@ def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float | Tensor) -> Tensor:
-    """Return y_t = x_t + discount · y_{t+1}, backwards over the steps of `mask_NT`; `discount` is a number, or one per row [N].
+    """Return y_t = x_t + discount · y_{t+1} on unmasked steps, where t + 1 is the next unmasked step; 0 on masked steps.
 
-    With x the rewards this is the reward-to-go; with x the TD errors and discount γλ it is GAE.
+    `discount` is a number or a tensor [N]. For rewards x, y is the reward-to-go. For TD errors x and the discount γλ, y is GAE.
 
-    Short rows are multiplied by a matrix of the discount's powers. Long rows take log₂ T passes instead of T: with d the discount
-    and S the shift by one step, y = (1 − dS)⁻¹·x = …(1 + d⁴S⁴)(1 + d²S²)(1 + dS)·x.
+    Short rows are multiplied by a matrix of powers of the discount. Long rows take log₂ T passes instead of T: with d the
+    discount and S the shift by one step, y = (1 − dS)⁻¹·x = …(1 + d⁴S⁴)(1 + d²S²)(1 + dS)·x.
     """
     within, n_steps = inside(mask_NT), x_NT.shape[1]
     y_NT, holes = within(x_NT), _holes(mask_NT)
@@ -411,14 +411,14 @@ _FEW = 16
 
 @lru_cache(maxsize=32)
 def _powers(n_steps: int, discount: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the matrix [T, T] with discount^(u − t) in row u and column t ≤ u, and 0 elsewhere."""
+    """Return the matrix [T, T] whose element in row u and column t is discount^(u − t) if u ≥ t, else 0."""
     steps = torch.arange(n_steps, dtype=torch.float64)
     ahead = steps[:, None] - steps
     return torch.where(ahead < 0, 0.0, discount ** ahead.clamp(min=0)).to(device, dtype)
 
 
 def next_chosen(x_NT: Tensor, mask_NT: Tensor, last_N: Tensor) -> Tensor:
-    """Return [N, T]: x of the next step where `mask_NT` is True, or `last_N` after the last such step; 0 on masked steps."""
+    """Return [N, T]: on each unmasked step, x of the next unmasked step, or `last_N` if there is none; 0 on masked steps."""
     n_steps = x_NT.shape[1]
     if n_steps and not _holes(mask_NT):
         ahead_NT = torch.cat([x_NT[:, 1:], last_N[:, None]], dim=1)
@@ -439,10 +439,10 @@ def _holes(mask_NT: Tensor) -> bool:
 
 
 def td_errors(batch: Batch, gamma: float) -> Tensor:
-    """Return δ_t = r_t + γ·V(s_{t+1}) − V(s_t); after the last step V is `batch.last_value` (0 if absent)."""
+    """Return δ_t = r_t + γ·V(s_{t+1}) − V(s_t). On the last step, V(s_{t+1}) is `batch.last_value`, or 0 without one."""
     if batch.value is None:
         raise ValueError(
-            "The batch has no `value`, which TD errors read; give the critic's values or choose a psi without a critic."
+            "The batch has no `value` for TD errors; give the critic's values, or choose an advantage (psi) that needs no critic."
         )
     last_N = torch.zeros_like(batch.value[:, 0]) if batch.last_value is None else batch.last_value.detach().to(batch.value.dtype)
     ahead_NT = next_chosen(batch.value, batch.mask, last_N)

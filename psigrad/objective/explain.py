@@ -34,7 +34,7 @@ Explained = PolicyGradient | OnlinePreference | Preference | KahnemanTversky
 
 
 def explain(method: Explained, other: Explained | None = None) -> str:
-    """Return a text with the formula that a method minimises, part by part. With `other`, describe the differences instead."""
+    """Return a text on the loss that a method minimises: its formula, then each part. With `other`, describe the differences."""
     if other is not None:
         return _difference(method, other)
     if isinstance(method, OnlinePreference):
@@ -115,7 +115,7 @@ def _slot_lines(method: PolicyGradient, slot: str) -> list[str]:
 
 
 def _part_lines(part: Any, indent: str) -> list[str]:
-    """Return the purpose, formula and source from a part's docstring, then the same lines of each part that it wraps.
+    """Return the purpose, formula and source from a part's docstring, then the same for each part inside this part.
 
     If the part has a property `formula`, its value replaces the docstring's formula.
     """
@@ -138,7 +138,7 @@ def _part_lines(part: Any, indent: str) -> list[str]:
 
 
 def label(part: Any) -> str:
-    """Return a part's name with the parameters that it reads: clip(low=0.2, high=0.28)."""
+    """Return a part's name and those of its parameters that have an effect: clip(low=0.2, high=0.28)."""
     if is_dataclass(part) and not isinstance(part, type):
         unread = ("name", *getattr(part, "unread", ()))
         inside = ", ".join(f"{f.name}={_show(getattr(part, f.name))}" for f in fields(part) if f.name not in unread)

@@ -158,7 +158,7 @@ def test_a_wrong_value_is_one_sentence(value, tmp_path, capsys):
 
 
 def test_an_object_is_changed_by_itself():
-    with pytest.raises(UserError, match="beta changes a preset, but algorithm is a PolicyGradient; give"):
+    with pytest.raises(UserError, match="beta can change only a preset, but algorithm is a PolicyGradient; give"):
         load(OnlineConfig, flags={"algorithm": catalog.GRPO, "beta": 0.1})
     assert isinstance(resolve_online(catalog.GRPO), PolicyGradient)
 
