@@ -115,7 +115,7 @@ def _status_of(arguments: list[str]) -> int:
             raise
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         print(
-            f"psigrad: {error.strerror}: this process may open {most} files; raise the limit (ulimit -n 1024).", file=sys.stderr
+            f"psigrad: {error.strerror}: this process may open at most {most}; raise the limit (ulimit -n 1024).", file=sys.stderr
         )
         return 2
     except ValueError as error:
@@ -169,7 +169,7 @@ _PEERS = {
 
 
 def _is_user_message(error: ValueError) -> bool:
-    """Return True if psigrad raised the error and its message is for users; False if the error comes from a library."""
+    """Return True if psigrad raised the error and its message is for users; False if it comes from another library."""
     if isinstance(error, UserError):
         return True
     trace = error.__traceback__

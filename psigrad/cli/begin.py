@@ -1,4 +1,4 @@
-"""Commands for a new project. `init` copies a project of `templates/` and removes `.in` from the names of its Python files."""
+"""Commands for a new project. `init` copies a project from `templates/` and removes `.in` from the names of its Python files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def init(arguments: list[str]) -> int:
         return 0
     names = [text for text in arguments if not text.startswith("-")]
     if not 1 <= len(names) <= 2 or len(names) < len(arguments):
-        raise UserError(f"init takes a kind ({', '.join(KINDS)}) and optionally a folder, as in: psigrad init tools folder.")
+        raise UserError(f"init takes a kind ({', '.join(KINDS)}) and optionally a folder: `psigrad init tools my_project`.")
     kind, folder = names[0], absolute(names[-1])
     if kind not in KINDS:
         raise UserError(f"There is no project kind {kind!r}; expected {', '.join(KINDS)}{nearest(kind, KINDS) or '.'}")
@@ -38,7 +38,7 @@ def init(arguments: list[str]) -> int:
 
 
 def write(kind: str, folder: Path) -> list[str]:
-    """Copy the project template `kind` to `folder`. Return the file names. Raises `UserError` if it has visible files."""
+    """Copy the project template `kind` to `folder`. Return the file names. Raises `UserError` if `folder` has visible files."""
     files = {path.name.removesuffix(".in"): path for path in sorted((_TEMPLATES / kind).iterdir())}
     check_folder(folder, "FOLDER", lambda found: all(path.name.startswith(".") for path in found.iterdir()))  # .git may exist
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Command-line flags, generated from the settings classes: one flag per field. The string below the field is its help text.
+"""Command-line flags, generated from the settings classes: one flag per field. The string below a field is its flag's help text.
 
 `--help` shows the settings that are marked `MAIN` (all, if none is), and `--help-all` shows all settings.
 """
@@ -63,14 +63,14 @@ class _Parser(argparse.ArgumentParser):
         return super().format_help() + (f"\n{self.last_line}\n" if self.last_line else "")
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message[0].upper()}{message[1:]}; `{self.prog} --help` lists all flags.")
+        raise UserError(f"{message[0].upper()}{message[1:]}; `{self.prog} --help-all` lists all flags.")
 
 
 def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mapping[str, Any] | None = None, about: str = "") -> T:
     """Parse settings from `--config FILE`, `a.b=c` and flags. Help starts with `about`, or with the docstring of `cls`.
 
     Flags take precedence over overrides (`a.b=c`), then come the file, `defaults` and the defaults of the class. --help prints
-    the help and exits. Raises `UserError` for an unknown name, with the most similar known name.
+    the help and exits. Raises `UserError` for an unknown name; the message suggests a similar one.
     """
     parser = _parser(cls, command, defaults or {}, every="--help-all" in arguments, texts=asks_for_help(arguments))
     parser.description = about or parser.description
@@ -156,7 +156,7 @@ def parse_number(flag: str, text: str, kind: Callable[[str], T]) -> T:
 
 
 def _number_of(kind: Callable[[str], T], text: str) -> T:
-    """Return the finite number of type `kind` in `text`. Raises `ArgumentTypeError`, to which argparse adds the flag."""
+    """Return `text` as a finite number of type `kind`. Raises `ArgumentTypeError`; argparse puts the flag before its message."""
     with contextlib.suppress(ValueError, OverflowError):
         if math.isfinite(found := kind(text)):  # type: ignore[arg-type]
             return found
@@ -174,10 +174,10 @@ def parse_names_and_output(command: str, arguments: Sequence[str]) -> tuple[list
 
 
 def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] | None = None) -> None:
-    """Raise `UserError` for the first unknown argument of `rest`, if any.
+    """Raise `UserError` for the first of the arguments in `rest`, which the parser does not know. Do nothing if `rest` is empty.
 
-    If other methods have the flag, the message names these methods. If none has, it names the most similar flag. For an argument
-    that is not a flag, the message says that it should be a flag or `expected`.
+    For a flag, the message names the setting of `cls` that replaces it, or else the training methods that have it, or else the
+    most similar flag. For an argument that is not a flag, the message says that it should be a flag or `expected`.
     """
     for text in rest:
         if text.startswith("-"):
@@ -185,8 +185,8 @@ def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] 
             if cls and (found := other_methods(cls, flag.lstrip("-").replace("-", "_"))):
                 raise UserError(f"{parser.prog} has no flag {flag}{found}")
             hint = nearest(flag, _options(parser)) or "."
-            raise UserError(f"There is no flag {flag}; `{parser.prog} --help` lists them{hint}")
-        raise UserError(f"The argument {text!r} is neither a flag nor {expected}; `{parser.prog} --help` lists all flags.")
+            raise UserError(f"There is no flag {flag}; `{parser.prog} --help-all` lists all flags{hint}")
+        raise UserError(f"The argument {text!r} is neither a flag nor {expected}; `{parser.prog} --help-all` lists all flags.")
 
 
 def _switches(parser: _Parser) -> dict[str, bool]:
@@ -199,7 +199,7 @@ def _options(parser: _Parser) -> list[str]:
 
 
 def _values(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the flags in `given` that are None (not given). Return the others, converted to the types of their settings."""
+    """Return the flags that the user gave, converted to the types of their settings. In `given`, all other flags are None."""
     settings = settings_of(cls)
     found: dict[str, Any] = {}
     for name, value in given.items():
@@ -221,7 +221,7 @@ def _read(value: Any, hint: Any, name: str) -> Any:
 def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool, texts: bool) -> _Parser:
     """Return the parser of a command with the settings class `cls`. Help lists the settings marked `MAIN`, or all if `every`.
 
-    `defaults` are a method's defaults by name. `texts` is False if no help is printed: reading the help texts would take time.
+    `defaults` is {setting: a method's default}. If no help will be printed, `texts` is False, which saves reading the help texts.
     """
     numbers = {name: f"{name}={setting.default}" for name, setting in settings_of(cls).items() if setting.type in _NUMBERS}
     example = "optim.learning_rate=1e-5" if "optim.learning_rate" in numbers else next(iter(numbers.values()), "name=value")
@@ -248,7 +248,7 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
 def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) -> None:
     """Add a flag for each `Shortcut`: a short name for a setting in a part of a training method, such as the clip range.
 
-    Help lists only flags for parts that `method` has: all if `every`, else the main ones. Flags for other parts raise an error.
+    Of the flags for parts that `method` has, help lists the main ones, or all if `every`. The use of other flags is an error.
     """
     known = shortcuts.shortcuts_of(cls)
     group = parser.add_argument_group("parts of the method; `psigrad explain` shows them all") if known else parser

@@ -71,7 +71,7 @@ def score(arguments: list[str]) -> int:
            "timeout": given["reward_timeout"], **{name: given[name] for name in ("split", "columns", "bad_rows")}}  # fmt: skip
     if given.get("attack"):
         if given["tokenizer"]:
-            raise UserError("score --attack does not count tokens; remove --tokenizer and rewards that read only lengths.")
+            raise UserError("score --attack gives the rewards no tokens; remove --tokenizer and any reward that counts tokens.")
         return _attack(rewards, dataset, given["output"], max_rows=given["max_rows"], **how)
     from psigrad.language.recipes import score_rows
 
@@ -123,7 +123,7 @@ def tasks(arguments: list[str]) -> int:
         print("psigrad tasks\n\nPrint the names of reasoning-gym's procedural tasks, one per line.")
         return 0
     if arguments:
-        raise UserError(f"tasks got {arguments[0]!r} and takes no arguments; `psigrad tasks` lists every task.")
+        raise UserError(f"tasks got {arguments[0]!r} but takes no arguments; `psigrad tasks` lists every task.")
     from psigrad.language.data.tasks import task_names
 
     print("\n".join(task_names()))
@@ -159,7 +159,7 @@ def report(arguments: list[str]) -> int:
     """Redraw the report of a run, or write a report that compares several runs."""
     usage = "psigrad report RUN [RUN ...] [--output FILE]"
     if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nRedraw the report of a run folder, or write a report that compares several runs to FILE.")
+        print(f"{usage}\n\nRedraw the report of a run folder, or write to FILE a report that compares several runs.")
         return 0
     folders, output = flags.parse_names_and_output("report", arguments)
     if not folders:

@@ -30,7 +30,7 @@ def explain(arguments: list[str]) -> int:
         print(f"{usage}\n\nPrint the formula that NAME optimises, part by part, or how OTHER differs from NAME.")
         print("NAME can also be the name of a warning that a run printed: psigrad explain dead_groups")
         print("`psigrad explain defaults` lists the defaults that differ from those of TRL and Stable-Baselines3.")
-        print("Write changes to a method after its name: psigrad explain grpo algorithm.kl=null")
+        print("To explain a method with other parts, give them after its name: psigrad explain grpo algorithm.kl=null")
         return 0
     if arguments == ["defaults"]:
         return command("psigrad_extras", "defaults")([])
@@ -46,7 +46,7 @@ def explain(arguments: list[str]) -> int:
         else:
             methods.append({"preset": text})
     if not 1 <= len(methods) <= 2:
-        raise UserError(f"explain got {len(methods)} names and takes one or two; the usage is {usage}.")
+        raise UserError(f"explain got {len(methods)} names but takes one or two; the usage is {usage}.")
     from psigrad.config import algorithms
     from psigrad.config.methods import list_declarations
     from psigrad.objective.catalog import METHODS

@@ -78,9 +78,9 @@ def step(
 ) -> TrustRegionStep:
     """Return the trust-region step along F⁻¹·g, with g the `gradient` of the objective to maximise.
 
-    `product` is v -> F·v for the Fisher matrix F. F⁻¹·g is computed by at most `cg_steps` iterations. `measure(shift)` returns
-    (improvement, mean KL) of the policy with `shift` added to its parameters. The step is multiplied by `shrink` until it
-    improves the objective with a KL of at most `max_kl`. If `tries` steps fail to do so, the returned shift is zero.
+    `product` is v -> F·v for the Fisher matrix F. At most `cg_steps` iterations of conjugate gradients compute F⁻¹·g.
+    `measure(shift)` returns (improvement, mean KL) of the policy with `shift` added to its parameters. The step is multiplied by
+    `shrink` until it improves the objective with a KL of at most `max_kl`. After `tries` failures, the returned shift is zero.
     """
     direction = conjugate_gradients(product, gradient, cg_steps)
     curvature = float(direction @ product(direction))

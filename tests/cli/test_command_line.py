@@ -196,14 +196,14 @@ MISTAKES = {
     ),
     "actions that do not fit": (["control", "dqn", "--env", "Pendulum-v1"], "needs discrete actions, one at a time"),
     "no run": (["report", "{tmp}"], "is not a run folder"),
-    "empty explain": (["explain"], "explain got 0 names and takes one or two"),
+    "empty explain": (["explain"], "explain got 0 names but takes one or two"),
     "three names": (["explain", "grpo", "dapo", "rloo"], "explain got 3 names"),
     "no run folder": (["report"], "report got no run folder"),
     "unknown flag of report": (["report", "--outptu", "x"], "no flag --outptu.*did you mean '--output'"),
     "unknown flag of demo": (["demo", "--sed", "1"], "no flag --sed.*did you mean '--seed'"),
     "bad value of demo": (["demo", "--seed", "x"], "'x'; expected a whole number"),
     "no step of demo": (["demo", "--sft-steps", "0"], "sft_steps is 0; expected at least 1"),
-    "argument of tasks": (["tasks", "chain_sum"], "'chain_sum' and takes no arguments"),
+    "argument of tasks": (["tasks", "chain_sum"], "'chain_sum' but takes no arguments"),
     "a tab in YAML": (["sft", "--config", "{tmp}/tab.yaml"], r"line 2, column 1.* Indent with spaces, not with tabs\."),
     "bad YAML": (["sft", "--config", "{tmp}/bad.yaml"], "bad.yaml' is not YAML"),
     "a name twice in YAML": (["sft", "--config", "{tmp}/twice.yaml"], "is not YAML: 'optim' is given twice at line 4"),
@@ -455,7 +455,7 @@ def test_too_few_open_files_are_a_sentence(monkeypatch, capsys):
     monkeypatch.setitem(cli.COMMANDS, "tasks", cli.Command("", run))
     assert cli.main(["tasks"]) == 2
     assert re.fullmatch(
-        r"psigrad: Too many open files: this process may open \d+ files; raise the limit .*\n", capsys.readouterr().err
+        r"psigrad: Too many open files: this process may open at most \d+; raise the limit .*\n", capsys.readouterr().err
     )
     monkeypatch.setitem(cli.COMMANDS, "tasks", cli.Command("", lambda arguments: (_ for _ in ()).throw(OSError(5, "I/O error"))))
     with pytest.raises(OSError, match="I/O"):  # a bug, or a broken disk, shows where

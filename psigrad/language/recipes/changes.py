@@ -59,7 +59,7 @@ def _change_method(run: Any, head: str, rest: str, value: float) -> Any:
 
 
 def _replace_in(thing: Any, path: list[str], value: Any, name: str) -> Any:
-    """Return a copy of the dataclass `thing` with `value` in the nested field at `path`. Errors call this setting `name`."""
+    """Copy the dataclass `thing` with `value` in the nested field at `path`. `name` is the setting's full name, for errors."""
     known = [f.name for f in fields(thing)] if is_dataclass(thing) else []
     if path[0] not in known:
         raise UserError(f"{name} cannot be changed: there is no {path[0]!r}{nearest(path[0], known) or '.'}")

@@ -78,8 +78,8 @@ class Report:
 def run(config: EvalConfig) -> Report:
     """Sample `num_generations_eval` completions of each prompt and score them.
 
-    With `best_of` n, sample n completions of each prompt and keep the one with the highest reward. Raises `UserError` on mistakes
-    of the user, including rewards that score no completion at all.
+    With `best_of` n, sample n completions of each prompt and keep the one with the highest reward. Raises `UserError` if the
+    settings are wrong, or if the rewards score no completion at all.
     """
     if config.benchmark and not (config.reward or config.reward_model or config.evaluation.metric):
         shape = BENCHMARKS[config.benchmark]
@@ -88,7 +88,7 @@ def run(config: EvalConfig) -> Report:
     rewards = bool(config.reward or config.reward_model or config.environment or config.asks)
     if not (config.evaluation.metric or rewards):
         raise UserError(
-            "There is nothing to score the completions with; name a built-in or module:function with --reward (reward), or a "
+            "There is nothing to score the completions with; name a built-in reward or a module:function with --reward, or a "
             "reward model with --reward-model."
         )
     if config.likelihood and (config.server or config.best_of > 1 or config.evaluation.num_generations_eval > 1):
@@ -185,7 +185,7 @@ def _by_model(
 def _by_server(
     config: EvalConfig | SampleConfig, rewards: RewardSetup, scorer: Scorer | None, size: int
 ) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
-    """Sample `size` completions of each prompt from a server and score them, with the seeds that a local model would use.
+    """Sample `size` completions of each prompt from a server, with the seeds that a local model would use, and score them.
 
     Return (the figures, the completions, the dataset rows).
     """

@@ -61,7 +61,7 @@ class Evaluator:
         return figures, trajectories
 
     def record(self, model: LanguageModel, sampler: Sampler, step: int, journal: Journal) -> None:
-        """Evaluate after `step` steps and write figures, completions and seconds to the run folder."""
+        """Evaluate after `step` steps and write the figures, the completions and the duration to the run folder."""
         clock = Clock(journal.watch)
         with clock("time/eval"):
             figures, trajectories = self(model, sampler, step)
@@ -104,8 +104,9 @@ def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric:
     """Return the mean over prompts of the metric named `metric`, with its 95 % interval, pass@k, and lengths.
 
     pass@k is returned for k = 1, 2, 4, … up to `num_generations` (at most 64) if prompts have several completions and every
-    value of the metric is 0 or 1. If the metric is a sum of several reward functions, the mean of each is returned too. Unscored
-    completions are counted apart. The interval counts each prompt once, since completions of a prompt are not independent.
+    value of the metric is 0 or 1. If the metric is a sum of several reward functions, the mean of each is returned too.
+    Unscored completions are left out of the means; `eval/unscored` is their number. The interval counts each prompt once, since
+    completions of a prompt are not independent.
     """
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
     values = scored_groups(trajectories, num_generations)

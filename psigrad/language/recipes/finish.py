@@ -67,7 +67,7 @@ def train_on_rows(
 ) -> Result:
     """Train on the rows of `task`, from the `checkpoint` if there is one, and save the model. All offline recipes end with this.
 
-    `prepared` has the rows of both tasks. On `held_out` the loss is evaluated; `generated` evaluates sampled completions.
+    `prepared` has the rows of both tasks. The loss is evaluated on `held_out`; `generated` evaluates sampled completions.
     `judges` are the reward and the held-out metric. `given` is the user's model object, if any.
     """
     check_images(config, model, prepared.rows)
@@ -118,7 +118,7 @@ def generated_of(
 ) -> Iterator[SampledEvaluation | None]:
     """Yield the evaluation that samples completions of the held-out `rows` and scores them by the rewards in `measure`.
 
-    With `eval_kl`, it also computes the completions' KL to the model of `reference`. Yield None without rewards or rows.
+    With `eval_kl`, it computes the completions' KL to the model of `reference()` too. Yield None if there are no rewards or rows.
     """
     if not (measure.weights and rows):
         yield None
@@ -133,7 +133,7 @@ def generated_of(
 def note_rows(
     config: Config, model: LanguageModel | ScalarModel, rows: Sequence[Row], journal: Journal, checkpoint: Path | None
 ) -> None:
-    """Write the event `first_rows`: some rows as the model reads them, for the studio. Do nothing if there is a `checkpoint`."""
+    """Write the event `first_rows` if `checkpoint` is None: some rows as the model reads them, for `psigrad studio`."""
     separator = config.step_separator if isinstance(config, RewardConfig) else "\n"
     if checkpoint is None:
         journal.folder.event("first_rows", rows=first_rows(model.tokenizer, rows, separator))

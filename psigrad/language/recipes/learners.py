@@ -28,8 +28,7 @@ from psigrad.runs.cycle import LEFT
 from psigrad.runs.journal import Journal
 
 Write = Callable[[Path, World], dict[str, Any] | None]
-"""A function that writes files into a folder, together with the other ranks. It returns {file: checksum}, or None if unknown.
-"""
+"""Writes files into a folder, together with the other ranks. Returns {file: checksum}, or None if the checksums are unknown."""
 PENDING = "pending.jsonl"
 
 
@@ -146,7 +145,7 @@ def _numbers(state: State) -> dict[str, Any]:
 
 
 def restore(path: Path, learners: Learners) -> State:
-    """Restore the optimisers from a verified checkpoint, and return the run's state in it. The caller loads the models."""
+    """Restore the optimisers from a verified checkpoint, and return the state that it holds. The caller loads the models."""
     for learner in learners:
         if not isinstance(learner, Learner):
             continue
@@ -206,10 +205,10 @@ class CheckpointWriter:
             job.result(self._await_all_ranks(job) if seconds is None and self._journal.world.lockstep else seconds)
 
     def _await_all_ranks(self, job: Future[None]) -> float | None:
-        """Wait until all ranks have written their parts of the checkpoint, or one has failed. `job` is this rank's write.
+        """Wait until all ranks have written their parts of the checkpoint, or one has failed. `job` writes this rank's part.
 
-        Return the number of seconds to wait for `job`: `LEFT` if a rank's write has failed, otherwise None (no limit). The ranks
-        exchange their states every second, so if one stalls, this raises an error within minutes instead of hours.
+        Return how many seconds to wait for `job` afterwards: `LEFT` if a rank has failed, otherwise None (no limit). The ranks
+        tell each other every second if they are done, so if one hangs, an error is raised within minutes instead of hours.
         """
         states = [0]
         while 0 in states and 2 not in states:
@@ -253,7 +252,7 @@ def begin(
     """Return the start of a run: from the checkpoint `saved`, whose optimisers are restored, or else from the state `fresh`.
 
     `pinned` are the values that must not change when the run resumes (`language/recipes/run_pins.py`). Raises `UserError` if one
-    differs from the checkpoint's and `run.allow` does not name it. `rows` is (training rows, held-out rows), as numbers.
+    differs from the checkpoint's and `run.allow` does not name it. `rows` are the numbers of training and held-out rows.
     """
     world = journal.world
     if world.size > 1:
@@ -282,7 +281,7 @@ def _best(state: State) -> int:
 
 
 def _sums_of(learners: Learners) -> dict[str, str]:
-    """Return {"weights": the sum of each unsharded trainable weight, as text}. All ranks must have the same text."""
+    """Return {"weights": as text, the sum of each unsharded trainable weight's elements}. All ranks must have the same sums."""
     optimizers = [learner.optimizer for learner in learners if isinstance(learner, Learner)]
     whole = (w.local for optimizer in optimizers for w in optimizer.weights.values() if w.local is w.parameter)
     return {"weights": " ".join(str(float(p.detach().double().sum())) for p in whole)}
