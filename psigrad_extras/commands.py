@@ -208,7 +208,7 @@ def export(arguments: list[str]) -> int:
     names, _, rest = flags.parse_lists(arguments)
     given = flags.parse_plain("export", rest, {"to": "", "output": "", "quantization": "f16", "trust_remote_code": False})
     if len(names) != 1:
-        raise UserError(f"export got {' '.join(names) or 'nothing'} and takes one run folder or model; the usage is {usage}.")
+        raise UserError(f"export got {' '.join(names) or 'nothing'} but takes one run folder or model; the usage is {usage}.")
     from psigrad_extras.connect import exporting as recipe
 
     made = recipe.run(names[0], given.pop("to"), given.pop("output"), given.pop("quantization"), **given)
@@ -331,7 +331,7 @@ def push(arguments: list[str]) -> int:
     names, listed, rest = flags.parse_lists(arguments, "--revision")
     given = flags.parse_plain("push", rest, {"private": False})
     if len(names) != 2 or len(listed["--revision"]) > 1:
-        raise UserError(f"push got {' '.join(names) or 'nothing'} and takes a run folder and a repository; the usage is {usage}.")
+        raise UserError(f"push got {' '.join(names) or 'nothing'} but takes a run folder and a repository; the usage is {usage}.")
     from psigrad_extras.connect import hub
 
     print(hub.push(names[0], names[1], private=given["private"], revision="".join(listed["--revision"])))

@@ -81,5 +81,5 @@ def chat(arguments: list[str]) -> int:
 
 def _only(command: str, models: list[str], usage: str) -> str:
     if len(models) != 1:
-        raise UserError(f"{command} got {len(models) or 'no'} models and takes one; the usage is {usage}.")
+        raise UserError(f"{command} got {len(models) or 'no'} models but takes one; the usage is {usage}.")
     return models[0]

@@ -78,7 +78,7 @@ def studio(arguments: list[str]) -> int:
         "studio", rest, {"port": 0, "open": True, "model_memory": 8.0, "database": "", "backup": "", "restore": ""}
     )
     if len(folders) > 1:
-        raise UserError(f"studio got {len(folders)} folders and takes one; the usage is {usage}.")
+        raise UserError(f"studio got {len(folders)} folders but takes one; the usage is {usage}.")
     from psigrad_studio import serve
 
     folder = "".join(folders)

@@ -59,11 +59,16 @@ class _Parser(argparse.ArgumentParser):
         if self.add_help:
             self.add_argument("--help-all", action="help", help=argparse.SUPPRESS)
 
+    @property
+    def command(self) -> str:
+        """The command without the arguments that its usage line shows."""
+        return " ".join(itertools.takewhile(lambda word: word.islower() and word[0].isalpha(), self.prog.split()))
+
     def format_help(self) -> str:
         return super().format_help() + (f"\n{self.last_line}\n" if self.last_line else "")
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message[0].upper()}{message[1:]}; `{self.prog} --help-all` lists all flags.")
+        raise UserError(f"{message[0].upper()}{message[1:]}; `{self.command} --help-all` lists all flags.")
 
 
 def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mapping[str, Any] | None = None, about: str = "") -> T:
@@ -183,10 +188,10 @@ def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] 
         if text.startswith("-"):
             flag = text.split("=")[0]
             if cls and (found := other_methods(cls, flag.lstrip("-").replace("-", "_"))):
-                raise UserError(f"{parser.prog} has no flag {flag}{found}")
+                raise UserError(f"{parser.command} has no flag {flag}{found}")
             hint = nearest(flag, _options(parser)) or "."
-            raise UserError(f"There is no flag {flag}; `{parser.prog} --help-all` lists all flags{hint}")
-        raise UserError(f"The argument {text!r} is neither a flag nor {expected}; `{parser.prog} --help-all` lists all flags.")
+            raise UserError(f"There is no flag {flag}; `{parser.command} --help-all` lists all flags{hint}")
+        raise UserError(f"The argument {text!r} is neither a flag nor {expected}; `{parser.command} --help-all` lists all flags.")
 
 
 def _switches(parser: _Parser) -> dict[str, bool]:

@@ -199,6 +199,10 @@ MISTAKES = {
     "empty explain": (["explain"], "explain got 0 names but takes one or two"),
     "three names": (["explain", "grpo", "dapo", "rloo"], "explain got 3 names"),
     "no run folder": (["report"], "report got no run folder"),
+    "unknown flag of compare": (
+        ["compare", "grpo", "--sead", "1"],
+        "; `psigrad compare --help-all` lists all flags; did you mean '--seed'",
+    ),
     "unknown flag of report": (["report", "--outptu", "x"], "no flag --outptu.*did you mean '--output'"),
     "unknown flag of demo": (["demo", "--sed", "1"], "no flag --sed.*did you mean '--seed'"),
     "bad value of demo": (["demo", "--seed", "x"], "'x'; expected a whole number"),
