@@ -15,8 +15,8 @@ from psigrad.runs.callbacks import Callback, Control
 class Best(Callback):
     """A callback that tracks the best evaluation. It requests a checkpoint of the best weights, and can end the run early.
 
-    As in transformers, `metric_for_best_model` decides. An evaluation is the new best if this metric improves by any amount. The
-    run ends after `early_stopping_patience` evaluations in a row that improve on the best one by at most
+    As in transformers, `metric_for_best_model` names the metric. An evaluation is the new best if this metric improves by any
+    amount. The run ends after `early_stopping_patience` evaluations in a row that improve on the best one by at most
     `early_stopping_threshold`. An evaluation without the metric, or with NaN, is no improvement.
     """
 
@@ -30,7 +30,7 @@ class Best(Callback):
         return bool(getattr(settings, "load_best_model_at_end", False) or getattr(settings, "early_stopping_patience", 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best evaluation's step and value, the figure's name, and the number of evaluations without improvement."""
+        """Return the best evaluation's step and value, the metric's name, and the number of evaluations without improvement."""
         return {"step": self.step, "value": self.value if self.step else None, "waited": self.waited, "figure": self.figure}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -52,10 +52,10 @@ class Best(Callback):
             control.should_training_stop = True
 
     def _figure(self, metrics: Mapping[str, Any], step: int) -> tuple[float, bool]:
-        """Return (value, True if greater is better) of the figure by which evaluations are compared; NaN if `metrics` lacks it.
+        """Return (value, True if greater is better) of the metric by which evaluations are compared; NaN if `metrics` lacks it.
 
-        The setting `metric_for_best_model` names the figure. If it is empty, the first evaluation's main figure (`headline`) is
-        used. After step 0, raise `UserError` if no evaluation has had such a figure yet.
+        The setting `metric_for_best_model` names the metric. If it is empty, the first evaluation's main metric (`headline`) is
+        used. Except at step 0, raise `UserError` if all evaluations so far lack the named metric or have no metrics.
         """
         name = self.figure or self.settings.metric_for_best_model
         found = comparison_figure(metrics, name, self.settings.greater_is_better)

@@ -72,7 +72,7 @@ class Callback:
 
 @dataclass
 class Control:
-    """The requests of callbacks. The attributes have the same names as in transformers' `TrainerControl`."""
+    """The requests of callbacks, as in transformers' `TrainerControl`. `should_epoch_stop` and `should_log` have no effect."""
 
     should_training_stop: bool = False
     should_evaluate: bool = False
@@ -246,7 +246,7 @@ class Callbacks:
         return change
 
     def _value_before(self, setting: str) -> Any:
-        """Return a setting's value before the next change; None for a part of `algorithm` or `loss` that was never changed."""
+        """Return the old value of a changed setting; None for the first change of a setting in `algorithm` or `loss`."""
         if setting in self.changed_values or setting.partition(".")[0] in PARTS:
             return self.changed_values.get(setting)
         return getattr(self.args, setting.rpartition(".")[2])
@@ -266,7 +266,7 @@ class Callbacks:
             self._keep_best(row, step)
 
     def _call_all(self, event: str, state: S, **more: Any) -> S:
-        """Call `event` of every callback with `more`, then `on_log` for each new row. Return the state with their requests."""
+        """Call `event` of all callbacks with `more`, then `on_log` for each new row. Return `state`, updated as requested."""
 
         def call() -> None:
             visible = self.visible_state
@@ -301,7 +301,7 @@ class Callbacks:
             self.folder.event("stop_asked", step=step, callback=name)
 
     def _on_rank_0(self, work: Callable[[], None], state: S) -> S:
-        """Run `work` on rank 0. All ranks return `state` with callbacks' requests; if `work` fails, all raise `CallbackError`."""
+        """Run `work` on rank 0. If it fails, all ranks raise `CallbackError`. Return `state`, updated as callbacks requested."""
         failure = ""
         if self.world.rank == 0:
             try:

@@ -25,7 +25,7 @@ LEFT = 20.0
 
 @dataclass(frozen=True)
 class Loop(Generic[S]):
-    """The parts of a training loop that `cycle` calls: functions that take a step, evaluate and save, and the number of steps."""
+    """The parts of a training loop that `cycle` needs: the number of steps, and functions that take a step, evaluate and save."""
 
     name: str
     """The label of the progress bar."""
@@ -44,14 +44,14 @@ class Loop(Generic[S]):
 
 
 def cycle(loop: Loop[S], state: S, settings: Run, journal: Journal) -> S:
-    """Train from `state` to the loop's last step. Evaluate and save every `eval_steps` and `save_steps` iterations.
+    """Train from `state` to the loop's last step. Evaluate every `eval_steps` iterations, and save every `save_steps`.
 
     Callbacks receive every event, and their requests are carried out. All rows of a step are written before its checkpoint is
     saved, so a resumed run neither repeats nor loses rows.
 
     On a signal to stop, finish the current step, save the state and raise `Stopped`. In a run of one process, the signal also
     interrupts an evaluation, which is repeated when the run is resumed. If a step fails before it has changed a weight, save the
-    previous state (see `_Saves.step`). If the disk may be too full for another checkpoint, save and raise `UserError`.
+    previous state (see `_Saves.step`). If the disk is nearly full, save and raise `UserError`.
     """
     hooks, shown = journal.callbacks, settings.progress and journal.world.rank == 0
     state = hooks.begin(state, loop.total)

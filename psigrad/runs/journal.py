@@ -73,8 +73,8 @@ class CompletionPrinter:
 class WarningReporter:
     """Reports the warnings of a run on stderr and as events. Each rule of `psigrad.records.warnings` is reported once.
 
-    While the task is solved, warnings that are normal for a solved task are suppressed. A rule that also fires in healthy runs is
-    reported only when its warning is raised for the `Rule.min_count`-th time.
+    While the task's score is high (see `Watch.score`), the warnings in `CALM` are suppressed, since they are then normal. A rule
+    that also fires in healthy runs is reported only when its warning is raised for the `Rule.min_count`-th time.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -209,7 +209,7 @@ class Journal:
         self.folder.timings({"step": step, **seconds, "tokens": tokens, "tokens_per_second": rate, **self.trim()})
 
     def rollouts(self, completions: Sequence[Mapping[str, Any]]) -> None:
-        """Write rows of rollouts.jsonl, and log them to the trackers unless they are episodes of a control run."""
+        """Write rows of rollouts.jsonl. Log them to the trackers, except episodes of `psigrad.control`, which have no text."""
         self.folder.rollouts(completions)
         shown = [row for row in completions if "completion" in row]  # in control, rows are episodes
         for tracker in self.trackers if shown else ():
@@ -296,5 +296,5 @@ class Watchdog:
                     stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {phase} for {spent:.0f} s\n")
                     stream.flush()
                     faulthandler.dump_traceback(stream)
-                redaction.say(f"The phase {phase!r} has lasted {spent:.0f} s; it may hang. Stacks of all threads: {self._file}.")
+                redaction.say(f"The phase {phase!r} has lasted {spent:.0f} s; it may be stuck. Thread stacks: {self._file}.")
                 self._report(phase, spent)

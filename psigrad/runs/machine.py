@@ -158,14 +158,14 @@ def keep_freed_memory(up_to: int = _ALL) -> None:
 
 
 def device(run: Run) -> str:
-    """Return the device of the run: `run.device`, or for "auto" cuda if it is available, otherwise cpu."""
+    """Return the device of the run, `run.device`. If that is "auto", return "cuda" if it is available, and otherwise "cpu"."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if run.device == "auto" else run.device
 
 
 def pins_of(run: Run, kernels: object) -> dict[str, str]:
-    """Return three pins of a run, which must be unchanged when it is resumed: "threads", "kernels" and "device".
+    """Return the threads, kernels and device of a run. They must be unchanged when it is resumed (see `psigrad.records.pins`).
 
-    A change of any of them changes the rounding of sums. `kernels` is psigrad's compiled kernels, or the reason why they are off.
+    Each of them affects the rounding of sums. `kernels` is psigrad's compiled kernels, or the reason why they are off.
     """
     return {
         "threads": str(torch.get_num_threads()),

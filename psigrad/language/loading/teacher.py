@@ -48,10 +48,10 @@ Ask = Callable[[Groups, float, int], Sequence[TeacherOutput]]
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher that serves as the reference.
+    """A teacher that serves as the reference of the KL term.
 
-    If its tokenizer differs from the policy's (`spans`), the KL compares pieces of text, not tokens. Both tokenizers have a token
-    that ends where a piece ends.
+    If its tokenizer differs from the policy's (`spans`), the KL compares pieces of text, not tokens. A piece ends wherever a
+    token ends in both tokenizations of the text.
     """
 
     ask: Ask
@@ -82,8 +82,8 @@ class Teacher:
         if self.spans and kind != "span":
             raise UserError(
                 f"The tokenizer of the teacher {self.name} differs from the model's, so {algorithm.name or 'the method'} cannot "
-                f"compare them token by token (estimator={kind!r}). Set algorithm.kl.estimator=span, which compares pieces of "
-                "text that end at a token boundary of both tokenizers."
+                f"compare the two models token by token (estimator={kind!r}). Set algorithm.kl.estimator=span, which compares "
+                "pieces of text that end at a token boundary of both tokenizers."
             )
 
     def log_probs(self, groups: Groups, temperature: float) -> Tensor:
@@ -98,10 +98,10 @@ class Teacher:
         return Top(*(torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (ids, logp)))
 
     def store_pieces(self, ends: Tensor, theirs: Tensor, logp: Tensor) -> None:
-        """Store a batch's text pieces for `add_kl`. Also store a baseline for the KL of each completion (see `span_kl`).
+        """Store a batch's text pieces for `add_kl`, and each completion's baseline: the mean KL of the other completions' pieces.
 
         All arguments have the shape [N, T]. `ends` is True at the last token of each piece; at these tokens, `theirs` is the
-        teacher's log-prob of the piece. `logp` has the policy's log-prob of each token.
+        teacher's log-prob of the piece. `logp` has the policy's log-prob of each token. `span_kl` uses the baseline.
         """
         d = torch.where(ends, span_kl(logp, ends, theirs), 0.0).sum(1)
         count = ends.sum(1)
@@ -109,7 +109,7 @@ class Teacher:
         self._pieces[:] = [ends, theirs, (d.sum() - d) / others]
 
     def add_kl(self, evaluation: PolicyOutputs, rows: Tensor) -> PolicyOutputs:
-        """Return `evaluation`, the policy's outputs for `rows` of the batch. If text pieces are stored, add their KL."""
+        """Return `evaluation`, the policy's outputs for `rows` of the batch, with the KL of the text pieces if any are stored."""
         if not self._pieces:
             return evaluation
         ends, theirs, baseline = (copy_to(x[rows], evaluation.logp.device) for x in self._pieces)
@@ -124,7 +124,7 @@ class Teacher:
         return [self._cache[row] for row in rows]
 
     def pieces(self, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return two tensors [n, T]: a mask of each text piece's last token, and the piece's teacher log-prob at this token."""
+        """Return two tensors [n, T]: a mask of each text piece's last token, and the teacher's log-prob of the piece there."""
         rows = [(tuple(p), tuple(c)) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
         read = [self._translate(prompt, ids) for prompt, ids in rows]
         said = self._evaluate(Groups([p for p, _ in rows], [[ids] for ids, _ in read]), temperature, 0)
@@ -140,7 +140,7 @@ class Teacher:
     def _translate(self, prompt: tuple[int, ...], ids: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
         """Return (the completion `ids` in the teacher's tokens, the ends of its text pieces in both tokenizations).
 
-        An end is (number of policy tokens, number of teacher tokens) from the completion's start. `prompt` has teacher tokens.
+        An end is (number of policy tokens, number of teacher tokens) from the completion's start. `prompt` is in teacher tokens.
         """
         eos, finished = self.tokenizer.eos_token_id, bool(ids) and ids[-1] in self.policy.eos_token_ids
         body = ids[:-1] if finished else ids
@@ -232,9 +232,9 @@ def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[s
 
 
 def align(own: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the places in a text where both tokenizers end a token, each as (number of own tokens, of other tokens) before it.
+    """Return the places in a text where a token ends in both of its tokenizations, `own` and `others`.
 
-    `own` and `others` are the ends of each tokenizer's tokens in the text, from `text_ends`.
+    Both list token ends, from `text_ends`. A place is (number of own tokens before it, number of other tokens before it).
     """
     mine, theirs = ({end: i + 1 for i, end in enumerate(ends) if end > 0} for ends in (own, others))
     return [(mine[end], theirs[end]) for end in sorted(mine.keys() & theirs.keys())]
