@@ -103,7 +103,7 @@ def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
 
 
 def restore_folder(final: Path) -> bool:
-    """Give the old folder its name back if a crash interrupted `replace_folder`. Return True if the folder exists."""
+    """Rename the old folder back to `final` if a crash interrupted `replace_folder`. Return True if `final` then exists."""
     with _moving:
         if not final.is_dir() and (aside := final.with_name(f".{final.name}.old")).is_dir():
             os.rename(aside, final)
@@ -136,12 +136,12 @@ def seal_file(path: Path) -> dict[str, Any]:
 def seal(folder: Path, known: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Flush the files below a folder to the disk. Return {path in the folder: size and SHA-256}.
 
-    Threads hash the files during the flush. Files whose sizes and hashes are in `known` are skipped. Raise `CheckpointError`
-    if one of them is missing.
+    Threads hash the files during the flush. `known` has the entries of files that were sealed earlier, which are returned
+    unchanged. Raise `CheckpointError` if one of these files is missing.
     """
     found = [path for path in folder.rglob("*") if path.is_file()]
     if lost := known.keys() - {str(path.relative_to(folder)) for path in found}:
-        raise CheckpointError(f"{folder} lacks {', '.join(sorted(lost))}, which another process wrote; choose a shared disk.")
+        raise CheckpointError(f"{folder} lacks {', '.join(sorted(lost))} from another process; put output_dir on a shared disk.")
     files = sorted((p for p in found if str(p.relative_to(folder)) not in known), key=lambda path: -path.stat().st_size)
     with ThreadPoolExecutor() as pool:
         sums = [pool.submit(sha256, path) for path in files]
@@ -248,7 +248,7 @@ def _verify_file(root: Path, name: str, entry: Mapping[str, Any], summed: bool =
     if file.stat().st_size != entry["bytes"]:
         raise CheckpointError(f"{root.name}/{name} has {file.stat().st_size} bytes, but {entry['bytes']} bytes were written.")
     if summed and (actual := sha256(file)) != entry["sha256"]:
-        raise CheckpointError(f"{root.name}/{name} has SHA-256 {actual[:16]}…, but {entry['sha256'][:16]}… was written.")
+        raise CheckpointError(f"{root.name}/{name} has SHA-256 {actual[:16]}…, but had {entry['sha256'][:16]}… when saved.")
 
 
 def step_of(path: Path) -> int | None:
@@ -287,7 +287,7 @@ def latest(root: Path | Sequence[Path], limit: int | None = None, check: Callabl
 def prune(root: Path, keep: int, spare: int = 0) -> None:
     """Delete all checkpoints except the newest `keep` and that of step `spare` (0: none). Delete leftovers of interrupted saves.
 
-    Counting starts at the newest intact checkpoint. Damaged checkpoints that are newer are kept for inspection.
+    Checkpoints that are newer than the newest intact one are damaged. They are kept for inspection and do not count.
     """
     newest = latest(root).path
     if newest is not None:

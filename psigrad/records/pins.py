@@ -1,7 +1,7 @@
-"""The pins of a run: settings, data, models, code and machine that must be unchanged when it is resumed.
+"""The pins of a run: values, such as hashes, that identify its data, models, code and machine.
 
-If one of them has changed, resuming raises an error that names it, unless `run.allow` permits the change. Permitted changes are
-recorded as events. Settings that may change freely are marked in their definition (config/fields.py).
+If a pin or a setting has changed, resuming the run raises an error that names it, unless `run.allow` permits the change.
+Permitted changes are recorded as events. Settings that may change freely are marked in their definition (config/fields.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from psigrad.records.rows import FORMAT
 
 CODE = ("reward", "environment", "agent", "tools", "algorithm", "sampler")
 """The pins of the user's code. Runs count as seeds of the same method only if these pins are equal."""
-# The pins in addition to the settings, by the names that `run.allow` accepts.
+# The names of the pins. `run.allow` accepts these names and those of settings.
 PINS = (
     *("dataset", "eval_dataset", "tokenizer", "chat_template", "processor", "date"),
     *("model", "reference", "critic", "reward_model"),
@@ -69,10 +69,10 @@ def check_format(folder: Path, content: Mapping[str, Any]) -> None:
 def check_settings(
     folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], settings: type[Any] | None = None
 ) -> list[Change]:
-    """Return the settings that have changed from `before` to `now`, when a run is resumed. Ignore settings marked `FREE`.
+    """Return the settings of a resumed run that have changed from `before` to `now`, except those marked `FREE`.
 
-    Raise `UserError` for a changed setting that is not marked `RECORDED`, unless `run.allow` or `run.extend` permits the change.
-    The marks are those of the fields of the class `settings`. A setting that is missing in `before` counts as its default.
+    Settings marked `FREE` or `RECORDED` may change. Raise `UserError` for any other change, unless `run.allow` or `run.extend`
+    permits it. The fields of the class `settings` have the marks. A setting that is missing in `before` counts as its default.
     """
     old, new, default = (
         rename_preset({name: value for name, value in flatten(one).items() if value != {}})
@@ -114,7 +114,8 @@ def _read_allowed(now: Mapping[str, Any], known: Mapping[str, Any]) -> set[str]:
 
 
 def rename_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with `algorithm.preset` named `algorithm`, and `loss.preset` `loss`, as if no part were overridden."""
+    """Return the settings with the names `algorithm.preset` and `loss.preset` shortened to `algorithm` and `loss`."""
+    # a preset without overridden parts has the short name
     return {n.removesuffix(".preset") if n in ("algorithm.preset", "loss.preset") else n: v for n, v in settings.items()}
 
 
@@ -127,7 +128,7 @@ def hash_parts(parts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], allow: Iterable[str] = ()) -> list[Change]:
-    """Return the pins, such as the hash of the data, that differ between a checkpoint's manifest (`before`) and `now`.
+    """Return the pins, such as the hash of the data, that differ between `before`, read from the run folder, and `now`.
 
     Raise `UserError` for a difference that `allow` does not name. A pin that is missing in `before` or `now` is ignored.
     """
@@ -257,8 +258,8 @@ def _is_hidden(path: Path, home: Path) -> bool:
 def _imported_by(module: ModuleType, source: str) -> Iterator[ModuleType]:
     """Yield the modules that are named in the import statements of `source`, the source code of `module`.
 
-    Import statements also reveal where a number or a string comes from, which the module's values do not. A module that is
-    imported inside a function, and so perhaps not loaded yet, is located but not imported.
+    The source is read since an imported number or string, unlike a function, does not name the module that defines it. A module
+    that is imported inside a function, and so perhaps not loaded yet, is located but not imported.
     """
     try:
         nodes = list(ast.walk(ast.parse(source)))

@@ -22,7 +22,7 @@ KEEPS = ("kept", "started", "resumed")
 
 @dataclass(frozen=True)
 class Sample:
-    """One held-out completion, with texts truncated for a page. `reward` is NaN if the completion was not scored.
+    """One held-out completion, with texts cut after `TEXT_LIMIT` characters. `reward` is NaN if the completion was not scored.
 
     `messages` are the (role, text) pairs of a conversational prompt; () for a plain text prompt.
     """
@@ -54,6 +54,7 @@ class RunData:
     timings: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     summary: list[dict[str, Any]] = field(default_factory=list)
+    """The rows of summary.json, which reports show as the main figures; [] without this file."""
     rewards: dict[int, list[float]] = field(default_factory=dict)
     troubles: Counter[tuple[str, str]] = field(default_factory=Counter)
     samples: dict[int, dict[str, Sample]] = field(default_factory=dict)
@@ -156,7 +157,7 @@ def show_number(value: Any) -> str:
 
 
 def brief(value: float) -> str:
-    """Format a number below 1000 with three significant digits, for means and intervals."""
+    """Format a number with three significant digits, for means and intervals; from 1000 on, as `show_number` formats it."""
     return show_number(value if abs(value) >= 1000 or not math.isfinite(value) else float(f"{value:.3g}"))
 
 
@@ -216,7 +217,7 @@ def load(folder: str | Path) -> RunData:
             held_out=held_out,
         )
     except OSError as error:
-        raise UserError(f"The run in {str(folder)!r} cannot be read: {error}; remove the cause and try again.") from error
+        raise UserError(f"The run in {str(folder)!r} cannot be read: {error}; fix this and try again.") from error
 
 
 def _rollouts(

@@ -1,4 +1,4 @@
-"""Progress bars on the terminal. They only display and have no effect on the run."""
+"""Progress bars for terminals and notebooks, and progress lines for log files. They have no effect on the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 SILENCE = 10.0
-"""If standard output is not a terminal, the end of a step prints a line once the last line is this many seconds old."""
+"""If standard output is not a terminal, a line is printed at the end of a step once the last line is this many seconds old."""
 NARROW = 100
 """On a terminal with fewer columns the bar itself is omitted, so that its numbers fit."""
 
@@ -55,7 +55,7 @@ class _ClosableStream:
 
 @contextlib.contextmanager
 def ignore_closed_output() -> Iterator[None]:
-    """In the block, drop output to stdout or stderr without an error if the stream is closed."""
+    """In the block, drop output to stdout or stderr without an error after its reader has closed the pipe."""
     with contextlib.redirect_stdout(_ClosableStream(sys.stdout)), contextlib.redirect_stderr(_ClosableStream(sys.stderr)):
         yield
 
@@ -68,7 +68,7 @@ class Advance(Protocol):
 
 
 def _lines(description: str, total: float, done: float, every: int, unit: str) -> Advance:
-    """Return a function that advances from `done` and prints lines like "name 10/100  note  1.2 s a step, 2 min left"."""
+    """Return a function that counts from `done` and prints lines like "name 10/100  note  1.2 s a step, 2 min left"."""
     at, calls, printed, begun = done, 0, done, time.monotonic()
     since = begun
 
@@ -99,10 +99,7 @@ def _notebook_display() -> Any:
 
 
 def _in_notebook(show: Any, description: str, total: float, done: float) -> Advance:
-    """Draw a bar in a notebook with the display function `show`, and return a function that advances it.
-
-    The bar is redrawn in place, at most four times a second.
-    """
+    """Draw a bar in a notebook with `show`, and return a function that advances it and redraws it at most four times a second."""
     at, text, drawn, begun = done, "", -math.inf, time.monotonic()
 
     def draw() -> dict[str, str]:
@@ -130,8 +127,9 @@ def bar(
 ) -> Iterator[Advance]:
     """Draw a progress bar from `done` to `total` while the block runs, and yield the function that advances it.
 
-    Draw nothing unless `enabled`. If standard output is neither a notebook nor a terminal (a log file, say), print lines instead:
-    at every `every`-th call, and at a call `SILENCE` seconds or more after the last line. With `every` 0, print none.
+    Draw nothing unless `enabled`. If standard output is neither a notebook nor a terminal (a log file, say), print lines instead.
+    A call of the function prints one if it reaches the total, or if `every` calls or `SILENCE` seconds have passed since the last
+    line. With `every` 0, no line is printed.
     """
     if not enabled:
         yield lambda count=1, note="": None

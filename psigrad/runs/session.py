@@ -35,7 +35,7 @@ from psigrad.runs.survival import Stopped, StopSignal, convert_exits
 
 @contextlib.contextmanager
 def open_run(config: Any, recipe: str) -> Iterator[Journal]:
-    """Set up a run for the duration of the block: join its processes, lock its folder, open trackers, and handle signals.
+    """Set up a run for the duration of the block: connect its processes, lock its folder, open trackers, and handle signals.
 
     Yield the run's journal. Only rank 0 writes to the folder.
     """
@@ -93,7 +93,7 @@ def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Jou
 
 
 def _callbacks(config: Any, folder: RunFolder, world: World) -> Callbacks:
-    """Return the callbacks in the settings, plus `Best` if a setting needs it. Print which of their methods are never called."""
+    """Return the callbacks in the settings, plus `Best` if it is needed. Print their `on_…` methods that psigrad never calls."""
     with paths.kept_folder():
         found = [callbacks.resolve(given) for given in config.run.callbacks]
     evaluation: Any = getattr(config, "evaluation", None)
@@ -114,10 +114,10 @@ def new_folder(recipe: str) -> Path:
 
 
 def load_finished(config: Any, journal: Journal, run_pins: Mapping[str, str]) -> Result | None:
-    """If the run has finished earlier, print that nothing was done, and return its result. Otherwise return None.
+    """If the run is already finished, print that nothing was done, and return its result. Otherwise return None.
 
-    `run_pins` are the current hashes of the model, the data, the code and so on, by the names in `pins.PINS`. Raise `UserError`
-    if they differ from those of the finished run, unless `run.allow` permits it.
+    `run_pins` is {name in `pins.PINS`: current value, such as a hash}. Raise `UserError` if a value differs from that of the
+    finished run, unless `run.allow` permits the difference. An unfinished run stores the pins when it ends.
     """
     folder = journal.folder.path
     if not journal.folder.finished:
@@ -127,7 +127,7 @@ def load_finished(config: Any, journal: Journal, run_pins: Mapping[str, str]) ->
     if journal.world.rank == 0:
         length = find_marked(type(config), LENGTH)[0].rpartition(".")[2]
         print(
-            f"{folder} is finished; nothing was done. To continue training, give a larger {length} with --extend.",
+            f"{folder} is finished; nothing was done. To continue training, set a larger {length} and add --extend.",
             file=sys.stderr,
         )
     before, after = evaluations(folder)
@@ -163,7 +163,7 @@ def _verify_together(world: World, root: Path) -> checkpoint.Latest:
 
 
 def save_checkpoint(journal: Journal, step: int, write: Callable[[Path], None], run: Run, meta: Mapping[str, Any]) -> None:
-    """Flush the run's rows, save a checkpoint, and delete old ones. `write` writes its files; `meta` goes into its manifest."""
+    """Flush the run's rows, save a checkpoint, and delete old ones. For `write` and `meta`, see `checkpoint.save`."""
     journal.folder.flush()
     path = checkpoint.save(journal.folder.checkpoints, step, write, meta={**meta, **folder_facts(journal)})
     checkpoint.prune(journal.folder.checkpoints, run.save_total_limit)
@@ -177,7 +177,7 @@ def folder_facts(journal: Journal) -> dict[str, Any]:
 
 
 def note_end(journal: Journal, **noted: Any) -> None:
-    """Write the event `finished`, with the hashes of the model's files, the run's pins (`pins.PINS`), and the fields `noted`."""
+    """Write the event `finished`, with the hashes of the model's files, the run's pins (`pins.PINS`), and `noted`."""
     folder = journal.folder
     folder.flush()
     if journal.world.rank == 0:
@@ -197,9 +197,9 @@ def note_start(run: Run, journal: Journal, checkpoint: Path | None, step: int, p
 
 
 def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: Mapping[str, str]) -> None:
-    """Raise `UserError` if a pin in `pinned` (a hash of data, code …) differs in `manifest`, unless `run.allow` permits it.
+    """Raise `UserError` if a pin (a hash of data, code …) in `pinned` differs from that in `manifest` and is not in `run.allow`.
 
-    Write permitted differences as events. Other library versions and another number of ranks are always permitted.
+    Record permitted differences as events. A different number of ranks or version of a library is always permitted.
     """
     if manifest.get("ranks", "1") != pinned.get("ranks", "1"):
         # sharing the work among more or fewer processes implies other rounding

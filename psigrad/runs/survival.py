@@ -70,7 +70,7 @@ def _work_below(parent: int, work: Callable[[], int], write: int) -> int:
 def _wait_for(child: int) -> int:
     """Forward signals until the child has ended, and return its wait status.
 
-    Signals of the terminal, such as Ctrl-C, are not forwarded, since the child receives them too.
+    Signals from the terminal, such as Ctrl-C's, are not forwarded, since the child receives them too.
     """
     while True:
         found = signal.sigwaitinfo({*_FORWARDED, signal.SIGCHLD})
@@ -101,17 +101,17 @@ class Stopped(UserError):
 
 
 class Interrupted(BaseException):
-    """Raised in a block of `StopSignal.interrupting` by a signal. It is a `BaseException`, so `except Exception` misses it."""
+    """Raised at a signal in a block of `StopSignal.interrupting`. As a `BaseException`, it passes through `except Exception`."""
 
 
 _SAID = b"\npsigrad: Stopping after the current step, then saving. Ctrl-C again stops at once.\n"
 
 
 class StopSignal:
-    """A context in which the first SIGTERM, SIGHUP or SIGINT sets `requested` and its `number` instead of ending the process.
+    """A context in which the first SIGTERM, SIGHUP or SIGINT sets `requested` to True instead of ending the process.
 
-    A second signal raises KeyboardInterrupt. After Ctrl-C, a line on stderr announces the stop.
-    Outside the main thread the context does nothing, since Python allows signal handlers only there.
+    `number` is then the number of that signal. A second signal raises KeyboardInterrupt. After Ctrl-C, a line on stderr announces
+    the stop. Outside the main thread the context does nothing, since Python allows signal handlers only there.
     """
 
     def __init__(self) -> None:
