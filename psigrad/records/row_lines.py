@@ -21,7 +21,7 @@ _PART = re.compile(r"rollouts-(\d{8,})-(\d+)\.jsonl")
 
 
 class RolloutPart(NamedTuple):
-    """An earlier part of rollouts.jsonl, renamed when it became too large. Its name has its last step and its number of rows."""
+    """An earlier part of rollouts.jsonl, renamed when it became too large. The file name has its last step and number of rows."""
 
     path: Path
     last: int
@@ -53,8 +53,8 @@ def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
 def restore_parts(folder: Path, step: int, written: int | None) -> None:
     """Restore the file that was rollouts.jsonl when the checkpoint of `step` was saved, and delete the later files.
 
-    That file is now the oldest part whose last row is of a later step, or whose last row is of `step` and which has `written`
-    rows, the number in the checkpoint's manifest. Do nothing if there is no such part.
+    That file is now a part that ends after `step`, or at `step` with `written` rows (the number in the checkpoint's manifest).
+    Restore the oldest such part; do nothing if there is none.
     """
     for part in reversed(parts_of(folder)):
         if part.last > step or (part.last == step and part.rows == written):
@@ -91,7 +91,7 @@ def last_event(events: Path, *kinds: str) -> dict[str, Any]:
 def end_last_line(file: Path, *, cut: bool = True) -> None:
     """Make a file end with a line break, so that the next row begins a new line.
 
-    Append a line break if the last row is complete. If it is incomplete (the process was killed) and `cut` is True, remove it.
+    Append a line break to a complete last row. Remove an incomplete one (the process was killed), unless `cut` is False.
     """
     begin = end = 0
     line = b"\n"
@@ -110,8 +110,8 @@ def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
     """Truncate a file to its rows up to step `step`. The run has written `written` such rows; None if the number is unknown.
 
     Move damaged lines to FILE.damaged: lines that are not rows, and the fewest rows whose removal puts the steps of the others in
-    order. Then delete all lines after the last remaining row. But if fewer than `written` rows remain, move those lines to
-    FILE.damaged, since the missing rows may be among them.
+    order. Then delete all lines after the last undamaged row up to `step`. But if fewer than `written` rows remain, move these
+    lines to FILE.damaged instead, since the missing rows may be among them.
     """
     end_last_line(file, cut=False)
     ends, steps, end = array("q", [0]), array("q"), 0

@@ -46,7 +46,7 @@ def first_and_last(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
 
 
 def headline(row: Mapping[str, Any]) -> Headline | None:
-    """Return the `Headline` of a row of metrics; None if the row has no held-out figure, or one that is not finite."""
+    """Return the `Headline` of a row of metrics; None if the row has no such figure, or if the figure is not finite."""
     means = [stem for key in row if (stem := metric_of(key))]
     with_interval = [key.removesuffix("/low") for key in row if key.startswith("eval/") and key.endswith("/low")]
     accuracies = [stem for stem in with_interval if stem in row and stem != "eval/kl"]
@@ -78,7 +78,7 @@ def metric_of(key: str) -> str:
 
 
 class RolloutRow(TypedDict):
-    """A completion in rollouts.jsonl, as language-model runs write it. Lists "per token" are as long as `completion_ids`."""
+    """A completion in rollouts.jsonl, as language-model runs write it. Lists with one value per token match `completion_ids`."""
 
     step: int
     """The optimiser step that trained on the completion. For held-out completions: the number of steps before the evaluation."""

@@ -94,9 +94,9 @@ class RunFolder:
     ) -> Iterator[RunFolder]:
         """Create the folder at `path`, or resume the run in it, and hold its lock while the block runs.
 
-        Raise `UserError` if the folder contains other files, or a run with other settings. A setting may differ if its field in
-        the class `settings` is marked so. Raise `RunFolderError` if another process has locked the folder, if `resume` is
-        "never" and there are checkpoints, or is "must" and there are none. A new run that fails at its start leaves no folder.
+        Raise `UserError` if the folder contains other files, or a run with other settings; marks in the class `settings` permit
+        some differences. Raise `RunFolderError` if another process has locked the folder, if there are checkpoints and `resume`
+        is "never", or if there are none and it is "must". A new run that fails at its start leaves no folder.
         """
         path = paths.absolute(path)
         if str(path).encode("utf-8", "replace") != os.fsencode(path):  # the Rust libraries that write models accept no other name
@@ -129,11 +129,11 @@ class RunFolder:
     def _begin(self, config: Mapping[str, Any], resume: str, settings: type[Any] | None) -> None:
         if resume == "never" and any(self.checkpoints.glob("step-*")):
             raise RunFolderError(
-                f"{self.path} has checkpoints, but resume is never; choose another output_dir, or set resume to auto."
+                f"{self.path} has checkpoints, but resume is 'never'; choose another output_dir, or set resume to 'auto'."
             )
         if resume == "must" and checkpoint.latest(self.checkpoints).path is None:
             raise RunFolderError(
-                f"{self.path} has no checkpoint that can be used, but resume is must; check output_dir, or set resume to auto."
+                f"{self.path} has no usable checkpoint, but resume is 'must'; check output_dir, or set resume to 'auto'."
             )
         file = self.path / "config.json"
         now = self.settings = json.loads(redaction.without(to_line(redaction.hide(config)), redaction.values()))
@@ -271,8 +271,8 @@ class RunFolder:
     def flush(self, step: int = -1, keep: int = 0) -> None:
         """Flush all written rows to the disk.
 
-        Before a checkpoint is saved, pass its `step`. Only then is rollouts.jsonl renamed if it has reached `PART` bytes, and a
-        new file started. The oldest renamed files are deleted if at least `keep` rows remain in the others (0: keep all files).
+        Before a checkpoint is saved, pass its `step`. If rollouts.jsonl then has `PART` bytes or more, rename it and start a new
+        one. After that, unless `keep` is 0, delete the oldest renamed files, but leave at least `keep` rows in the others.
         """
         with _errors_of(self.path):
             self._check_unmoved()
@@ -366,7 +366,7 @@ def truncate(folder: RunFolder, rows: Mapping[str, int], ends: Mapping[str, int]
 
 
 def _reject_link(path: Path, is_right: Callable[[Path], bool], expected: str) -> None:
-    """Raise `RunFolderError` if `path` is a link, or exists and is not of the `expected` kind, which `is_right` checks."""
+    """Raise `RunFolderError` if `path` is a link, or exists and fails the test `is_right`. `expected` names the right kind."""
     if path.is_symlink():
         raise RunFolderError(f"{path} is a link; a run folder holds its own files, so remove the link.")
     if path.exists() and not is_right(path):

@@ -273,17 +273,17 @@ def test_a_damaged_config_is_one_sentence(tmp_path):
 
 def test_resume_never_and_must(tmp_path):
     path = tmp_path / "run"
-    with pytest.raises(RunFolderError, match="resume is must"), RunFolder.open(path, CONFIG, "must"):
+    with pytest.raises(RunFolderError, match="resume is 'must'"), RunFolder.open(path, CONFIG, "must"):
         pass
     with RunFolder.open(path, CONFIG, "never"):
         pass
     saved = with_checkpoint(path)
     with RunFolder.open(path, CONFIG, "must"), pytest.raises(RunFolderError, match="in use"), RunFolder.open(path, CONFIG):
         pass
-    with pytest.raises(RunFolderError, match="resume is never"), RunFolder.open(path, CONFIG, "never"):
+    with pytest.raises(RunFolderError, match="resume is 'never'"), RunFolder.open(path, CONFIG, "never"):
         pass
     (saved / "a").unlink()
-    with pytest.raises(RunFolderError, match="no checkpoint that can be used"), RunFolder.open(path, CONFIG, "must"):
+    with pytest.raises(RunFolderError, match="no usable checkpoint"), RunFolder.open(path, CONFIG, "must"):
         pass
 
 

@@ -1,4 +1,4 @@
-"""Reports on runs: the page report.html on one or several run folders, and the terminal output. Run folders are only read."""
+"""Reports on runs: the page report.html on one or more run folders, and the terminal output. Reports only read a run's data."""
 
 from __future__ import annotations
 

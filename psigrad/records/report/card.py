@@ -38,8 +38,8 @@ class ModelOrigin(NamedTuple):
 def text(folder: str | Path, repository: str = "") -> str:
     """Return the text of README.md for the model in a run folder. It starts with the metadata that the hub reads.
 
-    `repository` is the hub repository to which the card will be uploaded: its example then loads the model from there, and
-    absolute paths are reduced to their last part. Raise `UserError` if `folder` is not a run folder.
+    `repository` is the hub repository to which the card will be uploaded. If it is given, the card's example loads the model
+    from there, and local paths are shortened. Raise `UserError` if `folder` is not a run folder.
     """
     run = load(folder)
     pins, base, name = _pins(run), _base(run), repository.rpartition("/")[2] or run.path.resolve().name
@@ -67,7 +67,7 @@ def text(folder: str | Path, repository: str = "") -> str:
 
 
 def _auto(run: RunData) -> str:
-    """Return the name of transformers' class that loads the model; "" for a reward model with images: none can load it."""
+    """Return the name of the transformers class that loads the model; "" for a reward model with images, which no class loads."""
     found = auto_class(run.path / "model")
     return "" if kind_of(run.config) == "reward" and found == "AutoModelForImageTextToText" else found
 
@@ -108,7 +108,7 @@ def _front(run: RunData, base: ModelOrigin, name: str) -> dict[str, Any]:
 
 
 def _index(run: RunData, name: str, task: str) -> list[dict[str, Any]]:
-    """Return the held-out metrics after training as the hub's `model-index`. `name` is the model's, `task` its pipeline tag."""
+    """Return the held-out metrics after training as the hub's `model-index` of the model `name` with the pipeline tag `task`."""
     last = (run.evaluations or [{}])[-1]
     metrics = [
         {"name": f"held-out {stem}", "type": stem, "value": value}
@@ -123,7 +123,7 @@ def _index(run: RunData, name: str, task: str) -> list[dict[str, Any]]:
 
 
 def _held_out_figures(run: RunData) -> Iterator[tuple[str, str]]:
-    """Yield (name, key in metrics.jsonl) of the card's held-out metrics: means, figures with an interval, and the loss."""
+    """Yield (name, key in metrics.jsonl) for each held-out metric that is a mean, has an interval, or is the loss."""
     keys = run.keys("eval/")
     for key in keys:
         stem = key.removesuffix("/mean")
@@ -134,7 +134,7 @@ def _held_out_figures(run: RunData) -> Iterator[tuple[str, str]]:
 def _held_out_table(run: RunData) -> list[list[str]]:
     """Return the held-out metrics before and after training, with 95 % intervals, as the rows of a Markdown table.
 
-    Each row is a list of cells. The first two rows are the table's head.
+    Each row is a list of cells. The first row has the column titles, and the second one the dashes below them.
     """
     rows = run.evaluations
     if not rows:
@@ -198,7 +198,7 @@ def _name_reward(reward: Any) -> str:
 
 
 def _settings(run: RunData) -> dict[str, Any]:
-    """Return the settings that differ from the defaults, except those that matter only for one start or one machine."""
+    """Return the settings that differ from the defaults, except those for one start (`FREE`) or for the machine (`MACHINE`)."""
     cls, found = settings_class(run.config), dict[str, Any]()
     of_here = {name for mark in (FREE, MACHINE) for name in find_marked(cls, mark)}
     for name, value in overrides(run).items():
@@ -230,7 +230,7 @@ def _metadata(card: Path) -> dict[str, Any]:
 
 
 def _datasets(run: RunData, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (name, hub name) of each dataset in the setting data.<prefix>dataset. The hub name is "" if it is not on the hub."""
+    """Yield (entry, hub name) for each entry of the setting data.<prefix>dataset; the hub name is "" for data not on the hub."""
     given = run.settings.get(f"data.{prefix}dataset") or []
     for one in given if isinstance(given, list) else [given]:
         name = str(one).partition(":")[0]

@@ -40,9 +40,9 @@ _VERDICTS = {1.0: "good", 0.0: "bad"}
 class Cell:
     """One cell of a table: its content `value` and its style `kind`.
 
-    Styles: "n" (a number), "text" (cut to 200 characters), "verbatim", "soft" (grey), "verdict" ("good" or "bad"), "conversation"
-    ([(role, text, images as data URIs), …]), "range" (a number, with its interval in `name`) and "key" (a run's colour, with the
-    run's name in `name`).
+    Styles: "n" (a number), "text" (cut to 200 characters), "verbatim", "soft" (grey), "verdict" (`value` is "good" or "bad"),
+    "conversation" (`value` is [(role, text, images as data URIs), …]), "range" (a number; `name` is its interval) and "key" (a
+    run's coloured mark and name; `value` is the run's index, and `name` the run's name).
     """
 
     value: Any
@@ -102,15 +102,15 @@ MARK = b'name="generator" content="psigrad"'
 
 
 def check(target: Path, mark: bytes = MARK) -> None:
-    """Raise `UserError` if psigrad did not write the file `target`: if it lacks `mark`. A missing or empty file is allowed."""
+    """Raise `UserError` if the file `target` lacks `mark`, which psigrad's pages contain. A missing or empty file is allowed."""
     if target.is_file() and (before := target.read_bytes()) and mark not in before:
         raise UserError(f"{target} exists, and psigrad did not write it; name another file as the output.")
 
 
 def save(content: str, target: Path, mark: bytes = MARK) -> Path:
-    """Write a page atomically. Raise `UserError` if it cannot be written.
+    """Write a page to `target` atomically, and return `target`.
 
-    A file at `target` is replaced only if it contains `mark`, as psigrad's pages do.
+    Raise `UserError` if the page cannot be written, or if it would replace a file that lacks `mark` (see `check`).
     """
     try:
         check(target, mark)
@@ -137,7 +137,7 @@ def page(runs: Sequence[RunData]) -> str:
 
 
 def render(template: str, title: str, **parts: Any) -> str:
-    """Render a template with the variables `parts`. HTML is escaped. The template's filters truncate texts."""
+    """Return the page that the file `template` of templates/ makes from the variables `parts`. HTML in them is escaped."""
     page = environment(autoescape=True).get_template(template)
     return page.render(title=title, colours=plots.COLOURS, dark=plots.DARK, **parts) + "\n"
 
@@ -177,7 +177,7 @@ def _trace(run: RunData) -> str:
 
 
 def _warnings(run: RunData) -> Table | None:
-    """Return a table of the run's warnings, those that still apply first; None if there are none."""
+    """Return a table of the run's warnings, with the current ones at the top; None if there are none."""
     raised: dict[str, list[RunWarning]] = {}
     watch = apply_rules(run)
     for alert in watch.alerts():
@@ -211,7 +211,7 @@ def _headline(run: RunData) -> Table | None:
 
 
 def _title(key: str) -> str:
-    """Return the title of a held-out figure: the title of its signal, or its key if it belongs to no signal."""
+    """Return a held-out figure's title and unit from `SIGNALS`; its key without "eval/" if it has no title of its own."""
     bare = key.removeprefix("eval/")
     signal = SIGNAL_BY_NAME.get(name_of(key)) or SIGNAL_BY_NAME.get(name_of(bare))
     if signal is None or signal.name == "held_out":

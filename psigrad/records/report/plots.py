@@ -1,4 +1,4 @@
-"""Small plots of a run's metrics, as SVG for report.html."""
+"""Small plots of a run's signals (its main metrics, see `psigrad.records.signals`), rewards and timings, as SVG for reports."""
 
 from __future__ import annotations
 

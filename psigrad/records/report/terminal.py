@@ -103,7 +103,7 @@ def print_completions(
 
 
 def print_before_and_after(run: RunData | str | Path, console: Console | None = None, max_rows: int = 6) -> None:
-    """Print the first and the last evaluation's completions for `max_rows` prompts. Those whose reward changed are preferred."""
+    """Print the first and the last evaluation's completions for `max_rows` prompts. Prompts whose reward changed come first."""
     run = run if isinstance(run, RunData) else load(run)
     rows, steps = run.compared, sorted({*list(run.samples)[:1], *list(run.samples)[-1:]})
     cells = [

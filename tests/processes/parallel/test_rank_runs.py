@@ -227,7 +227,7 @@ def test_asked_to_stop_all_stop_together_and_the_same_command_goes_on(job, tmp_p
     wrong = subprocess.run(
         command(job, tmp_path / "run", "--processes", "2", "--resume", "never"), env=environment, capture_output=True, text=True
     )
-    assert wrong.returncode == 2 and wrong.stderr.count("resume is never") == 1, wrong.stderr
+    assert wrong.returncode == 2 and wrong.stderr.count("resume is 'never'") == 1, wrong.stderr
 
 
 def test_from_python_several_processes_are_refused_with_the_way_to_start_them(job, tmp_path):
