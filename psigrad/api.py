@@ -134,7 +134,7 @@ def _in_memory(objects: ModelObject, named: Mapping[str, Any], recipe: str) -> d
     `named` are the user's settings. Without an output folder in `named`, choose a new folder whose name starts with `recipe`.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not named.get("run.output_dir"):
-        raise UserError("Several processes train one model object, but output_dir is not set; give each process the same folder.")
+        raise UserError("Several processes train the model, but output_dir is not set; give all of them the same folder.")
     folder = Path(named.get("run.output_dir") or new_folder(recipe))
     start = TypedPath(str(absolute(folder / START)), str(folder / START))
     if named.get("model.dtype", objects.dtype) != objects.dtype:
@@ -207,8 +207,8 @@ def _rows(dataset: Dataset, split: str = "train", setting: str = "split", defaul
     """Return a dataset in a form that can be read more than once: a name, or a list of rows.
 
     The name of a local file or folder becomes an absolute path. For a `DatasetDict`, return the rows of `split`. A slice in
-    `split`, such as train[:90%], is applied later, when the recipe reads the rows. Raise `UserError` if a
-    `DatasetDict` lacks the split, or if `split` is not `default_split` but the rows have no splits. The message names `setting`.
+    `split`, such as train[:90%], is applied later, when the recipe reads the rows. Raise `UserError` if a `DatasetDict`
+    lacks the split, or if rows have no splits and `split` is not `default_split`. The error calls `split` by the name `setting`.
     """
     name = parse_split(split).name
     if isinstance(dataset, str | os.PathLike):

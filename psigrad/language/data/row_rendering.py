@@ -19,7 +19,7 @@ SHOWN, _LONGEST = 3, 2000
 
 
 class Segment(NamedTuple):
-    """The text of adjacent tokens of one `kind`: prompt, trained, masked (no loss, not the prompt) or sampled (a placeholder)."""
+    """Adjacent tokens of one `kind`, as text: prompt, trained, masked (no loss) or sampled (a note in place of a completion)."""
 
     kind: str
     text: str
@@ -55,7 +55,7 @@ def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") 
 
 
 def first_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], separator: str = "\n") -> list[RenderedRow]:
-    """Return the first three rows, rendered by `render`. If a row cannot be rendered, its text is the reason."""
+    """Render the first three rows. A row that cannot be rendered has one `RenderedRow`, and its text says why."""
     found: list[RenderedRow] = []
     for row in rows[:SHOWN]:
         try:

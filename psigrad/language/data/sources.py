@@ -31,9 +31,9 @@ _WEIGHT = re.compile(r"^(.+):(\d+(?:\.\d*)?|\.\d+)$")
 
 @dataclass(frozen=True)
 class LoadedRows:
-    """The valid rows in the order of the source, the rows skipped with `bad_rows="skip"`, and the recognised layouts.
+    """The valid rows in the order of the source, the rows skipped with `bad_rows="skip"`, and notes on how rows were read.
 
-    `recognised` maps the note on each layout (`dataset_layouts.translate`) to the number of its rows.
+    `recognised` maps each note, such as "messages are read as the prompt", to the number of rows to which it applies.
     """
 
     rows: list[Row]
@@ -52,17 +52,17 @@ def load(
     single: Sequence[str] = SINGLE,
     urls: bool = False,
 ) -> LoadedRows:
-    """Load the rows of a JSONL, JSON, Parquet, CSV or TSV file, a folder of them or of `Dataset.save_to_disk`, or a hub dataset.
+    """Load the rows of a file (JSONL, JSON, Parquet, CSV or TSV), a folder of such files, a saved or hub dataset, or a task.
 
-    `form` is a key of `FORMS` or "sft". `split` can be a slice, as in `datasets`: train[:90%], train[100:]. If file names in a
-    folder contain split words (train, validation, test and their usual variants), only the files of the split are read. A file,
-    like any source without splits, has one split with all rows: `split` may be any name in `single`, or the split word in the
-    file's name, as in a-test.jsonl. A hub configuration is named after a colon: "openai/gsm8k:main". "task:NAME" makes rows of a
-    reasoning-gym task. With `max_rows` only the first rows are read, and a hub dataset is streamed. `columns` renames
+    A saved dataset is a folder written by `save_to_disk`. "openai/gsm8k:main" is a hub dataset and its configuration, "task:NAME"
+    a reasoning-gym task. `form` is a key of `FORMS` or "sft". `split` can have a slice, as in `datasets`: train[:90%]. If file
+    names in a folder contain split words (train, validation, test and their usual variants), only the files of `split` are read.
+    A source without splits, such as a file, is a single split: its name is the split word in the file's name, as in a-test.jsonl,
+    or any name in `single`. With `max_rows` only the first rows are read, and a hub dataset is streamed. `columns` renames
     columns (`dataset_layouts.map_columns`). `urls` downloads images that rows name by URL (`image_urls.download`).
 
-    Raise `UserError` with file, line, column and reason. With `bad_rows="skip"`, malformed rows are skipped and returned as
-    `skipped`. An unreadable file, or no valid row at all, still raises an error.
+    Raise `UserError` with file, line, column and reason for malformed rows, or skip them with `bad_rows="skip"` and return them
+    as `skipped`. An unreadable file, or no valid row at all, always raises an error.
     """
     records = read_named(dataset, split, streaming=max_rows > 0, single=single)
     place = Path(dataset).expanduser()
@@ -111,14 +111,14 @@ def _to_plain(value: Any, depth: int = 0) -> Any:
 
 
 def hold_out(parts: Sequence[Sequence[Row]], counts: Sequence[int], seed: int = 0) -> tuple[list[list[Row]], list[Row]]:
-    """Return (each part's training rows, the held-out rows of all parts), in the order of the source.
+    """Return (the training rows of each dataset in `parts`, the held-out rows of all), in the order of the source.
 
-    About `counts[i]` rows of part i are held out, drawn with `seed`. The rows of a prompt, in any part, are all trained on or all
-    held out. Prompts are drawn in random order, and a prompt whose rows would exceed a count is skipped. If every prompt of a
-    part was skipped, hold out one prompt with at most twice `counts[i]` rows. If none is that small, hold out single rows; only
-    then can a held-out prompt also be trained on. The two answers of a pair stay together.
+    About `counts[i]` rows of dataset i are held out, drawn with `seed`. The rows of a prompt, in any dataset, are all trained on
+    or all held out. Prompts are drawn in random order. A prompt with more rows than a count still allows is skipped. If a dataset
+    gets no held-out row in this way, hold out one of its prompts with at most twice `counts[i]` rows. If none is that small, hold
+    out single rows; only then can a held-out prompt also be trained on. The two answers of a pair stay together even then.
 
-    Raise UserError if no row is left to train on.
+    Raise `UserError` if a count is negative, or if it leaves no row of its dataset to train on.
     """
     for part, count in zip(parts, counts, strict=True):
         check_held_out(count, len(part))
@@ -160,9 +160,9 @@ def _log_seen(train: Iterable[Row], held_out: Sequence[Row], log: Log) -> None:
 
 
 def _draw(counts: Sequence[int], seed: int, keys: Sequence[Sequence[Any]]) -> tuple[set[Any], list[int]]:
-    """Draw keys in random order until about `counts[i]` rows of each part i have a drawn key.
+    """Draw rows at random, about `counts[i]` of dataset i. Rows with the same key, in any dataset, are drawn together.
 
-    `keys[i]` has one key for each row of part i. Return (the drawn keys, the number of rows of each part that have one).
+    `keys[i]` has one key for each row of dataset i. Return (the drawn keys, the number of drawn rows of each dataset).
     """
     parts, held, taken = [Counter(own) for own in keys], set[Any](), [0] * len(keys)
     for most in (1, 2):
@@ -252,9 +252,9 @@ class MixturePart(NamedTuple):
 
 
 def parse_mixture(dataset: object) -> list[MixturePart]:
-    """Return the datasets in a list of names, where "a.jsonl:0.7" sets the weight 0.7. Anything else is one dataset.
+    """Return one `MixturePart` for each name in the list `dataset`. In "a.jsonl:0.7", 0.7 is the weight of a.jsonl.
 
-    Raise `UserError` if only some names have a weight, or if a weight is 0.
+    If `dataset` is not a list of names, it is the only part. Raise `UserError` if only some names have a weight, or one is 0.
     """
     if not isinstance(dataset, list | tuple) or not dataset or not all(isinstance(name, str) for name in dataset):
         return [MixturePart(dataset, None)]
@@ -333,13 +333,13 @@ def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: L
 
 
 def read_dataset(data: Data, form: str, dataset: Any, split: str, log: Log | None = None) -> LoadedRows:
-    """Return the rows and skipped rows of one or several datasets, joined. Raise `UserError` if `dataset` is an empty string."""
+    """Join the rows, and the skipped rows, of one or several datasets. Raise `UserError` as `load` does, and if none is named."""
     parts = _read_each(data, form, parse_mixture(dataset), split, log)
     return LoadedRows([row for part in parts for row in part.rows], [bad for part in parts for bad in part.skipped])
 
 
 def form_of(data: Data) -> str:
-    """Return the form of the first dataset's first row; "" if the row fits no form. A prompt with its answer is of form "sft"."""
+    """Return the form of the first dataset's first row: "sft" for prompt-completion, messages or text; "" if no form fits."""
     first = parse_mixture(data.dataset)[0].dataset
     for form in ("preference", "unpaired-preference", "stepwise", "sft", "prompt-only"):
         with contextlib.suppress(UserError):

@@ -32,7 +32,7 @@ class SplitSlice(NamedTuple):
         return "%" in self.start + self.stop or "-" in self.start + self.stop
 
     def take(self, rows: Iterable[Any]) -> Iterator[Any]:
-        """Return the rows of the slice. A share is rounded as in `datasets`, so [:90%] and [90%:] together are all rows."""
+        """Return the rows of the slice. A share is rounded as in `datasets`, so every row is in either [:90%] or [90%:]."""
         if not self.needs_total:
             return islice(rows, int(self.start or 0), int(self.stop) if self.stop else None)
         held = list(rows)

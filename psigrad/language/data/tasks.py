@@ -1,7 +1,6 @@
 """Procedural tasks from reasoning-gym as dataset rows, and imperfect demonstrations of them.
 
-The demo's task, to spell a word backward, needs no other library. Its rows and scores are identical to reasoning-gym's, to the
-bit.
+The demo's task, to spell a word backward, needs no other library. Its rows and scores equal reasoning-gym's bit for bit.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def can_spell(name: str, settings: dict[str, Any]) -> bool:
 
 
 def spell_rows(size: int, seed: int, *, min_word_len: int = SHORTEST, max_word_len: int) -> list[dict[str, Any]]:
-    """Return `size` rows that ask to spell a word backward. Its length is within the limits. Row i depends on `seed` + i only."""
+    """Return `size` rows that ask to spell a word backward. Word i has an allowed length, and depends on `seed` + i only."""
     known, found = [word for word in load_words() if min_word_len <= len(word) <= max_word_len], []
     lengths = {"difficulty": {"word_len": (min_word_len, max_word_len)}}
     for i in range(size):
@@ -48,9 +47,10 @@ def spell_rows(size: int, seed: int, *, min_word_len: int = SHORTEST, max_word_l
 
 
 def score_spelling(text: str, entry: dict[str, Any]) -> float:
-    """Return 1 if `text` is the answer of the row `entry` in any letter case, else the share of correct letters by position.
+    """Return 1 if `text` is the answer of the row `entry` in any letter case, and 0.8 if more text follows the answer.
 
-    If more text follows the answer, return 0.8.
+    For any other text, return the share of the answer's letters that `text` has at the same position. A rounding error, which
+    reasoning-gym makes too, gives about 1 instead of 0.8 for answers of some lengths, such as 6.
     """
     said, answer, share = text.lower(), entry["answer"].lower(), 0.0
     if said == answer:

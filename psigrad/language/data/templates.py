@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Piece = tuple[str, str, bool]
-"""A text that is encoded alone: (the text before it that affects its tokens, the text, True if it is trained)."""
+"""A part of a text, encoded by `encode_after`: (the text before it that affects its tokens, the part, True if it is trained)."""
 CHATML = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}
@@ -87,12 +87,12 @@ def examples(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0, 
     - plain prompt-completion: prompt, completion, EOS; loss on the completion and its EOS;
     - plain text: text, EOS; loss on all but the first token;
     - conversational prompt-completion: loss on the assistant turns of the completion;
-    - messages: loss on every assistant turn whose `weight` (`train`, `loss_mask`) is not 0.
+    - messages: loss on every assistant turn, except a turn that has 0 in its field `weight`, `train` or `loss_mask`.
 
     An assistant turn is its content and the token that ends it, not the line break that a template writes after it. An empty
     thought that the template adds has a loss only with `empty_thinking`. If the template rewrites earlier turns, a conversation
-    gives several examples: each turn in the context in which it is sampled. Raise `RowError` if a turn has no such context, if it
-    does not end with a special token, or if the template leaves out a part of it.
+    gives several examples: each turn in the context in which it is sampled. Raise `RowError` if a turn has no such context or
+    does not end with a special token, or if the template leaves out a part of the turn.
     """
     if isinstance(row.completion, str):
         made = [_plain(tokenizer, row, row.completion)]
@@ -113,8 +113,8 @@ def examples(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0, 
 def encode_batch(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, empty_thinking: bool = False) -> None:
     """Render the conversations among `rows`, and encode in one call all texts that later calls of `examples` will need.
 
-    Do nothing outside a `dialect.cache_specials` block, or if the tokenizer's `Specials.cuts` is None. One call is faster: a
-    template that runs between two encodings evicts the encoder's data from the CPU's caches.
+    Do nothing outside a `dialect.cache_specials` block, or if the tokenizer is slow, pads, truncates, or does not split texts at
+    its added tokens first. One call is faster: rendering between two encodings evicts the encoder's data from the CPU's caches.
     """
     known, texts = dialect.specials_of(tokenizer), dict[str, None]()
     if known.prefix_ids is None or known.cuts is None or not _is_plain(known.backend):
@@ -131,7 +131,7 @@ def encode_batch(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, emp
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool) -> tuple[Conversation, list[list[Piece]]]:
-    """Return (a row's conversation, the pieces of each context to encode), from `encode_batch` if it has made them."""
+    """Return (the row's conversation, the `Piece`s of each of its contexts). If `encode_batch` has made them, return those."""
     made: tuple[Conversation, list[list[Piece]]] | None = dialect.specials_of(tokenizer).conversations.pop(id(row), None)
     if made is None or made[0].row is not row:
         conversation = Conversation(tokenizer, row)
@@ -163,7 +163,7 @@ def _stops_of(conversation: Conversation) -> tuple[int, ...]:
 
 
 def describe_rewrites(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[str]:
-    """Return notes on the features of a row that its chat template lacks, and the replacement of each."""
+    """Return a note for each feature of `row` that the chat template lacks. The note says what is written instead."""
     prompt = row.prompt if isinstance(row.prompt, list) else []
     messages = row.messages or [*prompt, *(row.completion if isinstance(row.completion, list) else [])]
     if not messages:
@@ -187,7 +187,7 @@ def observation_ids(tokenizer: PreTrainedTokenizerBase, row: Row, observation: s
 
 @dataclass(frozen=True)
 class Reading:
-    """The input of the policy before a turn: the complete `text`, and the new `ids` since the last turn, or all if `restart`."""
+    """The policy's input for a turn: its whole `text`, and the `ids` to append to the context. If `restart`, they replace it."""
 
     text: str
     ids: list[int]
@@ -208,7 +208,7 @@ def next_reading(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Me
 
 
 def decode_after(tokenizer: PreTrainedTokenizerBase, before: int, ids: Iterable[int]) -> str:
-    """Return the text of tokens that follow the token `before`, with special tokens."""
+    """Return the text of the tokens `ids`, special tokens included, as it is when they follow the token `before`."""
     kept, whole = (images.decode(tokenizer, some, clean_up_tokenization_spaces=False) for some in ([before], [before, *ids]))
     return whole[len(kept) :]
 
@@ -297,16 +297,16 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = Fa
         ids = ahead.copy()
     else:
         ids = without_panic(partial(known.backend.encode_batch_fast, add_special_tokens=False), [text])[0].ids
-    # Rendered text has a BOS already, and the tokenizer adds a second one.
     check_embedded(tokenizer, ids)
     if image_format is not None and (pictures or image_format.token_id in ids):
         ids = images.insert_image_ids(ids, pictures, image_format)
+    # A plain text that a template rendered has a BOS already, and the tokenizer adds a second one.
     doubled = special and tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
     return ids[1:] if doubled and not text.startswith(2 * str(tokenizer.bos_token)) else ids
 
 
 def _is_plain(backend: Any) -> bool:
-    """Return True if transformers returns the ids of `backend`, a tokenizer of the tokenizers library, unchanged."""
+    """Return True if `backend`, the `tokenizers` object in a transformers tokenizer, returns the same ids as that tokenizer."""
     return backend is not None and not (backend.truncation or backend.padding or backend.encode_special_tokens)
 
 
@@ -315,9 +315,9 @@ _BEGUN = 64  # The size of the cache of `encode_after`, which nearly always need
 
 
 def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
-    """Return the ids of `text` after `before` if no token merges across the boundary, otherwise those of `text` alone.
+    """Return the ids of `text` as a continuation of `before`. SentencePiece would put a space before `text` encoded alone.
 
-    Encoding `text` alone is not enough: SentencePiece tokenizers put a space before it.
+    If a token would join the end of `before` to the start of `text`, return the ids of `text` encoded alone.
     """
     before = _last_cut(tokenizer, before)
     known = dialect.specials_of(tokenizer).prefix_ids
@@ -356,7 +356,7 @@ def _plain(tokenizer: PreTrainedTokenizerBase, row: Row, completion: str) -> tup
 
 
 def _ends_text(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
-    """Return True if a token ends a text: a special token, but not a closing tag, such as </answer> in some vocabularies."""
+    """Return True if no EOS is needed after `token`: it is the EOS, or a special token other than a closing tag (</answer>)."""
     is_tag = token != tokenizer.eos_token_id and str(tokenizer.convert_ids_to_tokens(token)).startswith(("</", "[/"))
     return token in dialect.specials_of(tokenizer).ids and not is_tag
 
@@ -404,9 +404,9 @@ def _end_of_turn(
 ) -> int:
     """Return the index after the special token that ends the turn ids[first:last]. `turn` is its number, for the error.
 
-    The token is in ids[first:last], or at ids[last] if a template writes it outside its generation block (trl#5988). If the
-    turn contains a token of `stops`, the last one ends it. Special tokens after that (Phi-3: the EOS) do not belong to the turn,
-    since they are never sampled.
+    A token of `stops` in ids[first:last] ends the turn if only special tokens, which are never sampled, follow it there (Phi-3:
+    the EOS). Otherwise a token of `stops` after ids[first:last] does: a template may write it outside its generation block
+    (trl#5988). Without either, any special token in these two places ends the turn. White space before it is ignored.
     """
     special = dialect.specials_of(tokenizer).ids
     inner = outer = _trim(tokenizer, ids, first, last)
