@@ -64,7 +64,7 @@ def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str)
         raise UserError(f"The columns {', '.join(twice)} are all renamed to {columns[twice[0]]}; rename only one of them.")
     if both := next((name for name, new in renamed.items() if is_template(columns.get(new, ""))), ""):
         new = columns[both]
-        raise UserError(f"columns fills {new!r} twice: from {both!r}, and by the template {columns[new]!r}; remove one of them.")
+        raise UserError(f"--columns makes {new!r} twice: from {both!r} and from the template {columns[new]!r}; remove one.")
     asked = [*renamed, *(name for text in columns.values() if is_template(text) for name in _FIELD.findall(text) if name)]
     if absent := [name for name in asked if at(name) is _MISSING]:
         name, wanted = absent[0], renamed.get(absent[0], "")
@@ -89,8 +89,8 @@ def is_template(text: str) -> bool:
 def translate(raw: Mapping[str, Any], form: str, source: str) -> tuple[dict[str, Any], list[str]]:
     """Convert the row `raw` to the columns of the dataset form `form`. Return (the row, a note on each recognised layout).
 
-    `form` is a key of `dataset_rows.FORMS`, or "sft". Other columns stay. Raise `RowError`, which names `source`, for a row that
-    contradicts itself, for example with two different system turns.
+    `form` is a key of `dataset_rows.FORMS`, or "sft". Columns that the form does not read stay. Raise `RowError`, which names
+    `source`, for a row that contradicts itself, for example with two different system turns.
     """
     row, found = dict(raw), []
     for step in (_conversations, _alpaca, _split_messages, _unify_kinds, _system_turn):
@@ -100,7 +100,7 @@ def translate(raw: Mapping[str, Any], form: str, source: str) -> tuple[dict[str,
 
 
 def to_raw_path(raw: Mapping[str, Any], row: Mapping[str, Any], column: str) -> str:
-    """Translate a path in a translated row to the raw row, such as messages[0].role to conversations[0].from."""
+    """Return the path in `raw` of what the translated `row` has at `column`: conversations[0].from for messages[0].role."""
     name, index, rest = re.fullmatch(r"([^[.]*)(?:\[(\d+)\])?(.*)", column, re.DOTALL).groups()  # type: ignore[union-attr]
     if index and row.get("prompt") is None and "chosen" in row:  # the prompt is the common beginning of both answers
         shift = 0 if name == "prompt" else common_prefix(row["chosen"], row["rejected"])
@@ -118,7 +118,7 @@ def to_raw_path(raw: Mapping[str, Any], row: Mapping[str, Any], column: str) -> 
 
 
 def to_raw_paths(raw: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the value of `Row.raw_paths`, which maps the columns of a translated row to those of the raw row."""
+    """Return the value of `Row.raw_paths`: for each column of the translated `row` its place in `raw`, if that differs."""
     found: dict[str, list[Any]] = {}
     # the prompt is the common beginning of both answers
     split = row.get("prompt") is None and isinstance(row.get("chosen"), list)
@@ -212,7 +212,7 @@ def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
 def _system_turn(row: dict[str, Any], form: str, source: str) -> str:
     """Put the text of a system column in front of the row's conversation, in place. `to_turns` does this for a plain prompt.
 
-    `form`: see `translate`. Raise `RowError` if the row has another system turn. Return a note for the log, or "".
+    `form`: see `translate`. Raise `RowError` if the row begins with a different system turn. Return a note for the log, or "".
     """
     name, text = system_of(row)
     if not text or form == "stepwise":
@@ -314,7 +314,7 @@ def _text_of(turn: Mapping[str, Any], source: str) -> str:
 
 
 def _common_lead(answers: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return the turns with which all conversations in `answers` begin. For a single one, return the turns before its answer."""
+    """Return the common first turns of the conversations `answers`; for one conversation, the turns before its first answer."""
     lead: list[Any] = []
     for turns in itertools.islice(zip(*answers, strict=False), min(map(len, answers)) - 1):
         is_answer = isinstance(turns[0], Mapping) and role_of(turns[0]) == "assistant"

@@ -48,10 +48,10 @@ class Row:
     """One checked row. `source` is its file, and its line or row number from 1, as in "my.jsonl:12".
 
     The form decides which fields are set: `prompt` (prompt-only); `prompt` and `completion` (prompt-completion); `messages`;
-    `completion` alone, which is plain text to model as a whole (TRL's `text`); `prompt`, `completion` (the chosen one) and
+    `completion` alone, which is plain text to learn from as a whole (TRL's `text`); `prompt`, `completion` (chosen) and
     `rejected` (preference); `prompt`, `completion` and `label` (unpaired-preference); `prompt`, `steps` and their `labels`
-    (stepwise). `columns` holds all other columns, which reward functions receive. `plain_prompt` is set if a text prompt was
-    converted for the model (`to_turns`). It is the original prompt, which reward functions receive and which is displayed.
+    (stepwise). `columns` holds all other columns, which reward functions receive. `plain_prompt` is the original text of a prompt
+    that was converted for the model (`to_turns`), otherwise None. Reward functions receive this text, and it is displayed.
     """
 
     source: str
@@ -118,7 +118,7 @@ def validate(raw: object, form: str, source: str, *, empty: bool = False) -> Row
     """Check a raw row, which is a mapping, and return it as a `Row`.
 
     `form` is a key of `FORMS`, or "sft": prompt-completion if the row has both columns, otherwise messages. Strings are not
-    changed, even if they have lone surrogates or NUL. Keys of a message that are null are dropped, since Parquet writes null for
+    changed, even if they have lone surrogates or NUL. A message's keys with the value null are dropped: Parquet writes null for
     absent keys. With `empty`, a turn without content is valid. Raise `RowError` with source, column and reason.
     """
     check = _Check(source, empty)
@@ -267,7 +267,7 @@ def _steps(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Form:
-    """A form of rows, such as preference. It reads `columns` and requires those in `needs`. `fields` checks a row."""
+    """A form of rows, such as preference. A row must have the columns `needs`. `fields` turns `columns` into fields of `Row`."""
 
     columns: tuple[str, ...]
     fields: Callable[[_Check, Mapping[str, Any]], dict[str, Any]]
@@ -427,7 +427,7 @@ class _Check:
 
 
 def _depth(value: object) -> int:
-    """Return the number of levels of lists and objects, without recursion."""
+    """Return the number of levels of lists and objects, without recursion, since rows may be nested as deep as JSON allows."""
     depth, level = 0, [value]
     while level := [x for x in level if isinstance(x, Mapping | list | tuple)]:
         depth += 1
@@ -436,7 +436,7 @@ def _depth(value: object) -> int:
 
 
 def _numbers(name: str, value: object) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of every float in a column, without recursion, since rows may be nested as deep as JSON allows."""
+    """Yield (path, value) of every float in a column, such as ("margin[0]", 0.5) in the column margin."""
     stack: list[tuple[str, object]] = [(name, value)]
     while stack:
         path, item = stack.pop()

@@ -1,7 +1,7 @@
 """Images of dataset rows and of environments' observations: read, checked, and replaced by marks in text (`language.images`).
 
 The forms are TRL's: a column `images` (or `image`) beside messages with {"type": "image"} parts, or parts that contain an image
-themselves. If no part marks their position, the images come first in the first user's turn.
+themselves. If no part marks their position, the images are put at the start of the first user message.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _put_first(made: dict[str, Any], conversations: list[str], marks: str, colum
 
 
 class _Reader:
-    """The reader of one row's images. `found` lists those given in content parts. `moves` is True if any image is animated."""
+    """The reader of one row's images. `found` lists the images in its content parts. `moves` is True if any image is animated."""
 
     def __init__(self, base: Path, fail: Fail) -> None:
         self.base, self.fail, self.found, self.moves = base, fail, list[Any](), False
@@ -166,7 +166,7 @@ def read(given: Any, base: Path) -> tuple[Picture, bool]:
     if text.startswith("data:"):
         head, _, body = text.partition(",")
         if not head.endswith(";base64"):
-            raise ValueError("is a data URL without ;base64; expected data:image/png;base64,…")
+            raise ValueError('is a data URL without ";base64"; expected "data:image/png;base64,…"')
         try:
             return _of_bytes(base64.b64decode("".join(body.split()), validate=True))
         except binascii.Error as error:
@@ -262,7 +262,7 @@ def _digests_in(value: Any) -> list[str]:
 
 
 def to_data_urls(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Return messages in which image parts (`images.split_contents`) have OpenAI's form, with data URLs."""
+    """Return messages in which the image parts made by `images.split_contents` have OpenAI's form, with data URLs."""
 
     def part(one: Mapping[str, Any]) -> Mapping[str, Any]:
         if "sha256" not in one:
@@ -274,7 +274,7 @@ def to_data_urls(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
 
 
 def to_agent_row(row: Row, *, as_json: bool = False) -> dict[str, Any]:
-    """Return a row's prompt and columns for an agent, with messages in OpenAI's form and images as data URLs.
+    """Return a row's prompt and columns for an agent, with messages in OpenAI's form and their images as data URLs.
 
     If `as_json`, images in columns become data URLs too, unless they are given as a path or URL.
     """
@@ -291,7 +291,7 @@ def to_agent_row(row: Row, *, as_json: bool = False) -> dict[str, Any]:
 
 
 def to_json_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row in JSON values that `insert_marks` can read again, without image marks in its prompt and completion.
+    """Return a row without image marks in its prompt and completion, as JSON values that `insert_marks` can read again.
 
     Marks in messages become image parts, and marks in plain text are removed. The column `images` gets the images' paths or data
     URLs.
@@ -346,7 +346,7 @@ def _text(part: Any) -> Any:
 
 
 def refuse_marks(raw: Mapping[str, Any], fail: Fail, further: str) -> None:
-    """Call `fail` if a text in `raw` has an image mark or, with `further`, the character U+FFFC, which delimits marks."""
+    """Call `fail` if a text in `raw` has an image mark or, if `further` is not empty, U+FFFC, which delimits marks."""
     stack: list[tuple[str, Any]] = list(raw.items())  # no recursion: rows may be deep
     while stack:
         path, value = stack.pop()

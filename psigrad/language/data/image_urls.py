@@ -32,7 +32,7 @@ def download(records: Records, columns: Mapping[str, str]) -> Records:
     """Yield records in which the path of a downloaded file replaces each image's http or https URL.
 
     A record with an image that cannot be downloaded becomes a `BadRow`. `columns` (see `sources.load`) tells which columns
-    will be renamed to `images`. Raise `UserError` if all downloads fail in the first block of 256 rows that has a URL.
+    will be renamed to `images`. Raise `UserError` if no download of the first block with URLs succeeds; a block is 256 records.
     """
     renamed = [pair for pair in columns.items() if set(pair).intersection(images.COLUMNS)]
     names, succeeded = {*images.COLUMNS, *(name for pair in renamed for name in pair)}, False
@@ -63,7 +63,7 @@ def _urls_of(raw: object, names: set[str]) -> list[str]:
 
 
 def _local(record: RawRow, names: set[str], found: Mapping[str, Path | str]) -> RawRow | BadRow:
-    """Return a record with files for its URLs, or a `BadRow` if a URL has no file. `found` maps URLs to files or reasons."""
+    """Return a record with file paths in place of its URLs, or a `BadRow` if a download failed. `found[url]` is `fetch(url)`."""
     bad: list[BadRow] = []
 
     def change(url: str, place: str) -> str:

@@ -61,7 +61,7 @@ def read_named(dataset: str, split: str, *, streaming: bool = False, single: Seq
 
 
 def _check_single(part: SplitSlice, name: str, own: str, single: Sequence[str]) -> None:
-    """Raise `UserError` unless `part` names the only split of the source `name`: it is called `own` or any name in `single`."""
+    """Raise `UserError` unless `part` has a valid name for the only split of the source `name`: `own`, or one of `single`."""
     if canonical_split(part.name) not in (own, *single):
         cut = f"{own or single[0]}[:90%]"
         reason = f"{name} has only one split, and it is not {part.name!r}"
@@ -133,8 +133,8 @@ def _read_saved(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
 def _reject_compressed(path: Path) -> None:
     """Raise `UserError` for a saved dataset with compressed buffers, which pyarrow expands without a limit.
 
-    `datasets` never writes them. The compression is read from the metadata of Arrow's messages, a flatbuffer of tables: field 3
-    of a record batch. The batch is field 2 of the first table or, in a dictionary message, field 1 of the table in field 2.
+    `datasets` never writes them. The metadata of an Arrow message is a flatbuffer of tables. A compressed record batch is a table
+    with a field 3. This table is field 2 of the first table or, in a dictionary message, field 1 of the table in field 2.
     """
     import pyarrow as pa
 

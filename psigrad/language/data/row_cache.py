@@ -111,7 +111,7 @@ def unpack(text: str, ids: list[int]) -> Any:
 def _schema(bits: int = 32) -> pa.Schema:
     """Return the Arrow schema of packed items, whose token ids have `bits` bits.
 
-    The import of pyarrow, which imports pandas, takes 70 MB of memory. It is in the function, since small data does not need it.
+    pyarrow is imported inside functions: it imports pandas and takes 70 MB of memory, and small data does not need it.
     """
     import pyarrow as pa
 
@@ -172,7 +172,7 @@ class ArrowSequence(Sequence[T], Generic[T]):
 
 @dataclass(frozen=True)
 class PreparedRows(Generic[T]):
-    """A run's prepared rows: `rows` for training and `held_out`. `items` and `held_out_items` are the same rows, tokenised."""
+    """A run's prepared rows: `rows` to train on, and `held_out`. `items` and `held_out_items` are the same rows, tokenised."""
 
     rows: Sequence[Row]
     held_out: Sequence[Row]
@@ -183,7 +183,7 @@ class PreparedRows(Generic[T]):
 
 
 def write(path: Path, prepared: PreparedRows[Any], messages: Any, max_bytes: int) -> None:
-    """Write the rows, and the `messages` logged about them. Then delete the least recently used files beyond `max_bytes`.
+    """Write the rows and the `messages` about them, then delete the least recently used files until the rest fits `max_bytes`.
 
     If the disk is full, or a row would change when it is written and read again, nothing is cached and no error is raised.
     """
@@ -253,7 +253,7 @@ def _batches(part: Sequence[Any], packed: Callable[[Any], tuple[str, list[int]]]
 
 
 def _evict(newest: Path, max_bytes: int) -> None:
-    """Delete the least recently used files beyond `max_bytes`, and temporary files over an hour older than the file `newest`."""
+    """Delete temporary files over an hour older than `newest`, and least recently used files until the rest fits `max_bytes`."""
     kept = sorted(newest.parent.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)
     used = 0
     for file in kept:

@@ -416,9 +416,9 @@ def test_a_fault_is_named_where_the_row_has_it(form: str, raw: dict[str, Any], a
     [
         (
             {"question": "prompt", "prompt": "{answer}"},
-            r"columns fills 'prompt' twice: from 'question', and by the template '\{answer\}'",
+            r"columns makes 'prompt' twice: from 'question' and from the template '\{answer\}'",
         ),
-        ("question=prompt,prompt={answer}", "columns fills 'prompt' twice"),
+        ("question=prompt,prompt={answer}", "columns makes 'prompt' twice"),
         ("prompt={question},prompt={answer}", "columns has 'prompt' twice"),
     ],
 )

@@ -269,6 +269,6 @@ def test_rows_with_pillow_s_images_are_known_by_their_pixels():
 def test_base64_may_have_line_breaks_and_must_be_named():
     broken = "data:image/png;base64," + base64.encodebytes(RED).decode()
     assert read(prompt="a", image=broken).prompt == f"{R}a"
-    assert "column image is a data URL without ;base64; expected data:image/png;base64,…" in refused(
+    assert 'column image is a data URL without ";base64"; expected "data:image/png;base64,…"' in refused(
         {"prompt": "a", "image": "data:image/png,iVBOR"}
     )
