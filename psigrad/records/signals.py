@@ -15,7 +15,7 @@ _ALL = ("sft", "reward", "preference", "online", "control")
 
 @dataclass(frozen=True)
 class Signal:
-    """A figure of a run: its name, title, explanation and unit, and the keys under which metrics.jsonl may have it."""
+    """A figure of a run: its name, title, explanation and unit, and the keys that it can have in metrics.jsonl."""
 
     name: str
     group: str

@@ -1,8 +1,8 @@
 """The rules that detect problems of a run and raise warnings.
 
 Each rule computes a number from each row of metrics. Its warning is raised after `patience` consecutive rows with a number above
-the threshold `above`, and withdrawn after `patience` consecutive rows at or below the lower threshold `until`. Since the two
-thresholds differ, a figure that oscillates around one of them raises only one warning.
+the threshold `above`, and withdrawn after `patience` consecutive rows at or below the threshold `until`. `until` is usually
+lower, so that a figure that oscillates around one of the thresholds raises only one warning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CORRECTION = "sampling/importance_sampling_ratio/mean"
 
 
 class SignalNames:
-    """Maps a run's metric keys to the names of their signals. If several keys belong to one signal, only the first is mapped."""
+    """A map from a run's metric keys to names of signals. If several keys have one signal, later ones keep their own names."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}
@@ -92,7 +92,7 @@ def texts() -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Rule:
-    """A warning rule. `measure` computes a number from each row; `above`, `until` and `patience` are explained in the module."""
+    """A warning rule. `measure` computes a number from each row; the module text explains `above`, `until` and `patience`."""
 
     name: str
     measure: Measure
@@ -151,12 +151,12 @@ def _not_finite(figures: Figures, memory: Memory) -> float | None:
 
 
 def _uncorrected(figures: Figures, memory: Memory) -> float | None:
-    """Return the mean difference of the sampler's and trainer's log-probs; None if unknown or corrected by importance weights."""
+    """Return the mean |sampler log-prob - trainer log-prob|; None if unknown, or if importance weights correct it."""
     return None if _CORRECTION in figures else _of("mismatch")(figures, memory)
 
 
 def _correction(figures: Figures, memory: Memory) -> float | None:
-    """Return |1 - w|, where w is the mean importance weight of sampler and trainer; None if the row has no such weight."""
+    """Return |1 - w|. w is the mean importance weight that corrects the difference of sampler and trainer. None without it."""
     weight = _finite(figures, _CORRECTION)
     return None if weight is None else abs(1 - weight)
 
@@ -181,8 +181,8 @@ def _entropy_lost(figures: Figures, memory: Memory) -> float | None:
 def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
     """Return the z-score of the logarithm of the gradient norm; None for the first 20 rows.
 
-    Mean and standard deviation are those of the previous 50 rows with a norm above 0. The deviation is at least log √2. The
-    logarithm is used since norms are skewed: without it, half of the successful runs would have an outlier.
+    The mean and the standard deviation are those of the previous 50 rows. The deviation is at least log √2. Rows with a norm of 0
+    are ignored. Norms are skewed: without the logarithm, half of the successful runs would have an outlier.
     """
     if not (norm := _finite(figures, "grad_norm")):
         return None
@@ -205,7 +205,7 @@ def _below_zero_late(figures: Figures, memory: Memory) -> float | None:
 def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
     """Return the relative growth of the completions' length since the first five rows; None in these rows or without a length.
 
-    Return 0 unless there were at least three evaluations after the one with the best held-out metric.
+    Return 0 if fewer than three evaluations followed the one with the best held-out metric: the metric may still improve.
     """
     length, held_out = _finite(figures, "length"), _finite(figures, "held_out")
     if held_out is not None:
@@ -223,7 +223,7 @@ def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
 def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
     """Return the increase of the share of truncated completions: its mean over the last 10 rows minus that of the 10 rows before.
 
-    Return 0 if the mean reward did not increase, or if the last row has no truncated completion. Return None before row 20.
+    Return 0 if the mean reward of these rows did not rise, or if the last row has no truncated completion; None before row 20.
     """
     cut, reward = _finite(figures, "truncated"), _finite(figures, "reward")
     if cut is None or reward is None:
@@ -239,9 +239,9 @@ def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
 
 
 def _below_best(figures: Figures, memory: Memory) -> float | None:
-    """Return how far the held-out metric is below its best value; 0 if the training reward is not above that of the best step.
+    """Return how far the held-out metric is below its best value, divided by √(a² + b²); None for rows without an evaluation.
 
-    The difference is divided by √(a² + b²): a and b are half the widths of the two 95 % intervals. None without an evaluation.
+    a and b are half the widths of the 95 % intervals of the two values. Return 0 if the reward has not risen since the best.
     """
     reward, held_out = _finite(figures, "reward"), _finite(figures, "held_out")
     if reward is not None:
@@ -333,8 +333,8 @@ class Watch:
     def score(self) -> float | None:
         """The score of the task if it is solved, otherwise None.
 
-        The score is the mean of the last three values of the held-out metric, else of the reward, else of the accuracy. The task
-        is solved if the score is at least 0.9, these values are at most 1, and the run's first value was below 0.9.
+        The score is the mean of the last three values of the held-out metric. Without one, the reward counts, or else accuracy.
+        The task is solved if the score is at least 0.9, these values are at most 1, and the figure's first value was below 0.9.
         """
         name = next((name for name, last in self._scores.items() if last), "")
         score = _mean(self._scores[name]) if name and self._first[name] < 0.9 else 0.0

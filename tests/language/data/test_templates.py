@@ -347,7 +347,7 @@ def test_tools_and_template_arguments_of_the_row_reach_the_template(build: Build
 
 def test_a_conversation_without_a_template_says_what_to_do(bare: PreTrainedTokenizerFast) -> None:
     for row in (sft(messages=TWO_TURNS), sft(prompt=TWO_TURNS[:1], completion=TWO_TURNS[1:2])):
-        with pytest.raises(UserError, match=r"my.jsonl:7 .* no chat template; name a file .*, set tokenizer.chat_template"):
+        with pytest.raises(UserError, match=r"my.jsonl:7 .* no chat template; name a Jinja file .*, set tokenizer.chat_template"):
             example(bare, row)
 
 

@@ -1,4 +1,4 @@
-"""Checks of a chat template's arguments: their names, since a template ignores others, and their types."""
+"""Checks of the arguments for a chat template: of their types, and of their names, since a template ignores unknown ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORDS = {bool: "true or false", str: "a string", int: "a number", float: "a num
 
 
 def templates_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return all templates of a tokenizer."""
+    """Return the source of each chat template of a tokenizer, which can have several under different names."""
     given = tokenizer.chat_template or {}
     return list(given.values()) if isinstance(given, dict) else [given]
 
@@ -27,7 +27,7 @@ def check_arguments(templates: Sequence[str], kwargs: Mapping[str, Any]) -> None
     """Raise `UserError` for templates that are not valid Jinja and for arguments that have no effect or the wrong type.
 
     An argument has no effect if no template reads it. Its type is wrong if no use of it in the templates accepts this type. For
-    example, the condition `if name` expects a boolean, so the text "fals" is wrong.
+    example, an argument that is used only in the condition `if name` must be a boolean.
     """
     read = [_kinds_read(text) for text in templates]
     names = {"chat_template"}.union(*read)

@@ -93,8 +93,8 @@ class Specials:
     ids: frozenset[int]
     pattern: re.Pattern[str]
     cuts: re.Pattern[str] | None = None
-    """A pattern of the added tokens at which the tokenizer splits every text first. None if a split may depend on the text around
-    it."""
+    """A pattern of the added tokens at which the tokenizer splits every text first; None if there are none, or if a split may
+    depend on the text around the token."""
     backend: Any = None
     """The underlying tokenizer of the library `tokenizers`; None if transformers changes the ids that it returns."""
     named_tokens: str = ""
@@ -141,10 +141,10 @@ def cache_specials(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 def _backend_of(tokenizer: PreTrainedTokenizerBase, added: list[Any]) -> tuple[re.Pattern[str] | None, Any]:
     """Return (`cuts`, `backend`) of the tokenizer's `Specials`. `added` are its added tokens.
 
-    `backend` is the underlying tokenizer of the library `tokenizers`, which first splits a text at its added tokens: at the
-    longest if several start at one position. `cuts` matches the added tokens that the library finds before normalising the text.
+    `backend` is the tokenizer of the library `tokenizers` that `tokenizer` wraps. Before `backend` normalises a text, it splits
+    the text at some of the added tokens. `cuts` is a pattern for these tokens, and prefers the longest, as the library does.
     `cuts` is None if there are no such tokens, if one occurs inside another added token, or if one is matched only as a separate
-    word. `cuts` and `backend` are both None if `tokenizer` does not use the library, or if its class overrides the encoding.
+    word. Both are None if `tokenizer` wraps no such tokenizer, or if its class overrides `_encode_plus` or `__call__`.
     """
     from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
@@ -219,12 +219,12 @@ def _probe(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], spe
 
 
 def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, str]:
-    """Return (`turn_end`, `turn_next`) of a `Dialect` from two renderings of a turn with the content `SENTINEL`.
+    """Return (`turn_end`, `turn_next`) of a `Dialect`, found in two renderings of a turn with the content `SENTINEL`.
 
-    `last` ends with this turn; in `followed`, another turn follows it. `special` matches special tokens. Usually `turn_end` and
-    `turn_next` are the same text: from the content to the last special token that both renderings share. If they share none, the
-    text ends at the last special token of `last` (gpt-oss: <|return|>). If `last` has no special token after the content,
-    `turn_end` ends at the first one in `followed` (GLM: <|user|>), and `turn_next` is the part of `turn_end` that `last` lacks.
+    `last` ends with this turn; in `followed`, another turn follows it. `special` matches special tokens. `turn_end` starts after
+    the content. It ends with the last special token before the renderings differ, or if there is none, with the last one of
+    `last` (gpt-oss: <|return|>); `turn_next` equals it. If `last` has no special token after the content, `turn_end` ends with
+    the first one in `followed` (GLM: <|user|>), and `turn_next` is the part of `turn_end` that `last` lacks.
     """
     ending, behind = last.rpartition(SENTINEL)[2], followed.rpartition(SENTINEL)[2]
     shared = next((i for i, (a, b) in enumerate(zip(ending, behind, strict=False)) if a != b), min(len(ending), len(behind)))

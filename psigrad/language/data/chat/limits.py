@@ -58,8 +58,8 @@ _exceeded: dict[str, list[str]] = {}
 def limit_rendering(template: str) -> Iterator[None]:
     """Raise `TemplateLimit` in the `with` block if a rendering of this template exceeds a limit of this module.
 
-    If the template has exceeded a limit `_TRIES` times before, raise the error at once, without rendering. psigrad renders
-    dozens of conversations to find a template's features, and each could take `SECONDS`.
+    If the template has exceeded a limit `_TRIES` times before, raise the error at once, without rendering. Otherwise a slow
+    template would take `SECONDS` for each of the dozens of conversations that psigrad renders to find its features.
     """
     if len(before := _exceeded.get(template, [])) == _TRIES:
         raise TemplateLimit(before[0])
@@ -122,9 +122,9 @@ def _make_count(template: Template, text: str) -> None:
 
 
 class _Counting(NodeTransformer):
-    """A transformer of a template's syntax tree that adds a check of the clock to each loop and macro.
+    """A transformer of a template's syntax tree that adds a check of the processor time to each loop and macro.
 
-    It also replaces operators by equivalent filters, which add up the sizes of their results.
+    It also replaces each operator by a filter that computes the same result and counts its size.
     """
 
     def visit_For(self, node: nodes.For) -> nodes.Node:

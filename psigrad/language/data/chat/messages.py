@@ -29,7 +29,7 @@ def drop_nulls(value: Any) -> Any:
 
 
 def read_message(message: Mapping[str, Any], path: str, fail: Fail) -> Message:
-    """Return a checked message, without nulls and with its content as one string. `fail(path, reason)` raises the error.
+    """Check a message. Return it without nulls and with its content as one string. `fail(path, reason)` must raise an error.
 
     `path` is the place of the message in the row. A tool call becomes {"type": …, "function": {"name": …, "arguments": {…}}}.
     """
@@ -59,10 +59,10 @@ def is_trained(message: Message) -> bool:
 
 
 def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
-    """Return the `messages` of a fine-tuning row. If a column named in `WEIGHTS` is a list of weights, add them to the messages.
+    """Return the `messages` of a fine-tuning row, each with its weight if a column named in `WEIGHTS` is a list of weights.
 
     `messages` is None for a prompt-completion row. Call `fail(path, reason)`, which raises, if there are more or fewer weights
-    than messages, if messages already have weights, or if a column is a mask over tokens or a single number other than 1.
+    than messages, if messages already have weights, if a column is a mask of tokens, or if it is one number other than 1.
     """
     weighed = messages
     for name, given in columns.items():
@@ -115,7 +115,7 @@ def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
 
 
 def order_answers(messages: list[Message]) -> list[Message]:
-    """Return raw messages with the tool answers after each turn sorted into the order of the turn's calls, by their ids."""
+    """Return the messages, with the tool answers after a turn in the order of the turn's calls. Ids match answers to calls."""
     ordered: list[Message] = []
     ids: list[Any] = []
     for role, run in itertools.groupby(messages, key=lambda message: message.get("role")):
@@ -151,7 +151,7 @@ def join_parts(parts: list[Any], path: str, fail: Fail) -> str:
 
 
 def _call(call: object, path: str, fail: Fail) -> Message:
-    """Return a tool call in OpenAI's form; its arguments may be JSON text. `path` is its place in the row, for `fail`."""
+    """Return a tool call in OpenAI's form, but with its arguments as an object. `path` and `fail`: see `read_message`."""
     made = dict(call) if isinstance(call, Mapping) else fail(path, "must be an object with 'function'")
     function = made.pop("function", None)
     if function is None:  # the short form, {"name", "arguments"}

@@ -22,7 +22,7 @@ RENDER_SETTINGS = "psigrad_render_settings"
 
 @dataclass(frozen=True)
 class RenderSettings:
-    """A run's settings for every rendering with a tokenizer: template arguments, and the date that templates print."""
+    """A run's settings for a tokenizer: template arguments, the date that templates print, and the number of embeddings."""
 
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     today: date | None = None
@@ -44,8 +44,8 @@ def check_embedded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> No
     if rows and (worst := max((token for token in ids if token < images.FIRST), default=0)) >= rows:
         raise UserError(
             f"The token {tokenizer.convert_ids_to_tokens(worst)!r} has the id {worst}, but the model's embedding has only {rows} "
-            "rows: tokens were added to the tokenizer only. Call model.resize_token_embeddings(len(tokenizer)) and save both, "
-            "or use the model's own tokenizer and template."
+            "rows: tokens were added to the tokenizer, but not to the model. Call model.resize_token_embeddings(len(tokenizer)) "
+            "and save the model and the tokenizer, or use the model's own tokenizer and template."
         )
 
 
@@ -61,7 +61,7 @@ def reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def arguments_of(tokenizer: PreTrainedTokenizerBase, row: Row) -> dict[str, Any]:
-    """Return the template's arguments: the run's, overridden by the row's, and the row's tools."""
+    """Return the template arguments for a row: those of the run, overridden by those of the row, and the row's `tools`."""
     settled: RenderSettings = getattr(tokenizer, RENDER_SETTINGS, RenderSettings())
     return {**settled.kwargs, **drop_nulls(row.columns.get("chat_template_kwargs") or {}), "tools": tools_of(row)}
 
@@ -76,13 +76,13 @@ def tools_of(row: Row) -> list[Any] | None:
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, row: Row, arguments: Mapping[str, Any]) -> str:
-    """Return the source of the chat template for a row with the template `arguments`. Raises `UserError` if there is none."""
+    """Return the source of the chat template for a row with the template `arguments`. Raise `UserError` if there is none."""
     try:
         return tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"])
     except ValueError:
         raise UserError(
-            f"{row.source} is a conversation, but the tokenizer has no chat template; name a file with a template with "
-            "--chat-template-path (psigrad.language.data.templates.CHATML is a simple one), set tokenizer.chat_template, or "
+            f"{row.source} is a conversation, but the tokenizer has no chat template; name a Jinja file with "
+            "--chat-template-path, set tokenizer.chat_template (psigrad.language.data.templates.CHATML is a simple template), or "
             "give prompts and completions as plain strings."
         ) from None
 
@@ -110,8 +110,8 @@ def render(
 def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], messages: Sequence[Message]) -> Any:
     """Return (the text of the messages, the spans of characters that the `{% generation %}` blocks of the template wrote).
 
-    `apply_chat_template(return_assistant_tokens_mask=True)` is not used, for two reasons. A token of its mask can cross the start
-    of a turn. With a tokenizer that trims offsets, its mask lacks all turns after a turn that starts with a space.
+    `apply_chat_template(return_assistant_tokens_mask=True)` is not used, for two reasons. The first token that it marks can begin
+    before the turn. With a tokenizer that trims offsets, it marks no turn after one that starts with a space.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -162,7 +162,7 @@ def _set_clock(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
 def without_panic(encode: Callable[[Any], Any], text: str | list[str]) -> Any:
     """Return `encode(text)`. Raise `UserError` if the tokenizer's Rust code panics.
 
-    The code panics if a regular expression needs over 10 million steps (about 0.1 s) at one character, so encoding never hangs.
+    Rather than hang, the code panics if a regular expression needs over 10 million steps (about 0.1 s) at one character.
     """
     try:
         return encode(text)

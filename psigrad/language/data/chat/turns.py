@@ -75,8 +75,8 @@ class Conversation:
         self._made: dict[Any, Any] = {}
         if self.dialect.header:
             raise UserError(
-                "The chat template does not open the assistant's turn: add_generation_prompt changes nothing, and turns begin "
-                f"with {show(self.dialect.header)}. Set --chat-template-path to a template that opens the turn."
+                "The chat template does not open the assistant's turn: add_generation_prompt changes nothing, although "
+                f"assistant turns begin with {show(self.dialect.header)}. Set --chat-template-path to a template that opens them."
             )
 
     def render(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
@@ -104,7 +104,7 @@ class Conversation:
         return self.render(before, generation_prompt=True) + str(last["content"])
 
     def blocks(self, messages: Sequence[Message]) -> list[Span] | None:
-        """Return the spans of text from {% generation %} blocks; None if the template has none. Cache the text for `render`."""
+        """Return the spans that {% generation %} blocks wrote; None if the template has none. Cache the rendered text."""
         if not _has_blocks(self.template):
             return None
         text, spans = self._run(generation_blocks, messages)
@@ -176,7 +176,7 @@ def contexts(conversation: Conversation, *, empty_thinking: bool = False) -> lis
 
 
 def _render_turn(conversation: Conversation, messages: Sequence[Message], empty_thinking: bool) -> tuple[str, str, list[Span]]:
-    """Return (text before the last turn, text up to its end, trained spans in the latter). `empty_thinking`: see `contexts`."""
+    """Return (text before the last turn, text up to its end, trained spans in that text). `empty_thinking`: see `contexts`."""
     said = messages[-1]
     before, blocks = conversation.render(messages[:-1], generation_prompt=True), conversation.blocks(messages)
     text = as_rendered = conversation.render(messages)
@@ -217,8 +217,8 @@ def _render_turn(conversation: Conversation, messages: Sequence[Message], empty_
 def _find_last_turn(conversation: Conversation, messages: Sequence[Message], before: str, text: str) -> str | None:
     """Return the text of the last turn in `text`, the rendering of `messages`; None if the turn's beginning is not found.
 
-    `before` is the text from which this turn is sampled. `text` does not start with it, since the last turn changes how earlier
-    turns are rendered: gpt-oss drops an earlier call's thought, and Gemma 4 drops the end of an earlier turn.
+    `before` is the text from which this turn is sampled. `text` does not start with `before`, since the template renders earlier
+    turns differently once this turn follows: gpt-oss drops an earlier call's thought, and Gemma 4 an earlier turn's end.
     """
     unended = before.rstrip().removesuffix(conversation.dialect.turn_end)
     if unended != before.rstrip() and text.startswith(unended):
@@ -234,10 +234,10 @@ def _find_last_turn(conversation: Conversation, messages: Sequence[Message], bef
 
 
 def _continue_thought(conversation: Conversation, message: Message, before: str, text: str, index: int) -> tuple[str, str]:
-    """Change `before` and `text` so that `text` starts with `before`. Return (text before the turn, text up to its end).
+    """Return (`before`, `text`), changed so that `text` starts with `before`.
 
-    The generation prompt `before` ends with a tag that opens a thought. In `text`, rendered up to the end of the turn `message`,
-    the template drops or changes this tag. If it changes more of `before`, raise `RowError` with the message's number `index`.
+    `before` ends with the generation prompt's tag that opens a thought. In `text`, which ends with the turn `message`, this tag
+    is missing or changed. Raise `RowError`, with the number `index` of the message, if `before` and `text` differ before the tag.
     """
     opened, thought = OPEN.search(before), _thought_of(message)
     tail = "" if opened is None else text[opened.start() :]
@@ -266,11 +266,11 @@ def _thought_of(message: Message) -> str:
 def check_rendered(
     conversation: Conversation, messages: Sequence[Message], texts: dict[int, str], trained: set[int], *, every_field: bool = True
 ) -> None:
-    """Raise `RowError` if the template drops a part of a row. The error names the turn and the field.
+    """Raise `RowError` if the template drops a part of a message. The error names the message and the field.
 
     A part of message j is present if `texts[j]` contains it, or if the rendering changes when the part is removed. For a trained
-    turn (j in `trained`), `texts[j]` is the text of this turn alone, because other messages may contain the same words. For other
-    messages it is the whole text. If `every_field` is False, only texts, calls and thoughts are checked.
+    turn (j in `trained`), `texts[j]` is the text of this turn alone, because other messages may contain the same words. For any
+    other message, `texts[j]` is the text of all messages. If `every_field` is False, check only content, thoughts and calls.
     """
     for j, message in enumerate(messages):
         part = messages[: j + 1] if j in trained else messages
@@ -294,7 +294,7 @@ _KNOWN = {"role", "content", "tool_calls", "tool_call_id", *WEIGHTS, *REASONING}
 
 
 def _pieces(message: Message, thoughts: bool) -> Iterator[tuple[str, str]]:
-    """Yield (field, text) for each text of a message. Skip thoughts if `thoughts` is False: templates drop those of old turns."""
+    """Yield (field, text) for each text of a message. `thoughts` is False to skip thoughts: templates drop those of old turns."""
     parts = re.split(r"</?think>", str(message.get("content", "")))
     texts = [text for part in (parts if thoughts else parts[-1:]) for text in images.MARK.split(part)[::2]]
     yield from (("content", text.strip()) for text in texts if text.strip())
@@ -332,7 +332,7 @@ def _missing_error(row: Row, index: int, name: str, value: Any) -> Exception:
 
 @dataclass(frozen=True)
 class TurnForm:
-    """The texts that a chat template writes around the parts of an assistant turn: its thought, answer and calls."""
+    """The texts that a chat template writes before and after the thought and the content of an assistant turn."""
 
     lead: str = ""
     """The text between the prompt and an answer without a thought."""
@@ -346,7 +346,7 @@ class TurnForm:
     """The text that ends a turn whose content follows a call (Gemma 4); empty if the content comes before the call."""
 
     def read_back(self, text: str) -> Message:
-        """Return the assistant's message that the template renders as `text`. Any tool calls must be cut off before."""
+        """Return the assistant's message that the template renders as `text`, which must not contain tool calls."""
         said: Message = {"role": "assistant"}
         opens, end = self.opens.rstrip(), self.ends.strip()
         if end and text.startswith(opens) and end in text:
@@ -393,7 +393,7 @@ def _probe_turn_form(conversation: Conversation, before: Sequence[Message]) -> T
 def render_between(conversation: Conversation, observation: Sequence[Message]) -> tuple[str, str]:
     """Return (the special token that ends the policy's turn, the text between this token and the policy's next turn).
 
-    The text contains the `observation`. It is rendered after a dummy turn, because a template may drop thoughts of a real turn.
+    The text contains `observation`, which is rendered after a dummy turn, since templates may drop the thought of a real turn.
     """
     name = next((str(m["name"]) for m in observation if m["role"] == "tool" and m.get("name")), "")
     calls = [call_of(name or "call")] if observation[0]["role"] == "tool" else []
