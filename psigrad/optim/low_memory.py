@@ -202,7 +202,7 @@ class LowMemoryAdamW:
         return {**state, "remainder": torch.zeros(p.shape, dtype=torch.int16, device=p.device)} if self.remainders else state
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Update each parameter, with the C++ kernel if it supports the parameter, otherwise with `_step_by_torch`."""
+        """Update each parameter, with the C++ kernel if it supports the parameter, otherwise with `_step_without_kernel`."""
         weights = [self._weight(u) for u in updates]
         native = [w for w in weights if _has_kernel(w)]
         if native:
@@ -211,7 +211,7 @@ class LowMemoryAdamW:
             found.adamw_low_memory(native, step.lr, self.betas, self.eps, 1 / step.divisor, _tables())
         for u, w in zip(updates, weights, strict=True):
             if not _has_kernel(w):
-                self._step_by_torch(w, u.state.get("remainder"), step)
+                self._step_without_kernel(w, u.state.get("remainder"), step)
 
     def _weight(self, u: Update) -> AdamWWeight:
         u.state["step"] += 1
@@ -229,7 +229,7 @@ class LowMemoryAdamW:
             u.first,
         )
 
-    def _step_by_torch(self, w: AdamWWeight, remainder: Tensor | None, step: StepSize) -> None:
+    def _step_without_kernel(self, w: AdamWWeight, remainder: Tensor | None, step: StepSize) -> None:
         """Update a weight without a C++ kernel: with the Triton kernel if it supports the weight, otherwise in torch, by chunks.
 
         With a `remainder`, first `join` weight and remainder to the float32 master, and `split` the updated master again.

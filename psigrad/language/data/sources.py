@@ -149,7 +149,7 @@ def log_held_out(count: int, total: int, selection: str, log: Log | None) -> Non
         log("held_out", text, count=count, rows=total)
 
 
-def _log_seen(train: Iterable[Row], held_out: Sequence[Row], log: Log) -> None:
+def _warn_of_leaks(train: Iterable[Row], held_out: Sequence[Row], log: Log) -> None:
     """Log how many held-out rows have a prompt that is also in the training rows."""
     keys = [_prompt_key(row) for row in held_out]
     trained = set(keys).intersection(map(_prompt_key, train)) if keys else ()
@@ -328,7 +328,7 @@ def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: L
     if not data.eval_dataset:
         log_held_out(len(held_out_rows), total, which, log)
     if log is not None:
-        _log_seen(chain.from_iterable(rows), held_out_rows, log)
+        _warn_of_leaks(chain.from_iterable(rows), held_out_rows, log)
     return mix(rows, [share.weight for share in shares], seed), held_out_rows
 
 

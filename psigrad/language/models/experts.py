@@ -188,19 +188,19 @@ class Routes:
         shape = (sequences, longest, len(routing.routers), routing.top_k)
         self.written = np.zeros(shape, dtype=routing.dtype)
 
-    def _found(self, seen: list[tuple[Tensor, Tensor]]) -> np.ndarray:
+    def _choices_of(self, seen: list[tuple[Tensor, Tensor]]) -> np.ndarray:
         """Return the experts in `seen` as an array [S, layers, k]. `seen` has (weights, experts), each [S, k], for each layer."""
         found: np.ndarray = torch.stack([choice for _, choice in seen], 1).cpu().numpy().astype(self.router_recorder.dtype)
         return found
 
     def read(self, requests: Sequence[int], lengths: Sequence[int], seen: list[tuple[Tensor, Tensor]]) -> None:
         """Record the experts of a pass over concatenated prompts. The prompt of request `requests[i]` has `lengths[i]` tokens."""
-        parts = np.split(self._found(seen), np.cumsum(lengths)[:-1])
+        parts = np.split(self._choices_of(seen), np.cumsum(lengths)[:-1])
         self.prompts |= {r: _text(part) for r, part in zip(requests, parts, strict=True)}
 
     def write(self, sequences: np.ndarray, places: np.ndarray, seen: list[tuple[Tensor, Tensor]]) -> None:
         """Record the experts of a decoding step. Its i-th token has the position `places[i]` in completion `sequences[i]`."""
-        self.written[sequences, places] = self._found(seen)
+        self.written[sequences, places] = self._choices_of(seen)
 
     def of(self, request: int, sequence: int, count: int) -> dict[str, str]:
         """Return {"prompt_experts": …, "experts": …} in base64, for a request and its completion `sequence` (`count` tokens)."""

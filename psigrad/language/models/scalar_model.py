@@ -84,14 +84,16 @@ class ScalarModel(Pretrained):
     def scores(self, inputs: Groups, *, packed: bool | None = None) -> Tensor:
         """Return the scores [N] of prompts with their completions, read at the last token. `packed` is as in `values`."""
         if not self.per_token:
-            return self._whole([[*p, *c] for p, group in zip(inputs.prompts, inputs.completions, strict=True) for c in group])
+            return self._padded_scores(
+                [[*p, *c] for p, group in zip(inputs.prompts, inputs.completions, strict=True) for c in group]
+            )
         # V before the extra token 0, which is not computed, is V after the last real token.
         longer = replace(inputs, completions=[[[*c, 0] for c in group] for group in inputs.completions])
         forward = lay_out(longer, self.device, packed if packed is not None else not self.why_padded)
         last = torch.tensor([len(c) + 1 for group in inputs.completions for c in group], dtype=torch.long).cumsum(0) - 1
         return self._read(replace(forward, targets=forward.targets.some(last.to(self.device))))
 
-    def _whole(self, rows: Sequence[Ids]) -> Tensor:
+    def _padded_scores(self, rows: Sequence[Ids]) -> Tensor:
         self.switch(self.train_mode and torch.is_grad_enabled())
         width = max(map(len, rows))
         filler = self.network.config.pad_token_id or 0

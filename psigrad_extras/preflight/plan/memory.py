@@ -109,7 +109,7 @@ def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int, device: str 
     """Return the bytes of the KV cache at full length, over all slots.
 
     The fused decoder stores a prompt once for its group. Decoding with CUDA graphs does so too, with room for twice the prompts
-    that are decoded at once, or for all prompts of the step, and rounds lengths up (`embedded._graph_room`).
+    that are decoded at once, or for all prompts of the step, and rounds lengths up (`embedded._graph_size`).
     """
     prompt, completion = work.lengths.longest_prompt, work.lengths.longest_completion
     prompts = math.ceil(work.slots / work.members) if kept.fused else work.slots

@@ -59,11 +59,11 @@ def draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter:
     The token of row i depends only on `logits[i]`, `seeds_u64[i]` and `counter[i]` (the number of tokens drawn before). At
     temperature 0, return the most probable token, with 0 as `sampling_logprobs` and its log-prob at temperature 1 as `logprobs`.
     """
-    found = _drawn(logits, params, seeds_u64, counter)
+    found = _draw_unchecked(logits, params, seeds_u64, counter)
     if not params.forbidden or found.ids.device.type != "cpu" or not bool((wrong := _forbidden(found.ids, params)).any()):
         return found
     rows, at = wrong.nonzero()[:, 0], wrong.cpu().numpy()
-    again = _draw(logits[rows], params, seeds_u64[at], counter[at] + _SECOND)
+    again = _draw_in_torch(logits[rows], params, seeds_u64[at], counter[at] + _SECOND)
     merged = (getattr(found, f.name).index_put((rows,), getattr(again, f.name)) for f in fields(DrawnTokens))
     return DrawnTokens(*merged)
 
@@ -78,10 +78,10 @@ def _forbidden(ids: Tensor, params: SamplingParams) -> Tensor:
     return torch.isin(ids, torch.tensor(params.forbidden, device=ids.device))
 
 
-def _drawn(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> DrawnTokens:
+def _draw_unchecked(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> DrawnTokens:
     """Draw one token per row. The CPU kernel ignores `params.forbidden`; `draw` then replaces forbidden tokens."""
     if logits.device.type != "cpu":
-        return _draw(logits, params, seeds_u64, counter)
+        return _draw_in_torch(logits, params, seeds_u64, counter)
     native = kernels()
     if not isinstance(native, str) and not params.filtered and params.temperature > 0 and logits.dtype in native.dtypes:
         u = torch.from_numpy(seeds.uniform(seeds_u64, counter))
@@ -89,11 +89,11 @@ def _drawn(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counte
         return DrawnTokens(ids, logq, logq)
     rows = max(1, _AT_ONCE // logits.shape[1])
     starts = range(0, max(len(logits), 1), rows)
-    parts = [_draw(logits[i : i + rows], params, seeds_u64[i : i + rows], counter[i : i + rows]) for i in starts]
+    parts = [_draw_in_torch(logits[i : i + rows], params, seeds_u64[i : i + rows], counter[i : i + rows]) for i in starts]
     return DrawnTokens(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(DrawnTokens)))
 
 
-def _draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> DrawnTokens:
+def _draw_in_torch(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> DrawnTokens:
     """Draw one token per row in PyTorch, without psigrad's kernel; see `draw`."""
     return draw_at(logits, params, torch.from_numpy(seeds.uniform(seeds_u64, counter)).to(logits.device)[:, None])
 

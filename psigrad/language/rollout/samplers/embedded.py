@@ -123,7 +123,7 @@ class EmbeddedSampler(PolicyWeights):
         ):
             return None
         before = None if self._graphs is None else self._graphs.wanted
-        need = _graph_room(requests, params, self.max_batch, self.model.max_length, before)
+        need = _graph_size(requests, params, self.max_batch, self.model.max_length, before)
         if self._graphs is None or not self._graphs.fits(need):
             self._graphs = None  # free its memory before the next allocates
             if before is not None and bool(need.prompts) == bool(before.prompts):  # the sizes of earlier calls will recur
@@ -174,7 +174,7 @@ def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -
     return slots, max(len(request.prompt_ids) for request in requests) + params.max_tokens
 
 
-def _graph_room(requests: list[Request], params: SamplingParams, max_batch: int, most: int, before: Room | None) -> Room:
+def _graph_size(requests: list[Request], params: SamplingParams, max_batch: int, most: int, before: Room | None) -> Room:
     """Return the size of a cache for recorded decoding steps. It is rounded up, so that similar later calls can reuse the cache.
 
     There are up to `max_batch` slots of up to `most` tokens. A prompt is stored once for its group, not once per slot, if prompts
