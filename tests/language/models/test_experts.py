@@ -341,7 +341,7 @@ TOLD = {
 @pytest.mark.parametrize("case", TOLD)
 def test_where_no_experts_are_recorded_replay_is_refused_by_name(case):
     config, why = TOLD[case]
-    with pytest.raises(UserError, match=re.escape(f"the embedded sampler recorded, but {why}; remove router_replay.")):
+    with pytest.raises(UserError, match=re.escape(f"the embedded sampler records, but {why}; remove router_replay.")):
         online_settings.check(config, online_settings.method(config))
     without = replace(config, router_replay=False)
     online_settings.check(without, online_settings.method(without))  # the control: nothing else is refused
