@@ -19,6 +19,7 @@ from psigrad.config.fields import flag_of
 from psigrad.config.methods import declaration
 from psigrad.errors import UserError
 from psigrad.paths import check_output
+from psigrad_extras import help_texts
 from psigrad_extras.preflight.settings import CHECK, PlanConfig, for_check
 
 
@@ -294,16 +295,10 @@ def sample(arguments: list[str]) -> int:
     return 0
 
 
-_PAIRS = """\
-Write pairs of a chosen and a rejected completion to the file OUTPUT. Rows of the file DATASET have a ranking of their
-completions, a list of ratings from 1 to SCALE, or one completion with its rating. COLUMNS renames columns, as in
-question=prompt. Ratings that differ by at most TIE are a tie. Ties are dropped and counted."""
-
-
 def pairs(arguments: list[str]) -> int:
     """Convert rankings or ratings to preference pairs and write them."""
     known = {"dataset": "", "output": "", "columns": "", "scale": 10, "tie": 0.0}
-    given = flags.parse_plain("pairs", arguments, known, _PAIRS)
+    given = flags.parse_plain("pairs", arguments, known, help_texts.PAIRS)
     from psigrad_extras.datasets import sample
 
     written, converted = sample.convert(**given)
@@ -416,32 +411,17 @@ def _command(method: str, settings: dict[str, Any]) -> str:
     return " ".join(words)
 
 
-_DEMO = """\
-A small language model learns to spell words backwards: first from demonstrations, of which 60 % make the same
-mistake (--sft-steps of SFT), then from rewards that notice it (--rl-steps of GRPO). Both models are tested on new
-words. The demo takes two to five minutes on two cores and downloads nothing. The same command resumes a stopped
-demo. DIR/grpo/report.html shows the result; `psigrad chat DIR/grpo` talks to the model. With --vision, a small
-vision-language model learns a game about pictures in about seven minutes; the defaults are then 1,000 steps of SFT,
-250 of GRPO, and runs/demo-vision. --no-progress prints only the result. --seed sets data, model and samples."""
-_DEMO_STARTS = """\
-A small language model (1.3 million parameters) learns to spell words backward, on your CPU.
-It copies demonstrations, 60 % of which contain the same mistake, then unlearns the mistake by reinforcement learning.
-This takes two to five minutes on two idle cores. Ctrl-C saves and stops; the same command resumes."""
-_VISION_STARTS = """\
-A small vision-language model (0.5 million parameters) learns a game about pictures, on your CPU: to count the squares of
-a colour, and then to find the only such square in a second picture. It copies games in which half of the answers are
-wrong, then unlearns the mistakes by reinforcement learning. Ctrl-C saves and stops; the same command resumes."""
-
-
 def demo(arguments: list[str]) -> int:
     """Run the demo."""
     vision = "--vision" in arguments
     steps = {"sft_steps": 1000, "rl_steps": 250} if vision else {"sft_steps": 800, "rl_steps": 500}
     known = {"output_dir": "runs/demo-vision" if vision else "runs/demo", "seed": 0, **steps, "progress": True, "vision": False}
-    settings = flags.parse_plain("demo", arguments, known, _DEMO)
+    settings = flags.parse_plain("demo", arguments, known, help_texts.DEMO)
     del settings["vision"]
     if settings["progress"]:
-        print(_VISION_STARTS if vision else _DEMO_STARTS, flush=True)  # printed before torch is imported, which takes seconds
+        print(
+            help_texts.VISION_STARTS if vision else help_texts.DEMO_STARTS, flush=True
+        )  # printed before torch is imported, which takes seconds
     from psigrad.records.report import terminal
     from psigrad_extras import demo, demo_vision
 

@@ -56,14 +56,21 @@ def serve(arguments: list[str]) -> int:
     return 0
 
 
+_CHAT = """\
+Talk to a model in the terminal. An empty line or Ctrl-D ends the chat, and /new starts a new one. /image FILE adds an
+image to the next line, for vision-language models.
+
+  --system TEXT    system message
+  --temperature T  0 is greedy (default 1)
+  --max-tokens N   longest answer (default 512; for a run without a chat template, its max_completion_length)
+  --seed N         makes the answers repeatable"""
+
+
 def chat(arguments: list[str]) -> int:
     """Run `psigrad chat`: talk to a model on the terminal, and return the exit status."""
     usage = "psigrad chat MODEL_OR_RUN [--system TEXT] [--temperature T] [--max-tokens N] [--seed N]"
     if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nTalk to a model in the terminal. An empty line or Ctrl-D ends the chat; /new starts a new one.")
-        print("/image FILE adds an image to the next line, if the model is a vision-language model. --system is the system")
-        print("message. --temperature is 1 by default, and 0 is greedy. --seed makes the answers repeatable. --max-tokens limits")
-        print("an answer (default 512; without a chat template, the limit on completions in the model's training).")
+        print(f"{usage}\n\n{_CHAT}")
         return 0
     models, _, rest = flags.parse_lists(arguments)
     asked = {"system": "", "temperature": 1.0, "max_tokens": 0, "seed": 0}

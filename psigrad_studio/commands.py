@@ -18,9 +18,15 @@ _JUDGED = f"""\
 Compare a judge with people's votes (agreement and Cohen's kappa, by criterion), and with itself: does it prefer the first
 answer, the longer one, or texts of its own model? VOTES is a file that the labelling desk has exported, or its database
 with --project NAME. --criteria are the criteria and their weights. The judge reads each pair in both orders, as the reward
-`ranking` does. --model is its name at the endpoint --base-url, --self-model the name of its model in the votes, --cache a
-folder for its replies, --output a JSON file for the figures, --api-key-variable the environment variable with the
-endpoint's key. --max-pairs N reads only the first N pairs."""
+`ranking` does.
+--model: name of the judge at the endpoint
+--base-url: URL of the endpoint, in OpenAI's form
+--project: project of the votes, if VOTES is a database
+--self-model: name of the judge's own model in the votes
+--cache: folder for the judge's replies
+--output: JSON file for the figures
+--api-key-variable: environment variable with the endpoint's key
+--max-pairs: read only this many pairs, the first ones; 0: all"""
 
 
 def judge_report(arguments: list[str]) -> int:

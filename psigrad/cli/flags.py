@@ -94,17 +94,32 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
     return load(cls, config, overrides, {**values, **others}, defaults)
 
 
+class _PlainHelp(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=110)
+
+
+def _join(text: str | None, default: Any) -> str | None:
+    return " ".join(filter(None, [text, f"(default {default})" if default else ""])).replace("%", "%%") or None
+
+
 def parse_plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any], about: str = "") -> dict[str, Any]:
-    """Parse the flags of a command without a settings class: one for each name in `defaults`. Help prints `about` unchanged."""
-    parser = _Parser(prog=f"psigrad {command}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Parse the flags of a command without a settings class: one for each name in `defaults`.
+
+    Help prints `about` unchanged. A line of it such as "--seed: seed of the data" is instead the text of that flag.
+    """
+    lines = about.splitlines()
+    texts = dict(line.split(": ", 1) for line in lines if line.startswith("--"))
+    shown_about = "\n".join(line for line in lines if not line.startswith("--"))
+    parser = _Parser(prog=f"psigrad {command}", description=shown_about, formatter_class=_PlainHelp)
     for name, value in defaults.items():
         flag = "--" + name.replace("_", "-")
         if isinstance(value, bool):
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=value)
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=value, help=texts.get(flag))
         else:
             shown = _NUMBERS.get(type(value), flag.rpartition("-")[2].upper())
             kind = functools.partial(_number_of, type(value)) if type(value) in _NUMBERS else str
-            parser.add_argument(flag, type=kind, default=value, metavar=shown, help=f"(default {value})" if value else None)
+            parser.add_argument(flag, type=kind, default=value, metavar=shown, help=_join(texts.get(flag), value))
     known, rest = parser.parse_known_args(join_columns(arguments))
     _refuse(rest, parser, "a value of one")
     # A shell does not expand `--output=~/x`.

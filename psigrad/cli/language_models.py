@@ -45,12 +45,19 @@ def train(name: str) -> Callable[[list[str]], int]:
 
 
 _SCORE = """\
-Score recorded completions. DATASET is a file, a folder or a hub name; the rows of its split SPLIT have a prompt and
-a completion. Give reward functions (--reward NAME|module:function ... [--reward-weights X ...]) or a reward model
-(--model). The scores are printed, or written to the file OUTPUT. --columns question=prompt renames a column.
---bad-rows skip drops malformed rows; stop raises an error. --tokenizer names a model for rewards that count tokens.
-A call of a reward function may take --reward-timeout seconds. --attack tests the reward: it scores wrong answers to
-the first --max-rows prompts, and right answers in other forms. It exits with 1 if a wrong answer is rewarded."""
+Score recorded completions: rows with a prompt and a completion. Give reward functions (--reward ... [--reward-weights
+X ...]) or a reward model (--model).
+--model: a reward model, instead of --reward
+--reward: one or more reward functions: built-in names or module:function
+--dataset: a file, a folder or a hub name
+--split: split of the dataset
+--output: file for the scores; without it they are printed
+--columns: new names of columns, such as question=prompt
+--tokenizer: a model whose tokenizer counts tokens, for rewards that need it
+--bad-rows: malformed rows: stop raises an error, skip drops them
+--reward-timeout: seconds that a call of a reward function may take
+--attack: test the reward: score wrong answers, and right ones in other forms; exit with 1 if a wrong one is rewarded
+--max-rows: with --attack: number of prompts, the first ones"""
 
 
 def score(arguments: list[str]) -> int:

@@ -1,0 +1,33 @@
+"""Help texts of commands without settings classes, and the words with which the demo starts."""
+
+from __future__ import annotations
+
+PAIRS = """\
+Write pairs of a chosen and a rejected completion. A row of the dataset has a ranking of its completions, a list of
+ratings, or one completion with its rating. Ties are dropped and counted.
+--dataset: file with the rows
+--output: file for the pairs
+--columns: new names of columns, such as question=prompt
+--scale: highest rating; the lowest is 1
+--tie: ratings that differ by at most this are a tie (default 0)"""
+
+DEMO = """\
+A small language model learns to spell words backwards: first from demonstrations, of which 60 % make the same
+mistake, then from rewards that notice it. Both models are tested on new words. The demo takes two to five minutes on
+two cores and downloads nothing. The same command resumes a stopped demo. Its DIR/grpo/report.html shows the result,
+and `psigrad chat DIR/grpo` talks to the model.
+--output-dir: folder of the demo's runs
+--seed: seed of data, model and samples (default 0)
+--sft-steps: training steps from demonstrations (SFT)
+--rl-steps: training steps from rewards (GRPO)
+--progress: progress bars; --no-progress prints only the result
+--vision: train a vision-language model on a game about pictures instead; takes seven minutes"""
+
+DEMO_STARTS = """\
+A small language model (1.3 million parameters) learns to spell words backward, on your CPU.
+It copies demonstrations, 60 % of which contain the same mistake, then unlearns the mistake by reinforcement learning.
+This takes two to five minutes on two idle cores. Ctrl-C saves and stops; the same command resumes."""
+VISION_STARTS = """\
+A small vision-language model (0.5 million parameters) learns a game about pictures, on your CPU: to count the squares of
+a colour, and then to find the only such square in a second picture. It copies games in which half of the answers are
+wrong, then unlearns the mistakes by reinforcement learning. Ctrl-C saves and stops; the same command resumes."""
