@@ -121,7 +121,7 @@ class ScoredRollout:
         clock: Clock | None = None,
         cache: ActivationCache | None = None,
     ) -> list[Trajectory]:
-        """Return `num_generations` scored trajectories per prompt, in order. In a game, return as many for each seat (player).
+        """Return `num_generations` scored trajectories per prompt (in a game: per prompt and player), in order of `prompts`.
 
         `clock` measures the time of sampling ("time/sample") and the remaining wait for rewards ("time/score"). For the other
         arguments see `GroupRequest` and `TrajectoryCollector.collect`.
@@ -173,7 +173,7 @@ class PendingRewards:
         self._places: dict[int, int] = {}
 
     def add_all(self, trajectories: Sequence[Trajectory]) -> None:
-        """Add all trajectories as groups. One with `k` = 0 starts a new group, because a dataset row may have several groups."""
+        """Add all trajectories. A group starts where `k` is 0, not where `row` changes: adjacent groups may have the same row."""
         starts = [i for i, t in enumerate(trajectories) if t.k == 0 or i == 0]
         for start, end in itertools.pairwise([*starts, len(trajectories)]):
             self.add(trajectories[start:end])
@@ -185,7 +185,7 @@ class PendingRewards:
             self._scoring.add(self._to_samples(group))
 
     def poll(self) -> None:
-        """Let the scorer make progress without waiting."""
+        """Let the scorer make progress, but do not wait for it."""
         if self._scoring is not None:
             self._scoring.poll()
 
@@ -258,7 +258,7 @@ def rollout_row(
 
 
 def log_probs_of(completion: Completion) -> dict[str, list[float]]:
-    """Return a completion's log-probs for rollouts.jsonl: `logprobs`, and also `sampling_logprobs` if they differ (top-k, …)."""
+    """Return a completion's `logprobs` for rollouts.jsonl, and its `sampling_logprobs` if these differ, as with top-k."""
     same = completion.logprobs == completion.sampling_logprobs
     sampling = {} if same else {"sampling_logprobs": round_all(completion.sampling_logprobs)}
     return {"logprobs": round_all(completion.logprobs), **sampling}

@@ -90,7 +90,7 @@ class KVCache(StateCache):
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> Prefill:
         """Add len(copies) slots, and return the layout of the prompts' forward pass. New slot i continues prompt `copies[i]`.
 
-        `shifts` has the position of the token after each prompt minus the prompt's length: 0 without images (M-RoPE).
+        `shifts` has, for each prompt, its next token's position minus its length. Only images (M-RoPE) make this differ from 0.
         """
         new = torch.zeros_like(copies) if shifts is None else shifts[copies]
         self.shifts = torch.cat([self.shifts.to(new.device), new])
@@ -232,7 +232,7 @@ class Decode(StateDecode):
         self._masks: dict[int | None, Tensor] = {}
 
     def mask(self, window: int | None) -> Tensor:
-        """Return a mask [active, 1, 1, columns]: True on the slot's tokens that the new token attends to (the last `window`)."""
+        """Return a mask [active, 1, 1, columns]: True on the slot's last `window` tokens, or if None, on all its tokens."""
         if window not in self._masks:
             columns = torch.arange(self.width, device=self.places.device)[None]
             seen = columns <= self.places[:, None]
@@ -274,7 +274,7 @@ class SharedCache(StateCache):
     """A cache for the fused decoder, with the methods of `KVCache`. A prompt is stored once. A slot has only the tokens after it.
 
     Row i of a step continues the sequence in slot `slots[i]`, which has `lengths[i]` tokens after prompt `prompt[i]`. Sequences
-    never change their slots. Rows are in the order in which sequences were added, so rows of the same prompt are adjacent.
+    never change their slots. Rows are in the order of addition, or of `select_slots`. Both orders keep a prompt's rows adjacent.
     """
 
     def __init__(self, slots: int, longest: int, heads: Sequence[Heads], dtype: torch.dtype, may_dequantise: bool = True) -> None:
@@ -422,7 +422,7 @@ class SharedDecode(StateDecode):
 def new_cache(model: LanguageModel, slots: int, longest: int, behind: int = 0) -> KVCache | SharedCache:
     """Return an empty cache for `slots` sequences of at most `longest` tokens each.
 
-    At most `behind` tokens of a sequence follow its prompt; 0: no limit except `longest`.
+    `behind` is the maximum number of tokens after a sequence's prompt. If it is 0, only `longest` limits them.
     """
     if model.decoder is None:
         return KVCache(slots, longest, None if model.module_kernels is None else PackedWeights())

@@ -51,7 +51,7 @@ class Room(NamedTuple):
     longest_prompt: int = 0
 
     def covers(self, other: Room) -> bool:
-        """Return True if every number is at least that of `other`. If only one of the two has `prompts` above 0, return False."""
+        """Return True if each number is at least that of `other`, and `prompts` is 0 either in both or in neither of the two."""
         return bool(self.prompts) == bool(other.prompts) and all(a >= b for a, b in zip(self, other, strict=True))
 
 
@@ -60,7 +60,7 @@ class CudaGraphDecoding:
 
     A recording contains the memory addresses of the cache and the weights. So the cache has its full size from the start, and is
     kept between calls of the sampler. There is one recording per sampling distribution, set of active adapters, and shape (the
-    arguments of `_step`). The number of slots is rounded up to a power of 2. Tokens of empty slots are ignored.
+    arguments of `_step`). To limit the shapes, a step decodes 1, 2, 4, … or all slots. Tokens of empty slots are ignored.
     """
 
     def __init__(self, model: LanguageModel, room: Room, wanted: Room | None = None, record: Recorder | None = None) -> None:
@@ -79,7 +79,7 @@ class CudaGraphDecoding:
         self.logprobs = torch.zeros(TOKENS_AT_ONCE, 2, slots, device=device)
 
     def fits(self, room: Room) -> bool:
-        """Return True if the recordings use the model's current weights, and `wanted`, the requested size, covers `room`."""
+        """Return True if `wanted` covers `room` and the weights have kept their addresses. If not, a new object is needed."""
         return self.wanted.covers(room) and self.weights == weight_addresses(self.model)
 
     def begin(self, params: SamplingParams) -> None:
@@ -205,7 +205,7 @@ def active_adapters(model: LanguageModel) -> Hashable:
 def cuda_recorder() -> Recorder:
     """Return a `Recorder` that records a function `run` as a CUDA graph. All its graphs share a memory pool.
 
-    `run` runs once before it is recorded, so that the graph has no one-time allocations or choices of kernels.
+    `run` runs once before it is recorded, so that the graph does not contain what only a first run does, such as allocations.
     """
     pool = torch.cuda.graph_pool_handle()
 

@@ -74,9 +74,9 @@ class Pick:
 
 
 def pick_pairs(groups: Sequence[Sequence[Trajectory]], world: World = ALONE) -> Pick:
-    """Return one pair per group: the completions with the highest and the lowest reward (in a tie, the first of them).
+    """Return a pair for each group with unequal rewards: the completions with the highest and the lowest reward.
 
-    A group of equal rewards gives no pair. All processes of `world` must call this, because they exchange the pairs' tokens.
+    In a tie, the first one counts. All processes of `world` must call this, because they exchange the pairs' tokens.
     """
     rows = [t for group in groups for t in group]
     chosen, rejected, first = [], [], 0
@@ -93,7 +93,7 @@ def pick_pairs(groups: Sequence[Sequence[Trajectory]], world: World = ALONE) -> 
 
 
 def _texts(trajectory: Trajectory) -> list[Example]:
-    """Return a completion as training examples: one for each of its `contexts`, the parts that follow different prompts."""
+    """Return a completion as training examples. A completion that continued several prompts in turn gives one for each prompt."""
     mask = trajectory.mask or (True,) * len(trajectory.completion.ids)
     return [
         Example([*prompt, *ids], [False] * len(prompt) + list(mask[start : start + len(ids)]), False)

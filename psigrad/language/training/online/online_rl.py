@@ -140,7 +140,7 @@ def cache_limit(run: OnlineRun) -> float:
 
 
 def note_overflow(run: OnlineRun, cache: ActivationCache | None, sampled: Sequence[Trajectory]) -> dict[str, str]:
-    """Return {"forward_again": message} if the activations of `sampled` do not fit into the cache; otherwise {}."""
+    """Return {"forward_again": message} if activations exceed the cache's limit and are recomputed in training; otherwise {}."""
     limit, decoder = cache_limit(run), run.model.decoder
     if cache is None or decoder is None or cache.bytes <= limit:
         return {}
@@ -222,8 +222,8 @@ class Passes:
         """Yield one loss function per forward pass of an optimiser step.
 
         The policy's passes come first. Their activations are freed before the passes of a separate critic. `micros` are pairs
-        (micro-batch, weight). The weight is 1, or 0 for a pass that only gives gradients of 0. A process makes such a pass if
-        other processes have more passes, and also if no row has a gradient, since the optimiser takes its step even then.
+        (micro-batch, weight). The weight is usually 1. It is 0 if the pass must give gradients of 0: because other processes
+        have more passes than this one, or because no row has a gradient (the optimiser takes its step even then).
         """
         balance, passes = self.run.model.load_balancing, 1.0
         if balance is not None:

@@ -159,7 +159,7 @@ class OnlineRun:
 
 
 def is_exact_sampler(sampler: Sampler, model: LanguageModel) -> bool:
-    """Return True if a sampler's log-probs equal the trainer's float32 log-probs, except for rounding (sums in another order)."""
+    """Return True if a sampler's log-probs equal the trainer's float32 log-probs, up to the order in which terms are summed."""
     return sampler.exact and not model.why_padded and model.network.dtype == torch.float32 and has_exact_matmul(model.device)
 
 
