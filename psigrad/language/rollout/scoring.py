@@ -12,7 +12,7 @@ from psigrad.language import images
 WINDOW = 200
 """The number of most recent completions over which `max_unscored` is checked."""
 _ENOUGH = 8
-"""The number of completions without any reward after which a run stops."""
+"""If no completion has a reward, a run stops once there are this many."""
 NOT_APPLICABLE = "no reward function applies to it"
 """The reason of a completion for which no reward function returned a number."""
 
@@ -29,7 +29,7 @@ class Samples:
     prompt_ids: Sequence[Sequence[int]] | None = None
     """The tokens of each prompt, for scorers that read the policy's own tokens."""
     policy_turns: Sequence[Sequence[str]] | None = None
-    """The policy's turns in each completion, if it also contains other speakers; None: `turns_of` finds the turns."""
+    """The policy's turns in each completion, if completions also contain other speakers; None: `turns_of` finds the turns."""
     policy_ids: Sequence[Sequence[int]] | None = None
     """The tokens of each completion that the policy wrote; None: all of `completion_ids`."""
     opened_thoughts: Sequence[str] | None = None
@@ -91,7 +91,7 @@ class SelfLimited:
 
 
 class FailedTest(float):
-    """A reward of 0 for a program that fails a test, with the reason for the failure. In a run, it counts as a `Failure`."""
+    """A reward of 0 for a program that fails a test, with the reason. A run treats it like a raised `Failure`."""
 
     def __new__(cls, reason: str) -> FailedTest:
         """Create a reward of 0 with this reason."""
@@ -104,7 +104,7 @@ class FailedTest(float):
 
 @dataclass(frozen=True)
 class Scored:
-    """A completion's reward. `parts` has each reward function's value (None: not applicable). `value` is their weighted sum.
+    """A completion's reward. `parts` has each reward function's value, or None if it does not apply. `value` is the weighted sum.
 
     `steps` are additional rewards on single tokens: (token index, reward).
     """
@@ -118,7 +118,7 @@ class Scored:
 class Failed:
     """A completion for which a reward function raised `Failure`, because the policy is at fault.
 
-    `parts` maps each reward function's name to its value. A function that raised `Failure` has the value `failure_value` of
+    `parts` maps each reward function's name to its value. If the function raised `Failure`, the value is the `failure_value` of
     `RewardPool`. `value` is the weighted sum of `parts`.
     """
 
@@ -141,7 +141,7 @@ Result = Scored | Failed | Unscored
 
 
 class Failure(Exception):
-    """The exception with which a reward function reports that a completion failed, and that the policy is at fault.
+    """The exception with which a reward function reports that a completion failed through the policy's fault.
 
     A reward function raises it, or returns a list that has it in place of a reward.
     """
@@ -183,12 +183,12 @@ class Scorer(Protocol):
 def check_unscored(
     reasons: Sequence[str | None], limit: float, sources: Sequence[str] = (), before: Sequence[Sequence[int]] = ()
 ) -> list[list[int]]:
-    """Raise `RewardError` if more than the fraction `limit` of the last `WINDOW` completions are unscored through a fault.
+    """Raise `RewardError` if scoring fails in this step, and has failed for too many of the last `WINDOW` completions.
 
-    If `limit` is below 1, also raise it if all of these completions, at least 8, are unscored through a fault. Raise nothing in a
-    step without a fault. `reasons` has one entry per completion of the step: why it is unscored, or None. If no reward function
-    applies to a completion, that is no fault. For `sources` see `explain_unscored`. Return [number of faults, number of
-    completions] for each of the last steps. The next step's call receives this list as `before`.
+    Too many are more than the fraction `limit` of `WINDOW` or, with `limit` below 1, all completions once there are 8. `reasons`
+    has one entry per completion of the step: why it is unscored, or None. If no reward function applies to a completion, that is
+    no failure. For `sources` see `explain_unscored`. Return [number of failures, number of completions] for each of the last
+    steps. The next step's call receives this list as `before`.
     """
     faults = [None if reason is None or reason.startswith(NOT_APPLICABLE) else reason for reason in reasons]
     window = [*map(list, before), [sum(reason is not None for reason in faults), len(faults)]]
@@ -206,8 +206,8 @@ def check_unscored(
 def explain_unscored(reasons: Sequence[str | None], sources: Sequence[str] = (), above: str = "") -> str:
     """Return a sentence with the number of unscored completions, the most common reason, and the rows where it occurred.
 
-    For `reasons` see `check_unscored`. `sources[i]` is the file and line of the row of completion i. `above` is inserted after
-    the number, such as ", above max_unscored 0.1".
+    For `reasons` see `check_unscored`. `sources[i]` is the file and line of the row of completion i. `above` is a text to
+    insert after the number, such as ", above max_unscored 0.1".
     """
     counts: dict[str, list[int]] = {}
     for i, reason in enumerate(reasons):

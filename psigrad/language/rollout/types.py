@@ -121,7 +121,7 @@ class SamplingParams:
 
 
 class Sampler(ABC):
-    """A sampler of completions: embedded, transformers, vLLM, or a custom one (`language/loading/samplers.py`)."""
+    """A sampler of completions: embedded, transformers, vLLM, or a custom one. `language/loading/samplers.py` creates it."""
 
     exact: bool = False
     """True if the sampler's log-probs equal those of the trainer's forward pass in float32, except for rounding. Training then
@@ -141,7 +141,7 @@ class Sampler(ABC):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample the requests. After each decoding step, yield (index, completions) of all requests that this step completed.
+        """Sample the requests. After each decoding step, yield (index, completions) for each request that it completed.
 
         A sampler that runs the trainer's own weights may store its activations in `cache`, for training to reuse.
         """
@@ -172,7 +172,7 @@ class Sampler(ABC):
         """Release resources outside of this process's memory, such as other processes. The sampler cannot be used afterwards."""
 
     def snapshot(self) -> Sampler:
-        """Return a sampler with the trainer's current weights. If this sampler runs a copy of the weights, update the copy.
+        """Return a sampler with the trainer's current weights. A sampler that runs a copy of them updates it first.
 
         All processes that train together call this method before any of them samples.
         """
@@ -182,7 +182,7 @@ class Sampler(ABC):
 class NextTurn(NamedTuple):
     """The request for an episode's next turn: its `seed`, and `ids`, the tokens to read before it.
 
-    `ids` are the tokens since the previous turn. If `restart`, they are a new context that replaces all earlier tokens.
+    `ids` follow the episode's earlier tokens or, if `restart` is True, replace them.
     """
 
     ids: Sequence[int]
@@ -234,7 +234,7 @@ class RestartedDialogue(Dialogue):
         return requests, owners
 
     def _steps(self, requests: list[Request], owners: list[list[int]]) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample like `Sampler.steps`. `owners[i]` are request i's episodes. Subclasses that add requests append to `owners`."""
+        """Sample like `Sampler.steps`. `owners[i]` are request i's episodes. A subclass may append to both lists."""
         return self.sampler.steps(requests, self.params)
 
 
@@ -247,7 +247,7 @@ class ReplicaSampler(Sampler):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample with this sampler's copy of the weights; see `Sampler`. `cache` stays empty, since the copy may be outdated."""
+        """Sample with this sampler's copy of the weights; see `Sampler`. `cache` stays empty: training may use newer weights."""
         return self.inner.steps(requests, params)
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
@@ -289,7 +289,7 @@ class Branch(NamedTuple):
 
 
 class CompletionSpan(NamedTuple):
-    """A part of a completion: the tokens `ids`, which start at token `start`. The policy read `prompt_ids` before them."""
+    """The tokens `ids` of a completion from index `start` to the next `Branch`. Before them, the policy read `prompt_ids`."""
 
     start: int
     prompt_ids: tuple[int, ...]
@@ -300,9 +300,9 @@ class CompletionSpan(NamedTuple):
 class Trajectory:
     """One completion of one prompt, with its reward, as training and `rollouts.jsonl` need it.
 
-    It is completion number `k` for the dataset row with index `row`. The policy sampled it after `version` training steps. In an
-    episode of several turns, the completion has the tokens of the policy and of the environment. An agent's session is one
-    trajectory, with a `Branch` for each change of context.
+    It is completion number `k`, from 0, for the dataset row with index `row`. The policy sampled it after `version` training
+    steps. In an episode of several turns, the completion has the tokens of the policy and of the environment. An agent's session
+    is one trajectory, with a `Branch` for each change of context.
     """
 
     row: int
@@ -371,7 +371,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Collected:
-    """The trajectories of one step, and the groups that are trained on. `cursor` is the number of prompts drawn so far."""
+    """The trajectories of one step, and the groups that are trained on. `cursor` is the run's number of prompts drawn so far."""
 
     trajectories: list[Trajectory]
     groups: list[list[Trajectory]]
@@ -408,7 +408,7 @@ class Pending(Protocol):
     """A `Collected` that another thread may still be sampling or scoring."""
 
     def result(self) -> Collected:
-        """Wait for the completions and return them."""
+        """Wait for the collection and return it."""
 
 
 def trajectory_of(values: dict[str, Any]) -> Trajectory:
@@ -425,7 +425,7 @@ def trajectory_of(values: dict[str, Any]) -> Trajectory:
 
 @dataclass(frozen=True)
 class State(RunState):
-    """The state of a run that changes from step to step, without the weights and the optimiser's moments."""
+    """The values of a run that change from step to step, except the weights and the optimiser's moments."""
 
     cursor: int = 0
     """The number of prompts (online) or rows (SFT) drawn from the endless sequence of shuffled epochs."""

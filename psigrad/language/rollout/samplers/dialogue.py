@@ -20,7 +20,7 @@ STEP = 8
 
 
 class SlotCache(KVCache):
-    """A `KVCache` with numbered slots. Slots that `select_slots` moves to the front are decoded. The others keep their tokens."""
+    """A `KVCache` with numbered slots. `select_slots` chooses the slots to decode. The other slots keep their tokens."""
 
     def __init__(self, slots: int, longest: int, packed_weights: PackedWeights | None = None) -> None:
         """Create `slots` empty slots with room for `longest` tokens each. `packed_weights` caches the model's packed matrices."""
@@ -34,13 +34,13 @@ class SlotCache(KVCache):
     def selection(self) -> np.ndarray:
         """The arguments of `select_slots` for the active slots, as an array [3, active]: prompt, number of tokens, slot.
 
-        The prompt's index is always 0, since each slot stores its own prompt. A `SharedCache` stores prompts apart.
+        The prompt's index is always 0, since each slot stores its own prompt. Only the slots of a `SharedCache` share prompts.
         """
         self._shifts[torch.from_numpy(self._numbers[: self.active])] = self.shifts
         return np.stack([0 * self._numbers[: self.active], self.lengths.numpy(), self._numbers[: self.active]])
 
     def select_slots(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
-        """Move `slots` to the front, so that the next steps decode them. They have `lengths` tokens. `prompt` is ignored."""
+        """Move `slots` to the first rows, which the next steps decode. They have `lengths` tokens. `prompt` is ignored."""
         numbers, rows = self._numbers.copy(), np.arange(self.slots)
         for row, slot in enumerate(slots):
             here = int(np.flatnonzero(numbers == slot)[0])
@@ -62,8 +62,8 @@ class CachedDialogue(Dialogue):
     """The `Dialogue` (episodes of several turns) of the embedded sampler on a CPU.
 
     The first turn prefills each prompt once for its group. In a later turn, an episode first reads the environment's tokens, one
-    per decoding step, while episodes with shorter texts may already sample. All episodes of the turn are prefilled again if this
-    is faster (long texts) or necessary (a replaced context; with some models, a new image).
+    per decoding step, while episodes with shorter texts may already sample. If the texts are long, it is faster to prefill all
+    episodes of the turn again. This is also done if a context was replaced and, with some models, if a text has an image.
     """
 
     def __init__(self, model: LanguageModel, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> None:

@@ -79,7 +79,7 @@ def _forbidden(ids: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _draw_unchecked(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> DrawnTokens:
-    """Draw one token per row. The CPU kernel ignores `params.forbidden`; `draw` then replaces forbidden tokens."""
+    """Draw one token per row. The CPU kernel ignores `params.forbidden`, so `draw` replaces the forbidden tokens that it drew."""
     if logits.device.type != "cpu":
         return _draw_in_torch(logits, params, seeds_u64, counter)
     native = kernels()
@@ -126,8 +126,8 @@ def _weights(logits: Tensor) -> tuple[Tensor, Tensor]:
 def inverse(weights: Tensor, u: Tensor) -> Tensor:
     """Return the first index [B] in each row whose cumulative weight exceeds u [B, 1] times the row's sum of weights.
 
-    No weight of `weights` [B, V] may be negative. In a large vocabulary, first find the block of tokens by the blocks' sums, then
-    the token in this block. This takes 10 % of the time of a full search.
+    No weight of `weights` [B, V] may be negative. A large vocabulary is split into blocks. The blocks' sums show which block has
+    the index, and only this block is searched. This takes 10 % of the time of a search through all weights.
     """
     batch, size = weights.shape
     if size <= 2 * _BLOCK:
@@ -162,7 +162,7 @@ def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _may_be(rare: Tensor) -> bool:
-    """Return True if any element of `rare` is True. On a GPU, always return True: reading it back costs more than it saves."""
+    """Return True if any element of `rare` is True. On a GPU, always return True, since a check would make the CPU wait."""
     return rare.is_cuda or bool(rare.any())
 
 

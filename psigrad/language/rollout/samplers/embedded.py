@@ -1,4 +1,4 @@
-"""psigrad's own sampler. It decodes with the training model itself: no weights are copied, and the arithmetic is the same."""
+"""psigrad's own sampler. It decodes with the training model itself: without copied weights, and with the same arithmetic."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PolicyWeights(Sampler):
     ) -> list[list[float]] | None:
         """Return log-probs from one forward pass of the training model; see `Sampler`.
 
-        Return None in half precision: a forward pass is then no more exact than the log-probs from sampling.
+        Return None in half precision, in which they would be no more exact than the log-probs from sampling.
         """
         if self.model.network.dtype not in (torch.float32, torch.float64):
             return None
@@ -55,8 +55,8 @@ class EmbeddedSampler(PolicyWeights):
     A prompt is prefilled once for its group. A finished sequence frees its slot at once. A waiting group starts when enough slots
     are free. A completion depends only on its prompt and seed, except that the size of the batch changes the rounding of matrix
     products. After each decoding step, `progress` is called with the number of tokens that the step sampled. With `cuda_graphs`,
-    decoding steps on a GPU are recorded and replayed. Their cache is kept between calls, so two calls must not overlap. It has
-    fewer than `max_batch` slots if the GPU's free memory does not suffice.
+    decoding steps on a GPU are recorded and replayed. All calls then use the same cache, so two calls must not overlap. The cache
+    has fewer than `max_batch` slots if the GPU has too little free memory.
     """
 
     engine = "embedded 1"
@@ -97,7 +97,7 @@ class EmbeddedSampler(PolicyWeights):
         batch.name_rows()
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
-        """Start episodes; see `Sampler`. On a CPU, turns reuse cached keys and values for up to `max_batch` episodes."""
+        """Start episodes; see `Sampler`. On a CPU, turns reuse cached keys and values if `max_batch` covers all episodes."""
         model = self.model
         restarts = model.decoder is None and (
             model.device.type != "cpu" or model.router_recorder is not None or model.shard_root is not None
@@ -143,9 +143,9 @@ def without_placeholders(model: LanguageModel, params: SamplingParams) -> Sampli
 
 @torch.no_grad()
 def why_not_embedded(model: LanguageModel) -> str:
-    """Return the reason why `EmbeddedSampler` cannot sample from `model`; empty if it can. `model` must support packed rows.
+    """Return the reason why `EmbeddedSampler` cannot sample from `model`, or "" if it can. `model` must support packed rows.
 
-    It compares a prefill and one decoding step with a packed forward pass. Fused decoders and sharded weights are not tested.
+    Compare a prefill and one decoding step with a packed forward pass. Fused decoders and sharded weights pass without it.
     """
     if model.decoder is not None or model.shard_root is not None:
         return ""
@@ -177,8 +177,8 @@ def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -
 def _graph_size(requests: list[Request], params: SamplingParams, max_batch: int, most: int, before: Room | None) -> Room:
     """Return the size of a cache for recorded decoding steps. It is rounded up, so that similar later calls can reuse the cache.
 
-    There are up to `max_batch` slots of up to `most` tokens. A prompt is stored once for its group, not once per slot, if prompts
-    are long and have several completions, or if the previous call's cache, of size `before`, did so.
+    There are up to `max_batch` slots of up to `most` tokens. A prompt is stored once for its group if prompts are long and
+    have several completions, or if the previous call's cache, of size `before`, stores them so. Otherwise each slot stores it.
     """
 
     def rounded(tokens: int) -> int:
@@ -202,7 +202,7 @@ def check_room(model: LanguageModel, requests: list[Request], params: SamplingPa
         if not images and any(token >= FIRST for token in request.prompt_ids):
             raise UserError(
                 "A prompt has an image, which the transformers sampler cannot read. "
-                "Set sampler to embedded, and use a model that runs with packed rows (without padding)."
+                "Set sampler=embedded. If it is set already, use another model: it does not support this one."
             )
         if not request.prompt_ids:
             raise UserError("A prompt has no tokens; write some text, or give a tokenizer with a BOS token.")
@@ -259,13 +259,13 @@ class _Batch:
         return free and self._free_prompts() > 0
 
     def _free_prompts(self) -> int:
-        """Return how many more prompts the cache can store: the free rows of a `GroupedCache`; otherwise all that wait."""
+        """Return how many more prompts fit into the cache. Only a `GroupedCache` has a limit; others hold all waiting prompts."""
         return self.cache.prompts - self.cache.count if isinstance(self.cache, GroupedCache) else len(self.waiting)
 
     def admit(self) -> None:
         """Prefill the waiting groups for which there are free slots, and draw their first tokens.
 
-        On a GPU, a call prefills at most `prefill_limit` prompt tokens, or one longer prompt. Other groups wait for later calls.
+        On a GPU, a call prefills at most `prefill_limit` tokens, unless its first prompt alone is longer. Other groups wait.
         """
         groups: list[tuple[int, np.ndarray]] = []
         room, most = self.max_batch - self.sequences.size, self._free_prompts()
@@ -320,7 +320,7 @@ class _Batch:
         return self.kept if self.kept is not None and self.kept.open else None
 
     def name_rows(self) -> None:
-        """Tell the activation cache which of its rows have each completion's tokens. The last token, never read, has none."""
+        """Tell the activation cache which rows have each completion's tokens. The last token has no row: it is never read."""
         if self.kept is None or self.rows is None or not self.kept.open:
             return
         rows, logps = self.rows, self.logprobs[0]
@@ -340,10 +340,10 @@ class _Batch:
         return self._write(drawn.ids.cpu().numpy()[None], logprobs.cpu().numpy()[None], sequences)
 
     def _write(self, ids: np.ndarray, logprobs: np.ndarray, sequences: np.ndarray) -> int:
-        """Record K new tokens `ids` [K, n] of n `sequences`. Return the number of recorded tokens.
+        """Record `ids` [K, n], K new tokens for each of n `sequences`. Return the number of recorded tokens.
 
-        `logprobs[:, 0]` [K, n] are the policy's log-probs, `logprobs[:, 1]` those of the sampling distribution. Tokens after the
-        end of a sequence are dropped. Slots of ended sequences are released.
+        `logprobs` [K, 2, n] has the policy's log-probs in `[:, 0]`, and those of the sampling distribution in `[:, 1]`. Tokens
+        after the end of a sequence are dropped. Slots of ended sequences are released.
         """
         stops = (ids[..., None] == self.stops).any(-1)
         before = self.counts[sequences]

@@ -19,8 +19,8 @@ SHORTEST = 256
 class GroupedCache(KVCache):
     """A `KVCache` that stores a prompt's keys and values once, in a row of `tables` [prompts, H_kv, longest_prompt, D].
 
-    A slot stores only the tokens after its prompt. The first `count` rows of the tables are in use. When no slot continues the
-    prompt of a row any more, the prompt of the last row in use moves there.
+    A slot stores only the tokens after its prompt. The first `count` rows of the tables are in use, without a gap: when no slot
+    continues a prompt any more, a prompt from the last rows moves into its row.
     """
 
     def __init__(self, slots: int, longest: int, prompts: int, longest_prompt: int) -> None:
@@ -42,7 +42,7 @@ class GroupedCache(KVCache):
             x.zero_()
 
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> GroupedPrefill:
-        """Add slots; see `KVCache.prefill`. `shifts` is not read: only models with M-RoPE need it. They use no CUDA graphs."""
+        """Add slots; see `KVCache.prefill`. `shifts` is ignored: only models with M-RoPE need it. They never use this cache."""
         self.shifts = torch.cat([self.shifts.to(copies.device), torch.zeros_like(copies)])
         return GroupedPrefill(self, prompts, copies)
 
@@ -66,7 +66,7 @@ class GroupedCache(KVCache):
         return order
 
     def seats(self, size: int) -> Seats:
-        """Arrange the active slots in a grid. Pad its sides to powers of 2 (at most `prompts` rows), and the slots to `size`."""
+        """Arrange the active slots in a grid, padded to powers of 2 with at most `prompts` rows. For `size` see `Seats`."""
         members = np.bincount(self.owners, minlength=self.count)
         rows, most = (1 << (int(n) - 1).bit_length() for n in (self.count, members.max()))
         by_owner = self.owners.argsort(kind="stable")
@@ -82,7 +82,7 @@ class Seats(NamedTuple):
     """A grid of slots, with one row per prompt and M = `members` places per row, for the slots that continue the prompt.
 
     For P prompts, `grid` [P · M] has the slot at each place (0 if unused). `seat` [size] has each slot's place: an index into
-    `grid`. `behind` [size] has the number of tokens of each slot's prompt.
+    `grid`. `behind` [size] has the number of tokens of each slot's prompt. `seat` and `behind` are padded with 0.
     """
 
     grid: np.ndarray
