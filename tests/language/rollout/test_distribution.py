@@ -81,9 +81,11 @@ def test_a_forbidden_token_is_never_drawn(top_k, by_hand, means):
     logits, params = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log(), SamplingParams(1, top_k=top_k, forbidden=(0,))
     assert distribution.probabilities(logits, params)[0].tolist() == pytest.approx(by_hand)
     n = 20_000
-    drawn = draw(logits.expand(n, -1), params, np.arange(n, dtype=np.uint64), np.zeros(n, dtype=np.int64)).ids
-    shares = drawn.bincount(minlength=4) / n
+    found = draw(logits.expand(n, -1), params, np.arange(n, dtype=np.uint64), np.zeros(n, dtype=np.int64))
+    shares = found.ids.bincount(minlength=4) / n
     assert shares[0] == 0 and shares.tolist() == pytest.approx(by_hand, abs=0.015)  # four standard errors
+    assert torch.allclose(found.sampling_logprobs.exp(), torch.tensor(by_hand)[found.ids], atol=1e-6)
+    assert torch.allclose(found.logprobs.exp(), torch.tensor([0.4, 0.3, 0.2, 0.1])[found.ids], atol=1e-6)
 
 
 def test_a_row_of_which_a_forbidden_token_is_drawn_anew_depends_on_nothing_else(means):

@@ -85,8 +85,13 @@ def _draw_unchecked(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarra
     native = kernels()
     if not isinstance(native, str) and not params.filtered and params.temperature > 0 and logits.dtype in native.dtypes:
         u = torch.from_numpy(seeds.uniform(seeds_u64, counter))
-        ids, logq = native.draw(logits.contiguous(), u, params.temperature)
-        return DrawnTokens(ids, logq, logq)
+        ids, logp = native.draw(logits.contiguous(), u, params.temperature)
+        if not params.forbidden:
+            return DrawnTokens(ids, logp, logp)
+        # Replaced draws raise the probability of each allowed token by 1 / (1 − the probability of forbidden ones).
+        normaliser = _at(logits, ids).float() / params.temperature - logp
+        excluded = logits[:, list(params.forbidden)].float() / params.temperature - normaliser[:, None]
+        return DrawnTokens(ids, logp, logp - torch.log1p(-excluded.exp().sum(-1)))
     rows = max(1, _AT_ONCE // logits.shape[1])
     starts = range(0, max(len(logits), 1), rows)
     parts = [_draw_in_torch(logits[i : i + rows], params, seeds_u64[i : i + rows], counter[i : i + rows]) for i in starts]
