@@ -58,7 +58,7 @@ class LossSums:
     def of(self, share: Callable[[], Loss], weight: float = 1.0) -> Tensor:
         """Call `share`, `add` the loss that it returns, and return the value of this loss.
 
-        `weight` is 1 or 0. If it is 0, the step ignores the loss: it is not added, and 0 · value is returned, with gradient 0.
+        `weight` is 1, or 0 for a pass that only keeps step with other processes. Then add nothing, and return 0 · value.
         """
         loss = share()
         return self.add(loss) if weight else 0.0 * loss.value
@@ -107,12 +107,12 @@ def within_memory(
 ) -> tuple[T, dict[str, Any], dict[str, str]]:
     """Return (the result of `learn(run)`, changed settings, notes). If memory runs out, retry with smaller micro-batches.
 
-    Each retry drops the gradients and halves `micro_batch_tokens`, which changes gradients only by rounding. `changes` are the
-    settings that were changed earlier in the run. The second result is `changes` with the new size. Later steps and a resumed
-    run use this size. The notes are {kind of event: log message}, one for each retry.
+    `changes` are the settings changed earlier in the run. Each retry drops the gradients and halves `micro_batch_tokens`, which
+    changes gradients only by rounding. The new size is added to the returned settings, so that later steps and a resumed run
+    use it. The notes have one entry per retry: {kind of event: log message}.
 
     The memory error is raised again if a weight has already changed, if the next size would be below the minimum `LEAST`, or
-    if only one of several processes raised it.
+    if there are several processes and it is not the `PassOutOfMemoryError` that all of them raise.
     """
     given: Any = run
     notes: dict[str, str] = {}

@@ -45,8 +45,8 @@ class Task(Protocol):
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
         """Divide an optimiser step on these rows into forward passes. Return one loss function per pass.
 
-        A pass has at most `budget` tokens, or one longer row. `ranks` processes share the passes, and each computes about the
-        same number of tokens. For any `budget`, the losses, gradients and terms of the passes add up to those of the step.
+        A pass has at most `budget` tokens; a longer row has its own pass. `ranks` processes share the passes, and each computes
+        about the same number of tokens. For any `budget`, the passes' losses, gradients and terms add up to those of the step.
         """
 
     def held_out(self, budget: int, world: World = ALONE) -> Mapping[str, float | str]:
@@ -127,7 +127,7 @@ def terms_of(share: Share) -> dict[str, float]:
 
 
 def marks_of(hits: Iterable[float]) -> str:
-    """Return the `hits` of pairs as text for reports: 1 for a hit of 1 (ranked correctly), h for ½ (a tie), 0 for 0."""
+    """Return a text for reports with one character per pair: 1 if ranked correctly (hit 1), h for a tie (½), otherwise 0."""
     return "".join("0h1"[round(2 * hit)] for hit in hits)
 
 

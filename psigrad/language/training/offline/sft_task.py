@@ -62,7 +62,7 @@ class SFTTask:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Texts (examples) that branch off from the tokens `trunk`: text i begins with the first `starts[i]` tokens of `trunk`."""
+    """Examples of a row that begin alike: `texts[i]` begins with the first `starts[i]` tokens of `trunk`."""
 
     trunk: Sequence[int]
     texts: Sequence[Example]
@@ -75,9 +75,9 @@ class Bundle:
 
 
 def bundle(texts: Sequence[Example]) -> list[Bundle]:
-    """Split the texts (examples) of a row into bundles of consecutive texts, so that as few tokens as possible are computed.
+    """Split the examples of a row into bundles of consecutive examples, so that as few tokens as possible are computed.
 
-    The trunk of a bundle is its last text up to the first target token. Each other text shares its first tokens with the trunk.
+    A bundle's trunk is all that precedes the first target token of its last example. Its other examples begin like the trunk.
     """
     best: list[tuple[int, list[Bundle]]] = [(0, [])]
     for end in range(1, len(texts) + 1):
@@ -91,7 +91,7 @@ def bundle(texts: Sequence[Example]) -> list[Bundle]:
 
 
 def _branch(texts: Sequence[Example]) -> Bundle:
-    """Return one bundle of these texts. Its trunk is the last text up to the first target token."""
+    """Return one bundle of these examples. Its trunk is all that precedes the first target token of the last example."""
     contexts = [text.ids[: text.mask.index(True)] if any(text.mask) else text.ids for text in texts]
     starts = [common_prefix(context, contexts[-1]) for context in contexts]
     return Bundle(contexts[-1], texts, starts)

@@ -37,7 +37,7 @@ def to_batch(
 ) -> Batch:
     """Return the trajectories of scored groups as a `Batch`, padded to [N, T]. Its `inputs` are the trajectories, in order.
 
-    Each step reward is on its token. The last token that the policy chose also has the trajectory's reward minus these rewards.
+    Step rewards are on the tokens where they were earned, the rest of the reward on the last token that the policy chose.
     `Batch.metric` has the values of `metric_of` for `filter_metric`. `reward_weights` are the reward functions' weights by name.
     """
     rows = [t for group in groups for t in group]
@@ -86,7 +86,7 @@ def to_batch(
 def _part(trajectory: Trajectory, name: str) -> float:
     """Return the value of the reward function `name` for a trajectory; NaN if the function does not apply to it.
 
-    If a reward function raised `Failure` and the trajectory has no value of `name`, return the trajectory's reward.
+    If `parts` lacks `name` because a reward function raised `Failure`, return the trajectory's reward instead.
     """
     if trajectory.status == "failed" and name not in trajectory.parts:
         return trajectory.reward or 0.0
@@ -132,7 +132,7 @@ def rows_of(micro: MicroBatch) -> Tensor:
 
 
 def inputs_of(batch: Batch, micro: MicroBatch) -> Groups:
-    """Return the model's inputs for a micro-batch: prompts, each with the completions (or parts of them) that follow it."""
+    """Return the model's inputs for a micro-batch: each prompt with the completions, or parts of them, sampled after it."""
     read = _contexts_of(batch, micro)
     rows = [[batch.inputs[i].completion for i, _ in own] for _, own in read]
     experts = [(own[0].prompt_experts, [one.experts for one in own]) for own in rows]
@@ -163,7 +163,7 @@ def _contexts_of(batch: Batch, micro: MicroBatch) -> list[tuple[tuple[int, ...],
 
 
 def to_rows(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
-    """Rearrange `x`, a model's outputs for `inputs_of(batch, micro)`, to [n, T]: one line per row of `micro`, padded with 0."""
+    """Return `x`, a model's outputs for `inputs_of(batch, micro)`, as [n, T]: the n rows of `micro` in order, padded with 0."""
     width, rows = batch.mask.shape[1], rows_of(micro).tolist()
     pieces = [piece for _, own in _contexts_of(batch, micro) for piece in own]
     if [i for i, _ in pieces] == rows:  # one part for each row, in order
@@ -183,7 +183,7 @@ def minibatches(count: int, shares: int, seed: int, step: int, iteration: int) -
 
 
 def outputs_by_row(evaluation: PolicyOutputs, batch: Batch, micro: MicroBatch) -> PolicyOutputs:
-    """Return a forward pass's outputs as tensors [n, T], one line for each of the micro-batch's n rows; see `to_rows`."""
+    """Return a forward pass's outputs as tensors [n, T]: the n rows of the micro-batch, in order; see `to_rows`."""
     return PolicyOutputs(**{name: to_rows(x, batch, micro) for name, x in vars(evaluation).items() if x is not None})
 
 
@@ -213,9 +213,9 @@ def compute_by_row(
 def metric_of(trajectory: Trajectory, name: str = "", weights: Mapping[str, float] | None = None) -> float:
     """Return the value that dynamic sampling compares within a group: that of the reward function `name`.
 
-    If `name` is empty, return the reward without the length penalty soft_overlong, if there is one: the sum of weight × value of
-    the other functions. `weights` are their weights by name (default 1). Raise `UserError` if no function is called `name`. An
-    unscored trajectory, or a failed one without a value of that function, has the value of its reward.
+    If `name` is empty, return the reward. But if a function is the length penalty soft_overlong, leave it out: return the sum of
+    weight × value of the others, with `weights` by name (default 1). If the trajectory is unscored, or failed without a value of
+    the function `name`, return its reward. Raise `UserError` if any other trajectory has no function `name`.
     """
     reward = trajectory.reward or 0.0
     if trajectory.status == "unscored":

@@ -37,7 +37,7 @@ UNSCORED, NO_SIGNAL, EARLIER = "dropped: unscored", "dropped: equal rewards", "d
 def next_collection(
     run: OnlineRun, state: State, clock: Clock, cache: ActivationCache | None
 ) -> tuple[Collected, tuple[Pending, ...]]:
-    """Start sampling for this step and the next `config.lag` steps. Return (this step's `Collected`, later steps' `Pending`).
+    """Return (this step's `Collected`, the next `config.lag` steps' `Pending`). Start those not yet started.
 
     Threads of `run.executor` sample and score for later steps while this step trains. Without an executor, all sampling is
     done here, and the sampler may store activations in `cache`, for training to reuse.
@@ -73,7 +73,7 @@ def num_started(step: int, lag: int, total: int) -> int:
 
 @dataclass(frozen=True)
 class InFlight:
-    """A `Collected` that a thread is still making. `end` is the index of the prompt after its last one; None if not yet known."""
+    """A `Collected` that a thread is still making. `end` is the index of the first prompt after it; None if not yet known."""
 
     found: Future[Collected]
     end: int | None
@@ -157,7 +157,7 @@ def completion_seed(seed: int, cursor: int, i: int, k: int) -> int:
 def penalise_truncated(trajectory: Trajectory, penalty: float) -> Trajectory:
     """Return the trajectory, with `penalty` subtracted from its reward if the length limit ended it.
 
-    The part `missing_eos` is 0 if it ended by itself, so that methods that compare the values of one part see the penalty.
+    The new part `missing_eos` is -penalty or 0, so that methods that compare each part by itself also see the penalty.
     """
     if trajectory.reward is None:
         return trajectory
@@ -166,7 +166,7 @@ def penalise_truncated(trajectory: Trajectory, penalty: float) -> Trajectory:
 
 
 def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int) -> Iterator[list[Trajectory]]:
-    """Yield groups of `group_size` consecutive completions, without unscored and empty ones, if at least `smallest` remain."""
+    """Split into groups of `group_size`, then drop unscored and empty completions. Yield groups with at least `smallest` left."""
     for start in range(0, len(trajectories), group_size):
         group = [t for t in trajectories[start : start + group_size] if t.reward is not None and t.completion.ids]
         if len(group) >= smallest:
@@ -181,7 +181,7 @@ def update_ledger(ledger: Mapping[str, int], cursor: int, collected: Collected) 
 
 
 def open_ledger(ledger: Mapping[str, int], cursor: int) -> dict[str, int]:
-    """Return the ledger, {outcome: count}. If it is empty (an old checkpoint), it counts all `cursor` prompts as `EARLIER`."""
+    """Return the ledger, {outcome: count}. If an old checkpoint has none, count `cursor` prompts as `EARLIER`."""
     if ledger or not cursor:
         return dict(ledger)
     return {ISSUED: cursor, EARLIER: cursor}

@@ -142,7 +142,7 @@ class TokenFigures:
                 sums.later(values.float(), partial(fill, table))
 
     def gather(self, world: World) -> TokenFigures:
-        """Add the log-probs and entropies that other processes computed, and return self. All processes must call this."""
+        """Fill in the log-probs and entropies that other processes computed. Return self. All processes must call this."""
         for logp, entropy in world.all_gather((self.logp, self.entropy)):
             self.logp = torch.where(logp.isnan(), self.logp, logp)
             self.entropy = torch.where(entropy.isnan(), self.entropy, entropy)
@@ -151,10 +151,10 @@ class TokenFigures:
     def rows(self) -> list[dict[str, Any]]:
         """Return columns of rollouts.jsonl for every row of the batch, as one dict per row.
 
-        `kept` is False if a filter dropped the row, and otherwise absent. Rows whose log-probs are stored here also have lists
-        with one value per token, up to the last token that the policy chose. Tokens that it did not choose have the value 0.
-        `trained_logprobs` are from the policy's last pass over the row, `ref_logprobs` from the reference. `entropy` is exact, in
-        nats. `advantages` is absent if all tokens have the same one.
+        `kept` is False if a filter dropped the row, and otherwise absent. The first `count` rows also have lists with one value
+        per token, up to the last token that the policy chose. Tokens that it did not choose have the value 0. `trained_logprobs`
+        and the exact `entropy`, in nats, are from the policy's last pass over the row, and absent if there was none.
+        `ref_logprobs` are from the reference. `advantages` is absent if all tokens have the same one.
         """
         rows: list[dict[str, Any]] = [{} if keep else {"kept": False} for keep in self.prepared.keep.tolist()]
         batch = self.prepared.batch
@@ -181,11 +181,11 @@ def rollout_rows(
     record_tokens: int,
     record_prompts: int = 0,
 ) -> Sequence[Mapping[str, Any]]:
-    """Return a row of rollouts.jsonl for every completion of a step. `prompts` are the run's prompts, sorted by `Prompt.index`.
+    """Return a row of rollouts.jsonl per completion of a step, or only of its first `record_prompts` prompts if this is not 0.
 
-    A row has an advantage (from `learned`) if its completion was trained on. Of the groups trained on, the rows of the first
-    `record_tokens` also have lists with one value per token, such as log-probs. If `record_prompts` is not 0, only completions
-    of the first `record_prompts` prompts get rows. Rank 0 returns the rows of all processes, and any other rank only its own.
+    `prompts` are the run's prompts, sorted by `Prompt.index`. If a completion was trained on, its row has an advantage, from
+    `learned`. In the first `record_tokens` groups that were trained on, rows also have lists with one value per token, such as
+    log-probs. Rank 0 returns the rows of all processes, and any other rank only its own.
     """
     written = collected.trajectories
     if record_prompts:

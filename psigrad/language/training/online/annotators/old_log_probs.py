@@ -71,8 +71,8 @@ class LogProbGap:
 class OldLogProbs(Annotator):
     """The annotator that recomputes `logp_old` if needed, and measures how far the trainer's log-probs are from the sampler's.
 
-    Recomputing is not needed if the current weights sampled the whole batch, and either the sampler computes the same log-probs
-    as the trainer (`run.exact_sampling`) or training takes one optimiser step per batch (`add_terms` then sets `logp_old`).
+    `logp_old` is recomputed if earlier weights sampled a part of the batch, or if the batch gets several optimiser steps and the
+    sampler's log-probs are not exactly the trainer's (`run.exact_sampling`). With a single step, `add_terms` sets `logp_old`.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class OldLogProbs(Annotator):
         self._compared: Batch | None = None
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Recompute `logp_old` if needed. Compare the sampler's log-probs with the trainer's, unless `add_terms` will do that."""
+        """Recompute `logp_old` if needed. Compare log-probs if `add_terms` will not and the current weights sampled the batch."""
         self.gap = LogProbGap()
         model, budget, temperature, world = run.model, run.config.micro_batch_tokens, run.params.temperature, run.world
         reused = cache is not None and bool(cache.slabs)  # then training and sampling have the same log-probs

@@ -29,7 +29,7 @@ class Reference(Annotator):
         self.reference = self.model = model
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Add `logp_ref` if a policy gradient's KL reads it. A KL that sums over the vocabulary uses `divergence` instead."""
+        """Add `logp_ref` for a policy gradient whose KL needs it. A KL summed over the vocabulary uses `divergence` instead."""
         if not run.algorithm.needs_reference or not isinstance(run.algorithm, PolicyGradient) or run.algorithm.needs_exact_kl:
             return batch
         logp = reference_log_probs(self.model, batch, run.config.micro_batch_tokens, run.params.temperature, run.world)
