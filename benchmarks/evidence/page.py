@@ -44,8 +44,8 @@ SCORES: dict[str, Callable[[Record], float]] = {
 """A score is a share, or the negative logarithm of a cost."""
 CLAIMS = (
     ("GRPO with psigrad raises accuracy on held-out prompts.", "pass@1", BEFORE, 0.0),
-    ("psigrad learns no less than TRL from equal samples.", "pass@1", TRL, -0.05),
-    ("More prompts can be solved at all.", "pass@8", BEFORE, 0.0),
+    ("psigrad learns at least as much as TRL from as many samples.", "pass@1", TRL, -0.05),
+    ("More prompts are solved at least once in eight tries.", "pass@8", BEFORE, 0.0),
     ("Everyday knowledge stays.", "everyday items", BEFORE, -0.05),
     ("psigrad takes less time.", "wall-clock time", TRL, 0.0),
     ("psigrad takes less memory.", "peak memory", TRL, 0.0),

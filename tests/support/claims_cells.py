@@ -28,7 +28,7 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
         "both": "reward to go, added to the baseline",
     }),
     "Reinforcement learning surpasses the demonstrations that it started from": ("", {"imitation": ""}),
-    "RLOO ≥ REINFORCE ≥ PPO at equal samples": ("methods", {
+    "RLOO ≥ REINFORCE ≥ PPO with the same number of samples": ("methods", {
         "RLOO is at least as good as REINFORCE": "RLOO against REINFORCE",
         "REINFORCE is at least as good as PPO": "REINFORCE against PPO",
         "RLOO is better than PPO": "RLOO against PPO",
@@ -129,7 +129,7 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
     "A reward that is exploited within the first steps is reported": ("false_alarms", {
         "90% of the rewards exploited at once are noticed": "",
     }),
-    "Checked rewards teach a pretrained model, and break nothing else": ("pretrained", {
+    "Verifiable rewards (RLVR) teach a pretrained model, and break nothing else": ("pretrained", {
         "RLVR teaches a pretrained model sums": "sums",
         "RLVR breaks no everyday knowledge": "everyday knowledge",
     }),
