@@ -21,9 +21,12 @@ METADATA = {"calendar_arithmetic": {"task": "is_leap_year"}, "countdown": {"numb
 
 
 def cell(text: str) -> str:
-    """Return the text that a cell stands for: `code` or “words”, with ⏎ for a line break."""
+    """Return the text that a cell stands for: `code`, `` code with ` `` or “words”, with ⏎ for a line break."""
     text = text.strip()
-    text = text[1:-1] if text[:1] in ("`", "“") else text
+    if text.startswith("`` "):
+        text = text[3:-3]
+    elif text[:1] in ("`", "“"):
+        text = text[1:-1]
     return text.replace("⏎", "\n").replace("\\|", "|")
 
 
