@@ -55,7 +55,9 @@ def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str)
             _fail(
                 source,
                 found[1],
-                f"is {'empty' if value is None or value == '' else show(value)}; a template takes text and numbers",
+                "is empty, but columns builds text from it"
+                if value is None or value == ""
+                else f"is {show(value)}; a template takes text and numbers",
             )
         return str(value)
 

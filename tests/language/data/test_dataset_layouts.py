@@ -264,7 +264,7 @@ def test_rows_are_counted_by_reason_and_an_empty_cell_is_no_missing_column(tmp_p
         read = read_dataset(data, "sft", data.dataset, "train", lambda kind, text, said=said, **_: said.append(text))
         assert [(row.prompt, row.completion) for row in read.rows] == [("Classify: 4?", "4")]
         assert said == [
-            f"3 malformed rows are left out: 2 because column 'q' is empty; a template takes text and numbers ({name}:{line}); "
+            f"3 malformed rows are left out: 2 because column 'q' is empty, but columns builds text from it ({name}:{line}); "
             f"1 because column 'a' is empty (null); it must be a string or a list of messages ({name}:{line + 1})."
         ]
 
