@@ -24,7 +24,7 @@ SDPA: Any = F.scaled_dot_product_attention
 class AttentionLayer(Protocol):
     """The properties of a fused layer that `FusedLayout.mix` reads. `window` is the sliding window in tokens; 0: no window.
 
-    `order` is the index, among the layers that compute keys and values, of this layer or of the layer whose keys it reuses.
+    `order` numbers the layers that compute keys and values. A layer that reuses another layer's keys has that layer's `order`.
     """
 
     order: int
@@ -71,7 +71,7 @@ class StateLayout(Protocol):
         """Apply the convolution `how` to x [S, C] along each sequence."""
 
     def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
-        """Run a recurrence along each sequence. The state before its first token is zero. Inputs and outputs are [S, ...]."""
+        """Run a recurrence along each sequence, from the state of its prefix (zero if it has none). Tensors are [S, ...]."""
 
 
 class Layout(StateLayout, Protocol):
@@ -235,8 +235,8 @@ class PackedLayout:
         return on_device((begin - pieces.starts).repeat(pieces.lengths) + np.arange(self.rows), self.device)
 
     def _prefix_mask(self, window: int | None) -> Tensor | None:
-        """Return the mask of attention within prefixes: [P, P], or [B, 1, P, P] with `blocks` (such as images), whose
-        tokens attend to each other. Return None if a causal mask is enough: no `blocks`, and no prefix longer than `window`.
+        """Return the mask of attention within prefixes: [P, P] without `blocks`, [B, 1, P, P] with them. Return None if a causal
+        mask is enough, because there are no `blocks` and no prefix is longer than `window`.
         """
         length = self.prefix_rows.shape[1]
         if self.blocks is None and (window is None or window >= length):
@@ -257,7 +257,7 @@ class PackedLayout:
     def _sequence_mask(self, window: int | None) -> Tensor:
         """Return the mask [N, 1, L, P + L] of attention from sequences to their prefixes and themselves.
 
-        A token attends to itself, to the earlier tokens of its prefix and sequence (within `window` tokens), and to its block.
+        A token attends to its prefix, its sequence up to itself and its block, but not to tokens `window` or more before it.
         """
         n, length = self.sequence_rows.shape
         device = self._order.device
@@ -337,12 +337,12 @@ class PackedLayout:
         return {}
 
     def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
-        """Run the recurrence over each prefix once, and over each sequence from the state after its prefix; see `Layout.scan`."""
+        """Run the recurrence over each prefix once, and over each sequence from its prefix's state; see `Layout.scan`."""
         return self.scan_with_states(recurrence, inputs, every=False)[0]
 
     def scan_with_states(self, recurrence: Recurrence, inputs: Tensors, every: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Return (the outputs of `scan`, the final states [segments, ...] of all `segments` of the row). If `every` is False, the
-        C++ kernels return only the final states from which another segment continues.
+        """Return (the outputs of `scan`, the final states [segments, ...] of the row's `segments`). If `every` is False, the C++
+        kernels leave out the states of segments that no other segment continues.
         """
         if self.device.type == "cpu" and (ready := recurrence.scan_trees(inputs, self._trees(every))) is not None:
             return ready
@@ -375,8 +375,8 @@ class PackedLayout:
     def segments(self) -> tuple[Tensor, Tensor, list[tuple[tuple[int, int], Tensor | None]]]:
         """The row's segments: (`order`, `inverse` [S], waves). A prefix is cut into segments where a sequence branches off.
 
-        A wave is a batch of padded segments that a recurrence runs at once, as ((number of segments, longest length), `source`).
-        `source` has for each segment the index, over all waves, of the segment that it continues (-1: none). It is None if all
+        A wave is a batch of padded segments that a recurrence runs at once: ((number of segments, longest length), `source`).
+        `source` has for each the number of the segment that it continues, counted over all waves (-1: none), or is None if all
         are -1. `order` has the packed positions of all waves' tokens (-1: padding), and `order[inverse[s]]` is s for token s.
         """
         tables, shapes = [], []

@@ -80,10 +80,11 @@ class Pretrained(ABC):
     - `adapter` is the peft wrapper that saves and merges adapters. `from_adapter` is True if training started from an existing
       adapter; the model without the adapter is then not the initial model.
     - `why_padded` is "" if passes are packed (one row of sequences without padding), else the reason why they are padded.
-    - `decoder` runs packed forward passes in fused kernels. If it is None, `why_unfused` is the reason.
+    - `train_mode` is True if passes with gradients run in training mode, for checkpointing or for the adapter's dropout.
+    - `decoder` runs packed forward passes in fused kernels. If passes are packed without it, `why_unfused` is the reason.
     - `module_kernels` are psigrad's kernels in transformers' modules, for packed models on a CPU without a `decoder`.
-    - `attention_kernel` is the attention that transformers' modules use for packed sequences. If it is "sdpa" on a GPU,
-      `why_sdpa` is the reason.
+    - `attention_kernel` is the attention that transformers' modules use for packed sequences. If "auto" chose "sdpa" on
+      a GPU, `why_sdpa` is the reason.
     - `compiled` is True if the layers are compiled. If compilation was requested and failed, `why_uncompiled` is the reason.
     - `probe_texts` are the texts on which psigrad's outputs were compared with those of transformers.
     - `load_balancing` is the auxiliary loss of a mixture-of-experts model. `router_recorder` records the experts that sampling
@@ -166,7 +167,7 @@ class Pretrained(ABC):
 
     @abstractmethod
     def _sample_texts(self, length: int) -> list[list[int]]:
-        """Return two texts of `length` tokens. The model generates them if it can; otherwise they are fixed sentences."""
+        """Return two texts of `length` tokens. A language model generates them; a scalar model returns fixed sentences."""
 
     def _texts(self) -> Groups:
         """Return the texts on which psigrad's outputs are compared with those of transformers. They are made once."""
@@ -185,8 +186,8 @@ class Pretrained(ABC):
         experts: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states [B, S, E] of all tokens, or with `target_rows` [M] (indices into the B·S tokens) only the
-        states [M, E] at these rows. `layout` determines which tokens attend to which. A fused decoder adds its activations to
-        `keep`, or reads them from `cached`. If `experts` [layers, B·S, k] is given, the routers use these experts.
+        states [M, E] at these rows. `layout` determines which tokens attend to which. Without gradients, a fused decoder adds
+        its activations to `keep`. It reads them from `cached`, if given. With `experts` [layers, B·S, k], the routers use these.
         """
         following = contextlib.nullcontext() if self.router_recorder is None else self.router_recorder.follow(experts)
         if self.decoder is not None:
@@ -216,11 +217,10 @@ class Pretrained(ABC):
         return hidden if target_rows is None else hidden.flatten(0, 1).index_select(0, target_rows)
 
     def _embedded(self, input_ids: Tensor) -> tuple[Any, dict[str, Any]]:
-        """Return (the module that runs a packed pass, its keyword arguments). The arguments are ids, or embeddings in which
-        image features replace the image tokens.
+        """Return (the module that runs a packed pass, its keyword arguments). A text-only model gets ids.
 
-        A decoding step on a GPU always gets ids: it may run as a CUDA graph, which cannot look for image tokens. On a CPU, a
-        vision-language model gets embeddings, because the step may read an image of an environment's reply (`CachedDialogue`).
+        A vision-language model gets embeddings with image features in place of image tokens. Its decoding steps on a GPU get ids:
+        a CUDA graph cannot look for image tokens. On a CPU, such a step may read an image of a reply (`CachedDialogue`).
         """
         if self.vision is None or (input_ids.shape[1] == 1 and self.device.type != "cpu"):
             return self.network.base_model, {"input_ids": input_ids}
@@ -270,7 +270,7 @@ class Pretrained(ABC):
         return hidden.to(self.network.dtype)
 
     def _padded(self, module: Any, inputs: ForwardInputs) -> Any:
-        """Return the output of transformers' `module` for padded inputs. The module sets the positions (RoBERTa's start at 2)."""
+        """Return the output of transformers' `module` for padded inputs. It sets the positions, which in RoBERTa start at 2."""
         if self.dropout_masks.used:
             self.dropout_masks.read(inputs)
         vision = self._check_images(inputs)
@@ -302,10 +302,10 @@ class Pretrained(ABC):
         is_known: bool,
         towers: Sequence[str] = (),
     ) -> Self:
-        """Choose packed or padded passes, and fused or transformers' layers. If `lora` is given, add an adapter.
+        """Choose packed or padded passes, and fused or transformers' layers. With `lora`, add the saved `adapter`, or a new one.
 
         `task` is the adapter's task type in peft. `is_known` is True if `fused.loader.load` loaded the model: without LoRA, such
-        a model runs packed and fused without a test. For any other model, psigrad's outputs are compared with transformers'. The
+        a model runs packed and fused without a test. Any other model does so only if its outputs then equal transformers'. The
         model's own dropout is disabled, as in TRL, because it would change the probability ratio π/π_old; the adapter's dropout
         is kept. Vision and audio modules are frozen, except those in `towers`.
         """
@@ -337,8 +337,8 @@ class Pretrained(ABC):
         return self
 
     def attend(self, choice: str) -> None:
-        """Set the attention of packed passes. On a GPU, "auto" takes the first of "varlen", "flex" and "sdpa" that works; on a
-        CPU, "sdpa". Raises `UserError` if the model cannot use `choice`, or if `choice` changes outputs or gradients.
+        """Set the attention of packed passes. "auto" means the first of "varlen", "flex" and "sdpa" that works on a GPU, and
+        "sdpa" on a CPU. Raises `UserError` if the model cannot use `choice`, or if `choice` changes outputs or gradients.
         """
         attend(self, choice)
 

@@ -176,9 +176,9 @@ class FixedChoice(TorchFunctionMode):
 
 
 class Routes:
-    """The experts that a sampler records in one call, for every token of prompts and completions that is a model input.
+    """The experts that routers choose in one call of a sampler, for each token of prompts and completions that the model reads.
 
-    The last token of a completion is never an input, so no experts are chosen for it. `read` records the experts of a pass over
+    The last token of a completion is never read, so no experts are chosen for it. `read` records the experts of a pass over
     prompts, and `write` those of a decoding step. In both, `seen` is the list that `RouterRecorder.record` filled in the pass.
     """
 
@@ -203,7 +203,7 @@ class Routes:
         self.written[sequences, places] = self._choices_of(seen)
 
     def of(self, request: int, sequence: int, count: int) -> dict[str, str]:
-        """Return {"prompt_experts": …, "experts": …} in base64, for a request and its completion `sequence` (`count` tokens)."""
+        """Return {"prompt_experts": …, "experts": …}, those of a prompt and of its completion with `count` tokens, in base64."""
         return {"prompt_experts": self.prompts[request], "experts": _text(self.written[sequence, : max(count - 1, 0)])}
 
 
