@@ -1,8 +1,8 @@
 """Caches that are valid while no weight changes: the activations of sampled tokens, and packed weight matrices.
 
-In on-policy training, sampler and trainer run the same tokens through the same weights. The sampler has already computed the
-activations that the backward pass needs, and the tokens' log-probs. If they are cached, training skips its forward pass, which is
-a third of the computation. Activations are looked up by token ids. The cache empties itself once a weight has changed.
+In on-policy training, the sampler and the trainer run the same tokens through the same weights. The sampler has already computed
+the activations that the backward pass needs, and the tokens' log-probs. With these in a cache, training skips its forward pass, a
+third of the computation. Activations are looked up by token ids. The cache empties itself once a weight has changed.
 
 Packed matrices have the memory layout that decoding kernels read. They are packed once and used in every decoding step.
 """
@@ -50,7 +50,7 @@ class RowLayout:
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """[layers, tensors] the number of bytes in one row of each tensor; 0 for a tensor that the layer does not have."""
+        """The number of bytes in a row of each tensor, [layers, tensors]; 0 for a tensor that the layer does not have."""
         sizes = [[width * kind.itemsize for width, kind in layer] for layer in self.kinds]
         return np.array([row + [0] * (max(map(len, sizes)) - len(row)) for row in sizes])
 
@@ -76,7 +76,7 @@ class Block:
         return torch.from_numpy(self._places + self.layout.sizes * start)
 
     def part(self, layer: int, index: int, start: int = 0, count: int | None = None) -> Tensor:
-        """Return `count` rows of a tensor, [count, width], from row `start` on; if `count` is None, all rows from `start` on."""
+        """Return `count` rows of tensor `index` of layer `layer`, from row `start` on; all rows from there if `count` is None."""
         width, kind = self.layout.kinds[layer][index]
         count, size = self.rows - start if count is None else count, int(self.layout.sizes[layer, index])
         first = int(self._starts[layer, index]) + start * size
@@ -106,7 +106,7 @@ class Block:
 
 
 def native() -> Kernels:
-    """Return the C++ kernels. They are always available, since a `Block` exists only if the fused decoder runs."""
+    """Return the C++ kernels. A cache can rely on them, since only the fused decoder fills caches, and it runs only with them."""
     found = kernels()
     assert not isinstance(found, str), found
     return found
@@ -127,7 +127,7 @@ class CachedLogProbs:
 
 @dataclass(frozen=True)
 class CachedCompletion:
-    """A sampled completion: `ids` [T], `logps` [T] and cache row indices `rows` [T - 1]. The last token was not a model input."""
+    """A sampled completion: `ids` [T], `logps` [T], row indices `rows` [T - 1]. The last token has none, as it was no input."""
 
     ids: tuple[int, ...]
     rows: np.ndarray
@@ -156,7 +156,7 @@ class ActivationCache:
         return self.bytes <= self.limit
 
     def next_row(self, count: int) -> int:
-        """Return the first free row of a slab (memory block) with room for `count` rows, or the first row of a new slab."""
+        """Return the index of the first of `count` new rows. They go into a slab with room for all, or else a new slab."""
         for slab, taken in enumerate(self._taken):
             if taken + count <= SLAB:
                 return slab * SLAB + taken
@@ -173,7 +173,7 @@ class ActivationCache:
         return self._slab(slab, parts), place
 
     def add(self, count: int, parts: RowLayout, now: list[Version], layers: Layers | None = None) -> None:
-        """Add `count` rows with the layout `parts`, copied from `layers`. `now` are the versions of the weights that made them.
+        """Add `count` rows with the layout `parts`, copied from `layers`. `now` are the versions of the weights that were used.
 
         If `layers` is None, the caller has already written the rows to the memory that `reserve` returned.
         """
@@ -199,7 +199,7 @@ class ActivationCache:
         return self.slabs[index]
 
     def register(self, prompt: tuple[int, ...], prompt_rows: np.ndarray, completions: Iterable[CachedCompletion]) -> None:
-        """Store the completions of `prompt` for `find`. `prompt_rows` [P] are the indices of the prompt's cache rows."""
+        """Store completions of `prompt`, so that `find` can return them. `prompt_rows` [P] are the prompt's cache row indices."""
         if self.slabs:
             self._prompts[prompt] = prompt_rows
             self._completions |= {(prompt, written.ids): written for written in completions}
@@ -210,7 +210,7 @@ class ActivationCache:
         self._head = head_now if self._head == head_now or not self._completions else _MIXED
 
     def clear(self) -> None:
-        """Free all rows. From now on the cache stores nothing, since callers still hold indices of the freed rows."""
+        """Free all rows, and store none from now on: callers still hold indices of freed rows, which new rows would reuse."""
         self.limit = -1.0
         self.slabs, self._taken, self._prompts, self._completions = [], [], {}, {}
 
@@ -258,7 +258,7 @@ class CacheHit:
     def saved_for_backward(self, index: int, target_rows: Tensor | None = None) -> tuple[Tensor | None, list[Tensor]]:
         """Return (a layer's input, the tensors that `Layer.forward` stored), for the backward pass of layer `index`.
 
-        The first layer's input is None. Tensors that are computed after attention are returned for the tokens `target_rows` only.
+        The first layer's input is None: embeddings are not cached. Tensors computed after attention are only for `target_rows`.
         """
         some, parts = self._of(target_rows), range(1, len(self._parts.kinds[index]))
         asked = [(index, part, some if part >= FIRST_PART_AFTER_ATTENTION else self._rows) for part in parts]
@@ -375,10 +375,9 @@ class PackedWeights:
     def of(
         self, key: Hashable, weights: Sequence[Tensor], make: Callable[[], Sequence[Projection]], products: Products
     ) -> list[PackedProjection] | None:
-        """Return the packed matrices of the layer `key`. If they are missing or outdated, pack the result of `make`.
+        """Return the packed matrices of the layer `key`. If there are none, or `weights` have changed, pack the result of `make`.
 
-        Return None if the memory limit is reached, or if a matrix can't be packed. The packed matrices are outdated if one of the
-        tensors `weights` has changed. Packing makes decoding 1.25 times as fast even for one sequence.
+        Return None at the memory limit or if a matrix can't be packed. Even one sequence decodes 1.25 times as fast if packed.
         """
         have = self._layers.get(key)
         if have is not None and have[0] == versions(weights):

@@ -201,7 +201,7 @@ class Decoder:
         return x.view(*input_ids.shape, -1) if target_rows is None else x.index_select(0, target_rows)
 
     def _with_weights(self, layer: Layer, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return `run(x)`. If weights are sharded, the forward pass of the layer's module gathers them and calls `run`."""
+        """Return `run(x)`. If weights are sharded, call the layer's module: its forward pass gathers them, then calls `run`."""
         if not self.in_shards:
             return run(x)
 
@@ -252,10 +252,10 @@ class Decoder:
         return x
 
     def _step(self, x: Tensor, how: PassArguments, keep: ActivationCache | None, now: list[Version]) -> Tensor | None:
-        """Run a decoding step on embeddings `x` in one kernel call for all layers. Store the activations in the cache `keep`.
+        """Run all layers on embeddings `x` in one kernel call, if this pass is a decoding step. Return the last layer's output.
 
-        Return the last layer's output. Return None, without computing anything, if this pass is not a decoding step, or if a
-        weight cannot be packed for the kernel. `now` are the weights' current versions; outdated packed weights are packed again.
+        Add the activations to the cache `keep`. If this is not a decoding step, or if a weight can't be packed for the kernel,
+        return None and compute nothing. `now` are the weights' current versions; outdated packed weights are packed again.
         """
         packed_weights, slots, rows = how.layout.packed_weights, how.layout.slots, len(x)
         if packed_weights is None or slots is None:
@@ -309,8 +309,7 @@ def _heads(base: Any, config: Any, family: Family, attending: dict[int, Any], ep
 def _order(layers: Sequence[Any], ropes: Sequence[str | None]) -> list[Layer]:
     """Return the attention `layers` that compute their own keys and values. Set their `order` to their index in the result.
 
-    A layer without its own keys reads those of the last earlier layer that has keys and the same rotary embedding. `ropes` has
-    the name of each layer's rotary embedding.
+    Any other layer gets the keys and the `order` of the last one before it that has keys and the same rotary embedding (`ropes`).
     """
     latest: dict[str | None, Layer] = {}
     keyed: list[Layer] = []
@@ -333,7 +332,7 @@ def _layer_inputs(base: Any, native: Kernels) -> Any:
 
 
 def _mixer(name: str) -> type[Layer]:
-    """Return the class of layers with this mixer (`Family.mixer`)."""
+    """Return the class of the layers for which `Family.mixer` returns `name`."""
     if not name:
         return Layer
     from psigrad.language.models.fused.mixers import MIXERS  # imported here, since most families have no such layers

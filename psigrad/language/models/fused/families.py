@@ -27,7 +27,7 @@ def _by_layer(config: Any, layer: int) -> int | None:
 
 
 def _mixer(state: str, attention: str = "") -> Callable[[Any, int], str]:
-    """Return a `Family.mixer`: it maps recurrences and convolutions to `state`, MLPs to "squared ReLU", others to `attention`."""
+    """Return a `Family.mixer` that gives recurrences and convolutions `state`, MLPs "squared ReLU", other layers `attention`."""
     kinds = {"conv": state, "linear_attention": state, "mamba": state, "mlp": "squared ReLU"}
     return lambda config, layer: kinds.get(config.layer_types[layer], attention)
 
@@ -55,7 +55,7 @@ class Family:
     - `rope` returns the name of a layer's rotary embedding: "" if the model has only one, None if the layer has none.
     - `mixer` returns a layer's key in `mixers.MIXERS`, or "" for a plain `Layer` (attention without a gate, no experts).
     - `before` has the names of two norms: before attention and before the feed-forward layer. None: no norm.
-    - `after` has the names of two norms: after attention and after the feed-forward layer. Gemma 4 adds a third.
+    - `after` has the names of two norms: after attention and the feed-forward layer. Gemma 4 has one more, for its extra input.
     - `wide` is True if the query norm and the key norm each normalise all heads together.
     - `offset` is added to the weights of norms.
     - `gelu` is True if the activation is GELU (tanh approximation), False if it is SiLU.
@@ -216,10 +216,11 @@ class LoraDelta:
 class LayerWeights:
     """A layer's weights in its compute dtype.
 
-    - `matrices` includes every expert's. A group in `groups` has the indices of matrices with the same input, such as q, k and v.
+    - `matrices` are those of the linear layers, then each expert's. `lora` has a LoRA term or None for each of them.
+    - A group in `groups` has the indices of matrices with the same input, such as q, k and v.
     - `norms` are the weights of the norms in `Family.before` and then `Family.after`; None for a norm that the layer lacks.
     - `mixer` are the mixer's weights that are not in `matrices`, such as those of the query and key norms.
-    - `feed` are the parameters of the router and, stacked, of the experts. `lora` has a LoRA term or None for each matrix.
+    - `feed` are the router's and all experts' parameters, shaped as in transformers. Each expert's matrices are views of them.
     """
 
     groups: Sequence[Sequence[int]]

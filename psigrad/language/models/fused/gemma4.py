@@ -139,7 +139,7 @@ class Gemma4Layer(Layer):
         return drow, dothers
 
     def _qkv(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
-        """Return ([q|k|v] with normalised values, the rotated queries and keys) from `row`, the projections [q|k|v] or [q|k].
+        """Return ([q|k|v] with normalised values, rotated queries and keys). `row` is [q|k|v], or [q|k] if keys are the values.
 
         Reused keys are already rotated, and reused values normalised. `others` are the weights of the query and key norms.
         """

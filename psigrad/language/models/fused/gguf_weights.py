@@ -65,7 +65,7 @@ def ends_in(file: Path) -> list[int]:
 def _rows(x: Any, permuted: list[int]) -> Any:
     """Put the rows of a query or key matrix into transformers' order. In llama.cpp's, a head's two halves are interleaved.
 
-    `permuted` has one item, the number of heads. It is empty if the rows are already in transformers' order.
+    If `permuted` is empty, the rows are in transformers' order already. Otherwise its only item is the number of heads.
     """
     for heads in permuted:
         x = x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)

@@ -77,9 +77,9 @@ class PassArguments(NamedTuple):
     """The arguments of a forward pass, the same for all layers.
 
     - `angles`, `keys` (keys and values that later layers reuse) and `key_gradients` are indexed by `Layer.order`.
-    - `adapted` is True if LoRA is active. `inputs[i]` is layer i's extra input (Gemma 4); `tokens` has each token's row in it.
+    - `adapted` is True if LoRA is active, `balanced` if the loss includes the routers' load-balancing loss.
+    - `inputs[i]` are layer i's extra inputs (Gemma 4). Equal tokens may share a row in them; `tokens` has each token's row.
     - `ready[i]` are the current weights of layer i. If `ready` is None, the layers read their weights from the modules.
-    - `balanced` is True if the loss includes the routers' load-balancing loss.
     """
 
     angles: Sequence[Angles]
@@ -257,8 +257,9 @@ class Layer:
         return y, (row, mixed, normaliser, *own, *plain)
 
     def _join(self, group: int, weights: LayerWeights, x: Tensor, base: Tensor, plain: list[Tensor]) -> Tensor:
-        """Return base + r·m(p) with p = x·Wᵀ, where W is the matrix of `group`, and r and m are those of `Layer`. If the norm m
-        exists, append p to `plain`.
+        """Return base + r·m(p) with p = x·Wᵀ and W the matrix of `group`. If there is a norm m, append p to `plain`.
+
+        `Layer` explains r and m: m₁ if `group` is `_OUT`, m₂ if it is `_DOWN`.
         """
         norm, out = weights.norms[2 + group // 2], torch.empty_like(base)
         if norm is None and self.residual == 1.0:
@@ -288,7 +289,7 @@ class Layer:
         return how.layout.mix(self, rotated, row)
 
     def gate(self, row: Tensor, mixed: Tensor) -> Tensor:
-        """Return the input of the output projection: `mixed`, which subclasses multiply by a gate from the projections `row`."""
+        """Return the input of the output projection. Here it is `mixed`; subclasses multiply `mixed` by a gate from `row`."""
         return mixed
 
     def mix_gradient(
