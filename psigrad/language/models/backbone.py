@@ -33,6 +33,7 @@ from psigrad.language.models.probe import (
     LENGTH,
     attach_kernels,
     attend,
+    check_causal,
     choose_attention,
     fuse,
     recompute_activations,
@@ -319,6 +320,9 @@ class Pretrained(ABC):
             self.decoder = Decoder(hf, gradient_checkpointing)
         elif not self.why_padded:
             self.why_padded = choose_attention(hf, self._texts, self._probe)
+            if self.why_padded and task == "CAUSAL_LM":  # packed passes are causal, so the outputs of a packed model are
+                texts = self._texts()
+                check_causal(hf, [*texts.prompts[0], *texts.completions[0][0]])
         if lora is not None:
             self.adapter = add_lora(hf, lora, adapter, task, towers)
             self.dropout_masks.count(self.adapter)

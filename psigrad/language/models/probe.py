@@ -32,6 +32,8 @@ SHARE = 0.02
 # The largest allowed error of the faster computation in bfloat16, as a multiple of the error of transformers' modules.
 # With so few tokens, two equally good computations differ by chance, by up to a factor of two.
 ROUNDING = 4.0
+# The change of logits above which a model reads later tokens. In float32, causal models stay below 1e-6, and encoders above 2e-4.
+AHEAD = 5e-5
 
 Numbers = Callable[[], Tensor]
 
@@ -68,6 +70,31 @@ def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe:
         return ""
     hf.set_attn_implementation(own)
     return f"{type(hf).__name__} does not run packed: {failure or reason}"
+
+
+@torch.no_grad()
+def check_causal(hf: PreTrainedModel, text: Sequence[int]) -> None:
+    """Raise `UserError` if the logits at each token of `text` (token ids) change with the last token, which follows them.
+
+    Encoders such as BERT without `is_decoder=True` read later tokens: training would teach them to copy the token to predict.
+    """
+    other = [*text[:-1], (text[-1] + 1) % hf.config.get_text_config().vocab_size]
+
+    def change() -> float:
+        """Return the change of the logits, relative to their spread, that three of four tokens exceed."""
+        passes = (hf(input_ids=torch.tensor([ids], device=hf.device), use_cache=False).logits for ids in (text, other))
+        one, two = (logits[0, :-1].float() for logits in passes)
+        return float(((one - two).pow(2).mean(-1).sqrt() / one.std(-1)).quantile(0.25))
+
+    # A model may mask its first token, rounding may change one token's expert, and bfloat16 alone is no proof.
+    if change() > AHEAD:
+        with in_precision(hf, torch.float32):
+            ahead = change() > AHEAD
+        if ahead:
+            raise UserError(
+                f"{type(hf).__name__} reads later tokens, so it cannot learn to generate text; set is_decoder to true in its "
+                "config.json if it has this setting, or give a causal language model."
+            )
 
 
 def attend(model: Any, choice: str) -> None:

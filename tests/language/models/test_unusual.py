@@ -10,6 +10,8 @@ import torch
 from kernel_choices import cut_head
 from transformers import AutoModelForCausalLM as Causal
 from transformers import (
+    BertConfig,
+    ElectraConfig,
     LlamaConfig,
     OPTConfig,
     Phi3Config,
@@ -183,3 +185,33 @@ def test_a_sequence_is_no_longer_than_its_rotary_embedding_is_one_and_the_same(c
     assert torch.allclose(alone, beside, atol=1e-5)
     control = model.evaluate(Groups([short, (*long, 5, 6)], [[(4, 2)], [(7, 8)]])).logp[0, :2]
     assert not torch.allclose(alone, control, atol=1e-5), "beyond, who shares the pass matters"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [BertConfig, ElectraConfig])
+def test_a_model_that_reads_later_tokens_is_refused(kind, dtype):
+    """It would learn to copy the token that it should predict. As a decoder, BERT does not read it."""
+    sizes = {"vocab_size": 280, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    with pytest.raises(UserError, match=r"reads later tokens.*set is_decoder to true in its config\.json if it has"):
+        prepare(Causal.from_config(kind(**sizes)).to(dtype), tiny.tokenizer(["hello world 123"] * 5, 280))
+    if kind is BertConfig:
+        model = prepare(
+            Causal.from_config(kind(is_decoder=True, **sizes)).to(dtype), tiny.tokenizer(["hello world 123"] * 5, 280)
+        )
+        assert model.why_padded
+
+
+def test_one_token_that_changes_by_rounding_alone_is_no_proof(monkeypatch):
+    """A router that is undecided gives one token another expert; a quarter of the tokens may change so."""
+    model = model_of(MAMBA)
+    forward, calls = model.network.forward, []
+
+    def jumps(*args, **given):
+        made = forward(*args, **given)
+        made.logits[0, 2:5] += len(calls)
+        calls.append(1)
+        return made
+
+    monkeypatch.setattr(model.network, "forward", jumps)
+    probe.check_causal(model.network, list(range(5, 19)))
+    assert len(calls) == 2
