@@ -142,11 +142,11 @@ class VarlenLayout(_Unpadded):
 
     @cached_property
     def _copies(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Indices that copy the keys of S tokens to the kernel's K keys, and indices that sum the gradients of the copies.
+        """Indices that copy the keys of the row's S tokens to the kernel's K keys, and indices that sum the copies' gradients.
 
-        (tokens [K], copies [P, C], missing [P, C, 1, 1], single [S − P]): key i of the kernel is the key of token `tokens[i]`.
-        The row starts with the P tokens of the prefixes, which have up to C copies each. `copies[p]` lists the copies of token
-        p, padded where `missing` is True. `single` lists the only copy of each later token.
+        The row starts with the P tokens of the prefixes, each of which is copied at most C times; later tokens are copied once.
+        (tokens [K], copies [P, C], missing [P, C, 1, 1], single [S − P]): `tokens` has the token of each key of the kernel.
+        `copies[p]` lists the kernel's keys for token p, padded where `missing` is True. `single` has the key of each later token.
         """
         pieces, device = self.packed.pieces, self.packed.device
         real = pieces.lengths > 0
@@ -213,9 +213,10 @@ class FlexLayout(_Unpadded):
 
     @cached_property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Four tensors [S]: indices of each token's prefix and sequence, its position in its text, and the start of its sequence.
+        """Four tensors [S]: indices of each token's prefix and sequence, its position, and the start of its sequence.
 
-        A token of a prefix is in no sequence: it has index -1 and start S. Without prefixes, each sequence counts as a prefix.
+        Positions and starts count from the first token of the prefix. A token of a prefix is in no sequence: it has index -1 and
+        start S. If the row has no prefixes, each of its sequences is treated as a prefix.
         """
         pieces, count, rows = self.packed.pieces, len(self.packed.pieces.prefixes), self.packed.rows
         numbers, nothing = np.arange(len(pieces.sequences)), np.full(len(pieces.sequences), -1)
@@ -273,9 +274,10 @@ class FlexLayout(_Unpadded):
 
 
 def unpad(packed: PackedLayout, how: str | Varlen) -> Layout:
-    """Return a `FlexLayout` of `packed` if `how` is "flex", or a `VarlenLayout` if `how` is "varlen" or a `Varlen` kernel.
+    """Return `packed` itself if it has `blocks`, else a `FlexLayout` of it if `how` is "flex", else a `VarlenLayout` of it.
 
-    If `packed.blocks` makes the tokens of an image attend to each other (Gemma 3), return `packed`: only its masks allow this.
+    With `blocks`, the tokens of an image attend to each other (Gemma 3). Only the masks of `packed` allow this. `how` is "flex",
+    "varlen" or a `Varlen` kernel.
     """
     if packed.blocks is not None:
         return packed

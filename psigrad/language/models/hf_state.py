@@ -3,8 +3,8 @@
 transformers has a registry for attention functions, but none for recurrences. Its recurrent layers (mixers) call a few global
 functions, and pass them the keyword arguments of the forward call. In a loaded model, `attach` replaces these functions.
 The new functions read the `Layout` of a packed row from the keyword arguments. Without a layout, they call transformers'
-functions. Each text starts from a state of zeros. The state after a prompt is computed once for all its completions. On a CPU,
-C++ kernels compute packed rows and their gradients if the mixer's `Switch` enables them.
+functions. Each prompt starts from a state of zeros. The state at its end is computed once, and all its completions start from
+there. On a CPU, C++ kernels compute packed rows and their gradients if the mixer's `Switch` enables them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Switch:
 
 
 def _convolution(own: Function, layer: int, switch: Switch) -> Function:
-    """Return a function that replaces `own`, transformers' `causal_conv1d_fn`, in the layer with number `layer`.
+    """Return a function that replaces `own`, transformers' `causal_conv1d_fn`, in layer number `layer`.
 
     If the mixer passes a `layout`, the function convolves each packed sequence, with the C++ kernels in `switch` if possible.
     Otherwise it calls `own`.
@@ -226,7 +226,7 @@ class DeltaRule:
     """The gated delta rule (Yang, Kautz & Hatamizadeh 2024, arXiv:2412.06464): S ← e^g S, then S ← S + β k (v - kᵀS), o = qᵀS/√D.
 
     S is a head's state [D, V]. Inputs are queries q and keys k [N, L, H_k, D], values v [N, L, H, V], and g and β [N, L, H]; in
-    Kimi models g is [N, L, H, D]. First, q and k are scaled to length 1. `chunks` is transformers' function for whole sequences.
+    Kimi models g is [N, L, H, D]. q and k are first scaled to length 1. `chunks` is transformers' function for whole sequences.
     """
 
     chunks: Function

@@ -141,7 +141,7 @@ class LanguageModel(Pretrained):
         return forward.targets.unpack(with_gathered_weights(self, logits))
 
     def _sample_texts(self, length: int) -> list[list[int]]:
-        """Return two texts of `length` tokens that the model generates after its BOS or EOS token."""
+        """Return two texts of `length` tokens that the model generates after its BOS token (EOS if it has no BOS)."""
         begin = self.tokenizer.bos_token_id
         known = [token for token in (begin, *self.eos_token_ids) if token is not None and token < self.vocabulary]
         return draw_texts(self.network, int(known[0]) if known else 0, self.vocabulary, length)
@@ -269,8 +269,8 @@ class LanguageModel(Pretrained):
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return (hidden states, head) of the reference model `other`, without gradient; see `_target_hidden`.
 
-        If `other` is this model itself, its adapter is disabled. `inputs` are the policy's tokens, and `forward` is the layout
-        of these tokens. If `request.inputs` is set, the reference reads those tokens instead.
+        If `other` is this model itself, its adapter is disabled. The reference reads the tokens `request.inputs` if they are
+        set, otherwise the policy's tokens, `inputs`. `forward` is the layout of the policy's tokens.
         """
         theirs = replace(forward, cached=None, experts=None)
         if request.inputs is not None or other.why_padded != self.why_padded:
@@ -326,9 +326,9 @@ class LanguageModel(Pretrained):
 
     @property
     def _applies_head(self) -> bool:
-        """True if psigrad, not transformers, applies the LM head in a padded pass. psigrad does so in chunks.
+        """True if psigrad, not transformers, applies the LM head in a padded pass: in chunks, to save memory.
 
-        If the model can run packed passes, this is False: its padded passes are only a check, so transformers runs them.
+        False with `full_logits`, or if the model can run packed passes: its padded passes are then only a check of these.
         """
         return bool(self.why_padded) and not self.full_logits
 
@@ -367,7 +367,7 @@ def load(
     """Load the model at `path` (a folder or a hub name), ready for training and sampling.
 
     - `adapter` is a folder with LoRA weights to resume from.
-    - `tokenizer` is a tokenizer, or its folder, that replaces the one at `path`. `eos_token` replaces its EOS token.
+    - `tokenizer` (or its folder) replaces the tokenizer at `path`. `eos_token` replaces its EOS token if the vocabulary has it.
     - `trust_remote_code` runs the Python code that comes with the model.
     - `for_shards` leaves the weights in the host's memory, where `sharded.shard` reads this process's shard.
     - `base` is the quantisation of the layers under a LoRA adapter: "nf4", "int8" or "gguf".
@@ -429,7 +429,7 @@ def prepare(
 
 
 def _why_no_text(path: str) -> str:
-    """Return advice if `path` has a model of images or sounds that psigrad cannot load; "" if not, or if that is unknown."""
+    """Return advice if `path` has an image or audio model that psigrad cannot load; "" if not, or if its config is unreadable."""
     from psigrad.language.models.vision import why_not_text
 
     try:

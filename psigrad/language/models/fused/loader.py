@@ -75,9 +75,9 @@ def load(
 ) -> tuple[PreTrainedModel, list[str]] | None:
     """Load the model at `path` (a folder or a hub name). Return (the model, the names of weights that its files lack).
 
-    Return None if the fused decoder or this loader does not support the model; transformers must then load it. If `mapped`,
-    weights that already have this dtype are memory-mapped, which suits a process that soon frees most of them. If a
-    format `kind` is given, the layers' matrices are quantised to it one by one as they are read. If `scalar`, load a reward
+    Return None if the fused decoder or this loader does not support the model; the caller must then load it with transformers.
+    If `mapped`, weights that already have this dtype are memory-mapped, which suits a process that soon frees most of them. If
+    a format `kind` is given, the layers' matrices are quantised to it one by one as they are read. If `scalar`, load a reward
     model or critic; a head that is missing from the files is drawn from N(0, initializer_range²). Raises `OSError` if the model
     is not cached and the hub does not answer. Raises `ValueError` if a tensor's shape differs from the configuration.
     """
@@ -134,10 +134,7 @@ def load(
 def _put_codes(
     network: PreTrainedModel, each: Iterator[tuple[str, Tensor | CodedMatrix]], dtype: torch.dtype, kind: Kind
 ) -> dict[str, Tensor]:
-    """Put the quantised matrices that `each` yields into `network`. Return the other tensors by name, cast to `dtype`.
-
-    `each` yields (name, quantised matrix or tensor). `kind` is the format of the quantised matrices.
-    """
+    """Put the matrices of format `kind` that `each` yields into `network`. Return the other tensors by name, cast to `dtype`."""
     rest = {}
     for name, read in each:
         if isinstance(read, CodedMatrix):
@@ -148,7 +145,7 @@ def _put_codes(
 
 
 def _of_gguf(path: str, config: PreTrainedConfig, wanted: set[str]) -> Iterator[tuple[str, CodedMatrix | Tensor]]:
-    """Yield (name, tensor) for the `wanted` weights of a GGUF file. Only this function imports the reader of GGUF files."""
+    """Yield (name, tensor) for the `wanted` weights of the GGUF file in `path`. Layers' matrices stay quantised if possible."""
     from psigrad.language.models.fused import gguf_weights
 
     yield from gguf_weights.read(path, config, wanted)

@@ -44,7 +44,7 @@ class _Pairs:
 
 
 class _KernelLinear(TorchFunctionMode):
-    """A context in which `F.linear` gives bitwise the same result for a row, whatever the number of rows."""
+    """A context in which `F.linear` computes exactly the same result for a row, however many other rows its input has."""
 
     def __init__(self, products: Products) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class ExpertLayer(Layer):
         self._names = [path.partition(".")[2] for path in self.feed_others if path.startswith(f"{self.router}.")]
 
     def _expand(self, plain: LayerWeights) -> LayerWeights:
-        """Return `plain` with each expert's [gate|up] and down appended. Each is a group of its own; see `LayerWeights`."""
+        """Return `plain` with each expert's matrices [gate|up] and down appended. Each matrix is a group; see `LayerWeights`."""
 
         def alternate(both: Sequence[Tensor]) -> list[Tensor]:
             return list(itertools.chain(*zip(*(x.unbind() for x in both), strict=True)))
@@ -158,7 +158,7 @@ class ExpertLayer(Layer):
         return y, (middle, both.index_select(0, pairs.inverse).view(len(middle), -1), choice, logits)
 
     def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: WeightGradients, overwrite: bool) -> Tensor:
-        """Return the gradient of `feed`'s input; see `Layer.feed_gradient`. `kept[3]` is the logits' gradient, not the logits."""
+        """Return the gradient of `feed`'s input; see `Layer.feed_gradient`. `kept` has the logits' gradient in their place."""
         middle, both, choice, dlogits = (kept.pop(0) for _ in range(4))
         weights, (experts, chosen, inner) = made.weights, self._sizes
         dout, normed, pairs = made.before_residual(1, dy, kept), self._norm(middle, weights.norms[1]), _Pairs(choice, experts)
@@ -188,9 +188,9 @@ class ExpertLayer(Layer):
         return out
 
     def _learn(self, made: WeightGradients, dys: Sequence[Tensor], xs: Sequence[Tensor], pairs: _Pairs) -> list[Tensor | None]:
-        """Return the gradients of the experts' [gate|up] and down matrices (None if frozen), then those of their biases.
+        """Return the gradients of the experts' [gate|up] and down matrices (None if frozen), then of their biases, if any.
 
-        `dys` are the gradients of the outputs of [gate|up] and of down, and `xs` their inputs, with one row per pair.
+        `dys` are the gradients of these matrices' outputs, and `xs` the matrices' inputs, with one row per pair.
         """
         found: list[Tensor | None] = []
         first = len(self._linear) + sum(norm is not None for norm in made.weights.norms) + len(self.others) + len(self._names)
@@ -220,7 +220,7 @@ class ClampedExpertLayer(ExpertLayer):
     transposed = True
 
     def activate(self, both: Tensor) -> Tensor:
-        """Return (up + 1)·gate·sigmoid(α·gate), with gate and up clamped, from the outputs `both` of [gate|up]."""
+        """Return (up + 1)·gate·sigmoid(α·gate) from `both`, with gate and up clamped. `experts` has α and the limit."""
         limit, alpha = self._mlp.experts.limit, self._mlp.experts.alpha
         gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
         return (up + 1) * (gate * torch.sigmoid(gate * alpha))

@@ -1,4 +1,4 @@
-"""psigrad's kernels inside transformers' modules, for models on a CPU that the fused decoder does not support.
+"""psigrad's CPU kernels inside transformers' modules, for models that the fused decoder does not support.
 
 The kernels replace the forward methods of linear layers, RMS norms and gated feed-forward layers. In sampling they use packed
 matrices. All else is transformers' code, so a new architecture needs no new code in this module.
