@@ -28,10 +28,10 @@ CHUNK_ON_GPU, TILE_ON_GPU = 4, 256
 
 
 class _Logits(torch.autograd.Function):
-    """The logits h·Wᵀ, computed by `kernels.multiply`. PyTorch's product would compile code for each new number of tokens.
+    """The logits h·Wᵀ by `kernels.multiply`. PyTorch's product on a CPU would first compile code for each new number of tokens.
 
-    Each chunk of tokens has its own gradient of W. If `sums` is given, it adds up these gradients in float32, since a sum in
-    half precision would lose small terms.
+    Each chunk of tokens yields a gradient of W. If `sums` is given, these gradients are added to it in float32, because a sum
+    in half precision would lose small terms.
     """
 
     @staticmethod
@@ -222,7 +222,7 @@ def _gradient(
     """Overwrite the logits `stored` with their gradient slope · (one-hot(ids) − softmax(stored / temperature)), and return it.
 
     `slope` [rows] is the log-probs' gradient divided by the temperature, `less` is −slope, `normaliser` [rows] the log-sum-exp.
-    The first chunk, which is the largest, puts its float32 buffer into `room`. Later chunks reuse this buffer.
+    The float32 buffer of the first chunk, which is the largest, is stored in the list `room`. Later chunks reuse this buffer.
     """
     wide = normaliser.dtype
     if (triton := gpu_kernels(stored) if wide == torch.float32 else None) is not None:
@@ -351,13 +351,13 @@ def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple
 
 
 def _hits(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return (mask [m], indices [m, 1]): whether an id is in the range `columns`, and where in it (arbitrary outside)."""
+    """Return (mask [m], indices [m, 1]): whether each id is in the range `columns`, and its index in it (any index if not)."""
     hit = (ids >= columns.start) & (ids < columns.stop)
     return hit, (ids - columns.start).clamp_(0, columns.stop - columns.start - 1)[:, None]
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Compute out ← out + a·b. The sum has the precision of `out`, and the product that of `a`."""
+    """Compute out ← out + a·b. The product a·b is computed in the dtype of `a`, and then added in the dtype of `out`."""
     if out.dtype == a.dtype:
         multiply(a, b, out, base=out)
     else:
@@ -384,9 +384,9 @@ def token_stats(
 ) -> TokenStats:
     """Return the `TokenStats` of tokens `ids` [M], whose logits are `head(hidden)` [M, V], computed in chunks of tokens.
 
-    The backward pass recomputes the chunks. It uses a formula in place of autograd if `head` is a linear layer without bias and
-    only log-probs need a gradient. For such a head in float32, `cached` log-probs are reused if nothing else is requested. For a
-    divergence, `reference_hidden` are the reference's hidden states or its most probable tokens. `vocabulary` is V.
+    `vocabulary` is V. The backward pass computes large logits again instead of storing them. If `head` is linear, without bias,
+    and only log-probs need a gradient, a formula then replaces autograd. With such a head in float32 on a CPU, a request for only
+    log-probs reuses `cached` ones. A divergence needs `reference_hidden`: the reference's hidden states or most probable tokens.
     """
     linear: Any = head if (plain := type(head) is nn.Linear and head.bias is None) else None
     if plain and _on_gpu(hidden) and request.is_closed_form and len(ids):

@@ -228,8 +228,8 @@ def add_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, tow
 def _in_half(hf: PreTrainedModel, lora: Lora) -> bool:
     """Return True if the adapter must be bfloat16: on a GPU, with a bfloat16 base that is not quantised, and without DoRA.
 
-    A float32 adapter would cast the input of every layer and its own output, which takes 10 % of a training step's time. The
-    optimiser stores float32 copies of the adapter anyway.
+    With a float32 adapter, each adapted layer's input and the adapter's output would be cast, which takes 10 % of a training
+    step's time. bfloat16 loses no small updates, because by default the optimiser updates float32 copies of the adapter.
     """
     coded = any(isinstance(module, CodedLinear) for module in hf.modules())
     return hf.device.type == "cuda" and hf.dtype == torch.bfloat16 and not lora.dora and not coded
@@ -304,7 +304,7 @@ def merging_loss(adapter: Any) -> float:
 
 
 def describe_merging(adapter: Any) -> str:
-    """Return a message with the share of the update that merging into half precision rounds away; empty if it is below 1 %."""
+    """Return a message with the share of the update that merging into half precision rounds away, or "" if it is below 1 %."""
     lost = merging_loss(adapter)
     if lost < 0.01:
         return ""
@@ -325,9 +325,9 @@ class DropoutMasks:
 
     seed: int = 0
     tokens: Tensor | None = None
-    """[B, S] the hash of each token of the forward pass and of the text before it (`hash_tokens`)."""
+    """[B, S] for each token of the forward pass, the hash of the text up to and including it (`hash_tokens`)."""
     used: bool = False
-    """True if the model has dropout."""
+    """True if the adapter has dropout."""
 
     def count(self, adapter: nn.Module) -> None:
         """Replace each dropout layer of a peft adapter by a `CountedDropout` that computes its mask from this object."""
@@ -372,7 +372,7 @@ class CountedDropout(nn.Module):
         return x.masked_fill(dropped.reshape(x.shape), 0.0) / (1 - self.threshold / _VALUES)
 
     def _tokens_of(self, x: Tensor) -> Tensor:
-        """Return, for each row of `x`, `hash_tokens` of the text up to its token. Raise `UserError` if `x` lacks some tokens."""
+        """Return, for each row of `x`, the hash of the text up to its token. Raises `UserError` if `x` has only some tokens."""
         tokens = self.masks.tokens
         assert tokens is not None, "no forward pass has given its text"
         if x.shape[:2] == tokens.shape or len(x) == tokens.numel():
@@ -380,7 +380,7 @@ class CountedDropout(nn.Module):
         if x.dim() == 2 and len(x) == len(tokens):
             return tokens[:, 0]
         raise UserError(
-            f"lora_dropout does not work in the layer {self.layer}, which (like an expert) reads only some of the tokens; "
+            f"lora_dropout does not work in the layer {self.layer}, which reads only some of the tokens, as an expert does; "
             "remove lora_dropout, or remove that layer from lora_target_modules."
         )
 
@@ -388,7 +388,7 @@ class CountedDropout(nn.Module):
 def hash_tokens(ids: Tensor, positions: Tensor, layout: Any = None) -> Tensor:
     """Return a hash of the text up to each token [B, S]: Σ_i w(id_i, i) modulo 2^64, with w a pseudo-random function.
 
-    `positions` [B, S] are the positions i. A token has the same hash in a padded row and in a packed row (with its `layout`).
+    `positions` [B, S] are the positions i. A packed row needs its `layout`; a token then has the same hash as in a padded row.
     """
     sums = seeds.words_on_device(ids, positions).cumsum(-1)
     if not isinstance(layout, PackedLayout):  # padding is at the end, and no text follows it

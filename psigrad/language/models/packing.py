@@ -24,16 +24,16 @@ from psigrad.seeds import permutation
 
 
 def order(n: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the order [n] in which epoch `epoch` (from 0) visits the rows: a permutation of range(n)."""
+    """Return the order [n] in which epoch `epoch` (from 0) visits the rows: a random permutation of range(n)."""
     return permutation(n, seed, "order", epoch)
 
 
 def batch_at(step: int, batch_size: int, n: int, seed: int) -> list[int]:
     """Return the indices of the `batch_size` rows of step `step` (from 0), out of `n` rows.
 
-    The epochs' orders are concatenated and cut into batches. No row is dropped at the end of an epoch. A batch may span two
-    epochs, or several if it is larger than the dataset. The result depends only on the arguments, so a resumed run needs no
-    stored position.
+    Each epoch visits every row once, in a new random `order`. The epochs follow each other without a gap, so that no row is
+    dropped at the end of an epoch, and a batch may span two epochs, or several if it is larger than the dataset. The result
+    depends only on the arguments, so a resumed run needs no stored position.
     """
     if n < 1:
         raise UserError("The dataset has no rows to train on; give at least one row.")
@@ -49,11 +49,11 @@ def batch_at(step: int, batch_size: int, n: int, seed: int) -> list[int]:
 def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[list[int]]:
     """Split rows of these token `lengths` into micro-batches of at most `budget` tokens; every index occurs exactly once.
 
-    With several `ranks`, which take the micro-batches in turn, each rank gets about the same number of tokens.
+    A micro-batch exceeds the budget only if it is a single row that does. With several `ranks`, which take the micro-batches in
+    turn, each rank gets about the same number of tokens.
 
-    The algorithm is first-fit decreasing (Johnson 1973). If m micro-batches would suffice, it needs at most 11/9 m + 1. A row
-    above the budget gets its own micro-batch. The first micro-batch has the longest row, or with several `ranks` the most
-    tokens. A run that lacks memory therefore fails at the start of a step.
+    The algorithm is first-fit decreasing (Johnson 1973). If m micro-batches would suffice, it needs at most 11/9 m + 1. The first
+    one has the longest row, or with several `ranks` the most tokens, so a run that lacks memory fails at the start of a step.
     """
     if budget < 1:
         raise UserError(f"A micro-batch of {budget} tokens is not possible; give micro_batch_tokens of at least 1.")
@@ -91,9 +91,9 @@ def pack_groups(
 ) -> list[list[tuple[int, list[int]]]]:
     """Return micro-batches. Each is a list of (g, ks), with ks the indices of completions of group g, which share its prompt.
 
-    `prompts[g]` and `completions[g][k]` are token counts. Every (g, k) occurs exactly once. A group's size is its prompt plus its
-    completions. A group is split only if its size exceeds the budget or, with several `ranks`, one rank's share of all tokens.
-    Each part of a split group computes the prompt again.
+    `prompts[g]` and `completions[g][k]` are token counts. Every (g, k) occurs exactly once. A micro-batch exceeds `budget` tokens
+    only if it is one prompt with one completion. A group (a prompt with its completions) is split only if it exceeds `budget` or,
+    with several `ranks`, one rank's share of all tokens. Each part of a split group computes the prompt again.
     """
     most = budget
     if ranks > 1:  # one long group must not be the work of a single rank
@@ -113,10 +113,10 @@ Ids = Sequence[int]
 
 @dataclass(frozen=True)
 class Groups:
-    """Completions that share prompts: `completions[b][k]` continues `prompts[b]`, and all its tokens are targets.
+    """Completions that share prompts: `completions[b][k]` continues `prompts[b]`.
 
-    With `starts`, a completion continues only the first `starts[b][k]` tokens of its prompt. With `masks`, only tokens where
-    `masks[b][k]` is True are targets. A pass returns log-probs [N, T]: N completions in order, T tokens in the longest.
+    With `starts`, it continues only the first `starts[b][k]` tokens of its prompt. Its targets are its tokens where `masks[b][k]`
+    is True, or all of them without `masks`. A pass returns log-probs [N, T]: N completions in order, T tokens in the longest.
     """
 
     prompts: Sequence[Ids]
@@ -188,7 +188,7 @@ class Targets:
 class ForwardInputs:
     """The inputs of a forward pass, [B, S]: one packed row (B = 1) with a `layout`, or padded rows with an `attention_mask`.
 
-    `prefix_ends` are the flat positions of the last token of each prefix (only in a packed row from `Groups`).
+    `prefix_ends` are the flat positions of the last token of each prefix. Only a packed row from `Groups` has them.
     """
 
     input_ids: Tensor

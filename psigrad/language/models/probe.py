@@ -179,10 +179,10 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
 
 @torch.no_grad()
 def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
-    """Enable psigrad's kernels for the modules and for the recurrent layers of a packed model. On a GPU, enable only `GpuParts`.
+    """Enable those of psigrad's kernels that do not change a packed model's outputs on `texts`. Return (kernels, reason).
 
-    Kernels that change the outputs on `texts` stay off. Return (kernels, reason): the `ModuleKernels`, or None if they are off;
-    and the reason why the kernels for recurrent layers failed this test, or "" if they did not fail.
+    On a CPU, test `ModuleKernels`, returned as `kernels` (None if they fail), and the kernels for recurrent layers. `reason` says
+    why the latter fail; it is "" if they do not. On a GPU, test only `GpuParts`, and return (None, "").
     """
     from psigrad.language.models.fused.gpu_parts import GpuParts
     from psigrad.language.models.fused.module_kernels import ModuleKernels
@@ -232,7 +232,7 @@ def _enable(parts: Any, model: Any, inputs: ForwardInputs) -> None:
 
 
 def _why_not(hf: PreTrainedModel, numbers: Callable[[bool], Tensor]) -> str:
-    """Return the `difference` between the outputs with and without some kernels ("" if it is only rounding), or the error.
+    """Return "" if the kernels keep the model's outputs up to rounding, else the `difference`, or the error that they raise.
 
     `numbers(True)` returns the outputs with the kernels, and `numbers(False)` those without.
     """
@@ -245,7 +245,7 @@ def _why_not(hf: PreTrainedModel, numbers: Callable[[bool], Tensor]) -> str:
 def difference(hf: PreTrainedModel, own: Numbers, fast: Numbers) -> str:
     """Return "" if the outputs `fast()` equal the correct outputs `own()` up to rounding, else a description of the difference.
 
-    Attention windows longer than the texts have no effect on them, so a second comparison shortens such windows.
+    Attention windows longer than the texts would have no effect. A second comparison therefore shortens such windows.
     """
     half = hf.dtype not in (torch.float32, torch.float64)
     exact = torch.float32 if half else hf.dtype
@@ -283,7 +283,7 @@ def shared_prompts(one: Sequence[int], other: Sequence[int]) -> Groups:
 
 
 def draw_texts(hf: PreTrainedModel, first: int, vocabulary: int, length: int) -> list[list[int]]:
-    """Return two texts of `length` ids. Each is `first`, then ids below `vocabulary` sampled by transformers' forward pass."""
+    """Return two texts of `length` ids: `first`, then ids below `vocabulary`, sampled with transformers' forward pass."""
     draw = torch.Generator().manual_seed(0)
     # full length from the start, since PyTorch would compile a product of each new shape again
     ids = torch.full((2, length), first, device=hf.device)
@@ -352,12 +352,12 @@ def _layers(hf: nn.Module) -> list[nn.Module]:
 
 
 def shorten_windows(hf: PreTrainedModel) -> AbstractContextManager[bool]:
-    """Inside this context, shorten attention windows and chunks above `LENGTH` tokens to `WINDOW`. Yield True if any changes."""
+    """In this context, shorten attention windows (or attention chunks) above `LENGTH` to `WINDOW`. Yield True if any changes."""
     return _shorten(hf, ("sliding_window", "attention_chunk_size"), LENGTH, WINDOW)
 
 
 def _shorten_chunks(hf: PreTrainedModel) -> AbstractContextManager[bool]:
-    """To save time, limit recurrent layers' chunks to `CHUNK` tokens in this context. transformers pads texts to full chunks."""
+    """In this context, limit recurrent layers' chunks to `CHUNK` tokens. Texts are padded to full chunks, so this saves time."""
     return _shorten(hf, ("chunk_size",), CHUNK, CHUNK)
 
 
