@@ -135,9 +135,9 @@ def load(
 ) -> ScalarModel:
     """Load the scalar model at `path`: a saved reward model or critic, or any causal language model, which gets a new head.
 
-    `fresh_head` initialises a new head: "random" (N(0, initializer_range²), from torch's generator) or "zero". With "refuse" a
-    model without a trained head raises `UserError`. `tokenizer` replaces the model's own. `adapter`, `for_shards`, `base`,
-    `vision` and `towers` are those of `language_model.load`. Raises `UserError` if no model can be loaded from `path`.
+    `fresh_head` is for a model without a trained head: "random" draws one from N(0, initializer_range²) with torch's generator,
+    "zero" sets it to zeros, and "refuse" raises `UserError`. `tokenizer` replaces the model's own. `adapter`, `for_shards`,
+    `base`, `vision` and `towers` are those of `language_model.load`. Raises `UserError` if no model can be loaded from `path`.
     """
     from psigrad.language.models.fused.loader import load as load_known
     from psigrad.language.models.tokenizer_files import read_tokenizer
@@ -227,7 +227,7 @@ def prepare(
 def _padding(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the padding id for the model's configuration; None if padding and EOS have the same id.
 
-    transformers scores a row at its last token that is not padding. If EOS were padding, that would be the token before the EOS.
+    transformers scores a row at its last token that is not padding. If EOS were padding, it would score the token before EOS.
     With None, transformers raises an error for a batch of several rows.
     """
     return None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id

@@ -29,9 +29,9 @@ class Recurrence(Protocol):
         """Return (outputs [N, L, ...], final states [N, ...]) for inputs [N, L, ...]. A `state` of None means zeros."""
 
     def step(self, inputs: Tensors, state: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return (outputs [N, ...], states) after one more token per sequence. `slots` [N] are the sequences' rows in `state`.
+        """Advance N sequences by one token. Return (outputs [N, ...], states): new states [N, ...], or `state` updated in place.
 
-        The states are a new tensor [N, ...]. If gradients are disabled, `state` may be updated in place and returned instead.
+        It is updated only if gradients are disabled. Sequence i has row `slots[i]` of `state`, or row i if `slots` is None.
         """
 
     def scan_trees(self, inputs: Tensors, trees: Trees) -> tuple[Tensor, Tensor] | None:

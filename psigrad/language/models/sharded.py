@@ -126,9 +126,9 @@ def gather(model: Pretrained, names: set[str] | None = None) -> Iterator[tuple[s
 
 
 def save_merged(model: Pretrained, world: World, folder: Path, saved_form: str = "merged") -> None:
-    """Save the complete model in Hugging Face format with the adapter merged in. Rank 0 needs memory for all weights.
+    """Gather a sharded model, and save it in Hugging Face format as `saved_form` says. Rank 0 needs memory for all weights.
 
-    If `saved_form` is "adapter", save only the adapter. If it is "both", save the adapter too, in the subfolder adapter/.
+    "merged" is the complete model with LoRA merged in; "adapter" is only the adapter. "both" is the two, the latter in adapter/.
     """
     state: dict[str, Tensor] = {}
     for name, weight in gather(model):

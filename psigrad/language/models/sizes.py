@@ -1,8 +1,8 @@
 """The sizes of a model, read from its configuration.
 
 Architectures name the same size differently, and multimodal ones nest their language model's configuration (`get_text_config`).
-A size may differ by layer: in a list (the feed-forward widths of Gemma 3n), or in transformers' `per_layer_config` (the head_dim
-of Gemma 4). transformers raises an error if code reads the global value of a size in `per_layer_config`.
+A size may differ by layer. The feed-forward widths of Gemma 3n are a list. The head_dim of each layer of Gemma 4 is in
+transformers' `per_layer_config`, and transformers raises an error if code reads it from the model's configuration.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def cached_numbers(config: Any) -> int:
 
 
 def _values(text: Any, what: str) -> Sequence[int]:
-    """Return the size `what` of each layer, or a list with one size for all. `text` is a language model's configuration."""
+    """Return the size `what` in the configuration `text`: one value per layer if layers have their own, otherwise one for all."""
     names = NAMES[what]
     read = (*names, *NAMES["hidden"], *NAMES["heads"]) if what == "head_dim" else names
     differ = getattr(text, "per_layer_attributes", None) or ()
@@ -73,7 +73,7 @@ def _values(text: Any, what: str) -> Sequence[int]:
 
 
 def _first(config: Any, names: Sequence[str]) -> Any:
-    """Return the first of the attributes `names` that is set: a number, or a list with one number per layer; else 0."""
+    """Return the first attribute in `names` that is set, a number or a list with one per layer. If none is set, return 0."""
     found = (getattr(config, name, None) for name in names)
     value = next((value for value in found if value is not None), 0)
     return [int(one) for one in value] if isinstance(value, list | tuple) else int(value)

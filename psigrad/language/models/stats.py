@@ -72,10 +72,10 @@ class Top:
 class TokenStatsRequest:
     """The statistics to compute for each token, and the softmax temperature.
 
-    `reference_head` requests a divergence over the vocabulary. `divergence` is "exact" for KL(π‖ref), "exact_forward" for
-    KL(ref‖π), or "exact_js" for Jensen–Shannon with the weight `mixture` for ref. If only the reference's `Top` is known, all
-    other tokens count as a single token, and the result is a lower bound. `entropy="figure"` requests an entropy for logging,
-    which needs no gradient.
+    `reference_head` maps a reference's hidden states to logits. If it is set, a divergence over the vocabulary is computed.
+    `divergence` is "exact" for KL(π‖ref), "exact_forward" for KL(ref‖π), or "exact_js" for Jensen–Shannon with the weight
+    `mixture` for ref. If only the reference's `Top` is known, all other tokens count as a single token, and the result is a
+    lower bound. `entropy="figure"` requests an entropy for logging, which needs no gradient.
     """
 
     temperature: float = 1.0

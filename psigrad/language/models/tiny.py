@@ -66,7 +66,7 @@ def model(
     eos_token_id: int = 0,
     pad_token_id: int = 1,
 ) -> PreTrainedModel:
-    """Return a randomly initialised causal language model (Qwen 3 and Llama: with GQA). `tied` ties LM head and embedding."""
+    """Return a randomly initialised causal language model. Qwen 3 and Llama use GQA. `tied` ties LM head and embedding."""
     common: dict[str, Any] = {
         "vocab_size": vocabulary,
         "hidden_size": hidden,

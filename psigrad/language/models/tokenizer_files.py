@@ -61,7 +61,7 @@ def check_tokenizer(path: str) -> None:
 
 
 def _growth(part: Any) -> float:
-    """Return the most characters that `part` of tokenizer.json can make of one character; for a template, its number of items."""
+    """Return by how much `part` of tokenizer.json can lengthen a text: characters per character, or the items of a template."""
     if not isinstance(part, dict):
         return 1.0
     if part.get("type") == "TemplateProcessing":

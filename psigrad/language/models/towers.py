@@ -165,7 +165,7 @@ def open_towers(network: Any, path: str) -> None:
 
 
 def put_back(network: Any, folder: Path) -> bool:
-    """Add the towers that `open_towers` found, if any, to the model saved in `folder`; see `Towers.put_back` for the result."""
+    """Add the towers found by `open_towers` to the model in `folder`. Return False if `Towers.put_back` does, otherwise True."""
     found: Towers | None = getattr(network, _TOWERS, None)
     return found is None or not (folder / "config.json").exists() or found.put_back(folder)
 

@@ -114,7 +114,7 @@ class Vision:
     def features(self, network: Any, pictures: Sequence[Picture]) -> list[Features]:
         """Return the features of each image.
 
-        If the tower is trained and a gradient is enabled, the features of all images are computed together and not cached.
+        If the tower is trained and gradients are enabled, the features are computed in batches (see `_compute`) and not cached.
         Otherwise they are computed image by image, and cached until a weight of the tower changes.
         """
         if network not in self._held:
@@ -158,7 +158,7 @@ class Vision:
     def fill(self, network: Any, embedded: Tensor, ids: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Replace the embeddings of image tokens in `embedded` [N, E] by the images' features. `ids` [N] has all tokens' ids.
 
-        Return (the new embeddings, one tensor [image tokens, E] per DeepStack layer, to be added to that layer's output).
+        Return (the new embeddings, tensors [image tokens, E] for DeepStack). The caller adds tensor i to the output of layer i.
         """
         seen = (ids >= FIRST).nonzero()[:, 0]
         if not len(seen):
