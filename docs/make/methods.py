@@ -33,10 +33,16 @@ ELSEWHERE = (  # lines of `explain` that table.md, a part's formula or the page'
 )
 # Parts whose sentence defines a symbol of the formula. For the others the formula and the page's own words are enough.
 DEFINING = ("leave_one_out", "length_gae", "with_imitation", "value_loss", "logistic", "robust")
-PLAIN = {"link: logistic(label_smoothing=0.0)": "−log σ(h_w − h_l)"}  # parts whose formula is shorter with these parameters
+PLAIN = {  # formulas that say more of a method than those of `explain`
+    "link: logistic(label_smoothing=0.0)": "−log σ(h_w − h_l)",
+    "aggregate w: sequence_mean": "w_t = 1 / (number of completions · |y|), where |y| is the completion's length",
+    "aggregate w: fixed_length(n=1024)": "w_t = 1 / (n · number of completions)\n"
+    "    n is `max_completion_length` unless set; 1024 is the default in Python",
+}
 UNSAID = ", with Ψ_t the advantage before whitening"  # the part inside begins with Ψ_t
 INNER = {"psi": "Ψ_t =", "surrogate": "L'_t =", "critic": "Â_t ="}  # what a part inside the part of a slot computes
-SHARED = ("`token`", "`none`", "`token_mean`", "`sequence_mean`", "`KL(")  # parts of these whose papers are not the method's
+# `explain` also serves control, so it speaks of steps and trajectories. On these pages they are tokens and completions.
+WORDS = {"step": "token", "sequence": "completion", "trajectory": "completion", "trajectories": "completions"}
 UNMEASURED = "No curve has been measured yet."
 
 
@@ -52,14 +58,22 @@ def _template(name: str) -> str:
     summary = (METHODS.get(name) or LOSSES[name]).summary
     rows = "prompts.jsonl --reward my_module:my_reward" if name in METHODS else "comparisons.jsonl"
     command = f"psigrad {name} --model PATH_OR_HUB_NAME --dataset {rows}"
-    head = f"# {summary[0].upper()}{summary[1:]}\n\n```\n{command}\n```\n\n## Formula\n\n## When to use it\n\n## When it fails"
-    return f"{head}\n\n## Beside TRL\n\n## Curve\n\n{UNMEASURED}\n"
+    described = "\n\n[Rewards](../rewards.md) describes `my_reward`." if name in METHODS else ""
+    head = f"# {summary[0].upper()}{summary[1:]}\n\n```\n{command}\n```{described}\n\n## Formula\n\n## When to use it\n\n## When it fails"
+    return f"{head}\n\n## In TRL\n\n## Curve\n\n{UNMEASURED}\n"
 
 
 def _formula(name: str) -> str:
     """Return the formula that a method minimises, part by part. `psigrad explain` prints the same with each part's source."""
-    paper = f"The method is that of arXiv:{OWN[name]}.\n\n" if name in OWN else ""
-    sections = _sections(algorithms.explain(name))
+    title = f"{NAMES[name]}, " if name in NAMES else ""
+    paper = f"Paper: {title}arXiv:{PAPERS[name]}.\n\n" if name in PAPERS else ""
+    explained = algorithms.explain(name)
+    sections = _sections(explained)
+    if given := re.search(r"^margin: (\d+)", explained, re.MULTILINE):
+        said = "the row's, or 0" if given[1] == "0" else f"{given[1]}, plus the row's if any"
+        sections = sections.replace("− margin,", f"− margin ({said}),")
+    if "π_sampler" in sections:
+        sections = sections.replace("    ρ_t =", "    for metrics only: ρ_t =")
     loss, mark, parts = sections.partition("\n\n**")
     return f"## Formula\n\n{paper}{loss}{_symbols(sections, name in LOSSES)}{mark}{parts}"
 
@@ -67,46 +81,43 @@ def _formula(name: str) -> str:
 def _symbols(formulas: str, preference: bool) -> str:
     """Return a paragraph that says what the symbols of a page's formulas mean, as far as the parts do not say it."""
     if preference:
-        known = {"|y|": "|y| its length in tokens", "σ(": "σ the sigmoid", "π_ref": "π_ref the reference model"}
-        return f"\n\nx is the prompt, y an answer, {', '.join(words for sign, words in known.items() if sign in formulas)}."
+        known = {"|y|": "|y|: its length in tokens", "σ(": "σ: sigmoid", "π_ref": "π_ref: reference model"}
+        return f"\n\nx: prompt; y: answer; {'; '.join(words for sign, words in known.items() if sign in formulas)}."
     if "a_t" not in formulas:
         return ""
-    token = "π_old sampled the token (step) a_t after" if "π_old" in formulas else "token (step) a_t follows"
-    words = [f"In completion (sequence, trajectory) i, {token} the text s_t."]
+    words = ["a_t: token t of completion i", "s_t: text before it"]
+    if "π_old" in formulas:
+        words.append("π_old: the policy before the batch's updates")
     single = re.search(r"\br_[tu]", formulas)
     if "R_i" in formulas:
-        words.append("R_i is the sum of the tokens' rewards r_t." if single else "R_i is the completion's reward.")
+        words.append("R_i: the sum of the tokens' rewards r_t" if single else "R_i: i's reward")
     elif single:
-        words.append("r_t is the token's reward.")
+        words.append("r_t: the token's reward")
     if "mean(R)" in formulas:
-        figures = "mean(R) and std(R) are" if "std(R)" in formulas else "mean(R) is"
-        words.append(f"{figures} over the group, the completions of one prompt.")
+        figures = "mean(R), std(R)" if "std(R)" in formulas else "mean(R)"
+        words.append(f"{figures}: over the group (the prompt's completions)")
     elif "group" in formulas:
-        words.append("A group is the completions of one prompt.")
-    known = {
-        "V(": "V is the critic.",
-        "π_sampler": "π_sampler is the sampler's policy.",
-        "π_ref": "π_ref is the reference model.",
-    }
-    return "\n\n" + " ".join([*words, *(said for sign, said in known.items() if sign in formulas)])
+        words.append("group: the prompt's completions")
+    known = {"V(": "V: critic", "π_sampler": "π_sampler: the sampler's policy", "π_ref": "π_ref: reference model"}
+    words += [said for sign, said in known.items() if sign in formulas]
+    counted = " Dropped completions do not count in w_t." if "keep i" in formulas else ""
+    return f"\n\n{'; '.join(words)}.{counted}"
 
 
 def _sections(explained: str) -> str:
-    """Return the output of `explain` as Markdown: a paragraph for each filled slot, and its formulas as blocks."""
+    """Return the output of `explain` as Markdown, without sources: a paragraph for each filled slot, its formulas as blocks."""
     out: list[str] = []
     shift = 0  # how far the lines of a part inside a part are moved to the right
     part_name = section = ""
     for line in _unwrapped(explained):
         indent, text = len(line) - len(line.lstrip()), line.strip()
         slot, colon, part = text.partition(": ")
-        if text.startswith("Source: ") and (papers := re.findall(r"arXiv:\d{4}\.\d{5}", text)):
-            last = max(n for n, block in enumerate(out) if block.startswith(("**", "with `")))
-            if not any(part in out[last] for part in SHARED):
-                out[last] += f" ({', '.join(dict.fromkeys(papers))})"
-        if not text or text.startswith(ELSEWHERE):
+        if not text or text.startswith(ELSEWHERE) or slot == "margin":
             continue
         if (not indent and text.endswith(" minimises")) or text == "ρ_t = 1":  # the surrogates of these methods read no ratio
             continue
+        if not (colon and slot in SLOT_NAMES):
+            text = _said_of_texts(text)
         if indent == 0:
             shift, section = 0, text
             part_name = part.partition("(")[0]
@@ -121,7 +132,7 @@ def _sections(explained: str) -> str:
         elif indent >= 8 + shift or (indent == 4 and not shift and text.startswith("loss(")):
             nested = INNER.get(section.partition(" ")[0].rstrip(":")) if shift else None
             block = "    " + (
-                text.replace("A_t =" if "A_t" in text else "L_t =", nested)
+                text.replace("A_t =" if "A_t =" in text else "L_t =", nested)
                 if nested
                 else PLAIN.get(section, text.removesuffix(UNSAID))
             )
@@ -132,6 +143,11 @@ def _sections(explained: str) -> str:
         elif part_name in DEFINING and section not in PLAIN:
             out.append(text)
     return "\n\n".join(out)
+
+
+def _said_of_texts(text: str) -> str:
+    """Return a line of `explain` in the words of language models."""
+    return re.sub(r"\b(step|sequence|trajectory)(s?)\b|\btrajectories\b", lambda m: WORDS[m[1] or m[0]] + (m[2] or ""), text)
 
 
 def _unwrapped(text: str) -> list[str]:
@@ -167,7 +183,60 @@ def table() -> str:
 CLOSED = ("reinforce_total_return", "reinforce_reward_to_go", "reinforce_moving_average", "pass_at_k", "distill")
 
 
-OWN = {"vc_ppo": "2503.01491"}  # a paper whose parts are others'
+NAMES = {  # what the short names stand for
+    "gspo": "Group Sequence Policy Optimization",
+    "cispo": "Clipped IS-weight Policy Optimization",
+    "sapo": "Soft Adaptive Policy Optimization",
+    "dppo": "Divergence Proximal Policy Optimization",
+    "gmpo": "Geometric-Mean Policy Optimization",
+    "vespo": "Variational Sequence-Level Soft Policy Optimization",
+    "gdpo": "Group reward-Decoupled Normalization Policy Optimization",
+    "opo": "On-Policy RL with Optimal Reward Baseline",
+    "apo_zero": "Anchored Preference Optimization",
+    "apo_down": "Anchored Preference Optimization",
+}
+PAPERS = {  # the paper of each method; `psigrad explain` prints the sources of each part
+    "grpo": "2402.03300",
+    "dr_grpo": "2503.20783",
+    "dapo": "2503.14476",
+    "gspo": "2507.18071",
+    "cispo": "2506.13585",
+    "rloo": "2402.14740",
+    "reinforce": "2402.14740",
+    "reinforce_moving_average": "2402.14740",
+    "reinforce_total_return": "1506.02438",
+    "reinforce_reward_to_go": "1506.02438",
+    "reinforce_pp": "2501.03262",
+    "reinforce_pp_baseline": "2501.03262",
+    "ppo": "1707.06347",
+    "ppo_penalty": "1707.06347",
+    "vc_ppo": "2503.01491",
+    "vapo": "2504.05118",
+    "opo": "2505.23585",
+    "maxrl": "2602.02710",
+    "pass_at_k": "2508.10751",
+    "sapo": "2511.20347",
+    "dppo": "2602.04879",
+    "gmpo": "2507.20673",
+    "vespo": "2602.10693",
+    "gdpo": "2601.05242",
+    "process_grpo": "2402.03300",
+    "top_entropy": "2506.01939",
+    "clip_cov": "2505.22617",
+    "kl_cov": "2505.22617",
+    "distill": "2306.13649",
+    "raft": "2304.06767",
+    "dpo": "2305.18290",
+    "robust_dpo": "2403.00409",
+    "ipo": "2310.12036",
+    "hinge": "2305.10425",
+    "ln_dpo": "2411.15124",
+    "simpo": "2405.14734",
+    "orpo": "2403.07691",
+    "apo_zero": "2408.06266",
+    "apo_down": "2408.06266",
+    "kto": "2402.01306",
+}
 
 
 @functools.cache

@@ -68,9 +68,10 @@ def _head(method: Explained, name: str = "") -> list[str]:
     if isinstance(method, KahnemanTversky):
         return [f"{name} minimises the mean of this loss over labelled completions"]
     formula = "loss(θ) = (1/N) Σ_n link(h_w, h_l)"
-    formula = formula.replace("1/N", f"{method.preference:g}/N") if method.preference != 1 else formula
-    formula += f" + {method.sft:g}·NLL(chosen)" if method.sft else ""
+    formula = formula.replace("1/N", "λ/N") if method.preference != 1 else formula
+    formula += f" + {method.sft:g}·NLL(chosen)".replace(" 1·", " ") if method.sft else ""
     sides = f"h_w = β·score(w) − margin, h_l = β·score(l), β = {method.beta:g}"
+    sides += f", λ = {method.preference:g} (`preference`)" if method.preference != 1 else ""
     sides += "; NLL is the mean of −log π over the tokens of all chosen answers" if method.sft else ""
     return [f"{name} minimises", "    " + formula, f"over N pairs (w chosen, l rejected), with {sides}"]
 

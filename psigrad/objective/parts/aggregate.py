@@ -92,7 +92,7 @@ def has_signal(batch: Batch) -> Tensor:
     """Drop each group whose trajectories all have the same value M. The trainer then collects other groups.
 
     Formula: keep i  ⇔  min(M) < max(M) in the group of i
-             M_i is the `metric` of trajectory i, which `filter_metric` chooses in a run; without a metric, M_i is the return
+             M_i is the return of trajectory i without soft_overlong; with `--filter-metric NAME`, that reward's value
 
     The test is exact equality: rounding errors make the standard deviation of eight rewards of 0.1 greater than 0. The paper
     compares correctness. If M contained a length penalty, a group of right answers would be kept although it teaches only length.
@@ -180,8 +180,9 @@ class top_entropy:
 class clip_covariance:
     """Drop a few of the tokens that lower the entropy most: likely ones of high advantage, or unlikely ones of low advantage.
 
-    Formula: C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A))
+    Formula: C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A)), with means over all tokens of the batch
              of the tokens with low < C_t < high, drop share · (number of all tokens) at random, at least one
+             dropped tokens still count in w_t
 
     The random choice is a hash of the log-probs, so the same tokens are dropped whatever the order of the batch's rows.
 

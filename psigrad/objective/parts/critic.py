@@ -12,8 +12,8 @@ from psigrad.objective.lazy_torch import Tensor, torch
 
 @dataclass(frozen=True)
 class value_loss:
-    """Half the squared error of the critic V. The critic's target is G = Â_t + V_old. `returns` is the psi that computes Â_t. If
-    `returns` is None, Â_t is the method's advantage before whitening.
+    """Half the squared error of the critic V. The critic's target is G = Â_t + V_old. `returns` estimates the advantage Â_t. If
+    it is None, Â_t is the method's own advantage before whitening.
 
     Formula: value error = ½·max((V − G)², (clip(V, V_old − ε, V_old + ε) − G)²), or without ε ½·(V − G)²
              V = V(s_t), G = Â_t + V_old(s_t), c_V = `coefficient` in the loss, ε = `clip`; V_old is V before the update

@@ -80,7 +80,8 @@ def token(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
 def sequence(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
     """Return log ρ [N, T], with one length-normalised ratio for a sequence. The gradient of ρ_t goes to log π(a_t|s_t) alone.
 
-    Formula: ρ_t = sg[ (Π_u π(a_u|s_u)/π_old(a_u|s_u))^(1/|y|) ] · π(a_t|s_t) / sg[π(a_t|s_t)]; sg stops the gradient
+    Formula: ρ_t = sg[ (Π_u π(a_u|s_u)/π_old(a_u|s_u))^(1/|y|) ] · π(a_t|s_t) / sg[π(a_t|s_t)]
+             sg stops the gradient; the last factor is 1 and only carries the gradient
 
     With one advantage per sequence and the mean over its |y| steps, gradient and value equal those of the plain sequence ratio.
     With per-step advantages, each step's gradient is weighted by its own advantage.

@@ -290,7 +290,7 @@ class covariance_penalty(RatioSurrogate):
 
     Formula: L_t = −ρ_t·A_t + m_t·coefficient·|log ρ_t|
              m_t = 1 for the tokens with the greatest C_t, a `share` of all; else 0
-             C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A))
+             C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A)), with means over all tokens of the batch
 
     The penalty has no effect in the first optimiser step on a batch, where ρ_t = 1. It needs several passes or minibatches.
 

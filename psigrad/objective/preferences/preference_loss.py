@@ -388,7 +388,7 @@ class KahnemanTversky:
     """A loss on single completions labelled good or bad. It saturates on both sides of the reference point z.
 
     Formula: λ_D·(1 − σ(β·(r − z))) for desirable, λ_U·(1 − σ(β·(z − r))) for others, r = log π(y|x) − log π_ref(y|x)
-             λ_D is desirable_weight, λ_U undesirable_weight, z the mean log-ratio of completions of other prompts, at least 0
+             λ_D, λ_U: the weights; z ≥ 0 estimates KL(π‖π_ref): mean log-ratio of prompts with others' completions
 
     Source: Ethayarajh et al. 2024, KTO, arXiv:2402.01306, eq. 8.
     """
