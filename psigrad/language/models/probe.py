@@ -78,7 +78,7 @@ def check_causal(hf: PreTrainedModel, text: Sequence[int]) -> None:
 
     Encoders such as BERT without `is_decoder=True` read later tokens: training would teach them to copy the token to predict.
     """
-    other = [*text[:-1], (text[-1] + 1) % hf.config.get_text_config().vocab_size]
+    other = [*text[:-1], text[-1] - 1 if text[-1] else 1]
 
     def change() -> float:
         """Return the change of the logits, relative to their spread, that three of four tokens exceed."""
