@@ -57,9 +57,9 @@ class Sums:
         return self._weights is None or weight in self._weights
 
     def of(self, weight: Tensor) -> Tensor:
-        """Return `weight.grad`, the tensor in which a weight's gradients are summed. If it is None, first set it to zeros.
+        """Return `weight.grad`, the tensor in which a weight's gradients are summed.
 
-        For the zeros, reuse the tensor of the previous step if there is one.
+        If it is None, first set it to zeros, in the tensor of the previous step if there is one.
         """
         if weight.grad is None:
             before = self.tensors.get(weight)
@@ -80,10 +80,10 @@ class Sums:
             self.float32[weight] = gradient.float()
 
     def defers(self, weight: Tensor, use: Use) -> bool:
-        """Store `use`, so that `blocks` can compute its gradient later, and return True.
+        """Store `use` if possible, so that `blocks` can compute its gradient later. Return True if it was stored.
 
-        Return False if `recompute` is off, the weight has a `.grad`, or its stored uses would take too much memory (`HELD`). The
-        caller must then add the use's gradient to the sum.
+        It is not stored if `recompute` is off, the weight has a `.grad`, or its uses would take too much memory (`HELD`). Then
+        the gradients of earlier uses are added to `.grad`, and the caller must add the gradient of `use`.
         """
         held = self.uses.get(weight, [])
         room = HELD * weight.numel() - use.size - sum(u.size for u in held)
@@ -105,7 +105,7 @@ class Sums:
     def blocks(self, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Compute a weight's gradient from the uses that `defers` stored, and yield it block by block as (rows, gradient).
 
-        Each gradient overwrites the previous one in memory. Once their gradient is yielded, rows of the weight may be changed.
+        Each gradient overwrites the previous one in memory. The caller may change a weight's rows once their gradient is yielded.
         """
         height = max(1, BLOCK_ELEMENTS // weight[0].numel())
         room = torch.empty_like(weight[:height])
@@ -145,8 +145,8 @@ def in_place(*sums: Sums) -> Iterator[None]:
 def sums_for(weight: Tensor) -> Sums | None:
     """Return the `Sums` for the gradients of `weight`; None if autograd must sum them.
 
-    The result is None outside `in_place`, and for a half-precision weight, whose sum would lose small terms. Call this in the
-    forward pass: a backward pass may run in another thread, in which `in_place` has no effect.
+    The result is None outside `in_place`, and for a half-precision weight, which needs a float32 sum (`wide_sums_for`). Call this
+    in the forward pass: a backward pass may run in another thread, in which `in_place` has no effect.
     """
     return _sums_of(weight) if weight.dtype in (torch.float32, torch.float64) else None
 
@@ -202,10 +202,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def embedding(table: Tensor, ids: Tensor, padding: int | None, sums: Sums) -> Tensor:
-    """Return the rows `ids` [...] of a table [V, E]. The backward pass adds the table's gradient to `sums`.
-
-    The row `padding` gets no gradient.
-    """
+    """Return the rows `ids` [...] of a table [V, E]. The backward pass adds gradients to `sums`; the row `padding` gets none."""
     rows: Tensor = _Lookup.apply(table, ids, padding, sums)
     return rows
 

@@ -1,4 +1,4 @@
-"""Rounding to bfloat16, and AdamW with less memory: 8-bit moments, and no float32 master (a 16-bit remainder, or nothing)."""
+"""Rounding to bfloat16, and AdamW with 8-bit moments, and with a 16-bit remainder or nothing in place of a float32 master."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ def levels(signed: bool) -> Tensor:
 
 @functools.cache
 def middles(signed: bool) -> Tensor:
-    """Return, for each level, the largest number that is rounded to it: the midpoint to the next level (the last one: ∞).
+    """Return, for each level, the largest number that is rounded to it: the midpoint to the next level (∞ for the last).
 
-    Unlike in bitsandbytes, a second moment above 0 is never rounded to 0: the next step, divided by √0 + ε, would be too large.
+    The exception is level 0 of second moments: only 0 is rounded to it, unlike in bitsandbytes. Otherwise the next step of a
+    weight with a small second moment would be divided by √0 + ε, and be too large.
     """
     own = levels(signed)
     found = torch.cat([(own[1:] + own[:-1]) / 2, torch.tensor([math.inf])])
@@ -135,7 +136,7 @@ def _first_thresholds(device: torch.device) -> Tensor:
 def copy_masters(weights: Sequence[tuple[Tensor, Tensor, int]]) -> None:
     """Copy float32 masters to their weights. `weights` has (weight, master, index of its first element in the unsharded weight).
 
-    A bfloat16 weight is rounded as by `dither`, in a C++ kernel if there is one. In torch, small weights are rounded together,
+    A bfloat16 weight is rounded as by `dither`, in a C++ kernel if there is one. Otherwise torch rounds small weights together,
     and large weights in chunks. A float16 weight is rounded to the nearest number.
     """
     small = []
@@ -160,8 +161,8 @@ def copy_masters(weights: Sequence[tuple[Tensor, Tensor, int]]) -> None:
 def has_remainder(p: Tensor) -> bool:
     """Return True for a large bfloat16 weight on a GPU: AdamW stores its master as the weight plus a 16-bit remainder (`split`).
 
-    Weight, gradient and optimiser state then take 14 bytes per element. With a float32 master they take 20, since the gradient
-    is stored in both precisions. If several gradients are summed, only the float32 sum is stored: 16 bytes (with a master, 18).
+    With one backward pass per step, weight, gradient and optimiser state take 14 bytes per element. A float32 master makes it 20,
+    as it needs a float32 copy of the gradient. With several passes, only their float32 sum is stored: 16 (18 with a master).
     """
     return p.dtype == torch.bfloat16 and p.device.type != "cpu" and p.numel() >= SPLIT
 
@@ -230,7 +231,7 @@ class LowMemoryAdamW:
         )
 
     def _step_without_kernel(self, w: AdamWWeight, remainder: Tensor | None, step: StepSize) -> None:
-        """Update a weight without a C++ kernel: with the Triton kernel if it supports the weight, otherwise in torch, by chunks.
+        """Update a weight without a C++ kernel: with the Triton kernel if it supports the weight, otherwise in torch, in chunks.
 
         With a `remainder`, first `join` weight and remainder to the float32 master, and `split` the updated master again.
         """
@@ -304,7 +305,7 @@ def _has_kernel(w: AdamWWeight) -> bool:
 def _tables() -> tuple[Tensor, ...]:
     """Return six lookup tables for the C++ kernel: three for the signed first moment, then three for the unsigned second moment.
 
-    They are `levels`, `middles`, and a table that has, for each cell (small interval), the lowest level to which it is rounded.
+    They are `levels`, `middles`, and the lowest level to which the numbers of each cell (a small interval) are rounded.
     """
     # A cell is the interval of floats with the same upper 16 bits, from 2^-24 to 1. There is no middle below 2^-24.
     edges = ((torch.arange((24 << 7) + 2) + (103 << 7)) << 16).to(torch.int32).view(torch.float32)

@@ -53,9 +53,9 @@ class Weight:
     local: nn.Parameter
     """The part of the parameter that this process stores: the parameter itself, or its shard's rows."""
     master: nn.Parameter
-    """The tensor that the rule updates: `local`, or its float32 copy if it is in half precision.
+    """The tensor that the rule updates: `local`, or its float32 copy if `local` is in half precision.
 
-    If `no_master`, it is a placeholder of the same shape, which takes no memory and only has a gradient.
+    With `no_master`, the rule updates `local`, and this is a placeholder of its shape, without memory, that only has a gradient.
     """
     no_master: bool
     """True if the rule updates a half-precision `local` without a master: by stochastic rounding or a remainder in `state`."""
@@ -107,7 +107,7 @@ class Optimizer:
 
     Only matrices have weight decay. `seed` is for stochastic rounding. With `recompute`, one process and only `by_rows` rules, a
     large LM head's gradient is not stored. It is computed twice, block by block: for the norm and the update. Gradients are
-    summed over the processes of `world`. `reduces(on)` turns FSDP's reduction on or off: it must run only in a step's last pass.
+    summed over the processes of `world`. `reduces(on)` switches FSDP's gradient reduction, which is on only in the last pass.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Optimizer:
 
     @property
     def masters(self) -> dict[str, nn.Parameter]:
-        """The tensors that the rules update, by parameter name: the parameters or their float32 masters (`Weight.master`)."""
+        """The `Weight.master` of each parameter, by parameter name."""
         return {name: w.master for name, w in self.weights.items()}
 
     def step(self, losses: Losses, lr: float, read: Read = to_list) -> float | None:
@@ -185,7 +185,7 @@ class Optimizer:
     def finish_backward(self) -> None:
         """Complete the gradient sums after a step's last backward pass.
 
-        If a part of a half-precision weight's gradient was summed in float32, add the rest to it in the master's `.grad`.
+        If a half-precision weight has a float32 sum, add its remaining half-precision gradient to it, in the master's `.grad`.
         """
         self.sums.finish()
         for w in self._half:
@@ -343,7 +343,7 @@ def _weight(name: str, parameter: nn.Parameter, optim: Optim, rule: UpdateRule |
 
 
 def _rule(name: str, p: Tensor, optim: Optim, stochastic: bool, remainder: bool, seed: int) -> UpdateRule:
-    """Return the update rule of a parameter with master `p`. `stochastic` rounding or a `remainder` replaces a float32 master."""
+    """Return a parameter's update rule. `p` is its `Weight.master`: a placeholder with `stochastic` rounding or a `remainder`."""
     betas, eight_bits = (optim.adam_beta1, optim.adam_beta2), optim.optimizer == "adamw_8bit"
     if optim.optimizer == "adafactor":
         return Adafactor()
@@ -379,8 +379,8 @@ def _reduce_last(losses: Losses, reduces: Callable[[bool], None]) -> Iterator[Ca
 def add_up(optimizers: Sequence[Optimizer], losses: Losses) -> None:
     """Compute the gradient of the sum of the losses (one function per micro-batch) for all parameters of the optimisers.
 
-    Previous gradients are dropped. If a process runs out of memory, all processes raise `PassOutOfMemoryError`. With sharded
-    weights, only the process that ran out of memory raises an error, PyTorch's own. The others wait for it in the same pass.
+    Previous gradients are dropped. If a process runs out of memory and the weights are not sharded, all processes raise
+    `PassOutOfMemoryError`. With sharded weights, only this process raises an error (PyTorch's); the others wait until stopped.
     """
     failed: Exception | None = None
     world = optimizers[0].world

@@ -80,7 +80,7 @@ class AdamW:
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101). It calls the function that `torch.optim.AdamW(fused=True)` calls.
 
     PyTorch's class is not used, for two reasons. Its first step imports torch's compiler, which takes a second and 60 MB. It also
-    allocates the moments only in that step. This fragments the heap: with a large vocabulary, it takes 10 % more memory.
+    allocates the moments only in that step. With a large vocabulary, the heap is then fragmented, and takes 10 % more memory.
     """
 
     betas: tuple[float, float]
@@ -94,7 +94,7 @@ class AdamW:
         return {"step": torch.zeros((), device=p.device), **moments}
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Update all parameters. If the gradient is in half precision and there are kernels, use them; otherwise use PyTorch.
+        """Update each parameter: with kernels if there are any and its gradient is in half precision, otherwise with PyTorch.
 
         Gradients are clipped as they are read: a separate pass over memory would take a third of a step's time.
         """
@@ -152,9 +152,9 @@ def is_hidden_matrix(name: str, p: Tensor) -> bool:
 class Muon:
     """Muon for hidden matrices (Jordan 2024; Liu et al. 2025, arXiv:2502.16982). It calls the function of `torch.optim.Muon`.
 
-    Formula: B ← μB + g;  W ← W − lr·λ·W − 0.2·lr·√max(n, m) · NS(g + μB), for a matrix W [n, m] with gradient g, momentum B,
-    weight decay λ and μ = 0.95. The Newton–Schulz iteration NS makes all singular values about 1. The factor 0.2·√max(n, m) makes
-    the steps as large as AdamW's, so that AdamW's learning rates can be used.
+    Formula: B ← μB + (1 − μ)g;  W ← W − lr·λ·W − 0.2·lr·√max(n, m) · NS((1 − μ)g + μB), for a matrix W [n, m] with gradient g,
+    momentum B, weight decay λ and μ = 0.95. The Newton–Schulz iteration NS makes all singular values about 1. The factor
+    0.2·√max(n, m) makes the steps as large as AdamW's, so that AdamW's learning rates can be used.
     """
 
     by_rows = False

@@ -33,11 +33,11 @@ def is_first_rank() -> bool:
 
 
 def check(processes: int) -> None:
-    """Raise `UserError` if `placement.processes` is N > 1 and this process was not started as one of N ranks."""
+    """Raise `UserError` if the setting `processes` is above 1 and differs from the number of ranks that were started."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1 and size != processes:
         raise UserError(
-            f"processes is {processes}, but this process is one of {size}; start your Python script with `torchrun "
+            f"processes is {processes}, but the number of started processes is {size}; start your Python script with `torchrun "
             f"--nproc-per-node={processes}`, or use the command line, which starts the processes itself."
         )
 
