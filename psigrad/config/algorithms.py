@@ -45,10 +45,10 @@ def resolve(spec: Spec) -> PolicyGradient:
     """Return the policy gradient that a setting describes.
 
     A string is a preset's name, "module:object" or "file.py:object". A mapping {"preset": name, slot: part, …} replaces
-    the parts in some slots (`SLOTS`) of a preset. Without a preset, it must have psi, ratio, surrogate and aggregate. A part is a
-    name, "module:object" or {"part": name, parameter: value, …}. Without "part", {parameter: value, …} changes the preset's
+    the parts in some slots (`SLOTS`) of a preset. A mapping without a preset needs psi, ratio, surrogate and aggregate. A part is
+    a name, "module:object" or {"part": name, parameter: value, …}. Without "part", {parameter: value, …} changes the preset's
     part. `null` removes an optional part. The slot `keep` takes a list of filters.
-    Raises `UserError` for an unknown name (with the nearest one) or parameter, `ValueError` for parts that do not fit together.
+    An unknown name or parameter raises `UserError`, which suggests a similar one. Parts that conflict raise `ValueError`.
     """
     if isinstance(spec, PolicyGradient | str):
         return _with_numbers(_preset(spec) if isinstance(spec, str) else spec)
@@ -210,7 +210,7 @@ def _build(part: Any, parameters: Mapping[str, Any]) -> Any:
     label = getattr(part, "__name__", str(part))
     if not (isinstance(part, type) and is_dataclass(part)):
         if parameters:
-            raise UserError(f"{label} takes no parameters and got {', '.join(parameters)}; give its name alone.")
+            raise UserError(f"{label} takes no parameters, but got {', '.join(parameters)}; give its name alone.")
         return part
     allowed = [f.name for f in fields(part)]
     for key in parameters:

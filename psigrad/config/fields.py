@@ -73,10 +73,10 @@ class ReadBy:
 
 
 class Needs:
-    """A note on a setting or section: it has no effect unless one of the `settings` is set.
+    """A note on a setting or section: it has no effect unless one of the `settings` has a required value.
 
-    For example, `Annotated[float, Needs("sampling.sampler=vllm")]`. Each of the `settings` is the dotted name of a setting, or a
-    dotted name with the required value.
+    Each of the `settings` is a dotted name with that value, as in `Annotated[float, Needs("sampling.sampler=vllm")]`, or a dotted
+    name alone. A name alone requires any value that is not False, 0 or empty.
     """
 
     def __init__(self, *settings: str) -> None:
@@ -96,9 +96,9 @@ class Setting(NamedTuple):
 
 
 def cached(function: C) -> C:
-    """Return the function with its results cached.
+    """Return the function with its results cached and its type unchanged.
 
-    `functools.cache` hides the function's type from mypy, which then rejects some classes as not hashable.
+    `functools.cache` changes the type to one that takes hashable arguments, and mypy does not accept some classes as hashable.
     """
     return cast(C, cache(function))
 
@@ -125,7 +125,7 @@ def unread_settings(cls: Any) -> dict[str, str]:
 
 @cached
 def types_of(cls: Any, notes: bool = False) -> Mapping[str, Any]:
-    """Return {name: type} of a class's fields, with or without the notes of `Annotated`. Cached, as it takes milliseconds."""
+    """Return {name: type} of a class's fields, with or without the notes of `Annotated`. Cached: a lookup takes milliseconds."""
     return MappingProxyType(get_type_hints(cls, include_extras=notes))
 
 
@@ -142,7 +142,7 @@ def unread_by(cls: Any, algorithm: str) -> set[str]:
 
 
 def idle(config: Any) -> dict[str, str]:
-    """Return {name: message} for each changed setting that has no effect, because no setting in its `Needs` note is set."""
+    """Return {name: message} for each changed setting that has no effect, because its `Needs` note is not satisfied."""
     found, settings = {}, settings_of(type(config))
     for name, mark in _notes(type(config), Needs):
         value = _value(config, name)
@@ -195,7 +195,7 @@ def find_marked(cls: Any, mark: Mark) -> list[str]:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a setting: --learning-rate for `optim.learning_rate`, and --model for `model.path`."""
+    """Return the flag of a setting: the last part of its name, such as --learning-rate, but --model for `model.path`."""
     section, _, leaf = name.rpartition(".")
     return "--" + (section if leaf == "path" else leaf).replace("_", "-")
 

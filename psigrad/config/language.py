@@ -167,7 +167,7 @@ class EpisodeSettings:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """An OpenAI-compatible server that samples instead of a local model."""
+    """The settings of an OpenAI-compatible server that samples instead of a local model."""
 
     server: Annotated[str, MAIN] = ""
     """Address of an OpenAI-compatible server that samples, such as http://localhost:8000/v1. `model` is then the model's name on
@@ -207,7 +207,7 @@ class _SectionsForRows(_Sections):
 
 @dataclass(frozen=True)
 class SFTConfig(_SectionsForRows, PackingSettings, RewardSettings):
-    """Supervised fine-tuning: cross-entropy on completion tokens (prompt-completion rows) or assistant turns (messages).
+    """Supervised fine-tuning: cross-entropy on a row's completion or, in a row of messages, on the assistant's turns.
 
     Rewards are used only to evaluate completions, not to train. Without a reward, evaluation reports the held-out loss.
     """
@@ -313,7 +313,7 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
 
 @dataclass(frozen=True)
 class RewardConfig(PackingSettings):
-    """A reward model: a scalar head on a language model, trained on comparisons (or on labelled steps)."""
+    """A reward model: a scalar head on a language model, trained on comparisons or, with `process`, on labelled steps."""
 
     model: Annotated[Model, Unread("router_aux_loss_coef")] = field(default_factory=Model)
     data: _Rows = field(default_factory=Data)

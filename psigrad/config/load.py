@@ -113,13 +113,13 @@ def has_cuda() -> bool:
 
 
 def _merge(below: Any, above: Any) -> Any:
-    """Return the file's value `above` in place of the default `below`. In a section, replace only the settings in the file."""
+    """Return the file's value `above` in place of the default `below`. A section keeps the defaults that the file omits."""
     sections = isinstance(below, dict) and isinstance(above, dict) and "preset" not in below
     return {**below, **above} if sections else above
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], source: str) -> T:
-    """Build a `cls` from `values` in the form of `to_dict`. Raise `UserError` that names the file `source` if one is invalid."""
+    """Build a `cls` from the output of `to_dict`. Raise `UserError` that names the file `source` if a value is invalid."""
     return _build(cls, {name: value for name, value in values.items() if name not in ("format", "recipe")}, source)
 
 
@@ -171,10 +171,10 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
 
 
 def _drop_unread(cls: type[Any], values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return `values` without settings that the command does not read. Move values to the settings that replace them.
+    """Return `values` without the settings that the command does not read.
 
-    An unread setting is dropped if it has its default value, or if it is False and no other setting replaces it. Raises
-    `UserError` for any other unread setting without a replacement, or if the replacement is given with a different value.
+    Drop such a setting if it has its default value. Otherwise move its value to the setting that replaces it; raise `UserError`
+    if that setting is given with another value. If no setting replaces it, drop False and raise `UserError` for other values.
     """
     made: dict[str, Any] = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
     for name, instead in unread_settings(cls).items():
@@ -261,7 +261,7 @@ def reword(message: str) -> str:
 
 
 def identify(value: Any) -> str:
-    """Return text that identifies a value that JSON cannot express. Bytes, arrays and Pillow images are identified by content."""
+    """Return text that identifies a value that JSON cannot express: a hash for bytes, arrays and images, else its `str`."""
     data = value if isinstance(value, bytes) else value.tobytes() if hasattr(value, "tobytes") else None
     if data is None:
         return str(value)

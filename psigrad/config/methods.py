@@ -60,8 +60,8 @@ def declaration(name: str) -> Declaration:
 def of_spec(spec: Any) -> Declaration:
     """Return the declaration of an algorithm, given as a name, as {"preset": name, …} or as an object with a `name`.
 
-    Raise `UserError` for a name without ":" that no method has. Any other `spec` without a known name, such as "module:name",
-    counts as a custom online method: its declaration has the defaults {"algorithm": `spec`}.
+    A `spec` that names no method, such as "module:name", counts as a custom online method: its declaration has the defaults
+    {"algorithm": `spec`}. But a string without ":" raises `UserError`.
     """
     name = spec.get("preset", "") if isinstance(spec, Mapping) else spec if isinstance(spec, str) else getattr(spec, "name", "")
     if name in list_declarations():

@@ -30,7 +30,7 @@ def is_sharded(x: Any) -> bool:
 
 
 def num_replicas(x: Tensor, size: int) -> int:
-    """Return how many of `size` processes hold the same rows of a sharded tensor; 1 for a tensor that is not sharded."""
+    """Return how many of `size` processes hold the same rows of a sharded tensor. Return 1 for any other tensor."""
     if not is_sharded(x):
         return 1
     held: Any = x
@@ -58,7 +58,7 @@ def first_element(parameter: Any) -> int:
 
 
 def shard_like(local: Tensor, parameter: Tensor) -> Tensor:
-    """Return a tensor that is sharded like `parameter`, such as an optimiser's moment. This process's rows of it are `local`."""
+    """Return a tensor sharded like `parameter`, made from this process's rows `local`. Return a scalar `local` unchanged."""
     if not is_sharded(parameter) or local.dim() == 0:
         return local
     from torch.distributed.tensor import DTensor
@@ -89,7 +89,7 @@ def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 def write(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) -> None:
     """Write this process's rows of the tensors to files in `folder`.
 
-    All processes (with `group`: all of the group) must call this. If one of them fails, all raise its error.
+    All processes of `group` (by default, of the run) must call this. If one of them fails, all raise its error.
     """
     dcp = _checkpoints()
     folder.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,7 @@ class RankLost(UserError):
 
 
 class Division(NamedTuple):
-    """The division of the processes into groups if the model is sharded (fsdp), given as three sizes.
+    """The groups into which the processes are divided, as three numbers. A number above 1 needs a sharded model (fsdp).
 
     `replicate` is the number of full copies of the model. `tensor` is the number of processes that compute a layer together
     (tensor parallelism). `context` is the number of processes that share the tokens of a row (context parallelism).
@@ -199,8 +199,8 @@ def join_world(
 ) -> Iterator[World]:
     """Yield the `World` of this process, which the environment variables RANK and WORLD_SIZE define.
 
-    `psigrad … --processes N`, torchrun, SLURM and Ray Train set these; else there is one process. `lockstep` is `World.lockstep`.
-    Calls to the `World` fail if a process does not answer for `minutes`. Raise `UserError` if `division` does not fit WORLD_SIZE.
+    `psigrad … --processes N`, torchrun and Ray Train set these. Without them, there is one process. Sharding needs `lockstep`.
+    Calls to the `World` fail after `minutes` minutes without an answer. Raise `UserError` if WORLD_SIZE does not fit `division`.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if division is not None and (size % math.prod(division) or (division != Division() and not lockstep)):
@@ -274,7 +274,7 @@ def check_equal(world: World, values: Mapping[str, str]) -> None:
 def sum_figures(world: World, figures: Mapping[str, float]) -> dict[str, float]:
     """Return each figure's sum over the processes that have it. The result is bitwise the same on all processes.
 
-    Processes that compute a micro-batch together (a team) count once.
+    Of the processes that compute a micro-batch together (a team), only the first counts.
     """
     each = world.all_gather(dict(figures))[:: world.division.team]
     names = dict.fromkeys(name for own in each for name in own)
@@ -308,10 +308,10 @@ def map_shared(world: World, parts: Sequence[P], of: Callable[[P], T]) -> list[T
 
 
 def sum_gradients(world: World, parameters: Sequence[Tensor], failed: bool = False) -> bool:
-    """Replace each parameter's gradient by its sum over the ranks, computed in at least float32. Return True if a rank failed.
+    """Replace each parameter's gradient by its sum over the ranks, computed in at least float32. Return False on success.
 
-    If a rank passes `failed`, nothing is summed, and all ranks return True. A single process returns False even if it passes
-    `failed`. If no rank has a gradient for a parameter, the gradient stays None, so that the optimizer does not decay the
+    If one of several ranks passes `failed`, sum nothing, and return True on all of them. For a single process, do nothing and
+    return False. If no rank has a gradient for a parameter, the gradient stays None, so that the optimiser does not decay the
     parameter. If only some ranks have one, it counts as 0 on the others. Small gradients are sent together in one message.
     """
     if world.size == 1 or not parameters:
