@@ -17,7 +17,7 @@ class Names(Protocol):
     """An object that translates the names under which users give settings into dotted names, such as optim.learning_rate."""
 
     def dotted_name(self, cls: Any, name: str) -> str:
-        """Return the dotted name of a setting of class `cls`: "learning_rate" -> "optim.learning_rate". Keep an unknown name."""
+        """Return a setting's dotted name in class `cls`: "learning_rate" -> "optim.learning_rate"; an unknown name unchanged."""
 
     def check(self, cls: Any, given: Iterable[tuple[str, Any]]) -> None:
         """Raise `UserError` if `given`, pairs (name, value), has one setting under two names with different values."""
@@ -25,16 +25,16 @@ class Names(Protocol):
     def of_file(
         self, cls: Any, in_file: Mapping[str, Any], flags: Mapping[str, Any], source: str
     ) -> tuple[dict[str, Any], list[GivenSetting]]:
-        """Return a dict of the file's settings that are where `cls` has them, such as in `optim`, and a list of all others.
+        """Split a file's settings: return a dict of those at their place in `cls` and a list of all others.
 
-        `in_file` is the content of the file `source`, and `flags` are the settings of the command line. A file of rl-zoo3 has
-        a section for each environment, and `env` in `flags` selects one of them.
+        `optim: {learning_rate: 1e-5}` goes into the dict, `learning_rate: 1e-5` into the list. `in_file` is the content of the
+        file `source`, and `flags` are the command line's settings: `env` selects the environment's section of an rl-zoo3 file.
         """
 
     def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[GivenSetting]) -> list[GivenSetting]:
         """Return `given` with dotted names, and with each shortcut, such as `beta`, replaced by the settings that it stands for.
 
-        `given` overrides `values`, the settings in sections. Raises `UserError` for a shortcut to a part that the method lacks.
+        `given` overrides `values`, the nested settings so far. Raises `UserError` for a shortcut to a part that the method lacks.
         """
 
 

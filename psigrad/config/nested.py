@@ -27,8 +27,8 @@ class GivenSetting(NamedTuple):
 def put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
     """Set the setting with the dotted name `name` in nested `values`, and create the missing mappings on the path.
 
-    Within `algorithm` and `loss`, a value on the path may be the name of a preset, the name of a part, or null. It then becomes
-    a mapping: {preset: name}, {part: name} or {}. Error messages name the `source` of the setting.
+    Within `algorithm` and `loss`, a value on the path that is no mapping becomes one: a preset's name becomes {preset: name}, a
+    part's name {part: name}, and null {}. Error messages name the `source` of the setting.
     """
     first, *parents, leaf = [*name.split(".")] if "." in name else ["", name]
     for parent in [first, *parents] if first else []:
@@ -111,7 +111,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"The settings file {str(path)!r} cannot be read: {error.strerror}.") from error
     except RecursionError:
-        raise UserError(f"The settings file {str(path)!r} is nested too deeply; expected a mapping of names to values.") from None
+        raise UserError(f"The settings file {str(path)!r} is nested too deeply; expected a few levels of settings.") from None
     except (yaml.YAMLError, ValueError) as error:
         said = " ".join(str(error).replace(' in "<unicode string>",', " at").split())
         hint = " Indent with spaces, not with tabs." if "'\\t'" in said else ""
@@ -129,9 +129,9 @@ _OBJECT = re.compile(r'\s*\{\s*"')
 def read_value(text: str, hint: Any = None, name: str = "a value") -> Any:
     """Read a value as YAML. Return the text itself if it is not YAML, or if the type of the setting, `hint`, is text.
 
-    So `output_dir=2024` stays text. If a setting accepts text or a mapping, such as `metric`, only a value that starts with { is
-    read as YAML. If it accepts a tuple of texts, only a value that starts with [ is, such as `report_to=[]`. A value that starts
-    with {" must be JSON, since YAML would read a misspelt `false` as text. Raises `UserError` about `name` if it is not JSON.
+    So `output_dir=2024` stays text. A setting that accepts text or a mapping, such as `metric`, is read as YAML only if its value
+    starts with `{`. One that accepts several texts, such as `report_to`, is read as YAML only if its value starts with `[`. A
+    value that starts with `{"` must be JSON, else raises `UserError` with `name`: YAML would read a misspelt `false` as text.
     """
     if hint is str or (str in get_args(hint) and not text.startswith("[" if get_origin(hint) is tuple else "{")):
         return text

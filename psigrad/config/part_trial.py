@@ -21,7 +21,7 @@ PACKAGE = str(Path(__file__).parents[1])
 
 
 def make_batch() -> Batch:
-    """Return two groups of 8 trajectories of 1 to 3 steps. All fields that parts read are set, except `metric` and `rewarded`."""
+    """Return a batch of two groups, each of 8 trajectories of 1 to 3 steps. `inputs`, `metric` and `rewarded` are None."""
     generator = torch.Generator().manual_seed(0)
     rows = GROUPS * SIZE
     lengths_N = torch.arange(rows) % STEPS + 1
@@ -134,7 +134,7 @@ def _result(setting: str, part: Any, call: Callable[[], Any]) -> Any:
 
 
 def _check(setting: str, part: Any, found: Any, shapes: tuple[tuple[int, ...], ...], dtype: Any = None) -> None:
-    """Raise `UserError` about `setting` unless `found`, the result of `part`, is a tensor of one of `shapes` (and of `dtype`)."""
+    """Raise `UserError` about `setting` unless `part`'s result `found` is a tensor of one of `shapes`, and of `dtype` if set."""
     names = {1: "[N]", 2: "[N, T]"}
     expected = " or ".join(f"{names[len(shape)]} = {list(shape)}" for shape in shapes)
     kind = "a boolean tensor" if dtype is not None else "a tensor"

@@ -39,7 +39,7 @@ Schedule = Literal[
 
 
 def object_of(given: str | Mapping[str, Any]) -> str | dict[str, Any]:
-    """Return a mapping, or the JSON text of a mapping, as a dict; return "" if it is empty. Raises `UserError` for other text."""
+    """Return a mapping, or the JSON text of one, as a dict; "" if either is empty. Raises `UserError` for anything else."""
     try:
         found = json.loads(given) if isinstance(given, str) and given else given or {}
     except ValueError:
@@ -241,7 +241,7 @@ class Sampling:
     """With sampler=embedded on a GPU: capture decoding steps as a CUDA graph per batch size, and replay it."""
 
     def vllm_memory_alone(self, gpus: float = 1.0) -> float:
-        """Return vLLM's memory share on a GPU without a trainer: by default 0.8, or 0.8·`gpus` if an engine gets under 1 GPU."""
+        """Return vLLM's memory share on a GPU without a trainer: `vllm_memory`, or 0.8·min(1, `gpus`) if that has its default."""
         return 0.8 * min(1.0, gpus) if self.vllm_memory == Sampling.vllm_memory else self.vllm_memory
 
     @property
@@ -397,5 +397,5 @@ class Run:
     """Draw report.html at the end."""
 
     def steps(self, rows: int, per_step: int) -> int:
-        """Return `max_steps`, or if it is 0 the steps for `num_train_epochs` over `rows` rows, at `per_step` rows a step."""
+        """Return `max_steps`. If it is 0, return the steps that `num_train_epochs` over `rows` take at `per_step` rows a step."""
         return self.max_steps or math.ceil(self.num_train_epochs * rows / per_step)

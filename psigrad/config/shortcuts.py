@@ -1,7 +1,7 @@
 """Shortcuts: short, common names for settings of a method's parts, such as `beta` for algorithm.kl.coefficient in GRPO.
 
-Which settings a shortcut sets depends on the method. If the method lacks the part, an error lists methods that have it. A slot
-is a parameter that holds a part: `kl` is the slot of the KL term.
+Which settings a shortcut sets depends on the method. If the method has no part with such a setting, an error lists methods
+that have one. A slot is a parameter that holds a part: `kl` is the slot of the KL term.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def describe(value: Any) -> Any:
 
 
 def describe_method(spec: Any) -> Part | None:
-    """Return the method that `spec`, a value of `algorithm` or `loss`, describes; None if that is no preset and no mapping."""
+    """Return the method that a value of `algorithm` or `loss` describes; None if it is neither a preset's name nor a mapping."""
     if isinstance(spec, str):
         return describe(algorithms.PRESETS[spec]) if spec in algorithms.PRESETS else None
     if not isinstance(spec, Mapping):
@@ -132,9 +132,9 @@ def expand(
 ) -> tuple[list[GivenSetting], list[tuple[GivenSetting, str]]]:
     """Replace each shortcut in `given` by the settings that it stands for. Return (new list, [(shortcut, error message)]).
 
-    `cls` is the settings class. `given` overrides `values`, such as the method's defaults. `more` adds shortcuts to psigrad's
-    own. A shortcut to a part that the method lacks goes to the second list, or is dropped if `needless(shortcut)` is True. A
-    shortcut whose value the method already has is dropped too.
+    `cls` is the settings class. `given` overrides `values`, the nested settings so far. `more` adds shortcuts to psigrad's own.
+    A shortcut to a part that the method lacks goes to the second list, or is dropped if `needless(shortcut)` is True. A shortcut
+    whose value the method already has is dropped too.
     """
     known = shortcuts_of(cls)
     short = {**known, **more} if known else {}
@@ -186,7 +186,7 @@ def _describe_missing(name: str, short: Shortcut, spec: Any) -> str:
 
 
 def find_parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[Part], Places]:
-    """Return a `Shortcut.find` function that finds the parameter `field` of the given `parts`. `slots` limits the search."""
+    """Return a `Shortcut.find` function that finds the parameter `field` of `parts`, in all slots or only in `slots`."""
 
     def places(root: Part) -> Places:
         return [
@@ -203,7 +203,7 @@ def _either(*finders: Callable[[Part], Places]) -> Callable[[Part], Places]:
 
 
 def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
-    """Return a `Shortcut.find` function that finds the parameter `field` of the part in `slot`. It is 0 if the slot is empty."""
+    """Return a `Shortcut.find` function that finds the parameter `field` of the part in `slot`; its value is 0 without a part."""
 
     def places(root: Part) -> Places:
         if root.name != "PolicyGradient":
@@ -215,7 +215,7 @@ def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
 
 
 def _kl_weight(root: Part) -> Places:
-    """Return [(dotted path, value)] of the KL coefficient. In distillation, value is the mixture: 0 is forward KL, 1 reverse."""
+    """Return [(dotted path, KL coefficient)]. In distillation, return [("kl", mixture)]: 0 is forward KL, 1 reverse KL."""
     if not _is_distillation(root):
         return _may_have("kl", "coefficient")(root)
     kl = root.parameters["kl"].parameters
@@ -235,7 +235,7 @@ def _is_distillation(root: Part) -> bool:
 
 
 def _preference_weight(root: Part) -> Places:
-    """Return [(dotted path, value)] of β in a preference loss; in ORPO, whose β is always 1, that of the odds term's weight."""
+    """Return [(dotted path, β)] of a preference loss. ORPO's β is always 1: return the weight of its odds term instead."""
     return _preference("preference" if root.parameters.get("score") == Part("log_odds") else "beta")(root)
 
 
@@ -265,7 +265,7 @@ _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
 def find_grouped(root: Part) -> Places:
-    """Return [(dotted path, d)] of advantages that subtract group means. They divide by the std d: "batch", "group" or "none"."""
+    """Return [(path, s)] of advantages that subtract group means. s says whose std they divide by: "batch", "group" or "none"."""
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
         for place, part in find_parts(root)

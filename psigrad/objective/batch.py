@@ -57,7 +57,7 @@ def terminal(score_N: Tensor, mask_NT: Tensor) -> Tensor:
 class Batch:
     """N collected trajectories. Algorithms read every field but `inputs`. Steps at which `mask` is False are called masked.
 
-    On construction every per-step tensor is detached, copied, promoted to at least float32, and set to 0 on masked steps. No
+    On construction every float tensor [N, T] is detached, copied, cast to at least float32, and set to 0 on masked steps. No
     algorithm can then read the numbers of padding or of an environment's text. A reward on a masked step is therefore lost: put
     it on the previous unmasked step, as `terminal` does.
     Errors: ValueError if a tensor has the wrong shape or `mask` is not boolean.
@@ -144,7 +144,7 @@ class Batch:
         return self.reward.sum(1)
 
     def check_finite(self) -> None:
-        """Raise ValueError if a float field other than `parts` is NaN or infinite outside masked steps and padding rows."""
+        """Raise ValueError for a NaN or infinite float. `parts`, masked steps and padding rows are not checked."""
         for name in (*_NUMBERS, "last_value", "metric"):
             x: Tensor | None = getattr(self, name)
             x = zero_outside(self.present, x)[:, None] if x is not None and x.dim() == 1 else x
@@ -253,7 +253,7 @@ class Prepared:
         return replace(self, batch=batch, keep=of_rows(self.keep), needs_gradient=of_rows(self.needs_gradient), **per_step)
 
     def steps(self) -> Prepared:
-        """Return each unmasked step of the kept rows as a row of its own, for minibatches of steps, without `inputs` and `parts`.
+        """Return each unmasked step of the kept rows as a row of its own, for minibatches of steps. Omit `inputs` and `parts`.
 
         Use it only with the token ratio and the token_mean aggregate. Other ratios and aggregates need whole rows.
         """
@@ -379,8 +379,8 @@ def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float | Tensor) -> T
 
     `discount` is a number or a tensor [N]. For rewards x, y is the reward-to-go. For TD errors x and the discount γλ, y is GAE.
 
-    Short rows are multiplied by a matrix of powers of the discount. Long rows take log₂ T passes instead of T: with d the
-    discount and S the shift by one step, y = (1 − dS)⁻¹·x = …(1 + d⁴S⁴)(1 + d²S²)(1 + dS)·x.
+    For T up to `_FEW` and one discount for all rows, x is multiplied by a matrix of its powers. Otherwise log₂ T passes do the
+    work of T: with d the discount and S the shift by one step, y = (1 − dS)⁻¹·x = …(1 + d⁴S⁴)(1 + d²S²)(1 + dS)·x.
     """
     within, n_steps = inside(mask_NT), x_NT.shape[1]
     y_NT, holes = within(x_NT), _holes(mask_NT)

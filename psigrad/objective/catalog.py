@@ -1,7 +1,7 @@
 """The policy-gradient methods. Each is declared once: its name, its summary, its parts with the paper's values, and its settings.
 
-Where TRL's default differs, the comment above a method says so. All losses are scaled so that TRL's learning rates apply. The one
-exception is DR_GRPO, which divides by a constant that TRL takes from max_completion_length.
+Where TRL's default differs, the comment above a method says so. Every loss except DR_GRPO's is scaled so that TRL's learning
+rates apply. DR_GRPO divides by `aggregate.n`; set it to max_completion_length for TRL's scale.
 """
 
 from __future__ import annotations

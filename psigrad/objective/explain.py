@@ -139,7 +139,7 @@ def _part_lines(part: Any, indent: str) -> list[str]:
 
 
 def label(part: Any) -> str:
-    """Return a part's name and those of its parameters that have an effect: clip(low=0.2, high=0.28)."""
+    """Return a part's name, with the values of the parameters that it uses: clip(low=0.2, high=0.28)."""
     if is_dataclass(part) and not isinstance(part, type):
         unread = ("name", *getattr(part, "unread", ()))
         inside = ", ".join(f"{f.name}={_show(getattr(part, f.name))}" for f in fields(part) if f.name not in unread)
