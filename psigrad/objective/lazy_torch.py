@@ -1,7 +1,7 @@
-"""Lazy import of torch on first use. Its import takes seconds, and help texts and settings do not need it.
+"""Import torch on first use, not at the start: the import takes seconds, and help texts and settings do not need torch.
 
 Modules needed for help texts and settings write `from psigrad.objective.lazy_torch import Tensor, torch`, not `import torch`.
-`sys.modules` is unchanged, so `import torch` works as usual elsewhere.
+The placeholder is not in `sys.modules`, so `import torch` works as usual elsewhere.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ ACTION_VALUE = frozenset({"action_value"})
 
 
 class StatefulPsi(ABC):
-    """An advantage function (psi) with a state that each batch changes: a dict of numbers, which the caller stores."""
+    """An advantage function (psi) with memory: each call takes the state and returns the next one, which the caller stores."""
 
     @abstractmethod
     def initial_state(self) -> dict[str, float]:
@@ -87,7 +87,7 @@ def over_steps(x_N: Tensor, batch: Batch) -> Tensor:
 
 
 def ones(batch: Batch) -> Tensor:
-    """An advantage of 1 for every step, which maximises the likelihood of the kept completions.
+    """An advantage of 1 for every step, which maximises the likelihood of the completions that no filter dropped.
 
     Formula: A_t = 1
 
@@ -100,7 +100,7 @@ def ones(batch: Batch) -> Tensor:
 
 
 def no_reward(batch: Batch) -> Tensor:
-    """An advantage of 0 for every step: the policy learns only from the KL term, whose reference is a teacher.
+    """An advantage of 0 for every step. Rewards are ignored, and the policy learns only from the KL to a reference: the teacher.
 
     Formula: A_t = 0
 
@@ -158,7 +158,7 @@ def batch_mean(batch: Batch) -> Tensor:
 
     Formula: A_t = R_i − (1/N)·Σ_j R_j, over the N trajectories j of the batch
 
-    The mean contains R_i, so the expected gradient is (N − 1)/N of the true one, in the right direction.
+    The mean contains R_i, so the expected gradient is the true one times (N − 1)/N. Its direction is right.
 
     Source: Williams 1992; Ahmadian et al. 2024, arXiv:2402.14740.
 
@@ -226,7 +226,7 @@ class group_mean:
 
     Formula: A_t = (R_i − mean(R)) / (std(R) + eps), or R_i − mean(R) if std is false
 
-    The standard deviation is the unbiased one (G − 1). A group with equal returns has advantage exactly 0.
+    For a group of G completions, the variance divides by G − 1. A group with equal returns has advantage exactly 0.
 
     Source: Shao et al. 2024, GRPO, arXiv:2402.03300, section 4.1; std off: Liu et al. 2025, Dr. GRPO, arXiv:2503.20783.
 

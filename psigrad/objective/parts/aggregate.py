@@ -94,8 +94,8 @@ def has_signal(batch: Batch) -> Tensor:
     Formula: keep i  ⇔  min(M) < max(M) in the group of i
              M_i is the return of trajectory i without soft_overlong; with `--filter-metric NAME`, that reward's value
 
-    The test is exact equality: rounding errors make the standard deviation of eight rewards of 0.1 greater than 0. The paper
-    compares correctness. If M contained a length penalty, a group of right answers would be kept although it teaches only length.
+    The values themselves are compared, since rounding makes the standard deviation of eight rewards of 0.1 greater than 0. Let M
+    be correctness, as in the paper. With a length penalty in M, a group of right answers is kept although it teaches only length.
 
     Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2 (dynamic sampling).
 
@@ -106,7 +106,7 @@ def has_signal(batch: Batch) -> Tensor:
 
 
 def not_truncated(batch: Batch) -> Tensor:
-    """Drop trajectories that were cut by the length limit, since their reward says little about them.
+    """Drop trajectories that were cut by the length limit, since the reward of an unfinished answer says little about it.
 
     Formula: keep i  ⇔  trajectory i ended by itself
 
@@ -178,10 +178,10 @@ class top_entropy:
 
 @dataclass(frozen=True)
 class clip_covariance:
-    """Drop a few of the tokens that lower the entropy most: likely ones of high advantage, or unlikely ones of low advantage.
+    """Drop a few random tokens of those that lower the entropy: likely ones of high advantage, or unlikely ones of low advantage.
 
     Formula: C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A)), with means over all tokens of the batch
-             of the tokens with low < C_t < high, drop share · (number of all tokens) at random, at least one
+             of the tokens with low < C_t < high, drop share · (number of all tokens) at random, but at least one
              dropped tokens still count in w_t
 
     The random choice is a hash of the log-probs, so the same tokens are dropped whatever the order of the batch's rows.

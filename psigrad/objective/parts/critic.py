@@ -12,11 +12,11 @@ from psigrad.objective.lazy_torch import Tensor, torch
 
 @dataclass(frozen=True)
 class value_loss:
-    """Half the squared error of the critic V. The critic's target is G = Â_t + V_old. `returns` estimates the advantage Â_t. If
-    it is None, Â_t is the method's own advantage before whitening.
+    """Half the squared error of the critic V, whose target is G = Â_t + V_old. The psi `returns` computes the advantage Â_t. If
+    `returns` is None, Â_t is the method's own advantage before whitening.
 
-    Formula: value error = ½·max((V − G)², (clip(V, V_old − ε, V_old + ε) − G)²), or without ε ½·(V − G)²
-             V = V(s_t), G = Â_t + V_old(s_t), c_V = `coefficient` in the loss, ε = `clip`; V_old is V before the update
+    Formula: value error = ½·max((V − G)², (clip(V, V_old − ε, V_old + ε) − G)²), or ½·(V − G)² if `clip` is None
+             V = V(s_t), G = Â_t + V_old(s_t), V_old is V before the update, ε = `clip`; `coefficient` is c_V in the loss
 
     Source: Schulman et al. 2017, PPO, arXiv:1707.06347, eq. 9; the clip is that of OpenAI's baselines.
 
@@ -34,7 +34,7 @@ class value_loss:
     """
 
     def __call__(self, value: Tensor, value_old: Tensor, returns: Tensor) -> Tensor:
-        """Return the per-step loss [N,T], not yet multiplied by the coefficient."""
+        """Return the per-step loss [N,T], not yet multiplied by the coefficient. The argument `returns` is the target G."""
         error = (value - returns) ** 2
         if self.clip is not None:
             near = value_old + (value - value_old).clamp(-self.clip, self.clip)

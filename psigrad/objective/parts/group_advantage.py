@@ -73,8 +73,8 @@ def over_group_mean(batch: Batch) -> Tensor:
 
     Formula: A_t = (R_i − mean(R)) / mean(R), and 0 in a group whose mean is 0
 
-    For rewards of 0 and 1 the expected gradient is that of Σ_{k<G} pass@k / k. The term k = 1 alone is plain RL. Up to a
-    constant, the sum approaches log p as G grows, where p is the success rate. Rewards must not be negative.
+    For rewards of 0 and 1 and G completions in the group, the expected gradient is that of Σ_{k<G} pass@k / k. The term k = 1
+    alone is plain RL. As G grows, the gradient nears that of log p, where p is the success rate. Rewards must not be negative.
 
     Source: Tajwar et al. 2026, MaxRL, arXiv:2602.02710.
 
@@ -96,9 +96,9 @@ def over_group_mean(batch: Batch) -> Tensor:
 class pass_at_k:
     """The mean advantage of all subsets of k completions that contain this completion. A subset scores like its best completion.
 
-    Formula: with G completions in the group, of which m are wrong (R_i ≤ `right`), and C the binomial coefficient,
-             P = 1 − C(m, k)/C(G, k) and σ = √(P·(1 − P)): A_t = (1 − P)/σ for a right completion,
-             (1 − P − C(m − 1, k − 1)/C(G − 1, k − 1))/σ for a wrong one, and 0 if σ = 0
+    Formula: A_t = (1 − P)/σ if R_i > `right`, else (1 − P − C(m − 1, k − 1)/C(G − 1, k − 1))/σ; A_t = 0 if σ = 0
+             P = 1 − C(m, k)/C(G, k), σ = √(P·(1 − P)), and C is the binomial coefficient
+             m of the group's G completions are wrong: their R_i is at most `right`
 
     P is the share of subsets with a right completion. A second right completion in a subset does not raise the subset's score.
 
@@ -141,8 +141,8 @@ class decoupled_group_mean:
     Formula: A_t = S_i / (std_batch(S) + eps), S_i = Σ_k w_k · (r_ik − mean_group(r_k)) / (std_group(r_k) + eps)
              r_ik is the value of reward function k for completion i, and w_k the weight of this function
 
-    In a plain sum of rewards, the values (1, 0) and (0, 1) of two functions look the same. A function that does not apply to a
-    completion adds nothing to S_i. A KL penalty in the reward is ignored.
+    A plain sum of two rewards is 1 for both (1, 0) and (0, 1). Here, with equal weights, the rarer success counts more. A
+    function that does not apply to a completion adds nothing to S_i. A KL penalty in the reward is ignored.
 
     Source: Liu et al. 2026, GDPO, arXiv:2601.05242; TRL multi_objective_aggregation "normalize_then_sum".
 

@@ -19,8 +19,8 @@ d = log π(a|s) − log π_ref(a|s), and m = `mixture`:
 | exact_js | JS = m·KL(π_ref‖M) + (1 − m)·KL(π‖M), M = m·π_ref + (1 − m)·π | JS | ∇JS, without sampling noise |
 | span | log π(w) − log π_ref(w) of a piece of text w, at w's last step | KL(π‖π_ref) of the distributions of w | its gradient |
 
-The gradients are those of the KL at the visited states. If the penalty is in the reward, only its value matters, because the
-policy gradient accounts for later states.
+These gradients leave out that a changed policy visits other states. A penalty in the reward is not differentiated: only its
+value matters, and the policy gradient credits each action with the penalties at later states.
 Sources: Schulman 2020, Approximating KL divergence; Tang and Munos 2025, arXiv:2506.09477; Agarwal et al. 2024,
 GKD, arXiv:2306.13649 (the forward and the Jensen–Shannon divergence).
 """
@@ -78,13 +78,13 @@ def token(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
-    """Return log ρ [N, T], with one length-normalised ratio for a sequence. The gradient of ρ_t goes to log π(a_t|s_t) alone.
+    """Return log ρ [N, T], with one length-normalised ratio for a sequence. The gradient of ρ_t flows to log π(a_t|s_t) alone.
 
     Formula: ρ_t = sg[ (Π_u π(a_u|s_u)/π_old(a_u|s_u))^(1/|y|) ] · π(a_t|s_t) / sg[π(a_t|s_t)]
              sg stops the gradient; the last factor is 1 and only carries the gradient
 
-    With one advantage per sequence and the mean over its |y| steps, gradient and value equal those of the plain sequence ratio.
-    With per-step advantages, each step's gradient is weighted by its own advantage.
+    With one advantage per sequence and the sequence_mean aggregate, the loss and its gradient are as if ρ_t were the ratio in
+    brackets, without sg. With per-step advantages, each step's gradient is weighted by its own advantage.
 
     Source: Zheng et al. 2025, GSPO, arXiv:2507.18071 (the form GSPO-token).
 
@@ -115,7 +115,7 @@ LEVELS: tuple[Level, ...] = ("token", "sequence", "geometric")
 
 
 def _sampler_ratio(batch: Batch, level: Level) -> Tensor:
-    """Return π_old / π_sampler [N, T] by `level`: of each step, or the product or geometric mean over a sequence's steps."""
+    """Return the ratios π_old / π_sampler [N, T]: at `level` sequence, their product; at geometric, their geometric mean."""
     gap = _gap(batch)
     if level != "token":
         gap = gap.sum(1, keepdim=True).expand(gap.shape)
@@ -146,8 +146,8 @@ def _check(name: str, floor: float, cap: float, level: str) -> None:
 class truncated_importance:
     """Importance weights between trainer and sampler, truncated at a cap and a floor.
 
-    Formula: c_t = sg[clip(w_t, floor, cap)], w_t = π_old(a_t|s_t) / π_sampler(a_t|s_t); sg stops the gradient; at level
-             "sequence" or "geometric", w_t is the product or the geometric mean of these ratios over the sequence
+    Formula: c_t = sg[clip(w_t, floor, cap)], w_t = π_old(a_t|s_t) / π_sampler(a_t|s_t); sg stops the gradient
+             at level "sequence", w_t is the product of these ratios over the sequence; at "geometric", their geometric mean
 
     Source: Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL training (TIS); TRL "token_truncate",
     "sequence_truncate".
@@ -159,7 +159,7 @@ class truncated_importance:
     cap: float = 3.0
     """Greatest weight; TRL's vllm_importance_sampling_clip_max."""
     level: Level = "token"
-    """token: one weight per step. sequence or geometric: one per sequence, the product or geometric mean of its steps' ratios."""
+    """token: a weight per step. sequence: one per sequence, the product of its steps' ratios. geometric: their geometric mean."""
     floor: float = 0.0
     """Least weight."""
 
@@ -175,8 +175,8 @@ class truncated_importance:
 class masked_importance:
     """Importance weights between trainer and sampler, set to 0 for steps or sequences outside the bounds.
 
-    Formula: c_t = sg[w_t] if floor ≤ w_t ≤ cap else 0, w_t = π_old(a_t|s_t) / π_sampler(a_t|s_t); sg stops the gradient; at level
-             "sequence" or "geometric", w_t is the product or the geometric mean of these ratios over the sequence
+    Formula: c_t = sg[w_t] if floor ≤ w_t ≤ cap else 0, w_t = π_old(a_t|s_t) / π_sampler(a_t|s_t); sg stops the gradient
+             at level "sequence", w_t is the product of these ratios over the sequence; at "geometric", their geometric mean
 
     IcePop is level "token" with floor 0.5 and cap 5.
 
@@ -190,7 +190,7 @@ class masked_importance:
     cap: float = 3.0
     """Weights above this become 0; TRL's vllm_importance_sampling_clip_max."""
     level: Level = "sequence"
-    """token: one weight per step. sequence or geometric: one per sequence, the product or geometric mean of its steps' ratios."""
+    """token: a weight per step. sequence: one per sequence, the product of its steps' ratios. geometric: their geometric mean."""
     floor: float = 0.0
     """Weights below this become 0."""
 
@@ -267,8 +267,8 @@ def span_kl(logp: Tensor, ends: Tensor, theirs: Tensor, baseline: Tensor | None 
     Formula: value d_w = log π(w) − log π_ref(w) at the last token of each piece w, 0 elsewhere; gradient Σ_w (d_w − b)·∇log π(w)
 
     A piece of text ends where both tokenizers end a token. There, `ends` is True and `theirs` is log π_ref of the piece. Tokens
-    after the last end belong to no piece. `logp` [N, T] is log π of each token. `baseline` [N] is b, the mean d_w of all other
-    completions' pieces, or None for b = 0. It reduces noise without changing the expected gradient.
+    after the last end belong to no piece. `logp` [N, T] is log π of each token. `baseline` [N] is b, the mean of d_w over
+    the pieces of all other completions, or None for b = 0. It reduces noise without changing the expected gradient.
     """
     place = ends.cumsum(1) - ends.long()
     d = logp.new_zeros(logp.shape[0], logp.shape[1] + 1)
@@ -282,7 +282,7 @@ def span_kl(logp: Tensor, ends: Tensor, theirs: Tensor, baseline: Tensor | None 
 class adaptive:
     """A KL coefficient β that rises if the mean KL per sequence is above `target`, and falls if it is below `target`.
 
-    Formula: β ← β · (1 + clip(KL/target − 1, −0.2, 0.2) · sequences/horizon)
+    Formula: β ← β · (1 + clip(KL/target − 1, −0.2, 0.2) · n/horizon) after each batch of n sequences
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
 
@@ -317,13 +317,13 @@ class KL:
     Formula: in the reward: r_t ← r_t − β·k(d_t), with d_t = log π_old(a_t|s_t) − log π_ref(a_t|s_t)
              in the loss: KL_t = k(d_t), with d_t = log π(a_t|s_t) − log π_ref(a_t|s_t)
 
-    `estimator` chooses k: k1 = d, k2 = d²/2, k3 = e^(−d) − 1 + d, exact = Σ_a π(a)·d(a). k1+ and k3+ have the value of k1 and k3
-    and the gradient of k2. exact_forward is KL(π_ref‖π), exact_js the Jensen–Shannon divergence with weight `mixture`. Both are
-    sums over the vocabulary. span is for a reference with another tokenizer: Σ_w (log π(w) − log π_ref(w)) over pieces of text w.
-    A piece ends where both tokenizers end a token. The gradient is Σ_w (log π(w) − log π_ref(w))·∇log π(w).
-    In the loss, k1 raises an error, since its expected gradient is 0. The gradient of k3 is ∇KL(π_ref‖π), as in GRPO's paper;
-    that of k2, k1+, k3+ and exact is ∇KL(π‖π_ref). With importance_weighted=True, each step's penalty is ρ_t·k(d_t), to correct
-    for sampling from π_old. k1 is then allowed. The gradient of k1 and k3 then also flows through ρ_t, and is ∇KL(π‖π_ref).
+    β is `coefficient`. `estimator` chooses k: k1 = d, k2 = d²/2, k3 = e^(−d) − 1 + d. k1+ has the value of k1, k3+ that of k3;
+    both have k2's gradient. Three are sums over the vocabulary: exact = Σ_a π(a)·d(a), exact_forward = KL(π_ref‖π), and exact_js,
+    the Jensen–Shannon divergence with weight `mixture`. span is for a reference with another tokenizer: Σ_w d_w over pieces of
+    text w, with d_w = log π(w) − log π_ref(w) and gradient Σ_w d_w·∇log π(w). A piece ends where both tokenizers end a token.
+    In the loss, the expected gradient of k2, k1+, k3+ and exact is ∇KL(π‖π_ref); that of k3 is ∇KL(π_ref‖π), as in GRPO's paper;
+    that of k1 is 0, so k1 raises an error unless importance_weighted is true. If it is, each step's penalty is ρ_t·k(d_t), which
+    corrects for sampling from π_old. The gradient of k1 and k3 then flows through ρ_t too, and is ∇KL(π‖π_ref).
 
     Source: Ziegler et al. 2019, arXiv:1909.08593 (reward); Shao et al. 2024, GRPO, arXiv:2402.03300 (loss, k3); Schulman 2020,
     Approximating KL divergence; DeepSeek-V3.2, arXiv:2512.02556 (importance-weighted k3).
@@ -357,10 +357,10 @@ class KL:
             raise ValueError(f"KL has estimator={self.estimator!r}; expected one of {', '.join(ESTIMATORS)}.")
         if not isinstance(self.coefficient, adaptive) and self.coefficient < 0:
             raise ValueError(
-                f"KL has coefficient={self.coefficient}; expected 0 or more; a negative one would push the policy away."
+                f"KL has coefficient={self.coefficient}; expected 0 or more; a negative one would reward distance from π_ref."
             )
         if not 0 < self.mixture < 1:
-            raise ValueError(f"KL has mixture={self.mixture}; expected between 0 and 1; for 0 use exact_forward, for 1 exact.")
+            raise ValueError(f"KL has mixture={self.mixture}; expected 0 < mixture < 1; for 0 use exact_forward, for 1 exact.")
         if self.where == "reward" and (self.estimator in (*MEASURED, "k1+", "k3+") or self.importance_weighted):
             raise ValueError(
                 f"KL in the reward has estimator={self.estimator!r} and importance_weighted={self.importance_weighted}; expected "

@@ -43,7 +43,7 @@ class RatioSurrogate(SilentSurrogate):
 
 
 class SamplerWeighted(SilentSurrogate):
-    """The base class of surrogates that weight steps by π / π_sampler. Their `PolicyGradient` must have no `correction`."""
+    """The base class of surrogates that already weight by π / π_sampler. So their `PolicyGradient` must have no `correction`."""
 
 
 def score(logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class truncated_weight(SilentSurrogate):
 
 
 def innermost(surrogate: Surrogate) -> Surrogate:
-    """Remove all wrapping surrogates, such as `with_imitation`. Return the surrogate inside, or `surrogate` if it wraps none."""
+    """Return the surrogate inside all wrapping ones, such as `with_imitation`, or `surrogate` itself if it wraps none."""
     inner: Surrogate | None = getattr(surrogate, "surrogate", None)
     return surrogate if inner is None else innermost(inner)
 
@@ -189,7 +189,7 @@ def clip_fractions(surrogate: Surrogate, log_ratio: Tensor, advantage: Tensor) -
 
 @dataclass(frozen=True)
 class soft_clip(RatioSurrogate):
-    """The ratio through a sigmoid: the gradient fades smoothly as the ratio moves away from 1, without the clip's sharp edge.
+    """A sigmoid of the ratio: the gradient fades smoothly as the ratio moves away from 1, without the clip's sharp edge.
 
     Formula: L_t = −(4/τ)·σ(τ·(ρ_t − 1))·A_t
              τ is `positive` where A_t > 0, `negative` elsewhere; σ is the sigmoid
@@ -219,13 +219,13 @@ class soft_clip(RatioSurrogate):
 
 @dataclass(frozen=True)
 class divergence_mask(SilentSurrogate):
-    """The policy gradient weighted by the detached ratio, without the steps whose probability has moved too far.
+    """The policy gradient weighted by the detached ratio. Steps that moved too far in the advantage's direction have loss 0.
 
     Formula: L_t = −M_t · sg[min(ρ_t, cap)] · A_t · log π(a_t|s_t), where sg stops the gradient
              M_t = 0 where A_t > 0 and π − π_old > δ, or A_t < 0 and π_old − π > δ; else 1; δ is `delta`
 
     δ bounds how far a token's probability π moves from π_old, not the ratio ρ_t. So a rare token's probability can grow by a
-    large factor. The distance |π − π_old| is the total variation between the two policies if all other tokens count as one.
+    large factor. The distance |π − π_old| is the total variation between the two policies if all other tokens are counted as one.
 
     Source: Qi et al. 2026, DPPO (binary TV), arXiv:2602.04879; verl's dppo_tv.
 
@@ -289,7 +289,7 @@ class covariance_penalty(RatioSurrogate):
     """The importance-weighted surrogate, with a penalty |log ρ| on the few tokens that lower the entropy most.
 
     Formula: L_t = −ρ_t·A_t + m_t·coefficient·|log ρ_t|
-             m_t = 1 for the tokens with the greatest C_t, a `share` of all; else 0
+             m_t = 1 for the fraction `share` of all tokens that has the greatest C_t; else 0
              C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A)), with means over all tokens of the batch
 
     The penalty has no effect in the first optimiser step on a batch, where ρ_t = 1. It needs several passes or minibatches.
@@ -386,9 +386,9 @@ class kl_penalty:
     Formula: L_t = −ρ_t·A_t + β·(ρ_t − 1 − log ρ_t), where β starts at `coefficient`
 
     ρ_t − 1 − log ρ_t is never negative, and an unbiased estimate of KL(π_old‖π). Its gradient is unbiased too, because steps were
-    sampled from π_old, which does not depend on the parameters. With a `target`, β is doubled when the measured KL is above
-    1.5 · target and halved when it is below target / 1.5. After each update, call `adapt` with the result of `measure_kl`. β is
-    in the method's state.
+    sampled from π_old, which does not depend on the parameters. With a `target`, the trainer measures the KL after each update
+    (`measure_kl`). `adapt` then doubles β if that KL is above 1.5 · target, and halves β if it is below target / 1.5. The current
+    β is in the method's state.
 
     Source: Schulman et al. 2017, PPO, arXiv:1707.06347, section 4.
 
