@@ -67,7 +67,7 @@ _TRACKERS = "report_to chooses the trackers: wandb, tensorboard, trackio, mlflow
 _PRECISION = "dtype=bfloat16 or dtype=float32 sets the precision"
 _REWARDS = "only methods and commands that sample, like grpo, ppo and eval, take rewards; other methods learn from dataset rows"
 _CHECKPOINTS = "save_steps and save_minutes set when checkpoints are written"
-_TORCHRUN = "on several machines torchrun or SLURM starts the processes"
+_TORCHRUN = "on several machines torchrun starts the processes, also under SLURM"
 _ONLINE = "only online methods (such as grpo) have it, as a part of their algorithm"
 _COLUMNS = "psigrad reads TRL's columns, such as prompt and messages; rename yours with columns=question=prompt"
 _NO_EVALUATION = {"evaluation.eval_steps": 0, "evaluation.eval_prompts": 0}

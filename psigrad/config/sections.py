@@ -286,7 +286,7 @@ class Placement:
 
     processes: Annotated[Count, RECORDED, MAIN] = 1
     """Processes on this machine that train together, each on its share of every step. On several machines, start them with
-    torchrun or SLURM and leave this at 1."""
+    torchrun, also under SLURM, and leave this at 1."""
     strategy: Annotated[Literal["ddp", "fsdp"], RECORDED] = "ddp"
     """ddp: each process holds the full model; fsdp: each holds a shard of its weights, gradients and optimiser state (PyTorch's
     fully_shard)."""

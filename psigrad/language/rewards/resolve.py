@@ -67,7 +67,7 @@ def _with_parameters(mapping: dict[str, Any]) -> RewardSpec:
         return base
     kind = type(base.function)
     if not dataclasses.is_dataclass(kind) or not dataclasses.fields(kind):
-        raise UserError(f"The reward {name!r} takes no parameters and got {', '.join(mapping)}; give its name alone.")
+        raise UserError(f"The reward {name!r} takes no parameters, but got {', '.join(mapping)}; give its name alone.")
     known = [f.name for f in dataclasses.fields(kind)]
     for key, value in mapping.items():
         if isinstance(value, float) and not math.isfinite(value):

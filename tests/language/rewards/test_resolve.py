@@ -94,7 +94,7 @@ def test_parameters_reach_a_builtin():
         (3, "is an int; give a name"),
         ({"tolerance": 1}, "has no 'reward'"),
         ({"reward": "numeric", "tolerance": math.inf}, "has tolerance=inf; expected a finite number"),
-        ({"reward": "exact", "tolerance": 1}, "takes no parameters and got tolerance"),
+        ({"reward": "exact", "tolerance": 1}, "takes no parameters, but got tolerance"),
         ({"reward": "numeric", "tolerence": 1}, "no parameter 'tolerence'.*did you mean 'tolerance'"),
         ({"reward": "numeric", "tolerance": -1.0}, "tolerance is -1.0"),
         ({"reward": "format", "pattern": "("}, "is not a regular expression"),

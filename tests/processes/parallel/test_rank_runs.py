@@ -59,6 +59,9 @@ def test_two_processes_train_as_one_does(whole, recipe, strategy):
     assert [row.keys() for row in one] == [row.keys() for row in two]
     for before, after in zip(one, two, strict=True):
         for name, value in before.items():
+            if isinstance(value, str):  # which pairs were right
+                assert after[name] == value, (before["step"], name)
+                continue
             close = 2e-3 if name == "explained_variance" else 2e-4  # a ratio to a variance of next to nothing
             assert after[name] == pytest.approx(value, rel=2e-3, abs=close), (before["step"], name)
     assert (whole(recipe, 2, strategy) / "model" / "config.json").exists()
