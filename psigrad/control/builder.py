@@ -139,9 +139,14 @@ def build(config: ControlConfig, envs: Environments | None = None, like: str | N
 
 
 def _refuse_unread(config: ControlConfig) -> None:
-    """Raise `UserError` for a setting that differs from its default and that the algorithm does not read."""
+    """Raise `UserError` for a setting that differs from its default and that the algorithm does not read.
+
+    `CnnPolicy` sets how its critic shares layers, also for algorithms without a critic.
+    """
     given, usual = (flatten(to_dict(one)) for one in (config, ControlConfig()))
-    for name in sorted(unread_by(ControlConfig, name_of(config.algorithm))):
+    images = policies.SETTINGS[policies.CNN]
+    of_policy = images if all(given[name] in (value, [*value]) for name, value in images.items()) else {}
+    for name in sorted(unread_by(ControlConfig, name_of(config.algorithm)) - of_policy.keys()):
         if given[name] != usual[name]:
             raise UserError(f"{name} is {given[name]}, but {name_of(config.algorithm)} does not read it; remove it.")
 

@@ -13,6 +13,7 @@ from control_worlds import Chain, Locks, commanded
 
 import psigrad.control
 from psigrad import cli
+from psigrad.compat.foreign_names import load
 from psigrad.control import (
     A2C,
     DQN,
@@ -21,9 +22,11 @@ from psigrad.control import (
     CheckpointCallback,
     EvalCallback,
     StopTrainingOnRewardThreshold,
+    builder,
     evaluate_policy,
 )
 from psigrad.control.methods import presets
+from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.objective import catalog
 from psigrad.objective.parts.advantage import needs
@@ -443,6 +446,15 @@ def test_flags_of_rl_zoo3_that_mean_the_same_are_taken(tmp_path, monkeypatch):
     (found,) = seen
     assert (found.algorithm, found.total_timesteps, found.eval_episodes) == ("dqn", 99, 7)
     assert found.dqn.double_q and found.network.net_arch == (512,) and found.env_kwargs == {"sutton_barto_reward": True}
+
+
+def test_a_cnn_policy_serves_methods_without_a_critic_too(tmp_path):
+    """Its critic shares layers with the policy; DQN and TRPO do not read that setting, and name it if it is given alone."""
+    config = load(ControlConfig, flags={"algorithm": "dqn", "policy": "CnnPolicy", "env": "CartPole-v1", "total_timesteps": 5000})
+    assert builder.build(config).config.network.net_arch == (512,)
+    alone = replace(ControlConfig(), algorithm="dqn", network=replace(ControlConfig().network, critic="shared"))
+    with pytest.raises(UserError, match=r"network\.critic is shared, but dqn does not read it"):
+        builder.build(alone)
 
 
 def test_a_recurrent_policy_is_refused_with_what_does_its_work():

@@ -60,7 +60,7 @@ def unknown(text: str) -> list[str]:
     method = list_declarations().get(found[1])
     names = [name for _, name in flat_names(method.settings)] + [*shortcuts_of(method.settings)] if method else []
     known = {*map(flag_of, names), "--config"} if method else None
-    given = set(re.findall(r"(?<!\S)--[a-z-]+", found[2])) - {"--help", "--help-all"}
+    given = set(re.findall(r"(?<!\S)--[a-z][\w.-]*", found[2])) - {"--help", "--help-all"}
     return sorted(given - known) if known is not None else []
 
 
