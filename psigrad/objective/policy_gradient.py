@@ -2,9 +2,9 @@
 
     loss = Σ_{i,t} w_{i,t}·(c_{i,t}·L(log π_{i,t}, log ρ_{i,t}, A_{i,t}) + β·KL_{i,t}) − c_H·mean(H) + c_V·mean(value error)
 
-w are the weights of `aggregate`, c those of `correction`; L is `surrogate`, log ρ comes from `ratio`, and A from `psi`.
+`aggregate` gives w, `correction` c_{i,t}, `surrogate` L, `ratio` log ρ, `psi` A, `kl` β·KL, `entropy` c_H, and `critic` c_V.
 
-prepare: apply the KL to the reward, compute advantages, then filter, on the whole collected batch.
+prepare: on the whole collected batch, subtract the KL from the reward if `kl.where` says so, compute advantages, then filter.
 totals: count the sequences and tokens of one optimiser step.
 loss: compute the loss of any micro-batch of this step.
 The trainer owns the schedule (epochs, minibatches, learning rate).
@@ -134,7 +134,7 @@ class PolicyGradient:
 
     @property
     def needs_reference(self) -> bool:
-        """True if the method needs a reference policy, because it has a KL term whose coefficient is not 0."""
+        """True if the method has a KL term whose coefficient is not 0. The term compares the policy with a reference policy."""
         return self.kl is not None and self.kl.coefficient != 0
 
     @property
@@ -159,7 +159,7 @@ class PolicyGradient:
 
     @property
     def needs_exact_kl(self) -> bool:
-        """True if the model's outputs must contain `kl`, since the KL estimator reads more than log-probs of sampled actions."""
+        """True if the KL estimator needs more than log-probs of sampled actions. The model's outputs must then contain `kl`."""
         return self.kl is not None and self.kl.estimator in ratio.MEASURED and self.kl.coefficient != 0
 
     @property
@@ -177,7 +177,7 @@ class PolicyGradient:
 
     @property
     def dynamic_sampling(self) -> bool:
-        """True if `keep` contains `has_signal`, which drops groups of equal rewards. The trainer should then collect others."""
+        """True if `keep` has `has_signal`. It drops groups whose rewards are all equal, and the trainer should collect others."""
         return has_signal in self.keep
 
     def initial_state(self) -> dict[str, float]:
@@ -194,7 +194,7 @@ class PolicyGradient:
     def prepare(self, batch: Batch, state: State, *, metrics: bool = True) -> Prepared:
         """Compute the advantages, the filters and the new state for a whole collected batch.
 
-        If `metrics` is False and the KL coefficient is not adaptive, the metrics are skipped, which saves time on small batches.
+        `metrics=False` saves time on small batches: it skips the metrics, unless an adaptive KL coefficient reads them.
         Errors: ValueError if a number of the batch is not finite, if no group has `min_group_size` rows, or if the batch lacks a
         field that a part reads.
         """
@@ -233,7 +233,7 @@ class PolicyGradient:
         """Return three fields of `Prepared`: `keep` [N], True for rows to train on, and `counts` and `marks` [N, T].
 
         `counts` is a mask, False on steps that a filter drops from the surrogate loss; None if no filter drops single steps.
-        `marks` is True, or a weight above 0, on the steps that the surrogate's method `marks` chooses; None without this method.
+        `marks` is the mask or the weights that the surrogate's method `marks` returns; None if the surrogate has no such method.
         """
         keep, counts = batch.present, None
         for part in self.keep:
@@ -335,7 +335,7 @@ class PolicyGradient:
 
     @property
     def adapts(self) -> bool:
-        """True if the method has a penalty whose coefficient follows the KL measured after each update; then call `adapt`."""
+        """True if the surrogate is `kl_penalty` with a target KL. Then `adapt` must update its coefficient after each batch."""
         return isinstance(self.surrogate, kl_penalty) and self.surrogate.target is not None
 
     def adapt(self, prepared: Prepared, logp: Tensor) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The target and the loss of deep Q-learning. `back_up` uses only the target network, so one call serves many updates."""
+"""The target and loss of deep Q-learning. `back_up` reads only the target network, so its result is valid until that changes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def back_up(reward: Tensor, terminated: Tensor, next_q: Tensor, gamma: float) ->
 
 
 def td_target(worth: Tensor, choosing_q: Tensor | None = None) -> Tensor:
-    """Return y [M], the greatest target in each row of `worth` [M, A], the result of `back_up`.
+    """Return y [M]: one target from each row of `worth` [M, A], the result of `back_up`.
 
-    If `choosing_q` [M, A] is given, return the target of the action with the greatest `choosing_q` instead. Double DQN passes the
-    learning network's Q(s', ·) as `choosing_q`.
+    Without `choosing_q`, it is the greatest of its row. With `choosing_q` [M, A], it is the target of the action with the
+    greatest `choosing_q`; Double DQN passes the learning network's Q(s', ·).
 
     Source: van Hasselt et al. 2016, arXiv:1509.06461.
     """
@@ -42,7 +42,7 @@ def q_loss(q: Tensor, action: Tensor, target: Tensor) -> Tensor:
 
 
 def shares(action: Tensor, actions: int, size: int) -> Tensor:
-    """Return weights [M, A] for `q_slope`: 1 / `size` at the taken action, and 0 elsewhere. `size` is the batch size."""
+    """Return weights [M, A] for `q_slope`: 1 / `size` at the taken action, else 0. The M rows are batches of `size` rows each."""
     return one_hot(action, actions).float().div_(size)
 
 
@@ -58,5 +58,5 @@ def polyak(target: Tensor, source: Tensor, tau: float) -> None:
 
 
 def linear_epsilon(progress: float, fraction: float, first: float, last: float) -> float:
-    """Return ε at the share `progress` of a run: linear from `first` to `last` until the share `fraction`, then constant."""
+    """Return ε at `progress` (0 to 1) in a run. It moves linearly from `first` to `last`, is there at `fraction`, and stays."""
     return last if progress >= fraction else first + (last - first) * progress / fraction

@@ -21,7 +21,7 @@ from psigrad.objective.policy_gradient import PolicyGradient
 
 @dataclass(frozen=True, eq=False)
 class Slopes:
-    """The closed-form gradient of the loss on given steps. The fields do not depend on the current policy and critic.
+    """The closed-form gradient of the loss on given steps. It serves many updates: no field depends on the current weights.
 
     Formulas, with w the aggregate's weights, A the advantage, ρ = π/π_old, H the entropy, V the critic's value, R its target,
     c_H and c_V the coefficients of entropy and critic, and n the number of steps:
@@ -79,7 +79,7 @@ def has_slopes(algorithm: PolicyGradient) -> bool:
 
 
 def slopes(algorithm: PolicyGradient, prepared: Prepared, totals: Totals) -> Slopes | None:
-    """Return the closed-form gradient for a method that `has_slopes` accepts; None if a step is masked or a row was dropped."""
+    """Return the closed form for a method with `has_slopes`. If a step is masked or a row dropped, return None: use autograd."""
     surrogate, batch = algorithm.surrogate, prepared.batch
     if not prepared.is_full and not bool((batch.mask & prepared.keep[:, None]).all()):
         return None
@@ -99,6 +99,6 @@ def slopes(algorithm: PolicyGradient, prepared: Prepared, totals: Totals) -> Slo
 
 
 def _bounds(surrogate: clip, advantage: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `Slopes.bounds` [N, T] of `clip`: a lower bound where A < 0 (else −∞), and an upper bound where A > 0 (else ∞)."""
+    """Return `Slopes.bounds` for `clip`: log(1 − `low`) where A < 0, else −∞; and log(1 + `high`) where A > 0, else ∞."""
     low, high = torch.log(advantage.new_tensor([1 - surrogate.low, 1 + surrogate.high])).unbind()
     return torch.where(advantage < 0, low, -torch.inf), torch.where(advantage > 0, high, torch.inf)

@@ -29,7 +29,7 @@ def logsigmoid(x: Tensor) -> Tensor:
 class Pairs:
     """N pairs of completions, given by their log-probs: log π(y|x), summed over the tokens of each completion.
 
-    Errors: ValueError if a field's shape is not [N], which torch would broadcast silently; on a CPU also for an empty completion.
+    Errors: ValueError if a field's shape is not [N], or if a completion is empty. On a GPU, emptiness is not checked.
     """
 
     logp_chosen: Tensor
@@ -56,7 +56,7 @@ class Pairs:
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
-    """N completions labelled good or bad, and KTO's KL estimate, which is made from completions of other prompts."""
+    """N completions labelled good or bad, and `kl`, the reference point z with which KTO compares their log-ratios."""
 
     logp: Tensor
     """[N] log π(y|x), with gradient."""
@@ -144,7 +144,7 @@ def _reference(ref: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class logistic:
-    """The Bradley–Terry negative log-likelihood of the preference, if a share ε (`label_smoothing`) of the labels is swapped.
+    """The Bradley–Terry negative log-likelihood. It assumes that a share ε (`label_smoothing`) of the labels is swapped.
 
     Formula: −(1 − ε)·log σ(h_w − h_l) − ε·log σ(h_l − h_w)
 
@@ -204,7 +204,7 @@ def hinge(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def squared(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """The squared distance of the scores' difference from 1/(2β). The difference stays finite even if all labels of a pair agree.
+    """The squared distance of the scores' difference from 1/(2β), which keeps the difference from growing without bound.
 
     Formula: ((h_w − h_l)/β − 1/(2β))²
 
@@ -217,7 +217,7 @@ def squared(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Raise the chosen completion's probability, lower the rejected one's. Use it if the chosen beat the model's own completions.
+    """Raise the chosen completion's probability, lower the rejected one's. Use it if the chosen is better than the model's own.
 
     Formula: 1 − σ(h_w) + σ(h_l)
 
@@ -230,7 +230,7 @@ def apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def apo_down(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Lower the probability of both completions, the rejected one's more. Use it if the model's own completions beat the chosen.
+    """Lower the probability of both completions, the rejected one's more. Use it if the model's own are better than the chosen.
 
     Formula: σ(h_w) + 1 − σ(h_w − h_l)
 
@@ -388,7 +388,7 @@ class KahnemanTversky:
     """A loss on single completions labelled good or bad. It saturates on both sides of the reference point z.
 
     Formula: λ_D·(1 − σ(β·(r − z))) for desirable, λ_U·(1 − σ(β·(z − r))) for others, r = log π(y|x) − log π_ref(y|x)
-             λ_D, λ_U: the weights; z ≥ 0 estimates KL(π‖π_ref): mean log-ratio of prompts with others' completions
+             λ_D, λ_U: the weights; z ≥ 0 estimates KL(π‖π_ref): the mean of r with y from another prompt
 
     Source: Ethayarajh et al. 2024, KTO, arXiv:2402.01306, eq. 8.
     """
@@ -437,7 +437,7 @@ class KahnemanTversky:
 
 
 def kl_of_mismatched(logp: Tensor, ref: Tensor) -> Tensor:
-    """Return KTO's reference point z from log π(y'|x) and log π_ref(y'|x), [N] each: y' is a completion of another prompt than x.
+    """Return KTO's reference point z. `logp` and `ref` [N] are log π(y'|x) and log π_ref(y'|x): y' answers a prompt other than x.
 
     Formula: z = max(0, mean(log π(y'|x) − log π_ref(y'|x))), without gradient
 

@@ -20,7 +20,7 @@ from psigrad.objective.preferences.preference_loss import correct
 
 @dataclass(frozen=True)
 class BradleyTerry:
-    """The negative log-likelihood of the comparisons, with optional margin m, centring (weight c) and label smoothing ε.
+    """The negative log-likelihood of comparisons. Optional: a margin m, label smoothing ε, and c, which pulls the rewards to 0.
 
     Formula: −(1 − ε)·log σ(r_w − r_l − m) − ε·log σ(r_l − r_w + m) + c·(r_w + r_l)², with rewards r_w (chosen), r_l (rejected)
 
