@@ -31,8 +31,8 @@ _ONE_AT_A_TIME = threading.Lock()
 class ModelScorer:
     """A reward model as a `Scorer`.
 
-    With `same_tokens`, it scores the policy's own tokens, followed by the end tokens: those that ended the answers in the reward
-    model's training. Otherwise, it scores the prompt and the completion as rendered by the reward model's own chat template.
+    With `same_tokens`, it scores the policy's own tokens where it can; if it scores complete texts, it adds the end tokens that
+    ended them in its training. Otherwise, it scores the prompt and the completion as rendered by its own chat template.
     """
 
     name: str
@@ -53,7 +53,7 @@ class ModelScorer:
         return str(getattr(self.model.network.config, STEP_SEPARATOR, "") or "")
 
     def begin(self) -> Scoring:
-        """Return a `Scoring` that waits until sampling ends, since the policy needs the device, and then scores all groups."""
+        """Return a `Scoring` that scores all groups after sampling has ended, because the policy needs the device until then."""
         return Scoring(self._score_groups)
 
     def _score_groups(self, groups: Sequence[Samples]) -> list[Result]:
@@ -81,8 +81,8 @@ class ModelScorer:
     def _row(self, samples: Samples, i: int) -> Row:
         """Return completion `i` as a dataset row.
 
-        If the prompt is text but the completion is messages, make a user message of the prompt. If the reward model uses no chat
-        template, make text of the completion instead.
+        If the prompt is text but the completion is messages, convert one of them: the prompt to a user message if the reward
+        model uses a chat template, and otherwise the completion to text.
         """
         prompt, completion = samples.prompts[i], samples.completions[i]
         if isinstance(prompt, str) and not isinstance(completion, str):
@@ -95,9 +95,9 @@ class ModelScorer:
     def _tokens(self, row: Row, own: tuple[Ids, Ids] | None) -> tuple[Ids, Ids]:
         """Return (prompt tokens, completion tokens) for the reward model.
 
-        Usually, return `own`, the policy's tokens, with the end tokens (see `ModelScorer`) in place of any stop token that the
-        policy sampled. Return ([], tokens of the rendered `row`) if `own` is unknown (None), if the policy has another tokenizer
-        or template, or if the template writes something before each answer.
+        Usually, return `own`, the policy's tokens: drop a stop token at the end, then append the end tokens (see `ModelScorer`).
+        Return ([], tokens of the rendered `row`) if `own` is None, if the policy has a different tokenizer or template, or if
+        the template writes something before each answer.
         """
         end = self._ends[isinstance(row.prompt, str)] if self.same_tokens and own else None
         if end is None or own is None:
@@ -139,21 +139,21 @@ class ModelScorer:
 
 
 def describe_overflow(model: ScalarModel, pair: tuple[Ids, Ids]) -> str:
-    """Return "" if prompt and completion together fit the model's maximum length, otherwise the end of an error message."""
+    """Return "" if prompt and completion together fit the model, otherwise "n tokens, since it has m positions"."""
     tokens = sum(map(len, pair))
     return f"{tokens} tokens, since it has {model.max_length} positions" if tokens > model.max_length else ""
 
 
 def answer_ids(model: ScalarModel, row: Row) -> Ids:
-    """Return the tokens of a prompt and its answer, rendered as in the reward model's training. The last one gives the score."""
+    """Return the tokens of `row`, rendered as in the reward model's training. The value at the last token is the score."""
     return example(model.tokenizer, to_turns(model.tokenizer, row, model.plain_prompts)).ids
 
 
 def answer_end(tokenizer: Any, plain: bool) -> list[int] | None:
     """Return the tokens that end every answer: EOS if the rows are `plain` text, otherwise those that the template writes.
 
-    Return None if the template writes something between the generation prompt and an answer, such as Qwen3's empty thinking.
-    Return [] if the template cannot render a conversation: the policy's tokens are then scored without an added end.
+    Return None if the template writes something before an answer, such as Qwen3's empty thinking: a rendered row is then scored.
+    Return [] if the template cannot render a conversation: the policy's tokens are then scored without added end tokens.
     """
     rows = [Row("a test conversation", "a", text) for text in ("b", "c")]
     rows = rows if plain else [to_turns(tokenizer, row) for row in rows]

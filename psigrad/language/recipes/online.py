@@ -78,8 +78,8 @@ Setup = tuple[RewardSetup, RewardSetup | None]
 def run(config: OnlineConfig, given: ModelObject | None = None) -> Result:
     """Train `config.model`, or the object `given`, by `config.algorithm` on the prompts of `config.data`.
 
-    The method is `config.algorithm`. Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError` on
-    invalid settings or data, and `ValueError` if the algorithm's parts do not fit together.
+    Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError` on invalid settings or data, and
+    `ValueError` if the algorithm's parts do not fit together.
     """
     check(config, method(config))
     config = set_activation_memory(config)
@@ -167,7 +167,7 @@ def _learners(
     reference: LanguageModel | Teacher | None,
     past: PastPolicies | None,
 ) -> list[Learner | Follower]:
-    """Return the models that a checkpoint stores: policy, critic, a reference that follows the policy, and `past` opponents."""
+    """Return the models in a checkpoint: policy, critic, a reference that follows the policy, and the opponents in `past`."""
     learners: list[Learner | Follower] = [Learner(model, optimizer)]
     if critic is not None:
         learners.append(Learner(critic.model, critic.optimizer, "critic"))
@@ -222,10 +222,10 @@ def annotators_of(
 def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterator[Executor | None]:
     """Yield an executor whose threads sample during training steps; None on ranks above 0, or if nothing can be overlapped.
 
-    An overlap needs a `lag` above 0, and a sampler on a cluster or on a GPU that does not train. A cluster gets lag + 1 threads,
-    one for each batch that is being sampled. If completions are episodes, it gets one thread. A GPU also gets one, since it holds
-    one version of the weights. A GPU's sampling does not overlap if several processes train: they would communicate in two
-    threads at once. Nor does it with top_p, top_k or min_p: the model in training must then recompute log-probs.
+    An overlap needs a `lag` above 0, and a sampler on a cluster or on a GPU that does not train. On a cluster, lag + 1 threads
+    sample one batch each; episodes are all played by one thread. A GPU gets one thread, as it holds one version of the weights.
+    It needs two things more: one training process, since several would communicate in two threads at once, and no top_p, top_k or
+    min_p, since the sampling thread would then compute log-probs with the model in training.
     """
     beside = sampler.overlaps and world.size == 1 and not config.sampling.filtered
     if not ((sampler.central or beside) and config.lag and world.rank == 0):
@@ -266,7 +266,7 @@ def _prepare_rows(
 
 
 def longest_of(config: OnlineConfig, prepared: PreparedRows[Any], evaluator: Evaluator | None) -> int:
-    """Return the maximum number of tokens in a prompt plus its completion; 0 for episodes, which only the model limits."""
+    """Return the maximum number of tokens in a prompt plus its completion; 0 for episodes, whose length only the model limits."""
     if config.plays:
         return 0
     lengths = [len(ids) for _, ids in prepared.items] + [len(p.ids) for p in (evaluator.prompts if evaluator else ())]
@@ -282,8 +282,8 @@ def _critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None,
 def critic_rate(critic: ScalarModel) -> float:
     """Return a learning rate at which the critic's zero-initialised head learns: 0.05 / width of the model.
 
-    A step of Adam changes each weight of the head by the rate. The value thus changes by the rate times the sum of the hidden
-    state's magnitudes, each of which is about 1. At a width of 4,096 the rate is 1.2e-5. For critics of 7B parameters, verl uses
-    1e-5 and OpenRLHF 9e-6, with policies at 1e-6.
+    A step of Adam changes each weight of the head by the rate. The entries of a hidden state have a magnitude of about 1, so the
+    step changes a value by up to rate · width = 0.05. At a width of 4,096 the rate is 1.2e-5. For critics of 7B parameters, verl
+    uses 1e-5 and OpenRLHF 9e-6, with policies at 1e-6.
     """
     return 0.05 / size(critic.network.config, "hidden")

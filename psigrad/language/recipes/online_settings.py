@@ -31,7 +31,7 @@ from psigrad.runs.journal import Journal
 def method(config: OnlineConfig) -> PolicyGradient | OnlinePreference:
     """Return the algorithm of the settings.
 
-    If it divides the loss by `fixed_length` and the settings give no length, the length is max_completion_length, as in TRL.
+    If its `aggregate` is `fixed_length` and the settings give no length, the length is max_completion_length, as in TRL.
     """
     algorithm, spec = resolve_online(config.algorithm), config.algorithm
     if isinstance(algorithm, OnlinePreference):
@@ -235,14 +235,14 @@ def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGrad
     if isinstance(algorithm, OnlinePreference) or config.plays or config.evaluation.eval_kl:
         what = "eval_kl" if config.evaluation.eval_kl else "an environment or agent" if config.plays else "a preference method"
         raise UserError(
-            f"The reference {reference.name} is a server or has another tokenizer than the model, but {what} needs a local "
+            f"The reference {reference.name} is a server, or its tokenizer differs from the model's, but {what} needs a local "
             "reference with the model's tokenizer; give one."
         )
     reference.check(algorithm)
 
 
 def check_reference_sync(config: OnlineConfig, adapter: bool) -> None:
-    """Raise `UserError` if `ref_model_sync_steps` is set with an `adapter`: the reference is then the base model."""
+    """Raise `UserError` if `ref_model_sync_steps` is set with an `adapter`. Only full fine-tuning supports the setting."""
     if config.ref_model_sync_steps and adapter:
         raise UserError(
             "ref_model_sync_steps moves the reference's weights, but with LoRA the reference is the model without its adapter; "

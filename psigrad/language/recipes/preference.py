@@ -73,9 +73,9 @@ def _reference(
 ) -> LanguageModel | None:
     """Return the model that computes the reference's log-probs before training; None if they are not needed.
 
-    It is the model that `config.reference` names, or else the initial model. With LoRA, the initial model is `model` without its
-    adapter. In full fine-tuning, `model` itself is the initial model until step 1. The initial model is loaded again if the run
-    resumes from a `checkpoint`, or if eval_kl needs it later. Raises `UserError` for a reference that `loss` does not use.
+    It is the model that `config.reference` names, or else the initial model. With a new LoRA adapter, this is `model` without
+    its adapter. Without one, `model` itself is the initial model until step 1; if the run resumes from a `checkpoint`, or if
+    eval_kl needs the initial model later, it is loaded again. Raises `UserError` for a reference that `loss` does not use.
     """
     if config.reference and not loss.needs_reference:
         raise UserError(f"The settings name a reference model, but {loss.name} uses none; remove reference.")

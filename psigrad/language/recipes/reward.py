@@ -75,7 +75,7 @@ def score_rows(
     columns: str | Mapping[str, str] = "",
     bad_rows: Literal["stop", "skip"] = "stop",
 ) -> list[dict[str, Any]]:
-    """Return the prompt-completion rows in order, with the reward model's score r(x, y) as `reward`; higher is better.
+    """Return the prompt-completion rows in order, with the reward model's score as `reward`; higher is better.
 
     `rows` is a file, folder or hub dataset with a `split`, or rows from Python; `columns` renames their columns. `budget` is the
     maximum number of tokens of a forward pass. `bad_rows="skip"` drops malformed rows. Raises `UserError` if `model` has no

@@ -53,16 +53,16 @@ FEW = 4000
 
 @dataclass(frozen=True)
 class Encoder(Generic[R]):
-    """The encoding of rows for training: `encode` tokenizes a row, and `filter` then trims or drops the result."""
+    """The encoding of rows for training: `encode` tokenizes a row, and `filter`, if given, trims or drops the result."""
 
     tokenizer: PreTrainedTokenizerBase
     encode: Callable[[R], Any]
     filter: RowFilter | None = None
     encode_batch: Callable[[Sequence[R]], None] | None = None
-    """A function called with the given rows before `encode` takes each, for work that is faster on many rows at once."""
+    """A function that gets a batch of rows before `encode` gets each of them, for work that is faster on many rows at once."""
 
     def __call__(self, rows: Sequence[R]) -> tuple[list[Any], list[BadRow], Counter[str]]:
-        """Return (the encoded rows, a `BadRow` for each row that cannot be encoded, the counts from `filter`, summed)."""
+        """Return (the encoded rows, a `BadRow` for each row that cannot be encoded, the sums of the counts from `filter`)."""
         found, refused, counts = [], list[BadRow](), Counter[str]()
         with cache_specials(self.tokenizer):
             if self.encode_batch is not None:
@@ -82,10 +82,10 @@ class Encoder(Generic[R]):
 
 
 def encode_rows(rows: Sequence[R], encoder: Encoder[R], data: Data, log: Log | None = None) -> tuple[Sequence[Any], Counter[str]]:
-    """Return (the encoded rows, the counts from `encoder.filter` summed over the rows).
+    """Return (the encoded rows, the sums of the counts from `encoder.filter`).
 
-    With many rows or processes, the result is kept in Arrow batches. If the encoder rejects a row, the run stops with an error
-    that names the row's place in the file. With `bad_rows: skip`, rejected rows are dropped and counted, unless all are rejected.
+    With at least `FEW` rows, or several processes, the encoded rows are kept in Arrow batches. Raises `UserError` for a row
+    that cannot be encoded; with `bad_rows: skip`, drops and counts such rows instead, and raises only if no row can be encoded.
     """
     if len(rows) < FEW and data.num_proc <= 1:
         made: Sequence[Any]
@@ -119,7 +119,7 @@ def _batches(rows: Sequence[Any], encoder: Encoder[Any], processes: int) -> Iter
             yield from pool.map(_encode_span, spans)
     except BrokenProcessPool:
         raise UserError(
-            f"One of the {count} encoding processes ended, perhaps for lack of memory; lower num_proc (1: no extra process)."
+            f"One of the {count} encoding processes ended, perhaps for lack of memory; lower num_proc (with 1 there are none)."
         ) from None
 
 
@@ -151,10 +151,10 @@ def prepare(
     journal: Journal,
     make: Callable[[Log], PreparedRows[T]],
 ) -> PreparedRows[T]:
-    """Return the rows that `make` prepares, or read them from the cache of an earlier run with the same files and settings.
+    """Return the prepared rows: from the cache if an earlier run had the same files and settings, otherwise from `make`.
 
-    `settings` are further values on which the rows depend, for the cache key. The messages that were logged when the cache was
-    written are logged again. Rank 0 prepares the rows first. Other ranks read its cache. If there is none, they prepare too.
+    `settings` are other values that must be the same. The messages that were logged when the cache was written are logged again.
+    Rank 0 prepares the rows first. The other ranks then read its cache, or prepare the rows too if there is no cache.
     """
     folder = journal.folder.path / "images"
     images.store_in(folder)

@@ -110,7 +110,7 @@ def _teacher_row(row: Row, column: str, tokenizer: PreTrainedTokenizerBase) -> R
         known = ", ".join(sorted(row.columns)) or "none"
         raise UserError(
             f"{row.source}: teacher_prompt is {column!r}, but the row has only the columns {known}. Give every "
-            "row this column, as text or messages like the prompt."
+            "row this column, as text if its prompt is text, otherwise as messages."
         )
     if isinstance(own, str) != isinstance(row.dataset_prompt, str):
         raise UserError(
@@ -163,7 +163,7 @@ def token_limit(config: SFTConfig | RewardConfig | PreferenceConfig, model: Lang
 
 
 def check_positions(longest: int, **others: Any) -> None:
-    """Raise `UserError` if the run's longest text, of `longest` tokens, has more tokens than one of the models has positions.
+    """Raise `UserError` if one of the models has fewer positions than `longest`, the number of tokens in the run's longest text.
 
     Without this check, some models would read such a text without an error. `others` are the models by name, such as reference.
     """

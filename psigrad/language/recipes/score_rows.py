@@ -62,8 +62,8 @@ def score(
     """Score prompt-completion rows by reward functions, in a worker process, one row after another. Return the scores in order.
 
     `rows` is a file, folder or hub dataset with a `split`, or rows from Python; `columns` renames columns. The functions also
-    receive the rows' other columns. A reward is the sum of the functions' values, with `weights` (default 1). A call has at most
-    `timeout` seconds. `tokenizer` names a model, whose tokenizer makes the functions' argument `completion_ids` (default: none).
+    receive the rows' other columns, and `completion_ids` if `tokenizer` names a model. A reward is the sum of the functions'
+    values, each times its weight in `weights` (by default 1). A call has at most `timeout` seconds.
     `bad_rows="skip"` drops malformed rows. Raises `UserError` if a reward counts tokens and no tokenizer is given.
     """
     if not rewards:
@@ -97,7 +97,7 @@ def score(
 
 
 def check_scored(scores: Sequence[RowScore]) -> None:
-    """Raise `UserError` with the most common reason if no row has a reward."""
+    """Raise `UserError` if no row has a reward. The message gives the most common reason for that."""
     reasons = [s.result.reason if isinstance(s.result, Unscored) else None for s in scores]
     if scores and all(reasons):
         raise UserError(f"{explain_unscored(reasons, [s.source for s in scores])} Fix the reward function or the dataset.")

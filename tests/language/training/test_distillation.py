@@ -219,6 +219,6 @@ def test_settings_that_do_not_fit_are_refused(job, foreign, tmp_path):
         distil(job, tmp_path / "here", 1, reference=str(job / "base"), reference_model="x", reference_top_k=3)
     with pytest.raises(UserError, match=r"temperature is 0.7, but the server http://127.0.0.1:9/v1 returns"):
         distil(job, tmp_path / "warm", 1, reference="http://127.0.0.1:9/v1", sampling=Sampling(temperature=0.7))
-    with pytest.raises(UserError, match=r"foreign is a server or has another tokenizer than the model, but eval_kl needs"):
+    with pytest.raises(UserError, match=r"foreign is a server, or its tokenizer differs from the model's, but eval_kl needs"):
         made = replace(online_config(job, tmp_path / "kl", "distill"), reward=(), reference=foreign, algorithm=BY_TEXT)
         online.run(replace(made, evaluation=Evaluation(eval_kl=True)))
