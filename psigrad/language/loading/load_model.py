@@ -100,14 +100,14 @@ def print_once(text: str) -> None:
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """The folder of a checkpoint's weights: `full` if it has complete weights, or `shards` if each process wrote a part."""
+    """The folder of saved weights: `full` if they are complete, `shards` if each process wrote a part. New runs have neither."""
 
     full: Path | None = None
     shards: Path | None = None
 
     @classmethod
     def of(cls, checkpoint: Path | None, part: str = "") -> SavedWeights:
-        """Locate the policy's weights in a checkpoint, or the weights in the checkpoint's folder `part`, such as critic."""
+        """Locate the policy's weights in a checkpoint or, if `part` is given, those in its folder `part`, such as critic."""
         place = part_of(checkpoint, part)
         if place is None:
             return cls()
@@ -193,7 +193,7 @@ def _check_shards(settings: Model, lora: Lora | None, world: World) -> None:
 
 
 def load_shard(model: LanguageModel | ScalarModel, world: World, device: str, folder: Path | None) -> None:
-    """With fsdp, reduce the model to this process's shard, on its device. Then load the shards in `folder`, if it is given."""
+    """With fsdp, keep only this process's shard of the model. With or without fsdp, load saved shards if `folder` is given."""
     if world.lockstep:
         sharded.shard(model, world, device)
     if folder is not None:
@@ -283,11 +283,11 @@ def _load_frozen_model(
 def load_online_reference(
     config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE
 ) -> LanguageModel | Teacher:
-    """Load the reference model `config.reference`. If this setting is empty, the reference is the policy's initial model.
+    """Load the reference: the model that `config.reference` names or, if this setting is empty, the policy's initial model.
 
-    With a new LoRA adapter, the initial model is `model` without its adapter; otherwise it is a frozen copy. If training changes
-    the reference (ref_model_sync_steps), a resumed run loads it from `checkpoint`. A server, or a reference whose tokenizer
-    differs from the policy's, is returned as a `Teacher`.
+    If the setting names a server, or a model whose tokenizer is not the policy's, the reference is a `Teacher`. The initial
+    model is that of `load_start`. With ref_model_sync_steps, training changes this model, so a resumed run loads the changed
+    weights from `checkpoint`.
     """
     dtype = config.reference_dtype or config.model.dtype
     if teacher.is_address(config.reference):
@@ -305,11 +305,11 @@ def load_online_reference(
 def load_start(
     config: Any, model: LanguageModel, checkpoint: Path | None, world: World, dtype: str = "", saved: Path | None = None
 ) -> LanguageModel:
-    """Return the run's initial model, frozen. `dtype` replaces the dtype in `config`.
+    """Return the run's initial model.
 
-    If `model` has a new LoRA adapter, return `model` itself, since without its adapter it is the initial model. If the run is
-    new (`checkpoint` is None), and `model` is not sharded and has the right dtype, return a copy of it. In all other cases, load
-    the initial model, with the weights in the folder `saved` if it is given.
+    If `model` has a new LoRA adapter, return `model` itself: without its adapter it is the initial model. Otherwise, return a
+    frozen model with the precision `dtype` (empty: as in `config`). It is a copy of `model` if `checkpoint` is None, `model` is
+    not sharded and the precision is the same; if not, it is loaded, with the weights in the folder `saved` if it is given.
     """
     dtype = dtype or config.model.dtype
     if model.is_own_reference:
@@ -356,9 +356,9 @@ def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | N
 def configure_chat(
     tokenizer: PreTrainedTokenizerBase, settings: Model, checkpoint: Path | None = None, network: Any = None
 ) -> None:
-    """Set the tokenizer's chat template and EOS from the settings. A template that prints the date prints the run's first day.
+    """Set the tokenizer's chat template and EOS from the settings. A template that prints the date gets the run's first day.
 
-    A resumed run reads this day from its `checkpoint`. Rendering raises an error for tokens without an embedding in `network`.
+    A resumed run reads this day from `checkpoint`. Later, prompts with a token that `network` has no embedding for are refused.
     """
     if settings.eos_token:
         words = tokenizer.get_vocab()

@@ -64,10 +64,10 @@ class ModelObject:
         return name
 
     def save_start(self, folder: Path, world: World, allowed: bool) -> None:
-        """Save the initial weights in `folder`. If `folder` already has initial weights, load them into the network instead.
+        """In a new run, save the network's weights in `folder`. In a resumed run, compare the network with the model in `folder`.
 
-        Raises `UserError` if `folder` has a model of another class, if its weights differ from the network's, and with fsdp. The
-        weights may differ if `allowed` is True, or if this run has already trained the network in this process.
+        Weights may differ if `allowed` is True, or if this process has already trained the network in this run; the network then
+        gets the saved weights. Any other difference, of weights or class, raises `UserError`. With fsdp, every call raises it.
         """
         network = self.network
         assert network is not None
@@ -84,8 +84,8 @@ class ModelObject:
             world.all_gather(None)  # wait until the folder is written
         elif known["class"] != now["class"] or (known != now and _TRAINED.get(network) != folder.resolve() and not allowed):
             raise UserError(
-                f"The run in {folder.parent} started from another model (its copy is in {folder}); to resume, give that model, "
-                "or set allow=['model'] if only the weights differ; otherwise, choose another output_dir."
+                f"The run in {folder.parent} started from another model, which is saved in {folder}. To resume the run, give "
+                "that model, or set allow=['model'] if only the weights differ. To start a new run, choose another output_dir."
             )
         elif known != now:
             load_weights(network, folder)
@@ -165,8 +165,8 @@ def wrap_objects(model: Any, tokenizer: Any) -> ModelObject | None:
     """Return the `ModelObject` of a model and a tokenizer. Each of them is an object, a folder or a hub name.
 
     Return None if the model is a name and `tokenizer` is None. If the model is an object and `tokenizer` is None, load the
-    tokenizer of the folder or hub name that the model was loaded from. Raises `UserError` for a model that is not a
-    `PreTrainedModel`, is quantised or has an adapter, and for a tokenizer that cannot be loaded.
+    tokenizer of the folder or hub name that the model was loaded from. Raises `UserError` for a model object that is not a
+    `PreTrainedModel`, is quantised or has an adapter. Also raises it for a tokenizer that cannot be loaded or used.
     """
     named = isinstance(model, str | os.PathLike)
     if named and tokenizer is None:

@@ -101,7 +101,7 @@ def find_adapter(settings: Model, *, local: bool = False) -> TrainedAdapter | No
 
 
 def lora_of(settings: Model) -> Lora | None:
-    """Return the LoRA settings of the adapter that is trained, a new or a continued one; None if all weights are trained."""
+    """Return the LoRA settings of the adapter to train, whether it is new or continued; None if all weights are trained."""
     if settings.lora_rank:
         return Lora(
             settings.lora_rank,
@@ -148,7 +148,7 @@ def end_tokens(tokenizer: Any) -> list[int]:
 
 
 def write_end_tokens(folder: Path, tokenizer: Any, known: Sequence[int] = ()) -> None:
-    """Add the tokenizer's `end_tokens` and the stop tokens `known` from a GGUF file to generation_config.json, if it exists.
+    """If `folder` has a generation_config.json, add the tokenizer's `end_tokens` and a GGUF file's stop tokens `known`.
 
     `generate` and servers read this file. They then stop the completions of a saved model at the same tokens as the run.
     """
@@ -203,8 +203,8 @@ def _check_base(base: str, adapter: str) -> None:
 def check_exists(settings: Model, run: str) -> None:
     """Raise `UserError` if the model in `settings` does not exist. `run` is the run folder, which may not exist yet.
 
-    A hub model is looked up only if the run folder has a run of a different model: a misspelt name would otherwise be reported
-    as a changed setting. In all other cases, loading reports the missing model.
+    If the run folder has a run of another model, a hub model is looked up here; without that, a misspelt name would be reported
+    as a changed setting. In all other cases, a hub model is not looked up, since loading reports it if it is missing.
     """
     from transformers.utils import cached_file
 
@@ -222,10 +222,10 @@ def check_exists(settings: Model, run: str) -> None:
 
 
 def resolve_path(text: str) -> str:
-    """Return the path of the trained model in the run folder `text`, or of the newest checkpoint if it has no trained model.
+    """If `text` is a run folder, return the path of its trained model or, before this is saved, of its newest checkpoint.
 
-    The run folder can be psigrad's or transformers'. Any other text is returned unchanged. Raises `UserError` if a run of
-    psigrad has neither model nor checkpoint.
+    The run folder can be psigrad's or transformers'. If `text` is anything else, return it unchanged. Raises `UserError` if a
+    run of psigrad has neither model nor checkpoint.
     """
     path = Path(text or "-").expanduser()
     if not path.is_dir() or _is_model(path):
@@ -282,10 +282,10 @@ def _adapter_on_hub(path: str, revision: str = "", *, local: bool = False) -> Pa
 
 
 def convert_to_folder(path: str) -> str:
-    """Return a path that transformers can load: `path` itself (a folder or hub name), or the folder of a converted copy.
+    """Return a path that transformers can load: the folder of a converted copy, or `path` if it needs no conversion.
 
-    A GGUF file, a folder with one such file and no config.json, and a PEFT adapter (merged into its base) are converted. Raises
-    `UserError` if the conversion fails.
+    A GGUF file is converted to plain weights, and so is a folder with one GGUF file and no config.json. A PEFT adapter is merged
+    into its base. Raises `UserError` if this fails, or if the folder has several GGUF files.
     """
     path = resolve_path(path)
     place = Path(path).expanduser()
@@ -333,7 +333,7 @@ def _identity(files: list[Path], *more: str) -> str:
 
 
 def _base_identity(adapter: Path) -> str:
-    """Return a text that identifies an adapter's base: the sizes and modification times of its files, or its hub snapshot."""
+    """Identify an adapter's base: a folder by the sizes and modification times of its files, a hub model by its snapshot."""
     from transformers.utils import cached_file
 
     base = Path(json.loads((adapter / CONFIG).read_text())["base_model_name_or_path"] or "")
@@ -408,7 +408,7 @@ def _convert_tokenizer(file: Path, folder: Path) -> None:
 
 
 def quantisation_of(adapter: Path) -> dict[str, Any]:
-    """Return the base's `quantize_base` and `dtype` when the adapter was trained; empty if the base was not quantised."""
+    """Return the `quantize_base` and `dtype` that the base had in the adapter's training; {} if the base was not quantised."""
     file = adapter / CODED_BASE
     return (parse_row(file.read_bytes()) or {}) if file.is_file() else {}
 

@@ -135,8 +135,8 @@ class RewardSetup:
         """Return the rows that the functions can score, and log the number of rows that are dropped.
 
         A row is dropped if every function needs a column, such as the gold answer, that is empty in this row. A row is bad if a
-        function cannot read its gold answer completely: a wrong completion might then be rewarded. Raises `UserError` for the
-        first bad row, and if no row is left. With `bad_rows: skip`, bad rows are dropped too, unless all rows are bad.
+        function cannot read its gold answer completely: a wrong completion might then be rewarded. With `bad_rows: stop`, the
+        first bad row raises `UserError`; with `skip`, bad rows are dropped. Raises `UserError` if every row would be dropped.
         """
         rows = self._with_golds(rows, log)
         if not any(hasattr(function, "check_row") for function in self.functions):
@@ -193,7 +193,7 @@ _ROWS_AT_ONCE = 64
 
 
 def describe_hidden_tokens(config: Scored, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Return a message about special tokens, such as <think>, that are removed before rewards read a completion, or ""."""
+    """Return a message if special tokens, such as <think>, are removed before rewards read a completion; otherwise ""."""
     scored = tokenizer is not None and config.skip_special_tokens and (config.reward or config.reward_model)
     marks = hidden_marks(tokenizer) if scored and tokenizer is not None else []
     shown = ", ".join(marks[:6])
@@ -207,7 +207,7 @@ def describe_hidden_tokens(config: Scored, tokenizer: PreTrainedTokenizerBase | 
 def samples_of(rows: Sequence[Row], names: Sequence[str]) -> Samples:
     """Return dataset rows as the `Samples` that reward functions receive. A row without a completion gets an empty one.
 
-    `names` are the columns to include, usually all columns of the dataset (`column_names`). A row's missing column is None.
+    `names` are the columns to include, usually all columns of the dataset (`column_names`). If a row lacks one, it is None.
     """
     columns = {name: [row.columns.get(name) for row in rows] for name in names}
     return Samples([row.prompt for row in rows], [row.completion or "" for row in rows], [[]] * len(rows), columns)
@@ -219,7 +219,7 @@ def _pool_of(config: Scored, functions: Sequence[Reward] | None) -> RewardPool:
 
 
 def _name_of(path: str) -> str:
-    """Return a reward model's name: the name of its folder or, if this is "model", of the run folder that contains it."""
+    """Return a reward model's name: its folder's name, or the run folder's name if `path` is the folder "model" in a run."""
     return Path(path).name if Path(path).name not in ("model", "") else Path(path).parent.name or "reward_model"
 
 
@@ -234,7 +234,7 @@ def _load_model(path: str, name: str, config: Scored, tokenizer: PreTrainedToken
 
 
 def _resolve(given: Reward, tokens: int) -> RewardSpec:
-    """Return a reward's `RewardSpec`. By default, length rewards have the limit `tokens`, and soft_punish_cache = limit / 4."""
+    """Resolve a reward. By default, max_completion_length is `tokens`; soft_overlong's soft_punish_cache is a quarter of it."""
     asked: Any = {"reward": given} if isinstance(given, str) else given
     name = asked.get("reward") if isinstance(asked, Mapping) else None
     if name not in ("length", "soft_overlong"):
@@ -245,7 +245,7 @@ def _resolve(given: Reward, tokens: int) -> RewardSpec:
 
 
 def reserved_tokens(config: Scored) -> int:
-    """Return the number of tokens that a prompt must leave free, for a completion or for the first turn of an episode."""
+    """Return the number of tokens that a prompt must leave free: those of a completion or, in episodes, those of a turn."""
     whole = config.sampling.max_completion_length
     turn = config.max_turn_length if isinstance(config, EpisodeSettings) and config.plays else 0
     return min(turn or whole, whole)

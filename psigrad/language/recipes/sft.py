@@ -30,8 +30,8 @@ from psigrad.runs.result import Result
 def run(config: SFTConfig, given: ModelObject | None = None) -> Result:
     """Fine-tune `config.model`, or the model object `given`, on `config.data` by cross-entropy.
 
-    The targets are completions (prompt-completion rows) or assistant turns (messages). Resumes from the newest checkpoint of the
-    run folder if there is one. Raises `UserError` for invalid settings or data.
+    The targets are the completions of prompt-completion rows, or the assistant turns of conversations. Resumes from the newest
+    checkpoint of the run folder if there is one. Raises `UserError` for invalid settings or data.
     """
     rewards, metric = RewardSetup.of(config), RewardSetup.of_metric(config)
     with session.open_run(config, "sft") as journal, contextlib.ExitStack() as stack:
@@ -74,6 +74,6 @@ def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, 
 
 
 def _with_targets(texts: Sequence[Example]) -> tuple[list[Example] | None, dict[str, int]]:
-    """Return those of a row's `texts` that have target tokens (None if none has any), and what the row adds to each count."""
+    """Return those of a row's `texts` with target tokens (None if none has). Also count the row, its texts and its cut texts."""
     own = [text for text in texts if any(text.mask)]
     return own or None, {"rows": 1, "texts": len(texts), "cut": sum(text.truncated for text in texts)}
