@@ -17,7 +17,7 @@ class Best(Callback):
 
     As in transformers, `metric_for_best_model` names the metric. An evaluation is the new best if this metric improves by any
     amount. The run ends after `early_stopping_patience` evaluations in a row that improve on the best one by at most
-    `early_stopping_threshold`. An evaluation without the metric, or with NaN, is no improvement.
+    `early_stopping_threshold`. A missing or NaN metric counts as no improvement.
     """
 
     def __init__(self, settings: Evaluation) -> None:
@@ -55,7 +55,7 @@ class Best(Callback):
         """Return (value, True if greater is better) of the metric by which evaluations are compared; NaN if `metrics` lacks it.
 
         The setting `metric_for_best_model` names the metric. If it is empty, the first evaluation's main metric (`headline`) is
-        used. Except at step 0, raise `UserError` if all evaluations so far lack the named metric or have no metrics.
+        used. After step 0, raise `UserError` if no evaluation so far has the metric, and it is named or `metrics` is empty.
         """
         name = self.figure or self.settings.metric_for_best_model
         found = comparison_figure(metrics, name, self.settings.greater_is_better)

@@ -129,7 +129,7 @@ class Arguments:
 class Callbacks:
     """The callbacks of a run. Rank 0 calls them at each event of the run, and all ranks carry out their requests.
 
-    The methods for events take the run's state and return it, updated with the settings that callbacks changed.
+    `begin`, `step_begin` and the other event methods take the run's state and return it with the settings that callbacks changed.
     """
 
     callbacks: Sequence[Any] = ()
@@ -246,7 +246,7 @@ class Callbacks:
         return change
 
     def _value_before(self, setting: str) -> Any:
-        """Return the old value of a changed setting; None for the first change of a setting in `algorithm` or `loss`."""
+        """Return a setting's value before a change; None (unknown) at the first change of one in `algorithm` or `loss`."""
         if setting in self.changed_values or setting.partition(".")[0] in PARTS:
             return self.changed_values.get(setting)
         return getattr(self.args, setting.rpartition(".")[2])
@@ -361,7 +361,7 @@ def _describe(error: Exception, asked: Sequence[str]) -> str:
 
 
 def collect_memory(callback: Any) -> Any:
-    """Return a callback's state: its `state_dict()`, or the "attributes" of transformers' `ExportableState`, or else None."""
+    """Return `callback.state_dict()`. If it has none, return the "attributes" of its `state()` (transformers), or else None."""
     if hasattr(callback, "state_dict"):
         return callback.state_dict()
     state = getattr(callback, "state", None)

@@ -126,8 +126,8 @@ class _Saves(Generic[S]):
         return state
 
     def step(self, state: S) -> Outcome[S]:
-        """Take and record one step. If it fails before it changes a weight, save the previous state and raise the error.
-        With FSDP nothing is saved, since all processes would have to save together, and the others may not have failed.
+        """Take and record one step. If it fails before it changes a weight, save the previous state, except with FSDP.
+        With FSDP, all processes would have to save together, but the others may not have failed. Raise the error in any case.
         """
         try:
             outcome = self.loop.step(state)
@@ -148,7 +148,7 @@ class _Saves(Generic[S]):
     def rescue(self) -> Iterator[None]:
         """At the end of the block, wait for checkpoints that are written in the background.
 
-        If a callback raised an error, first save the newest state. All ranks raise that error, so all of them save together.
+        If a callback raised an error, first save the newest state. With FSDP this works too, since all ranks raise that error.
         """
         try:
             yield

@@ -46,7 +46,7 @@ class Tracker(Protocol):
 
 
 class CompletionPrinter:
-    """A tracker that prints completions at every `every`-th step: at most `count`, evenly spaced among those of the step."""
+    """A tracker that prints at most `count` training completions, evenly spaced in the batch, every `every` steps."""
 
     def __init__(self, count: int, every: int) -> None:
         self._count, self._every, self._next = count, every, 0
@@ -71,10 +71,10 @@ class CompletionPrinter:
 
 
 class WarningReporter:
-    """Reports the warnings of a run on stderr and as events. Each rule of `psigrad.records.warnings` is reported once.
+    """Reports the warnings of a run on stderr and as events: each rule of `psigrad.records.warnings` at most once.
 
-    While the task's score is high (see `Watch.score`), the warnings in `CALM` are suppressed, since they are then normal. A rule
-    that also fires in healthy runs is reported only when its warning is raised for the `Rule.min_count`-th time.
+    A rule that also fires in healthy runs is reported at its `min_count`-th warning, other rules at the first. While the task's
+    score is high (see `Watch.score`), the rules in `CALM` are not reported, since their warnings are then normal.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -83,7 +83,7 @@ class WarningReporter:
         self._started = False
 
     def update(self, step: int, row: Mapping[str, Any]) -> None:
-        """Check a row of metrics and report new warnings. The first call also reads earlier rows, without reporting on them."""
+        """Check a row of metrics and report new warnings. The first call of a resumed run first reads the rows before it."""
         if not self._started:
             self._started = True
             for before in read_steps(self._folder.path / "metrics.jsonl"):
@@ -166,7 +166,7 @@ class Journal:
 
     @property
     def watch(self) -> Observe:
-        """A function: in `with journal.watch(name):`, the watchdog times the block as the phase `name`."""
+        """Write `with journal.watch(name):` to let the watchdog, if there is one, time the block as the phase `name`."""
         return self.watchdog.phase if self.watchdog is not None else contextlib.nullcontext
 
     def record(self, outcome: Outcome[Any]) -> None:
@@ -204,7 +204,7 @@ class Journal:
             tracker.log(step, {name: float(value) for name, value in figures.items() if isinstance(value, int | float)})
 
     def timings(self, step: int, seconds: Mapping[str, float], tokens: int) -> None:
-        """Write one row of timings.jsonl. `seconds` are from `Clock.read`. `tokens` counts the tokens sampled or trained on."""
+        """Write one row of timings.jsonl. `seconds` are from `Clock.read`. `tokens` is the number of tokens processed in them."""
         rate = tokens / seconds["step_time"]
         self.folder.timings({"step": step, **seconds, "tokens": tokens, "tokens_per_second": rate, **self.trim()})
 

@@ -41,9 +41,9 @@ def cores() -> int:
 
 
 def default_threads() -> int:
-    """Return the default number of threads for torch: OMP_NUM_THREADS, or else one per core.
+    """Return the default number of threads for torch. For one process, it is OMP_NUM_THREADS, or if that is unset, one per core.
 
-    If several processes run on the machine, they share its cores equally. OMP_NUM_THREADS is then ignored: torchrun sets it to 1.
+    Several processes on a machine share its cores equally, and ignore OMP_NUM_THREADS, because torchrun sets it to 1.
     """
     here, asked = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.environ.get("OMP_NUM_THREADS", "")
     return int(asked) if here == 1 and asked.isdecimal() and int(asked) else max(1, cores() // here)
@@ -68,7 +68,7 @@ def provenance(device: str) -> dict[str, Any]:
 
 
 def command() -> str:
-    """Return the command line of this process: `psigrad grpo --model …`, the script that calls psigrad, or "a notebook"."""
+    """Return this process's command line, such as `psigrad grpo --model …` or `python train.py`; in Jupyter, "a notebook"."""
     program, *arguments = sys.argv or [""]
     path = Path(program)
     if path.stem == "psigrad" or path.parts[-2:] == ("psigrad", "__main__.py"):
@@ -97,7 +97,7 @@ def _version(library: str) -> str | None:
 def prepare_torch(run: Run, *, recompute: bool = False) -> None:
     """Set torch's number of threads, and configure malloc and oneDNN, for the run. Raise `UserError` if the device is missing.
 
-    With `recompute` (gradient checkpointing) or `run.max_memory`, malloc returns the freed memory of large tensors to the system.
+    malloc keeps freed memory; with `recompute` (gradient checkpointing) or `run.max_memory`, only that of small tensors.
     """
     torch.set_num_threads(run.threads or default_threads())
     for kept in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
@@ -128,7 +128,7 @@ def check_device(run: Run) -> None:
 def prepared_torch(run: Run, *, recompute: bool = False, tf32: bool = False) -> Iterator[None]:
     """Apply `prepare_torch` while the block runs. With `tf32`, float32 matrix products on a GPU use TF32.
 
-    On exit, restore the number of threads and the TF32 setting, and reset malloc's limits to glibc's usual values.
+    On exit, restore the number of threads and the TF32 setting. Set malloc's limits to glibc's usual values, whatever they were.
     """
     before = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
     prepare_torch(run, recompute=recompute)

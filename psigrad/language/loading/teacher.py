@@ -98,10 +98,10 @@ class Teacher:
         return Top(*(torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (ids, logp)))
 
     def store_pieces(self, ends: Tensor, theirs: Tensor, logp: Tensor) -> None:
-        """Store a batch's text pieces for `add_kl`, and each completion's baseline: the mean KL of the other completions' pieces.
+        """Store a batch's text pieces for `add_kl`. `ends`, `theirs` and `logp` have the shape [N, T].
 
-        All arguments have the shape [N, T]. `ends` is True at the last token of each piece; at these tokens, `theirs` is the
-        teacher's log-prob of the piece. `logp` has the policy's log-prob of each token. `span_kl` uses the baseline.
+        `ends` is True at the last token of each piece, where `theirs` is the teacher's log-prob of the piece. `logp` is the
+        policy's log-prob of each token. It gives each completion's baseline: the mean KL of the other completions' pieces.
         """
         d = torch.where(ends, span_kl(logp, ends, theirs), 0.0).sum(1)
         count = ends.sum(1)
@@ -124,7 +124,7 @@ class Teacher:
         return [self._cache[row] for row in rows]
 
     def pieces(self, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return two tensors [n, T]: a mask of each text piece's last token, and the teacher's log-prob of the piece there."""
+        """Return two tensors [n, T]: a mask, True at each piece's last token, and the teacher's log-prob of the piece there."""
         rows = [(tuple(p), tuple(c)) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
         read = [self._translate(prompt, ids) for prompt, ids in rows]
         said = self._evaluate(Groups([p for p, _ in rows], [[ids] for ids, _ in read]), temperature, 0)
@@ -157,15 +157,15 @@ class Teacher:
 
 @dataclass(frozen=True)
 class TeacherReference(Annotator):
-    """An `Annotator` that adds a teacher's data for the KL term: log-probs, top-k tokens, or the KL of text pieces."""
+    """An `Annotator` that adds a teacher's data for the KL term: log-probs of tokens or of text pieces, or top-k tokens."""
 
     teacher: Teacher
     gives_reference = True
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: Any) -> Batch:
-        """Add the column `logp_ref` to the batch if the KL term compares sampled tokens.
+        """Add the teacher's log-probs to the batch as the column `logp_ref`, if the KL term compares sampled tokens.
 
-        If the KL term compares pieces of text, store the teacher's log-probs of the pieces instead.
+        If the KL term compares pieces of text, store the pieces in the teacher. If it uses top-k tokens, see `divergence`.
         """
         algorithm, budget, temperature = run.algorithm, run.config.micro_batch_tokens, run.params.temperature
         self.teacher.clear()
@@ -189,7 +189,7 @@ class TeacherReference(Annotator):
         self.teacher.store_pieces(ends > 0, theirs, batch.logp_old)
 
     def divergence(self, run: OnlineRun, batch: Batch, micro: MicroBatch) -> Divergence | None:
-        """Return a `Divergence` with the teacher's most probable tokens. The policy's forward pass computes the divergence.
+        """Return the teacher's most probable tokens as a `Divergence`, from which the policy's forward pass computes the KL.
 
         Return None if the KL term does not need these tokens. See `Annotator`.
         """
