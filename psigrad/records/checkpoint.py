@@ -189,7 +189,7 @@ def _traces(path: Path, files: Mapping[str, Any]) -> list[Any]:
 def verify(path: Path, rank: int = 0, size: int = 1) -> dict[str, Any]:
     """Return the manifest of a checkpoint. Raise `CheckpointError` naming the first file that is changed, missing or extra.
 
-    With `size` processes, each hashes a share of the files. If none of them raises an error, each must then call `trust`.
+    If `size` is above 1, each of so many processes hashes a share of the files. If none raises an error, each must call `trust`.
     """
     manifest = read_manifest(path)
     check_format(path, manifest)
@@ -285,9 +285,9 @@ def latest(root: Path | Sequence[Path], limit: int | None = None, check: Callabl
 
 
 def prune(root: Path, keep: int, spare: int = 0) -> None:
-    """Delete all checkpoints except the newest `keep` and that of step `spare` (0: none). Delete leftovers of interrupted saves.
+    """Delete old checkpoints and the leftovers of interrupted saves. Keep the newest `keep` checkpoints and that of step `spare`.
 
-    Checkpoints that are newer than the newest intact one are damaged. They are kept for inspection and do not count.
+    Count from the newest intact checkpoint; newer, damaged ones are kept too, for inspection. With `spare` 0, spare no step.
     """
     newest = latest(root).path
     if newest is not None:

@@ -1,7 +1,7 @@
 """The pins of a run: values, such as hashes, that identify its data, models, code and machine.
 
-If a pin or a setting has changed, resuming the run raises an error that names it, unless `run.allow` permits the change.
-Permitted changes are recorded as events. Settings that may change freely are marked in their definition (config/fields.py).
+Some settings may change freely; they are marked in their definition (config/fields.py). If a pin or another setting has changed,
+resuming the run raises an error that names it. If `run.allow` permits the change, it is recorded as an event instead.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def check_format(folder: Path, content: Mapping[str, Any]) -> None:
 def check_settings(
     folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], settings: type[Any] | None = None
 ) -> list[Change]:
-    """Return the settings of a resumed run that have changed from `before` to `now`, except those marked `FREE`.
+    """Return the changes of settings from `before` to `now` in a resumed run. Raise `UserError` for one that is not permitted.
 
-    Settings marked `FREE` or `RECORDED` may change. Raise `UserError` for any other change, unless `run.allow` or `run.extend`
-    permits it. The fields of the class `settings` have the marks. A setting that is missing in `before` counts as its default.
+    Some fields of the class `settings` are marked. A change of one marked `FREE` is ignored, of one marked `RECORDED` permitted.
+    `run.allow` permits others, and `run.extend` a longer run. A setting that is missing in `before` counts as its default.
     """
     old, new, default = (
         rename_preset({name: value for name, value in flatten(one).items() if value != {}})
@@ -250,7 +250,7 @@ def _add_module(module: ModuleType, found: dict[str, str]) -> None:
 
 
 def _is_hidden(path: Path, home: Path) -> bool:
-    """Return True if a part of the file's path, relative to the code's folder `home`, starts with "." or "__pycache__"."""
+    """Return True if a part of the file's path, relative to `home`, starts with "." or "__pycache__" and is not ".."."""
     seen = Path(os.path.relpath(path, home)).parts
     return any(part.startswith((".", "__pycache__")) and part != ".." for part in seen)
 

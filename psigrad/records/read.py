@@ -44,7 +44,7 @@ class RunData:
     """The data of one run. `metrics` and `timings` are rows with a "step", in the order in which they were written.
 
     `rewards` is {step: rewards of the training completions}. `troubles` counts the (status, reason) pairs of failed and unscored
-    completions. `samples` is {step: {row: its first completion}}, for the first, the middle and the last evaluation.
+    completions. `samples` is {step: {held-out row: its first completion}}, for the first, the middle and the last evaluation.
     """
 
     name: str
@@ -59,7 +59,7 @@ class RunData:
     troubles: Counter[tuple[str, str]] = field(default_factory=Counter)
     samples: dict[int, dict[str, Sample]] = field(default_factory=dict)
     held_out: dict[int, dict[int, float]] = field(default_factory=dict)
-    """{step: {row: mean of the metric over the row's scored held-out completions}}."""
+    """{step: {held-out row: mean reward of its scored completions}}."""
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Return (steps, values) of one metric or timing, without values that are not finite."""
@@ -94,12 +94,12 @@ class RunData:
 
     @property
     def held_out_metric(self) -> str:
-        """The name of the held-out metric ("eval/exact"), or an empty string."""
+        """The name of the held-out metric, such as "eval/exact"; "" without evaluations."""
         return next((name for key in self.keys("eval/") if (name := metric_of(key))), "")
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The rows of held-out metrics, ordered by step. Evaluations after the step whose weights were kept are left out."""
+        """The rows of held-out metrics, ordered by step. If the best step's weights were restored, later rows are left out."""
         kept = find_best_step(self.events)
         return [row for row in self.all_evaluations if row["step"] <= kept]
 
@@ -115,7 +115,7 @@ class RunData:
 
     @property
     def compared(self) -> list[dict[int, Sample]]:
-        """{step: sample} for each held-out row that has a sample at every step. Rows whose reward changed come first."""
+        """{step: sample} for each held-out row with a sample at every step of `samples`. Rows whose reward changed come first."""
         steps = list(self.samples)
         common = [row for row in (self.samples[steps[0]] if steps else ()) if all(row in self.samples[s] for s in steps)]
         rows = [{step: self.samples[step][row] for step in steps} for row in common]
@@ -143,9 +143,9 @@ def auto_class(model: Path) -> str:
 
 
 def show_number(value: Any) -> str:
-    """Format a number for display, with four significant digits or as a whole number; "–" for a value that is not a number.
+    """Format a number for display; return "–" for a value that is not a number.
 
-    Numbers below 1e-12 are taken for rounding errors and displayed as 0.
+    Round a float to an integer from 1000 to 1e7 in size, otherwise to four significant digits. Below 1e-12 in size, show 0.
     """
     if type(value) is int and abs(value) < 10**15:
         return f"{value:,}"
@@ -157,12 +157,12 @@ def show_number(value: Any) -> str:
 
 
 def brief(value: float) -> str:
-    """Format a number with three significant digits, for means and intervals; from 1000 on, as `show_number` formats it."""
+    """Format a mean or a bound: between -1000 and 1000 with three significant digits, otherwise as `show_number` does."""
     return show_number(value if abs(value) >= 1000 or not math.isfinite(value) else float(f"{value:.3g}"))
 
 
 def show_interval(mean: Any, low: float, high: float, show: Callable[[Any], str] = show_number) -> str:
-    """Return a mean and its interval as text, such as `1.5 [1.2, 1.8]`. `show` formats each of the three numbers."""
+    """Return text such as `1.5 [1.2, 1.8]`, its numbers formatted by `show`; only the mean unless `low` < `high` < infinity."""
     return show(mean) + (f" [{show(low)}, {show(high)}]" if low < high < math.inf else "")
 
 
@@ -179,7 +179,7 @@ def clip(value: Any, limit: int = TEXT_LIMIT) -> str:
 
 
 def load_all(folders: Sequence[str | Path]) -> list[RunData]:
-    """Return the runs in `folders`. Each is named by the end of its path, as short as possible while all names differ."""
+    """Return the runs in `folders`. Each is named by the last parts of its path, as few as make all names differ."""
     runs = [load(folder) for folder in folders]
     parts = [run.path.resolve().parts for run in runs]
     for depth in range(1, max(map(len, parts), default=0) + 1):

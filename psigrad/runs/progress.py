@@ -61,10 +61,10 @@ def ignore_closed_output() -> Iterator[None]:
 
 
 class Advance(Protocol):
-    """The type of a function that advances a progress bar by `count` and sets the text after the bar to `note`."""
+    """The type of a function that advances a progress bar."""
 
     def __call__(self, count: float = 1, note: str = "") -> None:
-        """Advance the bar by `count`, and replace its note unless `note` is ""."""
+        """Advance the bar by `count`. Show `note` after the bar; if it is "", the previous note stays."""
 
 
 def _lines(description: str, total: float, done: float, every: int, unit: str) -> Advance:
@@ -127,9 +127,9 @@ def bar(
 ) -> Iterator[Advance]:
     """Draw a progress bar from `done` to `total` while the block runs, and yield the function that advances it.
 
-    Draw nothing unless `enabled`. If standard output is neither a notebook nor a terminal (a log file, say), print lines instead.
-    A call of the function prints one if it reaches the total, or if `every` calls or `SILENCE` seconds have passed since the last
-    line. With `every` 0, no line is printed.
+    Draw nothing unless `enabled`. If standard output is neither a terminal nor a notebook, but a log file for example, print
+    lines instead, or nothing if `every` is 0. The function prints a line when it reaches the total, and when `every` calls or
+    `SILENCE` seconds have passed since the last line.
     """
     if not enabled:
         yield lambda count=1, note="": None

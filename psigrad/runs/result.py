@@ -26,11 +26,11 @@ _SHOWN = 10
 class MetricsHistory(list[dict[str, Any]]):
     """The rows of metrics.jsonl, ordered by "step". Each has the figures of a training step or of an evaluation.
 
-    `pandas.DataFrame(history)` keeps these rows apart; `to_pandas()` merges the rows of each step into one.
+    `pandas.DataFrame(history)` has the same rows; `to_pandas()` merges the rows of each step into one.
     """
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return a table indexed by "step". A row has the training metrics of its step and the metrics of its evaluations."""
+        """Return a table indexed by "step", with one row for each step: its training metrics and its evaluation metrics."""
         import pandas
 
         rows = list(merge_by_step(self).values())

@@ -93,7 +93,7 @@ def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Jou
 
 
 def _callbacks(config: Any, folder: RunFolder, world: World) -> Callbacks:
-    """Return the callbacks in the settings, plus `Best` if it is needed. Print their `on_…` methods that psigrad never calls."""
+    """Return the callbacks in the settings, plus `Best` if it is needed. Print which of their `on_…` methods are never called."""
     with paths.kept_folder():
         found = [callbacks.resolve(given) for given in config.run.callbacks]
     evaluation: Any = getattr(config, "evaluation", None)
@@ -116,8 +116,8 @@ def new_folder(recipe: str) -> Path:
 def load_finished(config: Any, journal: Journal, run_pins: Mapping[str, str]) -> Result | None:
     """If the run is already finished, print that nothing was done, and return its result. Otherwise return None.
 
-    `run_pins` is {name in `pins.PINS`: current value, such as a hash}. Raise `UserError` if a value differs from that of the
-    finished run, unless `run.allow` permits the difference. An unfinished run stores the pins when it ends.
+    `run_pins` is {name in `pins.PINS`: current value, such as a hash}. If the run is finished, raise `UserError` for a value that
+    has changed since then, unless `run.allow` permits the change. Otherwise keep the pins, which `note_end` stores later.
     """
     folder = journal.folder.path
     if not journal.folder.finished:
@@ -197,9 +197,9 @@ def note_start(run: Run, journal: Journal, checkpoint: Path | None, step: int, p
 
 
 def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: Mapping[str, str]) -> None:
-    """Raise `UserError` if a pin (a hash of data, code …) in `pinned` differs from that in `manifest` and is not in `run.allow`.
+    """Raise `UserError` if a pin, such as the data's hash, differs between `manifest` and `pinned`, unless `run.allow` names it.
 
-    Record permitted differences as events. A different number of ranks or version of a library is always permitted.
+    Other versions of libraries and another number of ranks (and so of threads) are always permitted. Record every difference.
     """
     if manifest.get("ranks", "1") != pinned.get("ranks", "1"):
         # sharing the work among more or fewer processes implies other rounding
