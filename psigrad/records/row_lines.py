@@ -53,8 +53,8 @@ def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
 def restore_parts(folder: Path, step: int, written: int | None) -> None:
     """Restore the file that was rollouts.jsonl when the checkpoint of `step` was saved, and delete the later files.
 
-    That file is now a part that ends after `step`, or at `step` with `written` rows (the number in the checkpoint's manifest).
-    Restore the oldest such part; do nothing if there is none.
+    If it was renamed since then, it is the oldest part that ends after `step`, or at `step` with `written` rows (the number
+    in the checkpoint's manifest). If there is no such part, it was not renamed, and nothing is done.
     """
     for part in reversed(parts_of(folder)):
         if part.last > step or (part.last == step and part.rows == written):
@@ -91,7 +91,7 @@ def last_event(events: Path, *kinds: str) -> dict[str, Any]:
 def end_last_line(file: Path, *, cut: bool = True) -> None:
     """Make a file end with a line break, so that the next row begins a new line.
 
-    Append a line break to a complete last row. Remove an incomplete one (the process was killed), unless `cut` is False.
+    Append a line break to a complete last row. Remove an incomplete one, which a killed process leaves, unless `cut` is False.
     """
     begin = end = 0
     line = b"\n"
@@ -109,9 +109,9 @@ def end_last_line(file: Path, *, cut: bool = True) -> None:
 def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
     """Truncate a file to its rows up to step `step`. The run has written `written` such rows; None if the number is unknown.
 
-    Move damaged lines to FILE.damaged: lines that are not rows, and the fewest rows whose removal puts the steps of the others in
-    order. Then delete all lines after the last undamaged row up to `step`. But if fewer than `written` rows remain, move these
-    lines to FILE.damaged instead, since the missing rows may be among them.
+    Delete all lines after the last undamaged row of these steps. Move the damaged lines before it to FILE.damaged: lines that
+    are not rows, and the fewest rows whose removal puts the steps of the others in order. If fewer than `written` rows remain,
+    move the lines after the last row there too instead of deleting them, since the missing rows may be among them.
     """
     end_last_line(file, cut=False)
     ends, steps, end = array("q", [0]), array("q"), 0
@@ -134,7 +134,7 @@ def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
 
 
 def truncate_large(file: Path, step: int, written: int | None, end: int | None) -> Truncation | None:
-    """Truncate a large file to its first `end` bytes. Reading all of it would take 15 seconds per gigabyte.
+    """Truncate a large file to its first `end` bytes without reading it, which would take 15 seconds per gigabyte.
 
     According to the checkpoint, these bytes are the `written` rows up to `step`. Change nothing and return None if the checkpoint
     lacks these numbers, the file is small, or no row up to `step` ends at byte `end`. The caller then uses `truncate_to_step`.

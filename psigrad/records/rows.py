@@ -151,7 +151,7 @@ class RolloutFigures:
     row: int
     """Index of the dataset row; -1 if the key is missing."""
     k: int
-    """Number of the completion within its group, or number of the episode."""
+    """Index of the completion within its group, or of the episode; 0 if the key is missing."""
     reward: float
     """NaN if there is no reward."""
     advantage: float

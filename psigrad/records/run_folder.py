@@ -170,8 +170,8 @@ class RunFolder:
     def _holds_model(self, files: Mapping[str, Any]) -> bool:
         """Return True if the model of a finished run is unchanged. `files` has the sizes and hashes from the event "finished".
 
-        If it has changed, rename its folder, so that the run writes the model again from its newest checkpoint. Raise
-        `RunFolderError` if there is no checkpoint.
+        If it has changed, rename its folder and return False, so that the run writes the model again from its newest
+        checkpoint. Raise `RunFolderError` if there is no checkpoint.
         """
         model = self.path / "model"
         try:
@@ -287,10 +287,10 @@ class RunFolder:
     def rewind(
         self, step: int, written: Mapping[str, int] = MappingProxyType({}), ends: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """Remove the rows of steps after `step` from metrics, timings and rollouts.
+        """Remove the rows of steps after `step` from metrics, timings and rollouts. Warn about damaged lines and missing rows.
 
-        The checkpoint of `step` stores the number of rows (`written`) and of bytes (`ends`) that each file had. A large file is
-        cut at this size without reading it. Damaged lines are moved to FILE.damaged. Warn about damaged lines and missing rows.
+        `written` and `ends` are the numbers of rows and of bytes that each file had when the checkpoint of `step` was saved.
+        Cut a large file to these bytes without reading it. Move the damaged lines of a smaller one to FILE.damaged.
         """
         with _errors_of(self.path):
             row_lines.restore_parts(self.path, step, written.get("rollouts"))

@@ -198,7 +198,7 @@ def _name_reward(reward: Any) -> str:
 
 
 def _settings(run: RunData) -> dict[str, Any]:
-    """Return the settings that differ from the defaults, except those for one start (`FREE`) or for the machine (`MACHINE`)."""
+    """Return the settings that differ from the defaults. Omit those that are marked as `FREE` or `MACHINE`."""
     cls, found = settings_class(run.config), dict[str, Any]()
     of_here = {name for mark in (FREE, MACHINE) for name in find_marked(cls, mark)}
     for name, value in overrides(run).items():
@@ -243,7 +243,7 @@ def _start(run: RunData) -> Mapping[str, Any]:
 
 
 def _version(run: RunData) -> str:
-    """Return the version of psigrad that trained the model."""
+    """Return the version of psigrad that trained the model; the installed version if it was not recorded."""
     versions = (_start(run).get("machine") or {}).get("versions") or {}
     return str(versions.get("psigrad") or __version__)
 

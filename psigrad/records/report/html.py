@@ -211,7 +211,7 @@ def _headline(run: RunData) -> Table | None:
 
 
 def _title(key: str) -> str:
-    """Return a held-out figure's title and unit from `SIGNALS`; its key without "eval/" if it has no title of its own."""
+    """Return the title and unit that `SIGNALS` has for a held-out figure; `key` without "eval/" if it has none."""
     bare = key.removeprefix("eval/")
     signal = SIGNAL_BY_NAME.get(name_of(key)) or SIGNAL_BY_NAME.get(name_of(bare))
     if signal is None or signal.name == "held_out":
@@ -244,7 +244,7 @@ def _compare(runs: Sequence[RunData]) -> Table:
 
 
 def _differences(runs: Sequence[RunData]) -> Table | None:
-    """Return a table of the settings that differ between runs, and of differing hashes of the user's code (first 12 digits).
+    """Return a table of what differs between runs: settings, and hashes of the user's code, cut to 12 digits.
 
     Return None if nothing differs.
     """

@@ -51,7 +51,7 @@ _SPREAD = Plot("Rewards", "Share of completions by reward.", ())
 def smooth(values: Sequence[float], weight: float = 0.0) -> list[float]:
     """Return the exponential moving average with bias correction: Σ w^i·x_i / Σ w^i, where x_i is the value i steps earlier.
 
-    w is `weight`. If `weight` is 0, w is 0.9, or larger for series of more than 800 values.
+    w is `weight`. If `weight` is 0, w is 0.9 for up to 800 values, and larger for longer series.
     """
     weight = weight or max(0.9, 1 - 80 / max(1, len(values)))
     out, total, norm = [], 0.0, 0.0
@@ -81,12 +81,12 @@ def draw(runs: Sequence[RunData]) -> list[tuple[Plot, str]]:
 
 
 def _worth_drawing(values: Sequence[float]) -> bool:
-    """Return True if a curve has at least two points, and a value other than 0. On-policy clip ratios are always 0."""
+    """Return True if a curve has at least two points and is not always 0, as the clip ratio of on-policy training is."""
     return len(values) > 1 and any(values)
 
 
 def _plots_of(signal: Signal, runs: Sequence[RunData]) -> list[Plot]:
-    """Return the plot of a signal. For the signal "held_out", return one plot for each held-out metric of the runs."""
+    """Return the plot of a signal. The signal "held_out" has one plot for each different `held_out_metric` of the runs."""
     note = " ".join(filter(None, (signal.says, f"In {signal.unit}." if signal.unit else "")))
     if signal.name == "held_out":
         metrics = dict.fromkeys(run.held_out_metric for run in runs if run.held_out_metric)
@@ -144,7 +144,7 @@ def _band(axes: Any, run: RunData, name: str, colour: str) -> None:
 
 
 def _spread(axes: Any, run: RunData) -> None:
-    """Draw the share of completions with each reward as stacked areas. More than five different rewards are put in five bins."""
+    """Draw the share of completions with each reward as stacked areas. If more than five rewards differ, use five bins."""
     steps = sorted(run.rewards)
     every = [reward for step in steps for reward in run.rewards[step]]
     low, high, values = min(every), max(every), sorted(set(every))
@@ -171,7 +171,7 @@ def _spread(axes: Any, run: RunData) -> None:
 
 
 def _phase_rows(run: RunData) -> list[dict[str, float]]:
-    """Return {phase: seconds} for each training step, plus its "step". Rows of timings.jsonl for evaluations are skipped."""
+    """Return {"step": step, phase: seconds, …} for each training step. Skip rows of timings.jsonl for evaluations."""
     rows = [
         {"step": row["step"], **{key[5:]: number(value) for key, value in row.items() if key.startswith("time/")}}
         for row in run.timings
@@ -192,7 +192,7 @@ def _phases(axes: Any, run: RunData) -> None:
 def _stack(axes: Any, steps: Sequence[int], layers: Any, colours: Any, strengths: Any, ink: str = "") -> None:
     """Draw `layers`, which are (label, values) pairs, as stacked areas over `steps`, with the labels at the right.
 
-    Each layer has a colour and a strength (opacity). Labels have the colour `ink`, or if it is "" the colour of their layer.
+    Each layer has a colour and a strength (opacity). If `ink` is "", labels have their layer's colour, else `ink`.
     """
     bottom, ends = [0.0] * len(steps), []
     for (name, values), colour, strength in zip(layers, colours, strengths, strict=True):
@@ -220,7 +220,7 @@ def _labels(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
 
 
 def _limits(axes: Any) -> None:
-    """Set the limits of the y-axis. Include zero if no value is negative and zero is near; give constant curves some height."""
+    """Set the limits of the y-axis. If no value is negative and low < high / 2, start at 0. Extend an empty range by ±0.5."""
     axes.margins(x=0.01, y=0.08)
     low, high = axes.get_ylim()
     if axes.dataLim.y0 >= 0 and high > 0 and low < 0.5 * high:
@@ -230,7 +230,7 @@ def _limits(axes: Any) -> None:
 
 
 def _tick(value: float, digits: int = 4) -> str:
-    """Format an axis label with at most `digits` digits, such as 3e-4. Matplotlib would draw the exponent elsewhere."""
+    """Format a label with at most `digits` digits, such as 3e-4. Matplotlib would draw the exponent at the end of the axis."""
     text = f"{value:.{digits}g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.{digits - 1}e}"
     return re.sub(r"(\.\d*?)0*e", r"\1e", text).replace(".e", "e").replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 

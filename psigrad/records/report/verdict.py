@@ -46,9 +46,9 @@ def verdict(run: RunData) -> Verdict:
     It reports the held-out metric before and after training with 95 % intervals, the KL to the initial model, and the warnings.
     For runs that train on pairs, the metric is the accuracy. If the run failed or was stopped, the verdict says so.
 
-    The judgement is "Learned" if the 95 % interval of the metric's change is above 0, and "Got worse" if it is below.
-    `paired_difference` computes this interval from the prompts (or pairs) that both evaluations scored. If the metric of some
-    prompts is not recorded, the evaluations are treated as independent samples, and the interval is wider. Learning is not
+    The judgement is "Learned" if the 95 % interval of the metric's change is above 0, "Got worse" if it is below 0, and
+    "No clear change" if it contains 0. `paired_difference` computes it from the prompts or pairs that both evaluations scored.
+    If some of them are not recorded, the evaluations count as independent samples, and the interval is wider. Learning is not
     judged with fewer than `LEAST_ROWS` rows, or if the change has no interval.
     """
     word, mood, figures_said = _judge(run)
@@ -102,7 +102,7 @@ def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
 def _pairs(run: RunData, before: int, after: int, *means: float) -> list[tuple[float, float]]:
     """Return (metric before, metric after) for each prompt that the evaluations at the steps `before` and `after` both scored.
 
-    `means` are their means in metrics.jsonl. Return [] if the rows of rollouts.jsonl have other means, as when rows are missing.
+    `means` are the means of both evaluations in metrics.jsonl. Return [] if rollouts.jsonl has other means: it then lacks rows.
     """
     ends = [run.held_out.get(step, {}) for step in (before, after)]
     for rows, mean in zip(ends, means, strict=True):
@@ -114,14 +114,14 @@ def _pairs(run: RunData, before: int, after: int, *means: float) -> list[tuple[f
 def _ranked(*marks: Any) -> list[tuple[float, float]]:
     """Return (before training, after training) for each pair of answers: 1 if it was ranked right, 0 if wrong, ½ for a tie.
 
-    `marks` are two strings from `marks_of`, with one character per pair. Return [] if one is missing, or their lengths differ.
+    `marks` are strings from `marks_of`, with one character per pair. Return [] if one is missing or invalid, or lengths differ.
     """
     before, after = ([_MARKS[mark] for mark in text] if isinstance(text, str) and {*text} <= {*_MARKS} else [] for text in marks)
     return [*zip(before, after, strict=True)] if len(before) == len(after) else []
 
 
 def _unpaired(first: Interval, last: Interval) -> Interval:
-    """Return the difference of two independent evaluations. If one has no interval, use the width of the other one's interval."""
+    """Return the change between independent evaluations. If only one has an interval, use its width for both; if none, NaN."""
     ends = [one if one.low < one.high else None for one in (first, last)]
     known = ends[0] or ends[1]
     if known is None:
@@ -165,7 +165,7 @@ def _describe_small_change(run: RunData) -> list[str]:
 
 
 def _least_rows(run: RunData, row: Mapping[str, Any]) -> float:
-    """Return the number of rows or episodes that the evaluation in `row` scored, or a lower bound for it; infinity if unknown."""
+    """Return the least number of rows or episodes that the evaluation in `row` can have scored; infinity if unknown."""
     if "eval/prompts" in row:
         size = max(1.0, number(run.settings.get("evaluation.num_generations_eval", 1)))
         return number(row["eval/prompts"]) - number(row.get("eval/unscored", 0)) // size
@@ -205,7 +205,7 @@ def apply_rules(run: RunData) -> Watch:
 
 
 def _warnings(watch: Watch) -> list[str]:
-    """Return three texts: the current warnings, the number of withdrawn ones, and those that are normal for a solved task."""
+    """Return texts about three kinds of warnings: current ones, past ones, and current ones that a solved task explains."""
     found = watch.alerts()
     standing = dict.fromkeys(alert.rule for alert in found if alert.ended is None)
     calm, loud = ([BY_NAME[r].title for r in standing if watch.explains(r) is solved] for solved in (True, False))
