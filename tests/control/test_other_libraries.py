@@ -450,7 +450,7 @@ def test_flags_of_rl_zoo3_that_mean_the_same_are_taken(tmp_path, monkeypatch):
 
 def test_a_cnn_policy_serves_methods_without_a_critic_too(tmp_path):
     """Its critic shares layers with the policy; DQN and TRPO do not read that setting, and name it if it is given alone."""
-    config = load(ControlConfig, flags={"algorithm": "dqn", "policy": "CnnPolicy", "env": "CartPole-v1", "total_timesteps": 5000})
+    config = load(ControlConfig, flags={"algorithm": "dqn", "policy": "CnnPolicy", "env": "CartPole-v1", "batch_size": 64})
     assert builder.build(config).config.network.net_arch == (512,)
     alone = replace(ControlConfig(), algorithm="dqn", network=replace(ControlConfig().network, critic="shared"))
     with pytest.raises(UserError, match=r"network\.critic is shared, but dqn does not read it"):
