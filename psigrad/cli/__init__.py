@@ -115,7 +115,7 @@ def _status_of(arguments: list[str]) -> int:
             raise
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         print(
-            f"psigrad: {error.strerror}: this process may open at most {most}; raise the limit (ulimit -n 1024).", file=sys.stderr
+            f"psigrad: {error.strerror}: this process may open {most} files; raise the limit (ulimit -n 1024).", file=sys.stderr
         )
         return 2
     except ValueError as error:
@@ -148,7 +148,7 @@ def _run(arguments: list[str]) -> int:
         word = name.lower().replace("_", "-")
         if said := next((said for words, said in _PEERS.items() if word in words.split()), ""):
             raise UserError(f"There is no command {name!r}: {said}.")
-        raise UserError(f"There is no command {name!r}; `psigrad --all` lists them{nearest(name, COMMANDS) or '.'}")
+        raise UserError(f"There is no command {name!r}; `psigrad --all` lists all commands{nearest(name, COMMANDS) or '.'}")
     return COMMANDS[name].run(rest)
 
 

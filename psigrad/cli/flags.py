@@ -1,6 +1,6 @@
 """Command-line flags, generated from the settings classes: one flag per field. The string below a field is its flag's help text.
 
-`--help` shows the settings that are marked `MAIN` (all, if none is), and `--help-all` shows all settings.
+`--help` shows the settings that are marked `MAIN`, or all settings if none is marked. `--help-all` always shows all.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
 
     @property
     def command(self) -> str:
-        """The command without the arguments that its usage line shows."""
+        """The words of the command, such as "psigrad grpo", without placeholders such as FILE, which usage shows."""
         return " ".join(itertools.takewhile(lambda word: word.islower() and word[0].isalpha(), self.prog.split()))
 
     def format_help(self) -> str:
@@ -74,8 +74,8 @@ class _Parser(argparse.ArgumentParser):
 def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mapping[str, Any] | None = None, about: str = "") -> T:
     """Parse settings from `--config FILE`, `a.b=c` and flags. Help starts with `about`, or with the docstring of `cls`.
 
-    Flags take precedence over overrides (`a.b=c`), then come the file, `defaults` and the defaults of the class. --help prints
-    the help and exits. Raises `UserError` for an unknown name; the message suggests a similar one.
+    A setting takes its value from the first of these that has it: flags, overrides (`a.b=c`), the file, `defaults`, the class.
+    --help prints the help and exits. Raises `UserError` for an unknown name; the message suggests a similar one.
     """
     parser = _parser(cls, command, defaults or {}, every="--help-all" in arguments, texts=asks_for_help(arguments))
     parser.description = about or parser.description
@@ -104,9 +104,9 @@ def _join(text: str | None, default: Any) -> str | None:
 
 
 def parse_plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any], about: str = "") -> dict[str, Any]:
-    """Parse the flags of a command without a settings class: one for each name in `defaults`.
+    """Parse the arguments of a command that has no settings class. Each name in `defaults` has a flag. Return {name: value}.
 
-    Help prints `about` unchanged. A line of it such as "--seed: seed of the data" is instead the text of that flag.
+    Help prints the lines of `about`, except those such as "--seed: seed of the data", which are the flags' help texts.
     """
     lines = about.splitlines()
     texts = dict(line.split(": ", 1) for line in lines if line.startswith("--"))
@@ -176,7 +176,7 @@ def parse_number(flag: str, text: str, kind: Callable[[str], T]) -> T:
 
 
 def _number_of(kind: Callable[[str], T], text: str) -> T:
-    """Return `text` as a finite number of type `kind`. Raises `ArgumentTypeError`; argparse puts the flag before its message."""
+    """Return `text` as a finite number of type `kind`. Raises `ArgumentTypeError` for other text; the caller adds the flag."""
     with contextlib.suppress(ValueError, OverflowError):
         if math.isfinite(found := kind(text)):  # type: ignore[arg-type]
             return found
@@ -268,7 +268,7 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
 def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) -> None:
     """Add a flag for each `Shortcut`: a short name for a setting in a part of a training method, such as the clip range.
 
-    Of the flags for parts that `method` has, help lists the main ones, or all if `every`. The use of other flags is an error.
+    Help lists the flags for parts that `method` has: the main ones, or all if `every`. A flag for any other part is an error.
     """
     known = shortcuts.shortcuts_of(cls)
     group = parser.add_argument_group("parts of the method; `psigrad explain` shows them all") if known else parser

@@ -78,7 +78,7 @@ def score(arguments: list[str]) -> int:
            "timeout": given["reward_timeout"], **{name: given[name] for name in ("split", "columns", "bad_rows")}}  # fmt: skip
     if given.get("attack"):
         if given["tokenizer"]:
-            raise UserError("score --attack gives the rewards no tokens; remove --tokenizer and any reward that counts tokens.")
+            raise UserError("score --attack passes no tokens to rewards; remove --tokenizer and any reward that counts tokens.")
         return _attack(rewards, dataset, given["output"], max_rows=given["max_rows"], **how)
     from psigrad.language.recipes import score_rows
 

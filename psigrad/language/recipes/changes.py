@@ -33,7 +33,7 @@ def change_settings(run: R, changes: Mapping[str, Any]) -> R:
 
 
 def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
-    """Return a copy of the run with the new values in `changes`, and update its optimisers."""
+    """Return a copy of the run with the new values in `changes`. Its optimisers, which both runs share, get them too."""
     if not changes:
         return run
     made: Any = change_settings(run, changes)

@@ -40,7 +40,7 @@ def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Jo
     """
     given = [name for name in ("environment", "tools", "agent", "agent_command") if getattr(config, name)]
     if len(given) > 1:
-        raise UserError(f"Both {given[0]} and {given[1]} are given, but a run can use only one of them; remove the other.")
+        raise UserError(f"Both {given[0]} and {given[1]} are given, but a run can use only one; remove one of them.")
     if not given:
         yield None
         return
@@ -76,7 +76,7 @@ def _episodes(config: Played, playing: Playing, form: CallForm) -> Episodes | Ga
 
 
 def count_seats(config: Played) -> int:
-    """Return the number of players of the game, each played by the policy. It is 1 if the environment is not a game."""
+    """Return the number of seats in the game, all played by the policy; 1 if the environment is not a game."""
     if not config.environment or environments.library_of(config.environment) not in ("", "textarena"):
         return 1
     return environments.seats_of(environments.resolve(config.environment))

@@ -168,8 +168,8 @@ def _by_model(
 ) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
     """Sample `size` completions of each prompt with a local model and score them. `rewards` drops the rows that it cannot score.
 
-    `episodes` samples trajectories of several turns. With `config.likelihood`, nothing is sampled: each completion is the answer
-    letter with the highest likelihood. Return (the figures, the completions, the dataset rows).
+    If `episodes` is given, it plays each completion as an episode of several turns. With `config.likelihood`, nothing is sampled:
+    each completion is the answer letter with the highest likelihood. Return (the figures, the completions, the dataset rows).
     """
     rows = rewards.judgeable(_rows(config, episodes, model.tokenizer), redaction.log)
     if isinstance(config, EvalConfig) and config.likelihood:
@@ -185,10 +185,7 @@ def _by_model(
 def _by_server(
     config: EvalConfig | SampleConfig, rewards: RewardSetup, scorer: Scorer | None, size: int
 ) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
-    """Sample `size` completions of each prompt from a server, with the seeds that a local model would use, and score them.
-
-    Return (the figures, the completions, the dataset rows).
-    """
+    """Sample completions from a server and score them. The seeds and the form of the returned values are those of `_by_model`."""
     if config.plays:
         raise UserError("environment, tools and agent need a local model; remove them, or remove --server.")
     if config.evaluation.eval_kl:
@@ -216,7 +213,7 @@ def _choose(
     trajectories: list[Trajectory],
     rows: Sequence[Row],
 ) -> Report:
-    """Return the report on all completions and their `figures`. With `best_of`, report only the best completion of each prompt.
+    """Return the report. With `best_of`, it has only each prompt's best completion; otherwise, it has all of them and `figures`.
 
     The best completion has the highest reward. If `config` sets a held-out metric, the best completions are scored by it too.
     """
@@ -232,7 +229,7 @@ def _choose(
 
 
 def kls_to(model: str, reference: str, report: Report, config: OnlineConfig | EvalConfig) -> list[float]:
-    """Load both models. Return the exact KL(model‖reference) of each completion in `report`, in nats, summed over its tokens."""
+    """Load both models. Return the exact KL(model‖reference) of each non-empty completion, in nats, summed over its tokens."""
     plain = replace(config.model, lora_rank=0, adapter="merge", quantize_base="")
     pair = [
         load_model(replace(plain, path=path, revision=plain.revision if path == plain.path else ""), config.run, None)
@@ -277,6 +274,7 @@ def _benchmark_rows(config: EvalConfig) -> list[Row]:
         shots, rows = rows[:count], rows[count:]
     if len(shots) < count or not rows:
         raise UserError(
-            f"num_fewshot is {count}, but there are {len(shots) + len(rows)} rows; give more rows or lower num_fewshot."
+            f"num_fewshot is {count}, but there are {len(shots) + len(rows)} rows: too few for the examples and a question; give "
+            "more rows or lower num_fewshot."
         )
     return as_prompts(config.benchmark, rows, shots[:count])

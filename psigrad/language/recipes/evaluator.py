@@ -27,7 +27,7 @@ from psigrad.step import Clock
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Held-out prompts, with the settings for sampling and scoring them.
+    """Held-out prompts, with the settings for sampling completions of them and for scoring the completions.
 
     The seeds depend on the prompt and not on the step, so two evaluations of one run differ only by the policy. With a
     `reference`, the exact KL(pi‖ref) of each completion is measured too, in nats, summed over its tokens.
@@ -78,7 +78,7 @@ class Evaluator:
 
     @torch.no_grad()
     def kl(self, model: LanguageModel, trajectories: list[Trajectory]) -> list[float]:
-        """Return the exact KL of each completion to the reference, in nats. Each process computes a share of the completions."""
+        """Return the KL to the reference of each non-empty completion. Each process computes a share, and all get the list."""
         rows = [t for t in trajectories if t.completion.ids]
         longest = max((len(c.prompt_ids) + len(c.ids) for t in rows for c in t.contexts), default=1)
         size = max(1, self.micro_batch_tokens // (longest * max((len(t.contexts) for t in rows), default=1)))
@@ -101,12 +101,12 @@ class Evaluator:
 
 
 def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric: str) -> dict[str, Any]:
-    """Return the mean over prompts of the metric named `metric`, with its 95 % interval, pass@k, and lengths.
+    """Return the `eval/…` figures: the mean of the metric over prompts with its 95 % interval, pass@k, and completion lengths.
 
     pass@k is returned for k = 1, 2, 4, … up to `num_generations` (at most 64) if prompts have several completions and every
     value of the metric is 0 or 1. If the metric is a sum of several reward functions, the mean of each is returned too.
-    Unscored completions are left out of the means; `eval/unscored` is their number. The interval counts each prompt once, since
-    completions of a prompt are not independent.
+    Unscored completions are left out of the metric's mean and pass@k; `eval/unscored` is their number. The interval counts each
+    prompt once, since completions of a prompt are not independent.
     """
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
     values = scored_groups(trajectories, num_generations)

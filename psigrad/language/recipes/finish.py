@@ -46,7 +46,9 @@ def optimizer_of(model: LanguageModel | ScalarModel, config: Config, world: Worl
     """Return the optimiser of the model's trainable weights."""
     towers = tower_names(model.network) if model.vision is not None else ()
     if frozen := [name for name in towers if name.rpartition(".")[2] not in config.model.trained_towers]:
-        print_once(f"{', '.join(frozen)} of {config.model.path} are frozen; to train one, name it with --trained-towers.")
+        print_once(
+            f"{', '.join(frozen)} of {config.model.path} are frozen; to train one, give --trained-towers its name's last part."
+        )
     recompute = config.model.gradient_checkpointing
     root: Any = model.shard_root
     reduces = root.set_requires_gradient_sync if config.placement.reduce_once and root is not None else None
@@ -67,8 +69,8 @@ def train_on_rows(
 ) -> Result:
     """Train on the rows of `task`, from the `checkpoint` if there is one, and save the model. All offline recipes end with this.
 
-    `prepared` has the rows of both tasks. The loss is evaluated on `held_out`; `generated` evaluates sampled completions.
-    `judges` are the reward and the held-out metric. `given` is the user's model object, if any.
+    `held_out` is a second task, on which the loss is evaluated. `prepared` has the rows of both tasks. `generated`
+    evaluates sampled completions. `judges` are the reward and the held-out metric. `given` is the user's model object, if any.
     """
     check_images(config, model, prepared.rows)
     check_features(model, (*prepared.rows, *prepared.held_out))
@@ -90,8 +92,8 @@ def sampler_of(
 ) -> Iterator[Sampler]:
     """Yield the sampler that the settings name, on a cluster or on this machine.
 
-    With a sharded model, the sampler gets a full copy of the model. vLLM reads the shards instead, unless top_p, top_k
-    or min_p is used. `longest` is the maximum number of tokens in a prompt plus its completion; 0 means the model's limit.
+    On this machine, only vLLM without top_p, top_k and min_p reads the shards of a sharded model; other samplers get a full copy.
+    `longest` is the maximum number of tokens in a prompt plus its completion; 0 means the model's limit.
     """
     if config.placement.cluster and journal is not None:
         with extras.load("cluster").open_sampler(config, model, journal, longest) as sampler:
@@ -133,7 +135,7 @@ def generated_of(
 def note_rows(
     config: Config, model: LanguageModel | ScalarModel, rows: Sequence[Row], journal: Journal, checkpoint: Path | None
 ) -> None:
-    """Write the event `first_rows` if `checkpoint` is None: some rows as the model reads them, for `psigrad studio`."""
+    """Write the event `first_rows` for `psigrad studio`: some rows as the model reads them. Do nothing with a `checkpoint`."""
     separator = config.step_separator if isinstance(config, RewardConfig) else "\n"
     if checkpoint is None:
         journal.folder.event("first_rows", rows=first_rows(model.tokenizer, rows, separator))
@@ -193,7 +195,7 @@ def _best_of(
 
 
 def write_model(model: LanguageModel | ScalarModel, folder: Path, saved_form: str) -> None:
-    """Write the model in Hugging Face format. `saved_form` is "merged", "adapter", or "both", with the adapter in adapter/."""
+    """Write the merged model in Hugging Face format, or the adapter if `saved_form` is "adapter". "both" also writes adapter/."""
     if saved_form == "adapter":
         write(model.adapter, model.tokenizer, folder)
         return

@@ -208,7 +208,7 @@ class CheckpointWriter:
         """Wait until all ranks have written their parts of the checkpoint, or one has failed. `job` writes this rank's part.
 
         Return how many seconds to wait for `job` afterwards: `LEFT` if a rank has failed, otherwise None (no limit). The ranks
-        tell each other every second if they are done, so if one hangs, an error is raised within minutes instead of hours.
+        tell each other every second whether they are done. If one hangs, an error is raised within minutes instead of hours.
         """
         states = [0]
         while 0 in states and 2 not in states:
@@ -281,7 +281,7 @@ def _best(state: State) -> int:
 
 
 def _sums_of(learners: Learners) -> dict[str, str]:
-    """Return {"weights": as text, the sum of each unsharded trainable weight's elements}. All ranks must have the same sums."""
+    """Return {"weights": text}: the sum of the elements of each unsharded trainable weight. All ranks must have the same text."""
     optimizers = [learner.optimizer for learner in learners if isinstance(learner, Learner)]
     whole = (w.local for optimizer in optimizers for w in optimizer.weights.values() if w.local is w.parameter)
     return {"weights": " ".join(str(float(p.detach().double().sum())) for p in whole)}
