@@ -53,8 +53,7 @@ class Evaluator:
         seed_of = lambda i, k: seeds.derive(self.seed, "eval", self.prompts[i].index, k)  # noqa: E731
         trajectories = rollout(self.prompts, self.params, self.num_generations, seed_of, version)
         figures = figures_of(trajectories, self.num_generations, self.metric)
-        if self.reference is not None:
-            kl = self.kl(model, trajectories)
+        if self.reference is not None and (kl := self.kl(model, trajectories)):  # empty completions have no KL
             low, high = unbounded_interval(kl)
             figures["eval/kl"] = math.fsum(kl) / len(kl)
             figures |= {} if math.isnan(low) else {"eval/kl/low": max(0.0, low), "eval/kl/high": high}
