@@ -195,48 +195,18 @@ NAMES = {  # what the short names stand for
     "apo_zero": "Anchored Preference Optimization",
     "apo_down": "Anchored Preference Optimization",
 }
-PAPERS = {  # the paper of each method; `psigrad explain` prints the sources of each part
-    "grpo": "2402.03300",
-    "dr_grpo": "2503.20783",
-    "dapo": "2503.14476",
-    "gspo": "2507.18071",
-    "cispo": "2506.13585",
-    "rloo": "2402.14740",
-    "reinforce": "2402.14740",
-    "reinforce_moving_average": "2402.14740",
-    "reinforce_total_return": "1506.02438",
-    "reinforce_reward_to_go": "1506.02438",
-    "reinforce_pp": "2501.03262",
-    "reinforce_pp_baseline": "2501.03262",
-    "ppo": "1707.06347",
-    "ppo_penalty": "1707.06347",
-    "vc_ppo": "2503.01491",
-    "vapo": "2504.05118",
-    "opo": "2505.23585",
-    "maxrl": "2602.02710",
-    "pass_at_k": "2508.10751",
-    "sapo": "2511.20347",
-    "dppo": "2602.04879",
-    "gmpo": "2507.20673",
-    "vespo": "2602.10693",
-    "gdpo": "2601.05242",
-    "process_grpo": "2402.03300",
-    "top_entropy": "2506.01939",
-    "clip_cov": "2505.22617",
-    "kl_cov": "2505.22617",
-    "distill": "2306.13649",
-    "raft": "2304.06767",
-    "dpo": "2305.18290",
-    "robust_dpo": "2403.00409",
-    "ipo": "2310.12036",
-    "hinge": "2305.10425",
-    "ln_dpo": "2411.15124",
-    "simpo": "2405.14734",
-    "orpo": "2403.07691",
-    "apo_zero": "2408.06266",
-    "apo_down": "2408.06266",
-    "kto": "2402.01306",
-}
+# The paper of each method; `psigrad explain` prints the sources of each part.
+_PAPERS = """
+grpo:2402.03300 dr_grpo:2503.20783 dapo:2503.14476 gspo:2507.18071 cispo:2506.13585 rloo:2402.14740
+reinforce:2402.14740 reinforce_moving_average:2402.14740 reinforce_total_return:1506.02438
+reinforce_reward_to_go:1506.02438 reinforce_pp:2501.03262 reinforce_pp_baseline:2501.03262 ppo:1707.06347
+ppo_penalty:1707.06347 vc_ppo:2503.01491 vapo:2504.05118 opo:2505.23585 maxrl:2602.02710 pass_at_k:2508.10751
+sapo:2511.20347 dppo:2602.04879 gmpo:2507.20673 vespo:2602.10693 gdpo:2601.05242 process_grpo:2402.03300
+top_entropy:2506.01939 clip_cov:2505.22617 kl_cov:2505.22617 distill:2306.13649 raft:2304.06767 dpo:2305.18290
+robust_dpo:2403.00409 ipo:2310.12036 hinge:2305.10425 ln_dpo:2411.15124 simpo:2405.14734 orpo:2403.07691
+apo_zero:2408.06266 apo_down:2408.06266 kto:2402.01306
+"""
+PAPERS = dict(pair.split(":") for pair in _PAPERS.split())
 
 
 @functools.cache
