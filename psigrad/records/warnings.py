@@ -22,7 +22,7 @@ _CORRECTION = "sampling/importance_sampling_ratio/mean"
 
 
 class SignalNames:
-    """A map from a run's metric keys to names of signals. If several keys have one signal, later ones keep their own names."""
+    """A map from metric keys to names. The first key of a signal gets the signal's name; its later keys keep their own names."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}
@@ -151,12 +151,12 @@ def _not_finite(figures: Figures, memory: Memory) -> float | None:
 
 
 def _uncorrected(figures: Figures, memory: Memory) -> float | None:
-    """Return the mean |sampler log-prob - trainer log-prob|; None if unknown, or if importance weights correct it."""
+    """Return the mean |sampler log-prob - trainer log-prob|; None if unknown, or if importance weights correct the difference."""
     return None if _CORRECTION in figures else _of("mismatch")(figures, memory)
 
 
 def _correction(figures: Figures, memory: Memory) -> float | None:
-    """Return |1 - w|. w is the mean importance weight that corrects the difference of sampler and trainer. None without it."""
+    """Return |1 - w|, where w is the mean importance weight between sampler and trainer; None if the row has no such weight."""
     weight = _finite(figures, _CORRECTION)
     return None if weight is None else abs(1 - weight)
 
@@ -223,7 +223,7 @@ def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
 def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
     """Return the increase of the share of truncated completions: its mean over the last 10 rows minus that of the 10 rows before.
 
-    Return 0 if the mean reward of these rows did not rise, or if the last row has no truncated completion; None before row 20.
+    Return 0 if the mean reward did not rise between the same rows, or if the last row has no truncation; None before row 20.
     """
     cut, reward = _finite(figures, "truncated"), _finite(figures, "reward")
     if cut is None or reward is None:
@@ -241,7 +241,7 @@ def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
 def _below_best(figures: Figures, memory: Memory) -> float | None:
     """Return how far the held-out metric is below its best value, divided by √(a² + b²); None for rows without an evaluation.
 
-    a and b are half the widths of the 95 % intervals of the two values. Return 0 if the reward has not risen since the best.
+    a and b are half the widths of the 95 % intervals of the two values. Return 0 if the reward has not risen since the best one.
     """
     reward, held_out = _finite(figures, "reward"), _finite(figures, "held_out")
     if reward is not None:
@@ -333,8 +333,8 @@ class Watch:
     def score(self) -> float | None:
         """The score of the task if it is solved, otherwise None.
 
-        The score is the mean of the last three values of the held-out metric. Without one, the reward counts, or else accuracy.
-        The task is solved if the score is at least 0.9, these values are at most 1, and the figure's first value was below 0.9.
+        The score is the mean of the last three values of one metric: the held-out one, or else the reward, or else accuracy.
+        The task is solved if the score is at least 0.9, all three values are at most 1, and the metric began below 0.9.
         """
         name = next((name for name, last in self._scores.items() if last), "")
         score = _mean(self._scores[name]) if name and self._first[name] < 0.9 else 0.0

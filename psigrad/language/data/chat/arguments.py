@@ -1,4 +1,4 @@
-"""Checks of the arguments for a chat template: of their types, and of their names, since a template ignores unknown ones."""
+"""Checks of the names and types of the arguments for a chat template, which itself ignores arguments that it does not know."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def _backend_of(tokenizer: PreTrainedTokenizerBase, added: list[Any]) -> tuple[r
     """Return (`cuts`, `backend`) of the tokenizer's `Specials`. `added` are its added tokens.
 
     `backend` is the tokenizer of the library `tokenizers` that `tokenizer` wraps. Before `backend` normalises a text, it splits
-    the text at some of the added tokens. `cuts` is a pattern for these tokens, and prefers the longest, as the library does.
+    the text at the added tokens with normalized=False. `cuts` is a pattern that matches these tokens, the longest one first.
     `cuts` is None if there are no such tokens, if one occurs inside another added token, or if one is matched only as a separate
     word. Both are None if `tokenizer` wraps no such tokenizer, or if its class overrides `_encode_plus` or `__call__`.
     """
@@ -223,8 +223,8 @@ def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, s
 
     `last` ends with this turn; in `followed`, another turn follows it. `special` matches special tokens. `turn_end` starts after
     the content. It ends with the last special token before the renderings differ, or if there is none, with the last one of
-    `last` (gpt-oss: <|return|>); `turn_next` equals it. If `last` has no special token after the content, `turn_end` ends with
-    the first one in `followed` (GLM: <|user|>), and `turn_next` is the part of `turn_end` that `last` lacks.
+    `last` (gpt-oss: <|return|>). In both cases, `turn_next` equals `turn_end`. If `last` has no special token after the content,
+    `turn_end` ends with the first one in `followed` (GLM: <|user|>), and `turn_next` is the part of it that `last` lacks.
     """
     ending, behind = last.rpartition(SENTINEL)[2], followed.rpartition(SENTINEL)[2]
     shared = next((i for i, (a, b) in enumerate(zip(ending, behind, strict=False)) if a != b), min(len(ending), len(behind)))
@@ -271,7 +271,7 @@ def rewrite(messages: Sequence[Message], tools: Any, dialect: Dialect) -> tuple[
 
 
 def describe_rewrites(messages: Sequence[Message], tools: Any, dialect: Dialect) -> list[str]:
-    """Return a note for each feature of the messages that the template lacks and that `rewrite` therefore rewrites."""
+    """Return a note for each feature that `rewrite` rewrites in these messages, and one if turns have no end token."""
     roles = {message["role"] for message in messages}
     calls = any(message.get("tool_calls") for message in messages)
     thoughts = any(message.get(name) for message in messages for name in REASONING)

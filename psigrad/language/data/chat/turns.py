@@ -104,7 +104,7 @@ class Conversation:
         return self.render(before, generation_prompt=True) + str(last["content"])
 
     def blocks(self, messages: Sequence[Message]) -> list[Span] | None:
-        """Return the spans that {% generation %} blocks wrote; None if the template has none. Cache the rendered text."""
+        """Return the spans that {% generation %} blocks wrote; None if the template has none. Cache the text for `render`."""
         if not _has_blocks(self.template):
             return None
         text, spans = self._run(generation_blocks, messages)
@@ -236,8 +236,8 @@ def _find_last_turn(conversation: Conversation, messages: Sequence[Message], bef
 def _continue_thought(conversation: Conversation, message: Message, before: str, text: str, index: int) -> tuple[str, str]:
     """Return (`before`, `text`), changed so that `text` starts with `before`.
 
-    `before` ends with the generation prompt's tag that opens a thought. In `text`, which ends with the turn `message`, this tag
-    is missing or changed. Raise `RowError`, with the number `index` of the message, if `before` and `text` differ before the tag.
+    `before` should end with a tag that opens a thought. In `text`, which ends with the turn `message`, the tag is missing or the
+    text after it differs. Raise `RowError`, with the message's number `index`, if there is no tag or the texts differ before it.
     """
     opened, thought = OPEN.search(before), _thought_of(message)
     tail = "" if opened is None else text[opened.start() :]
@@ -417,6 +417,6 @@ def render_between(conversation: Conversation, observation: Sequence[Message]) -
 
 
 def stop_tokens(conversation: Conversation) -> list[str]:
-    """Return the special tokens that end an assistant turn: after an answer, and after a call if the row offers tools."""
+    """Return the special tokens that end an assistant turn: that of an answer and, if the row offers tools, that of a call."""
     ends = [conversation.dialect.turn_end, *([conversation.dialect.call_end] if conversation.arguments["tools"] else [])]
     return list(dict.fromkeys(found[-1] for end in ends if (found := conversation.special.findall(end))))
