@@ -207,8 +207,8 @@ def _rows(dataset: Dataset, split: str = "train", setting: str = "split", defaul
     """Return a dataset in a form that can be read more than once: a name, or a list of rows.
 
     The name of a local file or folder becomes an absolute path. For a `DatasetDict`, return the rows of `split`. A slice in
-    `split`, such as train[:90%], is applied later, when the recipe reads the rows. Raise `UserError` if a `DatasetDict`
-    lacks the split, or if rows have no splits and `split` is not `default_split`. The error calls `split` by the name `setting`.
+    `split`, such as train[:90%], is applied later, when the recipe reads the rows. Raise `UserError`, with `setting` as the name
+    of the user's setting, if a `DatasetDict` lacks the split, or if `split` isn't `default_split` for rows that have no splits.
     """
     name = parse_split(split).name
     if isinstance(dataset, str | os.PathLike):

@@ -19,7 +19,7 @@ SHOWN, _LONGEST = 3, 2000
 
 
 class Segment(NamedTuple):
-    """Adjacent tokens of one `kind`, as text: prompt, trained, masked (no loss) or sampled (a note in place of a completion)."""
+    """Adjacent tokens of one `kind`, as text: prompt, trained or masked (no loss). A sampled one is only a note to the reader."""
 
     kind: str
     text: str

@@ -57,9 +57,9 @@ def load(
     A saved dataset is a folder written by `save_to_disk`. "openai/gsm8k:main" is a hub dataset and its configuration, "task:NAME"
     a reasoning-gym task. `form` is a key of `FORMS` or "sft". `split` can have a slice, as in `datasets`: train[:90%]. If file
     names in a folder contain split words (train, validation, test and their usual variants), only the files of `split` are read.
-    A source without splits, such as a file, is a single split: its name is the split word in the file's name, as in a-test.jsonl,
-    or any name in `single`. With `max_rows` only the first rows are read, and a hub dataset is streamed. `columns` renames
-    columns (`dataset_layouts.map_columns`). `urls` downloads images that rows name by URL (`image_urls.download`).
+    For a source without splits, such as a file, all rows are read, but `split` must be a name in `single` or the split word in
+    the file's name, such as test for a-test.jsonl. With `max_rows` only the first rows are read, and a hub dataset is streamed.
+    `columns` renames columns (`dataset_layouts.map_columns`). `urls` downloads images named by URL (`image_urls.download`).
 
     Raise `UserError` with file, line, column and reason for malformed rows, or skip them with `bad_rows="skip"` and return them
     as `skipped`. An unreadable file, or no valid row at all, always raises an error.
@@ -96,7 +96,7 @@ def remove_format(rows: Any) -> Any:
 
 
 def _to_plain(value: Any, depth: int = 0) -> Any:
-    """Return `value` with arrays and tensors as lists and numbers, down to the depth `MAX_DEPTH`. `depth` is that of `value`."""
+    """Return `value`, at `depth` in its row, with arrays and tensors as lists and numbers. Below `MAX_DEPTH`, nothing changes."""
     if depth > MAX_DEPTH:  # the checks reject such depths
         return value
     if isinstance(value, dict):
@@ -113,9 +113,9 @@ def _to_plain(value: Any, depth: int = 0) -> Any:
 def hold_out(parts: Sequence[Sequence[Row]], counts: Sequence[int], seed: int = 0) -> tuple[list[list[Row]], list[Row]]:
     """Return (the training rows of each dataset in `parts`, the held-out rows of all), in the order of the source.
 
-    About `counts[i]` rows of dataset i are held out, drawn with `seed`. The rows of a prompt, in any dataset, are all trained on
-    or all held out. Prompts are drawn in random order. A prompt with more rows than a count still allows is skipped. If a dataset
-    gets no held-out row in this way, hold out one of its prompts with at most twice `counts[i]` rows. If none is that small, hold
+    About `counts[i]` rows of dataset i are held out. Whole prompts are drawn, in an order given by `seed`: the rows of a prompt,
+    in any dataset, are all held out or all trained on. A prompt that would make a dataset exceed its count is skipped. If a
+    dataset then has no held-out row, hold out one of its prompts with at most twice `counts[i]` rows. If none is that small, hold
     out single rows; only then can a held-out prompt also be trained on. The two answers of a pair stay together even then.
 
     Raise `UserError` if a count is negative, or if it leaves no row of its dataset to train on.
@@ -192,7 +192,7 @@ def _prompt_key(row: Row) -> bytes:
 def _collect(
     records: Records, form: str, name: str, bad_rows: str, columns: Mapping[str, str], base: Path, urls: bool
 ) -> LoadedRows:
-    """Check the records of the dataset `name` in folder `base`; see `load`. Images' paths are relative to their row's file."""
+    """Check the records of the dataset `name`; see `load`. The paths of images start at their row's file, under `base`."""
     if form not in (known := ["sft", *FORMS]):
         raise UserError(f"The dataset form {form!r} is unknown; it must be one of {', '.join(known)}{nearest(form, known)}")
     if bad_rows not in ("stop", "skip"):
@@ -254,7 +254,7 @@ class MixturePart(NamedTuple):
 def parse_mixture(dataset: object) -> list[MixturePart]:
     """Return one `MixturePart` for each name in the list `dataset`. In "a.jsonl:0.7", 0.7 is the weight of a.jsonl.
 
-    If `dataset` is not a list of names, it is the only part. Raise `UserError` if only some names have a weight, or one is 0.
+    If `dataset` is not a list of names, it is the only part. Raise `UserError` if only some have a weight, or if a weight is 0.
     """
     if not isinstance(dataset, list | tuple) or not dataset or not all(isinstance(name, str) for name in dataset):
         return [MixturePart(dataset, None)]
@@ -277,10 +277,10 @@ def quotas(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def mix(parts: Sequence[Sequence[Row]], weights: Sequence[float | None], seed: int) -> list[Row]:
-    """Return as many rows as all `parts` (datasets) have together, divided between the datasets by their weights.
+    """Join the rows of the datasets `parts`. With weights, rows are repeated or left out, but their total stays the same.
 
-    Without weights, every row occurs once. With weights, a dataset of n rows has a quota of q rows, and each of its rows occurs
-    ⌊q/n⌋ or ⌈q/n⌉ times. `seed` and the dataset's position decide for which rows it is ⌈q/n⌉. Training shuffles the result.
+    If the datasets have no weights, every row occurs once. If they have, each gets a quota of the total by its weight. If it is
+    q, each of n rows occurs ⌊q/n⌋ or ⌈q/n⌉ times; `seed` and the dataset's position decide. Training shuffles the result.
     """
     rows: list[Row] = []
     given = [weight for weight in weights if weight is not None]
@@ -301,8 +301,8 @@ def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: L
     """Return (training rows, held-out rows).
 
     Held-out rows are drawn with `seed`: from the eval dataset if there is one, else from all datasets by their weights or sizes.
-    `eval_prompts` is the number of held-out rows. None means 64 (preference, unpaired-preference and stepwise: 256), but at
-    most about a tenth of each dataset if there is no eval dataset. Log the numbers of recognised, skipped and held-out rows.
+    `eval_prompts` is their number. None means 256 for the forms preference, unpaired-preference and stepwise, else 64; without an
+    eval dataset, it means at most about a tenth of each dataset. Log the numbers of recognised, skipped and held-out rows.
     """
     shares = parse_mixture(data.dataset)
     parts = _read_each(data, form, shares, data.split, log, single=SINGLE[:1])
@@ -333,13 +333,13 @@ def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: L
 
 
 def read_dataset(data: Data, form: str, dataset: Any, split: str, log: Log | None = None) -> LoadedRows:
-    """Join the rows, and the skipped rows, of one or several datasets. Raise `UserError` as `load` does, and if none is named."""
+    """Join the rows, and the skipped rows, of one or several datasets. Raise `UserError` if `load` does, or for an empty name."""
     parts = _read_each(data, form, parse_mixture(dataset), split, log)
     return LoadedRows([row for part in parts for row in part.rows], [bad for part in parts for bad in part.skipped])
 
 
 def form_of(data: Data) -> str:
-    """Return the form of the first dataset's first row: "sft" for prompt-completion, messages or text; "" if no form fits."""
+    """Return the form that fits the first dataset's first row, or "". Prompt-completion, messages and text count as "sft"."""
     first = parse_mixture(data.dataset)[0].dataset
     for form in ("preference", "unpaired-preference", "stepwise", "sft", "prompt-only"):
         with contextlib.suppress(UserError):

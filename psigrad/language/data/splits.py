@@ -28,7 +28,7 @@ class SplitSlice(NamedTuple):
 
     @property
     def needs_total(self) -> bool:
-        """True if the number of rows must be known: for a bound such as 90%, or -100, which counts from the end."""
+        """True if the slice depends on the number of rows: a bound is a share (90%), or counts from the end (-100)."""
         return "%" in self.start + self.stop or "-" in self.start + self.stop
 
     def take(self, rows: Iterable[Any]) -> Iterator[Any]:
@@ -44,7 +44,7 @@ class SplitSlice(NamedTuple):
 
 
 def parse_split(split: str) -> SplitSlice:
-    """Parse a split such as train, or train[:90%] with a slice. Raise `UserError` for an invalid slice."""
+    """Parse a split, such as train, or with a slice: train[:90%]. Raise `UserError` for an invalid slice."""
     if "[" not in split or "+" in split:  # the hub parses a sum of splits
         return SplitSlice(split)
     found = _SLICE.fullmatch(split.strip())

@@ -35,7 +35,7 @@ def can_spell(name: str, settings: dict[str, Any]) -> bool:
 
 
 def spell_rows(size: int, seed: int, *, min_word_len: int = SHORTEST, max_word_len: int) -> list[dict[str, Any]]:
-    """Return `size` rows that ask to spell a word backward. Word i has an allowed length, and depends on `seed` + i only."""
+    """Return `size` rows that ask to spell a word backward. The word of row i depends only on `seed` + i and the two lengths."""
     known, found = [word for word in load_words() if min_word_len <= len(word) <= max_word_len], []
     lengths = {"difficulty": {"word_len": (min_word_len, max_word_len)}}
     for i in range(size):
@@ -47,10 +47,10 @@ def spell_rows(size: int, seed: int, *, min_word_len: int = SHORTEST, max_word_l
 
 
 def score_spelling(text: str, entry: dict[str, Any]) -> float:
-    """Return 1 if `text` is the answer of the row `entry` in any letter case, and 0.8 if more text follows the answer.
+    """Return 1 if `text` equals the answer of the row `entry` in any letter case, and 0.8 if it continues after the answer.
 
-    For any other text, return the share of the answer's letters that `text` has at the same position. A rounding error, which
-    reasoning-gym makes too, gives about 1 instead of 0.8 for answers of some lengths, such as 6.
+    For any other text, return the share of the answer's letters that `text` has at the same position. If the answer has some
+    lengths, such as 6, a text that continues gets about 1 instead of 0.8: a rounding error that reasoning-gym makes too.
     """
     said, answer, share = text.lower(), entry["answer"].lower(), 0.0
     if said == answer:
@@ -103,8 +103,8 @@ def generate(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
 def generate_distinct(name: str, size: int, seed: int, **settings: Any) -> list[dict[str, Any]]:
     """Return `size` rows with different prompts, so that no held-out prompt is ever trained on.
 
-    The rows are shuffled with `seed`. Otherwise the prompts that a task rarely makes would be the last rows, and a split of the
-    rows would not be representative. Raise `UserError` if a task has too few prompts.
+    The rows are shuffled with `seed`. In the order of drawing, the prompts that a task rarely makes would come last, and the
+    last rows would differ from the first. Raise `UserError` if a task has too few prompts.
     """
     rows: dict[str, dict[str, Any]] = {}
     drawn = 0
@@ -124,7 +124,7 @@ def generate_distinct(name: str, size: int, seed: int, **settings: Any) -> list[
 def rows_by_name(text: str) -> list[dict[str, Any]]:
     """Return the rows of "task:NAME" or "task:NAME,size=2000,max_value=60": different prompts in a random order.
 
-    `size` (default 1,000) and `seed` (0) are psigrad's settings. All others are the task's. Raise `UserError` for unknown ones.
+    `size` (default 1,000) and `seed` (0) are psigrad's settings. The task defines all others. Raise `UserError` for unknown ones.
     """
     name, *settings = text.removeprefix("task:").split(",")
     given: dict[str, Any] = {"size": 1000, "seed": 0}
@@ -156,9 +156,9 @@ def _number(text: str) -> int | float | bool | str:
 def demonstrations(
     rows: Sequence[dict[str, Any]], wrong_share: float, mistake: Callable[[str, random.Random], str], seed: int
 ) -> list[dict[str, Any]]:
-    """Return prompt-completion rows. A share of about `wrong_share` gets a wrong answer, `mistake(answer, rng)`.
+    """Return prompt-completion rows. In a share of about `wrong_share`, the completion is `mistake(answer, rng)`.
 
-    A row's answer depends on (seed, index) only. The column `right` is True if the answer is right. Training never reads it.
+    A row's completion depends on (seed, index) only. The column `right`, which training never reads, is True if it is right.
     """
     shown = []
     for i, row in enumerate(rows):

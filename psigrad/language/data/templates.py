@@ -131,7 +131,7 @@ def encode_batch(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, emp
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool) -> tuple[Conversation, list[list[Piece]]]:
-    """Return (the row's conversation, the `Piece`s of each of its contexts). If `encode_batch` has made them, return those."""
+    """Return (the row's conversation, the `Piece`s of each of its contexts): those that `encode_batch` made, or new ones."""
     made: tuple[Conversation, list[list[Piece]]] | None = dialect.specials_of(tokenizer).conversations.pop(id(row), None)
     if made is None or made[0].row is not row:
         conversation = Conversation(tokenizer, row)
@@ -187,7 +187,7 @@ def observation_ids(tokenizer: PreTrainedTokenizerBase, row: Row, observation: s
 
 @dataclass(frozen=True)
 class Reading:
-    """The policy's input for a turn: its whole `text`, and the `ids` to append to the context. If `restart`, they replace it."""
+    """The policy's input for a turn: its whole `text`, and `ids`, which replace the context if `restart`, else extend it."""
 
     text: str
     ids: list[int]
@@ -228,7 +228,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
 def special_token_remover(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
     """Return a function (text, ids) -> the text of the tokens `ids` without special tokens, as transformers decodes them.
 
-    `text` is the result of `decode`. Without ids, the special tokens are found by their text.
+    `text` is the result of `decode` for `ids`. If `ids` is empty, special tokens are found by their text in `text` and removed.
     """
     special = dialect.specials_of(tokenizer).pattern
 
@@ -315,9 +315,9 @@ _BEGUN = 64  # The size of the cache of `encode_after`, which nearly always need
 
 
 def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
-    """Return the ids of `text` as a continuation of `before`. SentencePiece would put a space before `text` encoded alone.
+    """Return the ids of `text` encoded after `before`: alone, it would get a space in front from SentencePiece.
 
-    If a token would join the end of `before` to the start of `text`, return the ids of `text` encoded alone.
+    Only if a token would join the end of `before` to the start of `text`, return the ids of `text` encoded alone.
     """
     before = _last_cut(tokenizer, before)
     known = dialect.specials_of(tokenizer).prefix_ids
@@ -404,9 +404,9 @@ def _end_of_turn(
 ) -> int:
     """Return the index after the special token that ends the turn ids[first:last]. `turn` is its number, for the error.
 
-    A token of `stops` in ids[first:last] ends the turn if only special tokens, which are never sampled, follow it there (Phi-3:
-    the EOS). Otherwise a token of `stops` after ids[first:last] does: a template may write it outside its generation block
-    (trl#5988). Without either, any special token in these two places ends the turn. White space before it is ignored.
+    A token of `stops` in ids[first:last] ends the turn if only other special tokens follow it there (Phi-3's template adds the
+    EOS). Otherwise a token of `stops` right after ids[first:last] does: a template may write it outside its generation block
+    (trl#5988). Otherwise a special token at the end of ids[first:last], or else right after it, does. White space is skipped.
     """
     special = dialect.specials_of(tokenizer).ids
     inner = outer = _trim(tokenizer, ids, first, last)
