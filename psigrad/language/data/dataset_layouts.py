@@ -35,7 +35,7 @@ def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str)
     """Return the row with columns renamed, copied or combined as `columns` says.
 
     {"question": "prompt"} renames a column and removes the old name. {"prompt": "{question} Think."} makes a column from others,
-    and {"new": "{old}"} copies one. "a.b" is the entry b of the object in column a; {{ and }} are braces.
+    and {"new": "{old}"} copies one. "a.b" reads the entry b of the object in column a. In a template, {{ and }} stand for braces.
 
     Raise `RowError`, with a list of the row's columns, if the row lacks a column that `columns` reads.
     """
@@ -164,7 +164,8 @@ def _alpaca(row: dict[str, Any], form: str, source: str) -> str:
 def _split_messages(row: dict[str, Any], form: str, source: str) -> str:
     """Split the row's `messages` into its prompt and last answer, unless the dataset form `form` reads `messages`.
 
-    If other columns have the answers, all messages are the prompt. The row is changed in place. Return a note for the log, or "".
+    If other columns have the answers, or the last message is no answer, all messages become the prompt. Return a note for the
+    log, or "".
     """
     said = row.get("messages")
     if form in ("sft", "messages", "stepwise") or not isinstance(said, list) or not said or row.get("prompt") is not None:
@@ -180,10 +181,10 @@ def _split_messages(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
-    """Convert the row's prompt and answers so that all are text, or all are messages.
+    """Convert the row's prompt or answers to messages if the others are messages. Remove the prompt from the answers.
 
-    In ultrafeedback_binarized the prompt is text, and the answers are conversations that begin with it. The row is changed in
-    place. `form` is the dataset form; see `translate`. Errors name `source`. Return a note for the log, or "".
+    In ultrafeedback_binarized, for example, the prompt is text, and the answers are conversations that begin with it. The row is
+    changed in place. `form`: see `translate`. Errors name `source`. Return a note for the log, or "".
     """
     prompt, names = row.get("prompt"), _answers(row, form)
     row |= {name: [row[name]] for name in names if isinstance(row[name], Mapping)}
@@ -212,9 +213,9 @@ def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def _system_turn(row: dict[str, Any], form: str, source: str) -> str:
-    """Put the text of a system column in front of the row's conversation, in place. `to_turns` does this for a plain prompt.
+    """Insert the text of a system column as the first turn of the row's conversations. `to_turns` adds it to a plain prompt.
 
-    `form`: see `translate`. Raise `RowError` if the row begins with a different system turn. Return a note for the log, or "".
+    `form`: see `translate`. Raise `RowError` if they begin with a different system turn. Return a note for the log, or "".
     """
     name, text = system_of(row)
     if not text or form == "stepwise":
@@ -251,11 +252,10 @@ def suggest_columns(raw: Mapping[str, Any], form: str) -> str:
 def to_model_rows(
     tokenizer: PreTrainedTokenizerBase | None, parts: Sequence[Sequence[Row]], plain_prompts: bool, log: Log | None = None
 ) -> list[list[Row]]:
-    """Return the rows of each part of the data (such as training rows, held-out rows) with plain prompts as user turns.
+    """Return the parts of the data, such as training and held-out rows, with every row converted by `to_turns`.
 
-    Prompts stay unchanged if `plain_prompts` is True, or if the tokenizer has no chat template; see `to_turns`. Log the
-    numbers of changed and unchanged prompts, unless `plain_prompts` is True and there is no chat template. `tokenizer` is None
-    for a server's model, which is assumed to have a template.
+    Log how many plain prompts became user turns and how many did not, unless `plain_prompts` is True and there is no chat
+    template. Log also how many prompts end with an assistant's turn. For a server's model, pass None as the tokenizer.
     """
     made = [[to_turns(tokenizer, row, plain_prompts) for row in part] for part in parts]
     rows = [row for part in made for row in part]

@@ -117,9 +117,9 @@ def show(value: object, limit: int = 60) -> str:
 def validate(raw: object, form: str, source: str, *, empty: bool = False) -> Row:
     """Check a raw row, which is a mapping, and return it as a `Row`.
 
-    `form` is a key of `FORMS`, or "sft": prompt-completion if the row has both columns, otherwise messages. Strings are not
-    changed, even if they have lone surrogates or NUL. A message's keys with the value null are dropped: Parquet writes null for
-    absent keys. With `empty`, a turn without content is valid. Raise `RowError` with source, column and reason.
+    `form` is a key of `FORMS`, or "sft", for which `_choose_for_sft` finds the row's form. Strings are not changed, even if
+    they have lone surrogates or NUL. A message's keys with the value null are dropped: Parquet writes null for absent keys. With
+    `empty`, a turn without content is valid. Raise `RowError` with source, column and reason.
     """
     check = _Check(source, empty)
     if not isinstance(raw, Mapping):
@@ -180,7 +180,7 @@ def name_columns(raw: Mapping[str, Any]) -> str:
 
 
 def _refuse_several_missing(check: _Check, raw: Mapping[str, Any], needs: Sequence[str]) -> None:
-    """Raise one `RowError` that names all missing columns of `needs`, if more than one is missing."""
+    """Raise one `RowError` for all missing columns of `needs` if there are several. A later check reports a single one."""
     first, *others = [name for name in needs if name not in raw] or [""]
     if others:
         are = "are" if others[1:] else "is"

@@ -1,7 +1,7 @@
 """Images of dataset rows and of environments' observations: read, checked, and replaced by marks in text (`language.images`).
 
-The forms are TRL's: a column `images` (or `image`) beside messages with {"type": "image"} parts, or parts that contain an image
-themselves. If no part marks their position, the images are put at the start of the first user message.
+The forms are TRL's. Either a column `images` or `image` has the images, and {"type": "image"} parts of messages mark their place.
+Without such parts, the images go to the start of the first user message. Or the parts contain the images themselves.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ MOVES = "an animated image is read as its first frame"
 def insert_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mapping[str, Any], list[str]]:
     """Return (a raw row whose texts have a mark, `images.MARK`, for each image; notes on how the images were read).
 
-    A row without images is unchanged. `source` names the row in errors. Paths are relative to `base`. The column `images` keeps
-    the images as given, for reward functions. An image part without an image stands for the next image of that column. Raises
-    `RowError` if the number of such parts is neither 0 nor the number of images in the column, or if an image cannot be read.
+    A row without images is unchanged. `source` names the row in errors. Paths are relative to `base`. In the returned
+    row, the column `images` has all images, for reward functions. A part {"type": "image"} is a placeholder for the next image of
+    that column. Raises `RowError` if an image cannot be read, or if there are placeholders, but not as many as images.
     """
 
     def fail(column: str, reason: str) -> NoReturn:
@@ -85,10 +85,10 @@ def _path(text: str | os.PathLike[str], base: Path) -> Path:
 
 
 def _put_first(made: dict[str, Any], conversations: list[str], marks: str, column: str, fail: Fail) -> None:
-    """Insert the image marks `marks` at the start of the first user message in each conversation of the row `made`.
+    """Insert `marks` at the start of the first user message of the prompt, or of the messages, in the row `made`.
 
-    `conversations` names the columns with messages. If the prompt is a text, insert the marks at its start. Errors name `column`,
-    which has the images.
+    A text prompt gets them at its start. If only the answers have the conversation, each of them gets the marks. `conversations`
+    names the columns with messages. Errors name `column`, which has the images.
     """
     asked = [name for name in conversations if name in _ASKED] or [name for name in conversations if made.get("prompt") is None]
     for name in asked:
@@ -116,8 +116,8 @@ class _Reader:
     def turn(self, turn: Any, where: str, rest: Iterator[str]) -> Any:
         """Return the message `turn` with a mark in place of each image.
 
-        An image part without an image gets the next mark of `rest`, the marks of the images in the row's image column. `where` is
-        the message's place in the row, for errors.
+        A placeholder, {"type": "image"}, gets the next mark of `rest`, which are the marks of the images in the row's column.
+        `where` is the message's place in the row, for errors.
         """
         if not any(map(is_image, _parts(turn))):
             return turn
@@ -262,7 +262,7 @@ def _digests_in(value: Any) -> list[str]:
 
 
 def to_data_urls(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Return messages in which the image parts made by `images.split_contents` have OpenAI's form, with data URLs."""
+    """Return the messages. Each image part, as made by `images.split_contents`, gets OpenAI's form with a data URL."""
 
     def part(one: Mapping[str, Any]) -> Mapping[str, Any]:
         if "sha256" not in one:
@@ -346,7 +346,7 @@ def _text(part: Any) -> Any:
 
 
 def refuse_marks(raw: Mapping[str, Any], fail: Fail, further: str) -> None:
-    """Call `fail` if a text in `raw` has an image mark or, if `further` is not empty, U+FFFC, which delimits marks."""
+    """Call `fail` if a text in `raw` has an image mark or, unless `further` is "", a single U+FFFC, which delimits marks."""
     stack: list[tuple[str, Any]] = list(raw.items())  # no recursion: rows may be deep
     while stack:
         path, value = stack.pop()

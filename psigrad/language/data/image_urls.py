@@ -32,7 +32,7 @@ def download(records: Records, columns: Mapping[str, str]) -> Records:
     """Yield records in which the path of a downloaded file replaces each image's http or https URL.
 
     A record with an image that cannot be downloaded becomes a `BadRow`. `columns` (see `sources.load`) tells which columns
-    will be renamed to `images`. Raise `UserError` if no download of the first block with URLs succeeds; a block is 256 records.
+    will be renamed to `images`. In the first block of 256 records that has URLs, raise `UserError` if every download fails.
     """
     renamed = [pair for pair in columns.items() if set(pair).intersection(images.COLUMNS)]
     names, succeeded = {*images.COLUMNS, *(name for pair in renamed for name in pair)}, False

@@ -133,8 +133,8 @@ def _read_saved(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
 def _reject_compressed(path: Path) -> None:
     """Raise `UserError` for a saved dataset with compressed buffers, which pyarrow expands without a limit.
 
-    `datasets` never writes them. The metadata of an Arrow message is a flatbuffer of tables. A compressed record batch is a table
-    with a field 3. This table is field 2 of the first table or, in a dictionary message, field 1 of the table in field 2.
+    `datasets` never writes them. An Arrow message's metadata is a flatbuffer. Field 2 of its first table is the record batch or,
+    in a dictionary message, a table whose field 1 is the record batch. A record batch that has a field 3 is compressed.
     """
     import pyarrow as pa
 
@@ -167,7 +167,7 @@ def _flatbuffer_field(buffer: bytes, table: int, number: int) -> int:
 
 
 def keep_images_encoded(rows: Any) -> Iterable[Any]:
-    """Return the rows of a `datasets.Dataset` with encoded images: psigrad identifies an image by the SHA-256 of its bytes."""
+    """Return the rows of a `datasets.Dataset`, images not decoded: psigrad identifies an image by the SHA-256 of its bytes."""
     if "Image(" not in str(getattr(rows, "features", "")):
         return rows  # type: ignore[no-any-return]
     return (row for batch in rows.with_format("arrow").iter(64) for row in batch.to_pylist())

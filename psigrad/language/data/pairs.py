@@ -42,7 +42,7 @@ def encode_labelled(tokenizer: PreTrainedTokenizerBase, row: Row) -> LabelledAns
 
 
 def encode_steps(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -> Steps:
-    """Return a stepwise row as `Steps`: the tokens of the prompt, then of every step, which ends with `separator`."""
+    """Return a stepwise row as `Steps`: the tokens of the prompt and the steps. A step without `separator` at its end gets it."""
     ids, ends = list(prompt_ids(tokenizer, row)), []
     before = row.prompt if isinstance(row.prompt, str) else images.decode(tokenizer, ids[-1:])
     for step in row.steps:

@@ -19,9 +19,9 @@ def reward_view(
 ) -> Callable[[Mapping[int, Row]], ToSamples]:
     """Return the `to_samples` function of a `ScoredRollout`. It turns trajectories into the samples that reward functions get.
 
-    Every sample has all columns that occur in the rollout's rows, with None for those that its own row lacks. With `plays`
-    (for episodes), samples also have the policy's own turns and tokens. With `skip_special_tokens`, the policy's text in a sample
-    has no special tokens, but `completion_ids` has them.
+    Every sample has all columns that occur in the rollout's rows, with None for those that its own row lacks. With `plays`,
+    which is for episodes, samples also have the policy's own turns and tokens. With `skip_special_tokens`, the policy's text in
+    a sample has no special tokens, but `completion_ids` has them.
     """
     hide = special_token_remover(tokenizer) if skip_special_tokens and tokenizer is not None else _keep
 

@@ -40,9 +40,9 @@ class UncacheableError(ValueError):
 
 
 def pack_row(row: Row) -> tuple[str, list[int]]:
-    """Return (a row as JSON, an empty list of tokens). Raise `UncacheableError` if JSON cannot represent the row.
+    """Return (a row as JSON, an empty list), since `batch_of` takes pairs of JSON and token ids.
 
-    Raise it also if the row may have an image: an image file can change while the file of the rows stays the same.
+    Raise `UncacheableError` if JSON cannot represent the row, or if it may have an image, whose file can change unnoticed.
     """
     values = {f.name: value for f in fields(row) if (value := getattr(row, f.name)) not in (None, (), {})}
     try:
@@ -183,7 +183,7 @@ class PreparedRows(Generic[T]):
 
 
 def write(path: Path, prepared: PreparedRows[Any], messages: Any, max_bytes: int) -> None:
-    """Write the rows and the `messages` about them, then delete the least recently used files until the rest fits `max_bytes`.
+    """Write the rows and `messages` to `path`, then delete the folder's least recently used files until it fits `max_bytes`.
 
     If the disk is full, or a row would change when it is written and read again, nothing is cached and no error is raised.
     """

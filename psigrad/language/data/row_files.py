@@ -292,7 +292,7 @@ def _csv(default: str, path: Path, name: str) -> Records:
 
 def _csv_rows(path: Path, default: str) -> Iterator[tuple[int, dict[str, object] | str]]:
     """Yield (line number, row), or (line number, reason) for a malformed row. An empty cell is null. `default` is the delimiter
-    to try first. Raise `UserError` if there are no columns.
+    to try first. Raise `UserError` unless the first line has a different name for each column.
     """
     csv.field_size_limit(MAX_LINE_BYTES)
     try:
