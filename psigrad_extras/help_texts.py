@@ -13,9 +13,9 @@ ratings, or one completion with its rating. Ties are dropped and counted.
 
 DEMO = """\
 A small language model learns to spell words backwards: first from demonstrations, of which 60 % make the same
-mistake, then from rewards that notice it. Both models are tested on new words. The demo takes two to five minutes on
-two cores and downloads nothing. The same command resumes a stopped demo. Its DIR/grpo/report.html shows the result,
-and `psigrad chat DIR/grpo` talks to the model.
+mistake, then from rewards that notice it. The model is tested on new words after each stage. The demo takes two to
+five minutes on two cores and downloads nothing. The same command resumes a stopped demo. Its DIR/grpo/report.html
+shows the result, and `psigrad chat DIR/grpo` talks to the model.
 --output-dir: folder of the demo's runs
 --seed: seed of data, model and samples (default 0)
 --sft-steps: training steps from demonstrations (SFT)

@@ -61,10 +61,10 @@ _FLAGS = """\
   --checkpoint FOLDER ...  more models for the chat
   --model-memory GB        limit of the weights in memory (default 8)
   --database URL           where labels are stored: a file or a postgresql:// URL (default labels.db next to RUNS_FOLDER)
-  --allow-host NAME ...    hosts of a reverse proxy
+  --allow-host NAME ...    host names at which a reverse proxy serves the studio
   --port N                 port (default: the first free one from 8420)
   --no-open                do not open a browser
-  --backup FILE            copy the labels to a new file, also while a studio is running
+  --backup FILE            copy the labels to a new file; works while a studio is running
   --restore FILE           replace the labels with those of a backup"""
 
 

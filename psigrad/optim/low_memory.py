@@ -1,4 +1,4 @@
-"""Rounding to bfloat16, and AdamW with 8-bit moments, and with a 16-bit remainder or nothing in place of a float32 master."""
+"""Rounding to bfloat16, and an AdamW that saves memory: by 8-bit moments, and by 16-bit remainders in place of masters."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def check_device(run: Run) -> None:
 def prepared_torch(run: Run, *, recompute: bool = False, tf32: bool = False) -> Iterator[None]:
     """Apply `prepare_torch` while the block runs. With `tf32`, float32 matrix products on a GPU use TF32.
 
-    On exit, restore the number of threads and the TF32 setting. Set malloc's limits to glibc's usual values, whatever they were.
+    On exit, restore the number of threads and the TF32 setting, and reset malloc's limits to glibc's defaults.
     """
     before = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
     prepare_torch(run, recompute=recompute)

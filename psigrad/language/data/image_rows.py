@@ -1,7 +1,7 @@
 """Images of dataset rows and of environments' observations: read, checked, and replaced by marks in text (`language.images`).
 
-The forms are TRL's. Either a column `images` or `image` has the images, and {"type": "image"} parts of messages mark their place.
-Without such parts, the images go to the start of the first user message. Or the parts contain the images themselves.
+The forms are TRL's. A column `images` or `image` has the images, and {"type": "image"} parts of messages mark their places. The
+images of a row without such parts go to the start of its first user message. Without a column, the parts contain the images.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ SHOWN, _LONGEST = 3, 2000
 
 
 class Segment(NamedTuple):
-    """Adjacent tokens of one `kind`, as text: prompt, trained or masked (no loss). A sampled one is only a note to the reader."""
+    """Adjacent tokens as text: `kind` prompt, trained or masked (no loss). Kind sampled: a note that the model writes here."""
 
     kind: str
     text: str

@@ -371,8 +371,8 @@ def check_inner(outer: Any, known: frozenset[str]) -> None:
     inner = outer.surrogate
     if set(getattr(inner, "needs", ())) - known or (isinstance(inner, kl_penalty) and inner.target is not None):
         raise ValueError(
-            f"{type(outer).__name__} got {type(inner).__name__}, which has a KL target or needs inputs that a wrapping surrogate "
-            "does not pass on; expected another surrogate, such as clip."
+            f"{type(outer).__name__} cannot wrap {type(inner).__name__}, which has a KL target or needs inputs that a wrapping "
+            "surrogate does not pass on; wrap another surrogate, such as clip."
         )
 
 
