@@ -81,7 +81,7 @@ def test_the_command(dataset, tmp_path, capsys):
 def test_the_place_of_the_scores_is_looked_at_before_anything_is_scored(dataset, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(score_rows, "score", lambda *given, **also: pytest.fail("it scored"))
     assert cli.main(["score", "--reward", "exact", "--dataset", str(dataset), "--output", str(tmp_path)]) == 2
-    assert "cannot be written: Is a directory; name another file with --output." in capsys.readouterr().err
+    assert "cannot be written: Is a directory; name another file as --output." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
