@@ -199,17 +199,13 @@ def referee(arguments: list[str]) -> int:
 
 def export(arguments: list[str]) -> int:
     """Write a model in a format for other programs."""
-    usage = "psigrad export RUN_OR_MODEL --to gguf|merged|adapter [--output FOLDER] [--quantization f16]"
-    if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nWrite a model to a new folder. RUN_OR_MODEL is a run, a folder, a hub name or a GGUF file. Formats:\n")
-        print("  gguf     one file for llama.cpp, with its chat template and a Modelfile for Ollama; --quantization is f32, f16,")
-        print("           bf16, q8_0, q5_1, q5_0, q4_1 or q4_0")
-        print("  merged   the model with its adapter merged in, for transformers\n  adapter  only the adapter, for peft")
-        return 0
     names, _, rest = flags.parse_lists(arguments)
-    given = flags.parse_plain("export", rest, {"to": "", "output": "", "quantization": "f16", "trust_remote_code": False})
+    known = {"to": "", "output": "", "quantization": "f16", "trust_remote_code": False}
+    given = flags.parse_plain("export RUN_OR_MODEL", rest, known, help_texts.EXPORT)
     if len(names) != 1:
-        raise UserError(f"export got {' '.join(names) or 'nothing'} but takes one run folder or model; the usage is {usage}.")
+        raise UserError(
+            f"export got {' '.join(names) or 'nothing'} but takes one run folder or model; see `psigrad export --help`."
+        )
     from psigrad_extras.connect import exporting as recipe
 
     made = recipe.run(names[0], given.pop("to"), given.pop("output"), given.pop("quantization"), **given)
@@ -316,29 +312,22 @@ def grid(arguments: list[str]) -> int:
 
 def push(arguments: list[str]) -> int:
     """Upload a finished run's model."""
-    usage = "psigrad push RUN REPO [--private] [--revision BRANCH]"
-    if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nUpload model/ of a finished run with its model card to REPO (user/name) on the Hugging Face hub.")
-        print("The token is read from HF_TOKEN or `hf auth login`. An existing repository gets a new commit.")
-        print("\n  --private          make a new repository private")
-        print("  --revision BRANCH  branch to upload to, created if it is missing (default main)")
-        return 0
-    names, listed, rest = flags.parse_lists(arguments, "--revision")
-    given = flags.parse_plain("push", rest, {"private": False})
-    if len(names) != 2 or len(listed["--revision"]) > 1:
-        raise UserError(f"push got {' '.join(names) or 'nothing'} but takes a run folder and a repository; the usage is {usage}.")
+    names, _, rest = flags.parse_lists(arguments)
+    given = flags.parse_plain("push RUN REPO", rest, {"private": False, "revision": ""}, help_texts.PUSH)
+    if len(names) != 2:
+        raise UserError(
+            f"push got {' '.join(names) or 'nothing'} but takes a run folder and a repository; the usage is psigrad push RUN REPO."
+        )
     from psigrad_extras.connect import hub
 
-    print(hub.push(names[0], names[1], private=given["private"], revision="".join(listed["--revision"])))
+    print(hub.push(names[0], names[1], **given))
     return 0
 
 
 def doctor(arguments: list[str]) -> int:
     """Print which features for training this machine has, and which are missing."""
-    if flags.asks_for_help(arguments):
-        print("psigrad doctor [--json]\n\nList what this machine offers for training and what is missing, as lines or as JSON.")
-        return 0
-    given = flags.parse_plain("doctor", arguments, {"json": False})
+    about = "List what this machine offers for training and what is missing.\n--json: print the list as JSON"
+    given = flags.parse_plain("doctor", arguments, {"json": False}, about)
     from psigrad_extras.preflight import doctor
 
     print(doctor.report(as_json=given["json"]))

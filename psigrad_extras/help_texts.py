@@ -11,6 +11,19 @@ ratings, or one completion with its rating. Ties are dropped and counted.
 --scale: highest rating; the lowest is 1
 --tie: ratings that differ by at most this are a tie (default 0)"""
 
+EXPORT = """\
+Write a model to a new folder. RUN_OR_MODEL is a run, a folder, a hub name or a GGUF file.
+--to: gguf (one file for llama.cpp, and a Modelfile for Ollama), merged (for transformers) or adapter (for peft)
+--output: folder to write; by default NAME-FORMAT in the current folder
+--quantization: of a GGUF file: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0
+--trust-remote-code: run the model's own Python code"""
+
+PUSH = """\
+Upload model/ of a finished run with its model card to REPO (user/name) on the Hugging Face hub. The token is read from
+HF_TOKEN or `hf auth login`. An existing repository gets a new commit.
+--private: make a new repository private
+--revision: branch to upload to, created if it is missing; by default main"""
+
 DEMO = """\
 A small language model learns to spell words backwards: first from demonstrations, of which 60 % make the same
 mistake, then from rewards that notice it. The model is tested on new words after each stage. The demo takes two to

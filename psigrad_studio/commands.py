@@ -56,35 +56,26 @@ def judge_report(arguments: list[str]) -> int:
     return 0
 
 
-_FLAGS = """\
-  RUNS_FOLDER              folder of the runs to show (default runs)
-  --checkpoint FOLDER ...  more models for the chat
-  --model-memory GB        limit of the weights in memory (default 8)
-  --database URL           where labels are stored: a file or a postgresql:// URL (default labels.db next to RUNS_FOLDER)
-  --allow-host NAME ...    host names at which a reverse proxy serves the studio
-  --port N                 port (default: the first free one from 8420)
-  --no-open                do not open a browser
-  --backup FILE            copy the labels to a new file; works while a studio is running
-  --restore FILE           replace the labels with those of a backup"""
+_STUDIO = """\
+Start the web application: grid world, runs, labelling, chat. It listens on this machine only. It shows the runs in
+RUNS_FOLDER (default runs). --checkpoint adds models to the chat. --allow-host names the hosts at which a reverse proxy
+serves the studio.
+--port: port; 0: the first free one from 8420
+--open: open a browser
+--model-memory: limit of the chat's weights in memory, in GB
+--database: where labels are stored: a file or a postgresql:// URL; by default labels.db next to RUNS_FOLDER
+--backup: copy the labels to this new file, also while a studio runs
+--restore: replace the labels with those of this backup"""
 
 
 def studio(arguments: list[str]) -> int:
     """Run `psigrad studio`: serve the studio until Ctrl-C, or back up or restore its labels, and return the exit status."""
-    usage = (
-        "psigrad studio [RUNS_FOLDER] [--checkpoint FOLDER ...] [--model-memory GB] [--database URL] [--allow-host NAME ...]"
-        " [--port N] [--no-open]\n"
-        "psigrad studio [RUNS_FOLDER] [--database FILE] --backup FILE | --restore FILE"
-    )
-    if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nStart the web application: grid world, runs, labelling, chat. It listens on this machine only.\n")
-        print(_FLAGS)
-        return 0
+    usage = "studio [RUNS_FOLDER] [--checkpoint FOLDER ...] [--allow-host NAME ...]"
     folders, listed, rest = flags.parse_lists(arguments, "--checkpoint", "--allow-host")
-    given = flags.parse_plain(
-        "studio", rest, {"port": 0, "open": True, "model_memory": 8.0, "database": "", "backup": "", "restore": ""}
-    )
+    known = {"port": 0, "open": True, "model_memory": 8.0, "database": "", "backup": "", "restore": ""}
+    given = flags.parse_plain(usage, rest, known, _STUDIO)
     if len(folders) > 1:
-        raise UserError(f"studio got {len(folders)} folders but takes one; the usage is {usage}.")
+        raise UserError(f"studio got {len(folders)} folders but takes one; the usage is psigrad {usage}.")
     from psigrad_studio import serve
 
     folder = "".join(folders)

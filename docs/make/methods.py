@@ -65,8 +65,6 @@ def _template(name: str) -> str:
 
 def _formula(name: str) -> str:
     """Return the formula that a method minimises, part by part. `psigrad explain` prints the same with each part's source."""
-    title = f"{NAMES[name]}, " if name in NAMES else ""
-    paper = f"Paper: {title}arXiv:{PAPERS[name]}.\n\n" if name in PAPERS else ""
     explained = algorithms.explain(name)
     sections = _sections(explained)
     if given := re.search(r"^margin: (\d+)", explained, re.MULTILINE):
@@ -75,7 +73,7 @@ def _formula(name: str) -> str:
     if "π_sampler" in sections:
         sections = sections.replace("    ρ_t =", "    for metrics only: ρ_t =")
     loss, mark, parts = sections.partition("\n\n**")
-    return f"## Formula\n\n{paper}{loss}{_symbols(sections, name in LOSSES)}{mark}{parts}"
+    return f"## Formula\n\n{loss}{_symbols(sections, name in LOSSES)}{mark}{parts}"
 
 
 def _symbols(formulas: str, preference: bool) -> str:
@@ -181,32 +179,6 @@ def table() -> str:
 
 
 CLOSED = ("reinforce_total_return", "reinforce_reward_to_go", "reinforce_moving_average", "pass_at_k", "distill")
-
-
-NAMES = {  # what the short names stand for
-    "gspo": "Group Sequence Policy Optimization",
-    "cispo": "Clipped IS-weight Policy Optimization",
-    "sapo": "Soft Adaptive Policy Optimization",
-    "dppo": "Divergence Proximal Policy Optimization",
-    "gmpo": "Geometric-Mean Policy Optimization",
-    "vespo": "Variational Sequence-Level Soft Policy Optimization",
-    "gdpo": "Group reward-Decoupled Normalization Policy Optimization",
-    "opo": "On-Policy RL with Optimal Reward Baseline",
-    "apo_zero": "Anchored Preference Optimization",
-    "apo_down": "Anchored Preference Optimization",
-}
-# The paper of each method; `psigrad explain` prints the sources of each part.
-_PAPERS = """
-grpo:2402.03300 dr_grpo:2503.20783 dapo:2503.14476 gspo:2507.18071 cispo:2506.13585 rloo:2402.14740
-reinforce:2402.14740 reinforce_moving_average:2402.14740 reinforce_total_return:1506.02438
-reinforce_reward_to_go:1506.02438 reinforce_pp:2501.03262 reinforce_pp_baseline:2501.03262 ppo:1707.06347
-ppo_penalty:1707.06347 vc_ppo:2503.01491 vapo:2504.05118 opo:2505.23585 maxrl:2602.02710 pass_at_k:2508.10751
-sapo:2511.20347 dppo:2602.04879 gmpo:2507.20673 vespo:2602.10693 gdpo:2601.05242 process_grpo:2402.03300
-top_entropy:2506.01939 clip_cov:2505.22617 kl_cov:2505.22617 distill:2306.13649 raft:2304.06767 dpo:2305.18290
-robust_dpo:2403.00409 ipo:2310.12036 hinge:2305.10425 ln_dpo:2411.15124 simpo:2405.14734 orpo:2403.07691
-apo_zero:2408.06266 apo_down:2408.06266 kto:2402.01306
-"""
-PAPERS = dict(pair.split(":") for pair in _PAPERS.split())
 
 
 @functools.cache

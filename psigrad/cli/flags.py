@@ -94,13 +94,7 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
     return load(cls, config, overrides, {**values, **others}, defaults)
 
 
-class _PlainHelp(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30, width=110)
-
-
-def _join(text: str | None, default: Any) -> str | None:
-    return " ".join(filter(None, [text, f"(default {default})" if default else ""])).replace("%", "%%") or None
+_HELP: Any = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=110)
 
 
 def parse_plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any], about: str = "") -> dict[str, Any]:
@@ -110,8 +104,8 @@ def parse_plain(command: str, arguments: Sequence[str], defaults: Mapping[str, A
     """
     lines = about.splitlines()
     texts = dict(line.split(": ", 1) for line in lines if line.startswith("--"))
-    shown_about = "\n".join(line for line in lines if not line.startswith("--"))
-    parser = _Parser(prog=f"psigrad {command}", description=shown_about, formatter_class=_PlainHelp)
+    about = "\n".join(line for line in lines if not line.startswith("--"))
+    parser = _Parser(prog=f"psigrad {command}", usage=f"psigrad {command} [flags]", description=about, formatter_class=_HELP)
     for name, value in defaults.items():
         flag = "--" + name.replace("_", "-")
         if isinstance(value, bool):
@@ -119,7 +113,13 @@ def parse_plain(command: str, arguments: Sequence[str], defaults: Mapping[str, A
         else:
             shown = _NUMBERS.get(type(value), flag.rpartition("-")[2].upper())
             kind = functools.partial(_number_of, type(value)) if type(value) in _NUMBERS else str
-            parser.add_argument(flag, type=kind, default=value, metavar=shown, help=_join(texts.get(flag), value))
+            parser.add_argument(
+                flag,
+                type=kind,
+                default=value,
+                metavar=shown,
+                help=f"{texts.get(flag, '')} (default {value})" if value else texts.get(flag),
+            )
     known, rest = parser.parse_known_args(join_columns(arguments))
     _refuse(rest, parser, "a value of one")
     # A shell does not expand `--output=~/x`.
@@ -245,7 +245,6 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
     """
     numbers = {name: f"{name}={setting.default}" for name, setting in settings_of(cls).items() if setting.type in _NUMBERS}
     example = "optim.learning_rate=1e-5" if "optim.learning_rate" in numbers else next(iter(numbers.values()), "name=value")
-    name = " ".join(itertools.takewhile(lambda word: word[0].islower(), command.split()))
     parser = _Parser(
         prog=f"psigrad {command}",
         description=inspect.getdoc(cls),
@@ -257,10 +256,10 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
     every = every or not find_marked(cls, MAIN)
     _add_shortcuts(parser, cls, defaults.get("loss") or defaults.get("algorithm", "grpo"), every)
-    _add_flags(parser, cls, name, defaults, every, texts)
+    _add_flags(parser, cls, parser.command.removeprefix("psigrad "), defaults, every, texts)
     if not every:
         parser.last_line = (
-            f"These are the settings that matter most. `psigrad {name} --help-all` shows all {len(settings_of(cls))}."
+            f"These are the settings that matter most. `{parser.command} --help-all` shows all {len(settings_of(cls))}."
         )
     return parser
 

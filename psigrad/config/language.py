@@ -288,8 +288,8 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     """With dynamic_sampling: maximum number of extra collections per step. If too few groups with unequal rewards are found, the
     step trains on these few."""
     filter_metric: str = ""
-    """With dynamic_sampling: the reward function whose values must differ in a group; empty: the sum of all rewards but
-    soft_overlong."""
+    """With dynamic_sampling: the reward function whose values must differ in a group; empty: the weighted sum of all
+    rewards but soft_overlong."""
     router_replay: bool = False
     """Train a mixture of experts with the experts that each token used when it was sampled (R3, arXiv:2510.11370). It needs the
     embedded sampler, and works with neither episodes nor agents."""

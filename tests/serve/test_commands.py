@@ -110,8 +110,10 @@ def test_a_model_without_a_chat_template_shows_what_it_was_trained_on_and_stops_
 
 def test_help_is_there(capsys):
     for command in ("serve", "chat"):
-        assert cli.main([command, "--help"]) == 0
-        assert f"psigrad {command} MODEL_OR_RUN" in capsys.readouterr().out
+        with pytest.raises(SystemExit, match=r"^0$"):
+            cli.main([command, "--help"])
+        said = capsys.readouterr().out
+        assert f"psigrad {command} MODEL_OR_RUN" in said and "--device DEVICE  " in said, "the model's flags too"
 
 
 @pytest.mark.parametrize("most", [0, -1])

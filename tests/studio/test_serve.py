@@ -81,7 +81,8 @@ def test_mistakes_are_sentences(arguments, said, capsys):
 
 
 def test_help_names_what_there_is(capsys):
-    assert cli.main(["studio", "--help"]) == 0
+    with pytest.raises(SystemExit, match=r"^0$"):
+        cli.main(["studio", "--help"])
     assert "--no-open" in capsys.readouterr().out
 
 
