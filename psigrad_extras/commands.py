@@ -316,7 +316,7 @@ def push(arguments: list[str]) -> int:
     given = flags.parse_plain("push RUN REPO", rest, {"private": False, "revision": ""}, help_texts.PUSH)
     if len(names) != 2:
         raise UserError(
-            f"push got {' '.join(names) or 'nothing'} but takes a run folder and a repository; the usage is psigrad push RUN REPO."
+            f"push got {' '.join(names) or 'nothing'} but takes a run and a repository; the usage is psigrad push RUN REPO."
         )
     from psigrad_extras.connect import hub
 
