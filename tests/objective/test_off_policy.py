@@ -49,9 +49,9 @@ def test_the_off_policy_mask_is_measured_against_what_the_sampler_said() -> None
 def test_masks_around_others_say_what_they_cannot_hold() -> None:
     for outer in (off_policy_mask, with_imitation):
         for inner in (covariance_penalty(), kl_penalty(target=0.01), with_imitation()):
-            with pytest.raises(ValueError, match=f"{outer.__name__} got {type(inner).__name__}, .*such as clip"):
+            with pytest.raises(ValueError, match=f"{outer.__name__} cannot wrap {type(inner).__name__}, .*such as clip"):
                 outer(inner)
-    with pytest.raises(ValueError, match="off_policy_mask got off_policy_mask"):
+    with pytest.raises(ValueError, match="off_policy_mask cannot wrap off_policy_mask"):
         off_policy_mask(off_policy_mask())
     old = torch.zeros(2, 10)
     within = {"preset": "grpo", "kl": None, "surrogate": {"part": "with_imitation", "surrogate": "off_policy_mask"}}
