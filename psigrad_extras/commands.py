@@ -114,17 +114,14 @@ def _span(figure: tuple[float, float, float] | None) -> str:
 
 def _parse_plan(arguments: Sequence[str]) -> tuple[Any, PlanConfig]:
     """Return (settings of the method that the first argument names, settings of the plan). Print help and exit on --help."""
-    usage = (
-        "psigrad plan METHOD [--memory 24GB] [--devices N] [--prompt-length N] [--completion-length N] [--json] "
-        "[METHOD's settings]"
-    )
     name = next((text for text in arguments[:1] if not text.startswith("-")), "")
     if not name and flags.asks_for_help(arguments):
-        print(f"{usage}\n\nPredict the peak memory, batch sizes and speed of a run, without loading the model's weights.")
-        print("`psigrad plan METHOD --help` explains all flags.")
+        print("usage: psigrad plan METHOD [flags] [METHOD's settings]\n")
+        print("Predict the peak memory, batch sizes and speed of a run, without loading the model's weights.\n")
+        flags.parse_known(PlanConfig, "plan", arguments)
         raise SystemExit(0)
     if not name:
-        raise UserError(f"plan got no method; the usage is {usage}.")
+        raise UserError("plan got no method; the usage is psigrad plan METHOD [flags] [METHOD's settings].")
     method = declaration(name)
     asked, rest = flags.parse_known(PlanConfig, f"plan {name}", arguments[1:])
     rest = [part for given in rest for part in (given.split("=", 1) if given.startswith("--device=") else [given])]
@@ -134,29 +131,19 @@ def _parse_plan(arguments: Sequence[str]) -> tuple[Any, PlanConfig]:
     return flags.parse(method.settings, f"plan {name}", rest, defaults=method.defaults), asked
 
 
-_REPLAY = "psigrad replay RUN --step N [--method NAME|MAPPING ...] [--output FILE]"
-
-
 def replay(arguments: list[str]) -> int:
     """Recompute a step of a run. Return exit status 1 if it differs from the recorded one."""
-    if flags.asks_for_help(arguments):
-        print(f"{_REPLAY}\n\nRecompute step N of an online run from the nearest earlier checkpoint and the run's rows. Print")
-        print("every difference from the record; the exit status is 1 if there is any. --method also applies other methods to")
-        print("the same completions: dapo, or a variant such as '{preset: grpo, kl: null}'. A page with every token is written")
-        print("to FILE, by default in RUN/replays/.")
-        return 0
-    names, listed, rest = flags.parse_lists(arguments, "--step", "--method", "--output")
-    if len(names) != 1 or rest or len(listed["--step"]) != 1 or len(listed["--output"]) > 1:
-        raise UserError(f"replay takes one run folder and one step; the usage is {_REPLAY}.")
+    given = flags.parse_plain("replay RUN", arguments, {"step": 0, "method": (), "output": ""}, help_texts.REPLAY)
+    if not given["step"]:
+        raise UserError("replay got no --step; give the number of a step of the run, from 1.")
     from psigrad.config.nested import read_value
     from psigrad.records.read import show_number
     from psigrad.records.report import terminal
     from psigrad_extras.investigate import replay, replay_page
 
-    if output := "".join(listed["--output"]):
+    if output := given["output"]:
         replay_page.check(output)
-    number, methods = flags.parse_number("--step", listed["--step"][0], int), [read_value(text) for text in listed["--method"]]
-    found = replay.replay(names[0], number, methods)
+    found = replay.replay(given["names"][0], given["step"], [read_value(text) for text in given["method"]])
     print(redaction.escape("\n".join(replay.lines_of(found))))
     figures = dict.fromkeys(name for own in found.methods.values() for name in own)
     cells = [[name, *(show_number(own.get(name)) for own in found.methods.values())] for name in figures]
@@ -165,50 +152,38 @@ def replay(arguments: list[str]) -> int:
     return 1 if found.differences else 0
 
 
-_REFEREE = (
-    "psigrad referee --trl 'SCRIPT.py [ARGUMENTS]' [SETTINGS.yaml] | A.yaml B.yaml [--python PYTHON] [--steps 2] [--tolerance X]"
-)
-_REFEREE_HELP = """\
-Train on the same rows and tokens with TRL and psigrad, or with two settings files of psigrad. Print the first tensor that
-differs; the exit status is then 1. The interpreter PYTHON (default: this one) runs TRL's script unmodified. psigrad uses
-SETTINGS.yaml, or the settings converted from the script. A step is one collection of completions with all its updates.
---tolerance is the difference, as a share of a tensor's scale, that counts as rounding. Nothing is saved."""
-
-
 def referee(arguments: list[str]) -> int:
     """Print the first tensor in which two implementations of training differ. Return exit status 1 if they differ."""
-    if flags.asks_for_help(arguments):
-        print(f"{_REFEREE}\n\n{_REFEREE_HELP}")
-        return 0
-    single = ("--trl", "--python", "--steps", "--tolerance")
-    paths, listed, rest = flags.parse_lists(arguments, *single)
-    given = {flag: "".join(listed[flag][:1]) for flag in single}
-    paths += [path for flag in single for path in listed[flag][1:]]
-    if rest or len(paths) not in ((0, 1) if given["--trl"] else (2,)):
-        raise UserError(f"referee takes a script of TRL and at most one file of settings, or two files; the usage is {_REFEREE}.")
-    steps = flags.parse_number("--steps", given["--steps"] or "2", int)
-    tolerance = flags.parse_number("--tolerance", given["--tolerance"] or "0", float)
+    known = {"trl": "", "python": sys.executable, "steps": 2, "tolerance": 0.0}
+    given = flags.parse_plain("referee [SETTINGS.yaml] [OTHER.yaml]", arguments, known, help_texts.REFEREE)
+    paths, steps, tolerance = given["names"], given["steps"], given["tolerance"]
+    if len(paths) not in ((0, 1) if given["trl"] else (2,)):
+        raise UserError("referee takes --trl with a script and at most one settings file, or two settings files without --trl.")
     if steps < 1 or tolerance < 0:
         raise UserError(f"--steps is {steps} and --tolerance {tolerance:g}; expected at least 1 step, and no negative tolerance.")
     from psigrad_extras.referee import referee
 
-    parts, lines = referee.run(paths, given["--trl"], given["--python"] or sys.executable, steps, tolerance)
+    parts, lines = referee.run(paths, given["trl"], given["python"], steps, tolerance)
     print(redaction.escape("\n".join(lines)))
     return int(parts)
 
 
 def export(arguments: list[str]) -> int:
     """Write a model in a format for other programs."""
-    names, _, rest = flags.parse_lists(arguments)
-    known = {"to": "", "output": "", "quantization": "f16", "trust_remote_code": False}
-    given = flags.parse_plain("export RUN_OR_MODEL", rest, known, help_texts.EXPORT)
-    if len(names) != 1:
-        raise UserError(
-            f"export got {' '.join(names) or 'nothing'} but takes one run folder or model; see `psigrad export --help`."
-        )
+    return _export("export RUN_OR_MODEL", arguments, {"to": "", "quantization": "f16"}, help_texts.EXPORT)
+
+
+def merge(arguments: list[str]) -> int:
+    """Write a model in the format of transformers, with its adapter merged."""
+    return _export("merge RUN_OR_MODEL", arguments, {}, help_texts.MERGE)
+
+
+def _export(usage: str, arguments: list[str], own: dict[str, str], about: str) -> int:
+    given = flags.parse_plain(usage, arguments, {**own, "output": "", "trust_remote_code": False}, about)
     from psigrad_extras.connect import exporting as recipe
 
-    made = recipe.run(names[0], given.pop("to"), given.pop("output"), given.pop("quantization"), **given)
+    (source,) = given.pop("names")
+    made = recipe.run(source, **{"to": "merged"} | given)
     off = (
         f": {made.path.stat().st_size / 1e6:,.0f} MB, error {made.error:.2g} of the weights' norm" if made.path.is_file() else ""
     )
@@ -220,31 +195,17 @@ def export(arguments: list[str]) -> int:
     return 0
 
 
-def merge(arguments: list[str]) -> int:
-    """Run `export --to merged`."""
-    if "--to" in arguments:
-        raise UserError("merge takes no --to, since it always writes merged weights; for others use `psigrad export --to`.")
-    return export(arguments if flags.asks_for_help(arguments) else [*arguments, "--to", "merged"])
-
-
 def sweep(arguments: list[str]) -> int:
     """Search over settings."""
-    usage = (
-        "psigrad sweep METHOD --search NAME:LOW..HIGH[:log] NAME:A,B,C … [--trials 20] [--seeds 0 1 2] [--metric NAME] "
-        "[--direction maximize|minimize] [--output-dir FOLDER] [METHOD's settings]"
-    )
+    usage = "sweep METHOD --search NAME:LOW..HIGH[:log] NAME:A,B,C … [METHOD's settings]"
     if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nSearch over any settings with Optuna. METHOD is a method of `psigrad --all`, or: control ppo.")
-        print("--search gives each setting a range (:log draws it on a log scale) or a list of values. A trial trains once for")
-        print("each of --seeds (default 0). Its value is the mean of the held-out --metric (default: the run's main one).")
-        print("--direction is by default minimize for a loss, otherwise maximize. The same command resumes the study in FOLDER")
-        print("(default runs/sweep) until it has --trials trials.")
-        return 0
+        known = {"search": (), "trials": 20, "seeds": (), "metric": "", "direction": "", "output_dir": "runs/sweep"}
+        flags.parse_plain(usage, arguments, known, help_texts.SWEEP)
     single = ("--trials", "--metric", "--direction", "--output-dir")
     names, listed, rest = flags.parse_lists(arguments, "--search", "--seeds", *single)
     given = {flag: " ".join(listed[flag]) for flag in single}
     if not names or not listed["--search"]:
-        raise UserError(f"sweep got {'no method' if not names else 'no --search'}; the usage is {usage}.")
+        raise UserError(f"sweep got {'no method' if not names else 'no --search'}; the usage is psigrad {usage}.")
     if given["--direction"] not in ("", "maximize", "minimize"):
         raise UserError(f"--direction is {given['--direction']!r}; expected maximize or minimize.")
     from psigrad.records.read import interval, show_number
@@ -312,15 +273,10 @@ def grid(arguments: list[str]) -> int:
 
 def push(arguments: list[str]) -> int:
     """Upload a finished run's model."""
-    names, _, rest = flags.parse_lists(arguments)
-    given = flags.parse_plain("push RUN REPO", rest, {"private": False, "revision": ""}, help_texts.PUSH)
-    if len(names) != 2:
-        raise UserError(
-            f"push got {' '.join(names) or 'nothing'} but takes a run and a repository; the usage is psigrad push RUN REPO."
-        )
+    given = flags.parse_plain("push RUN REPO", arguments, {"private": False, "revision": ""}, help_texts.PUSH)
     from psigrad_extras.connect import hub
 
-    print(hub.push(names[0], names[1], **given))
+    print(hub.push(*given.pop("names"), **given))
     return 0
 
 
@@ -351,22 +307,13 @@ def experiment(arguments: list[str]) -> int:
     return 0
 
 
-_FROM_TRL = "psigrad from-trl SCRIPT.py|CONFIG.yaml [--trainer grpo] [--output FILE.yaml]"
-
-
 def from_trl(arguments: list[str]) -> int:
     """Print the settings that are equivalent to a script of TRL or a file of its command line, and the differences."""
-    if flags.asks_for_help(arguments):
-        print(f"{_FROM_TRL}\n\nPrint psigrad's equivalent settings, as YAML and as a command, and the differences from TRL.")
-        print("The script is only read. --trainer names TRL's trainer if the file does not. --output writes the YAML to a file.")
-        return 0
-    paths, given, rest = flags.parse_lists(arguments, "--trainer", "--output")
-    if len(paths) != 1 or rest:
-        raise UserError(f"from-trl takes one script or file; the usage is {_FROM_TRL}.")
-    check_output(output := "".join(given["--output"][:1]))
+    given = flags.parse_plain("from-trl SCRIPT.py|CONFIG.yaml", arguments, {"trainer": "", "output": ""}, help_texts.FROM_TRL)
+    check_output(output := given["output"])
     from psigrad_extras.connect.trl_scripts import convert_file
 
-    made = convert_file(paths[0], "".join(given["--trainer"][:1]))
+    made = convert_file(given["names"][0], given["trainer"])
     kinds = {
         "differs": made.differs,
         "no equivalent in psigrad": made.no_equal,

@@ -18,6 +18,42 @@ Write a model to a new folder. RUN_OR_MODEL is a run, a folder, a hub name or a 
 --quantization: of a GGUF file: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0
 --trust-remote-code: run the model's own Python code"""
 
+MERGE = """\
+Write a model to a new folder for transformers, with its adapter merged into its base model. RUN_OR_MODEL is a run, a
+folder, a hub name or a GGUF file.
+--output: folder to write; by default NAME-merged in the current folder
+--trust-remote-code: run the model's own Python code"""
+
+REPLAY = """\
+Recompute a step of an online run from the nearest earlier checkpoint and the run's rows. Print every difference from the
+record; the exit status is 1 if there is any.
+--step: the step to recompute, from 1
+--method: one or more other methods for the same completions: dapo, or a variant such as '{preset: grpo, kl: null}'
+--output: file for a page with every token; by default in RUN/replays/"""
+
+REFEREE = """\
+Train with TRL and psigrad on the same rows and tokens: give --trl, and optionally psigrad's settings file. Or compare two
+settings files of psigrad. Print the first tensor that differs; the exit status is then 1. Nothing is saved.
+--trl: TRL's script with its arguments, in quotes; it runs unmodified. Without a settings file, its settings are converted
+--python: Python interpreter that runs TRL's script
+--steps: steps to compare; a step is one collection of completions with all its updates
+--tolerance: difference that counts as rounding, as a share of a tensor's scale (default 0)"""
+
+SWEEP = """\
+Search over any settings with Optuna. METHOD is a method of `psigrad --all`, or: control ppo. The same command resumes a
+stopped study.
+--search: each setting with its range (:log draws on a log scale) or its values
+--trials: number of trials in the study
+--seeds: seeds of each trial, such as 0 1 2; the trial's value is the mean over them (default 0)
+--metric: held-out metric to optimise; by default the run's main one
+--direction: minimize or maximize; by default minimize for a loss, otherwise maximize
+--output-dir: folder of the study"""
+
+FROM_TRL = """\
+Print psigrad's equivalent settings, as YAML and as a command, and the differences from TRL. The script is only read.
+--trainer: TRL's trainer, such as grpo, if the file does not name it
+--output: file for the YAML, which is then not printed"""
+
 PUSH = """\
 Upload model/ of a finished run with its model card to REPO (user/name) on the Hugging Face hub. The token is read from
 HF_TOKEN or `hf auth login`. An existing repository gets a new commit.

@@ -22,8 +22,9 @@ _FLAGS = """
 --trust-remote-code: run the model's own Python code
 --vision: also load the vision tower of Qwen 3.5"""
 _SERVE = f"""\
-Serve a model through the APIs of OpenAI (chat completions, completions, responses) and Anthropic (messages). Requests
-name it by one of --name (default: MODEL_OR_RUN). Vision-language models read images as data URLs.
+Serve a model through the APIs of OpenAI (chat completions, completions, responses) and Anthropic (messages).
+Vision-language models read images as data URLs.
+--name: one or more names of the model in requests; by default MODEL_OR_RUN
 --port: port; 0: the first free one from 8500
 --host: address to listen on; the default is this machine only
 --token: token that clients must send; by default PSIGRAD_SERVE_TOKEN, or a new one, which is printed
@@ -40,12 +41,10 @@ image to the next line, for vision-language models.
 
 def serve(arguments: list[str]) -> int:
     """Run `psigrad serve`: serve a model over HTTP, and return the exit status."""
-    models, listed, rest = flags.parse_lists(arguments, "--name")
-    mine: dict[str, Any] = {"port": 0, "host": "127.0.0.1", "token": "", "tinker": False, "state": ""}
-    given = flags.parse_plain("serve MODEL_OR_RUN [--name NAME ...]", rest, {**mine, **_MODEL}, _SERVE)
-    port, host, token, tinker, state = (given.pop(name) for name in mine)
-    path = _only("serve", models)
-    names = tuple(listed["--name"]) or (path.rstrip("/"),)
+    mine: dict[str, Any] = {"name": (), "port": 0, "host": "127.0.0.1", "token": "", "tinker": False, "state": ""}
+    given = flags.parse_plain("serve MODEL_OR_RUN", arguments, {**mine, **_MODEL}, _SERVE)
+    (path,), names, port, host, token, tinker, state = (given.pop(name) for name in ("names", *mine))
+    names = tuple(names) or (path.rstrip("/"),)
     if tinker and len(names) > 1:
         raise UserError(f"--tinker got the names {', '.join(names)}; it serves a single name, so give one --name.")
     from psigrad_serve import serving
@@ -68,11 +67,9 @@ def serve(arguments: list[str]) -> int:
 
 def chat(arguments: list[str]) -> int:
     """Run `psigrad chat`: talk to a model on the terminal, and return the exit status."""
-    models, _, rest = flags.parse_lists(arguments)
     asked = {"system": "", "temperature": 1.0, "max_tokens": 0, "seed": 0}
-    given = flags.parse_plain("chat MODEL_OR_RUN", rest, {**asked, **_MODEL}, _CHAT)
-    how = {name: given.pop(name) for name in asked}
-    path = _only("chat", models)
+    given = flags.parse_plain("chat MODEL_OR_RUN", arguments, {**asked, **_MODEL}, _CHAT)
+    how, (path,) = {name: given.pop(name) for name in asked}, given.pop("names")
     from psigrad_serve import terminal_chat
     from psigrad_serve.engine.served_model import opened_engine
 
@@ -80,9 +77,3 @@ def chat(arguments: list[str]) -> int:
         training = terminal_chat.read_training(path)
         terminal_chat.talk(engine, sys.stdin, lambda text: print(text, end="", flush=True), training=training, **how)
     return 0
-
-
-def _only(command: str, models: list[str]) -> str:
-    if len(models) != 1:
-        raise UserError(f"{command} got {len(models) or 'no'} models but takes one; the usage is psigrad {command} MODEL_OR_RUN.")
-    return models[0]

@@ -5,22 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from psigrad.cli import flags
-from psigrad.errors import UserError
 from psigrad.paths import check_output
 
-_JUDGE_REPORT = "psigrad judge-report VOTES --model NAME --base-url URL [--criteria '{correctness: 2, brevity: 1}'] [flags]"
-
-_JUDGED = f"""\
-{_JUDGE_REPORT}
-
+_JUDGED = """\
 Compare a judge with people's votes (agreement and Cohen's kappa, by criterion), and with itself: does it prefer the first
 answer, the longer one, or texts of its own model? VOTES is a file that the labelling desk has exported, or its database
-with --project NAME. --criteria are the criteria and their weights. The judge reads each pair in both orders, as the reward
-`ranking` does.
+with --project NAME. The judge reads each pair in both orders, as the reward `ranking` does.
 --model: name of the judge at the endpoint
 --base-url: URL of the endpoint, in OpenAI's form
+--criteria: criteria and their weights, such as '{correctness: 2, brevity: 1}'; by default only quality
 --project: project of the votes, if VOTES is a database
 --self-model: name of the judge's own model in the votes
 --cache: folder for the judge's replies
@@ -31,23 +27,20 @@ with --project NAME. --criteria are the criteria and their weights. The judge re
 
 def judge_report(arguments: list[str]) -> int:
     """Run `psigrad judge-report`: print the agreement of a judge with human votes and with itself, and return the exit status."""
-    names, listed, rest = flags.parse_lists(arguments, "--criteria")
     texts = dict.fromkeys(("model", "base_url", "project", "self_model", "cache", "output"), "")
-    usual = {**texts, "api_key_variable": "OPENAI_API_KEY", "max_pairs": 0}
-    given = flags.parse_plain("judge-report VOTES", rest, usual, _JUDGED)
-    if len(names) != 1:
-        raise UserError(f"judge-report takes one file of votes, or a database; the usage is {_JUDGE_REPORT}.")
+    usual = {**texts, "criteria": (), "api_key_variable": "OPENAI_API_KEY", "max_pairs": 0}
+    given = flags.parse_plain("judge-report VOTES", arguments, usual, _JUDGED)
     from psigrad.config.nested import read_value
     from psigrad.records.report import terminal
     from psigrad_extras.judges.group_ranking import GroupRanking
     from psigrad_studio import judge_report as command
 
     check_output(given["output"])
-    criteria = read_value(" ".join(listed["--criteria"])) if listed["--criteria"] else {"quality": 1.0}
+    criteria = read_value(" ".join(given["criteria"])) if given["criteria"] else {"quality": 1.0}
     where = {name: given[name] for name in ("model", "base_url", "api_key_variable", "cache")}
     judge = GroupRanking(criteria=criteria, **where)
     judge.check()
-    votes = command.votes_of(names[0], given["project"])
+    votes = command.votes_of(given["names"][0], given["project"])
     found = command.report(judge, votes, most=given["max_pairs"], own=given["self_model"])
     terminal.print_summary(found.rows)
     print("\n".join(command.lines_of(found)))
@@ -58,8 +51,9 @@ def judge_report(arguments: list[str]) -> int:
 
 _STUDIO = """\
 Start the web application: grid world, runs, labelling, chat. It listens on this machine only. It shows the runs in
-RUNS_FOLDER (default runs). --checkpoint adds models to the chat. --allow-host names the hosts at which a reverse proxy
-serves the studio.
+RUNS_FOLDER (default runs).
+--checkpoint: folders of more models for the chat
+--allow-host: host names at which a reverse proxy serves the studio
 --port: port; 0: the first free one from 8420
 --open: open a browser
 --model-memory: limit of the chat's weights in memory, in GB
@@ -70,19 +64,16 @@ serves the studio.
 
 def studio(arguments: list[str]) -> int:
     """Run `psigrad studio`: serve the studio until Ctrl-C, or back up or restore its labels, and return the exit status."""
-    usage = "studio [RUNS_FOLDER] [--checkpoint FOLDER ...] [--allow-host NAME ...]"
-    folders, listed, rest = flags.parse_lists(arguments, "--checkpoint", "--allow-host")
     known = {"port": 0, "open": True, "model_memory": 8.0, "database": "", "backup": "", "restore": ""}
-    given = flags.parse_plain(usage, rest, known, _STUDIO)
-    if len(folders) > 1:
-        raise UserError(f"studio got {len(folders)} folders but takes one; the usage is psigrad {usage}.")
+    lists: dict[str, Any] = {"checkpoint": (), "allow_host": ()}
+    given = flags.parse_plain("studio [RUNS_FOLDER]", arguments, {**known, **lists}, _STUDIO)
     from psigrad_studio import serve
 
-    folder = "".join(folders)
+    folder = "".join(given["names"])
     if given["backup"] or given["restore"]:
         print(serve.copied(folder, given["database"], given["backup"], given["restore"]))
         return 0
-    chat = {"checkpoints": listed["--checkpoint"], "model_memory": given["model_memory"]}
-    labels = {"database": given["database"], "allow_host": listed["--allow-host"]}
+    chat = {"checkpoints": given["checkpoint"], "model_memory": given["model_memory"]}
+    labels = {"database": given["database"], "allow_host": given["allow_host"]}
     serve.studio(folder, port=given["port"], open_browser=given["open"], **chat, **labels)
     return 0

@@ -68,6 +68,7 @@ class _Parser(argparse.ArgumentParser):
         return super().format_help() + (f"\n{self.last_line}\n" if self.last_line else "")
 
     def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument (--[\w-]+): (?=')", r"\1 is ", message)
         raise UserError(f"{message[0].upper()}{message[1:]}; `{self.command} --help-all` lists all flags.")
 
 
@@ -97,33 +98,39 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
 _HELP: Any = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=110)
 
 
-def parse_plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any], about: str = "") -> dict[str, Any]:
+def parse_plain(usage: str, arguments: Sequence[str], defaults: Mapping[str, Any], about: str = "") -> dict[str, Any]:
     """Parse the arguments of a command that has no settings class. Each name in `defaults` has a flag. Return {name: value}.
 
-    Help prints the lines of `about`, except those such as "--seed: seed of the data", which are the flags' help texts.
+    `usage` is the command with its positional arguments, such as "report RUN [RUN ...]"; "names" is the list of their values. A
+    flag whose default is a tuple takes several values. Help prints the lines of `about`, except those such as "--seed: seed of
+    the data", which are the flags' help texts. Raises `UserError` for an unknown flag and for too few or too many arguments.
     """
     lines = about.splitlines()
     texts = dict(line.split(": ", 1) for line in lines if line.startswith("--"))
     about = "\n".join(line for line in lines if not line.startswith("--"))
-    parser = _Parser(prog=f"psigrad {command}", usage=f"psigrad {command} [flags]", description=about, formatter_class=_HELP)
+    usage += " [flags]" * bool(defaults)
+    parser = _Parser(prog=f"psigrad {usage}", usage=f"psigrad {usage}", description=about, formatter_class=_HELP)
+    places = re.findall(r"(\[?)[A-Z][\w.|]*", usage)  # "" for a required argument, "[" for an optional one
+    if places:
+        parser.add_argument("names", nargs="*", help=argparse.SUPPRESS)
     for name, value in defaults.items():
         flag = "--" + name.replace("_", "-")
         if isinstance(value, bool):
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=value, help=texts.get(flag))
-        else:
-            shown = _NUMBERS.get(type(value), flag.rpartition("-")[2].upper())
-            kind = functools.partial(_number_of, type(value)) if type(value) in _NUMBERS else str
-            parser.add_argument(
-                flag,
-                type=kind,
-                default=value,
-                metavar=shown,
-                help=f"{texts.get(flag, '')} (default {value})" if value else texts.get(flag),
-            )
-    known, rest = parser.parse_known_args(join_columns(arguments))
+            continue
+        many: dict[str, Any] = {"nargs": "+", "action": "extend"} if isinstance(value, tuple) else {"default": value}
+        shown = _NUMBERS.get(type(value), flag.rpartition("-")[2].upper())
+        kind = functools.partial(_number_of, type(value)) if type(value) in _NUMBERS else str
+        text = f"{texts.get(flag, '')} (default {value})" if value else texts.get(flag)
+        parser.add_argument(flag, type=kind, metavar=shown, help=text, **many)
+    known, rest = parser.parse_known_intermixed_args(join_columns(arguments))
     _refuse(rest, parser, "a value of one")
+    least, most = places.count(""), math.inf if "..." in usage else len(places)
+    if places and not least <= len(known.names) <= most:
+        raise UserError(f"{usage.split()[0]} got {' '.join(known.names) or 'nothing'}; the usage is {parser.usage}.")
+    given = {name: defaults.get(name) if value is None else value for name, value in vars(known).items()}
     # A shell does not expand `--output=~/x`.
-    return {name: os.path.expanduser(value) if isinstance(value, str) else value for name, value in vars(known).items()}
+    return {name: os.path.expanduser(value) if isinstance(value, str) else value for name, value in given.items()}
 
 
 def join_columns(arguments: Sequence[str], settings: Container[str] = ()) -> list[str]:
@@ -143,7 +150,7 @@ def join_columns(arguments: Sequence[str], settings: Container[str] = ()) -> lis
 
 def parse_known(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, list[str]]:
     """Return (settings of class `cls`, all other arguments). The caller passes the other arguments to another command."""
-    parser = _Parser(prog=f"psigrad {command}", add_help=False, usage=argparse.SUPPRESS)
+    parser = _Parser(prog=f"psigrad {command}", add_help=False, usage=argparse.SUPPRESS, formatter_class=_HELP)
     _add_flags(parser, cls, command, {}, every=True, texts=asks_for_help(arguments))
     known, rest = parser.parse_known_args(list(arguments))
     if asks_for_help(rest):
@@ -172,7 +179,7 @@ def parse_number(flag: str, text: str, kind: Callable[[str], T]) -> T:
     try:
         return _number_of(kind, text)
     except argparse.ArgumentTypeError as error:
-        raise UserError(f"{flag} has {error}.") from None
+        raise UserError(f"{flag} is {error}.") from None
 
 
 def _number_of(kind: Callable[[str], T], text: str) -> T:
@@ -181,16 +188,6 @@ def _number_of(kind: Callable[[str], T], text: str) -> T:
         if math.isfinite(found := kind(text)):  # type: ignore[arg-type]
             return found
     raise argparse.ArgumentTypeError(f"{text!r}; expected {'a whole' if kind is int else 'a finite'} number")
-
-
-def parse_names_and_output(command: str, arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """Parse a command's arguments, which are names and `--output FILE`. Return (the names, FILE or None)."""
-    parser = _Parser(prog=f"psigrad {command}")
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--output", metavar="FILE")
-    known, rest = parser.parse_known_args(list(arguments))
-    _refuse(rest, parser, "a name")
-    return known.names, known.output
 
 
 def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] | None = None) -> None:

@@ -126,11 +126,7 @@ def _write(lines: str, output: str, count: int) -> None:
 
 def tasks(arguments: list[str]) -> int:
     """Print the names of reasoning-gym's tasks."""
-    if flags.asks_for_help(arguments):
-        print("psigrad tasks\n\nPrint the names of reasoning-gym's procedural tasks, one per line.")
-        return 0
-    if arguments:
-        raise UserError(f"tasks got {arguments[0]!r} but takes no arguments; `psigrad tasks` lists every task.")
+    flags.parse_plain("tasks", arguments, {}, "Print the names of reasoning-gym's procedural tasks, one per line.")
     from psigrad.language.data.tasks import task_names
 
     print("\n".join(task_names()))
@@ -164,14 +160,9 @@ def evaluate(arguments: list[str]) -> int:
 
 def report(arguments: list[str]) -> int:
     """Redraw the report of a run, or write a report that compares several runs."""
-    usage = "psigrad report RUN [RUN ...] [--output FILE]"
-    if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nRedraw the report of a run folder, or write to FILE a report that compares several runs.")
-        return 0
-    folders, output = flags.parse_names_and_output("report", arguments)
-    if not folders:
-        raise UserError(f"report got no run folder; the usage is {usage}.")
+    about = "Redraw the report of a run, or compare several runs in one report.\n--output: file for the report"
+    given = flags.parse_plain("report RUN [RUN ...]", arguments, {"output": ""}, about)
     from psigrad.records import report
 
-    print(f"report: {report.write(folders, output)}")
+    print(f"report: {report.write(given['names'], given['output'] or None)}")
     return 0

@@ -198,7 +198,7 @@ MISTAKES = {
     "no run": (["report", "{tmp}"], "is not a run folder"),
     "empty explain": (["explain"], "explain got 0 names but takes one or two"),
     "three names": (["explain", "grpo", "dapo", "rloo"], "explain got 3 names"),
-    "no run folder": (["report"], "report got no run folder"),
+    "no run folder": (["report"], "report got nothing; the usage is psigrad report RUN"),
     "unknown flag of compare": (
         ["compare", "grpo", "--sead", "1"],
         "; `psigrad compare --help-all` lists all flags; did you mean '--seed'",
@@ -207,7 +207,7 @@ MISTAKES = {
     "unknown flag of demo": (["demo", "--sed", "1"], "no flag --sed.*did you mean '--seed'"),
     "bad value of demo": (["demo", "--seed", "x"], "'x'; expected a whole number"),
     "no step of demo": (["demo", "--sft-steps", "0"], "sft_steps is 0; expected at least 1"),
-    "argument of tasks": (["tasks", "chain_sum"], "'chain_sum' but takes no arguments"),
+    "argument of tasks": (["tasks", "chain_sum"], "The argument 'chain_sum' is neither a flag"),
     "a tab in YAML": (["sft", "--config", "{tmp}/tab.yaml"], r"line 2, column 1.* Indent with spaces, not with tabs\."),
     "bad YAML": (["sft", "--config", "{tmp}/bad.yaml"], "bad.yaml' is not YAML"),
     "a name twice in YAML": (["sft", "--config", "{tmp}/twice.yaml"], "is not YAML: 'optim' is given twice at line 4"),
@@ -245,9 +245,9 @@ MISTAKES = {
     "not a number in a loss": (["dpo", "--loss", "{{preset: dpo, margin: .inf}}"], "margin=inf; expected a finite number"),
     "not a number for the referee": (
         ["referee", "a.yaml", "b.yaml", "--tolerance", "nan"],
-        "--tolerance has 'nan'; expected",
+        "--tolerance is 'nan'; expected",
     ),
-    "not a number for chat": (["chat", "x", "--temperature", "inf"], "--temperature: 'inf'; expected a finite number"),
+    "not a number for chat": (["chat", "x", "--temperature", "inf"], "--temperature is 'inf'; expected a finite number"),
     "negative": (["grpo", "--max-steps=-2"], "run.max_steps is -2; expected at least 0"),
     "missing data": (
         ["grpo", "--model", "{model}", "--dataset", "no.jsonl", "--reward", "exact", "--output-dir", "{tmp}/r"],

@@ -44,10 +44,10 @@ def test_serve_opens_the_runs_model_and_hands_it_on(run_folder, monkeypatch, cap
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["serve"], "serve got no models but takes one"), (["serve", "a", "b"], "serve got 2 models"),
+    [(["serve"], "the usage is psigrad serve MODEL_OR_RUN [flags]"), (["serve", "a", "b"], "serve got a b; the usage is"),
      (["serve", "./nowhere"], "There is no folder './nowhere'"), (["serve", "x", "--port", "99999"], "port is 99999"),
      (["serve", "x", "--host", "203.0.113.9"], "203.0.113.9"), (["serve", "x", "--prot", "1"], "did you mean '--port'"),
-     (["chat"], "chat got no models"), (["chat", "./nowhere"], "There is no folder")],
+     (["chat"], "chat got nothing"), (["chat", "./nowhere"], "There is no folder")],
     ids=" ".join,
 )  # fmt: skip
 def test_mistakes_are_said_in_a_sentence(words, said, capsys):

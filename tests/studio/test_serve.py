@@ -65,7 +65,7 @@ def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, capsys
     ("arguments", "said"),
     [
         (["/nowhere/at/all"], "does not exist"),
-        (["a", "b"], "takes one"),
+        (["a", "b"], "studio got a b; the usage is psigrad studio [RUNS_FOLDER]"),
         (["--port", "99999"], "expected 1 to 65535"),
         (["--port", "x"], "expected a whole number"),
         (["--opne"], "no flag --opne"),

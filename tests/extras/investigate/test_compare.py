@@ -224,7 +224,7 @@ def test_a_run_that_fails_is_named_with_its_reason(job, tmp_path):
 def test_the_command_line_takes_methods_seeds_and_every_online_setting(capsys, job, tmp_path):
     arguments = ["compare", "grpo", "--seeds", "1", "x", "--model", str(job / "base"), "--max-steps", "1"]
     assert cli.main(arguments) == 2
-    assert "--seeds has 'x'" in capsys.readouterr().err
+    assert "--seeds is 'x'" in capsys.readouterr().err
     with pytest.raises(UserError, match="psigrad compare"):
         page.write(tmp_path)
 

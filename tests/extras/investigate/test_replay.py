@@ -202,7 +202,7 @@ def test_the_command_and_its_page(made, capsys, tmp_path):
         (("--step", "7"), "has no step 7; its metrics.jsonl has steps 1 to 6. Give one"),
         (("--step", "6", "--method", "dappo"), "no algorithm 'dappo'"),
         (("--step", "6", "--method", "vapo", "rloo"), "no critic, which vapo needs; give --method a method without a critic"),
-        ((), "takes one run folder and one step"),
+        ((), "replay got no --step"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments, said, made, capsys):

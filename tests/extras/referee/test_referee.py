@@ -87,11 +87,11 @@ def test_a_mistake_is_one_sentence(job, capsys):
     pairs = write(job, "pairs.yaml", algorithm="online_dpo")
     script = str(job / "no_trainer.py")
     for arguments, words in (
-        ([], "takes a script of TRL"),
+        ([], "takes --trl with a script"),
         (["--trl", "nowhere.py"], "There is no script"),
         (["--trl", "mine.py 'a"], "No closing quotation"),
         (["--trl", script, "--python", "/nowhere/python"], "cannot be started"),
-        (["--trl", script, broken, broken], "at most one file"),
+        (["--trl", script, broken, broken], "at most one settings file"),
         (["--trl", script, "--python", str(python)], "has no supported TRL"),
         ([broken, broken], "nowhere"),
         ([pairs, pairs], "policy-gradient methods on single completions"),
