@@ -11,8 +11,9 @@ from typing import Any
 
 from psigrad import extras, redaction
 from psigrad.cli import flags
-from psigrad.config import EvalConfig
+from psigrad.config import EvalConfig, Reward
 from psigrad.config.methods import declaration, list_declarations
+from psigrad.config.nested import read_value
 from psigrad.errors import UserError
 from psigrad.paths import check_output
 
@@ -48,7 +49,7 @@ _SCORE = """\
 Score recorded completions: rows with a prompt and a completion. Give reward functions (--reward ... [--reward-weights
 X ...]) or a reward model (--model).
 --model: a reward model, instead of --reward
---reward: one or more reward functions: built-in names or module:function
+--reward: one or more reward functions: built-in names, module:function, or mappings such as '{reward: code, partial: true}'
 --dataset: a file, a folder or a hub name
 --split: split of the dataset
 --output: file for the scores; without it they are printed
@@ -73,7 +74,7 @@ def score(arguments: list[str]) -> int:
     if given.pop("model"):
         raise UserError("score got both --model and --reward; give only a reward model or only reward functions.")
     check_output(given["output"])
-    rewards, dataset = listed["--reward"], given.pop("dataset")
+    rewards, dataset = [read_value(text, Reward, "--reward") for text in listed["--reward"]], given.pop("dataset")
     how = {"weights": [flags.parse_number("--reward-weights", text, float) for text in listed["--reward-weights"]],
            "timeout": given["reward_timeout"], **{name: given[name] for name in ("split", "columns", "bad_rows")}}  # fmt: skip
     if given.get("attack"):
@@ -89,7 +90,7 @@ def score(arguments: list[str]) -> int:
     return 0
 
 
-def _attack(rewards: list[str], dataset: str, output: str, **how: Any) -> int:
+def _attack(rewards: list[Any], dataset: str, output: str, **how: Any) -> int:
     """Test reward functions with wrong and right answers. Print the misjudged ones. Return 1 if a wrong one is rewarded, else 0.
 
     `how` are further arguments of `attack`. All scored answers are written to the file `output` if one is given.

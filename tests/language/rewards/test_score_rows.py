@@ -78,6 +78,18 @@ def test_the_command(dataset, tmp_path, capsys):
     assert [json.loads(line)["reward"] for line in capsys.readouterr().out.splitlines()] == [0.75, 0.0, 0.0]
 
 
+def test_a_reward_with_parameters_is_given_as_in_training(dataset, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "def near(data_source, solution_str, ground_truth, extra_info):\n    return abs(int(solution_str) - 5)\n"
+    )
+    wrapped = f"{{reward: verl, function: '{tmp_path}/mine.py:near'}}"
+    dataset.write_text(
+        json.dumps({"prompt": "2", "completion": "8", "data_source": "sums", "reward_model": {"ground_truth": "5"}}) + "\n"
+    )
+    assert cli.main(["score", "--reward", wrapped, "--dataset", str(dataset)]) == 0
+    assert json.loads(capsys.readouterr().out)["reward"] == 3.0
+
+
 def test_the_place_of_the_scores_is_looked_at_before_anything_is_scored(dataset, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(score_rows, "score", lambda *given, **also: pytest.fail("it scored"))
     assert cli.main(["score", "--reward", "exact", "--dataset", str(dataset), "--output", str(tmp_path)]) == 2
