@@ -80,20 +80,21 @@ _FAMILIES: dict[type[Any], str] = {
     PreferenceConfig: "the preference methods",
     RewardConfig: "reward",
 }
-# (Settings class, a setting that it lacks) -> the setting to use instead.
-_COUNTERPARTS: dict[tuple[type[Any], str], str] = {
-    (OnlineConfig, "batch_size"): "prompts_per_step sets the prompts of a step",
-    (OnlineConfig, "max_length"): "max_prompt_length limits prompts, max_completion_length completions",
-    **{(cls, "prompts_per_step"): "batch_size sets the rows of a step" for cls in (SFTConfig, RewardConfig, PreferenceConfig)},
+# (Name of a settings class, a setting that it lacks) -> the setting to use instead.
+_COUNTERPARTS: dict[tuple[str, str], str] = {
+    ("OnlineConfig", "batch_size"): "prompts_per_step sets the prompts of a step",
+    ("OnlineConfig", "max_length"): "max_prompt_length limits prompts, max_completion_length completions",
+    **{(f"{name}Config", "prompts_per_step"): "batch_size sets the rows of a step" for name in ("SFT", "Reward", "Preference")},
+    **{("ControlConfig", name): "total_timesteps sets the length of a run" for name in ("max_steps", "num_train_epochs")},
 }
 
 
 def other_methods(cls: type[Any], name: str) -> str:
     """Return a hint on the setting `name`, which `cls` lacks: its replacement, or the methods that have it, or ""."""
+    leaf = name.rpartition(".")[2]
+    if counterpart := _COUNTERPARTS.get((cls.__name__, leaf)):
+        return f": {counterpart}."
     if cls not in _FAMILIES:
         return ""
-    leaf = name.rpartition(".")[2]
-    if counterpart := _COUNTERPARTS.get((cls, leaf)):
-        return f": {counterpart}."
     have = [family for other, family in _FAMILIES.items() if leaf in {*types_of(other), *shortcuts_of(other)}]
     return f": it is a setting of {' and '.join(have)}." if have else ""

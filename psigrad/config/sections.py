@@ -351,10 +351,9 @@ class Run:
     output_dir: Annotated[str, WRITTEN, FREE, MAIN] = ""
     """Run folder; empty: runs/<recipe>-<time>."""
     max_steps: Annotated[CountOrZero, LENGTH, MAIN] = 0
-    """Optimiser steps of the run; in online methods, rounds of sampling and training; 0: num_train_epochs decides. control:
-    set total_timesteps instead."""
+    """Optimiser steps of the run; in online methods, rounds of sampling and training; 0: num_train_epochs decides."""
     num_train_epochs: Annotated[Positive, LENGTH, MAIN, Needs("run.max_steps=0")] = 1.0
-    """Passes over the data, if max_steps is 0; half a pass is 0.5. Not for control."""
+    """Passes over the data, if max_steps is 0; half a pass is 0.5."""
     seed: Annotated[int, MAIN] = 0
     """Seed of the run. Every other seed is derived from it."""
     save_steps: Annotated[CountOrZero, RECORDED, LIVE, STEPS] = 0

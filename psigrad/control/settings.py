@@ -155,4 +155,6 @@ class ControlConfig:
     """Record an episode of the trained policy as episode.gif."""
     tuned: Annotated[bool, MAIN] = True
     """Start from tuned settings for this algorithm on this environment, if there are any."""
-    run: Annotated[Run, Unread("max_memory", "async_save")] = field(default_factory=lambda: Run(threads=1))
+    run: Annotated[Run, Unread("max_memory", "async_save", "max_steps", "num_train_epochs")] = field(
+        default_factory=lambda: Run(threads=1)
+    )

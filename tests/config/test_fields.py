@@ -72,7 +72,8 @@ def test_negative_control_a_second_table_is_noticed():
 
 def test_marks_are_read_from_sections_and_bases():
     assert {"run.save_steps", "reward_timeout", "placement.cluster"} <= set(find_marked(OnlineConfig, RECORDED))
-    assert {"run.max_steps", "run.num_train_epochs", "total_timesteps"} == set(find_marked(ControlConfig, LENGTH))
+    assert {"run.max_steps", "run.num_train_epochs"} == set(find_marked(OnlineConfig, LENGTH))
+    assert find_marked(ControlConfig, LENGTH) == ["total_timesteps"]
     assert find_marked(Hub, Mark.MAIN) == []
 
 
