@@ -94,7 +94,7 @@ class Model:
     """If the model is given as an adapter: continue to train it, or merge it into its base and train all weights. With lora_rank
     it is merged, and a new adapter is trained."""
     lora_rank: Annotated[CountOrZero, MAIN] = 0
-    """Rank of a new LoRA adapter (peft). 0: no new adapter; all weights are trained, or `model` if it is an adapter."""
+    """Rank of a new LoRA adapter (peft); 0: no new adapter. All weights are then trained, or only `model` if it is an adapter."""
     lora_alpha: Annotated[Positive, _ADAPTER] = 16.0
     """LoRA scaling: the adapter's update is multiplied by lora_alpha / lora_rank."""
     lora_dropout: Annotated[BelowOne, _ADAPTER] = 0.0

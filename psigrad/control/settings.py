@@ -103,7 +103,7 @@ class ControlConfig:
     n_episodes: Annotated[Count, _NOT_DQN] = 1
     """With n_steps 0: episodes of each copy of the environment per rollout."""
     batch_size: Annotated[CountOrZero, MAIN] = 0
-    """Steps per minibatch (transitions for DQN). 0: the full rollout."""
+    """Steps per minibatch (transitions for DQN); 0: the full rollout."""
     n_epochs: Annotated[Count, MAIN, _GRADIENTS] = 1
     """Passes over a rollout."""
     gamma: Annotated[Discount, MAIN] = 0.99
