@@ -193,7 +193,7 @@ def name_texts(function: Callable[..., Any], samples: dict[str, Any]) -> tuple[d
         "opened_thoughts": given.pop("opened_thoughts", None) or [""] * len(completions),
     }
     module = getattr(function, "__module__", None) or type(function).__module__
-    if module.startswith("psigrad.") and not getattr(function, "whole_conversation", False):
+    if module.startswith(("psigrad.", "psigrad_extras.judges.")) and not getattr(function, "whole_conversation", False):
         said = [
             x if isinstance(c, str) else [{"role": "assistant", "content": x}] for c, x in zip(completions, last, strict=True)
         ]

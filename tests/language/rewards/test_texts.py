@@ -7,7 +7,7 @@ from inline_scorer import InlineScorer, results
 
 from psigrad.errors import UserError
 from psigrad.language.rewards import RewardPool, Samples, resolve
-from psigrad.language.rewards.builtin import NAMES, Format, Length, SoftOverlong, Verl
+from psigrad.language.rewards.builtin import NAMES, Format, Length, SoftOverlong, Verl, find_reward
 from psigrad.language.rewards.reward_worker import ask
 from psigrad.language.rollout.scoring import concatenate, text_of, transcript_of, turns_of
 
@@ -42,6 +42,13 @@ def test_a_plain_episode_is_judged_by_its_last_turn_too():
     text = "I call it 12 I will not say."
     assert given(NAMES["numeric"], [text], answer=["12"], policy_turns=[["I call it ", "I will not say."]]) == [0.0]
     assert given(NAMES["numeric"], [text], answer=["12"]) == [1.0], "negative control: taken for one turn, the 12 is its own"
+
+
+def test_a_built_in_of_psigrad_extras_reads_the_last_turn_of_a_plain_episode_too():
+    asked = {"instruction_id_list": [["punctuation:no_comma"]], "kwargs": [[{}]]}
+    text = "I guess.The tool says 1, 2.Done."
+    assert given(find_reward("ifeval"), [text], policy_turns=[["I guess.", "Done."]], **asked) == [1.0]
+    assert given(find_reward("ifeval"), [text], **asked) == [0.0], "negative control: taken for one turn, the comma is its own"
 
 
 def test_a_function_gets_the_texts_that_it_asks_for_and_completions_as_trl_has_them():
