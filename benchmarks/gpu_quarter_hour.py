@@ -391,7 +391,8 @@ def summary(figures: Figures) -> list[str]:
         found.append(f"{figures['gpu']}, torch {figures['versions'].get('torch')}, {figures['when'][:10]}")
     for name, value in figures.items():
         if isinstance(value, dict) and "kernels" in value:
-            found.append(f"{name}: {value['kernels']:.0f} kernels, {1e3 * value['seconds']:.2f} ms a layer")
+            shown = name.replace("lora=False", "without LoRA,").replace("lora=True", "with LoRA,")
+            found.append(f"{shown}: {value['kernels']:.0f} kernels, {1e3 * value['seconds']:.2f} ms a layer")
         elif isinstance(value, dict) and "tokens" in value and "why_not" in value:
             found.append(f"{name}: {value['tokens'] / value['seconds']:,.0f} tokens/s")
     both = figures.get("beside") or figures.get("alone")

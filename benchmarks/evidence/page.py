@@ -44,9 +44,9 @@ SCORES: dict[str, Callable[[Record], float]] = {
 """A score is a share, or the negative logarithm of a cost."""
 CLAIMS = (
     ("GRPO with psigrad raises accuracy on held-out prompts.", "pass@1", BEFORE, 0.0),
-    ("psigrad learns at least as much as TRL from as many samples.", "pass@1", TRL, -0.05),
+    ("psigrad learns at least as much as TRL from the same number of samples.", "pass@1", TRL, -0.05),
     ("More prompts are solved at least once in eight tries.", "pass@8", BEFORE, 0.0),
-    ("Everyday knowledge stays.", "everyday items", BEFORE, -0.05),
+    ("Everyday knowledge is kept.", "everyday items", BEFORE, -0.05),
     ("psigrad takes less time.", "wall-clock time", TRL, 0.0),
     ("psigrad takes less memory.", "peak memory", TRL, 0.0),
 )
@@ -101,10 +101,10 @@ def difference(pair: Pair) -> Interval:
 
 def claim_rows(records: Sequence[Record], done: Sequence[Pair]) -> Iterator[str]:
     """Yield the table of claims."""
-    yield "| claim | verdict | psigrad | TRL 1.16 | meaning of the figure, and its bound |\n|---|---|---|---|---|"
+    yield "| claim | verdict | psigrad | TRL 1.16 | figure | bound |\n|---|---|---|---|---|---|"
     report = find(records, kind="referee")
     state = MISSING if not report else "**does not hold**" if report["parts"] else "**holds**"
-    rule = "two steps in float32, compared by [`psigrad referee`](referee.md); holds if all tensors are equal"
+    rule = "two steps in float32, compared by [`psigrad referee`](referee.md) | all tensors equal"
     cell = "" if not report else report["report"][-1].strip() if report["parts"] else "all tensors are equal"
     yield f"| Both compute the same steps. | {state} | {cell} | | {rule} |"
     for says, name, base, bound in CLAIMS:
@@ -114,10 +114,10 @@ def claim_rows(records: Sequence[Record], done: Sequence[Pair]) -> Iterator[str]
             found = [over_seeds(score(pair[side]) - score(pair[base]) for pair in done) for side in (PSIGRAD, TRL)]
             state = "**holds**" if found[0].low > bound else "**does not hold**" if found[0].high < bound else "**undecided**"
             cells = [around(found[0], cost), around(found[1]) if base == BEFORE else ""]
-        shares = f"rise of {name}, in points" if base == BEFORE else f"psigrad's {name} minus TRL's, in points"
+        shares = f"change in {name}, in points" if base == BEFORE else f"psigrad's {name} minus TRL's, in points"
         meaning = f"TRL's {name} divided by psigrad's" if cost else shares
         least = 1 if cost else f"{100 * bound:.0f}".replace("-", "−")
-        yield f"| {says} | {state} | {' | '.join(cells)} | {meaning}; holds above {least} |"
+        yield f"| {says} | {state} | {' | '.join(cells)} | {meaning} | {least} |"
 
 
 def better_lines(done: Sequence[Pair]) -> Iterator[str]:
@@ -125,34 +125,25 @@ def better_lines(done: Sequence[Pair]) -> Iterator[str]:
     for name, score in SCORES.items():
         count = sum(score(pair[TRL]) > score(pair[PSIGRAD]) for pair in done)
         clear = sum(difference(pair).high < 0 for pair in done)
-        note = f" (in {clear} of them the whole interval favours TRL)" if name == "pass@1" else ""
-        yield f"- {name}: {count}{note}" if done else f"- {name}: {MISSING}"
+        note = f" (in {clear} of these the whole interval favours TRL)" if name == "pass@1" else ""
+        yield f"- {name}: {count} of {len(done)} pairs{note}" if done else f"- {name}: {MISSING}"
 
 
 def pair_rows(found: dict[tuple[str, int], Pair | None]) -> Iterator[str]:
     """Yield the table of pairs."""
-    yield "| task, seed | pass@1, % | pass@1: psigrad − TRL, points | pass@8, % | everyday items, % | time, TRL / psigrad | \
+    shown = "before, psigrad, TRL"
+    columns = f"pass@8 in %: {shown} | everyday items in %: {shown}"
+    yield f"| task, seed | pass@1 in %: {shown} | pass@1: psigrad − TRL, points | {columns} | TRL's time / psigrad's | \
 peak MiB: psigrad, TRL |"
     yield "|---" * 7 + ("|" if found else f"|\n| | {MISSING} |" + " |" * 5)
     for (task, seed), pair in found.items():
         if pair is None:
             yield f"| {task}, {seed} | {MISSING} |" + " |" * 5
             continue
-        shares = ["{:.1f} → {:.1f}, {:.1f}".format(*(100 * SCORES[name](one) for one in pair)) for name in list(SCORES)[:3]]
+        shares = ["{:.1f}, {:.1f}, {:.1f}".format(*(100 * SCORES[name](one) for one in pair)) for name in list(SCORES)[:3]]
         ratio = f"{pair[TRL]['seconds'] / pair[PSIGRAD]['seconds']:.1f}"
         peaks = f"{pair[PSIGRAD]['peak_mb']:,}, {pair[TRL]['peak_mb']:,}"
         yield f"| {' | '.join([f'{task}, {seed}', shares[0], around(difference(pair)), *shares[1:], ratio, peaks])} |"
-
-
-def pilot_rows(records: Sequence[Record]) -> Iterator[str]:
-    """Yield the table of candidates."""
-    tried = any(one["sft"] for one in records if one["kind"] == "pilot")
-    yield f"| candidate | pass@1 | pass@8 |{' pass@8 after SFT |' * tried} |\n|---|---|---|{'---|' * tried}---|"
-    for task in tasks.CANDIDATES:
-        before, after = (find(records, kind="pilot", task=task, sft=sft) for sft in (False, True))
-        one, eight = (f"{100 * pass_at(before, k):.1f} %" if before else MISSING for k in (1, 8))
-        tuned = f" {100 * pass_at(after, 8):.1f} % |" if after else " |" * tried
-        yield f"| {task} | {one} | {eight} |{tuned} {'chosen' if task in dict(chosen(records)) else ''} |"
 
 
 def text(records: Sequence[Record], page: str) -> str:
@@ -164,12 +155,13 @@ def text(records: Sequence[Record], page: str) -> str:
     loads = [value for run in runs for value in run["load"]]
     parts = {
         "claims": claim_rows(records, done), "better": better_lines(done), "pairs": pair_rows(found),
-        "pilot": pilot_rows(records), "state": [f"{len(done)} of {PAIRS} pairs of runs are done."],
+        "state": [f"{len(done)} of {PAIRS} pairs are done."],
         "machine": [f"Processor: {machines}. Load average: {min(loads)} to {max(loads)}." if runs else f"Processor: {MISSING}."],
         "sizes": [
-            f"A run takes {tasks.STEPS} steps of {tasks.PROMPTS} prompts × {tasks.GROUP} completions of ≤ {tasks.TOKENS} tokens. "
-            f"The learning rate is {tasks.RATE:g} and falls linearly to 0. The system prompt is “{tasks.SYSTEM}”",
-            f"The held-out set has {tasks.HELD_OUT} prompts, the pilot {tasks.PILOT}; each gets {tasks.DRAWS} completions.",
+            f"A run takes {tasks.STEPS} steps. A step has {tasks.PROMPTS} prompts × {tasks.GROUP} completions of at most "
+            f"{tasks.TOKENS} tokens. The learning rate is {tasks.RATE:g} and falls linearly to 0.",
+            f"The held-out set has {tasks.HELD_OUT} prompts with {tasks.DRAWS} completions each. "
+            f"The system prompt is “{tasks.SYSTEM}”",
         ],
     }  # fmt: skip
     return fill(page, **{name: "\n".join(part) for name, part in parts.items()})

@@ -107,12 +107,12 @@ def test_the_verdicts_are_those_of_the_rules():
     """Before 1/8 of the completions is right; psigrad's gain is 3/8 and TRL's 2/8, and 1/800 with every seed."""
     shown = rows_of(finished())
     assert "accuracy on held-out prompts. | **holds** | +37.6 [+37.6, +37.7] | +25.1 [+25.1, +25.2] |" in shown
-    assert "at least as much as TRL from as many samples. | **holds** | +12.5" in shown
+    assert "at least as much as TRL from the same number of samples. | **holds** | +12.5" in shown
     assert "solved at least once in eight tries. | **undecided** | +0.0" in shown, "one of eight completions was right before"
-    assert "Everyday knowledge stays. | **holds** | +0.0" in shown and "less time. | **holds** | 1.91" in shown
+    assert "Everyday knowledge is kept. | **holds** | +0.0" in shown and "less time. | **holds** | 1.91" in shown
     assert "less memory. | **holds** | 2.00 [2.00, 2.00]" in shown and "compute the same steps. | not run yet" in shown
     worse = rows_of(finished(ours=1, theirs=3, seconds=(20.0, 10.0)))
-    assert "at least as much as TRL from as many samples. | **does not hold** | −25.0" in worse
+    assert "at least as much as TRL from the same number of samples. | **does not hold** | −25.0" in worse
     assert "less time. | **does not hold**" in worse
 
 
