@@ -15,13 +15,10 @@ PAGE = Path(__file__).parents[1] / "debugging.md"
 
 
 def section(rule: Rule) -> str:
-    """Return the section of a rule: the problem, its cause, the remedy, and when it is raised."""
+    """Return the section of a rule: the problem, its cause, the remedy, its name, and the curve that shows it."""
     entry = texts()[rule.name]
-    unit = "evaluations" if rule.signal == "held_out" else "rows"  # only rows of evaluations have this metric
-    when = f"After {rule.patience} {unit}" if rule.patience > 1 else "At once"
-    when += "" if rule.min_count == 1 else f", printed from the {rule.min_count}th time on"
-    drawn = f"; figure *{SIGNAL_BY_NAME[rule.signal].title}*" if rule.signal else ""
-    last = f"{when}{drawn}; `{rule.name}`."
+    drawn = f" Curve in the report: *{SIGNAL_BY_NAME[rule.signal].title}*." if rule.signal else ""
+    last = f"Name: `{rule.name}`.{drawn}"
     return "\n\n".join([f"### {rule.title}", f"{entry['says']} {entry['why']}", f"**What to do.** {entry['do']}", last])
 
 
