@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from psigrad.records.signals import SIGNAL_BY_NAME
 from psigrad.records.warnings import RULES, Rule, texts
 
 sys.path.append(str(Path(__file__).parent))
@@ -15,14 +14,10 @@ PAGE = Path(__file__).parents[1] / "debugging.md"
 
 
 def section(rule: Rule) -> str:
-    """Return the section of a rule: the problem, its cause, the remedy, and when it is raised."""
+    """Return the section of a rule: the problem, its cause, the remedy, and the rule's name."""
     entry = texts()[rule.name]
-    unit = "evaluations" if rule.signal == "held_out" else "rows"  # only rows of evaluations have this metric
-    when = f"After {rule.patience} {unit}" if rule.patience > 1 else "At once"
-    when += "" if rule.min_count == 1 else f", printed from the {rule.min_count}th time on"
-    drawn = f"; figure *{SIGNAL_BY_NAME[rule.signal].title}*" if rule.signal else ""
-    last = f"{when}{drawn}; `{rule.name}`."
-    return "\n\n".join([f"### {rule.title}", f"{entry['says']} {entry['why']}", f"**What to do.** {entry['do']}", last])
+    name = f"Name: `{rule.name}`."
+    return "\n\n".join([f"### {rule.title}", f"{entry['says']} {entry['why']}", f"**What to do.** {entry['do']}", name])
 
 
 def page() -> str:
