@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,12 @@ import pytest
 from run_folders import append, figures, make_run
 
 from psigrad import cli
+from psigrad.config import OnlineConfig, shortcuts
+from psigrad.config.fields import settings_of
+from psigrad.control.settings import ControlConfig
+from psigrad.language.rewards.builtin import NAMES
 from psigrad.objective.catalog import METHODS
+from psigrad.objective.policy_gradient import PolicyGradient
 from psigrad.records.read import load
 from psigrad.records.report.verdict import verdict
 from psigrad.records.warnings import BY_NAME, RULES, Watch, texts
@@ -39,6 +46,24 @@ def test_every_rule_has_its_entry_and_something_that_gives_it():
             map(str.strip, map(str, entry.values()))
         )
         assert "example" in entry or name in drawn or (name == "silent" and "kill -STOP" in entry["why"])
+
+
+def unknown_names(advice: str) -> set[str]:
+    """The names in backticks that are neither a setting, nor a shortcut of one, a method or a reward."""
+    leaves = {name.rpartition(".")[2] for cls in (OnlineConfig, ControlConfig) for name in settings_of(cls)}
+    known = {
+        *leaves,
+        *shortcuts.shortcuts_of(OnlineConfig),
+        *METHODS,
+        *NAMES,
+        *(f"algorithm.{part.name}" for part in fields(PolicyGradient)),
+    }
+    return {name for name in re.findall(r"`([a-z_.]+)`", advice) if name not in known and not name.endswith((".txt", ".jsonl"))}
+
+
+def test_what_an_entry_advises_exists():
+    assert not {name: unknown for name, entry in texts().items() if (unknown := unknown_names(entry["do"]))}
+    assert unknown_names("set `keep` or `learning_rat`, not `beta` or `dr_grpo`") == {"keep", "learning_rat"}, "negative control"
 
 
 @pytest.mark.parametrize(
