@@ -213,10 +213,10 @@ def others_text(found: dict[str, str]) -> str:
     heads = {
         "fused": "**Fused**",
         "packed": "**Packed**",
-        "padded, differs": "**Padded**, since packed outputs differ from the model's own",
-        "padded, fails": "**Padded**, since their modules do not support packed rows",
-        "refused": "**An error**, since these types read later tokens (`bert` and its relatives unless `is_decoder` is true)",
-        "none": "**Not tried**, since no small random model could be built",
+        "padded, differs": "**Padded**, because packed outputs differ from the model's own",
+        "padded, fails": "**Padded**, because their modules do not support packed sequences",
+        "refused": "**An error**, because these types read later tokens",
+        "none": "**Not tried**, because no small random model could be built",
     }
     return "\n\n".join(f"{head}: {', '.join(lists[kind])}." for kind, head in heads.items() if kind in lists)
 
@@ -303,7 +303,7 @@ def page() -> str:
     """Return docs/families.md with its tables."""
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     rows = [
-        "| family | `model_type` | computed | gap | sampler's gap | beside TRL |",
+        "| family | `model_type` | computed | gap | sampler gap | speed-up over TRL |",
         "|---|---|---|---|---|---|",
     ]
     rows += [tried(row, name, tokenizer, f"| {FAMILIES[name][0]} | `{name}` | not run: {{}} | | | |") for name in FAMILIES]
