@@ -311,7 +311,7 @@ def curve(world: SolvedWorld, kind: str, error: float, points: int = 201) -> MSE
 def tables(result: BiasResult) -> drawing.Printed:
     """Yield one row for each target, in sections by V̂; then the best λ."""
     table = drawing.new_table(
-        f"Targets of a critic on the {result.settings.world}, error of V̂ {result.settings.error:g}",
+        f"Targets of a critic on the {result.settings.world}; V̂ has an error of {result.settings.error:g}",
         "target",
         "bias²",
         "sampled",
@@ -331,7 +331,7 @@ def tables(result: BiasResult) -> drawing.Printed:
                 )
                 table.add_row(f" {row.target}", *cells, f"{row.exact_bias2 + row.exact_variance:.4f}")
     yield table
-    yield drawing.note("means over the states; exact, and sampled with the 95 % interval over seeds")
+    yield drawing.note("means over the states; the sampled columns have 95 % intervals over seeds")
     best = drawing.new_table("λ with the least bias² + variance, exact", "", *(f"error {error:g}" for error in ERRORS))
     for kind in (SHRUNK, NOISY):
         best.add_row(_NAMED[kind], *(f"{curve.best:.2f}" for curve in result.curves if curve.critic == kind))

@@ -177,14 +177,14 @@ def curves(chosen: Sequence[NamedSurrogate], most: float = 6.0) -> list[Surrogat
 
 def tables(result: ClipResult) -> drawing.Printed:
     """Yield one row for each surrogate and sign of the advantage."""
-    head = ("surrogate", "A", *(f"ρ = {case:g}" for case in result.cases), "zero for", "logged")
-    table = drawing.new_table("Gradient of the surrogate by log π, over the ratio ρ", *head)
+    head = ("surrogate", "A", *(f"ρ = {case:g}" for case in result.cases), "zero where", "counted")
+    table = drawing.new_table("Gradient of the surrogate with respect to log π", *head)
     for row in result.rows:
         silent = ", ".join(f"ρ > {s.low:g}" if s.high is None else f"ρ < {s.high:g}" for s in row.silent) or "–"
         pushes = (f"{push:+.3g}" if push else "0" for push in row.pushes)
         table.add_row(row.name, f"{row.advantage:+d}", *pushes, silent, "yes" if row.logged else "in part")
     yield table
-    yield drawing.note("logged: does a run's clip_ratio count exactly the steps without gradient?")
+    yield drawing.note("counted: whether a run's clip_ratio counts all tokens without a gradient")
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
@@ -200,7 +200,7 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
         if curve["name"] != "CISPO":  # its value is not a function of the ratio
             axes.plot(curve["ratio"], curve["value"], color=BLUE, linewidth=1.6, label="surrogate")
         axes.plot(
-            curve["ratio"], curve["push"], color=RUST, linewidth=1.8, linestyle=(0, (4, 1.5)), label="its gradient by log π"
+            curve["ratio"], curve["push"], color=RUST, linewidth=1.8, linestyle=(0, (4, 1.5)), label="gradient w.r.t. log π"
         )
         drawing.tidy(axes, f"{curve['name']}, A {'<' if row else '>'} 0", "y", "ratio ρ" if row else "")
         axes.set_xticks([0, 1, 2, 3, 4, 5, 6])

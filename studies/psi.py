@@ -323,9 +323,9 @@ def tables(result: PsiResult) -> drawing.Printed:
     yield table
     yield drawing.note(
         "bias      ‖E ĝ − ∇J‖ / ‖∇J‖, exact by enumeration",
-        "along ∇J  bias along ∇J, divided by ‖∇J‖, sampled; 95 % interval over seeds",
-        "p         p-value of the hypothesis that no parameter has a bias",
-        "variance  trace of the covariance of ĝ for one episode: exact, then sampled",
+        "along ∇J  bias along ∇J, divided by ‖∇J‖; sampled, 95 % interval over seeds",
+        "p         p-value of the hypothesis that there is no bias",
+        "variance  trace of the covariance of ĝ for one episode, exact and sampled",
         "error     √E‖ĝ − ∇J‖² / ‖∇J‖ of one batch",
     )
 

@@ -170,7 +170,7 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
         left.plot([row["place"] for row in rows], [row["mass"][0][0] for row in rows], **style)
         right.plot([row["place"] for row in rows], [row["effective"] for row in rows], **style)
     for axes, title in ((left, "Probability of the likeliest token"), (right, "Effective number of tokens")):
-        drawing.tidy(axes, title, "y", "place in the completion", legend=axes is left)
+        drawing.tidy(axes, title, "y", "position in the completion (6: sixth and later)", legend=axes is left)
     left.set_ylim(0, 1.05)
     right.set_yscale("log")
     return drawing.save(figure, path)

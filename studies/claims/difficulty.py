@@ -163,9 +163,9 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
         own, colour = found["shares"][arm["name"]], colours[arm["name"]]
         drawing.band(middle, range(1, len(own) + 1), own, colour, marker="o", markersize=4)
         drawing.band(right, arm["steps"], arm["curve"], colour, label=arm["name"])
-    drawing.tidy(left, "Exact: weight of a prompt, at ½ it is 1", "y", "chance of a right answer", legend=True)
+    drawing.tidy(left, "Exact: weight of a prompt (1 at ½)", "y", "chance of a right answer", legend=True)
     size = len(found["shares"]["GRPO"]) + 1
-    drawing.tidy(middle, "Training: share of the weight", "y", f"right answers of the {size} in a group")
+    drawing.tidy(middle, "Training: share of the weight", "y", f"right answers in a group of {size}")
     drawing.tidy(right, "Training: held-out accuracy", "y", "steps")
     left.set_ylim(0)
     middle.set_ylim(0)

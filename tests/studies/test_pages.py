@@ -124,34 +124,43 @@ def test_every_experiment_has_its_command_and_its_picture_on_the_page(name):
 CLAIMS = [name for name, one in EXPERIMENTS.items() if one.file.startswith("studies.claims.")]
 
 
-def shown_claims() -> dict[str, list[str]]:
-    """The rows of the page of claims: verdict, figures, their meaning and the command, by claim without its source."""
+def shown_claims() -> dict[str, tuple[str, str]]:
+    """The rows of the page of claims: the link to the experiment, and the verdicts with their figures, by claim."""
     page = (ROOT / "docs" / "claims.md").read_text()
-    table = [line.strip("| ").split(" | ") for line in page.splitlines() if re.match(r"\| .* \| \*\*", line)]
-    return {re.sub(r" \([^(]*\d{4}.*\)$| \(goal of psigrad.*\)$", "", claim): cells for claim, *cells in table}
+    rows = re.findall(r"^\| \[(.+?)\]\((.+?)\) \(.+?\) \| (.+?) \| .+ \| .+ \|$", page, re.MULTILINE)
+    return {claim: (link, cell) for claim, link, cell in rows}
+
+
+def sections() -> dict[str, str]:
+    """The sections of the page of claims by their anchors."""
+    parts = re.split(r"^## (.+)$", (ROOT / "docs" / "claims.md").read_text(), flags=re.MULTILINE)
+    slugs = ("#" + re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in parts[1::2])
+    return dict(zip(slugs, parts[2::2], strict=True))
 
 
 @pytest.mark.parametrize("name", ["", *CLAIMS])
 def test_the_page_of_claims_shows_the_verdicts_and_figures_of_what_was_stored(name):
-    found, shown = claims_cells.findings(name), shown_claims()
-    assert list(shown) == list(claims_cells.ROWS), "every claim has its row"
+    found, rows = claims_cells.findings(name), shown_claims()
+    assert list(rows) == list(claims_cells.ROWS), "every claim has its row"
     own = [claim for claim, (experiment, _) in claims_cells.ROWS.items() if experiment == name]
     assert own
     for claim in own:
-        verdict, figures, _, command = shown[claim]
-        assert (verdict, figures) == claims_cells.cells(claim, found)
-        assert command.startswith(f"[`psigrad experiment {name}`]" if name else "[`psigrad ")
-    page = (ROOT / "docs" / "claims.md").read_text()
+        link, cell = rows[claim]
+        assert cell == claims_cells.cell(claim, found)
+        section = sections().get(link, "")
+        if name:
+            assert re.search(rf"`psigrad experiment {name}[ `]", section) and f"](images/experiments/{name}.png)" in section
+        else:
+            assert not link.startswith("#")
     if name:
-        assert f"`psigrad experiment {name}`" in page and f"](images/experiments/{name}.png)" in page
         assert len(printed(EXPERIMENTS[name].module.tables(claims_cells.stored(name)))) > 3, "the command prints the rest"
 
 
 def test_negative_control_a_changed_verdict_or_figure_of_a_claim_is_noticed():
-    claim, found = "Online methods learn more than DPO from as many samples", claims_cells.findings("dpo")
-    key = "RLOO learns more than DPO from as many samples"
+    claim = "Online methods learn more than DPO from the same number of samples"
+    found, key = claims_cells.findings("dpo"), "RLOO learns more than DPO from as many samples"
     for changed in (
         replace(found[key], verdict="undecided"),
         replace(found[key], difference=found[key].difference._replace(mean=0.5)),
     ):
-        assert tuple(shown_claims()[claim][:2]) != claims_cells.cells(claim, found | {key: changed})
+        assert shown_claims()[claim][1] != claims_cells.cell(claim, found | {key: changed})

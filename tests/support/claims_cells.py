@@ -15,34 +15,36 @@ from psigrad.compat.foreign_names import load
 from psigrad.intervals import Interval, over_seeds
 from psigrad_extras import demo
 from psigrad_extras.experiments import EXPERIMENTS
-from studies.trials import ClaimVerdict, Verdict
+from studies.trials import ClaimVerdict
 
 DOCS = Path(__file__).parents[2] / "docs"
 IMAGES = DOCS / "images" / "experiments"
-# claim: its experiment, and of each of its tests the condition that tells it from the others ("" where there is one test)
+# claim: its experiment, and each of its tests with the label of its figure ("" where there is one test)
 ROWS: dict[str, tuple[str, dict[str, str]]] = {
     "A baseline does not change the expected gradient": ("", {"expectation": ""}),
     "A baseline lowers the variance of the gradient; the reward to go lowers it further": ("", {
-        "baseline": "baseline",
+        "baseline": "a baseline",
         "to go": "reward to go",
-        "both": "reward to go, added to the baseline",
+        "both": "reward to go after a baseline",
     }),
-    "Reinforcement learning surpasses the demonstrations that it started from": ("", {"imitation": ""}),
-    "RLOO ≥ REINFORCE ≥ PPO with the same number of samples": ("methods", {
-        "RLOO is at least as good as REINFORCE": "RLOO against REINFORCE",
-        "REINFORCE is at least as good as PPO": "REINFORCE against PPO",
-        "RLOO is better than PPO": "RLOO against PPO",
-        "RLOO is better than PPO of one pass": "RLOO against PPO with one pass",
+    "RL surpasses the demonstrations that it started from": ("", {"imitation": ""}),
+    "RLOO ≥ REINFORCE ≥ PPO from the same number of samples": ("methods", {
+        "RLOO is at least as good as REINFORCE": "RLOO − REINFORCE",
+        "REINFORCE is at least as good as PPO": "REINFORCE − PPO",
+    }),
+    "RLOO is better than PPO from the same number of samples": ("methods", {
+        "RLOO is better than PPO": "PPO",
+        "RLOO is better than PPO of one pass": "PPO, 1 pass",
     }),
     "RLOO needs fewer samples than RAFT": ("methods", {"RLOO needs fewer samples than RAFT": ""}),
     "For language models PPO is best near λ = 1": ("lambda", {
-        "λ 1 beats λ 0.95 on words": "against λ 0.95",
-        "λ 1 beats λ 0.5 on words": "against λ 0.5",
-        "λ 1 beats λ 0 on words": "against λ 0",
+        "λ 1 beats λ 0.95 on words": "λ = 0.95",
+        "λ 1 beats λ 0.5 on words": "λ = 0.5",
+        "λ 1 beats λ 0 on words": "λ = 0",
     }),
-    "In control a λ below 1 is best": ("lambda", {
-        "λ 0.95 beats λ 1 on CartPole": "0.95 against 1",
-        "λ 0.95 beats λ 0 on CartPole": "0.95 against 0",
+    "For control tasks a λ below 1 is best": ("lambda", {
+        "λ 0.95 beats λ 1 on CartPole": "λ = 1",
+        "λ 0.95 beats λ 0 on CartPole": "λ = 0",
     }),
     "Noise in the reward hurts RAFT more than RLOO and PPO": ("noise", {
         "RAFT loses more than RLOO by noise 1": "RLOO",
@@ -54,40 +56,46 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
     }),
     "RLOO takes 50–70 % less memory than PPO": ("memory", {"RLOO takes 50 to 70 % less memory than PPO": ""}),
     "RLOO is 2–3 times as fast as PPO": ("memory", {
-        "RLOO is 2 to 3 times as fast as PPO of one pass": "PPO with one pass",
-        "RLOO is 2 to 3 times as fast as PPO of four passes": "PPO with four passes",
+        "RLOO is 2 to 3 times as fast as PPO of one pass": "PPO, 1 pass",
+        "RLOO is 2 to 3 times as fast as PPO of four passes": "PPO, 4 passes",
     }),
     "After the first token most of the probability is on few tokens": ("action_space", {
-        "after SFT: more than 90% of the probability is on 16 tokens after the first": "after SFT",
-        "after RLOO: more than 90% of the probability is on 16 tokens after the first": "after RLOO",
+        "after SFT: more than 90% of the probability is on 16 tokens after the first": "word model after SFT",
+        "after RLOO: more than 90% of the probability is on 16 tokens after the first": "word model after RLOO",
         "SmolLM2: more than 90% of the probability is on 16 tokens after the first": "SmolLM2",
         "SmolLM2 after GRPO: more than 90% of the probability is on 16 tokens after the first": "SmolLM2 after GRPO",
     }),
     "Later tokens are drawn from fewer candidates than the first": ("action_space", {
-        "after SFT: the second token is drawn from fewer than the first": "after SFT",
-        "after RLOO: the second token is drawn from fewer than the first": "after RLOO",
+        "after SFT: the second token is drawn from fewer than the first": "word model after SFT",
+        "after RLOO: the second token is drawn from fewer than the first": "word model after RLOO",
         "SmolLM2: the second token is drawn from fewer than the first": "SmolLM2",
         "SmolLM2 after GRPO: the second token is drawn from fewer than the first": "SmolLM2 after GRPO",
     }),
-    "GRPO lengthens wrong answers and shortens right ones": ("length", {
-        "GRPO's expected step lengthens wrong answers (tree)": "tree (wrong)",
-        "GRPO's expected step shortens right answers (tree)": "tree (right)",
-        "wrong answers grow more under GRPO than under Dr. GRPO": "training (wrong)",
-        "right answers shrink more under GRPO than under Dr. GRPO": "training (right)",
+    "In expectation, GRPO lengthens wrong answers and shortens right ones": ("length", {
+        "GRPO's expected step lengthens wrong answers (tree)": "wrong answers",
+        "GRPO's expected step shortens right answers (tree)": "right answers",
     }),
-    "Dr. GRPO has no length bias, and learns as well": ("length", {
-        "Dr. GRPO's leaves wrong answers as long (tree)": "tree",
-        "under Dr. GRPO wrong answers do not grow": "training",
-        "Dr. GRPO is at least as accurate as GRPO": "accuracy",
+    "In training, GRPO lengthens wrong answers and shortens right ones": ("length", {
+        "wrong answers grow more under GRPO than under Dr. GRPO": "wrong answers",
+        "right answers shrink more under GRPO than under Dr. GRPO": "right answers",
     }),
-    "GRPO gives hard and easy prompts more weight": ("difficulty", {
-        "GRPO weighs a prompt more, 10 % right against 50 %": "exact",
-        "GRPO puts more of its weight on groups with one right or one wrong answer": "over training",
+    "In expectation, Dr. GRPO does not lengthen wrong answers": ("length", {
+        "Dr. GRPO's leaves wrong answers as long (tree)": "",
     }),
-    "Dr. GRPO has no difficulty bias, and learns as well": ("difficulty", {
-        "Dr. GRPO weighs them alike, 10 % right against 50 %": "exact",
-        "Dr. GRPO is at least as accurate as GRPO": "accuracy",
-        "Dr. GRPO is at least as accurate on the hard words": "hard words",
+    "In training, Dr. GRPO does not lengthen wrong answers": ("length", {"under Dr. GRPO wrong answers do not grow": ""}),
+    "Dr. GRPO learns as well as GRPO": ("length", {"Dr. GRPO is at least as accurate as GRPO": ""}),
+    "In expectation, GRPO gives hard and easy prompts more weight": ("difficulty", {
+        "GRPO weighs a prompt more, 10 % right against 50 %": "",
+    }),
+    "In training, GRPO gives hard and easy prompts more weight": ("difficulty", {
+        "GRPO puts more of its weight on groups with one right or one wrong answer": "",
+    }),
+    "In expectation, Dr. GRPO gives all prompts the same weight": ("difficulty", {
+        "Dr. GRPO weighs them alike, 10 % right against 50 %": "",
+    }),
+    "Dr. GRPO learns as well as GRPO, also on hard words": ("difficulty", {
+        "Dr. GRPO is at least as accurate as GRPO": "all words",
+        "Dr. GRPO is at least as accurate on the hard words": "words of five letters",
     }),
     "A higher upper clip keeps the entropy up": ("clip_higher", {
         "0.28 keeps more entropy than 0.2": "0.28",
@@ -97,11 +105,9 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
         "0.28 has the higher pass@8": "pass@8",
         "0.28 has the higher accuracy": "pass@1",
     }),
-    "Dynamic sampling needs fewer updates": ("dynamic_sampling", {
-        "as many updates learn more": "by updates",
-        "as many samples learn more": "by samples",
-    }),
-    "DPO raises the margin": ("dpo", {
+    "Dynamic sampling learns more from the same number of updates": ("dynamic_sampling", {"as many updates learn more": ""}),
+    "Dynamic sampling learns more from the same number of samples": ("dynamic_sampling", {"as many samples learn more": ""}),
+    "DPO raises the margin between chosen and rejected answers": ("dpo", {
         "DPO raises the margin": "DPO",
         "IPO raises the margin": "IPO",
         "SimPO raises the margin": "SimPO",
@@ -111,40 +117,41 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
         "IPO lowers the log-probability of the chosen answers": "IPO",
         "SimPO lowers the log-probability of the chosen answers": "SimPO",
     }),
-    "Online methods learn more than DPO from as many samples": ("dpo", {
+    "Online methods learn more than DPO from the same number of samples": ("dpo", {
         "online DPO learns more than DPO from as many samples": "online DPO",
         "RLOO learns more than DPO from as many samples": "RLOO",
     }),
-    "The run's warnings report an exploited reward": ("loopholes", {
-        "90 % of the exploiting runs are noticed (all rewards)": "all runs",
-        "90 % of the exploiting runs are noticed (rewards not tuned on)": "runs not used for tuning",
+    "Warnings report 90 % of the runs that exploit a flawed reward": ("loopholes", {
+        "90 % of the exploiting runs are noticed (all rewards)": "all 60",
+        "90 % of the exploiting runs are noticed (rewards not tuned on)": "30 not used for tuning",
     }),
-    "Honest runs raise few false alarms": ("loopholes", {
-        "at most 5 % of the honest runs raise an alarm (all rewards)": "all runs",
-        "at most 5 % of the honest runs raise an alarm (rewards not tuned on)": "runs not used for tuning",
+    "At most 5 % of the honest runs raise a false alarm": ("loopholes", {
+        "at most 5 % of the honest runs raise an alarm (all rewards)": "all 120",
+        "at most 5 % of the honest runs raise an alarm (rewards not tuned on)": "80 not used for tuning",
     }),
-    "Honest runs raise few false alarms, measured after the rules were set": ("false_alarms", {
+    "At most 5 % of the honest runs raise a false alarm, on new seeds": ("false_alarms", {
         "at most 5% of honest runs raise an alarm": "",
     }),
-    "A reward that is exploited within the first steps is reported": ("false_alarms", {
+    "Warnings report 90 % of the runs that exploit a flawed reward at once": ("false_alarms", {
         "90% of the rewards exploited at once are noticed": "",
     }),
-    "Verifiable rewards (RLVR) teach a pretrained model, and break nothing else": ("pretrained", {
-        "RLVR teaches a pretrained model sums": "sums",
-        "RLVR breaks no everyday knowledge": "everyday knowledge",
-    }),
-    "RL stays nearer to its start than SFT, and forgets less": ("pretrained", {
-        "SFT moves further from the start than RLVR": "KL",
-        "SFT forgets more than RLVR": "everyday knowledge",
-    }),
-    "Online RL learns more than DPO from as many samples, on a pretrained model": ("pretrained", {
+    "Verifiable rewards (RLVR) teach a pretrained model": ("pretrained", {"RLVR teaches a pretrained model sums": ""}),
+    "RLVR leaves other abilities intact": ("pretrained", {"RLVR breaks no everyday knowledge": ""}),
+    "RL stays closer to its start than SFT": ("pretrained", {"SFT moves further from the start than RLVR": ""}),
+    "RL forgets less than SFT": ("pretrained", {"SFT forgets more than RLVR": ""}),
+    "RLVR learns more than DPO from the same number of samples": ("pretrained", {
         "RLVR learns more than DPO from as many samples": "",
     }),
     "A student learns from its teacher with a fraction of the samples": ("pretrained", {
         "a pupil reaches its teacher with a fraction of the samples": "",
     }),
-    "The clip stops the gradient in two cases and no other": ("", {"clip": ""}),
+    "PPO's clip stops the gradient in exactly two cases": ("", {"clip": ""}),
 }  # fmt: skip
+# test: the factor and the summand that turn its stored figure into the one that is shown
+SHOWN = {
+    "right answers shrink more under GRPO than under Dr. GRPO": (-1, 0.0),
+    **dict.fromkeys(ROWS["After the first token most of the probability is on few tokens"][1], (1, 0.9)),
+}
 
 
 def figures_of(name: str) -> Any:
@@ -198,27 +205,25 @@ def findings(experiment: str) -> dict[str, ClaimVerdict]:
     return {found.claim: found for found in (stored(experiment).findings if experiment else exact())}
 
 
-def summary(verdicts: dict[str, Verdict]) -> str:
-    """Return one verdict for several; if they differ, each with its conditions."""
-    order: tuple[Verdict, ...] = ("holds", "undecided", "does not hold")
-    by = {v: [condition for condition, own in verdicts.items() if own == v] for v in order}
-    found = {v: own for v, own in by.items() if own}
-    if len(found) == 1:
-        return f"**{next(iter(found))}**"
-    return "<br>".join(f"**{v}**: {', '.join(own)}" for v, own in found.items())
-
-
 def figure(d: Interval) -> str:
     """Return a figure with its interval, if it has one."""
     if d.low == d.high:
         return "0" if abs(d.mean) < 1e-9 else f"{d.mean:.3g}".replace("-", "−")
-    sign, most = "" if d.low > 0 and d.high <= 1 else "+", max(abs(d.low), abs(d.high))
-    form = f"{sign},.0f" if most >= 100 else f"{sign}.1f" if most >= 10 else f"{sign}.2g" if most >= 0.1 else f"{sign}.3f"
-    return f"{d.mean:{form}} [{d.low:{form}}, {d.high:{form}}]".replace("-", "−")
+    most = max(abs(d.low), abs(d.high))
+    places = 0 if most >= 100 else 1 if most > 1 and d.high - d.low >= 0.1 else 2 if most >= 0.1 and d.high - d.low >= 0.02 else 3
+    return f"{d.mean:z.{places}f} [{d.low:z.{places}f}, {d.high:z.{places}f}]".replace("-", "−")
 
 
-def cells(claim: str, found: dict[str, ClaimVerdict]) -> tuple[str, str]:
-    """Return the verdict and the figures of a claim, as two cells of the table."""
-    tests = {condition: found[test] for test, condition in ROWS[claim][1].items()}
-    figures = "<br>".join((f"{c}: " if c else "") + figure(f.difference) for c, f in tests.items())
-    return summary({condition: f.verdict for condition, f in tests.items()}), figures
+def shown(test: str, d: Interval) -> Interval:
+    """Return the interval of a test as the page shows it."""
+    factor, summand = SHOWN.get(test, (1, 0.0))
+    low, high = sorted((factor * d.low, factor * d.high))
+    return Interval(factor * d.mean + summand, low + summand, high + summand)
+
+
+def cell(claim: str, found: dict[str, ClaimVerdict]) -> str:
+    """Return the verdicts and the figures of a claim, as one cell of the table."""
+    return "<br>".join(
+        f"{f'{label}: ' if label else ''}**{found[test].verdict}**, {figure(shown(test, found[test].difference))}"
+        for test, label in ROWS[claim][1].items()
+    )

@@ -68,7 +68,7 @@ def test_every_command_of_every_page_exists_with_its_flags():
     pages = [page for page in page_commands.pages() if page.name != "errors.md"]  # whose commands are mistakes
     found = [(page.name, command) for page in pages for command in page_commands.commands(page)]
     inline = [(page.name, command) for page in pages for command in page_commands.inline(page)]
-    assert len(found) > 170 and len(inline) > 120
+    assert len(found) > 170 and len(set(inline)) > 100  # a table may repeat a command in many rows
     found += [place for place in inline if place[1] != "psigrad --all"]
     assert {place: wrong for place in found if (wrong := unknown(place[1]))} == {}
     assert unknown("psigrad grpoo --model m") == ["grpoo"] and unknown("psigrad sft --no-such 1 --model m") == ["--no-such"]
