@@ -58,7 +58,7 @@ class LossSums:
     def of(self, share: Callable[[], Loss], weight: float = 1.0) -> Tensor:
         """Call `share`, `add` the loss that it returns, and return the value of this loss.
 
-        `weight` is 1, or 0 for a pass that only keeps step with other processes. Then add nothing, and return 0 · value.
+        If `weight` is 0, add nothing, and return 0 · value: such a pass only keeps step with other processes.
         """
         loss = share()
         return self.add(loss) if weight else 0.0 * loss.value
@@ -107,12 +107,12 @@ def within_memory(
 ) -> tuple[T, dict[str, Any], dict[str, str]]:
     """Return (the result of `learn(run)`, changed settings, notes). If memory runs out, retry with smaller micro-batches.
 
-    `changes` are the settings changed earlier in the run. Each retry drops the gradients and halves `micro_batch_tokens`, which
-    changes gradients only by rounding. The new size is added to the returned settings, so that later steps and a resumed run
+    `changes` are the settings changed earlier in the run. Each retry starts without gradients and halves `micro_batch_tokens`.
+    The new size changes results only by rounding. It is added to the returned settings, so that later steps and a resumed run
     use it. The notes have one entry per retry: {kind of event: log message}.
 
-    The memory error is raised again if a weight has already changed, if the next size would be below the minimum `LEAST`, or
-    if there are several processes and it is not the `PassOutOfMemoryError` that all of them raise.
+    The memory error is raised again if a weight has already changed, or if the next size would be below the minimum `LEAST`.
+    Several processes retry only after a `PassOutOfMemoryError`, since all of them raise it together.
     """
     given: Any = run
     notes: dict[str, str] = {}

@@ -127,7 +127,7 @@ def terms_of(share: Share) -> dict[str, float]:
 
 
 def marks_of(hits: Iterable[float]) -> str:
-    """Return a text for reports with one character per pair: 1 if ranked correctly (hit 1), h for a tie (½), otherwise 0."""
+    """Return a text for reports with one character per hit: "1" for 1 (ranked correctly), "h" for ½ (a tie), "0" for 0."""
     return "".join("0h1"[round(2 * hit)] for hit in hits)
 
 

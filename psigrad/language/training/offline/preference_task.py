@@ -128,9 +128,9 @@ class PreferenceTask:
         return {**sum_terms(terms for terms, _ in found), **{f"rewards/accuracies/{name}": value for name, value in more.items()}}
 
     def _judge(self, targets: int, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
-        """Return (what these pairs add to each loss term, one hit per pair: 1 if ranked correctly, ½ for a tie, otherwise 0).
+        """Return (what these pairs add to each loss term, one hit per pair).
 
-        `targets` is the number of target tokens in all chosen answers of the task.
+        A hit is 1 for a correct ranking, ½ for a tie, otherwise 0. `targets` counts the target tokens in all chosen answers.
         """
         evaluated = self.evaluate(rows)
         terms = self.loss.loss(evaluated, len(self), targets).terms
@@ -166,7 +166,7 @@ class KTOTask:
         return sum(self.rows[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """Return one loss function per forward pass on these rows; see `Task`. All use the same KL estimate (`_z`)."""
+        """Return one loss function per forward pass on these rows; see `Task`. All functions use the same KL estimate."""
         return self._shares(rows, budget, ALONE, ranks)
 
     def _shares(self, rows: Sequence[int], budget: int, world: World, ranks: int = 0) -> list[Share]:

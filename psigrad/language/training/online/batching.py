@@ -37,7 +37,7 @@ def to_batch(
 ) -> Batch:
     """Return the trajectories of scored groups as a `Batch`, padded to [N, T]. Its `inputs` are the trajectories, in order.
 
-    Step rewards are on the tokens where they were earned, the rest of the reward on the last token that the policy chose.
+    Step rewards are on the tokens where they were earned. The rest of the reward is on the last token that the policy chose.
     `Batch.metric` has the values of `metric_of` for `filter_metric`. `reward_weights` are the reward functions' weights by name.
     """
     rows = [t for group in groups for t in group]
@@ -213,9 +213,9 @@ def compute_by_row(
 def metric_of(trajectory: Trajectory, name: str = "", weights: Mapping[str, float] | None = None) -> float:
     """Return the value that dynamic sampling compares within a group: that of the reward function `name`.
 
-    If `name` is empty, return the reward. But if a function is the length penalty soft_overlong, leave it out: return the sum of
-    weight × value of the others, with `weights` by name (default 1). If the trajectory is unscored, or failed without a value of
-    the function `name`, return its reward. Raise `UserError` if any other trajectory has no function `name`.
+    If `name` is empty, return the reward. If a part of it is the length penalty soft_overlong, instead return the sum of weight ×
+    value of all other parts, with `weights` by name (default 1). If the trajectory is unscored, or failed without a value of the
+    function `name`, return its reward. Raise `UserError` if any other trajectory has no function `name`.
     """
     reward = trajectory.reward or 0.0
     if trajectory.status == "unscored":

@@ -174,7 +174,7 @@ def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int)
 
 
 def update_ledger(ledger: Mapping[str, int], cursor: int, collected: Collected) -> dict[str, int]:
-    """Return `ledger` (see `open_ledger`) plus the prompts of `collected`. Raise `RuntimeError` if `check_balance` does."""
+    """Return `ledger` (see `open_ledger`) plus the prompts of `collected`, and check the result with `check_balance`."""
     entries = add_entries(open_ledger(ledger, cursor), collected.entries)
     check_balance(entries, collected.cursor)
     return entries

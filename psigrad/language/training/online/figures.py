@@ -42,9 +42,8 @@ WITHIN_GROUPS = ("reward_std", "frac_reward_zero_std")
 def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> dict[str, Any]:
     """Return metrics of rewards, lengths and entropy over all completions of a step, including those not trained on.
 
-    Each prompt has `group_size` completions, one after another. `entropy` is the mean of -log pi(a) over sampled tokens. It is an
-    unbiased estimate of the policy's entropy if the tokens were drawn from pi. If a filter such as top-k changed the
-    distribution, it is biased and therefore called `surprise`.
+    Each prompt has `group_size` completions, one after another. `entropy` is the mean of -log pi(a) over sampled tokens. If a
+    filter such as top-k changed the distribution, this mean is a biased estimate, and the metric's name is `surprise`.
     """
     rewards = [t.reward for t in trajectories if t.reward is not None]
     groups = [
@@ -181,11 +180,11 @@ def rollout_rows(
     record_tokens: int,
     record_prompts: int = 0,
 ) -> Sequence[Mapping[str, Any]]:
-    """Return a row of rollouts.jsonl per completion of a step, or only of its first `record_prompts` prompts if this is not 0.
+    """Return a row of rollouts.jsonl for each completion of a step. `record_prompts` limits the prompts; 0 means no limit.
 
     `prompts` are the run's prompts, sorted by `Prompt.index`. If a completion was trained on, its row has an advantage, from
     `learned`. In the first `record_tokens` groups that were trained on, rows also have lists with one value per token, such as
-    log-probs. Rank 0 returns the rows of all processes, and any other rank only its own.
+    log-probs. Rank 0 returns the rows of all processes. Any other rank returns only its own.
     """
     written = collected.trajectories
     if record_prompts:

@@ -222,8 +222,8 @@ class Passes:
         """Yield one loss function per forward pass of an optimiser step.
 
         The policy's passes come first. Their activations are freed before the passes of a separate critic. `micros` are pairs
-        (micro-batch, weight). The weight is usually 1. It is 0 if the pass must give gradients of 0: because other processes
-        have more passes than this one, or because no row has a gradient (the optimiser takes its step even then).
+        (micro-batch, weight). The weight is 1, or 0 for a pass that must give gradients of 0: one that only keeps step with
+        other processes, or any pass of a step in which no row has a gradient.
         """
         balance, passes = self.run.model.load_balancing, 1.0
         if balance is not None:

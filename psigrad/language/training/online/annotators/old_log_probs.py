@@ -71,8 +71,9 @@ class LogProbGap:
 class OldLogProbs(Annotator):
     """The annotator that recomputes `logp_old` if needed, and measures how far the trainer's log-probs are from the sampler's.
 
-    `logp_old` is recomputed if earlier weights sampled a part of the batch, or if the batch gets several optimiser steps and the
-    sampler's log-probs are not exactly the trainer's (`run.exact_sampling`). With a single step, `add_terms` sets `logp_old`.
+    `columns` recomputes `logp_old` if earlier weights sampled a part of the batch. Before several optimiser steps, it also does
+    so if the sampler's log-probs are not exactly the trainer's (`run.exact_sampling`). If the batch gets only a single step,
+    `add_terms` sets `logp_old` in any case.
     """
 
     def __init__(self) -> None:
@@ -80,7 +81,7 @@ class OldLogProbs(Annotator):
         self._compared: Batch | None = None
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Recompute `logp_old` if needed. Compare log-probs if `add_terms` will not and the current weights sampled the batch."""
+        """Recompute `logp_old` if needed. If the current weights sampled the batch, compare log-probs unless `add_terms` will."""
         self.gap = LogProbGap()
         model, budget, temperature, world = run.model, run.config.micro_batch_tokens, run.params.temperature, run.world
         reused = cache is not None and bool(cache.slabs)  # then training and sampling have the same log-probs
@@ -105,9 +106,9 @@ class OldLogProbs(Annotator):
     def add_terms(
         self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, sums: LossSums
     ) -> tuple[Prepared, PolicyOutputs]:
-        """In the first optimiser step, compare `outputs.logp` with the sampler's log-probs if `columns` left that to `add_terms`.
+        """If `columns` set `_compared`, compare `outputs.logp` with the sampler's log-probs in the first optimiser step.
 
-        If this is the only step on the batch, the returned part has these log-probs as its `logp_old`, so that the ratio is 1.
+        If this is the only step on the batch, return the part with `outputs.logp` as its `logp_old`, so that the ratio is 1.
         """
         if sums.steps == 0 and (own := self._compared) is not None:
             sums.later(outputs.logp, partial(self.gap.add, sampled=own.logp_old[rows], mask=own.mask[rows]))
