@@ -257,7 +257,7 @@ class PackedLayout:
     def _sequence_mask(self, window: int | None) -> Tensor:
         """Return the mask [N, 1, L, P + L] of attention from sequences to their prefixes and themselves.
 
-        A token attends to its prefix, its sequence up to itself and its block, but not to tokens `window` or more before it.
+        A token attends to its prefix, its block, and its sequence up to itself, but not to tokens `window` or more before it.
         """
         n, length = self.sequence_rows.shape
         device = self._order.device
@@ -342,7 +342,7 @@ class PackedLayout:
 
     def scan_with_states(self, recurrence: Recurrence, inputs: Tensors, every: bool = True) -> tuple[Tensor, Tensor | None]:
         """Return (the outputs of `scan`, the final states [segments, ...] of the row's `segments`). If `every` is False, the C++
-        kernels leave out the states of segments that no other segment continues.
+        kernels return only the states of segments that another segment continues.
         """
         if self.device.type == "cpu" and (ready := recurrence.scan_trees(inputs, self._trees(every))) is not None:
             return ready
@@ -376,8 +376,8 @@ class PackedLayout:
         """The row's segments: (`order`, `inverse` [S], waves). A prefix is cut into segments where a sequence branches off.
 
         A wave is a batch of padded segments that a recurrence runs at once: ((number of segments, longest length), `source`).
-        `source` has for each the number of the segment that it continues, counted over all waves (-1: none), or is None if all
-        are -1. `order` has the packed positions of all waves' tokens (-1: padding), and `order[inverse[s]]` is s for token s.
+        For each segment, `source` has the number of the segment that it continues, counted over all waves (-1: none). It is
+        None if all are -1. `order` has the packed positions of all waves' tokens (-1: padding); `order[inverse[s]]` is s.
         """
         tables, shapes = [], []
         for wave in self._waves:

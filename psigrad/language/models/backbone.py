@@ -187,8 +187,8 @@ class Pretrained(ABC):
         experts: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states [B, S, E] of all tokens, or with `target_rows` [M] (indices into the B·S tokens) only the
-        states [M, E] at these rows. `layout` determines which tokens attend to which. Without gradients, a fused decoder adds
-        its activations to `keep`. It reads them from `cached`, if given. With `experts` [layers, B·S, k], the routers use these.
+        states [M, E] at these rows. `layout` determines which tokens attend to which. A fused decoder adds its activations to
+        `keep` (without gradients), or reads them from `cached`. Routers must choose the `experts` [layers, B·S, k], if given.
         """
         following = contextlib.nullcontext() if self.router_recorder is None else self.router_recorder.follow(experts)
         if self.decoder is not None:
@@ -221,7 +221,7 @@ class Pretrained(ABC):
         """Return (the module that runs a packed pass, its keyword arguments). A text-only model gets ids.
 
         A vision-language model gets embeddings with image features in place of image tokens. Its decoding steps on a GPU get ids:
-        a CUDA graph cannot look for image tokens. On a CPU, such a step may read an image of a reply (`CachedDialogue`).
+        a CUDA graph cannot look for image tokens. On a CPU, a step may read an image in an environment's text (`CachedDialogue`).
         """
         if self.vision is None or (input_ids.shape[1] == 1 and self.device.type != "cpu"):
             return self.network.base_model, {"input_ids": input_ids}
@@ -305,10 +305,10 @@ class Pretrained(ABC):
     ) -> Self:
         """Choose packed or padded passes, and fused or transformers' layers. With `lora`, add the saved `adapter`, or a new one.
 
-        `task` is the adapter's task type in peft. `is_known` is True if `fused.loader.load` loaded the model: without LoRA, such
-        a model runs packed and fused without a test. Any other model does so only if its outputs then equal transformers'. The
-        model's own dropout is disabled, as in TRL, because it would change the probability ratio π/π_old; the adapter's dropout
-        is kept. Vision and audio modules are frozen, except those in `towers`.
+        `task` is the adapter's task type in peft. `is_known` is True if `fused.loader.load` loaded the model. Without LoRA, such
+        a model runs packed and fused. Any other model is tested first: packed passes and fused layers must not change outputs.
+        As in TRL, the model's own dropout is disabled, because it would change the probability ratio π/π_old; the adapter's
+        dropout is kept. Vision and audio modules are frozen, except those in `towers`.
         """
         check_finite(self.network)
         hf, is_known = self.network, is_known and lora is None

@@ -60,7 +60,7 @@ def concatenate(parts: Sequence[Samples]) -> Samples:
     optional = ("prompt_ids", "policy_turns", "policy_ids", "opened_thoughts")
     kinds = {(*sorted(part.columns), *(name for name in optional if getattr(part, name) is not None)) for part in parts}
     if len(kinds) > 1:
-        raise ValueError(f"Samples need the same columns and optional fields ({', '.join(optional)}); they have {sorted(kinds)}.")
+        raise ValueError(f"Parts need the same columns and optional fields ({', '.join(optional)}); they have {sorted(kinds)}.")
     if not parts:
         return Samples([], [], [])
     names = ("prompts", "completions", "completion_ids", *optional)
@@ -154,7 +154,7 @@ class RewardError(UserError):
 class Scoring:
     """Completions that wait for their rewards. Groups are added as soon as they are sampled.
 
-    This class scores all groups together, when `results` is called. A subclass can start earlier; see `Scorer.begin`.
+    This class scores all groups together when `results` is called. A subclass can start as soon as a group is added.
     """
 
     def __init__(self, score: Callable[[Sequence[Samples]], list[Result]]) -> None:
@@ -183,12 +183,13 @@ class Scorer(Protocol):
 def check_unscored(
     reasons: Sequence[str | None], limit: float, sources: Sequence[str] = (), before: Sequence[Sequence[int]] = ()
 ) -> list[list[int]]:
-    """Raise `RewardError` if scoring fails in this step, and has failed for too many of the last `WINDOW` completions.
+    """Raise `RewardError` if scoring fails in this step, and has failed for too many of the most recent completions.
 
-    Too many are more than the fraction `limit` of `WINDOW` or, with `limit` below 1, all completions once there are 8. `reasons`
-    has one entry per completion of the step: why it is unscored, or None. If no reward function applies to a completion, that is
-    no failure. For `sources` see `explain_unscored`. Return [number of failures, number of completions] for each of the last
-    steps. The next step's call receives this list as `before`.
+    The check covers the last steps that have at least `WINDOW` completions in all. More than the fraction `limit` of them
+    is too many. While a run has fewer, the fraction is of `WINDOW`. With `limit` below 1, 8 failures without a success suffice.
+    `reasons` has one entry per completion of the step: why it is unscored, or None. A completion to which no reward function
+    applies is no failure. For `sources` see `explain_unscored`. Return [number of failures, number of completions] for each of
+    the last steps. Pass this list as `before` in the next step.
     """
     faults = [None if reason is None or reason.startswith(NOT_APPLICABLE) else reason for reason in reasons]
     window = [*map(list, before), [sum(reason is not None for reason in faults), len(faults)]]

@@ -371,7 +371,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Collected:
-    """The trajectories of one step, and the groups that are trained on. `cursor` is the run's number of prompts drawn so far."""
+    """The trajectories of one step, and the groups to train on. `cursor` is the number of prompts drawn in the run so far."""
 
     trajectories: list[Trajectory]
     groups: list[list[Trajectory]]

@@ -1,4 +1,4 @@
-"""A cache for recorded decoding steps. It stores and reads a prompt once for its group, not once for each completion."""
+"""A cache for decoding with CUDA graphs. It stores and reads a prompt once for its group, not once for each completion."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ SHORTEST = 256
 class GroupedCache(KVCache):
     """A `KVCache` that stores a prompt's keys and values once, in a row of `tables` [prompts, H_kv, longest_prompt, D].
 
-    A slot stores only the tokens after its prompt. The first `count` rows of the tables are in use, without a gap: when no slot
-    continues a prompt any more, a prompt from the last rows moves into its row.
+    A slot stores only the tokens after its prompt. The first `count` rows of the tables are in use.
     """
 
     def __init__(self, slots: int, longest: int, prompts: int, longest_prompt: int) -> None:
@@ -42,7 +41,7 @@ class GroupedCache(KVCache):
             x.zero_()
 
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> GroupedPrefill:
-        """Add slots; see `KVCache.prefill`. `shifts` is ignored: only models with M-RoPE need it. They never use this cache."""
+        """Add slots; see `KVCache.prefill`. `shifts` is ignored: it is for models with M-RoPE, which never use this cache."""
         self.shifts = torch.cat([self.shifts.to(copies.device), torch.zeros_like(copies)])
         return GroupedPrefill(self, prompts, copies)
 
@@ -66,7 +65,7 @@ class GroupedCache(KVCache):
         return order
 
     def seats(self, size: int) -> Seats:
-        """Arrange the active slots in a grid, padded to powers of 2 with at most `prompts` rows. For `size` see `Seats`."""
+        """Arrange the active slots in a grid; see `Seats`. P and M are rounded up to powers of 2, P to at most `prompts`."""
         members = np.bincount(self.owners, minlength=self.count)
         rows, most = (1 << (int(n) - 1).bit_length() for n in (self.count, members.max()))
         by_owner = self.owners.argsort(kind="stable")
@@ -81,8 +80,8 @@ class GroupedCache(KVCache):
 class Seats(NamedTuple):
     """A grid of slots, with one row per prompt and M = `members` places per row, for the slots that continue the prompt.
 
-    For P prompts, `grid` [P · M] has the slot at each place (0 if unused). `seat` [size] has each slot's place: an index into
-    `grid`. `behind` [size] has the number of tokens of each slot's prompt. `seat` and `behind` are padded with 0.
+    For P prompts, `grid` [P · M] has the slot at each place (0 if unused). `seat` has each slot's place: an index into
+    `grid`. `behind` has the number of tokens of each slot's prompt. `seat` and `behind` are padded with 0 to length `size`.
     """
 
     grid: np.ndarray
