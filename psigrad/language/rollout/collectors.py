@@ -1,4 +1,4 @@
-"""Collectors, which sample trajectories for prompts, and `ScoredRollout`, which scores trajectories while others are sampled.
+"""Collectors, which sample trajectories for prompts, and `ScoredRollout`, which scores each group while it samples more.
 
 `Completions` is the collector of single completions. The other collectors (episodes, agents' sessions, recorded completions) are
 in other packages. `rollout_row` turns a trajectory into a line of rollouts.jsonl.

@@ -90,7 +90,7 @@ class KVCache(StateCache):
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> Prefill:
         """Add len(copies) slots, and return the layout of the prompts' forward pass. New slot i continues prompt `copies[i]`.
 
-        `shifts` has, for each prompt, its next token's position minus its length. Only images (M-RoPE) make this differ from 0.
+        `shifts` is the position of each prompt's next token minus the prompt's length: 0 except for images with M-RoPE.
         """
         new = torch.zeros_like(copies) if shifts is None else shifts[copies]
         self.shifts = torch.cat([self.shifts.to(new.device), new])
@@ -232,7 +232,7 @@ class Decode(StateDecode):
         self._masks: dict[int | None, Tensor] = {}
 
     def mask(self, window: int | None) -> Tensor:
-        """Return a mask [active, 1, 1, columns]: True on the slot's last `window` tokens, or if None, on all its tokens."""
+        """Return a mask [active, 1, 1, columns]: True on the slot's last `window` tokens; if `window` is None, on all tokens."""
         if window not in self._masks:
             columns = torch.arange(self.width, device=self.places.device)[None]
             seen = columns <= self.places[:, None]
@@ -274,7 +274,7 @@ class SharedCache(StateCache):
     """A cache for the fused decoder, with the methods of `KVCache`. A prompt is stored once. A slot has only the tokens after it.
 
     Row i of a step continues the sequence in slot `slots[i]`, which has `lengths[i]` tokens after prompt `prompt[i]`. Sequences
-    never change their slots. Rows are in the order of addition, or of `select_slots`. Both orders keep a prompt's rows adjacent.
+    never change their slots. Rows are in the order in which they were added or selected. A prompt's rows are adjacent.
     """
 
     def __init__(self, slots: int, longest: int, heads: Sequence[Heads], dtype: torch.dtype, may_dequantise: bool = True) -> None:
@@ -308,7 +308,7 @@ class SharedCache(StateCache):
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> SharedPrefill:
         """Add len(copies) slots, and return the layout of the prompts' forward pass. New slot i continues prompt `copies[i]`.
 
-        `shifts` is not read, since it is 0 without M-RoPE, and the fused decoder does not support M-RoPE.
+        `shifts` is ignored: it differs from 0 only with M-RoPE, which the fused decoder does not support.
         """
         new = [CachedPrompt(length, self.heads) for length in prompts.pieces.prefixes.tolist()]
         self.prompts |= {self._num_prompts + i: prompt for i, prompt in enumerate(new)}

@@ -51,7 +51,7 @@ class Room(NamedTuple):
     longest_prompt: int = 0
 
     def covers(self, other: Room) -> bool:
-        """Return True if each number is at least that of `other`, and `prompts` is 0 either in both or in neither of the two."""
+        """Return True if each number is at least that of `other`, and `prompts` is 0 in both or in neither."""
         return bool(self.prompts) == bool(other.prompts) and all(a >= b for a, b in zip(self, other, strict=True))
 
 

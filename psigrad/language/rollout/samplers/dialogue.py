@@ -62,8 +62,8 @@ class CachedDialogue(Dialogue):
     """The `Dialogue` (episodes of several turns) of the embedded sampler on a CPU.
 
     The first turn prefills each prompt once for its group. In a later turn, an episode first reads the environment's tokens, one
-    per decoding step, while episodes with shorter texts may already sample. If the texts are long, it is faster to prefill all
-    episodes of the turn again. This is also done if a context was replaced and, with some models, if a text has an image.
+    per decoding step, while episodes with shorter texts may already sample. But all episodes of the turn are prefilled again if
+    the texts are long (this is faster), if a context was replaced, or, with some models, if a text has an image.
     """
 
     def __init__(self, model: LanguageModel, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> None:

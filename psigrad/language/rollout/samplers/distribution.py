@@ -79,7 +79,7 @@ def _forbidden(ids: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _draw_unchecked(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> DrawnTokens:
-    """Draw one token per row. The CPU kernel ignores `params.forbidden`, so `draw` replaces the forbidden tokens that it drew."""
+    """Draw one token per row. The CPU kernel may draw a token of `params.forbidden`; `draw` then replaces the token."""
     if logits.device.type != "cpu":
         return _draw_in_torch(logits, params, seeds_u64, counter)
     native = kernels()

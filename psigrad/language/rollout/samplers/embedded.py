@@ -145,7 +145,7 @@ def without_placeholders(model: LanguageModel, params: SamplingParams) -> Sampli
 def why_not_embedded(model: LanguageModel) -> str:
     """Return the reason why `EmbeddedSampler` cannot sample from `model`, or "" if it can. `model` must support packed rows.
 
-    Compare a prefill and one decoding step with a packed forward pass. Fused decoders and sharded weights pass without it.
+    Compare a prefill and one decoding step with a packed forward pass, except with fused decoders or sharded weights.
     """
     if model.decoder is not None or model.shard_root is not None:
         return ""
@@ -178,7 +178,7 @@ def _graph_size(requests: list[Request], params: SamplingParams, max_batch: int,
     """Return the size of a cache for recorded decoding steps. It is rounded up, so that similar later calls can reuse the cache.
 
     There are up to `max_batch` slots of up to `most` tokens. A prompt is stored once for its group if prompts are long and
-    have several completions, or if the previous call's cache, of size `before`, stores them so. Otherwise each slot stores it.
+    have several completions, or if the previous call did so (its cache has size `before`). Otherwise each slot stores it.
     """
 
     def rounded(tokens: int) -> int:
@@ -201,8 +201,8 @@ def check_room(model: LanguageModel, requests: list[Request], params: SamplingPa
     for request in requests:
         if not images and any(token >= FIRST for token in request.prompt_ids):
             raise UserError(
-                "A prompt has an image, which the transformers sampler cannot read. "
-                "Set sampler=embedded. If it is set already, use another model: it does not support this one."
+                "A prompt has an image, but the transformers sampler is in use, and it reads only text. "
+                "Set sampler=embedded. If this is set already, psigrad's sampler does not support the model; use another model."
             )
         if not request.prompt_ids:
             raise UserError("A prompt has no tokens; write some text, or give a tokenizer with a BOS token.")
@@ -259,7 +259,7 @@ class _Batch:
         return free and self._free_prompts() > 0
 
     def _free_prompts(self) -> int:
-        """Return how many more prompts fit into the cache. Only a `GroupedCache` has a limit; others hold all waiting prompts."""
+        """Return how many more prompts fit into the cache: all waiting ones unless the cache is a `GroupedCache`."""
         return self.cache.prompts - self.cache.count if isinstance(self.cache, GroupedCache) else len(self.waiting)
 
     def admit(self) -> None:
@@ -320,7 +320,7 @@ class _Batch:
         return self.kept if self.kept is not None and self.kept.open else None
 
     def name_rows(self) -> None:
-        """Tell the activation cache which rows have each completion's tokens. The last token has no row: it is never read."""
+        """Tell the activation cache which rows have each completion's tokens. The last token has no row: it is never an input."""
         if self.kept is None or self.rows is None or not self.kept.open:
             return
         rows, logps = self.rows, self.logprobs[0]

@@ -1,4 +1,4 @@
-"""The objects of an online run, and annotators, which add columns to batches and terms to forward passes."""
+"""The objects of an online run, and annotators, which add columns to batches, or terms to the policy's outputs."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class ValueModel:
 
 
 class Annotator:
-    """A component that adds a column to the batches of a run, or a term to its forward passes. This base class adds nothing.
+    """A component that adds columns to a run's batches, or terms to the policy's outputs. This base class adds nothing.
 
-    A collection is all completions of one step. An annotator may store data about a collection until the next call of `columns`.
+    An annotator may store data about a collection (all completions of one step) until the next call of `columns`.
     """
 
     gives_reference = False
@@ -79,7 +79,7 @@ class Annotator:
 
 @dataclass(frozen=True)
 class OnlineRun:
-    """The objects of one online run, which the run's settings determine.
+    """The objects of one online run, built from the run's settings.
 
     If the algorithm needs a critic and `critic` is None, the policy's own value head is the critic.
     """
