@@ -1,4 +1,4 @@
-"""Linear layers with frozen weights that are quantised to 4 or 8 bits: the base model of an adapter (QLoRA)."""
+"""Linear layers with frozen weights, quantised to 4 or 8 bits, for the base model of an adapter (QLoRA)."""
 
 from __future__ import annotations
 

@@ -134,9 +134,9 @@ class RouterRecorder:
 
     @contextlib.contextmanager
     def follow(self, choices: Tensor | None) -> Iterator[None]:
-        """Force the routers to choose the experts `choices` [layers, S, k] in this context; None lets them choose freely.
+        """Force the routers to choose the experts `choices` [layers, S, k]; None lets them choose freely.
 
-        If gradients are enabled, the choices stay set until the next `follow`, because the backward pass may recompute layers.
+        The choices hold in this context or, with gradients, until the next `follow`, as the backward pass may recompute layers.
         """
         before, self._followed = self._followed, choices
         try:
@@ -203,7 +203,7 @@ class Routes:
         self.written[sequences, places] = self._choices_of(seen)
 
     def of(self, request: int, sequence: int, count: int) -> dict[str, str]:
-        """Return {"prompt_experts": …, "experts": …}, those of a prompt and of its completion with `count` tokens, in base64."""
+        """Return the experts of a prompt and its completion (`count` tokens) in base64: {"prompt_experts": …, "experts": …}."""
         return {"prompt_experts": self.prompts[request], "experts": _text(self.written[sequence, : max(count - 1, 0)])}
 
 

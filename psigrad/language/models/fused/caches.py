@@ -72,7 +72,7 @@ class Block:
         self._places = self._starts + np.array([[x.data_ptr()] for x in self._memory])
 
     def addresses(self, start: int = 0) -> Tensor:
-        """Return the memory address [layers, tensors] of row `start` in each tensor, int64."""
+        """Return the memory addresses of row `start` in all tensors, int64 [layers, tensors]."""
         return torch.from_numpy(self._places + self.layout.sizes * start)
 
     def part(self, layer: int, index: int, start: int = 0, count: int | None = None) -> Tensor:
@@ -106,7 +106,7 @@ class Block:
 
 
 def native() -> Kernels:
-    """Return the C++ kernels. A cache can rely on them, since only the fused decoder fills caches, and it runs only with them."""
+    """Return the C++ kernels. They are available here, since only the fused decoder, which needs them, fills caches."""
     found = kernels()
     assert not isinstance(found, str), found
     return found
@@ -127,7 +127,7 @@ class CachedLogProbs:
 
 @dataclass(frozen=True)
 class CachedCompletion:
-    """A sampled completion: `ids` [T], `logps` [T], row indices `rows` [T - 1]. The last token has none, as it was no input."""
+    """A sampled completion: `ids` [T], `logps` [T], row indices `rows` [T - 1]. The last token has no row: it was never read."""
 
     ids: tuple[int, ...]
     rows: np.ndarray
@@ -258,7 +258,7 @@ class CacheHit:
     def saved_for_backward(self, index: int, target_rows: Tensor | None = None) -> tuple[Tensor | None, list[Tensor]]:
         """Return (a layer's input, the tensors that `Layer.forward` stored), for the backward pass of layer `index`.
 
-        The first layer's input is None: embeddings are not cached. Tensors computed after attention are only for `target_rows`.
+        Embeddings aren't cached, so the first layer's input is None. Tensors from after attention have only rows `target_rows`.
         """
         some, parts = self._of(target_rows), range(1, len(self._parts.kinds[index]))
         asked = [(index, part, some if part >= FIRST_PART_AFTER_ATTENTION else self._rows) for part in parts]
@@ -268,7 +268,7 @@ class CacheHit:
         return x, own
 
     def _gather(self, target_rows: list[tuple[int, int, Tensor]]) -> list[Tensor]:
-        """Return cache rows of a tensor for each (layer, tensor's index in `Layer.kinds`, cache rows) in `target_rows`."""
+        """Return one tensor of cached rows for each (layer, tensor's index in `Layer.kinds`, row indices) in `target_rows`."""
         kinds = [self._parts.kinds[layer][part] for layer, part, _ in target_rows]
         out = [torch.empty(len(rows), width, dtype=kind) for (*_, rows), (width, kind) in zip(target_rows, kinds, strict=True)]
         layers, parts = zip(*((layer, part) for layer, part, _ in target_rows), strict=True)
@@ -377,7 +377,7 @@ class PackedWeights:
     ) -> list[PackedProjection] | None:
         """Return the packed matrices of the layer `key`. If there are none, or `weights` have changed, pack the result of `make`.
 
-        Return None at the memory limit or if a matrix can't be packed. Even one sequence decodes 1.25 times as fast if packed.
+        Return None at the memory limit or if a matrix can't be packed. Packing makes even one sequence decode 1.25 times as fast.
         """
         have = self._layers.get(key)
         if have is not None and have[0] == versions(weights):

@@ -38,9 +38,9 @@ _LOGITS = 6
 class _LayerFunction(torch.autograd.Function):
     """The autograd function of a fused layer, with a hand-written backward pass.
 
-    If activations are `cached`, the layer does not run forward, and the backward pass reads them. The last layer returns its
-    cached output. Other layers return NaN as a placeholder for autograd; nothing reads it. With `recompute`, the backward pass
-    runs the layer forward again. `torch.utils.checkpoint` is not used, since it imports the compiler (2 s, 40 megabytes).
+    If activations are `cached`, the layer does not run forward, and the backward pass reads them. The last layer then returns
+    its cached output; any other layer returns NaN, a placeholder for autograd that nothing reads. With `recompute`, the backward
+    pass runs the layer forward again. `torch.utils.checkpoint` is not used, since it imports the compiler (2 s, 40 megabytes).
     """
 
     @staticmethod
@@ -309,7 +309,7 @@ def _heads(base: Any, config: Any, family: Family, attending: dict[int, Any], ep
 def _order(layers: Sequence[Any], ropes: Sequence[str | None]) -> list[Layer]:
     """Return the attention `layers` that compute their own keys and values. Set their `order` to their index in the result.
 
-    Any other layer gets the keys and the `order` of the last one before it that has keys and the same rotary embedding (`ropes`).
+    Any other layer reuses the keys, values and `order` of the last such layer before it with the same rotary embedding (`ropes`).
     """
     latest: dict[str | None, Layer] = {}
     keyed: list[Layer] = []
