@@ -1,7 +1,8 @@
 """The same tensors through verl's and OpenRLHF's own functions: value and gradient to 1e-6 (`make test-peers`).
 
 Each case has their function, psigrad's parts, and other parts that must not agree. Where psigrad differs, the second side adds
-the difference by hand and the third side is psigrad's part, so a case holds the whole difference. docs/referee.md lists them.
+the difference by hand and the third side is psigrad's part, so a case holds the whole difference. docs/referee.md lists
+those that change a normal run.
 """
 
 from __future__ import annotations
