@@ -142,11 +142,11 @@ class VarlenLayout(_Unpadded):
 
     @cached_property
     def _copies(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Indices that copy the keys of the row's S tokens to the kernel's K keys, and indices that sum the copies' gradients.
+        """(tokens [K], copies [P, C], missing [P, C, 1, 1], single [S − P]): the indices for `_Copies`.
 
-        The row starts with the P tokens of the prefixes, each of which is copied at most C times; later tokens are copied once.
-        (tokens [K], copies [P, C], missing [P, C, 1, 1], single [S − P]): `tokens` has the token of each key of the kernel.
-        `copies[p]` lists the kernel's keys for token p, padded where `missing` is True. `single` has the key of each later token.
+        The kernel has K keys, and `tokens` has the token of each. The row has S tokens; the first P belong to prefixes. Each of
+        these P tokens has at most C keys: `copies[p]` lists the keys of token p, padded where `missing` is True. Each later
+        token has one key, which `single` lists.
         """
         pieces, device = self.packed.pieces, self.packed.device
         real = pieces.lengths > 0
@@ -274,7 +274,7 @@ class FlexLayout(_Unpadded):
 
 
 def unpad(packed: PackedLayout, how: str | Varlen) -> Layout:
-    """Return `packed` itself if it has `blocks`, else a `FlexLayout` of it if `how` is "flex", else a `VarlenLayout` of it.
+    """Return `packed` unchanged if it has `blocks`. Otherwise return a `FlexLayout` or a `VarlenLayout` of it.
 
     With `blocks`, the tokens of an image attend to each other (Gemma 3). Only the masks of `packed` allow this. `how` is "flex",
     "varlen" or a `Varlen` kernel.

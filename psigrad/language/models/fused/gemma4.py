@@ -22,11 +22,11 @@ from psigrad.language.models.packing import RowSelection
 
 
 class Gemma4Layer(Layer):
-    """A layer of Gemma 4. It normalises its values by an RMS norm without a weight.
+    """A layer of Gemma 4. It normalises its attention values by an RMS norm without a weight.
 
     A layer without a value matrix uses its keys as values. A layer without a key matrix reuses the keys and values of an
-    earlier layer, `source`. The output is s·y, with y the output of `Layer` and s a constant. If the layer has an extra
-    input p (see `LayerInputs`), the output is s·(y + n(W·(gelu(G·y) ⊙ p))), with matrices W and G and a norm n.
+    earlier layer, `source`. Let y be the output of `Layer`, and s a constant. Without an extra input, the output is s·y. With an
+    extra input p (see `LayerInputs`), the output is s·(y + n(W·(gelu(G·y) ⊙ p))), with matrices W and G and a norm n.
     """
 
     projections = ((("q_proj", "k_proj", "v_proj"), ("q_proj", "k_proj"), ("q_proj",)), (("o_proj",),))
@@ -57,7 +57,7 @@ class Gemma4Layer(Layer):
     def forward(self, x: Tensor, how: PassArguments, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return (the output, tensors for `backward`); see `Layer.forward`.
 
-        If `self.source` is set, its keys and values are appended to the first of these tensors. If the layer has an extra
+        If `source` is set, the first of these tensors is [q|k|v] with the keys and values of `source`. If the layer has an extra
         input p, three more tensors follow: W·(gelu(G·y) ⊙ p), y and [G·y|p]. The class explains these symbols.
         """
         weights = self._weights(how)
@@ -165,7 +165,7 @@ class Gemma4Layer(Layer):
 
 
 class LayerInputs:
-    """The inputs p of all layers: p = (n(W·x / √E) + e) / √2, with a token's embedding x [E] and its row e in a second table.
+    """The layers' extra inputs p = (n(W·x / √E) + e) / √2, with a token's embedding x [E] and its row e in a second table.
 
     W is a projection, n an RMS norm. p depends only on the token, so it can be computed once per distinct token of a packed row.
     """

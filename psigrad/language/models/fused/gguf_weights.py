@@ -63,7 +63,7 @@ def ends_in(file: Path) -> list[int]:
 
 
 def _rows(x: Any, permuted: list[int]) -> Any:
-    """Put the rows of a query or key matrix into transformers' order. In llama.cpp's, a head's two halves are interleaved.
+    """Put the rows of a query or key matrix into transformers' order. llama.cpp interleaves the two halves of each head.
 
     If `permuted` is empty, the rows are in transformers' order already. Otherwise its only item is the number of heads.
     """

@@ -20,7 +20,7 @@ BACKEND = "inductor"
 
 
 def compile_layers(model: Any) -> None:
-    """Compile the layers of a model if it runs packed sequences on a GPU. Layers of one kind share code, compiled for any length.
+    """Compile the layers of a model if it runs packed sequences on a GPU. Layers of one kind share code for rows of any length.
 
     Attention is not compiled, since it has its own kernels and reads the sequences' layout from the CPU's memory. If the compiled
     layers fail, or change outputs or gradients, the layers stay uncompiled, and `model.why_uncompiled` has the reason.

@@ -49,9 +49,9 @@ def compute_dtype(stored: torch.dtype) -> torch.dtype:
 
 
 class Weights:
-    """Weights, cast to a layer's compute dtype. The cast copies are cached until their weights change.
+    """Weights, cast to a layer's compute dtype. Quantised matrices are not cast.
 
-    With `exact`, weights are cast to float32 at each use, and the copies are not cached. Quantised matrices are not cast.
+    Without `exact`, a cast copy is cached until its weight changes. With `exact`, weights are cast to float32 at each use.
     """
 
     def __init__(self, given: Sequence[Tensor], exact: bool = False) -> None:
@@ -77,8 +77,8 @@ class PassArguments(NamedTuple):
     """The arguments of a forward pass, the same for all layers.
 
     - `angles`, `keys` (keys and values that later layers reuse) and `key_gradients` are indexed by `Layer.order`.
-    - `adapted` is True if LoRA is active, `balanced` if the loss includes the routers' load-balancing loss.
-    - `inputs[i]` are layer i's extra inputs (Gemma 4). Equal tokens may share a row in them; `tokens` has each token's row.
+    - `adapted` is True if LoRA is active. `balanced` is True if the loss includes the routers' load-balancing loss.
+    - `inputs[i]` is layer i's extra input (Gemma 4), in which equal tokens may share a row. `tokens` maps tokens to rows.
     - `ready[i]` are the current weights of layer i. If `ready` is None, the layers read their weights from the modules.
     """
 
@@ -96,9 +96,9 @@ class PassArguments(NamedTuple):
 class Layer:
     """One fused decoder layer over rows [S, E]. `window` is its sliding window in tokens; 0: no window.
 
-    Formula: h = x + r·m₁(mixer(n₁(x))),  y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))), or y = h without a feed-forward part.
+    Formula: h = x + r·m₁(mixer(n₁(x))),  y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))). Without a feed-forward part, y = h.
     n and m are norms (absent in some families), and r is the number `residual`. The mixer is attention; subclasses replace it.
-    `order` is an index among the layers that compute keys and values: the layer's own, or that of the layer whose keys it reuses.
+    `order` numbers the layers that compute keys and values. A layer that reuses keys has the number of the layer they come from.
     """
 
     order = -1
@@ -259,7 +259,7 @@ class Layer:
     def _join(self, group: int, weights: LayerWeights, x: Tensor, base: Tensor, plain: list[Tensor]) -> Tensor:
         """Return base + r·m(p) with p = x·Wᵀ and W the matrix of `group`. If there is a norm m, append p to `plain`.
 
-        `Layer` explains r and m: m₁ if `group` is `_OUT`, m₂ if it is `_DOWN`.
+        `Layer` explains r and the norms. m is m₁ if `group` is `_OUT`, and m₂ if it is `_DOWN`.
         """
         norm, out = weights.norms[2 + group // 2], torch.empty_like(base)
         if norm is None and self.residual == 1.0:
@@ -289,7 +289,7 @@ class Layer:
         return how.layout.mix(self, rotated, row)
 
     def gate(self, row: Tensor, mixed: Tensor) -> Tensor:
-        """Return the input of the output projection. Here it is `mixed`; subclasses multiply `mixed` by a gate from `row`."""
+        """Return the input of the output projection. Here it is `mixed`. Some subclasses multiply it by a gate from `row`."""
         return mixed
 
     def mix_gradient(
@@ -392,7 +392,7 @@ class WeightGradients:
     def before_residual(self, which: int, dy: Tensor, plain: list[Tensor]) -> Tensor:
         """Return the gradient of p in `Layer._join`. `dy` is the gradient of base + r·m(p), the result of `_join`.
 
-        The norm m is `weights.norms[2 + which]`. If it is not None, p is the last tensor of `plain` and is removed from it.
+        The norm m is `weights.norms[2 + which]`. If m is not None, p is popped from the end of `plain`.
         """
         dy = dy if self.layer.residual == 1.0 else dy * self.layer.residual
         if self.weights.norms[2 + which] is None:

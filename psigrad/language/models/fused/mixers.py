@@ -1,8 +1,8 @@
-"""The mixers of fused layers other than plain attention: recurrences, convolutions, MLPs, and attention with gates or sinks.
+"""Mixers of fused layers: recurrences, convolutions, MLPs, and attention with gates or sinks. `Layer` has plain attention.
 
-C++ kernels run a recurrence once over a prompt, and all completions of the prompt continue from its last state. A `StateLayer`
-keeps its projections and its mixer's output for the backward pass; training can reuse them if sampling has computed them. The
-output projection's gradient needs the output. The mixer is computed again from the projections, and autograd differentiates it.
+C++ kernels run a recurrence once over a prompt, and all completions of the prompt continue from its last state. For the backward
+pass, a `StateLayer` keeps its projections and its mixer's output. The gradient of the output projection needs that output. The
+backward pass computes the mixer again from the projections, and autograd differentiates it.
 """
 
 from __future__ import annotations
