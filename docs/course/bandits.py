@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 2 · Bandits and baselines
 #
-# Now P and R are unknown: we can only try actions and see rewards. The simplest case is a **bandit**, a row of slot
-# machines with arms to pull, where an episode is one step.
+# Now the rewards are unknown: we can only try actions. The simplest case is a **bandit**, a slot machine with several
+# arms. Each episode is one pull.
 
 # %%
 import matplotlib.pyplot as plt
@@ -21,17 +21,17 @@ steps = 200
 # %% [markdown]
 # ## The log trick
 #
-# The policy is a softmax over five arms, π_a ∝ exp θ_a. Its expected reward is J(θ) = Σ_a π_a·μ_a, with unknown mean rewards
-# μ. Since ∇π = π·∇log π,
+# The policy is a softmax over five arms, π_a ∝ exp θ_a. With unknown mean rewards μ, its expected reward is J(θ) = Σ_a
+# π_a·μ_a. Since ∇π = π·∇log π,
 #
 #     ∇J = Σ_a ∇π_a·μ_a = Σ_a π_a·∇log π_a·μ_a = E[ ∇log π(a)·R ].
 #
-# We can sample this: pull an arm, see its reward R, and move θ along ∇log π(a)·R. This is **REINFORCE**. With several steps
-# it becomes the identity of this course,
+# We can sample this: pull an arm, see its reward R, and move θ along ∇log π(a)·R. This is **REINFORCE**. With several
+# steps it becomes the **policy gradient** of all later chapters,
 #
 #     ∇J = E[ Σ_t ∇log π(a_t|s_t)·Ψ_t ].
 #
-# Ψ says how good an action was, here R. The learner does not know μ, but we do, and can check its estimates.
+# Ψ says how good an action was, here R. To check the estimates, we also compute ∇J exactly from μ:
 
 # %%
 means = torch.tensor([10.0, 10.2, 10.4, 10.6, 11.0])
@@ -78,7 +78,7 @@ def report(name, found):
 plain = report("Ψ = R", estimates(total_return()))
 
 # %% [markdown]
-# The estimates have no bias beyond chance, but a very large variance. All arms pay about 10, so every pull makes its arm
+# The estimates have no measurable bias, but a very large variance. All arms pay about 10, so every pull makes its arm
 # much more probable.
 #
 # ## A baseline
@@ -113,14 +113,14 @@ for ax, name, found in zip(
 plt.show()
 
 # %% [markdown]
-# - The baseline cuts the variance more than a hundredfold.
-# - The mean of the *whole* group contains R_i itself. With K pulls this shortens the gradient to (K − 1)/K, here 7/8, as in
-#   GRPO (chapter 7).
-# - A baseline that depends on the action destroys the gradient: here the mean estimate is 0.
+# - The leave-one-out baseline cuts the variance more than a hundredfold.
+# - The mean of the *whole* group contains R_i itself. With K pulls this scales the gradient by (K − 1)/K, as in GRPO
+#   (chapter 7).
+# - A baseline must not depend on the action. With the pulled arm's mean reward as baseline, the estimates average 0.
 #
 # ## The variance depends on the level of the rewards
 #
-# Add a constant to all rewards. The best arm remains the same.
+# Add a constant to all rewards:
 
 # %%
 shifts = torch.linspace(-10, 10, 21)
@@ -142,11 +142,11 @@ plt.show()
 
 
 # %% [markdown]
-# Without a baseline the variance grows with the square of the constant. With a baseline the constant cancels.
+# Without a baseline the variance grows with the square of the constant. With the baseline the constant cancels.
 #
 # ## Does it learn?
 #
-# A `PolicyGradient` combines Ψ, a ratio and a clip (chapter 3), and a way to average. We train one hundred learners at once.
+# We train one hundred learners at once, without and with the baseline.
 
 
 # %%
@@ -202,9 +202,8 @@ for name, share in best.items():
 # %% [markdown]
 # ## Where it fails
 #
-# Without a baseline the arms that are pulled first become much more probable, good or not, and soon no other arm is tried.
-# **The policy collapses before it knows the best arm.**
-#
+# Without a baseline, the arms that were pulled first become much more probable. **The policy collapses before it has
+# found the best arm.**
 
 # %% [markdown]
 # ## Now on a language model
@@ -257,7 +256,7 @@ for name, psi in {"Ψ = R": total_return(), "RLOO": leave_one_out}.items():
 print(f"ratio {spread['Ψ = R'] / spread['RLOO']:.0f}")
 
 # %% [markdown]
-# The baseline works for a transformer too. So RLOO and GRPO draw several completions for each prompt.
+# The baseline works for a transformer too. This is why RLOO and GRPO draw several completions for each prompt.
 #
 # ## The derivation: from one step to many
 #
@@ -265,11 +264,11 @@ print(f"ratio {spread['Ψ = R'] / spread['RLOO']:.0f}")
 #
 #     P(τ) = P(s_0)·Π_t π(a_t|s_t)·P(s_{t+1}|s_t, a_t).
 #
-# So the other factors drop out of ∇log P(τ), and the log trick gives
+# The other factors drop out of ∇log P(τ), and the log trick gives
 #
 #     ∇J = E[ R(τ)·∇log P(τ) ] = E[ Σ_t ∇log π(a_t|s_t)·R(τ) ].
 #
-# Given the past, rewards before a_t are constants, like a baseline. So the sum of later rewards, minus any b(s_t), may
+# An action cannot change earlier rewards, so these act like a baseline. The sum of later rewards, minus any b(s_t), may
 # replace R(τ).
 #
 # ## In pseudocode
@@ -290,16 +289,16 @@ print(f"ratio {spread['Ψ = R'] / spread['RLOO']:.0f}")
 # ## Exercises
 #
 # 1. Which constant baseline has the least variance? Minimise E[‖∇log π(a)‖²·(R − b)²] over b. Is it much better than the
-#    mean?
-# 2. How does the variance of the leave-one-out estimate fall with K? Compare K = 2, 4, 8, 16 at equal numbers of pulls.
+#    mean reward?
+# 2. How does the variance of the leave-one-out estimate fall with K? Compare K = 2, 4, 8, 16 at the same number of pulls.
 # 3. Predict the bias of `group_mean(std=False)` for K = 2, and check it.
 
 # %% [markdown]
 # ### Answer 1
 
 # %% tags=["hide-cell"]
-# b* = E[‖∇log π‖²·R] / E[‖∇log π‖²]: a mean of R that gives rare arms more weight. It
-# is hardly better than the mean, since all arms pay about the same.
+# b* = E[‖∇log π‖²·R] / E[‖∇log π‖²] is a mean of R that gives rare arms more weight. All arms
+# pay about the same, so it is hardly better than the mean.
 squared = ((torch.eye(5) - policy) ** 2).sum(1)  # ‖∇log π(a)‖² of each arm
 optimal = float((policy * squared * means).sum() / (policy * squared).sum())
 usual = float(policy @ means)
@@ -310,8 +309,8 @@ for name, b in (("mean reward", usual), ("optimal", optimal)):
 # ### Answer 2
 
 # %% tags=["hide-cell"]
-# The baseline is a mean of K − 1 rewards and has its own variance. So the variance of R − b is K/(K
-# − 1) times that with the true mean: 2 times for K = 2, and 1.07 times for 16.
+# The baseline is a mean of K − 1 rewards and has its own variance. So the variance of R − b is
+# K/(K−1) times that with the true mean: 2 times for K = 2, and 1.07 times for K = 16.
 for size in (2, 4, 8, 16):
     variance = size * estimates(leave_one_out, size).var(0).sum()
     print(
@@ -322,6 +321,6 @@ for size in (2, 4, 8, 16):
 # ### Answer 3
 
 # %% tags=["hide-cell"]
-# The gradient is half as long, (K − 1)/K = 1/2, and has the right direction.
+# The estimate has the right direction, but only half the length: (K − 1)/K = 1/2.
 half = estimates(group_mean(std=False), 2).mean(0)
 print("estimate / truth:", [round(r, 2) for r in (half / truth).tolist()])

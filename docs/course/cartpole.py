@@ -1,10 +1,11 @@
 # %% [markdown]
 # # 3 · From REINFORCE to PPO on CartPole
 #
-# Now the agent acts many times before we know the outcome. The policy is a small neural network. The identity stays the
-# same,
+# An episode now has many actions, and the policy is a small neural network. Its gradient is that of chapter 2,
 #
 #     ∇J = E[ Σ_t ∇log π(a_t|s_t)·Ψ_t ].
+#
+# This chapter compares forms of Ψ, which says how good an action was.
 
 # %%
 from dataclasses import replace
@@ -83,18 +84,19 @@ for name, (_, found, _) in forms.items():
     print(f"{name:13} mean return over the run {found.mean():5.0f}")
 
 # %% [markdown]
-# Leaving out past rewards helps most, and the batch's mean is a strong baseline. The critic, which learns from the same few
-# episodes, is no better.
+# Leaving out earlier rewards helps most. Whitening helps too, and more than the critic.
 #
 # ## What a critic is for: GAE
 #
-# Each reward in G_t depends on chance. With a critic we can sum the next few rewards only, and use V for later ones. With
-# the TD residual δ_t = r_t + γ·V(s_{t+1}) − V(s_t), generalised advantage estimation (GAE) is
+# G_t sums many random rewards, so its variance is large. With a critic we can sum the next few rewards only, and use V
+# for later ones. With the TD residual δ_t = r_t + γ·V(s_{t+1}) − V(s_t), generalised advantage estimation (GAE) is
 #
 #     Â_t = Σ_l (γλ)^l·δ_{t+l}.
 #
-# With λ = 0 the variance is small, but the estimate has all of the critic's error. With λ = 1 only rewards count: Â_t = G_t
-# − V(s_t). In the episode below the critic always predicts 12, and a surprise comes at t = 25.
+# With λ = 0 the variance is small, but the critic's errors bias the estimate. With λ = 1 there is no such bias: Â_t = G_t
+# − V(s_t).
+#
+# In the episode below each reward is 1, except for −8 at t = 25. The critic always predicts 12.
 
 # %%
 length = 40
@@ -122,17 +124,17 @@ difference = gae(0.95, 1.0)(episode) - (reward_to_go(0.95)(episode) - episode.va
 print(f"λ = 1 against G − V: {difference.abs().max():.0e}")
 
 # %% [markdown]
-# With λ = 0 only the action at t = 25 is blamed. With λ = 1 all earlier actions are blamed too, even if the event was
-# chance. At the end all lines fall: the critic still expects 12.
+# With λ = 0 only the action at t = 25 is blamed. With λ = 1 all earlier actions are blamed too. At the end all lines
+# fall, because the critic still expects 12.
 #
 # ## Use the data more than once: PPO
 #
-# REINFORCE's gradient is right only for the policy π_old that collected the batch. Near π_old, further steps can maximise
-# E[ρ_t·Â_t] with the **ratio** ρ = π(a|s)/π_old(a|s). PPO stays close by a **clip**, and maximises
+# REINFORCE's gradient is right only for the policy π_old that collected the batch. PPO takes several steps on each batch.
+# It multiplies Â by the **ratio** ρ = π(a|s)/π_old(a|s), and a **clip** keeps π near π_old. PPO maximises
 #
 #     min( ρ·Â, clip(ρ, 1 − ε, 1 + ε)·Â ).
 #
-# Beyond ρ = 1 + ε a good action gains nothing more, and below 1 − ε a bad one.
+# For a good action this is constant above ρ = 1 + ε. For a bad action it is constant below ρ = 1 − ε.
 
 # %%
 log_ratio = torch.linspace(-1.2, 0.8, 400)
@@ -157,9 +159,7 @@ for sign in (1.0, -1.0):
         )
 
 # %% [markdown]
-# The clip is one-sided: a bad action that became *more* likely (Â = −1, ρ = 1.3) keeps its gradient.
-#
-# Now A2C makes one pass over each batch of 256 steps, and PPO ten.
+# A2C makes one pass over each batch of 256 steps, and PPO makes ten:
 
 # %%
 rounds = {"tuned": False, "n_envs": 8, "n_steps": 32, "batch_size": 0, "gamma": 0.98}
@@ -175,11 +175,11 @@ mean, _ = evaluate_policy(results["PPO, 10 passes"][2], n_eval_episodes=50)
 print(f"PPO's last agent, 50 new episodes, most probable actions: {mean:.0f} of 500")
 
 # %% [markdown]
-# PPO learns more from the same steps.
+# PPO learns more from the same number of steps.
 #
 # ## Where it fails
 #
-# Does PPO need the clip? Make twenty passes with a larger learning rate.
+# Does PPO need the clip? Here it makes twenty passes with a larger learning rate:
 
 # %%
 hurry = rounds | {"learning_rate": 1e-2, "n_epochs": 20}
@@ -194,13 +194,14 @@ for name, (_, found, _) in results_of_hurry.items():
     print(f"{name:14} mean return of the last quarter {found[:, -10:].mean():5.0f}")
 
 # %% [markdown]
-# Without the clip the policy moves so far that the batch no longer describes it. Even the clip is no guarantee: it only
-# takes away the gain from moving further.
+# Without the clip the policy moves so far that the batch no longer describes it. The clip is no guarantee either: it
+# stops gradients, but does not move the policy back.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# A completion is an episode, and a token is an action. Compare PPO's parts for CartPole and language models:
+# A completion is an episode, and a token is an action. Here are PPO's parts for CartPole and, where they differ, for
+# language models:
 
 # %%
 from psigrad.objective.catalog import PPO as language_ppo
@@ -212,10 +213,9 @@ for part in ("psi", "ratio", "surrogate", "aggregate", "kl", "critic"):
         print(f"  language {there}")
 
 # %% [markdown]
-# For language models γ = λ = 1, since the reward comes at the end. A **KL penalty** keeps the policy near the initial model.
+# The **KL penalty** keeps the policy near the initial model.
 #
-# A small Qwen3 writes 64 completions and is rewarded for each token 0. PPO makes 12 passes, with chapter 2's leave-one-out
-# advantage.
+# Now a small Qwen3 is rewarded for each token 0. PPO makes 12 passes over 64 completions, here without a critic.
 
 # %%
 from psigrad.language.models import tiny
@@ -272,12 +272,11 @@ plt.show()
 print(f"first pass: |log ρ| = {held[0]:.0e}, {clipped[0]:.0%} clipped")
 
 # %% [markdown]
-# On the first pass the ratio is 1, since the policy that learns is the one that sampled (*on-policy*). Later more tokens
-# are clipped.
+# On the first pass (*on-policy*) all ratios are 1. Later more and more tokens are clipped.
 #
 # ## The derivation: GAE and PPO's objective
 #
-# The estimate with V after k steps is a sum of k TD residuals, since all values in between cancel:
+# The estimate with V after k steps is a sum of k TD residuals, because the values at the steps in between cancel:
 #
 #     Â_t(k) = Σ_{l<k} γ^l·δ_{t+l} = Σ_{l<k} γ^l·r_{t+l} + γ^k·V(s_{t+k}) − V(s_t).
 #
@@ -287,10 +286,9 @@ print(f"first pass: |log ρ| = {held[0]:.0e}, {clipped[0]:.0%} clipped")
 #
 # PPO's ratio comes from importance sampling, E_old[ρ·f] = E[f]:
 #
-#     ∇E_old[ ρ_t·Â_t ] = E_old[ ρ_t·∇log π(a_t|s_t)·Â_t ],
+#     ∇E_old[ ρ_t·Â_t ] = E_old[ ρ_t·∇log π(a_t|s_t)·Â_t ].
 #
-# which at π = π_old is the policy gradient. The ratio does not correct for the *states*, which also come from π_old. The clip
-# keeps this error small.
+# At π = π_old this is the policy gradient. Further away it is not, because the *states* still come from π_old.
 #
 # ## In pseudocode
 #
@@ -315,15 +313,15 @@ print(f"first pass: |log ρ| = {held[0]:.0e}, {clipped[0]:.0%} clipped")
 #
 # ## Exercises
 #
-# 1. Why is G_t = R(τ) for a language model (reward at the end, γ = 1), and not on CartPole? Check it on a `Batch`.
-# 2. Which λ makes `gae` equal to `td_residual`? Check it.
+# 1. Why is G_t = R(τ) for a language model (reward at the end, γ = 1), but not on CartPole? Check it on a `Batch`.
+# 2. For which λ does `gae` equal `td_residual`? Check it.
 # 3. For A = ±1 and ρ = 0.7 or 1.3, which cases have a gradient under `clip(0.2, 0.28)`?
 
 # %% [markdown]
 # ### Answer 1
 
 # %% tags=["hide-cell"]
-# If the only reward is at the end, it comes after every step: G_t = R(τ) for all t.
+# The only reward is at the end, so it comes after every step: G_t = R(τ) for all t.
 from psigrad.objective import terminal
 from psigrad.objective.parts.advantage import total_return
 
@@ -342,7 +340,7 @@ print(total_return()(episode)[0, :3].tolist(), reward_to_go()(episode)[0, :3].to
 # ### Answer 2
 
 # %% tags=["hide-cell"]
-# λ = 0: only the first residual counts.
+# For λ = 0, where only the first residual counts.
 from psigrad.objective.parts.advantage import td_residual
 
 print(bool((gae(0.95, 0.0)(episode) == td_residual(0.95)(episode)).all()))

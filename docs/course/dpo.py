@@ -1,8 +1,9 @@
 # %% [markdown]
 # # 8 · DPO: preferences without a reward model
 #
-# Chapter 5 learned a reward model from comparisons and maximised it with a KL penalty. The best policy of this problem has
-# a closed form, which can be solved for the reward (Rafailov et al. 2023). This gives a loss on pairs, without sampling.
+# Chapter 5 learned a reward model from comparisons, and then maximised it with a KL penalty. The best policy for a reward
+# has a closed form. Rafailov et al. (2023) turn this form into a loss on pairs, without a reward model and without
+# sampling.
 
 # %%
 import itertools
@@ -35,7 +36,7 @@ solve_steps = 2000
 #
 #     π*(y) = π_ref(y)·exp( r(y) / β ) / Z.
 #
-# Gradient ascent on the objective checks this:
+# Gradient ascent on the objective finds the same policy:
 
 # %%
 reference = torch.tensor([0.40, 0.30, 0.15, 0.10, 0.05])
@@ -55,12 +56,12 @@ print("climbed    ", [round(p, 4) for p in climbed.tolist()])
 print("closed form", [round(p, 4) for p in closed.tolist()])
 
 # %% [markdown]
-# Solve for r: r(y) = β·log( π*(y) / π_ref(y) ) + β·log Z. In the Bradley–Terry loss (chapter 5) only differences of rewards
-# count, so Z cancels:
+# Solve for r: r(y) = β·log( π*(y) / π_ref(y) ) + β·log Z. In the Bradley–Terry loss (chapter 5) only differences of
+# rewards count, so Z cancels:
 #
 #     loss = −log σ( β·[ log π(w)/π_ref(w) − log π(l)/π_ref(l) ] ).
 #
-# **The policy is its own reward model.** Now learn π from comparisons alone. The judges know r, but the loss does not.
+# **The policy is its own reward model.** Now learn π from comparisons alone, without r:
 
 # %%
 first, second = torch.tensor(list(itertools.permutations(range(5), 2))).T
@@ -91,14 +92,14 @@ plt.show()
 print(f"largest difference {(by_dpo - closed).abs().max():.1e}")
 
 # %% [markdown]
-# The result is the same policy. For this the loss needs comparisons of *all* answers, and a policy that can represent any
-# distribution. A language model has neither.
+# The result is the same policy. This takes comparisons of *all* answers, and a policy that can represent any
+# distribution. With a language model we have neither.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# The task and SFT model are chapter 4's. For each word the judge prefers the right answer to a wrong one. We train with
-# DPO, and with IPO, which stops at a set difference of log-ratios.
+# The task and the SFT model are those of chapter 4: spell a word backwards, after imitating careless teachers. For each
+# word the judge prefers the right answer to a wrong one. We train with DPO, and with IPO, which aims at a fixed margin.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -163,10 +164,10 @@ for name, run in runs.items():
     )
 
 # %% [markdown]
-# The margins rise, since the rejected answers became improbable. But the chosen answers did not become more probable
-# (middle plot). The loss depends only on the *difference* of two log-ratios, so both can fall while other answers gain.
+# The margins rise because the rejected answers become improbable. The chosen answers do not become more probable (middle
+# plot). The loss depends only on the *difference* of two log-ratios, so both can fall while other answers gain.
 #
-# Which model answers best? RLOO samples as many completions as DPO's pairs contain; right answers get a reward of 1.
+# Which model answers best? For comparison, RLOO draws as many completions as DPO's pairs contain.
 
 # %%
 rloo = psigrad.train(
@@ -205,9 +206,8 @@ print(f"completions: DPO {2 * 32 * dpo_steps}, RLOO {128 * rl_steps}")
 # %% [markdown]
 # ## Where it fails
 #
-# - DPO learns from others' answers. As the policy changes, these no longer resemble its own. Online methods sample new
-#   ones.
-# - With comparisons only, DPO is still the cheapest method.
+# DPO's pairs are fixed. As the policy changes, they resemble its own answers less and less. Online methods sample new
+# answers.
 #
 # [Claims](../claims.md) repeats this comparison over several seeds. [A table](../methods/table.md) compares all methods.
 #
@@ -245,8 +245,7 @@ print(f"completions: DPO {2 * 32 * dpo_steps}, RLOO {128 * rl_steps}")
 #
 # 1. At the start π = π_ref. What is DPO's loss, whatever the pairs?
 # 2. After training, compare the implicit rewards of the five answers with r.
-# 3. IPO regresses the difference of log-ratios on 1/(2β). What do DPO and IPO do if the judge *always* prefers the same
-#    answer?
+# 3. The judge *always* prefers the same answer. What do DPO and IPO do?
 
 # %% [markdown]
 # ### Answer 1
@@ -261,7 +260,7 @@ print(f"{method.loss(start, 20, 20).value:.4f}, log 2 = {np.log(2):.4f}")
 # ### Answer 2
 
 # %% tags=["hide-cell"]
-# β·log(π/π_ref) is r up to a constant.
+# β·log(π/π_ref) equals r up to a constant.
 implicit = beta * (by_dpo / reference).log()
 print([round(x, 3) for x in (implicit - implicit[0]).tolist()], reward.tolist())
 
@@ -269,8 +268,8 @@ print([round(x, 3) for x in (implicit - implicit[0]).tolist()], reward.tolist())
 # ### Answer 3
 
 # %% tags=["hide-cell"]
-# DPO's loss then has no minimum: the difference grows without limit, and β no longer keeps the
-# policy near the reference. IPO's difference stops at 1/(2β).
+# DPO's loss then has no minimum: the difference of log-ratios grows without limit, whatever β
+# is. IPO's difference stops at 1/(2β).
 for loss_of in (replace(DPO, beta=beta), replace(IPO, beta=beta)):
     gap = torch.zeros(1, requires_grad=True)
     for _ in range(solve_steps):

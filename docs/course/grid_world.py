@@ -2,7 +2,7 @@
 # # 1 · A grid world, and what a value is
 #
 # In reinforcement learning an **agent** sees a **state**, chooses an **action**, gets a **reward** and moves to the next
-# state. It maximises the sum of rewards. This chapter computes what later ones estimate.
+# state. In a world as small as this one we can compute exactly what later chapters estimate.
 
 # %%
 from dataclasses import replace
@@ -25,9 +25,7 @@ episodes = 4000  # the size of this chapter
 # - R(s, a), the expected reward;
 # - γ, the discount: a reward one step later counts γ times as much.
 #
-# *Markov*: only the current state matters.
-#
-# In our world a treasure pays +1 and a trap −1; either ends the episode. One move in ten slips sideways.
+# In our grid world a treasure (+) pays +1 and a trap (-) pays −1. Both end the episode. One move in ten slips sideways.
 
 # %%
 grid = GridWorld(slip=0.1, gamma=0.9)
@@ -42,12 +40,11 @@ print(mdp.n_states, "states,", mdp.n_actions, "actions:", *tabular.ACTIONS)
 #
 #     G = r₀ + γ·r₁ + γ²·r₂ + …
 #
-# The **value** V(s) is the expected return from s. A return is the first reward plus γ times the return from the next state,
-# so values satisfy the **Bellman equation**
+# The **value** V(s) is the expected return from s. It satisfies the **Bellman equation**
 #
 #     V(s) = Σ_a π(a|s)·( R(s, a) + γ·Σ_s' P(s'|s, a)·V(s') ).
 #
-# This equation is linear in V, so we can solve it.
+# This equation is linear in V, so we can solve it, here for a policy that moves at random:
 
 # %%
 aimless = tabular.uniform_policy(mdp)
@@ -63,7 +60,7 @@ print(f"V at (2, 6) by the Bellman equation: {value_of_cell:.3f}")
 print(f"mean of {episodes} returns: {mean:.3f} ± {1.96 * error_of_mean:.3f}")
 
 # %% [markdown]
-# The mean of many returns, a **Monte Carlo** estimate of V, needs thousands of episodes for two digits.
+# The mean of 4,000 returns, a **Monte Carlo** estimate of V, is still uncertain by about 0.02.
 #
 # ## Which action is better than usual?
 #
@@ -71,7 +68,7 @@ print(f"mean of {episodes} returns: {mean:.3f} ± {1.96 * error_of_mean:.3f}")
 #
 #     A(s, a) = Q(s, a) − V(s)
 #
-# is how much better a is than π on average. Most of this course estimates it.
+# says how much better a is than π on average.
 
 # %%
 advantage = tabular.advantages(mdp, aimless)
@@ -83,8 +80,8 @@ print(f" mean  {np.abs(average).max():.0e} at most, over all states")
 # %% [markdown]
 # ## From values to the best policy
 #
-# - **Policy iteration** evaluates the policy, takes the best action in each state, and repeats.
-# - **Value iteration** does both at once, in sweeps over all states: V(s) ← max_a ( R(s, a) + γ·Σ_s' P(s'|s, a)·V(s') ).
+# - **Policy iteration** evaluates a policy, takes the best action in each state as the new policy, and repeats.
+# - **Value iteration** sweeps over all states, again and again: V(s) ← max_a ( R(s, a) + γ·Σ_s' P(s'|s, a)·V(s') ).
 
 
 # %%
@@ -108,8 +105,8 @@ for ax, k in zip(axes, (1, 3, 6, len(sweeps)), strict=True):
 plt.show()
 
 # %% [markdown]
-# The treasure's value spreads by one cell per sweep. The arrows are right long before the numbers: they depend only on the
-# order of the actions' values.
+# The treasure's value spreads by one cell per sweep. The best actions (arrows) are found long before the values are
+# exact:
 
 # %%
 best = tabular.solve(mdp)
@@ -121,7 +118,7 @@ print(
 )
 
 # %% [markdown]
-# Each sweep multiplies the error by γ or less. Policy iteration needs fewer, costlier steps.
+# Each sweep multiplies the error by γ or less. Policy iteration needs fewer rounds, but each one costs more.
 
 # %%
 error = [np.abs(sweep.value - best.value).max() for sweep in sweeps]
@@ -146,8 +143,8 @@ print(f"the same values, up to {gap:.0e}")
 # %% [markdown]
 # ## Where it fails
 #
-# We used P and R, which are rarely known. **Q-learning** needs neither: it tries actions, mostly those that look best, and
-# corrects Q by what happens:
+# We used P and R, which are rarely known. **Q-learning** needs neither: after each action it updates Q with a step size
+# α,
 #
 #     Q(s, a) ← Q(s, a) + α·( r + γ·max_a' Q(s', a') − Q(s, a) )
 
@@ -167,16 +164,16 @@ plt.show()
 print(f"mean error after {episodes} episodes: {distance[-1]:.3f}")
 
 # %% [markdown]
-# Q-learning works, but its table has a row for each state, and there are far too many texts. So the next chapters change
-# the policy itself, by gradients.
+# But the table of Q needs a row for each state, and a language model has a state for each possible text. So the next
+# chapters train the policy itself, by gradients.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# Writing text is a Markov decision process too. The state is the text so far, and an action appends a token. The policy is
-# the model, here a small Qwen3 with random weights. The reward comes at the end, and γ = 1.
+# Writing text is a Markov decision process too: the state is the text so far, and an action appends a token. The policy
+# here is a small Qwen3 with random weights.
 #
-# With 4 letters and 3 tokens there are 85 states. The reward is 1 for strictly alphabetical order.
+# It writes three letters, each from a to d, and gets a reward of 1 if they are in strict alphabetical order. Here γ = 1.
 
 # %%
 from itertools import product
@@ -219,9 +216,11 @@ for prefix in ("", "a", "ab", "b", "d"):
     print(f"V({prefix!r:>4}) = {value[number[prefix]]:.3f}")
 
 # %% [markdown]
-# V of a prefix is the probability that this model still gets the reward. PPO's critic learns this V (chapter 6).
+# V of a text is the probability that the model completes it in alphabetical order. PPO's critic learns this V (chapter
+# 6).
 #
-# If V is exact and the next state is certain, the **TD residual** r + γ·V(s') − V(s) *is* the advantage.
+# The action determines the next state here. So with the exact V, the **TD residual** r + γ·V(s') − V(s) equals the
+# advantage:
 
 # %%
 from psigrad.objective import Batch, terminal
@@ -249,20 +248,16 @@ for text, row in zip(texts, estimated, strict=True):
 print(f"largest difference from A = Q − V: {np.abs(estimated - exact).max():.0e}")
 
 # %% [markdown]
-# In "adb" the "a" was a good start, the "d" lost the reward, and then the "b" changed nothing.
+# In "adb" the "a" was a good start, the "d" lost the reward, and the "b" changed nothing.
 #
 # ## The derivation: why iteration finds the best policy
 #
-# Write B·V for the right side of value iteration's update. Two maxima differ by at most the largest difference of their
-# arguments, so
+# Let B·V be the values after one sweep of value iteration from V. Two maxima differ by at most the largest difference of
+# their arguments. Therefore
 #
 #     |(B·V)(s) − (B·W)(s)| ≤ max_a γ·Σ_s' P(s'|s, a)·|V(s') − W(s')| ≤ γ·‖V − W‖,
 #
-# where ‖·‖ is the largest absolute entry. So there is only one fixed point V*, and value iteration converges to it:
-#
-#     ‖V_k − V*‖ ≤ γ^k·‖V_0 − V*‖.
-#
-# Each round of policy iteration improves V, unless V = V*. It ends, since there are finitely many policies.
+# where ‖·‖ is the largest absolute entry. So there is only one fixed point V*, and value iteration converges to it.
 #
 # ## In pseudocode
 #
@@ -285,17 +280,17 @@ print(f"largest difference from A = Q − V: {np.abs(estimated - exact).max():.0
 # ## Exercises
 #
 # 1. Move the trap to (1, 5), next to the treasure. How do the arrows around it change, and why?
-# 2. Set γ to 0.5. Do the best policy and the values change?
-# 3. Give a reward of 1/3 for each letter that comes later in the alphabet than the previous one; the first always counts.
-#    What is V("")?
+# 2. Set γ to 0.5. How do the values and the arrows change?
+# 3. Pay 1/3 for the first letter, and 1/3 for each letter that is later in the alphabet than the one before it. What is
+#    V("")?
 
 # %% [markdown]
 # ### Answer 1
 
 # %% tags=["hide-cell"]
-# In the two cells to the left of the trap the arrows turn away. Above and below it they still
-# pass it: a slip into the trap, one move in twenty, costs less than a detour. Set `slip` to 0.4
-# and they turn away too.
+# To the left of the trap the two arrows turn away from it. The arrows above and below still
+# pass it, because a slip into the trap (one move in twenty) costs less than a detour. With
+# `slip` = 0.4 they turn away too.
 moved = grid.moved((3, 4), (1, 5))
 solution = tabular.solve(moved.mdp())
 print(moved.render(solution.value, solution.policy))
@@ -304,8 +299,7 @@ print(moved.render(solution.value, solution.policy))
 # ### Answer 2
 
 # %% tags=["hide-cell"]
-# Values shrink, since a treasure d steps away is worth about γᵈ. The order of the
-# actions stays the same in nearly every cell.
+# The values shrink, since a treasure d steps away is worth about γᵈ. Only three arrows change.
 impatient = tabular.solve(replace(grid, gamma=0.5).mdp())
 print("V at (7, 0):", f"{best.value[56]:.4f} becomes {impatient.value[56]:.4f}")
 print(
@@ -316,7 +310,7 @@ print(
 # ### Answer 3
 
 # %% tags=["hide-cell"]
-# Change the rewards and solve again. The probability of each state does not change.
+# Only the rewards change, so solve again with the new ones.
 dense = np.zeros((85, 4))
 for prefix in prefixes:
     for action, letter in enumerate(letters if len(prefix) < 3 else ""):

@@ -2,7 +2,7 @@
 # # 7 · GRPO to DAPO, and their biases
 #
 # GRPO is RLOO with PPO's clip and three small changes: it divides by a standard deviation and by the length, and its
-# baseline is the mean of the whole group. Dr. GRPO and DAPO undo or replace these changes.
+# baseline is the mean of the whole group. Dr. GRPO and DAPO each drop or replace some of these changes.
 
 # %%
 import tempfile
@@ -29,7 +29,7 @@ rl_steps = 40
 # %% [markdown]
 # ## What GRPO computes
 #
-# For each prompt, G completions have the rewards R_i. Every token of completion i gets
+# Each prompt gets G completions with rewards R_i. Every token of completion i has the advantage
 #
 #     A_i = ( R_i − mean(R) ) / std(R).
 #
@@ -54,9 +54,8 @@ for method in (GRPO, DR_GRPO, DAPO):
 # %% [markdown]
 # ## Dividing by the standard deviation: the difficulty bias
 #
-# Let rewards be 0 or 1, and p the chance that the model solves a prompt. The gradient of accuracy is largest near p = ½,
-# where the outcome depends most on the model's choices. The division removes a factor √(p·(1 − p)). The plot shows how
-# strongly groups of 8 pull towards right answers:
+# Let rewards be 0 or 1, and p the chance that the model solves a prompt. The plot shows how strongly groups of 8 pull the
+# model towards right answers:
 
 
 # %%
@@ -97,12 +96,13 @@ print(
 )
 
 # %% [markdown]
-# RLOO follows the gradient of accuracy. GRPO gives very hard and very easy prompts more weight.
+# RLOO follows the gradient of accuracy, in proportion to p·(1 − p). GRPO gives very hard and very easy prompts more
+# weight.
 #
 # ## Dividing by the length: the length bias
 #
-# In a wrong completion of 10 tokens, each token gets 1/10 of the blame; in one of 100, it gets 1/100. Take a model that is
-# right in 30 % of the cases, *whatever the length*. So lengths should not change. Where does the loss push them?
+# In a wrong completion of 10 tokens, each token gets 1/10 of the blame, and in one of 100 tokens 1/100. Suppose that a
+# model is right in 30 % of the cases, *whatever the length*. Then the loss should not change its lengths. Does it?
 
 
 # %%
@@ -165,14 +165,15 @@ for name, found in pushed.items():
     print(f"{name:14} right {found['right']:+.3f}   wrong {found['wrong']:+.3f}")
 
 # %% [markdown]
-# With Dr. GRPO's constant and DAPO's mean over all tokens, both pushes are about 0. With 1/|y| right answers are pushed to
-# be shorter, and wrong ones *longer*. Here the pushes cancel, but a language model can stop early in right answers and late
-# in wrong ones. So longer thinking on harder problems may be an artefact of the loss.
+# With Dr. GRPO's constant and DAPO's mean over all tokens, both pushes are about 0. With GRPO's 1/|y|, right answers are
+# pushed to be shorter, and wrong ones *longer*.
+#
+# Here the two pushes cancel. A language model can separate them, and write ever longer wrong answers.
 #
 # ## Groups without signal, and an asymmetric clip
 #
-# If all rewards of a group are equal, its advantages are 0. And PPO's clip lets a token of probability 0.01 rise to 0.012
-# at most, so rare tokens hardly move.
+# If all rewards of a group are equal, its advantages are 0. Another limit is PPO's clip: a token of probability 0.01 gets
+# no gradient once it exceeds 0.012. So rare tokens hardly rise.
 
 # %%
 fig, axes = plt.subplots(1, 2)
@@ -189,12 +190,12 @@ plt.show()
 
 # %% [markdown]
 # DAPO's **dynamic sampling** draws prompts until the batch is full of groups with signal. Its **clip-higher** (ε_high =
-# 0.28) lets rare tokens become likely. DAPO has no KL term.
+# 0.28) lets rare tokens rise further. DAPO has no KL term.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# The task and SFT model are chapter 4's.
+# The task and the SFT model are those of chapter 4: spell a word backwards, after imitating careless teachers.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -248,29 +249,28 @@ for name, run in runs.items():
     )
 
 # %% [markdown]
-# About a fifth of GRPO's groups have no signal. DAPO replaces them: it learns slightly more per *update* here, and needs
-# more *completions*.
+# About a fifth of GRPO's groups have no signal. DAPO replaces them, which takes more completions. One run of each method
+# cannot rank them: [claims](../claims.md) compares them over several seeds.
 #
 # ## Where it fails
 #
-# - No method here knows which token was the mistake.
-# - A prompt that is never solved teaches nothing. SFT or easier prompts come first.
-# - All answers of this task have the same length, so the length bias cannot appear. [Claims](../claims.md) compares the
-#   methods over several seeds.
+# - No method here can tell which token was the mistake.
+# - A prompt that is never solved teaches nothing. Start with SFT or with easier prompts.
+# - All answers of this task have the same length, so the length bias cannot appear.
 #
 # ## The derivation: what the three changes do
 #
-# A large group has the mean p and the deviation √(p·(1 − p)). Without the division a method follows the gradient of
-# accuracy, Σ_x ∇p(x). With the division it follows
+# A large group has the mean p and the standard deviation √(p·(1 − p)). Without the division a method follows the gradient
+# of accuracy, Σ_x ∇p(x). With the division it follows
 #
 #     Σ_x ∇p(x) / √(p(x)·(1 − p(x))) = ∇ Σ_x 2·arcsin √p(x).
 #
-# This function of p is steep at both ends: the difficulty bias.
+# This function of p is steep at both ends, which is the difficulty bias.
 #
-# The mean over tokens gives a token the weight A/|y|. So the push towards stopping, E[A/|y|·∇log π(stop)], has the sign of
-# A.
+# GRPO gives a token the weight A/|y|, so short completions weigh more per token. The push towards stopping, E[A/|y|·∇log
+# π(stop)], therefore has the sign of A.
 #
-# The group's mean contains R_i itself: A_i = (1 − 1/G)·(R_i − mean of the others).
+# The group's mean contains R_i itself: R_i − mean(R) = (1 − 1/G)·(R_i − mean of the others).
 #
 # ## In pseudocode
 #
@@ -302,8 +302,8 @@ for name, run in runs.items():
 # ### Answer 1
 
 # %% tags=["hide-cell"]
-# GRPO: ±0.5/0.707 = ±0.707 with the sample standard deviation. RLOO: ±1. Both subtract the mean;
-# only the size differs, and for G = 2 the learning rate can compensate for it.
+# GRPO: ±0.5/0.707 = ±0.707, with the sample standard deviation. RLOO: ±1. Only the size
+# differs, and for G = 2 the learning rate can compensate for it.
 two = Batch(
     mask=torch.ones(2, 1, dtype=torch.bool),
     reward=torch.tensor([[1.0], [0.0]]),
@@ -316,8 +316,8 @@ print(group_mean()(two).flatten().tolist(), leave_one_out(two).flatten().tolist(
 # ### Answer 2
 
 # %% tags=["hide-cell"]
-# p⁸ + (1 − p)⁸ = ½: at p ≈ 0.08, and at 0.92. A model that is right nine times in ten
-# wastes almost half of its groups.
+# p⁸ + (1 − p)⁸ = ½ at p ≈ 0.08, and at 0.92. A model that is right nine times in ten wastes
+# almost half of its groups.
 silent = chance**8 + (1 - chance) ** 8
 print(f"p = {chance[np.argmin(np.abs(silent[:50] - 0.5))]:.2f}")
 
@@ -325,7 +325,7 @@ print(f"p = {chance[np.argmin(np.abs(silent[:50] - 0.5))]:.2f}")
 # ### Answer 3
 
 # %% tags=["hide-cell"]
-# That is `DR_GRPO` from the catalogue.
+# This variant is `DR_GRPO`.
 mine = replace(
     GRPO,
     psi=group_mean(std=False),

@@ -2,7 +2,7 @@
 # # 9 · Pictures as tokens, and a counting game
 #
 # A language model reads vectors: each token's row of the embedding matrix. A **vision-language model** makes such vectors
-# from pictures. Here a small one learns to count squares.
+# from pictures too. Here a small one learns to count squares.
 
 # %%
 import random
@@ -32,8 +32,8 @@ rl_steps = 60
 # %% [markdown]
 # ## A picture is a sequence of patches
 #
-# A vision transformer cuts a picture into square **patches** and treats each as a word. Our boards have 24 × 24 pixels, and
-# a patch 8 × 8 pixels of three colours. So a board is nine words of 192 numbers.
+# A vision transformer cuts a picture into square **patches**, and treats each patch like a token. Our boards have 24 × 24
+# pixels, and a patch has 8 × 8 pixels of three colours. So a board is a sequence of nine patches with 192 numbers each.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -51,8 +51,8 @@ axes[5].set_title("its nine patches, in order")
 plt.show()
 
 # %% [markdown]
-# In the **tower**, a small transformer, the patches attend to each other. The **connector** maps the results to the length
-# of the text model's embeddings. The chat template writes a placeholder for the picture, repeated for each vector.
+# In the **tower**, a small transformer, the patches attend to each other. The **connector** maps each result to a vector
+# of the text model's size. In the prompt, a placeholder token marks the place of each vector.
 
 # %%
 towers = ("vision_model", "connector")
@@ -78,8 +78,7 @@ print(images.decode(model.tokenizer, ids))
 print(f"{len(ids)} tokens, of which {len(own)} are the picture's")
 
 # %% [markdown]
-# Each placeholder gets its own id, made from the picture's hash and the place in it. So different pictures give different
-# prompts.
+# The ids of the placeholders are made from the picture, so different pictures give different prompts.
 
 # %%
 again, other = (encode(ask(b.draw(), colour)) for b in (board, squares.boards(6)[1]))
@@ -93,12 +92,12 @@ print("another picture, other ids:    ", other != ids)
 #
 #     e_i = f_φ(picture)_i for a token of the picture, e_i = E_θ[x_i] for any other.
 #
-# The picture is part of the prompt x, so chapter 2's identity holds for θ and φ. The chain rule gives the gradient of φ:
+# The picture is part of the prompt x, so the policy gradient (chapter 2) holds for θ and φ. By the chain rule,
 #
 #     ∇_φ log π(y|x) = Σ_i ( ∂ log π(y|x) / ∂e_i )·∇_φ f_φ(picture)_i.
 #
-# SFT, GRPO and DPO stay the same. A pretrained tower is usually **frozen**. Ours is random, so it must learn. All three
-# parts get a gradient:
+# SFT, GRPO and DPO need no change. A pretrained tower is usually **frozen**. Ours is random, so it must learn too. All
+# three parts get a gradient:
 
 # %%
 answers = [
@@ -114,8 +113,8 @@ for name in ("vision_model", "connector", "text_model"):
 # %% [markdown]
 # ## Now on a language model
 #
-# How many squares have the given colour? A board has 0 to 3 of them, among others. As in chapter 4 the teachers are
-# careless: half of their counts are one too many or too few.
+# How many squares have the given colour? The answer is 0 to 3. As in chapter 4 the teachers are careless: half of their
+# counts are one too many or too few. The model imitates them, and then learns by GRPO.
 
 
 # %%
@@ -175,8 +174,8 @@ rl = psigrad.train(
 steps, accuracy = rl.history.series("eval/exact/mean")
 
 # %% [markdown]
-# Does the model look at the picture? Ask the same questions with another game's picture. From the question alone, a quarter
-# of the answers can be right.
+# Does the model look at the picture? Ask the same questions with another game's picture. A model that ignores the picture
+# is right in a quarter of the cases.
 
 # %%
 turned = [row["images"] for row in held_out[1:] + held_out[:1]]
@@ -203,10 +202,10 @@ plt.show()
 print(f"SFT {accuracy[0]:.2f}, GRPO {accuracy[-1]:.2f}, another's picture {blind:.2f}")
 
 # %% [markdown]
-# SFT copied the teachers, mistakes included, and GRPO passed them. With another game's picture the accuracy is that of
-# chance: the model looks.
+# SFT copied the teachers, mistakes included, and GRPO surpassed them. With another game's picture the accuracy falls to
+# chance, so the model does look.
 #
-# But what does it see? Paint one cell white at a time: how much less probable is the right answer?
+# What does it look at? Paint one cell white at a time, and see how much less probable the right answer becomes.
 
 # %%
 model = language_model.load(str(rl.model))
@@ -240,14 +239,14 @@ worth = {
 print({kind: round(float(value), 2) for kind, value in worth.items()})
 
 # %% [markdown]
-# To a perfect counter only the counted squares matter. Here the others matter more: the model may read how full the board
-# is, since full boards have more of every colour. Accuracy does not reveal such a shortcut.
+# To a perfect counter only the two red squares would matter. Here the green square matters more. The model may guess the
+# count from how full the board is. Accuracy does not reveal such a shortcut.
 #
 # ## Where it fails
 #
-# - Large pictures need many patches: 512 × 512 pixels cost as much as a page of text.
-# - The model cannot count beyond three.
-# - A model can guess that a banana is yellow without a look. Only a control like ours shows this.
+# - Large pictures need many patches (exercise 1).
+# - A model can guess that a banana is yellow without looking. Another picture with the same question, as above, reveals
+#   this.
 #
 # [Pictures](../pictures.md) explains how to train on your own pictures.
 #
@@ -269,8 +268,8 @@ print({kind: round(float(value), 2) for kind, value in worth.items()})
 #
 # ## Exercises
 #
-# 1. A picture has 512 × 512 pixels and patches of 16 × 16. The connector joins 2 × 2 patches into one token. How many
-#    tokens is it?
+# 1. A picture has 512 × 512 pixels, and a patch 16 × 16. The connector joins 2 × 2 patches into one token. How many
+#    tokens is the picture?
 # 2. What is the best accuracy of a model that reads only the question?
 # 3. Why must the sampler never draw the placeholder?
 
@@ -278,7 +277,7 @@ print({kind: round(float(value), 2) for kind, value in worth.items()})
 # ### Answer 1
 
 # %% tags=["hide-cell"]
-# 32 × 32 patches, and a quarter as many tokens.
+# There are 32 × 32 patches, and a quarter as many tokens.
 tokens = (512 // 16) ** 2 // 4
 print(tokens)
 assert tokens == 256
@@ -287,7 +286,7 @@ assert tokens == 256
 # ### Answer 2
 
 # %% tags=["hide-cell"]
-# It can only choose the most frequent count, and all four are equally frequent.
+# It can only guess the most frequent count, and all four are about equally frequent.
 counts = np.bincount([int(row["answer"]) for row in rows], minlength=4) / len(rows)
 print(f"shares of 0 to 3: {counts.round(2)}; the best guess: {counts.max():.2f}")
 
@@ -295,8 +294,7 @@ print(f"shares of 0 to 3: {counts.round(2)}; the best guess: {counts.max():.2f}"
 # ### Answer 3
 
 # %% tags=["hide-cell"]
-# In the next pass it would stand for a vector of a picture that is not there. The
-# number of placeholders would no longer be the number of vectors. The sampler draws
-# another token in its place.
+# It would stand for a vector of a picture that is not there. Placeholders and vectors would no
+# longer match. The sampler draws another token in its place.
 print(sum(token == model.vision.token_id for token in ids), "placeholders in the ids")
 assert model.vision.token_id in model.vision.forbidden

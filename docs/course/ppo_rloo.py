@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 6 · PPO against RLOO
 #
-# PPO for text keeps four models in memory: a policy, a frozen reference, a reward model *and a critic*. In place of the
-# critic, RLOO draws several completions per prompt. Which is better?
+# PPO for text keeps four models in memory: a policy, a frozen reference, a reward model *and a critic*. RLOO needs no
+# critic, but several completions per prompt. Which is better?
 
 # %%
 import json
@@ -34,7 +34,7 @@ seeds = 2
 #
 #     E[ r(x, y) − β·log( π(y|x) / π_ref(y|x) ) ].
 #
-# The log-ratio is a sum over tokens. So each token gets its own penalty, and the last one also r. Here are three
+# The log-ratio is a sum over tokens, so each token gets its own penalty. The last token also gets r. Here are three
 # completions:
 
 # %%
@@ -63,9 +63,9 @@ print("sums   ", [round(x, 2) for x in batch.sequence_reward.tolist()])
 # %% [markdown]
 # ## Two ways to estimate the expected reward
 #
-# - **PPO** has a critic, which predicts the return after each token. GAE (chapter 3) gives *each token* its own advantage.
-# - **RLOO** treats the completion as one action. Its baseline is the mean reward of the prompt's *other* completions. *All
-#   tokens get the same advantage.*
+# - **PPO** has a critic, which predicts the return at each token. GAE (chapter 3) gives *each token* its own advantage.
+# - **RLOO** subtracts the mean reward of the prompt's *other* completions. *All tokens* of a completion get the same
+#   advantage.
 
 # %%
 by_critic, by_others = gae(1.0, 1.0)(batch), leave_one_out(batch)
@@ -89,8 +89,8 @@ print("by hand:", [round(float(R[i] - (R.sum() - R[i]) / 2), 2) for i in range(3
 # %% [markdown]
 # ## What the critic costs
 #
-# A critic is as large as the policy, and each of its weights has two moments of Adam. This is the memory with a critic
-# (left) and without, for models of 8 billion parameters.
+# A critic is as large as the policy, and has as much optimiser state. This is the memory with a critic (left) and without
+# (right), for models of 8 billion parameters:
 
 # %%
 with_critic, without = by_weights(8e9, critic=True), by_weights(8e9, critic=False)
@@ -105,7 +105,8 @@ print(f"{'together':12} {total[0] / 1e9:6.0f} GB   {total[1] / 1e9:6.0f} GB")
 # %% [markdown]
 # ## Now on a language model
 #
-# The task and SFT model are chapter 4's. PPO makes four passes over each batch, and RLOO one.
+# The task and the SFT model are those of chapter 4: spell a word backwards, after imitating careless teachers. PPO makes
+# four passes over each batch, and RLOO makes one.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -176,16 +177,16 @@ for name, values in accuracy.items():
     print(f"{name:13} at the end {values[-1]:.2f}")
 
 # %% [markdown]
-# - PPO learns more from the same samples, but takes four times as many optimiser steps. With one pass PPO does not differ
-#   measurably from RLOO ([claims](../claims.md)).
-# - PPO does a little worse with λ = 0.5: the weight of the reward halves with each token before the end, and the critic
-#   weighs more.
+# - PPO learns more from the same number of samples, but takes four times as many optimiser steps. With one pass PPO does
+#   not differ measurably from RLOO ([claims](../claims.md)).
+# - PPO is a little worse with λ = 0.5, where the early tokens depend mostly on the critic.
 # - RLOO has neither λ nor a critic's learning rate to tune.
 #
 # ## Where it fails
 #
-# RLOO needs several completions of the *same* prompt; a dialogue with a person has only one. RLOO blames a wrong step no
-# more than the right steps before it. How well does PPO's critic predict here?
+# - RLOO needs several completions of the *same* prompt. A dialogue with a person has only one.
+# - RLOO gives a wrong step the same advantage as the right steps before it.
+# - PPO needs a critic that predicts well. How well does it predict here?
 
 # %%
 steps, explained = curve(runs["PPO, λ = 1"][0], "explained_variance")
@@ -209,14 +210,14 @@ print(f"mean over the second half: {np.mean(explained[len(explained) // 2 :]):.2
 #
 #     KL(π ‖ π_ref) = E[ Σ_t log( π(y_t|x, y_<t) / π_ref(y_t|x, y_<t) ) ].
 #
-# PPO credits a token with the return *from this token on*, RLOO with the total.
+# PPO credits a token with the return *from this token on*, and RLOO with the total. For λ = 1 and without the clip, both
+# gradients have the same mean.
 #
-# For λ = 1 and without the clip, the gradients of PPO and RLOO have the same mean. RLOO's baseline is the mean of K − 1
-# other returns, so its advantage has the variance
+# RLOO's baseline is the mean of K − 1 other returns, so its advantage has the variance
 #
 #     Var(R_i − b_i) = Var(R)·K/(K − 1).
 #
-# With the prompt's true mean it would be Var(R). An exact critic would also remove the part that the state explains.
+# With an exact critic it would be Var(R) at most.
 #
 # ## In pseudocode
 #
@@ -237,7 +238,7 @@ print(f"mean over the second half: {np.mean(explained[len(explained) // 2 :]):.2
 # ## Exercises
 #
 # 1. Show on the three completions that `leave_one_out` is K/(K − 1) times (the reward minus the mean of all).
-# 2. Where in `PolicyGradient` does the KL go for PPO, and where for GRPO?
+# 2. Where does the KL go for PPO, and where for GRPO?
 # 3. With a fixed number of completions, larger groups mean fewer prompts. What is lost as K grows?
 
 # %% [markdown]
@@ -252,17 +253,17 @@ print(same)
 # ### Answer 2
 
 # %% tags=["hide-cell"]
-# PPO subtracts the KL from the rewards, before advantages are computed. GRPO adds it to the loss,
-# with k3.
+# PPO subtracts the KL from the rewards, before the advantages are computed. GRPO adds it to the
+# loss, with the estimator k3.
 print(PPO.kl == KL("reward", "k1", 0.05), GRPO.kl == KL("loss", "k3", 0.04))
 
 # %% [markdown]
 # ### Answer 3
 
 # %% tags=["hide-cell"]
-# The variance of an estimate has a part between prompts, which falls with the number of prompts,
-# and a part within prompts, which falls with the number of completions. K changes the second part
-# only by the factor K/(K − 1). So many prompts and a small K have the least variance.
+# One part of the variance, between prompts, falls with the number of prompts. The other, within
+# prompts, falls with the number of completions, and K changes it only by the factor K/(K − 1).
+# So many prompts and a small K have the least variance.
 between, within, budget = 1.0, 1.0, 128
 for k in (2, 4, 8, 16, 64):
     variance = between / (budget / k) + within * k / (k - 1) / budget

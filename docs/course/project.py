@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 10 · The closing project: a task of your own
 #
-# Now train a model that is better than its demonstrations, on a task that *you* choose, and measure how sure you are. First
-# run the example, which sorts letters. Then put your own task into milestone 1. The checks print ✓ or what is missing.
+# Train a model that is better than its demonstrations, on a task that *you* choose. First run the example, in which a
+# model learns to sort letters. Then put your own task into milestones 1 and 2. The checks print ✓ or what is missing.
 
 # %%
 import itertools
@@ -26,11 +26,12 @@ held_out_rows = 200
 # ## What makes a good task
 #
 # - A program can check the answer. Otherwise use the method of chapter 5.
-# - After imitation, the small model sometimes solves the task. With p the chance of a right answer,
+# - You can make rows outside the training data.
+# - After imitation, the small model sometimes solves the task.
+#
+# A group of completions has signal if its rewards differ. With p the chance of a right answer,
 #
 #     P(a group of G has signal) = 1 − p^G − (1 − p)^G.
-#
-# - You can make rows outside the training data.
 #
 # Ideas: the next day of a date, a Caesar cipher, the smaller of two fractions. For a pretrained model: one of `psigrad
 # tasks`, at a level where it is right in 5 to 50 % of cases.
@@ -49,8 +50,8 @@ def check(milestone, **found):
 # %% [markdown]
 # ## Milestone 1: rows
 #
-# A row has a prompt and the columns that the reward reads. Demonstrations also have completions, here with the last two
-# letters swapped in 60 % of them.
+# A row has a prompt and the columns that the reward reads. Demonstrations also have completions. Here 60 % of these have
+# the last two letters swapped.
 
 
 # %%
@@ -85,8 +86,8 @@ check(
 # %% [markdown]
 # ## Milestone 2: a reward, and an attack on it
 #
-# Write the reward, then attack it: which wrong answers would it accept? Try an empty answer, the prompt, and the answer
-# twice. `psigrad score --attack` does this.
+# Write the reward, then attack it with wrong answers: an empty one, the prompt, and the answer twice. `psigrad score
+# --attack` tests a reward with many such answers.
 
 
 # %%
@@ -121,8 +122,8 @@ check(
 #
 # ### Milestone 3: imitation
 #
-# A small Qwen3 learns with chapter 4's loss. Predict where it will end: the loss cannot fall below the entropy of the
-# teachers' mistakes,
+# A small Qwen3 imitates the demonstrations, as in chapter 4. The loss cannot fall below the entropy of the teachers'
+# mistakes,
 #
 #     loss ≥ −(0.6·log 0.6 + 0.4·log 0.4) / 5 = 0.135 per token.
 
@@ -188,7 +189,7 @@ check(4, most_groups_have_signal_at_the_start=np.mean(silent[:5]) < 0.5)
 # %% [markdown]
 # ## Milestone 5: is it better, and how sure are you?
 #
-# Compare the two models prompt by prompt, with an interval: two accuracies alone say little.
+# Compare the two models prompt by prompt, with an interval for the difference.
 
 
 # %%
@@ -222,13 +223,17 @@ check(
 # %% [markdown]
 # ## Milestone 6: say what you found
 #
-# Write one page: the task and its reward; the figures before and after, with the interval; three wrong answers, explained;
-# what you tried without success; one claim that somebody could check.
+# Write one page with
+#
+# - the task and its reward;
+# - the accuracy before and after, with the interval;
+# - three wrong answers, explained;
+# - what did not work.
 #
 # ## Where it fails
 #
-# - The model learned to sort four letters only: give it five.
-# - The interval is over prompts, not over runs. Another seed may end elsewhere (`psigrad compare` runs several).
+# - The model learned to sort four letters only. Try five.
+# - The interval is over prompts, not over training runs. `psigrad compare` runs several seeds.
 #
 # ## In pseudocode
 #
@@ -247,18 +252,18 @@ check(
 #
 # ## Exercises
 #
-# 1. How many held-out prompts tell 0.90 from 0.95, if both models answer all of them and disagree on 7 %?
-# 2. Give half the reward for the right letters in any order. Does the held-out accuracy improve? Write down your guess
-#    first.
+# 1. Two models with accuracies of 0.90 and 0.95 answer the same prompts, and disagree on 7 %. How many prompts show which
+#    one is better?
+# 2. Give half the reward for the right letters in any order. Does the held-out accuracy improve?
 # 3. When is p too small for milestone 4?
 
 # %% [markdown]
 # ### Answer 1
 
 # %% tags=["hide-cell"]
-# Of the 7 % that differ, 6 % are won and 1 % lost. So the mean is 0.05, and the deviation of one
-# prompt's difference is √(0.07 − 0.05²) = 0.26. An interval of ± 0.05 needs n = (1.96 · 0.26 /
-# 0.05)² prompts; unpaired it would be about twice as many.
+# Of the 7 %, the better model wins 6 % and loses 1 %. So the mean difference is 0.05, with a
+# standard deviation of √(0.07 − 0.05²) = 0.26 per prompt. An interval of ± 0.05 needs n = (1.96
+# · 0.26 / 0.05)² prompts. With separate prompts for each model it would be about twice as many.
 paired = (1.96 / 0.05) ** 2 * (0.07 - 0.05**2)
 unpaired = (1.96 / 0.05) ** 2 * (0.9 * 0.1 + 0.95 * 0.05)
 print(round(paired), round(unpaired))
@@ -269,9 +274,9 @@ assert round(paired) == 104 and round(unpaired) == 211
 
 
 # %% tags=["hide-cell"]
-# This reward also accepts the teachers' mistake, so nearly every answer gets at least ½. Only the
-# order gives a signal, which is half as large. Nothing is gained here. Shaping helps if the right
-# answer is too rare to be found, but it can also be exploited.
+# This reward also accepts the teachers' mistake, so nearly every answer gets at least ½. Only
+# the order gives a signal, which is half as large. Nothing is gained here. Such a reward helps
+# if the right answer is too rare to be found, but it can be exploited.
 def half(completions, answer, **columns):
     letters = [
         sorted(text) == sorted(right)
@@ -288,8 +293,8 @@ print(pays_for(half, attacks["careless"]))
 # ### Answer 3
 
 # %% tags=["hide-cell"]
-# A step of 16 groups of 8 should see a few with signal: 16·(1 − (1 − p)⁸) ≥ 3 at p ≈ 0.026. Below
-# about 1 %, imitate more, choose an easier task, or reward parts of the answer.
+# A step of 16 groups of 8 should have at least three with signal: 16·(1 − (1 − p)⁸) ≥ 3 at p ≈
+# 0.026. Below about 1 %, imitate more, choose an easier task, or reward parts of the answer.
 groups = [16 * (1 - (1 - p) ** 8) for p in (0.005, 0.01, 0.026)]
 print([round(count, 1) for count in groups])
 assert groups[2] > 3 > 1.5 > groups[1]

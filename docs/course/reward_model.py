@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 5 · A reward model, and pushing it too far
 #
-# Often nobody can write a program for the reward, but people can compare two answers. A **reward model** turns comparisons
-# into a number, which reinforcement learning maximises. But the number is right only for answers like those compared.
+# Often no program can compute the reward, but people can compare two answers. A **reward model** turns such comparisons
+# into a number to maximise. The number is reliable only for answers like those compared.
 
 # %%
 import json
@@ -29,12 +29,12 @@ rl_steps = 120
 # %% [markdown]
 # ## From comparisons to numbers
 #
-# Let each answer have a worth r. In Bradley and Terry's model, answer w beats answer l with probability
+# Suppose that each answer has a worth r. In the Bradley–Terry model, answer w beats answer l with probability
 #
 #     P(w beats l) = σ(r_w − r_l),    σ(z) = 1 / (1 + e^−z).
 #
-# To learn r, minimise −log σ(r_w − r_l) over the comparisons. Here are six answers of known worth, and judges who follow
-# the formula:
+# To learn r, minimise −log σ(r_w − r_l) over the comparisons. Here are six answers of known worth, with comparisons drawn
+# from this formula:
 
 # %%
 worth = torch.tensor([-1.5, -0.6, 0.0, 0.3, 1.0, 2.0])
@@ -64,12 +64,13 @@ error = ((learned - learned.mean()) - (worth - worth.mean())).abs().max()
 print(f"largest error {error:.2f} from {comparisons} comparisons")
 
 # %% [markdown]
-# The plot subtracts the means: adding 5 to all worths changes no comparison. **Only differences of rewards mean anything.**
+# Adding 5 to all worths changes no comparison, so the plot subtracts the means. **Only differences of rewards mean
+# anything.**
 #
 # ## Goodhart's law, by arithmetic
 #
-# Let the learned reward, the *proxy*, be the truth plus an error. Of n answers keep the one with the largest proxy. Does
-# the truth rise with n too?
+# The learned reward, the *proxy*, is the true reward plus an error. Of n answers keep the one with the largest proxy.
+# Does its true reward rise with n too?
 
 # %%
 rng = np.random.default_rng(0)
@@ -101,13 +102,14 @@ peak = int(np.argmax(kept["some large errors"]))
 print(f"with some large errors the truth peaks at n = {sizes[peak]} and then falls")
 
 # %% [markdown]
-# With small errors, more selection helps, but less and less. If the proxy is sometimes far too high, the best of many is
-# the answer with the *greatest error*. Training selects even harder than best-of-1,024.
+# With small errors, a larger n helps. With some large errors, the best of many answers is the one with the *largest
+# error*.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# The task and SFT model are chapter 4's. The **truth**, which we want, is similarity to the right answer.
+# The task and the SFT model are those of chapter 4: spell a word backwards, after imitating careless teachers. The true
+# reward is the similarity to the right answer.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -115,8 +117,8 @@ held_out, prompts = words.rows()
 sft = words.imitate(prompts, folder, sft_steps)
 
 # %% [markdown]
-# Judges prefer the more similar of two answers with probability σ(8·difference in similarity). All answers they see have
-# four letters. The reward model is the SFT model with one number as output.
+# Judges prefer the more similar of two answers with probability σ(8·difference in similarity). All answers that they
+# compare have four letters. The reward model is the SFT model with one number as output.
 
 
 # %%
@@ -164,11 +166,10 @@ accuracy = reward_model.after["eval/accuracy"]
 print(f"agrees with the judges on {accuracy:.0%} of new pairs")
 
 # %% [markdown]
-# RLOO maximises the reward model's score, without and with a **KL penalty**:
+# RLOO maximises the reward model's score, without and with a **KL penalty**, which keeps the policy near the SFT model
+# π_ref:
 #
 #     maximise E[ r(x, y) − β·log( π(y|x) / π_ref(y|x) ) ].
-#
-# The penalty keeps the policy near the SFT model π_ref. The policy may write up to 10 tokens.
 
 
 # %%
@@ -214,8 +215,8 @@ for name, run in runs.items():
     )
 
 # %% [markdown]
-# Without the penalty the proxy rises sharply within ten steps, and the truth falls to almost nothing. With β = 0.5 the
-# policy hardly changes. What do both write in the end?
+# Without the penalty the proxy rises within ten steps, and the true reward falls to almost nothing. With β = 0.5 the
+# policy hardly changes. What do both policies write in the end?
 
 # %%
 for name, run in runs.items():
@@ -223,31 +224,30 @@ for name, run in runs.items():
     print(name, [row["completion"] for row in found])
 
 # %% [markdown]
-# Without the penalty the policy writes nothing! No comparison showed an empty answer to be bad, and the reward model
-# happens to prefer it to a right one.
+# Without the penalty the policy writes nothing! The judges never compared an empty answer. The reward model scores it
+# higher than the answers of the SFT model.
 #
 # ## Where it fails
 #
-# - The policy moves to answers *without comparisons*, where the largest errors are.
-# - The KL penalty does not correct the reward. If β is too large, nothing is learned; if too small, the truth is lost. Only
-#   people, who judge the truth, can show which.
-# - If a program can check the answer, use it, and read answers: programs have holes too.
+# - The policy moves to answers *unlike those compared*, where the errors are largest.
+# - The KL penalty does not correct the reward. With a large β nothing is learned, and with a small β the true reward is
+#   lost. To choose β you need people who judge the policy's answers.
+# - If a program can check the answer, use that. Read answers even then: a program can be exploited too.
 #
 # ## The derivation: the loss, its gradient, and the price of KL
 #
-# The loss is the negative logarithm of the comparisons' likelihood, a product of σ(r_w − r_l). Since σ' = σ·(1 − σ), a pair
-# has the gradient
+# The loss is the negative log-likelihood of the comparisons. A pair has the gradient
 #
 #     ∇loss = −(1 − σ(r_w − r_l))·(∇r_w − ∇r_l).
 #
-# A pair's weight is the probability that the model gave to the wrong order.
+# A pair's weight is the probability that the model gives to the wrong order.
 #
-# If the proxy's errors are normal with deviation s and independent of the truth, the best of n draws has an error of about
-# s·√(2·log n), and a KL of log n − (n − 1)/n. So
+# The largest of n normal errors with standard deviation s is about s·√(2·log n). Best-of-n has a KL of log n − (n − 1)/n.
+# So the error of the chosen answer is at most about
 #
-#     error ≈ s·√(2·KL).
+#     s·√(2·KL).
 #
-# With heavy tails the error grows faster, and the truth of the best of many is that of a single draw.
+# With heavy tails the error grows faster, and the true reward falls back to that of a single draw.
 #
 # ## In pseudocode
 #
@@ -269,15 +269,16 @@ for name, run in runs.items():
 # ## Exercises
 #
 # 1. What happens to the Bradley–Terry loss if you add 5 to all rewards, or double them?
-# 2. The KL of best-of-n is log n − (n − 1)/n at most. Compare best-of-1,024 with the policy trained without a penalty.
+# 2. The KL of best-of-n is at most log n − (n − 1)/n. Compare best-of-1,024 with the policy that was trained without a
+#    penalty.
 # 3. Label smoothing assumes that a share ε of labels is wrong. Which difference r_w − r_l then has the least loss?
 
 # %% [markdown]
 # ### Answer 1
 
 # %% tags=["hide-cell"]
-# A constant changes nothing. Doubling lowers the loss of right pairs and raises that of wrong ones:
-# the scale expresses how sure the model is.
+# A constant changes nothing. Doubling lowers the loss of pairs in the right order and raises
+# that of the others: the scale expresses how sure the model is.
 for change in (lambda r: r, lambda r: r + 5, lambda r: 2 * r):
     r = change(learned)
     print(f"{BradleyTerry().loss(r[chosen], r[rejected], None, comparisons).value:.4f}")
@@ -286,7 +287,7 @@ for change in (lambda r: r, lambda r: r + 5, lambda r: 2 * r):
 # ### Answer 2
 
 # %% tags=["hide-cell"]
-# About six nats. Gradient steps go further, at little cost.
+# Best-of-1,024 has a KL of about six nats. The trained policy has a larger one.
 print(f"best-of-1,024: {np.log(1024) - 1023 / 1024:.1f} nats")
 print(f"RLOO, β = 0: {runs['β = 0'].history.series('eval/kl')[1][-1]:.1f} nats")
 
@@ -294,7 +295,7 @@ print(f"RLOO, β = 0: {runs['β = 0'].history.series('eval/kl')[1][-1]:.1f} nats
 # ### Answer 3
 
 # %% tags=["hide-cell"]
-# −(1 − ε)·log σ(d) − ε·log σ(−d) is least where σ(d) = 1 − ε.
+# −(1 − ε)·log σ(d) − ε·log σ(−d) is least where σ(d) = 1 − ε, so d = log((1 − ε) / ε).
 lead = torch.linspace(0, 6, 601)
 smooth = BradleyTerry(label_smoothing=0.1)
 losses = [float(smooth.loss(d[None], torch.zeros(1), None, 1).value) for d in lead]

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 4 · Supervised fine-tuning, and what imitation cannot do
 #
-# A pretrained language model continues text. **Supervised fine-tuning**, SFT, shows it answers to imitate.
+# A pretrained language model continues text. **Supervised fine-tuning** (SFT) trains it to imitate example answers.
 
 # %%
 import itertools
@@ -31,11 +31,12 @@ held_out_words = 300
 # %% [markdown]
 # ## The loss
 #
-# SFT raises the probability of each token of an answer y that somebody wrote to a prompt x. Its loss is the **cross-entropy**
+# SFT raises the probability of each token of an example answer y to a prompt x. Its loss is the **cross-entropy**
 #
 #     loss = −(1/T)·Σ_t log π(y_t | x, y_<t).
 #
-# The gradient is the policy gradient with Ψ = 1 and somebody else's actions. In psigrad:
+# Its gradient is the policy gradient (chapter 2) with Ψ = 1, on actions that somebody else chose. So a `PolicyGradient`
+# gives the same loss as torch:
 
 # %%
 imitation = PolicyGradient(ones, ratio.none, score, aggregate.token_mean)
@@ -59,7 +60,7 @@ print(f"policy gradient with Ψ = 1: {loss:.6f}    torch's cross-entropy: {usual
 # %% [markdown]
 # ## What the minimum is
 #
-# A model imitates three answers that were shown 50, 30 and 20 times.
+# A model imitates three answers, which it is shown 50, 30 and 20 times.
 
 # %%
 shown_times = torch.tensor([50.0, 30.0, 20.0])
@@ -80,13 +81,13 @@ plt.show()
 print(f"loss {cross_entropy:.4f}, entropy of what was shown {entropy:.4f}")
 
 # %% [markdown]
-# The model copies what its teachers do, as often as they do it. The loss cannot fall below the entropy of their answers.
+# The model copies the frequencies of the answers. The loss cannot fall below their entropy.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# The task is to spell a word of four letters backwards. The teachers are careless: they swap the last two letters in 60 %
-# of their answers.
+# The task is to spell a word of four letters backwards. The teachers are careless: in 60 % of their answers they swap the
+# last two letters. If these two are equal, the answer is still right.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -99,7 +100,7 @@ for row in shown[:4]:
     print(row["prompt"], row["completion"], "" if row["right"] else "  (wrong)")
 
 # %% [markdown]
-# A small Qwen3 with a token for each character imitates them.
+# A small Qwen3 with one token per character imitates them.
 
 # %%
 tiny.model("qwen3", 260, hidden=64, layers=2).save_pretrained(folder / "base")
@@ -132,9 +133,9 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# The loss falls to the entropy of the teachers' mistakes.
+# The loss falls to the entropy of the demonstrations.
 #
-# On new words, two rewards count the right answers and the teachers' mistake.
+# On new words, how often is the model right, and how often does it make the teachers' mistake?
 
 
 # %%
@@ -174,13 +175,12 @@ for name, (good, bad) in shares.items():
     print(f"{name:13} right {good:.2f}   the teachers' mistake {bad:.2f}")
 
 # %% [markdown]
-# With sampling, the model is right about as often as its teachers. With greedy decoding it is *worse*: the likeliest answer
-# is the mistake. Imitation learns what is common, not what is right.
+# Sampled answers are right about as often as the teachers'. Greedy answers are *worse*, because the likeliest answer is
+# the mistake. Imitation learns what is common, not what is right.
 #
 # ## Where it fails
 #
-# - The loss does not know which demonstrations are good, so the model cannot surpass its teachers.
-# - The model reads only the teachers' answers, so it does not learn from its own mistakes.
+# - The model never sees its own answers, so it does not learn from its own mistakes.
 # - The loss cannot say "less of this": Ψ = 1 for every demonstration.
 #
 # With a reward, Ψ can be negative. GRPO (chapter 7) now trains the same model on its own answers.
@@ -225,17 +225,15 @@ print(
 )
 
 # %% [markdown]
-# In a few dozen steps the student surpasses its teachers, since after SFT it was sometimes right.
+# After a few steps the student surpasses its teachers. This works because the SFT model is sometimes right.
 #
 # ## The derivation: imitation is a KL, and a policy gradient
 #
-# Let p(y|x) be the frequency with which teachers answer y. The mean of the loss has two parts:
+# Let p(y|x) be the frequency with which teachers answer y. The mean loss has two parts:
 #
 #     E_p[ −log π(y|x) ] = E_p[ −log p(y|x) ] + KL( p ‖ π ).
 #
-# The first is the teachers' entropy, which the student cannot change. The second is 0 only for π = p. It is large if a
-# teacher's answer is nearly impossible under π, so π covers all their answers. A KL penalty has the other direction: with
-# it π prefers a few answers.
+# The first part is the teachers' entropy, which the student cannot change. The second is 0 only for π = p.
 #
 # The gradient is the policy gradient with Ψ = 1 and actions from p,
 #
@@ -261,7 +259,7 @@ print(
 # ## Exercises
 #
 # 1. How low can the mean loss per token be if teachers err in 10 % of the cases?
-# 2. Why is the model *worse* with greedy decoding than with sampling? At which share of mistakes is it better?
+# 2. Why is the model *worse* with greedy decoding than with sampling? For which shares of mistakes is it better?
 # 3. **Rejection fine-tuning** (RAFT) imitates only the model's own best samples. Write its Ψ as a function of a `Batch`,
 #    for rewards 0 and 1.
 
@@ -269,17 +267,17 @@ print(
 # ### Answer 1
 
 # %% tags=["hide-cell"]
-# The entropy of the choice between both answers, for words in which the mistake changes the answer,
-# divided by 6 tokens.
+# It is the entropy of the choice between the two answers, times the share of words for which
+# they differ, divided by 6 tokens.
 print(f"{ambiguous * -(0.1 * np.log(0.1) + 0.9 * np.log(0.9)) / 6:.3f} nats per token")
 
 # %% [markdown]
 # ### Answer 2
 
 # %% tags=["hide-cell"]
-# Greedy takes the more probable of two answers. It is right almost always if the
-# mistake has less than half of the probability, and almost never if it has more.
-# Sampling is right in proportion.
+# Greedy decoding takes the more probable of the two answers. With fewer than 50 % mistakes it
+# is almost always right, and with more almost never. Sampling is right as often as the
+# teachers.
 for mistakes in (0.4, 0.6):
     print(
         f"mistakes {mistakes}: sampled {1 - mistakes}, greedy {float(mistakes < 0.5):.0f}"
@@ -290,7 +288,7 @@ for mistakes in (0.4, 0.6):
 
 
 # %% tags=["hide-cell"]
-# Ψ = 1 for rewarded completions, 0 for the others. There is still no "less of this".
+# Ψ = 1 for rewarded completions, and 0 for the others. There is still no "less of this".
 def rewarded_only(batch):
     return (batch.sequence_reward > 0).float()[:, None] * batch.mask
 
