@@ -38,7 +38,7 @@ class Use(Protocol):
 
 
 class Sums:
-    """The gradients of `weights` (None: any weight), summed over all uses of a weight in an optimiser step.
+    """The sum of a weight's gradients over all its uses in an optimiser step, for the given `weights` or, by default, any weight.
 
     The tensor of a sum is reused in the next step. If it were freed, smaller tensors would fragment its memory. With `recompute`,
     no tensor is allocated for a weight if its gradient can be recomputed from a few stored numbers per token; see `defers`.
@@ -208,7 +208,7 @@ def embedding(table: Tensor, ids: Tensor, padding: int | None, sums: Sums) -> Te
 
 
 class PassOutOfMemoryError(MemoryError):
-    """Raised by all processes if one runs out of memory in a pass, unless the weights are sharded. No weight has changed."""
+    """Raised by all processes, before any weight changes, if one runs out of memory in a pass. Not used with sharded weights."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -228,7 +228,7 @@ def _padding(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the padding id for the model's configuration; None if padding and EOS have the same id.
 
     transformers scores a row at its last token that is not padding. If EOS were padding, it would score the token before EOS.
-    With None, transformers raises an error for a batch of several rows.
+    With None, it raises an error for a batch of several rows instead of scoring them wrongly.
     """
     return None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
 

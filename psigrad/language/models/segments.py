@@ -29,9 +29,9 @@ class Recurrence(Protocol):
         """Return (outputs [N, L, ...], final states [N, ...]) for inputs [N, L, ...]. A `state` of None means zeros."""
 
     def step(self, inputs: Tensors, state: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Advance N sequences by one token. Return (outputs [N, ...], states): new states [N, ...], or `state` updated in place.
+        """Advance N sequences by one token. Sequence i has row `slots[i]` of `state`, or row i if `slots` is None.
 
-        It is updated only if gradients are disabled. Sequence i has row `slots[i]` of `state`, or row i if `slots` is None.
+        Return (outputs [N, ...], new states [N, ...]). If gradients are disabled, `state` may be updated and returned instead.
         """
 
     def scan_trees(self, inputs: Tensors, trees: Trees) -> tuple[Tensor, Tensor] | None:
@@ -85,7 +85,7 @@ def waves(pieces: Any) -> list[Wave]:
 def trees(each: list[Wave], every: bool) -> Trees:
     """Return the segments of all waves as `Trees`, the format of the C++ kernels. `each` is the result of `waves`.
 
-    The kernels return the final states of all segments if `every` is True, otherwise only of those that another one continues.
+    The kernels return the final states of all segments if `every` is True, otherwise only of segments that others continue.
     """
     flat, root = [segment for wave in each for segment in wave], list[int]()
     for i, (_, _, before) in enumerate(flat):

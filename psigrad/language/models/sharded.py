@@ -128,7 +128,7 @@ def gather(model: Pretrained, names: set[str] | None = None) -> Iterator[tuple[s
 def save_merged(model: Pretrained, world: World, folder: Path, saved_form: str = "merged") -> None:
     """Gather a sharded model, and save it in Hugging Face format as `saved_form` says. Rank 0 needs memory for all weights.
 
-    "merged" is the complete model with LoRA merged in; "adapter" is only the adapter. "both" is the two, the latter in adapter/.
+    "merged" is the complete model with LoRA merged in, "adapter" only the adapter, and "both" the model plus a folder adapter/.
     """
     state: dict[str, Tensor] = {}
     for name, weight in gather(model):

@@ -61,7 +61,7 @@ def check_tokenizer(path: str) -> None:
 
 
 def _growth(part: Any) -> float:
-    """Return by how much `part` of tokenizer.json can lengthen a text: characters per character, or the items of a template."""
+    """Return the factor by which `part` of tokenizer.json can lengthen a text; for a template, the number of its items."""
     if not isinstance(part, dict):
         return 1.0
     if part.get("type") == "TemplateProcessing":

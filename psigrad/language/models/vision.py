@@ -1,7 +1,7 @@
 """Vision towers of the model families that psigrad trains with images. An image's features replace embeddings in a prompt.
 
-transformers' modules compute the features. If the tower is frozen, the features of each image are cached. They are computed image
-by image, so that they do not depend on the batch. Then the language model runs as on text: packed or padded, fused or not.
+transformers' modules compute the features. The features of a frozen tower are computed image by image, so that they do not depend
+on the batch, and are cached. Then the language model runs as on text: packed or padded, fused or not.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class Tiles(Vision):
         return self.each * (rows * columns + 1)
 
     def pixels(self, pictures: Sequence[Picture]) -> tuple[Tensor, ...]:
-        """Return the vision tower's arguments: the tiles of all images, processed as if all images were in one prompt."""
+        """Return the vision tower's arguments: the tiles of all images, in one row of the batch."""
         made = self.processor(images=[[one.open() for one in pictures]], return_tensors="pt")
         return tuple(made[name] for name in self.inputs)
 
@@ -365,7 +365,7 @@ def requires_vision(kind: Any) -> bool:
 def why_not_text(config: Any) -> str:
     """Return advice for an image or audio model that psigrad cannot load; "" if it can load the model.
 
-    psigrad can load models whose type is in `FAMILIES`, and models whose language model transformers can load alone.
+    psigrad can load a model if its type is in `FAMILIES`, or if transformers has a class for its language model alone.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
