@@ -31,8 +31,6 @@ ELSEWHERE = (  # lines of `explain` that table.md, a part's formula or the page'
     "The KL to the reference is subtracted from the rewards",
     "reference: ",
 )
-# Parts whose sentence defines a symbol of the formula. For the others the formula and the page's own words are enough.
-DEFINING = ("leave_one_out", "length_gae", "with_imitation", "value_loss", "logistic", "robust")
 PLAIN = {  # formulas that say more of a method than those of `explain`
     "link: logistic(label_smoothing=0.0)": "−log σ(h_w − h_l)",
     "aggregate w: sequence_mean": "w_t = 1 / (number of completions · |y|), where |y| is the completion's length",
@@ -58,7 +56,7 @@ def _template(name: str) -> str:
     summary = (METHODS.get(name) or LOSSES[name]).summary
     rows = "prompts.jsonl --reward my_module:my_reward" if name in METHODS else "comparisons.jsonl"
     command = f"psigrad {name} --model PATH_OR_HUB_NAME --dataset {rows}"
-    described = "\n\n[Rewards](../rewards.md) describes `my_reward`." if name in METHODS else ""
+    described = "\n\n[Rewards](../rewards.md) shows how to write `my_reward`." if name in METHODS else ""
     head = f"# {summary[0].upper()}{summary[1:]}\n\n```\n{command}\n```{described}\n\n## Formula\n\n## When to use it\n\n## When it fails"
     return f"{head}\n\n## In TRL\n\n## Curve\n\n{UNMEASURED}\n"
 
@@ -67,9 +65,6 @@ def _formula(name: str) -> str:
     """Return the formula that a method minimises, part by part. `psigrad explain` prints the same with each part's source."""
     explained = algorithms.explain(name)
     sections = _sections(explained)
-    if given := re.search(r"^margin: (\d+)", explained, re.MULTILINE):
-        said = "the row's, or 0" if given[1] == "0" else f"{given[1]}, plus the row's if any"
-        sections = sections.replace("− margin,", f"− margin ({said}),")
     if "π_sampler" in sections:
         sections = sections.replace("    ρ_t =", "    for metrics only: ρ_t =")
     loss, mark, parts = sections.partition("\n\n**")
@@ -88,14 +83,14 @@ def _symbols(formulas: str, preference: bool) -> str:
         words.append("π_old: the policy before the batch's updates")
     single = re.search(r"\br_[tu]", formulas)
     if "R_i" in formulas:
-        words.append("R_i: the sum of the tokens' rewards r_t" if single else "R_i: i's reward")
+        words.append("R_i: the sum of the tokens' rewards r_t" if single else "R_i: the reward of completion i")
     elif single:
         words.append("r_t: the token's reward")
     if "mean(R)" in formulas:
         figures = "mean(R), std(R)" if "std(R)" in formulas else "mean(R)"
-        words.append(f"{figures}: over the group (the prompt's completions)")
+        words.append(f"{figures}: over all completions of the prompt (the group)")
     elif "group" in formulas:
-        words.append("group: the prompt's completions")
+        words.append("group: all completions of the prompt")
     known = {"V(": "V: critic", "π_sampler": "π_sampler: the sampler's policy", "π_ref": "π_ref: reference model"}
     words += [said for sign, said in known.items() if sign in formulas]
     counted = " Dropped completions do not count in w_t." if "keep i" in formulas else ""
@@ -106,11 +101,11 @@ def _sections(explained: str) -> str:
     """Return the output of `explain` as Markdown, without sources: a paragraph for each filled slot, its formulas as blocks."""
     out: list[str] = []
     shift = 0  # how far the lines of a part inside a part are moved to the right
-    part_name = section = ""
+    section = ""
     for line in _unwrapped(explained):
         indent, text = len(line) - len(line.lstrip()), line.strip()
         slot, colon, part = text.partition(": ")
-        if not text or text.startswith(ELSEWHERE) or slot == "margin":
+        if not text or text.startswith(ELSEWHERE):
             continue
         if (not indent and text.endswith(" minimises")) or text == "ρ_t = 1":  # the surrogates of these methods read no ratio
             continue
@@ -118,14 +113,12 @@ def _sections(explained: str) -> str:
             text = _said_of_texts(text)
         if indent == 0:
             shift, section = 0, text
-            part_name = part.partition("(")[0]
             if not (part.startswith("none:") or (part == "none" and slot in ("critic", "entropy"))):
                 out.append(f"**{slot}**: `{part}`" if colon and slot in SLOT_NAMES else text)
         elif (text.startswith("with ") and indent == 4 + shift and "(" in text) or (
             text.startswith("with ") and text.count(" ") == 1
         ):
             out.append(f"with `{text.removeprefix('with ')}`")
-            part_name = text.removeprefix("with ").partition("(")[0]
             shift = indent
         elif indent >= 8 + shift or (indent == 4 and not shift and text.startswith("loss(")):
             nested = INNER.get(section.partition(" ")[0].rstrip(":")) if shift else None
@@ -138,8 +131,6 @@ def _sections(explained: str) -> str:
                 out[-1] += "\n" + block
             else:
                 out.append(block)
-        elif part_name in DEFINING and section not in PLAIN:
-            out.append(text)
     return "\n\n".join(out)
 
 

@@ -208,7 +208,7 @@ class moving_average(StatefulPsi):
 def leave_one_out(batch: Batch) -> Tensor:
     """The return minus the mean return of the K − 1 other completions of the same prompt.
 
-    Formula: A_t = R_i − (1/(K−1))·Σ_{j≠i} R_j = K/(K−1) · (R_i − mean(R))
+    Formula: A_t = R_i − (1/(K−1))·Σ_{j≠i} R_j = K/(K−1) · (R_i − mean(R)), over the K completions j of the group
 
     Source: Kool et al. 2019, Buy 4 REINFORCE samples; Ahmadian et al. 2024, RLOO, arXiv:2402.14740.
 
@@ -383,6 +383,7 @@ class length_gae:
     """Generalised advantage estimation. λ_i grows with trajectory i's number of steps |y_i|, so late rewards reach early steps.
 
     Formula: A_t = Σ_l (γ·λ_i)^l · δ_{t+l}, δ_t = r_t + γ·V(s_{t+1}) − V(s_t), λ_i = max(0, 1 − 1/(α·|y_i|))
+             |y_i| is the number of steps of trajectory i, α is `alpha`
 
     Source: Yue et al. 2025, VAPO, arXiv:2504.05118, section 4.2.
 

@@ -92,7 +92,7 @@ def has_signal(batch: Batch) -> Tensor:
     """Drop each group whose trajectories all have the same value M. The trainer then collects other groups.
 
     Formula: keep i  ⇔  min(M) < max(M) in the group of i
-             M_i is the return of trajectory i without soft_overlong; with `--filter-metric NAME`, that reward's value
+             M_i is the return of trajectory i without soft_overlong or, with `--filter-metric NAME`, the value of that reward
 
     The values themselves are compared, since rounding makes the standard deviation of eight rewards of 0.1 greater than 0. Let M
     be correctness, as in the paper. With a length penalty in M, a group of right answers is kept although it teaches only length.

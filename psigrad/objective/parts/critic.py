@@ -12,11 +12,11 @@ from psigrad.objective.lazy_torch import Tensor, torch
 
 @dataclass(frozen=True)
 class value_loss:
-    """Half the squared error of the critic V, whose target is G = Â_t + V_old. The psi `returns` computes the advantage Â_t. If
-    `returns` is None, Â_t is the method's own advantage before whitening.
+    """Half the squared error of the critic V against its target G.
 
     Formula: value error = ½·max((V − G)², (clip(V, V_old − ε, V_old + ε) − G)²), or ½·(V − G)² if `clip` is None
              V = V(s_t), G = Â_t + V_old(s_t), V_old is V before the update, ε = `clip`; `coefficient` is c_V in the loss
+             Â_t is the advantage by the psi `returns`; if `returns` is None, the method's own advantage before whitening
 
     Source: Schulman et al. 2017, PPO, arXiv:1707.06347, eq. 9; the clip is that of OpenAI's baselines.
 

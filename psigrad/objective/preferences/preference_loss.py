@@ -146,7 +146,7 @@ def _reference(ref: Tensor | None) -> Tensor:
 class logistic:
     """The Bradley–Terry negative log-likelihood. It assumes that a share ε (`label_smoothing`) of the labels is swapped.
 
-    Formula: −(1 − ε)·log σ(h_w − h_l) − ε·log σ(h_l − h_w)
+    Formula: −(1 − ε)·log σ(h_w − h_l) − ε·log σ(h_l − h_w), ε = `label_smoothing`
 
     Source: Rafailov et al. 2023, DPO, arXiv:2305.18290; ε > 0: Mitchell 2023, conservative DPO.
 
@@ -170,7 +170,7 @@ class logistic:
 class robust:
     """The logistic loss, made unbiased for labels that are swapped with probability ε (`label_smoothing`).
 
-    Formula: −((1 − ε)·log σ(h_w − h_l) − ε·log σ(h_l − h_w)) / (1 − 2ε)
+    Formula: −((1 − ε)·log σ(h_w − h_l) − ε·log σ(h_l − h_w)) / (1 − 2ε), ε = `label_smoothing`
 
     Source: Chowdhury et al. 2024, robust DPO, arXiv:2403.00409.
 
@@ -387,8 +387,9 @@ class OnlinePreference:
 class KahnemanTversky:
     """A loss on single completions labelled good or bad. It saturates on both sides of the reference point z.
 
-    Formula: λ_D·(1 − σ(β·(r − z))) for desirable, λ_U·(1 − σ(β·(z − r))) for others, r = log π(y|x) − log π_ref(y|x)
-             λ_D, λ_U: the weights; z ≥ 0 estimates KL(π‖π_ref): the mean of r with y from another prompt
+    Formula: λ_D·(1 − σ(β·(r − z))) for desirable completions, λ_U·(1 − σ(β·(z − r))) for undesirable ones
+             r = log π(y|x) − log π_ref(y|x); λ_D, λ_U: the weights
+             z ≥ 0 estimates KL(π‖π_ref) by the mean of r over prompts x, each with the answer y to another prompt
 
     Source: Ethayarajh et al. 2024, KTO, arXiv:2402.01306, eq. 8.
     """
