@@ -44,7 +44,7 @@ VALUE_HEAD = "value_head"
 
 @dataclass(frozen=True)
 class Divergence:
-    """A divergence that `LanguageModel.evaluate` should compute between the policy and a reference, over the full vocabulary."""
+    """A request to `LanguageModel.evaluate` for a divergence between the policy and a reference."""
 
     model: LanguageModel | Top
     """The reference (or teacher), or its most probable tokens [N, T, k]. If `model` is the evaluated LoRA model itself, its
@@ -118,7 +118,7 @@ class LanguageModel(Pretrained):
             return reason_of(error)
 
     def usable(self, cache: ActivationCache | None) -> ActivationCache | None:
-        """Return `cache`; None if the model cannot use it, because it has no fused decoder or its adapter is disabled."""
+        """Return `cache`, or None if the model cannot use it: without a fused decoder, or while the adapter is disabled."""
         return cache if self.decoder is not None and (self.adapter is None or self.decoder.adapted) else None
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -164,8 +164,8 @@ class LanguageModel(Pretrained):
     def head(self, hidden: Tensor, exact: bool, packed_weights: PackedWeights | None = None) -> Tensor:
         """Return the logits [B, V] of hidden states [B, E].
 
-        `exact` disables a faster kernel for few rows, which rounds differently from training. `packed_weights`, if given,
-        packs the head's matrix for faster products after a few calls.
+        `exact` disables the kernel that is faster for small B, because it rounds differently from training. `packed_weights`
+        is a cache in which the head's matrix is packed after a few calls, for faster products.
         """
         output = self.output_head()
         plain = type(output) is nn.Linear and output.bias is None and not torch.is_grad_enabled()
@@ -193,7 +193,7 @@ class LanguageModel(Pretrained):
         packed: bool | None = None,
         cache: ActivationCache | None = None,
     ) -> PolicyOutputs:
-        """Return `PolicyOutputs` with log π of every target token as [N, T] (zeros elsewhere).
+        """Return `PolicyOutputs` with log π [N, T] of every target token, and 0 at all other positions.
 
         On request the result also has the entropy, the exact KL to the model `kl_to` (or another `Divergence`), and the value
         head's V. Gradients flow unless the caller is under `torch.no_grad()`. If `kl_to` is this LoRA model itself, its adapter
@@ -328,7 +328,7 @@ class LanguageModel(Pretrained):
     def _applies_head(self) -> bool:
         """True if psigrad, not transformers, applies the LM head in a padded pass: in chunks, to save memory.
 
-        False with `full_logits`, or if the model can run packed passes: its padded passes are then only a check of these.
+        False if `full_logits` is set. Also False for a model that can run packed passes: its padded passes are only checks.
         """
         return bool(self.why_padded) and not self.full_logits
 
@@ -367,12 +367,13 @@ def load(
     """Load the model at `path` (a folder or a hub name), ready for training and sampling.
 
     - `adapter` is a folder with LoRA weights to resume from.
-    - `tokenizer` (or its folder) replaces the tokenizer at `path`. `eos_token` replaces its EOS token if the vocabulary has it.
+    - `tokenizer`, or the folder of one, replaces the tokenizer at `path`.
+    - `eos_token` becomes the EOS token if it is in the vocabulary.
     - `trust_remote_code` runs the Python code that comes with the model.
     - `for_shards` leaves the weights in the host's memory, where `sharded.shard` reads this process's shard.
     - `base` is the quantisation of the layers under a LoRA adapter: "nf4", "int8" or "gguf".
     - `vision` loads the vision tower even if transformers can load the checkpoint's language model without it.
-    - `towers` names the modules to train that are outside the language model, such as a vision tower.
+    - `towers` names modules outside the language model, such as a vision tower, that are also trained.
 
     Raises `UserError` if no model can be loaded from `path`.
     """
@@ -420,7 +421,7 @@ def prepare(
     is_known: bool = False,
     towers: Sequence[str] = (),
 ) -> LanguageModel:
-    """Return a `LanguageModel` for a transformers model in memory; see `load`. `is_known` is True if `fused.loader` loaded it."""
+    """Return `network` as a `LanguageModel`; see `load` for the arguments. `is_known` is True if `fused.loader` loaded it."""
     if tokenizer.eos_token_id is None:
         raise UserError("The tokenizer has no EOS token, so completions would never end; set eos_token.")
     model = LanguageModel(network, tokenizer).prepare("CAUSAL_LM", lora, adapter, gradient_checkpointing, is_known, towers)
@@ -429,7 +430,7 @@ def prepare(
 
 
 def _why_no_text(path: str) -> str:
-    """Return advice if `path` has an image or audio model that psigrad cannot load; "" if not, or if its config is unreadable."""
+    """Return advice if the config at `path` is that of an image or audio model that psigrad cannot load, else ""."""
     from psigrad.language.models.vision import why_not_text
 
     try:

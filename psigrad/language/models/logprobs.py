@@ -28,10 +28,10 @@ CHUNK_ON_GPU, TILE_ON_GPU = 4, 256
 
 
 class _Logits(torch.autograd.Function):
-    """The logits h·Wᵀ by `kernels.multiply`. PyTorch's product on a CPU would first compile code for each new number of tokens.
+    """The logits h·Wᵀ by `kernels.multiply`, because PyTorch on a CPU would first compile code for each new number of tokens.
 
-    Each chunk of tokens yields a gradient of W. If `sums` is given, these gradients are added to it in float32, because a sum
-    in half precision would lose small terms.
+    If `sums` is given, the gradient of W from each chunk of tokens is added to it in float32, because a sum in half precision
+    would lose small terms.
     """
 
     @staticmethod
@@ -55,10 +55,10 @@ class _Logits(torch.autograd.Function):
 
 
 class _ChosenLogProbs(torch.autograd.Function):
-    """The log-probs of given tokens, computed in tiles of logits. Only a log-sum-exp per token is stored.
+    """The log-probs of given tokens, computed in tiles of logits, of which only a log-sum-exp per token is stored.
 
-    Formula: d log π(a) / dz = e_a − π for a token a, with z = h·Wᵀ / T, π = softmax(z), e_a = one-hot(a). Up to `TILE_ROWS`
-    hidden states share a tile, so that the head's weights are read once for all of them (Wijmans et al. 2024, arXiv:2411.09009).
+    Formula: d log π(a) / dz = e_a − π for a token a, with z = h·Wᵀ / temperature, π = softmax(z), e_a = one-hot(a). A tile has up
+    to `TILE_ROWS` hidden states, for all of which the head's weights are read once (Wijmans et al. 2024, arXiv:2411.09009).
     """
 
     @staticmethod
@@ -222,7 +222,7 @@ def _gradient(
     """Overwrite the logits `stored` with their gradient slope · (one-hot(ids) − softmax(stored / temperature)), and return it.
 
     `slope` [rows] is the log-probs' gradient divided by the temperature, `less` is −slope, `normaliser` [rows] the log-sum-exp.
-    The float32 buffer of the first chunk, which is the largest, is stored in the list `room`. Later chunks reuse this buffer.
+    If the list `room` is empty, this chunk's float32 buffer is put into it. Later chunks, which are not larger, use this buffer.
     """
     wide = normaliser.dtype
     if (triton := gpu_kernels(stored) if wide == torch.float32 else None) is not None:
@@ -351,7 +351,7 @@ def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple
 
 
 def _hits(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return (mask [m], indices [m, 1]): whether each id is in the range `columns`, and its index in it (any index if not)."""
+    """Return (mask [m] of the ids in the range `columns`, indices [m, 1] in this range). Other ids get an arbitrary index."""
     hit = (ids >= columns.start) & (ids < columns.stop)
     return hit, (ids - columns.start).clamp_(0, columns.stop - columns.start - 1)[:, None]
 
@@ -384,9 +384,9 @@ def token_stats(
 ) -> TokenStats:
     """Return the `TokenStats` of tokens `ids` [M], whose logits are `head(hidden)` [M, V], computed in chunks of tokens.
 
-    `vocabulary` is V. The backward pass computes large logits again instead of storing them. If `head` is linear, without bias,
-    and only log-probs need a gradient, a formula then replaces autograd. With such a head in float32 on a CPU, a request for only
-    log-probs reuses `cached` ones. A divergence needs `reference_hidden`: the reference's hidden states or most probable tokens.
+    `vocabulary` is V. The backward pass computes large logits again instead of storing them. If `head` is linear without bias
+    and only log-probs need a gradient, it uses a formula, not autograd. With such a head in float32 on a CPU, `cached` log-probs
+    are used if only log-probs are requested. A divergence needs `reference_hidden`: the reference's hidden states or `Top`.
     """
     linear: Any = head if (plain := type(head) is nn.Linear and head.bias is None) else None
     if plain and _on_gpu(hidden) and request.is_closed_form and len(ids):

@@ -287,8 +287,7 @@ def merge_adapter(network: PreTrainedModel, adapter: nn.Module | None) -> Any:
 def merging_loss(adapter: Any) -> float:
     """Return the share of an adapter's update ΔW that merging rounds away: ‖round(W + ΔW) − W − ΔW‖ / ‖ΔW‖ over all layers.
 
-    The result is 0 for a base in float32. Layers with DoRA are not counted, because DoRA also rescales W, so that there is no
-    separate ΔW.
+    The result is 0 for a base in float32. Layers with DoRA are not counted, because DoRA also rescales W.
     """
     lost = whole = 0.0
     for module in adapter.modules():

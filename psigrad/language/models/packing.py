@@ -49,11 +49,11 @@ def batch_at(step: int, batch_size: int, n: int, seed: int) -> list[int]:
 def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[list[int]]:
     """Split rows of these token `lengths` into micro-batches of at most `budget` tokens; every index occurs exactly once.
 
-    A micro-batch exceeds the budget only if it is a single row that does. With several `ranks`, which take the micro-batches in
-    turn, each rank gets about the same number of tokens.
+    A row that exceeds the budget is a micro-batch of its own. With several `ranks`, which take the micro-batches in turn, each
+    rank gets about the same number of tokens.
 
-    The algorithm is first-fit decreasing (Johnson 1973). If m micro-batches would suffice, it needs at most 11/9 m + 1. The first
-    one has the longest row, or with several `ranks` the most tokens, so a run that lacks memory fails at the start of a step.
+    The algorithm is first-fit decreasing (Johnson 1973): with one rank, at most 11/9 m + 1 micro-batches if m would suffice. The
+    first has the longest row, or with several `ranks` the most tokens, so a run that lacks memory fails at the start of a step.
     """
     if budget < 1:
         raise UserError(f"A micro-batch of {budget} tokens is not possible; give micro_batch_tokens of at least 1.")
@@ -115,8 +115,8 @@ Ids = Sequence[int]
 class Groups:
     """Completions that share prompts: `completions[b][k]` continues `prompts[b]`.
 
-    With `starts`, it continues only the first `starts[b][k]` tokens of its prompt. Its targets are its tokens where `masks[b][k]`
-    is True, or all of them without `masks`. A pass returns log-probs [N, T]: N completions in order, T tokens in the longest.
+    With `starts`, a completion continues only the first `starts[b][k]` tokens of its prompt. Its targets are its tokens where
+    `masks[b][k]` is True; without `masks`, all. A pass returns log-probs [N, T]: N completions in order, T tokens in the longest.
     """
 
     prompts: Sequence[Ids]

@@ -1,8 +1,8 @@
 """Tests that psigrad's faster computation of a model gives the same outputs as transformers' modules.
 
-Two correct computations can differ widely in bfloat16: on random token ids, the log-probs of SmolLM2 in bfloat16 and in float32
-differ by 7 nats. Both computations therefore also run in float32, where rounding errors are a thousand times smaller, but a wrong
-layer's error is as large as in bfloat16. The float32 outputs may differ by only a small share of the rounding error in bfloat16.
+In bfloat16, rounding can hide a wrong layer: on random token ids, it changes SmolLM2's log-probs by 7 nats. Both computations
+therefore also run in float32, where rounding errors are a thousand times smaller, but the error of a wrong layer is the same. The
+float32 outputs may differ by only a small share of the rounding error in bfloat16.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe:
 
 @torch.no_grad()
 def check_causal(hf: PreTrainedModel, text: Sequence[int]) -> None:
-    """Raise `UserError` if the logits at each token of `text` (token ids) change with the last token, which follows them.
+    """Raise `UserError` if a change of the last token in `text` (token ids) changes the logits at earlier tokens.
 
-    Encoders such as BERT without `is_decoder=True` read later tokens: training would teach them to copy the token to predict.
+    Encoders such as BERT without `is_decoder=True` read later tokens, so training would teach them to copy the next token.
     """
     other = [*text[:-1], text[-1] - 1 if text[-1] else 1]
 
     def change() -> float:
-        """Return the change of the logits, relative to their spread, that three of four tokens exceed."""
+        """Return how much the logits at a token change, relative to their spread: the lower quartile over the tokens."""
         passes = (hf(input_ids=torch.tensor([ids], device=hf.device), use_cache=False).logits for ids in (text, other))
         one, two = (logits[0, :-1].float() for logits in passes)
         return float(((one - two).pow(2).mean(-1).sqrt() / one.std(-1)).quantile(0.25))
@@ -181,8 +181,8 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
 def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
     """Enable those of psigrad's kernels that do not change a packed model's outputs on `texts`. Return (kernels, reason).
 
-    On a CPU, test `ModuleKernels`, returned as `kernels` (None if they fail), and the kernels for recurrent layers. `reason` says
-    why the latter fail; it is "" if they do not. On a GPU, test only `GpuParts`, and return (None, "").
+    On a CPU, `kernels` is the `ModuleKernels`, or None if they fail the test. `reason` says why the kernels for recurrent layers
+    fail it, or is "". On a GPU only `GpuParts` is tested, and the result is (None, "").
     """
     from psigrad.language.models.fused.gpu_parts import GpuParts
     from psigrad.language.models.fused.module_kernels import ModuleKernels
@@ -352,7 +352,7 @@ def _layers(hf: nn.Module) -> list[nn.Module]:
 
 
 def shorten_windows(hf: PreTrainedModel) -> AbstractContextManager[bool]:
-    """In this context, shorten attention windows (or attention chunks) above `LENGTH` to `WINDOW`. Yield True if any changes."""
+    """In this context, shorten attention windows (or chunks) longer than `LENGTH` to `WINDOW`. Yield True if there are any."""
     return _shorten(hf, ("sliding_window", "attention_chunk_size"), LENGTH, WINDOW)
 
 
@@ -363,9 +363,9 @@ def _shorten_chunks(hf: PreTrainedModel) -> AbstractContextManager[bool]:
 
 @contextlib.contextmanager
 def _shorten(hf: PreTrainedModel, names: Sequence[str], most: int, size: int) -> Iterator[bool]:
-    """Inside this context, set the attributes `names` to `size` where they exceed `most`. Yield True if any does.
+    """Inside this context, set the attributes `names` to `size` where they exceed `most`. Yield True if any exceeds it.
 
-    This sets attributes of the modules and of the configuration, from which masks are built, and restores them at the end.
+    The attributes belong to the modules and to the configuration, since masks are built from it. They are restored on exit.
     """
     owners = [vars(owner) for owner in (hf.config.get_text_config(), *hf.modules())]
     held: list[tuple[dict[str, Any], str, int]] = [
