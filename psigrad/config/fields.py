@@ -55,7 +55,7 @@ class DeviceDefault:
 class Unread:
     """A note on a section: the settings that a command does not read, as in `run: Annotated[Run, Unread("max_steps")]`.
 
-    A keyword argument also names the setting to use instead: `Unread(temperature="evaluation.eval_temperature")`.
+    A keyword argument names such a setting and its replacement: `Unread(temperature="evaluation.eval_temperature")`.
     """
 
     def __init__(self, *names: str, **instead: str) -> None:
@@ -73,10 +73,10 @@ class ReadBy:
 
 
 class Needs:
-    """A note on a setting or section: it has no effect unless one of the `settings` has a required value.
+    """A note on a setting or section: it has no effect unless at least one condition in `settings` is true.
 
-    Each of the `settings` is a dotted name with that value, as in `Annotated[float, Needs("sampling.sampler=vllm")]`, or a dotted
-    name alone. A name alone requires any value that is not False, 0 or empty.
+    The condition "sampling.sampler=vllm" is true if the setting has this value. A dotted name alone, such as "environment", is
+    true if the setting is not False, 0 or empty.
     """
 
     def __init__(self, *settings: str) -> None:

@@ -1,4 +1,4 @@
-"""Settings from YAML, `a.b=c` overrides and flags, as the frozen dataclasses of `psigrad/config/`, and back to plain values."""
+"""Load settings from YAML, overrides `a.b=c` and flags into frozen dataclasses, and turn such settings into plain values."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def load(
 
 
 def _locate(config: T) -> T:
-    """Return the settings with absolute paths, so that user code that changes the working folder does not affect them."""
+    """Return the settings with `~` expanded and local inputs' paths absolute, since user code may change the working folder."""
     made: Any = config
     for mark, find in ((PATH, find_absolute), (WRITTEN, expand)):
         for name in find_marked(type(config), mark):
@@ -173,8 +173,8 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
 def _drop_unread(cls: type[Any], values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return `values` without the settings that the command does not read.
 
-    Drop such a setting if it has its default value. Otherwise move its value to the setting that replaces it; raise `UserError`
-    if that setting is given with another value. If no setting replaces it, drop False and raise `UserError` for other values.
+    Drop such a setting if it has its default value. Otherwise, if another setting replaces it, move the value there, and raise
+    `UserError` if that setting is given another value. If none replaces it, drop False and raise `UserError` for other values.
     """
     made: dict[str, Any] = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
     for name, instead in unread_settings(cls).items():
@@ -216,7 +216,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
 
 
 def _convert_types(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with paths as text and a single value of a tuple field in a tuple. Add `cls`'s defaults to each section."""
+    """Turn paths into text, put a single value for a tuple field in a tuple, and add `cls`'s defaults to each section."""
     hints = types_of(cls)
     made: dict[str, Any] = {}
     for name, value in values.items():

@@ -1,4 +1,4 @@
-"""The training methods: name, summary, settings class and defaults, as declared in `psigrad/objective/`."""
+"""The training methods by name, each with its summary, settings class and defaults."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def declaration(name: str) -> Declaration:
 def of_spec(spec: Any) -> Declaration:
     """Return the declaration of an algorithm, given as a name, as {"preset": name, …} or as an object with a `name`.
 
-    A `spec` that names no method, such as "module:name", counts as a custom online method: its declaration has the defaults
-    {"algorithm": `spec`}. But a string without ":" raises `UserError`.
+    A string without ":" that is not a method's name raises `UserError`. Any other `spec` that names no method, such as
+    "module:name", counts as a custom online method, with the defaults {"algorithm": `spec`}.
     """
     name = spec.get("preset", "") if isinstance(spec, Mapping) else spec if isinstance(spec, str) else getattr(spec, "name", "")
     if name in list_declarations():

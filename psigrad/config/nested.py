@@ -27,8 +27,8 @@ class GivenSetting(NamedTuple):
 def put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
     """Set the setting with the dotted name `name` in nested `values`, and create the missing mappings on the path.
 
-    Within `algorithm` and `loss`, a value on the path that is no mapping becomes one: a preset's name becomes {preset: name}, a
-    part's name {part: name}, and null {}. Error messages name the `source` of the setting.
+    Within `algorithm` and `loss`, a value on the path that is not a mapping becomes one: a preset's name becomes {preset: name},
+    a part's name {part: name}, and null {}. Error messages name the `source` of the setting.
     """
     first, *parents, leaf = [*name.split(".")] if "." in name else ["", name]
     for parent in [first, *parents] if first else []:
@@ -131,7 +131,7 @@ def read_value(text: str, hint: Any = None, name: str = "a value") -> Any:
 
     So `output_dir=2024` stays text. A setting that accepts text or a mapping, such as `metric`, is read as YAML only if its value
     starts with `{`. One that accepts several texts, such as `report_to`, is read as YAML only if its value starts with `[`. A
-    value that starts with `{"` must be JSON, else raises `UserError` with `name`: YAML would read a misspelt `false` as text.
+    value that starts with `{"` is read as JSON, since YAML takes a misspelt `false` for text. Invalid JSON raises `UserError`.
     """
     if hint is str or (str in get_args(hint) and not text.startswith("[" if get_origin(hint) is tuple else "{")):
         return text

@@ -20,14 +20,14 @@ from psigrad.errors import UserError, kind_of
 
 @dataclass(frozen=True)
 class Part:
-    """A method, or a part of one, as plain data: its name, and the values of its parameters, without checks."""
+    """A method, or a part of one, as plain data: its name and the values of its parameters, which are not checked."""
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def spec(self) -> dict[str, Any]:
-        """The setting that describes this part: {"part": its name, a parameter: its value, …}."""
+        """The setting that describes this part: {"part": name, parameter: value, …}."""
         inner = {name: value.spec if isinstance(value, Part) else value for name, value in self.parameters.items()}
         return {"part": self.name, **inner}
 
@@ -203,7 +203,7 @@ def _either(*finders: Callable[[Part], Places]) -> Callable[[Part], Places]:
 
 
 def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
-    """Return a `Shortcut.find` function that finds the parameter `field` of the part in `slot`; its value is 0 without a part."""
+    """Return a `Shortcut.find` function for the parameter `field` of the part in `slot`. It finds 0 if the slot is empty."""
 
     def places(root: Part) -> Places:
         if root.name != "PolicyGradient":
@@ -297,8 +297,8 @@ _RATIOS = {"sequence_token": "sequence"}
 def _filter(part: str, field: str = "") -> tuple[Callable[[Part], Places], Callable[[Part, str, Any], Any]]:
     """Return the functions (find, write) of a `Shortcut` that adds the filter named `part` to the slot `keep`, or removes it.
 
-    The shortcut's value is True (add) or False (remove). If `field` names a parameter of the filter, the shortcut's value is
-    the value of this parameter, and null removes the filter.
+    Without `field`, the shortcut's value is True (add) or False (remove). With `field`, a parameter of the filter, it is the
+    value of this parameter, and null removes the filter.
     """
 
     def names(root: Part) -> list[Part]:

@@ -1,4 +1,4 @@
-"""The mathematics of policy gradients, preference losses and Q-learning. It imports torch and no other package of psigrad.
+"""The mathematics of policy gradients, preference losses and Q-learning. It imports torch, and nothing from the rest of psigrad.
 
 Read batch.py, then policy_gradient.py, then catalog.py. The files in parts/ are grouped by the slots that their parts fill.
 """

@@ -379,8 +379,8 @@ def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float | Tensor) -> T
 
     `discount` is a number or a tensor [N]. For rewards x, y is the reward-to-go. For TD errors x and the discount γλ, y is GAE.
 
-    For T up to `_FEW` and one discount for all rows, x is multiplied by a matrix of its powers. Otherwise log₂ T passes do the
-    work of T: with d the discount and S the shift by one step, y = (1 − dS)⁻¹·x = …(1 + d⁴S⁴)(1 + d²S²)(1 + dS)·x.
+    For T up to `_FEW` and one discount for all rows, x is multiplied by a matrix of the discount's powers. Otherwise log₂ T
+    passes do the work of T: with d the discount and S the shift by one step, y = (1 − dS)⁻¹·x = …(1 + d⁴S⁴)(1 + d²S²)(1 + dS)·x.
     """
     within, n_steps = inside(mask_NT), x_NT.shape[1]
     y_NT, holes = within(x_NT), _holes(mask_NT)
