@@ -1,6 +1,6 @@
 """The settings of a run, as frozen dataclasses.
 
-The string under a field is its help text on the command line. A setting that TRL or transformers also has uses their name.
+The string under a field is its help text on the command line. A setting that is also in TRL or transformers has the same name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Algorithms and losses of `psigrad.objective`, built from settings: a name, "module:object" or a mapping of parts.
+"""Build algorithms and losses of `psigrad.objective` from settings. A setting is a name, "module:object" or a mapping of parts.
 
 The parts of a policy gradient fill its slots (`SLOTS`): for example, `gae` fills psi, the slot for advantages.
-This module imports torch through objective/. Code that must start fast, such as help, imports `psigrad.config.methods` instead.
+This module imports torch. Code that must start fast, such as help, imports `psigrad.config.methods` instead.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def resolve(spec: Spec) -> PolicyGradient:
     """Return the policy gradient that a setting describes.
 
     A string is a preset's name, "module:object" or "file.py:object". A mapping {"preset": name, slot: part, …} replaces
-    the parts in some slots (`SLOTS`) of a preset. A mapping without a preset needs psi, ratio, surrogate and aggregate. A part is
-    a name, "module:object" or {"part": name, parameter: value, …}. Without "part", {parameter: value, …} changes the preset's
-    part. `null` removes an optional part. The slot `keep` takes a list of filters.
+    the parts in some slots (`SLOTS`) of a preset. A mapping without a preset needs psi, ratio, surrogate and aggregate.
+    A part is a name, "module:object" or {"part": name, parameter: value, …}. A mapping {parameter: value, …} without "part"
+    changes parameters of the preset's part. None removes an optional part. The slot `keep` takes a list of filters.
     An unknown name or parameter raises `UserError`, which suggests a similar one. Parts that conflict raise `ValueError`.
     """
     if isinstance(spec, PolicyGradient | str):
@@ -84,8 +84,8 @@ def change(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyGr
 def resolve_loss(spec: LossSpec) -> Preference | KahnemanTversky:
     """Return the preference loss that a setting describes: a preset's name, {"preset": name, field: value, …}, or a loss object.
 
-    The fields `score` and `link` are given as the name of a function or class in `objective/preferences/preference_loss.py`,
-    "module:object", or {"part": name, parameter: value}. The default preset is dpo. Raises `UserError` for an unknown name.
+    The value of a field `score` or `link` is a name in `preference_catalog.PARTS`, "module:object" or {"part": name,
+    parameter: value, …}. The default preset is dpo. Raises `UserError` for an unknown name.
     """
     if isinstance(spec, Preference | KahnemanTversky):
         return _with_numbers(spec)
@@ -195,8 +195,9 @@ INNER = {"psi": "psi", "returns": "psi", "surrogate": "surrogate"}
 
 
 def _inner(name: str, value: Any, outer: Any) -> Any:
-    """Return a user's `value` for a part's parameter `name`. If the parameter is itself a part (`INNER`), build it from
-    `value`, which is a name or a mapping. `outer` is the part whose parameter is changed; None for a new part.
+    """Return a part's parameter `name`: the part that `value` describes if `name` is in `INNER`, otherwise `value` itself.
+
+    `outer` is the part whose parameter is changed; None for a new part.
     """
     return value if name not in INNER or value is None else _part(INNER[name], value, getattr(outer, name, None))
 

@@ -1,4 +1,4 @@
-"""Rounding to bfloat16, and an AdamW that saves memory: by 8-bit moments, and by 16-bit remainders in place of masters."""
+"""Rounding to bfloat16, and an AdamW that can store its moments in 8 bits and can do without float32 masters."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def levels(signed: bool) -> Tensor:
 def middles(signed: bool) -> Tensor:
     """Return, for each level, the largest number that is rounded to it: the midpoint to the next level (∞ for the last).
 
-    The exception is level 0 of second moments: only 0 is rounded to it, unlike in bitsandbytes. Otherwise the next step of a
-    weight with a small second moment would be divided by √0 + ε, and be too large.
+    The exception is level 0 of second moments: only 0 is rounded to it, unlike in bitsandbytes. If a small second moment became
+    0, the next step of its weight could be far too large.
     """
     own = levels(signed)
     found = torch.cat([(own[1:] + own[:-1]) / 2, torch.tensor([math.inf])])
@@ -87,12 +87,12 @@ def dither(x: Tensor, first: int = 0) -> Tensor:
     """Round each number of x [n] to one of its two bfloat16 neighbours, by a threshold that depends only on its index.
 
     x has the float32 masters of a parameter, or of a part of it. `first` is the index of x[0] in the parameter.
-    Formula: |x_i| = a + f·(b − a), with neighbours a ≤ |x_i| < b, becomes b if f + u_i ≥ 1, else a. The threshold u_i is the
-             fractional part, to 16 bits, of φ·(`first` + i), with φ = 0.618….
+    Formula: |x_i| = a + f·(b − a), between its neighbours a < b, becomes b if f + u_i ≥ 1, otherwise a. The threshold u_i is
+             the fractional part, to 16 bits, of φ·(`first` + i), with φ = 0.618….
 
     The thresholds of adjacent numbers are spread evenly over [0, 1). So if many masters move by 1 % of the gap b − a, one in 100
     of the rounded weights moves by the whole gap: the mean movement is the same. With rounding to nearest, a weight would change
-    only after many steps of fine-tuning, once its master has moved by half the gap. Unlike random numbers, this adds no noise.
+    only after many steps of fine-tuning, once its master has moved by half the gap. Random thresholds would add noise.
     """
     return _round_up_from(_thresholds(first, x), x)
 
@@ -134,10 +134,9 @@ def _first_thresholds(device: torch.device) -> Tensor:
 
 
 def copy_masters(weights: Sequence[tuple[Tensor, Tensor, int]]) -> None:
-    """Copy float32 masters to their weights. `weights` has (weight, master, index of its first element in the unsharded weight).
+    """Copy float32 masters to their weights. `weights` has (weight, master, `first` as in `dither`).
 
-    A bfloat16 weight is rounded as by `dither`, in a C++ kernel if there is one. Otherwise torch rounds small weights together,
-    and large weights in chunks. A float16 weight is rounded to the nearest number.
+    For a bfloat16 weight, the master is rounded as by `dither`; for a float16 weight, to the nearest number.
     """
     small = []
     for weight, master, first in weights:
@@ -161,8 +160,8 @@ def copy_masters(weights: Sequence[tuple[Tensor, Tensor, int]]) -> None:
 def has_remainder(p: Tensor) -> bool:
     """Return True for a large bfloat16 weight on a GPU: AdamW stores its master as the weight plus a 16-bit remainder (`split`).
 
-    With one backward pass per step, weight, gradient and optimiser state take 14 bytes per element. A float32 master makes it 20,
-    as it needs a float32 copy of the gradient. With several passes, only their float32 sum is stored: 16 (18 with a master).
+    With one backward pass per step, weight, gradient and optimiser state take 14 bytes per element, instead of 20 with a float32
+    master. With several passes, whose gradients are summed in float32, they take 16 bytes instead of 18.
     """
     return p.dtype == torch.bfloat16 and p.device.type != "cpu" and p.numel() >= SPLIT
 
@@ -174,12 +173,12 @@ def has_codes(name: str, p: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class LowMemoryAdamW:
-    """AdamW with 8-bit moments, without float32 masters, or both.
+    """AdamW that saves memory: it can store moments in 8 bits, and can do without float32 masters.
 
-    With `eight_bits`, moments are codes in blocks of 256 numbers. Embeddings have float32 moments, as in transformers, because
-    their rows learn at very different rates. With `remainders`, a float32 master is stored as the bfloat16 weight and a remainder
-    (`split`). A bfloat16 weight without a master or remainder is rounded up or down at random, so that steps below 1/256 of the
-    weight are right on average (Zamirai et al. 2020, arXiv:2010.06192). The random numbers depend on `seed`, name and step.
+    With `eight_bits`, moments are 8-bit codes in blocks of 256 numbers. Embeddings have float32 moments, as in transformers,
+    because their rows learn at very different rates. With `remainders`, the float32 master is computed in each step from the
+    bfloat16 weight and a stored 16-bit remainder (`join`). A bfloat16 weight without a master or remainder is rounded up or down
+    at random: even very small steps are then right on average (Zamirai et al. 2020, arXiv:2010.06192).
     """
 
     betas: tuple[float, float]
@@ -265,7 +264,7 @@ class LowMemoryAdamW:
     ) -> Tensor:
         """Return `x`, a chunk of the weight `w`, after an AdamW step with its gradient `g`.
 
-        `stored` has the chunk's two moments, as codes if `scales` has tensors, else in float32. Both lists are updated in place.
+        `stored` has the chunk's two moments: codes if `scales` has tensors, else float32. Updates both lists' tensors in place.
         """
         beta1, beta2 = self.betas
         moments = [m if s is None else decode(_blocks(m), s, i == 0).view(-1)[: len(x)]
@@ -305,7 +304,7 @@ def _has_kernel(w: AdamWWeight) -> bool:
 def _tables() -> tuple[Tensor, ...]:
     """Return six lookup tables for the C++ kernel: three for the signed first moment, then three for the unsigned second moment.
 
-    They are `levels`, `middles`, and the lowest level to which the numbers of each cell (a small interval) are rounded.
+    They are `levels`, `middles`, and for each cell (a small interval) the lowest level to which a number in it is rounded.
     """
     # A cell is the interval of floats with the same upper 16 bits, from 2^-24 to 1. There is no middle below 2^-24.
     edges = ((torch.arange((24 << 7) + 2) + (103 << 7)) << 16).to(torch.int32).view(torch.float32)

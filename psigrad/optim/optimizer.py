@@ -1,8 +1,7 @@
 """The optimiser step: sum the gradients of all micro-batches, check and clip their norm, and apply an update rule to the weights.
 
-Rules are in `rules.py`, `low_memory.py` and `flat_rules.py`. For a half-precision weight, the rule updates a float32 copy, the
-master. Without it, a bfloat16 weight would lose all updates below 1/256 of its value. At the learning rates of fine-tuning, most
-updates are smaller than that.
+Rules are in `rules.py`, `low_memory.py` and `flat_rules.py`. A half-precision weight usually has a float32 copy, its master,
+which the rule updates. Without it, a bfloat16 weight would lose all updates below 1/512 of its value, thus most in fine-tuning.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class NonFiniteError(UserError):
 
 @dataclass(eq=False)
 class Weight:
-    """A trainable parameter, its float32 master if it is in half precision, and its update rule with the rule's state."""
+    """A trainable parameter with its update rule and the rule's state. In half precision, it can also have a float32 master."""
 
     name: str
     parameter: nn.Parameter
@@ -77,7 +76,7 @@ class Weight:
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradient that the next step applies: `master.grad`, or `local.grad` if that is None."""
+        """The gradient that the next step applies: `master.grad`, or if it is None, `local.grad`."""
         return self.local.grad if self.master.grad is None else self.master.grad
 
     def tensors(self) -> dict[str, Tensor]:
@@ -105,9 +104,9 @@ class Weight:
 class Optimizer:
     """The optimiser of named parameters. Its update rule is `rule`, or by default the one that the setting `optimizer` names.
 
-    Only matrices have weight decay. `seed` is for stochastic rounding. With `recompute`, one process and only `by_rows` rules, a
-    large LM head's gradient is not stored. It is computed twice, block by block: for the norm and the update. Gradients are
-    summed over the processes of `world`. `reduces(on)` switches FSDP's gradient reduction, which is on only in the last pass.
+    Only matrices have weight decay. Gradients are summed over the processes of `world`. `seed` is for stochastic rounding. With
+    `recompute`, a large LM head's gradient is not stored, but computed twice, block by block: for the norm and for the update.
+    This needs one process and `by_rows` rules. `reduces` switches FSDP's gradient reduction on (True) or off.
     """
 
     def __init__(
@@ -163,7 +162,7 @@ class Optimizer:
     def float32_sums(self) -> Iterator[None]:
         """Inside this context, sum the gradients of half-precision weights in float32, in the `.grad` of their masters.
 
-        A sum of 1,000 micro-batches in bfloat16 has an error of 3 %.
+        In bfloat16, a sum over 1,000 micro-batches has an error of 3 %.
         """
         handles = []
         for w in self._half:
@@ -185,7 +184,7 @@ class Optimizer:
     def finish_backward(self) -> None:
         """Complete the gradient sums after a step's last backward pass.
 
-        If a half-precision weight has a float32 sum, add its remaining half-precision gradient to it, in the master's `.grad`.
+        If a part of a half-precision weight's gradient was summed in float32, add up all parts in the `.grad` of the master.
         """
         self.sums.finish()
         for w in self._half:
@@ -203,7 +202,7 @@ class Optimizer:
     def norm(self, read: Read = to_list) -> float:
         """Put each gradient where the update reads it, and return the norm of all gradients, which `read` copies to the CPU.
 
-        A half-precision gradient is copied to the master in float32, unless kernels update the weight or it has no master.
+        If a half-precision weight has a master and no kernels, its gradient is copied to the master in float32.
         """
         for w in self._sharded:
             w.local.grad = None if w.parameter.grad is None else local_of(w.parameter.grad)
@@ -232,7 +231,7 @@ class Optimizer:
 
     @torch.no_grad()
     def apply(self, norm: float, lr: float) -> None:
-        """Update the weights with the learning rate `lr`. Clip the gradient, which has the norm `norm`, to `max_grad_norm`."""
+        """Clip the gradient, whose norm is `norm`, to `max_grad_norm`, and update the weights with the learning rate `lr`."""
         self.updates += 1
         step, decay = StepSize(lr, norm, self.optim.max_grad_norm), self.optim.weight_decay
         changed: list[Tensor] = []
@@ -343,7 +342,7 @@ def _weight(name: str, parameter: nn.Parameter, optim: Optim, rule: UpdateRule |
 
 
 def _rule(name: str, p: Tensor, optim: Optim, stochastic: bool, remainder: bool, seed: int) -> UpdateRule:
-    """Return a parameter's update rule. `p` is its `Weight.master`: a placeholder with `stochastic` rounding or a `remainder`."""
+    """Return a parameter's update rule. `p` is its `Weight.master`, of which only the shape is used."""
     betas, eight_bits = (optim.adam_beta1, optim.adam_beta2), optim.optimizer == "adamw_8bit"
     if optim.optimizer == "adafactor":
         return Adafactor()
@@ -380,7 +379,7 @@ def add_up(optimizers: Sequence[Optimizer], losses: Losses) -> None:
     """Compute the gradient of the sum of the losses (one function per micro-batch) for all parameters of the optimisers.
 
     Previous gradients are dropped. If a process runs out of memory and the weights are not sharded, all processes raise
-    `PassOutOfMemoryError`. With sharded weights, only this process raises an error (PyTorch's); the others wait until stopped.
+    `PassOutOfMemoryError`. If the weights are sharded, that process raises PyTorch's error, and the others wait until stopped.
     """
     failed: Exception | None = None
     world = optimizers[0].world
@@ -417,7 +416,7 @@ def apply_together(rates: Sequence[tuple[Optimizer, float]], read: Read = to_lis
     """Update the weights of several optimisers, given as (optimiser, learning rate). Each clips its own gradient norm.
 
     Return the norms before clipping, which `read` copies to the CPU. If one is not finite, no weight changes, and the first
-    optimiser's count `nonfinite` grows by 1.
+    optimiser's `nonfinite` grows by 1.
     """
     norms = [optimizer.norm(read) for optimizer, _ in rates]
     if not all(map(math.isfinite, norms)):

@@ -80,7 +80,7 @@ class AdamW:
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101). It calls the function that `torch.optim.AdamW(fused=True)` calls.
 
     PyTorch's class is not used, for two reasons. Its first step imports torch's compiler, which takes a second and 60 MB. It also
-    allocates the moments only in that step. With a large vocabulary, the heap is then fragmented, and takes 10 % more memory.
+    allocates the moments in that step. With a large vocabulary, this fragments the heap, which then takes 10 % more memory.
     """
 
     betas: tuple[float, float]
@@ -150,7 +150,7 @@ def is_hidden_matrix(name: str, p: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Muon:
-    """Muon for hidden matrices (Jordan 2024; Liu et al. 2025, arXiv:2502.16982). It calls the function of `torch.optim.Muon`.
+    """Muon for hidden matrices (Jordan 2024; Liu et al. 2025, arXiv:2502.16982). It calls torch's function `muon`.
 
     Formula: B ← μB + (1 − μ)g;  W ← W − lr·λ·W − 0.2·lr·√max(n, m) · NS((1 − μ)g + μB), for a matrix W [n, m] with gradient g,
     momentum B, weight decay λ and μ = 0.95. The Newton–Schulz iteration NS makes all singular values about 1. The factor
@@ -185,9 +185,9 @@ class Muon:
 
 @dataclass(frozen=True)
 class Adafactor:
-    """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235) with the run's learning rate, bit for bit as in transformers' `Trainer`.
+    """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), bit for bit as in transformers' `Trainer`.
 
-    For a matrix it stores only R and C, the mean squares of the gradient's rows and columns.
+    For a matrix, it stores only R and C: running means of the squared gradient in each row and each column.
     Formula: R ← β·R + (1 − β)·mean_cols(g² + 10⁻³⁰),  C likewise with mean_rows, β = 1 − t^−0.8;  u = g / √(R·Cᵀ / mean(R));
              θ ← θ − lr·λ·θ − lr · u / max(1, rms(u)), in step t with gradient g and weight decay λ
     """
@@ -226,8 +226,8 @@ class Adafactor:
 def learning_rate(optim: Optim, step: int, total: int) -> float:
     """Return the learning rate of step `step` (from 0) of `total`: linear warm-up, then the decay of `lr_scheduler_type`.
 
-    The rates are those of transformers' schedule with `total` + 1 steps, of which `warmup_steps` + 1 are warm-up. The first of
-    these steps is skipped, because its rate is 0. `cosine_warmup_with_min_lr` starts above 0 and has no such extra step.
+    The rates are those of transformers' schedule with one more warm-up step. The first step of that schedule is skipped, because
+    its rate is 0. The exception is `cosine_warmup_with_min_lr`, which starts above 0: no step is added or skipped.
     """
     if step < optim.warmup_steps and optim.lr_scheduler_type not in _OWN_WARM_UP:
         return optim.learning_rate * (step + 1) / (optim.warmup_steps + 1)

@@ -45,8 +45,8 @@ def check(processes: int) -> None:
 def run(processes: int, arguments: Sequence[str]) -> int:
     """Run `psigrad` with `arguments` as ranks 0 … processes - 1 of this machine. Return the exit status of the run.
 
-    Rank 0 uses the terminal. If a process fails, the others have `GRACE` seconds to end, and are then killed. The last output of
-    the failed process is printed, unless it is rank 0. SIGTERM, SIGHUP and Ctrl-C reach all processes.
+    Only rank 0 uses the terminal. If a process fails, the others have `GRACE` seconds to end, and are then killed. If a rank
+    other than 0 caused the failure, its last output is printed. SIGTERM, SIGHUP and Ctrl-C reach all processes.
     """
     with tempfile.TemporaryDirectory(prefix="psigrad-") as folder:
         ranks = [_Rank(rank, processes, folder, arguments) for rank in range(processes)]
@@ -63,7 +63,7 @@ def run(processes: int, arguments: Sequence[str]) -> int:
 
 
 class _Rank:
-    """One of the started processes. Except for rank 0, the end of its stderr is stored for error messages."""
+    """One of the started processes. If it is not rank 0, the end of its stderr is stored for error messages."""
 
     def __init__(self, rank: int, size: int, folder: str, arguments: Sequence[str]) -> None:
         self.rank, self.words = rank, b""

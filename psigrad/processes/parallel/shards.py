@@ -1,7 +1,7 @@
 """Sharded tensors (DTensors): access to this process's rows, and safetensors files with the rows of all processes.
 
-The files have the Hugging Face format of torch.distributed.checkpoint, without pickle. Any number of processes can read them.
-`read` also accepts a plain model.safetensors.
+torch.distributed.checkpoint writes the files, in its Hugging Face format. Any number of processes can read them. `read` also
+accepts a plain model.safetensors.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) -> Non
 
 
 def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the tensors, sharded or not, from the safetensors files in `folder`. Raise `UserError` if the files do not fit."""
+    """Fill the tensors, sharded or not, from the safetensors files in `folder`. Raise `UserError` if they do not match."""
     dcp = _checkpoints()
     state = {name: tensor.detach() for name, tensor in tensors.items()}
     try:

@@ -39,10 +39,10 @@ class RankLost(UserError):
 
 
 class Division(NamedTuple):
-    """The groups into which the processes are divided, as three numbers. A number above 1 needs a sharded model (fsdp).
+    """The division of the processes into groups. A number above 1 needs a sharded model (fsdp).
 
     `replicate` is the number of full copies of the model. `tensor` is the number of processes that compute a layer together
-    (tensor parallelism). `context` is the number of processes that share the tokens of a row (context parallelism).
+    (tensor parallelism). `context` is the number of processes that share the tokens of a sequence (context parallelism).
     """
 
     replicate: int = 1
@@ -172,8 +172,8 @@ def convert_errors() -> Iterator[None]:
 def silent_ranks(store: Any, rank: int, size: int, seconds: float) -> list[int]:
     """Return the ranks that have ended or are stuck: those that do not report to the `store` within `seconds`.
 
-    All ranks that lost contact with another rank must call this function. It first reports this rank to the store. If the store
-    does not answer, rank 0 counts as lost, because the store is on its machine: return [0], or [] if this process is rank 0.
+    Each rank that lost contact with another rank must call this function, which first reports the calling rank to the store. The
+    store is on the machine of rank 0. If the store does not answer, return [0], or [] if the calling rank is 0 itself.
     """
     try:
         store.set_timeout(timedelta(seconds=seconds))
@@ -197,9 +197,9 @@ def _store() -> Any:
 def join_world(
     *, device: str = "cpu", lockstep: bool = False, minutes: float = 30.0, division: Division | None = None
 ) -> Iterator[World]:
-    """Yield the `World` of this process, which the environment variables RANK and WORLD_SIZE define.
+    """Yield the `World` of this process. The environment variables RANK and WORLD_SIZE give its rank and size.
 
-    `psigrad … --processes N`, torchrun and Ray Train set these. Without them, there is one process. Sharding needs `lockstep`.
+    `psigrad … --processes N`, torchrun and Ray Train set them. Otherwise there is one process. A sharded model needs `lockstep`.
     Calls to the `World` fail after `minutes` minutes without an answer. Raise `UserError` if WORLD_SIZE does not fit `division`.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -274,7 +274,7 @@ def check_equal(world: World, values: Mapping[str, str]) -> None:
 def sum_figures(world: World, figures: Mapping[str, float]) -> dict[str, float]:
     """Return each figure's sum over the processes that have it. The result is bitwise the same on all processes.
 
-    Of the processes that compute a micro-batch together (a team), only the first counts.
+    Processes that compute a micro-batch together count as one.
     """
     each = world.all_gather(dict(figures))[:: world.division.team]
     names = dict.fromkeys(name for own in each for name in own)
@@ -289,8 +289,8 @@ def num_teams(world: World) -> int:
 def shard(world: World, parts: Sequence[T], rank: int | None = None) -> list[tuple[T, float]]:
     """Return [(part, weight), …] for the parts of a step that this process, or the process `rank`, computes.
 
-    A process computes every `num_teams(world)`-th part, with weight 1. With `world.lockstep`, all processes need the same number
-    of passes. So a process that has one part fewer also gets the first part, with weight 0.
+    A process computes every `num_teams(world)`-th part, with weight 1. With `world.lockstep`, all processes must compute the same
+    number of parts. So a process that would have one part fewer also gets `parts[0]`, with weight 0.
     """
     shares = num_teams(world)
     own = [(part, 1.0) for part in parts[(world.rank if rank is None else rank) // world.division.team :: shares]]
@@ -308,11 +308,11 @@ def map_shared(world: World, parts: Sequence[P], of: Callable[[P], T]) -> list[T
 
 
 def sum_gradients(world: World, parameters: Sequence[Tensor], failed: bool = False) -> bool:
-    """Replace each parameter's gradient by its sum over the ranks, computed in at least float32. Return False on success.
+    """Replace each parameter's gradient by its sum over the ranks, computed in at least float32, and return False.
 
-    If one of several ranks passes `failed`, sum nothing, and return True on all of them. For a single process, do nothing and
-    return False. If no rank has a gradient for a parameter, the gradient stays None, so that the optimiser does not decay the
-    parameter. If only some ranks have one, it counts as 0 on the others. Small gradients are sent together in one message.
+    If one of several ranks passes `failed`, sum nothing, and return True on all of them. If no rank has a gradient for a
+    parameter, the gradient stays None, so that the optimiser does not decay the parameter. If only some ranks have a gradient,
+    those without one count as 0. Small gradients are sent together in one message.
     """
     if world.size == 1 or not parameters:
         return False
