@@ -102,8 +102,8 @@ def parse_plain(usage: str, arguments: Sequence[str], defaults: Mapping[str, Any
     """Parse the arguments of a command that has no settings class. Each name in `defaults` has a flag. Return {name: value}.
 
     `usage` is the command with its positional arguments, such as "report RUN [RUN ...]"; "names" is the list of their values. A
-    flag whose default is a tuple takes several values. Help prints the lines of `about`, except those such as "--seed: seed of
-    the data", which are the flags' help texts. Raises `UserError` for an unknown flag and for too few or too many arguments.
+    flag whose default is a tuple takes several values. Lines of `about` such as "--seed: seed of the data" are the flags' help
+    texts; help starts with the other lines. Raises `UserError` for an unknown flag and for too few or too many arguments.
     """
     lines = about.splitlines()
     texts = dict(line.split(": ", 1) for line in lines if line.startswith("--"))

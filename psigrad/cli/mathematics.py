@@ -54,8 +54,8 @@ def explain(arguments: list[str]) -> int:
     for name in (str(method["preset"]) for method in methods):
         if ":" not in name and name not in (known := {*list_declarations(), *texts()}):
             raise UserError(
-                f"{name} is neither a method nor a warning; `psigrad --all` lists the methods, docs/debugging.md lists the "
-                f"warnings{nearest(name, known) or '.'}"
+                f"{name} is neither a method nor a warning; `psigrad --all` lists the methods, and docs/debugging.md lists "
+                f"the warnings{nearest(name, known) or '.'}"
             )
     print(algorithms.explain(methods[0], *methods[1:]))
     if methods[0]["preset"] in METHODS:

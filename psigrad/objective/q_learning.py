@@ -1,4 +1,4 @@
-"""The target and loss of deep Q-learning. `back_up` reads only the target network, so its result is valid until that changes."""
+"""The target and loss of deep Q-learning. The result of `back_up` stays valid until the target network changes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def q_loss(q: Tensor, action: Tensor, target: Tensor) -> Tensor:
 
 
 def shares(action: Tensor, actions: int, size: int) -> Tensor:
-    """Return weights [M, A] for `q_slope`: 1 / `size` at the taken action, else 0. The M rows are batches of `size` rows each."""
+    """Return weights [M, A] for `q_slope`: 1 / `size` at the taken action, else 0. The M rows form batches of `size` rows."""
     return one_hot(action, actions).float().div_(size)
 
 
@@ -58,5 +58,5 @@ def polyak(target: Tensor, source: Tensor, tau: float) -> None:
 
 
 def linear_epsilon(progress: float, fraction: float, first: float, last: float) -> float:
-    """Return ε at `progress` (0 to 1) in a run. It moves linearly from `first` to `last`, is there at `fraction`, and stays."""
+    """Return ε at `progress` (0 to 1) in a run. It moves linearly from `first`, reaches `last` at `fraction`, and stays there."""
     return last if progress >= fraction else first + (last - first) * progress / fraction

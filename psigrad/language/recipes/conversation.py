@@ -35,8 +35,8 @@ OWN_ROWS = 2000
 def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Journal | None = None) -> Iterator[Player | None]:
     """Yield the `Player` for the environment, tools or agent of the settings. Yield None if each completion is a single turn.
 
-    psigrad's own games run in this process. A user's environments and tools run in worker processes. With
-    `placement.environment_actors` above 0, they all run on a cluster. The tokenizer determines how tool calls are parsed.
+    With `placement.environment_actors` above 0, the environments run on a cluster. Otherwise, psigrad's own games run in this
+    process, and all others in worker processes. The tokenizer determines how tool calls are parsed.
     """
     given = [name for name in ("environment", "tools", "agent", "agent_command") if getattr(config, name)]
     if len(given) > 1:

@@ -213,9 +213,9 @@ def _choose(
     trajectories: list[Trajectory],
     rows: Sequence[Row],
 ) -> Report:
-    """Return the report. With `best_of`, it has only each prompt's best completion; otherwise, it has all of them and `figures`.
+    """Return the report on all completions or, with `best_of`, on each prompt's completion with the highest reward.
 
-    The best completion has the highest reward. If `config` sets a held-out metric, the best completions are scored by it too.
+    `figures` are those of all completions. With `best_of`, a held-out metric of `config` scores the kept completions too.
     """
     if not isinstance(config, EvalConfig) or config.best_of == 1:
         return Report(figures, trajectories, rows)

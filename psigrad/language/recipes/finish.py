@@ -47,7 +47,8 @@ def optimizer_of(model: LanguageModel | ScalarModel, config: Config, world: Worl
     towers = tower_names(model.network) if model.vision is not None else ()
     if frozen := [name for name in towers if name.rpartition(".")[2] not in config.model.trained_towers]:
         print_once(
-            f"{', '.join(frozen)} of {config.model.path} are frozen; to train one, give --trained-towers its name's last part."
+            f"{', '.join(frozen)} of {config.model.path} are frozen; to train one, pass the last part of its name "
+            "to --trained-towers."
         )
     recompute = config.model.gradient_checkpointing
     root: Any = model.shard_root
@@ -92,7 +93,7 @@ def sampler_of(
 ) -> Iterator[Sampler]:
     """Yield the sampler that the settings name, on a cluster or on this machine.
 
-    On this machine, only vLLM without top_p, top_k and min_p reads the shards of a sharded model; other samplers get a full copy.
+    On this machine, vLLM without top_p, top_k and min_p reads a sharded model's shards. Otherwise, the sampler gets a full copy.
     `longest` is the maximum number of tokens in a prompt plus its completion; 0 means the model's limit.
     """
     if config.placement.cluster and journal is not None:
@@ -135,7 +136,7 @@ def generated_of(
 def note_rows(
     config: Config, model: LanguageModel | ScalarModel, rows: Sequence[Row], journal: Journal, checkpoint: Path | None
 ) -> None:
-    """Write the event `first_rows` for `psigrad studio`: some rows as the model reads them. Do nothing with a `checkpoint`."""
+    """If no `checkpoint` is resumed, write the event `first_rows` for `psigrad studio`: some rows as the model reads them."""
     separator = config.step_separator if isinstance(config, RewardConfig) else "\n"
     if checkpoint is None:
         journal.folder.event("first_rows", rows=first_rows(model.tokenizer, rows, separator))

@@ -1,4 +1,4 @@
-"""Checkpoints of a language model's run: weights, optimisers and the state, saved and restored bitwise."""
+"""Checkpoints of a language model's run: weights, optimisers and the training state, saved and restored bitwise."""
 
 from __future__ import annotations
 
@@ -76,8 +76,7 @@ def commit(root: Path, step: int, write: Write, world: World, meta: Mapping[str,
 def stage(state: State, learners: Learners, world: World, *, copies: bool) -> Write:
     """Return a function that writes a checkpoint of the current state.
 
-    With `copies`, everything that training changes is copied to host memory, so the function can run while steps continue. Raises
-    `NonFiniteError` if a weight is not finite.
+    With `copies`, the values are copied now, so that training can continue. Raises `NonFiniteError` if a weight is not finite.
     """
     for learner in learners:
         if isinstance(learner, Follower):
