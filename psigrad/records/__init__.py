@@ -1,1 +1,1 @@
-"""The files of a run, such as metrics and checkpoints: how they are written and read. Also warnings and reports on them."""
+"""Writing and reading the files of a run, such as metrics and checkpoints; warnings and reports about the run."""

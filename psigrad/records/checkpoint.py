@@ -1,7 +1,7 @@
 """Checkpoints that are either complete or absent.
 
 A save writes a temporary folder, fsyncs every file, writes `manifest.json` (sizes and SHA-256) last, renames the folder, and
-fsyncs the parent. There is no file that names the latest checkpoint: it is the newest one whose files match its manifest.
+fsyncs the parent. The latest checkpoint is the newest one whose files match its manifest; no file names it.
 Nothing is ever unpickled. The lock of the run folder ensures that only one process saves checkpoints in it.
 """
 
@@ -189,7 +189,7 @@ def _traces(path: Path, files: Mapping[str, Any]) -> list[Any]:
 def verify(path: Path, rank: int = 0, size: int = 1) -> dict[str, Any]:
     """Return the manifest of a checkpoint. Raise `CheckpointError` naming the first file that is changed, missing or extra.
 
-    If `size` is above 1, each of so many processes hashes a share of the files. If none raises an error, each must call `trust`.
+    If `size` is above 1, hash only the share of process `rank`. When no process has raised an error, each must call `trust`.
     """
     manifest = read_manifest(path)
     check_format(path, manifest)
@@ -285,9 +285,9 @@ def latest(root: Path | Sequence[Path], limit: int | None = None, check: Callabl
 
 
 def prune(root: Path, keep: int, spare: int = 0) -> None:
-    """Delete old checkpoints and the leftovers of interrupted saves. Keep the newest `keep` checkpoints and that of step `spare`.
+    """Delete the leftovers of interrupted saves, and old checkpoints. Keep the checkpoint of step `spare`, unless `spare` is 0.
 
-    Count from the newest intact checkpoint; newer, damaged ones are kept too, for inspection. With `spare` 0, spare no step.
+    Also keep the newest intact checkpoint, the `keep` - 1 before it, and damaged ones after it, so that you can inspect them.
     """
     newest = latest(root).path
     if newest is not None:

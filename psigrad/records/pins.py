@@ -71,7 +71,7 @@ def check_settings(
 ) -> list[Change]:
     """Return the changes of settings from `before` to `now` in a resumed run. Raise `UserError` for one that is not permitted.
 
-    Some fields of the class `settings` are marked. A change of one marked `FREE` is ignored, of one marked `RECORDED` permitted.
+    Changes of fields that the class `settings` marks as `FREE` are ignored, and those of `RECORDED` fields are permitted.
     `run.allow` permits others, and `run.extend` a longer run. A setting that is missing in `before` counts as its default.
     """
     old, new, default = (

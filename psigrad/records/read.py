@@ -145,7 +145,7 @@ def auto_class(model: Path) -> str:
 def show_number(value: Any) -> str:
     """Format a number for display; return "–" for a value that is not a number.
 
-    Round a float to an integer from 1000 to 1e7 in size, otherwise to four significant digits. Below 1e-12 in size, show 0.
+    By magnitude, round a float below 1e-12 to 0, one from 1000 to 1e7 to an integer, and any other to four significant digits.
     """
     if type(value) is int and abs(value) < 10**15:
         return f"{value:,}"
@@ -179,7 +179,7 @@ def clip(value: Any, limit: int = TEXT_LIMIT) -> str:
 
 
 def load_all(folders: Sequence[str | Path]) -> list[RunData]:
-    """Return the runs in `folders`. Each is named by the last parts of its path, as few as make all names differ."""
+    """Return the runs in `folders`. Name each by the last part of its path, or by more parts if two names would be equal."""
     runs = [load(folder) for folder in folders]
     parts = [run.path.resolve().parts for run in runs]
     for depth in range(1, max(map(len, parts), default=0) + 1):

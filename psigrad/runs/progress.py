@@ -127,9 +127,8 @@ def bar(
 ) -> Iterator[Advance]:
     """Draw a progress bar from `done` to `total` while the block runs, and yield the function that advances it.
 
-    Draw nothing unless `enabled`. If standard output is neither a terminal nor a notebook, but a log file for example, print
-    lines instead, or nothing if `every` is 0. The function prints a line when it reaches the total, and when `every` calls or
-    `SILENCE` seconds have passed since the last line.
+    Draw nothing unless `enabled`. If standard output is a log file or a pipe, print lines instead: one at the total, and one
+    whenever `every` calls or `SILENCE` seconds have passed since the last line. If `every` is 0, print none.
     """
     if not enabled:
         yield lambda count=1, note="": None

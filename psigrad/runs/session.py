@@ -116,8 +116,8 @@ def new_folder(recipe: str) -> Path:
 def load_finished(config: Any, journal: Journal, run_pins: Mapping[str, str]) -> Result | None:
     """If the run is already finished, print that nothing was done, and return its result. Otherwise return None.
 
-    `run_pins` is {name in `pins.PINS`: current value, such as a hash}. If the run is finished, raise `UserError` for a value that
-    has changed since then, unless `run.allow` permits the change. Otherwise keep the pins, which `note_end` stores later.
+    `run_pins` is {name in `pins.PINS`: current value, such as a hash}. For a finished run, raise `UserError` if a value has
+    changed since it finished, unless `run.allow` permits it. For any other run, keep `run_pins` in the journal for `note_end`.
     """
     folder = journal.folder.path
     if not journal.folder.finished:
@@ -136,7 +136,7 @@ def load_finished(config: Any, journal: Journal, run_pins: Mapping[str, str]) ->
 
 
 def newest_checkpoint(journal: Journal) -> Path | None:
-    """Return the newest intact checkpoint, or None. Remove the rows of later steps from the run folder."""
+    """Return the newest intact checkpoint, or None. Remove the rows of steps after it from the run folder."""
     found = _verify_together(journal.world, journal.folder.checkpoints)
     for line in found.ignored:
         journal.folder.event("checkpoint_ignored", reason=line)
@@ -199,7 +199,7 @@ def note_start(run: Run, journal: Journal, checkpoint: Path | None, step: int, p
 def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: Mapping[str, str]) -> None:
     """Raise `UserError` if a pin, such as the data's hash, differs between `manifest` and `pinned`, unless `run.allow` names it.
 
-    Other versions of libraries and another number of ranks (and so of threads) are always permitted. Record every difference.
+    Library versions and the number of ranks may always differ, and if the ranks do, the threads may too. Record such differences.
     """
     if manifest.get("ranks", "1") != pinned.get("ranks", "1"):
         # sharing the work among more or fewer processes implies other rounding
@@ -213,7 +213,7 @@ def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: 
 
 
 def evaluations(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (metrics of the first evaluation, metrics of the final model), both with "step"; ({}, {}) without evaluations."""
+    """Return the metrics of the first evaluation and of the final model, each with its "step"; ({}, {}) if there are none."""
     kept = find_best_step([last_event(folder / "events.jsonl", *KEEPS)])
     rows = merge_by_step(row for row in read_steps(folder / "metrics.jsonl") if any(name.startswith("eval/") for name in row))
     ordered = [rows[step] for step in sorted(rows) if step <= kept]
