@@ -1,1 +1,1 @@
-"""The course of any run: its training loop, callbacks, checkpoints, stopping and resuming."""
+"""What runs of every kind share: the training loop, callbacks, the log, stopping, resuming and the result."""

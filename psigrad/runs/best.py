@@ -55,7 +55,7 @@ class Best(Callback):
         """Return (value, True if greater is better) of the metric by which evaluations are compared; NaN if `metrics` lacks it.
 
         The setting `metric_for_best_model` names the metric. If it is empty, the first evaluation's main metric (`headline`) is
-        used. After step 0, raise `UserError` if no evaluation so far has the metric, and it is named or `metrics` is empty.
+        used. After step 0, raise `UserError` if no evaluation so far has the named metric, or any figure if none is named.
         """
         name = self.figure or self.settings.metric_for_best_model
         found = comparison_figure(metrics, name, self.settings.greater_is_better)

@@ -84,7 +84,7 @@ class Control:
     check: Callable[[str, Any], tuple[str, Any]] = field(default=lambda name, value: (name, value), repr=False)
 
     def change(self, **settings: Any) -> None:
-        """Change settings from the next step on. A change made in `on_step_begin` already applies to the step that begins.
+        """Change settings from the next step on or, if called in `on_step_begin`, from the step that begins.
 
         Name a setting by its full dotted name or by the last part: `change(**{"algorithm.kl.coefficient": 0.1})`,
         `change(learning_rate=1e-6)`. Raise `UserError` for a setting that cannot be changed during a run.
@@ -246,7 +246,7 @@ class Callbacks:
         return change
 
     def _value_before(self, setting: str) -> Any:
-        """Return a setting's value before a change; None (unknown) at the first change of one in `algorithm` or `loss`."""
+        """Return a setting's value before a change. It is unknown (None) at the first change in `algorithm` or `loss`."""
         if setting in self.changed_values or setting.partition(".")[0] in PARTS:
             return self.changed_values.get(setting)
         return getattr(self.args, setting.rpartition(".")[2])
@@ -361,7 +361,7 @@ def _describe(error: Exception, asked: Sequence[str]) -> str:
 
 
 def collect_memory(callback: Any) -> Any:
-    """Return `callback.state_dict()`. If it has none, return the "attributes" of its `state()` (transformers), or else None."""
+    """Return `callback.state_dict()`, or else the "attributes" of `callback.state()` (transformers); None if both are missing."""
     if hasattr(callback, "state_dict"):
         return callback.state_dict()
     state = getattr(callback, "state", None)

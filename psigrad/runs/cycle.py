@@ -44,7 +44,7 @@ class Loop(Generic[S]):
 
 
 def cycle(loop: Loop[S], state: S, settings: Run, journal: Journal) -> S:
-    """Train from `state` to the loop's last step. Evaluate every `eval_steps` iterations, and save every `save_steps`.
+    """Train from `state` to the loop's last step. Evaluate every `eval_steps` and save every `save_steps` turns (`state.turns`).
 
     Callbacks receive every event, and their requests are carried out. All rows of a step are written before its checkpoint is
     saved, so a resumed run neither repeats nor loses rows.
@@ -86,10 +86,7 @@ class _Saves(Generic[S]):
         self.last_finite, self.last_updates, self.saved, self.saved_at = state, loop.updates(), state.step, time.monotonic()
 
     def due(self, state: S) -> bool:
-        """Return True if the settings require a checkpoint now.
-
-        Return False after a step with a NaN or infinite gradient, since such a step changes no weight.
-        """
+        """Return True if a checkpoint is due; never after a step with a NaN or infinite gradient, since it changes no weight."""
         minutes = _now(state, "save_minutes", self.settings.save_minutes)
         every = _now(state, "save_steps", self.settings.save_steps)
         spent = self.journal.world.broadcast(time.monotonic() - self.saved_at) if minutes else 0.0
@@ -126,8 +123,9 @@ class _Saves(Generic[S]):
         return state
 
     def step(self, state: S) -> Outcome[S]:
-        """Take and record one step. If it fails before it changes a weight, save the previous state, except with FSDP.
-        With FSDP, all processes would have to save together, but the others may not have failed. Raise the error in any case.
+        """Take and record one step. If it raises an error before it changes a weight, first save the previous state.
+
+        With FSDP, nothing is saved: all processes would have to save together, but perhaps only some have failed.
         """
         try:
             outcome = self.loop.step(state)

@@ -83,7 +83,7 @@ class WarningReporter:
         self._started = False
 
     def update(self, step: int, row: Mapping[str, Any]) -> None:
-        """Check a row of metrics and report new warnings. The first call of a resumed run first reads the rows before it."""
+        """Check a row of metrics and report new warnings. The first call also checks earlier rows, but does not report them."""
         if not self._started:
             self._started = True
             for before in read_steps(self._folder.path / "metrics.jsonl"):

@@ -66,8 +66,8 @@ class ModelObject:
     def save_start(self, folder: Path, world: World, allowed: bool) -> None:
         """In a new run, save the network's weights in `folder`. In a resumed run, compare the network with the model in `folder`.
 
-        Weights may differ if `allowed` is True, or if this process has already trained the network in this run; the network then
-        gets the saved weights. Any other difference, of weights or class, raises `UserError`. With fsdp, every call raises it.
+        Weights that differ are replaced by the saved ones if `allowed` is True, or if this process has already trained the
+        network in this run. Any other difference, of weights or class, raises `UserError`. With fsdp, every call raises it.
         """
         network = self.network
         assert network is not None
@@ -149,7 +149,7 @@ def digest_weights(digest: Any, named: Iterable[tuple[str, torch.Tensor]]) -> No
 
 
 def load_weights(network: PreTrainedModel, folder: Path) -> None:
-    """Load the weights of the model in `folder` into `network`, with any adapter merged in."""
+    """Load the weights of the model in `folder` into `network`. If `folder` has an adapter, merge it into its base first."""
     if is_adapter(folder):
         from peft import PeftModel
 

@@ -1,6 +1,6 @@
 """Sources of a model: a folder, the hub, a GGUF file, or a PEFT adapter, which is either trained further or merged into its base.
 
-GGUF files are converted to folders, and adapters are merged into new folders. The most recently used of these folders are cached.
+GGUF files are converted to folders, and adapters are merged into new folders. A cache keeps the most recently used folders.
 A folder's name is a hash of its source, so a source is converted again if it changes.
 """
 
@@ -122,7 +122,7 @@ def lora_of(settings: Model) -> Lora | None:
 
 
 def resolve_for_plan(settings: Model, *, local: bool = False) -> Model:
-    """Return `settings` for the memory planner. If an adapter is trained further, they name its base and its LoRA settings.
+    """Return `settings` for the memory planner, with the base and the LoRA settings of an adapter that is trained further.
 
     GGUF files are converted to folders, and other adapters are merged. With `local`, use only earlier downloads from the hub.
     """
@@ -148,7 +148,7 @@ def end_tokens(tokenizer: Any) -> list[int]:
 
 
 def write_end_tokens(folder: Path, tokenizer: Any, known: Sequence[int] = ()) -> None:
-    """If `folder` has a generation_config.json, add the tokenizer's `end_tokens` and a GGUF file's stop tokens `known`.
+    """If `folder` has a generation_config.json, add the tokenizer's `end_tokens` and the stop tokens `known` to it.
 
     `generate` and servers read this file. They then stop the completions of a saved model at the same tokens as the run.
     """
@@ -203,8 +203,8 @@ def _check_base(base: str, adapter: str) -> None:
 def check_exists(settings: Model, run: str) -> None:
     """Raise `UserError` if the model in `settings` does not exist. `run` is the run folder, which may not exist yet.
 
-    If the run folder has a run of another model, a hub model is looked up here; without that, a misspelt name would be reported
-    as a changed setting. In all other cases, a hub model is not looked up, since loading reports it if it is missing.
+    A hub model is looked up only if the run folder has a run of another model: a misspelt name would otherwise be reported as a
+    changed setting. In all other cases, loading reports a missing hub model.
     """
     from transformers.utils import cached_file
 
@@ -305,7 +305,7 @@ def convert_to_folder(path: str) -> str:
 
 
 def _folder_of(settings: Model) -> str:
-    """Return a folder or hub name that can be loaded. With quantize_base=gguf, the folder links to the GGUF file's weights."""
+    """Return a folder or hub name that can be loaded. With quantize_base=gguf, return a folder with a link to the GGUF file."""
     return str(_without_weights(settings.path)) if settings.quantize_base == "gguf" else convert_to_folder(settings.path)
 
 
@@ -397,7 +397,7 @@ def _convert_gguf(file: Path, folder: Path) -> None:
 
 
 def _convert_tokenizer(file: Path, folder: Path) -> None:
-    """Write the configuration and tokenizer of a GGUF file to `folder`, in transformers' format. Do not convert its weights."""
+    """Write the configuration and tokenizer of a GGUF file, but not its weights, to `folder` in transformers' format."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     config: Any = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)

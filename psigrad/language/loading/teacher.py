@@ -101,7 +101,7 @@ class Teacher:
         """Store a batch's text pieces for `add_kl`. `ends`, `theirs` and `logp` have the shape [N, T].
 
         `ends` is True at the last token of each piece, where `theirs` is the teacher's log-prob of the piece. `logp` is the
-        policy's log-prob of each token. It gives each completion's baseline: the mean KL of the other completions' pieces.
+        policy's log-prob of each token, used for each completion's baseline: the mean KL of the other completions' pieces.
         """
         d = torch.where(ends, span_kl(logp, ends, theirs), 0.0).sum(1)
         count = ends.sum(1)
