@@ -68,7 +68,7 @@ class Batch:
     reward: Tensor
     """[N, T] reward of each step."""
     logp_old: Tensor
-    """[N, T] log-probability of each step under the policy that collected the batch."""
+    """[N, T] log-probability of each step under π_old, the policy before the batch's updates."""
     group: Tensor
     """[N] int64: rows with the same number answer the same prompt (or start from the same state)."""
     inputs: Any = None

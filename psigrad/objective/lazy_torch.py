@@ -1,7 +1,7 @@
 """Import torch on first use, not at the start: the import takes seconds, and help texts and settings do not need torch.
 
-Modules needed for help texts and settings write `from psigrad.objective.lazy_torch import Tensor, torch`, not `import torch`.
-The placeholder is not in `sys.modules`, so `import torch` works as usual elsewhere.
+A module that help texts or settings import writes `from psigrad.objective.lazy_torch import Tensor, torch`, not `import torch`.
+This `torch` is a placeholder. It is not in `sys.modules`, so `import torch` works as usual elsewhere.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The psi slot: Batch -> advantage A [N,T], the factor of grad log π(a_t|s_t), for N trajectories of at most T steps.
 
-An advantage never carries gradient. A psi that reads more than rewards declares it in `needs`: "value" (a critic's values),
+An advantage never carries gradient. A psi lists in `needs` all that it needs besides rewards: "value" (a critic's values),
 "action_value" (the values of a critic of actions), "group" (several trajectories per group) or "parts" (the output of each
-reward function, in the batch's `parts`). A custom psi is any function Batch -> Tensor [N,T].
+reward function, in the batch's `parts`). A custom psi can be any function Batch -> Tensor [N,T].
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def ones(batch: Batch) -> Tensor:
 
 
 def no_reward(batch: Batch) -> Tensor:
-    """An advantage of 0 for every step. Rewards are ignored, and the policy learns only from the KL to a reference: the teacher.
+    """An advantage of 0 for every step. The policy ignores rewards and learns only from the KL to the reference, its teacher.
 
     Formula: A_t = 0
 
@@ -393,7 +393,7 @@ class length_gae:
 
     alpha: float = 0.05
     """α: the weights λ^l sum to α·|y|. The default is the paper's value. Trajectories of at most 1/α steps get λ = 0, so use a
-    larger α for short trajectories, such as 2.
+    larger α, such as 2, for short trajectories.
     """
     gamma: float = 1.0
     """Discount per chosen step."""
@@ -430,8 +430,8 @@ class whitened:
     def __post_init__(self) -> None:
         if isinstance(self.psi, StatefulPsi):
             raise ValueError(
-                f"whitened got {type(self.psi).__name__}, which has a state from earlier batches; expected a psi without a "
-                "state. Whitening already subtracts the batch's mean, so whiten total_return instead."
+                f"whitened cannot wrap {type(self.psi).__name__}, which has a state from earlier batches; wrap a psi without a "
+                "state, such as total_return. Whitening subtracts the batch's mean, so no other baseline is needed."
             )
 
     @property

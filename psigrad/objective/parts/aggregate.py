@@ -4,9 +4,9 @@ aggregate: (mask [N,T], totals) -> weights [N,T]; the loss is Σ weights · per-
 of the whole optimiser step, so the gradient is the same for any number of micro-batches. Weights are float64; `loss` casts them.
 
 keep: Batch -> bool [N], the trajectories that are trained on, or bool [N,T], the steps that the surrogate sees. Filters run after
-the advantages are computed, and read the rewards without a KL penalty. Dropped rows count in no total. Dropped steps count in the
-totals and in the KL term, as in the filters' papers: the more steps are dropped, the smaller the surrogate's loss. A filter whose
-`needs` contains "advantage" also receives the advantage [N,T]. If it contains "entropy", the filter reads the batch's `entropy`.
+the advantages are computed, and read the rewards without a KL penalty. A dropped trajectory counts in no total. A dropped step
+still counts in the totals and in the KL term, as in the filters' papers, so it makes the surrogate's loss smaller. A filter with
+"advantage" in its `needs` is also passed the advantage [N,T]. A filter with "entropy" in its `needs` reads the batch's `entropy`.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def has_signal(batch: Batch) -> Tensor:
     Formula: keep i  ⇔  min(M) < max(M) in the group of i
              M_i is the return of trajectory i without soft_overlong or, with `--filter-metric NAME`, the value of that reward
 
-    The values themselves are compared, since rounding makes the standard deviation of eight rewards of 0.1 greater than 0. Let M
-    be correctness, as in the paper. With a length penalty in M, a group of right answers is kept although it teaches only length.
+    Values are compared, not their standard deviation, since rounding makes that of eight rewards of 0.1 greater than 0. As in the
+    paper, choose correctness as M. With a length penalty in M, a group of right answers is kept although it teaches only length.
 
     Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2 (dynamic sampling).
 
@@ -178,13 +178,13 @@ class top_entropy:
 
 @dataclass(frozen=True)
 class clip_covariance:
-    """Drop a few random tokens of those that lower the entropy: likely ones of high advantage, or unlikely ones of low advantage.
+    """Drop at random a few tokens that would lower the entropy: likely ones of high advantage, or unlikely ones of low advantage.
 
     Formula: C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A)), with means over all tokens of the batch
              of the tokens with low < C_t < high, drop share · (number of all tokens) at random, but at least one
              dropped tokens still count in w_t
 
-    The random choice is a hash of the log-probs, so the same tokens are dropped whatever the order of the batch's rows.
+    A hash of the log-probs makes the random choice, so the same tokens are dropped whatever the order of the batch's rows.
 
     Source: Cui et al. 2025, Clip-Cov, arXiv:2505.22617; verl's clip_cov (which recomputes C_t for every micro-batch).
 

@@ -12,7 +12,8 @@ from psigrad.objective.lazy_torch import Tensor, torch
 
 @dataclass(frozen=True)
 class value_loss:
-    """Half the squared error of the critic V against its target G.
+    """Half the squared error of the critic V. Its target G is an advantage Â_t plus the old value V_old. The psi set as `returns`
+    computes Â_t; if `returns` is None, Â_t is the method's own advantage before whitening.
 
     Formula: value error = ½·max((V − G)², (clip(V, V_old − ε, V_old + ε) − G)²), or ½·(V − G)² if `clip` is None
              V = V(s_t), G = Â_t + V_old(s_t), V_old is V before the update, ε = `clip`; `coefficient` is c_V in the loss
@@ -48,7 +49,7 @@ class bonus:
 
     Formula: − c_H · (1 / number of steps) · Σ_t H(π(·|s_t))
 
-    This is the mean over steps for every `aggregate`. So c_H, the `coefficient`, has the same effect in every method.
+    The bonus is a mean over steps whatever the `aggregate`, so c_H (`coefficient`) has the same effect in every method.
 
     Source: Williams and Peng 1991; Mnih et al. 2016, A3C, arXiv:1602.01783; TRL entropy_coef.
     """

@@ -141,7 +141,7 @@ class decoupled_group_mean:
     Formula: A_t = S_i / (std_batch(S) + eps), S_i = Σ_k w_k · (r_ik − mean_group(r_k)) / (std_group(r_k) + eps)
              r_ik is the value of reward function k for completion i, and w_k the weight of this function
 
-    A plain sum of two rewards is 1 for both (1, 0) and (0, 1). Here, with equal weights, the rarer success counts more. A
+    A plain sum treats the rewards (1, 0) and (0, 1) alike. Here, with equal weights, the rarer success counts more. A
     function that does not apply to a completion adds nothing to S_i. A KL penalty in the reward is ignored.
 
     Source: Liu et al. 2026, GDPO, arXiv:2601.05242; TRL multi_objective_aggregation "normalize_then_sum".

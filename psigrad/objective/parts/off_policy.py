@@ -1,7 +1,7 @@
 """Surrogates for samples of another policy.
 
 They fill the surrogate slot. If the sampler's log-probs are not known, log π_old takes their place. `symmetric_mask` and
-`gamma_weight` already weight steps by π / π_sampler: they ignore the ratio slot, and their method must have no correction.
+`gamma_weight` already weight steps by π / π_sampler, so they ignore the ratio slot, and a method with either has no correction.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class off_policy_mask:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The extra inputs of `__call__`: the sampler's log-probs and the mask. A wrapped surrogate can use the mask too."""
+        """The extra inputs of `__call__`: the sampler's log-probs and the mask."""
         return SEQUENCES | {"logp_sampler"}
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor, logp_sampler: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
-"""Three slots computed from log ratios: the ratio (current policy / collecting policy), the correction (collecting policy /
-sampler), and the KL (policy / frozen reference).
+"""Three slots that compare policies: the ratio (π / π_old), the correction (π_old / π_sampler), and the KL (π to π_ref).
+
+π is the policy in training, π_old the policy before the batch's updates, π_sampler the distribution that the sampler drew from,
+and π_ref the frozen reference.
 
 A ratio is a function (logp [N,T] with gradient, logp_old [N,T], mask [N,T]) -> log ratio [N,T]. Both log-probs are 0 on
 masked steps. A correction is Batch -> detached weights [N,T], which multiply the surrogate only, not the KL term.
@@ -19,7 +21,7 @@ d = log π(a|s) − log π_ref(a|s), and m = `mixture`:
 | exact_js | JS = m·KL(π_ref‖M) + (1 − m)·KL(π‖M), M = m·π_ref + (1 − m)·π | JS | ∇JS, without sampling noise |
 | span | log π(w) − log π_ref(w) of a piece of text w, at w's last step | KL(π‖π_ref) of the distributions of w | its gradient |
 
-These gradients leave out that a changed policy visits other states. A penalty in the reward is not differentiated: only its
+These gradients ignore that a changed policy visits other states. A penalty in the reward is not differentiated: only its
 value matters, and the policy gradient credits each action with the penalties at later states.
 Sources: Schulman 2020, Approximating KL divergence; Tang and Munos 2025, arXiv:2506.09477; Agarwal et al. 2024,
 GKD, arXiv:2306.13649 (the forward and the Jensen–Shannon divergence).
@@ -39,10 +41,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def exp_ratio(log_ratio: Tensor) -> Tensor:
-    """Return ρ = exp(log ratio), capped at exp(20). Above the cap the gradient is that of a ratio of exp(20), not 0.
-
-    A step of negative advantage whose ratio has grown beyond the cap can therefore recover.
-    """
+    """Return ρ = exp(log ratio), at most exp(20). At this cap its gradient is exp(20), not 0, so the ratio can fall again."""
     return bound(log_ratio).exp()
 
 
@@ -268,7 +267,7 @@ def span_kl(logp: Tensor, ends: Tensor, theirs: Tensor, baseline: Tensor | None 
 
     A piece of text ends where both tokenizers end a token. There, `ends` is True and `theirs` is log π_ref of the piece. Tokens
     after the last end belong to no piece. `logp` [N, T] is log π of each token. `baseline` [N] is b, the mean of d_w over
-    the pieces of all other completions, or None for b = 0. It reduces noise without changing the expected gradient.
+    the pieces of all other completions, which reduces noise without changing the expected gradient. None: b = 0.
     """
     place = ends.cumsum(1) - ends.long()
     d = logp.new_zeros(logp.shape[0], logp.shape[1] + 1)
@@ -317,13 +316,13 @@ class KL:
     Formula: in the reward: r_t ← r_t − β·k(d_t), with d_t = log π_old(a_t|s_t) − log π_ref(a_t|s_t)
              in the loss: KL_t = k(d_t), with d_t = log π(a_t|s_t) − log π_ref(a_t|s_t)
 
-    β is `coefficient`. `estimator` chooses k: k1 = d, k2 = d²/2, k3 = e^(−d) − 1 + d. k1+ has the value of k1, k3+ that of k3;
-    both have k2's gradient. Three are sums over the vocabulary: exact = Σ_a π(a)·d(a), exact_forward = KL(π_ref‖π), and exact_js,
-    the Jensen–Shannon divergence with weight `mixture`. span is for a reference with another tokenizer: Σ_w d_w over pieces of
-    text w, with d_w = log π(w) − log π_ref(w) and gradient Σ_w d_w·∇log π(w). A piece ends where both tokenizers end a token.
-    In the loss, the expected gradient of k2, k1+, k3+ and exact is ∇KL(π‖π_ref); that of k3 is ∇KL(π_ref‖π), as in GRPO's paper;
-    that of k1 is 0, so k1 raises an error unless importance_weighted is true. If it is, each step's penalty is ρ_t·k(d_t), which
-    corrects for sampling from π_old. The gradient of k1 and k3 then flows through ρ_t too, and is ∇KL(π‖π_ref).
+    β is `coefficient`, and `estimator` chooses k: k1 = d, k2 = d²/2, k3 = e^(−d) − 1 + d. k1+ and k3+ have the values of k1 and
+    k3, but the gradient of k2. Three estimators are sums over the vocabulary: exact = KL(π‖π_ref), exact_forward = KL(π_ref‖π),
+    and exact_js, the Jensen–Shannon divergence with weight `mixture`. span (`span_kl`) is for a reference with another tokenizer.
+
+    In the loss, the expected gradient is ∇KL(π‖π_ref) for k2, k1+, k3+ and exact, but ∇KL(π_ref‖π) for k3, as in GRPO's paper.
+    For k1 it is 0, so k1 in the loss raises an error unless `importance_weighted` is true. If it is, a step's penalty is
+    ρ_t·k(d_t), which corrects for sampling from π_old. The gradient of k1 and k3 then flows through ρ_t too, and is ∇KL(π‖π_ref).
 
     Source: Ziegler et al. 2019, arXiv:1909.08593 (reward); Shao et al. 2024, GRPO, arXiv:2402.03300 (loss, k3); Schulman 2020,
     Approximating KL divergence; DeepSeek-V3.2, arXiv:2512.02556 (importance-weighted k3).
