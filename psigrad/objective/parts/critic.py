@@ -12,8 +12,7 @@ from psigrad.objective.lazy_torch import Tensor, torch
 
 @dataclass(frozen=True)
 class value_loss:
-    """Half the squared error of the critic V. Its target G is an advantage Â_t plus the old value V_old. The psi set as `returns`
-    computes Â_t; if `returns` is None, Â_t is the method's own advantage before whitening.
+    """Half the squared error of the critic V against its target G.
 
     Formula: value error = ½·max((V − G)², (clip(V, V_old − ε, V_old + ε) − G)²), or ½·(V − G)² if `clip` is None
              V = V(s_t), G = Â_t + V_old(s_t), V_old is V before the update, ε = `clip`; `coefficient` is c_V in the loss
