@@ -1,10 +1,11 @@
 """A policy-gradient method made of nine parts, and the three stages of its use.
 
-    loss = Σ_{i,t} w_{i,t}·(c_{i,t}·L(log π_{i,t}, log ρ_{i,t}, A_{i,t}) + β·KL_{i,t}) − c_H·mean(H) + c_V·mean(value error)
+    loss = Σ_{i,t} w_{i,t}·(c_{i,t}·L(log π_{i,t}, log ρ_{i,t}, A_{i,t}) + β·KL_{i,t}) − c_H·mean(entropy) + c_V·mean(value error)
 
 `aggregate` gives w, `correction` c_{i,t}, `surrogate` L, `ratio` log ρ, `psi` A, `kl` β·KL, `entropy` c_H, and `critic` c_V.
 
-prepare: on the whole collected batch, subtract the KL from the reward if `kl.where` says so, compute advantages, then filter.
+prepare: if `kl.where` is "reward", subtract β·KL from the reward instead of adding it to the loss. Then compute the advantages of
+the whole collected batch, and choose rows and steps with `keep`.
 totals: count the sequences and tokens of one optimiser step.
 loss: compute the loss of any micro-batch of this step.
 The trainer owns the schedule (epochs, minibatches, learning rate).
@@ -177,7 +178,7 @@ class PolicyGradient:
 
     @property
     def dynamic_sampling(self) -> bool:
-        """True if `keep` has `has_signal`. It drops groups whose rewards are all equal, and the trainer should collect others."""
+        """True if `keep` has `has_signal`. It drops groups of equal rewards, and the trainer should replace them."""
         return has_signal in self.keep
 
     def initial_state(self) -> dict[str, float]:
@@ -246,7 +247,7 @@ class PolicyGradient:
         return keep, counts, marks
 
     def totals(self, prepared: Prepared, rows: Tensor | None = None) -> Totals:
-        """Return the numbers of sequences and tokens in the rows `rows` of one optimiser step; None means all rows."""
+        """Return the numbers of sequences and tokens of one optimiser step on the rows `rows`; None means all rows."""
         part = prepared if rows is None else prepared.select(rows)
         if part.is_full:
             return Totals(len(part.keep), part.batch.mask.numel(), part.batch.mask.numel())
@@ -335,13 +336,13 @@ class PolicyGradient:
 
     @property
     def adapts(self) -> bool:
-        """True if the surrogate is `kl_penalty` with a target KL. Then `adapt` must update its coefficient after each batch."""
+        """True if the surrogate is `kl_penalty` with a target KL. After each batch, `adapt` must then update its coefficient."""
         return isinstance(self.surrogate, kl_penalty) and self.surrogate.target is not None
 
     def adapt(self, prepared: Prepared, logp: Tensor) -> dict[str, float]:
-        """Return the state with a new coefficient of the surrogate `kl_penalty`. Call this after all passes over a batch.
+        """Return the state with the coefficient of `kl_penalty` adapted to KL(π_old‖π). Call this after all passes over a batch.
 
-        The KL is KL(π_old‖π): π_old collected the batch, and π is the new policy, whose log-probs are `logp` [N, T].
+        π_old collected the batch. π is the new policy, whose log-probs are `logp` [N, T].
         """
         kept = prepared.batch.mask & prepared.keep[:, None]
         assert isinstance(self.surrogate, kl_penalty)

@@ -143,7 +143,7 @@ def test_right_answers_are_imitated_by_the_mean_of_their_steps_wherever_the_micr
         (clip_covariance, {"share": 1.0}, "0 < share < 1"),
         (covariance_penalty, {"coefficient": 0.0}, "coefficient"),
         (with_imitation, {"coefficient": 0.0}, "expected more than 0"),
-        (with_imitation, {"surrogate": covariance_penalty()}, "has a KL target or needs inputs that a wrapping"),
+        (with_imitation, {"surrogate": covariance_penalty()}, "has a KL target, or needs inputs that the outer"),
         (KL, {"estimator": "exact_js", "mixture": 1.0}, "for 0 use exact_forward, for 1 exact"),
         (KL, {"where": "reward", "estimator": "exact_forward"}, "expected k1, k2 or k3, not importance-weighted"),
     ],

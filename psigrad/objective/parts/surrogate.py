@@ -123,7 +123,7 @@ class dual_clip(clip):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bound <= 1 + self.high:
-            raise ValueError(f"dual_clip has bound={self.bound}; expected more than 1 + high = {1 + self.high}; raise it.")
+            raise ValueError(f"dual_clip has bound={self.bound}; expected more than 1 + high = {1 + self.high}; raise bound.")
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
         """Return the loss [N, T] of each step."""
@@ -133,11 +133,11 @@ class dual_clip(clip):
 
 @dataclass(frozen=True)
 class truncated_weight(SilentSurrogate):
-    """The policy gradient weighted by a truncated, detached ratio: every step keeps a gradient.
+    """The policy gradient weighted by a truncated, detached ratio. Unlike with `clip`, a large ratio does not stop the gradient.
 
     Formula: L_t = −sg[min(ρ_t, cap)] · A_t · log π(a_t|s_t), where sg stops the gradient
 
-    Source: MiniMax 2025, CISPO, arXiv:2506.13585 (without its lower bound); cap 5: ScaleRL, arXiv:2510.13786, and TRL.
+    Source: MiniMax 2025, CISPO, arXiv:2506.13585 (without its lower bound); ScaleRL, arXiv:2510.13786, and TRL (cap 5).
 
     >>> show(truncated_weight()(row(-1, -1), row(0, 2), row(1, 1)))
     [[1.0, 5.0]]
@@ -159,18 +159,18 @@ class truncated_weight(SilentSurrogate):
 
 
 def innermost(surrogate: Surrogate) -> Surrogate:
-    """Return the surrogate inside all wrapping ones, such as `with_imitation`, or `surrogate` itself if it wraps none."""
+    """Return the surrogate inside all wrappers, such as `with_imitation`. Without a wrapper this is `surrogate` itself."""
     inner: Surrogate | None = getattr(surrogate, "surrogate", None)
     return surrogate if inner is None else innermost(inner)
 
 
 def silent_without_advantage(surrogate: Surrogate) -> bool:
-    """Return True if a step of advantage 0 has gradient 0 unless `marks` chooses it. A custom function always gives False."""
+    """Return True if `surrogate` is known to have gradient 0 at each step of advantage 0 that `marks` does not choose."""
     return innermost(surrogate) in (score, unclipped) or isinstance(innermost(surrogate), SilentSurrogate)
 
 
 def differentiates_ratio(surrogate: Surrogate) -> bool:
-    """Return True if the surrogate's gradient flows through the ratio alone, so that a method without a ratio learns nothing."""
+    """Return True if the surrogate's gradient flows through the ratio alone. With ratio `none` it would learn nothing."""
     return innermost(surrogate) is unclipped or isinstance(innermost(surrogate), RatioSurrogate | kl_penalty)
 
 
@@ -257,7 +257,7 @@ class geometric_clip(RatioSurrogate):
 
     Formula: L_t = −A_t · exp( (1/|y|)·Σ_u c_u ), c_u = min(log ρ_u, high) where A_u > 0, max(log ρ_u, −low) where A_u ≤ 0
 
-    With the sequence_mean aggregate the loss of a sequence is −A times the geometric mean.
+    The sum is over the |y| steps u of a sequence. With the sequence_mean aggregate its loss is −A times the geometric mean.
 
     Source: Zhao et al. 2025, GMPO, arXiv:2507.20673; TRL's GMPOTrainer.
 
@@ -273,7 +273,7 @@ class geometric_clip(RatioSurrogate):
 
     def __post_init__(self) -> None:
         if self.low < 0 or self.high < 0:
-            raise ValueError(f"geometric_clip has low={self.low} and high={self.high}; expected distances of at least 0.")
+            raise ValueError(f"geometric_clip has low={self.low} and high={self.high}; expected both >= 0.")
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
         """Return the loss [N, T] of each step. The geometric mean is over the steps of a sequence where `mask` is True."""
@@ -367,12 +367,12 @@ class with_imitation:
 
 
 def check_inner(outer: Any, known: frozenset[str]) -> None:
-    """Raise `ValueError` if the surrogate that `outer` wraps has a state, or needs an input that is not in `known`."""
+    """Raise `ValueError` if the surrogate in `outer` is a `kl_penalty` with a target, or needs an input outside `known`."""
     inner = outer.surrogate
     if set(getattr(inner, "needs", ())) - known or (isinstance(inner, kl_penalty) and inner.target is not None):
         raise ValueError(
-            f"{type(outer).__name__} cannot wrap {type(inner).__name__}, which has a KL target or needs inputs that a wrapping "
-            "surrogate does not pass on; wrap another surrogate, such as clip."
+            f"{type(outer).__name__} cannot wrap {type(inner).__name__}, because the inner surrogate has a KL target, or "
+            "needs inputs that the outer one does not pass on; wrap another surrogate, such as clip."
         )
 
 
@@ -385,10 +385,11 @@ class kl_penalty:
 
     Formula: L_t = −ρ_t·A_t + β·(ρ_t − 1 − log ρ_t), where β starts at `coefficient`
 
-    ρ_t − 1 − log ρ_t is never negative, and an unbiased estimate of KL(π_old‖π). Its gradient is unbiased too, because steps were
-    sampled from π_old, which does not depend on the parameters. With a `target`, the trainer measures the KL after each update
-    (`measure_kl`). `adapt` then doubles β if that KL is above 1.5 · target, and halves β if it is below target / 1.5. The current
-    β is in the method's state.
+    ρ_t − 1 − log ρ_t estimates KL(π_old‖π), and is never negative. The estimate and its gradient are unbiased, because steps were
+    sampled from π_old, which does not depend on the parameters.
+
+    With a `target`, β is in the method's state. The trainer measures the KL after all passes over a batch (`measure_kl`). Then
+    `adapt` doubles β if the KL is above 1.5 · target, and halves β if the KL is below target / 1.5.
 
     Source: Schulman et al. 2017, PPO, arXiv:1707.06347, section 4.
 
@@ -415,16 +416,13 @@ class kl_penalty:
 
 
 def measure_kl(logp: Tensor, logp_old: Tensor, mask: Tensor) -> float:
-    """Return an estimate of KL(π_old‖π) after an update, in nats per step: the mean of ρ_t − 1 − log ρ_t where `mask` is True.
-
-    `logp` must come from the policy after all passes over the batch, so that the change by the last minibatch is included.
-    """
+    """Return an estimate of KL(π_old‖π) in nats per step. `logp` must come from the policy after all passes over the batch."""
     moved = zero_outside(mask, logp.detach() - logp_old)
     return float((exp_ratio(moved) - 1 - moved).sum() / mask.sum().clamp(min=1))
 
 
 def adapt(penalty: kl_penalty, state: Mapping[str, float], kl: float) -> dict[str, float]:
-    """Return the method's `state` with the β of its `penalty` adapted to `kl`, the result of `measure_kl` after an update."""
+    """Return `state` with the β of `penalty` doubled, halved or unchanged. `kl` is the result of `measure_kl` after an update."""
     coefficient = state[PENALTY_KEY]
     if penalty.target is not None and kl > 1.5 * penalty.target:
         coefficient *= 2

@@ -1,1 +1,1 @@
-"""Losses on comparisons and labels: the preference family and reward models."""
+"""Losses that learn from comparisons or labels: preference losses and the losses of reward models."""

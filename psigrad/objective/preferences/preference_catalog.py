@@ -1,4 +1,4 @@
-"""The preference losses, each declared once: its summary, and its parts with the values of its paper."""
+"""The preference losses. Each is declared once, with a summary, and with parts whose values come from its paper or from TRL."""
 
 from __future__ import annotations
 

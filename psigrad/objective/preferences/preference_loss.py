@@ -3,7 +3,7 @@
     loss = p·(1/N) Σ_n link(h_w − margin, h_l) + λ·NLL(chosen),   h = β·score(log π(y|x), log π_ref(y|x), |y|)
 
 h_w is the h of the chosen completion, h_l of the rejected one; |y| counts tokens; p is `preference`, λ is `sft`. Means are over
-the whole optimiser step, so any split into micro-batches gives the same gradient. KTO has its own class.
+the whole optimiser step, so any split into micro-batches gives the same gradient. KTO has its own class, `KahnemanTversky`.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def hinge(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def squared(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """The squared distance of the scores' difference from 1/(2β), which keeps the difference from growing without bound.
+    """The squared distance of the scores' difference from 1/(2β). This target keeps the difference from growing without bound.
 
     Formula: ((h_w − h_l)/β − 1/(2β))²
 
@@ -217,7 +217,7 @@ def squared(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Raise the chosen completion's probability, lower the rejected one's. Use it if the chosen is better than the model's own.
+    """Raise the chosen completion's probability, lower the rejected's. Use it if chosen completions are better than the model's.
 
     Formula: 1 − σ(h_w) + σ(h_l)
 
@@ -230,7 +230,7 @@ def apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def apo_down(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Lower the probability of both completions, the rejected one's more. Use it if the model's own are better than the chosen.
+    """Lower both completions' probabilities, the rejected's more. Use it if chosen completions are worse than the model's.
 
     Formula: σ(h_w) + 1 − σ(h_w − h_l)
 

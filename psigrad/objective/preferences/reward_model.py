@@ -20,7 +20,7 @@ from psigrad.objective.preferences.preference_loss import correct
 
 @dataclass(frozen=True)
 class BradleyTerry:
-    """The negative log-likelihood of comparisons. Optional: a margin m, label smoothing ε, and c, which pulls the rewards to 0.
+    """The negative log-likelihood of comparisons, with a margin m and label smoothing ε. c pulls each pair's mean reward to 0.
 
     Formula: −(1 − ε)·log σ(r_w − r_l − m) − ε·log σ(r_l − r_w + m) + c·(r_w + r_l)², with rewards r_w (chosen), r_l (rejected)
 
@@ -45,7 +45,7 @@ class BradleyTerry:
 
         `chosen` and `rejected` are the rewards [n] of the pairs' completions. `margin` [n] is subtracted from their difference.
 
-        Errors: ValueError if a tensor's shape is not [n], which torch would broadcast silently.
+        Errors: ValueError if a tensor's shape is not [n].
         """
         for name, tensor in (("chosen", chosen), ("rejected", rejected), ("margin", margin)):
             if tensor is not None and (tensor.dim() != 1 or tensor.shape != chosen.shape):
