@@ -285,9 +285,9 @@ def load_online_reference(
 ) -> LanguageModel | Teacher:
     """Load the reference: the model that `config.reference` names or, if this setting is empty, the policy's initial model.
 
-    If the setting names a server, or a model whose tokenizer is not the policy's, the reference is a `Teacher`. The initial
-    model is that of `load_start`. With ref_model_sync_steps, training changes this model, so a resumed run loads the changed
-    weights from `checkpoint`.
+    If the setting names a server, or a model whose tokenizer is not the policy's, the reference is a `Teacher`.
+    `load_start` returns the initial model. With ref_model_sync_steps, training changes this model, so a resumed run loads the
+    changed weights from `checkpoint`.
     """
     dtype = config.reference_dtype or config.model.dtype
     if teacher.is_address(config.reference):
@@ -308,8 +308,8 @@ def load_start(
     """Return the run's initial model.
 
     If `model` has a new LoRA adapter, return `model` itself: without its adapter it is the initial model. Otherwise, return a
-    frozen model with the precision `dtype` (empty: as in `config`). It is a copy of `model` if `checkpoint` is None, `model` is
-    not sharded and the precision is the same; if not, it is loaded, with the weights in the folder `saved` if it is given.
+    frozen model with the precision `dtype` (empty: as in `config`). Copy it from `model` if `checkpoint` is None, `model` is not
+    sharded and the precision is the same. In other cases, load it, with the weights in the folder `saved` if given.
     """
     dtype = dtype or config.model.dtype
     if model.is_own_reference:
@@ -356,9 +356,9 @@ def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | N
 def configure_chat(
     tokenizer: PreTrainedTokenizerBase, settings: Model, checkpoint: Path | None = None, network: Any = None
 ) -> None:
-    """Set the tokenizer's chat template and EOS from the settings. A template that prints the date gets the run's first day.
+    """Set the tokenizer's chat template and EOS from the settings. A template that prints a date prints the run's first day.
 
-    A resumed run reads this day from `checkpoint`. Later, prompts with a token that `network` has no embedding for are refused.
+    A resumed run reads this day from `checkpoint`. From `network`, `check_embedded` knows which tokens have an embedding.
     """
     if settings.eos_token:
         words = tokenizer.get_vocab()

@@ -31,8 +31,8 @@ _ONE_AT_A_TIME = threading.Lock()
 class ModelScorer:
     """A reward model as a `Scorer`.
 
-    With `same_tokens`, it scores the policy's own tokens where it can; if it scores complete texts, it adds the end tokens that
-    ended them in its training. Otherwise, it scores the prompt and the completion as rendered by its own chat template.
+    With `same_tokens`, it scores the policy's own tokens where it can. Unless it is a process reward model, it adds the tokens
+    that ended each text in its training. Otherwise, it scores prompt and completion as rendered by its own chat template.
     """
 
     name: str
@@ -139,7 +139,7 @@ class ModelScorer:
 
 
 def describe_overflow(model: ScalarModel, pair: tuple[Ids, Ids]) -> str:
-    """Return "" if prompt and completion together fit the model, otherwise "n tokens, since it has m positions"."""
+    """Return what the model cannot read, such as "9 tokens, since it has 8 positions"; "" if the pair fits the model."""
     tokens = sum(map(len, pair))
     return f"{tokens} tokens, since it has {model.max_length} positions" if tokens > model.max_length else ""
 
@@ -152,8 +152,8 @@ def answer_ids(model: ScalarModel, row: Row) -> Ids:
 def answer_end(tokenizer: Any, plain: bool) -> list[int] | None:
     """Return the tokens that end every answer: EOS if the rows are `plain` text, otherwise those that the template writes.
 
-    Return None if the template writes something before an answer, such as Qwen3's empty thinking: a rendered row is then scored.
-    Return [] if the template cannot render a conversation: the policy's tokens are then scored without added end tokens.
+    Return None if the template writes something before an answer, such as Qwen3's empty thinking. The model then scores a
+    rendered row. Return [] if the template cannot render a conversation. The model then scores the policy's tokens unchanged.
     """
     rows = [Row("a test conversation", "a", text) for text in ("b", "c")]
     rows = rows if plain else [to_turns(tokenizer, row) for row in rows]

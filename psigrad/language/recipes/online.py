@@ -1,4 +1,4 @@
-"""Online reinforcement learning from settings to a model on disk."""
+"""Online reinforcement learning, from settings to a trained model on disk."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _learners(
 
 
 def _past_policies(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World) -> PastPolicies | None:
-    """Return frozen copies of the policy as opponents in games, read from `checkpoint` if given; None if the run has none."""
+    """Return frozen copies of the policy as game opponents, read from `checkpoint` if given; None without `past_opponents`."""
     if not config.past_opponents:
         return None
     places = [part_of(checkpoint, f"past-{n}") for n in range(config.past_kept)]
@@ -223,9 +223,9 @@ def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterato
     """Yield an executor whose threads sample during training steps; None on ranks above 0, or if nothing can be overlapped.
 
     An overlap needs a `lag` above 0, and a sampler on a cluster or on a GPU that does not train. On a cluster, lag + 1 threads
-    sample one batch each; episodes are all played by one thread. A GPU gets one thread, as it holds one version of the weights.
-    It needs two things more: one training process, since several would communicate in two threads at once, and no top_p, top_k or
-    min_p, since the sampling thread would then compute log-probs with the model in training.
+    sample one batch each, but one thread plays all episodes. A GPU gets one thread, as it holds one version of the weights.
+    A sampler on a GPU also needs a single training process, since several would communicate in two threads at once, and no top_p,
+    top_k or min_p, since the sampling thread would then compute log-probs with the model in training.
     """
     beside = sampler.overlaps and world.size == 1 and not config.sampling.filtered
     if not ((sampler.central or beside) and config.lag and world.rank == 0):

@@ -31,7 +31,7 @@ from psigrad.runs.journal import Journal
 def method(config: OnlineConfig) -> PolicyGradient | OnlinePreference:
     """Return the algorithm of the settings.
 
-    If its `aggregate` is `fixed_length` and the settings give no length, the length is max_completion_length, as in TRL.
+    If the settings give no `n` for a `fixed_length` aggregate, n is max_completion_length, as in TRL.
     """
     algorithm, spec = resolve_online(config.algorithm), config.algorithm
     if isinstance(algorithm, OnlinePreference):
@@ -164,13 +164,13 @@ def record_experts(config: OnlineConfig, model: LanguageModel, sampler: Sampler)
     if not config.router_replay:
         return sampler
     if not isinstance(sampler, EmbeddedSampler):
-        raise UserError(f"router_replay needs the embedded sampler, but this model has {kind_of(sampler)}; remove router_replay.")
+        raise UserError(f"router_replay needs the embedded sampler, but this run has {kind_of(sampler)}; remove router_replay.")
     replay_routers(model)
     return sampler
 
 
 def _log_unused(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference, journal: Journal) -> None:
-    """Log the settings that were set but do not affect this algorithm. `fields.idle` finds other settings without effect."""
+    """Log the settings that were set but do not affect this algorithm. `fields.idle` checks settings with a `Needs` note."""
     needs = {}
     if not (isinstance(algorithm, PolicyGradient) and algorithm.dynamic_sampling):
         needs = dict.fromkeys(("max_refills", "filter_metric"), "dynamic_sampling")

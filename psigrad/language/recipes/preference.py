@@ -1,4 +1,4 @@
-"""Preference training from settings to a model on disk."""
+"""Preference training, from settings to a trained model on disk."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def _reference(
 ) -> LanguageModel | None:
     """Return the model that computes the reference's log-probs before training; None if they are not needed.
 
-    It is the model that `config.reference` names, or else the initial model. With a new LoRA adapter, this is `model` without
-    its adapter. Without one, `model` itself is the initial model until step 1; if the run resumes from a `checkpoint`, or if
-    eval_kl needs the initial model later, it is loaded again. Raises `UserError` for a reference that `loss` does not use.
+    If `config.reference` is set, load that model. Otherwise, return the initial model: with a new LoRA adapter, this is `model`
+    without the adapter. A new run without eval_kl uses `model` itself, whose weights do not change before step 1. Other runs load
+    the initial model again. Raises `UserError` for a reference that `loss` does not use.
     """
     if config.reference and not loss.needs_reference:
         raise UserError(f"The settings name a reference model, but {loss.name} uses none; remove reference.")

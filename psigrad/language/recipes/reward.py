@@ -1,4 +1,4 @@
-"""Training of a reward model from settings to a model on disk, and scoring with a reward model."""
+"""Training of a reward model, from settings to a model on disk. Scoring of rows with a trained reward model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from psigrad.runs.result import Result
 def run(config: RewardConfig, given: ModelObject | None = None) -> Result:
     """Train `config.model`, or the model object `given`, with a scalar head on preference rows.
 
-    With `config.process`, train on stepwise rows instead. Load the result, `model/` in the run folder, with transformers'
+    With `config.process`, train on stepwise rows instead. The result is `model/` in the run folder, which transformers loads as
     `AutoModelForSequenceClassification`. Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError`
     on invalid settings or data.
     """

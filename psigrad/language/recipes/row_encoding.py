@@ -119,7 +119,7 @@ def _batches(rows: Sequence[Any], encoder: Encoder[Any], processes: int) -> Iter
             yield from pool.map(_encode_span, spans)
     except BrokenProcessPool:
         raise UserError(
-            f"One of the {count} encoding processes ended, perhaps for lack of memory; lower num_proc (with 1 there are none)."
+            f"One of the {count} encoding processes ended, perhaps out of memory; lower num_proc, or set it to 1 to start none."
         ) from None
 
 

@@ -68,7 +68,7 @@ def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, comple
 def log_rewrites(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], log: Log) -> None:
     """Log which content of a row the chat template does not support, and what replaces it.
 
-    The first 100 rows are searched, and only the first one with such content is logged.
+    Search only the first 100 rows, and stop at the first row with such content.
     """
     for row in rows[:100]:
         with contextlib.suppress(RowError):  # such a row was dropped and reported already
@@ -123,8 +123,8 @@ def _teacher_row(row: Row, column: str, tokenizer: PreTrainedTokenizerBase) -> R
 def check_images(config: Any, model: Pretrained | None = None, rows: Iterable[Row] = ()) -> None:
     """Raise `UserError` if there are images, but the sampler, the placement or the reference supports only text.
 
-    There are images if one of `rows` has one and the model has a vision tower. If `model` is None, nothing is loaded yet: images
-    are then assumed if the settings load or train a vision tower.
+    There are images if one of `rows` has one and the model has a vision tower. If `model` is None, since it is not loaded yet,
+    images are assumed if the settings `model.vision` or `model.trained_towers` are set.
     """
     placement, sampler = getattr(config, "placement", Placement()), getattr(config, "sampling", Sampling()).sampler
     reasons = {

@@ -1,4 +1,4 @@
-"""The rewards of a run, resolved once from its settings: functions, reward models and weights, and the scorer."""
+"""The rewards of a run: functions and reward models with their weights, and the scorer that applies them."""
 
 from __future__ import annotations
 
@@ -134,9 +134,9 @@ class RewardSetup:
     def judgeable(self, rows: Sequence[Row], log: Log | None = None) -> Sequence[Row]:
         """Return the rows that the functions can score, and log the number of rows that are dropped.
 
-        A row is dropped if every function needs a column, such as the gold answer, that is empty in this row. A row is bad if a
-        function cannot read its gold answer completely: a wrong completion might then be rewarded. With `bad_rows: stop`, the
-        first bad row raises `UserError`; with `skip`, bad rows are dropped. Raises `UserError` if every row would be dropped.
+        A row is dropped if, for every function, a column that the function needs is empty. A row is bad if a function cannot read
+        the row's gold answer completely, since a wrong completion might then be rewarded. With `bad_rows: stop`, the first bad
+        row raises `UserError`; with `skip`, bad rows are dropped. Raises `UserError` if every row would be dropped.
         """
         rows = self._with_golds(rows, log)
         if not any(hasattr(function, "check_row") for function in self.functions):
@@ -207,7 +207,7 @@ def describe_hidden_tokens(config: Scored, tokenizer: PreTrainedTokenizerBase | 
 def samples_of(rows: Sequence[Row], names: Sequence[str]) -> Samples:
     """Return dataset rows as the `Samples` that reward functions receive. A row without a completion gets an empty one.
 
-    `names` are the columns to include, usually all columns of the dataset (`column_names`). If a row lacks one, it is None.
+    `names` are the columns to include, usually all columns of the dataset (`column_names`). A value that a row lacks is None.
     """
     columns = {name: [row.columns.get(name) for row in rows] for name in names}
     return Samples([row.prompt for row in rows], [row.completion or "" for row in rows], [[]] * len(rows), columns)
@@ -262,7 +262,7 @@ def evaluator_for(
     size: int | None = None,
     world: World = ALONE,
 ) -> Evaluator:
-    """Return the held-out evaluation on those of `rows` that `rewards` can score. `rewards` also gives the metric's name.
+    """Return the held-out evaluation on those of `rows` that `rewards` can score. The metric's name is `rewards.metric`.
 
     `scorer` scores the completions, and `player` plays episodes. With `eval_kl`, the KL to `reference` is measured, unless it is
     a `Teacher`. Each row gets `size` completions, or `num_generations_eval` if `size` is None.

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning from settings to a model on disk."""
+"""Supervised fine-tuning, from settings to a trained model on disk."""
 
 from __future__ import annotations
 
@@ -74,6 +74,6 @@ def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, 
 
 
 def _with_targets(texts: Sequence[Example]) -> tuple[list[Example] | None, dict[str, int]]:
-    """Return those of a row's `texts` with target tokens (None if none has). Also count the row, its texts and its cut texts."""
+    """Return (the row's `texts` that have target tokens, or None if there are none; counts of rows, texts and cut texts)."""
     own = [text for text in texts if any(text.mask)]
     return own or None, {"rows": 1, "texts": len(texts), "cut": sum(text.truncated for text in texts)}
