@@ -1,6 +1,6 @@
-"""The JSON Lines files of a run: a reader that tolerates damage, and truncation to a step without losing a complete row.
+"""The JSON Lines files of a run: read them despite damaged lines, and truncate them to a step without losing a complete row.
 
-Damaged lines are lines that are not rows, and rows whose step is out of order. They are moved to FILE.damaged.
+Damaged lines are lines that are not rows, and rows whose step is out of order. Truncating a file moves them to FILE.damaged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def rollout_files(folder: Path) -> list[Path]:
 def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
     """Rename rollouts.jsonl, which has `rows` rows up to step `last`; see `RolloutPart`.
 
-    Then delete the oldest parts, but leave at least `keep` rows in the other parts. If `keep` is 0, delete nothing.
+    Then delete the oldest parts, as long as the remaining ones have at least `keep` rows. If `keep` is 0, delete nothing.
     """
     os.replace(folder / "rollouts.jsonl", folder / f"rollouts-{last:08d}-{rows}.jsonl")
     parts = parts_of(folder)
@@ -53,8 +53,8 @@ def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
 def restore_parts(folder: Path, step: int, written: int | None) -> None:
     """Restore the file that was rollouts.jsonl when the checkpoint of `step` was saved, and delete the later files.
 
-    If it was renamed since then, it is the oldest part that ends after `step`, or at `step` with `written` rows (the number
-    in the checkpoint's manifest). If there is no such part, it was not renamed, and nothing is done.
+    It is the oldest part whose last step is after `step`, or is `step` if the part has `written` rows (the number in the
+    checkpoint's manifest). If there is no such part, the file was not renamed since then, so change nothing.
     """
     for part in reversed(parts_of(folder)):
         if part.last > step or (part.last == step and part.rows == written):
@@ -109,9 +109,9 @@ def end_last_line(file: Path, *, cut: bool = True) -> None:
 def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
     """Truncate a file to its rows up to step `step`. The run has written `written` such rows; None if the number is unknown.
 
-    Delete all lines after the last undamaged row of these steps. Move the damaged lines before it to FILE.damaged: lines that
-    are not rows, and the fewest rows whose removal puts the steps of the others in order. If fewer than `written` rows remain,
-    move the lines after the last row there too instead of deleting them, since the missing rows may be among them.
+    Find the last undamaged row of these steps. Move the damaged lines before it to FILE.damaged: lines that are not rows, and as
+    few rows as must go for the steps to be in order. Delete the lines after that row. If fewer than `written` rows remain, move
+    these lines to FILE.damaged instead, since the missing rows may be among them.
     """
     end_last_line(file, cut=False)
     ends, steps, end = array("q", [0]), array("q"), 0

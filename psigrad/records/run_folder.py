@@ -94,9 +94,9 @@ class RunFolder:
     ) -> Iterator[RunFolder]:
         """Create the folder at `path`, or resume the run in it, and hold its lock while the block runs.
 
-        Raise `UserError` if the folder contains other files, or a run with other settings; marks in the class `settings` permit
-        some differences. Raise `RunFolderError` if another process has locked the folder, if there are checkpoints and `resume`
-        is "never", or if there are none and it is "must". A new run that fails at its start leaves no folder.
+        Raise `UserError` if the folder contains other files, or a run with other settings. Settings that are marked in the class
+        `settings` may differ. Raise `RunFolderError` if another process has locked the folder, if `resume` is "never" and there
+        are checkpoints, or if it is "must" and there are none. A new run that fails at its start leaves no folder.
         """
         path = paths.absolute(path)
         if str(path).encode("utf-8", "replace") != os.fsencode(path):  # the Rust libraries that write models accept no other name
@@ -272,7 +272,7 @@ class RunFolder:
         """Flush all written rows to the disk.
 
         Before a checkpoint is saved, pass its `step`. If rollouts.jsonl then has `PART` bytes or more, rename it and start a new
-        one. After that, unless `keep` is 0, delete the oldest renamed files, but leave at least `keep` rows in the others.
+        one. Then delete the oldest renamed files, as long as the remaining ones have at least `keep` rows (0: delete nothing).
         """
         with _errors_of(self.path):
             self._check_unmoved()

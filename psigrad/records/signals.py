@@ -1,7 +1,7 @@
 """Signals: the figures of a run that warnings, reports and the studio use.
 
-A signal is psigrad's name for a figure that trainers write under different keys. Reports draw the signals in the order of
-`SIGNALS`. The studio lists keys without a signal under "more".
+Trainers write the same figure under different keys; its signal has one name for all of them. Reports draw the signals in the
+order of `SIGNALS`. The studio lists keys without a signal under "more".
 """
 
 from __future__ import annotations

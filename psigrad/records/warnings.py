@@ -22,7 +22,7 @@ _CORRECTION = "sampling/importance_sampling_ratio/mean"
 
 
 class SignalNames:
-    """A map from metric keys to names. The first key of a signal gets the signal's name; its later keys keep their own names."""
+    """Names for metric keys. The first key of a signal that `of` receives gets the signal's name; later ones keep their own."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}
@@ -35,7 +35,7 @@ class SignalNames:
         return len(self._of)
 
     def of(self, key: str) -> str:
-        """Return the name of the signal of `key`; `key` itself if it has no signal, or if an earlier key has the same signal."""
+        """Return the name of the signal of `key`; `key` itself if it has no signal, or if another key has got that name."""
         if key not in self._of:
             name = name_of(key)
             self._of[key] = key if name in self._given else name
@@ -221,9 +221,9 @@ def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
 
 
 def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
-    """Return the increase of the share of truncated completions: its mean over the last 10 rows minus that of the 10 rows before.
+    """Return the increase of the share of truncated completions: the mean of the last 10 rows minus that of the 10 rows before.
 
-    Return 0 if the mean reward did not rise between the same rows, or if the last row has no truncation; None before row 20.
+    Return 0 if the mean reward of these rows did not rise, or if the last row has no truncated completion; None before row 20.
     """
     cut, reward = _finite(figures, "truncated"), _finite(figures, "reward")
     if cut is None or reward is None:
@@ -241,7 +241,7 @@ def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
 def _below_best(figures: Figures, memory: Memory) -> float | None:
     """Return how far the held-out metric is below its best value, divided by √(a² + b²); None for rows without an evaluation.
 
-    a and b are half the widths of the 95 % intervals of the two values. Return 0 if the reward has not risen since the best one.
+    a and b are half the widths of the two 95 % intervals. Return 0 if the reward has not risen since the best value.
     """
     reward, held_out = _finite(figures, "reward"), _finite(figures, "held_out")
     if reward is not None:

@@ -40,9 +40,9 @@ _VERDICTS = {1.0: "good", 0.0: "bad"}
 class Cell:
     """One cell of a table: its content `value` and its style `kind`.
 
-    Styles: "n" (a number), "text" (cut to 200 characters), "verbatim", "soft" (grey), "verdict" (`value` is "good" or "bad"),
-    "conversation" (`value` is [(role, text, images as data URIs), …]), "range" (a number; `name` is its interval) and "key" (a
-    run's coloured mark and name; `value` is the run's index, and `name` the run's name).
+    The plain styles are "n" (a number), "text" (cut to 200 characters), "verbatim" and "soft" (grey). A "verdict" is "good" or
+    "bad". A "range" is a number, and `name` is its interval. A "conversation" is a list of (role, text, images as data URIs).
+    A "key" shows a run's coloured mark and its `name`; `value` is the run's index.
     """
 
     value: Any
@@ -211,7 +211,7 @@ def _headline(run: RunData) -> Table | None:
 
 
 def _title(key: str) -> str:
-    """Return the title and unit that `SIGNALS` has for a held-out figure; `key` without "eval/" if it has none."""
+    """Return the title and unit of a held-out figure from `SIGNALS`, or `key` without "eval/" if they are not there."""
     bare = key.removeprefix("eval/")
     signal = SIGNAL_BY_NAME.get(name_of(key)) or SIGNAL_BY_NAME.get(name_of(bare))
     if signal is None or signal.name == "held_out":
@@ -244,10 +244,7 @@ def _compare(runs: Sequence[RunData]) -> Table:
 
 
 def _differences(runs: Sequence[RunData]) -> Table | None:
-    """Return a table of what differs between runs: settings, and hashes of the user's code, cut to 12 digits.
-
-    Return None if nothing differs.
-    """
+    """Return a table of the settings and the hashes of the user's code that differ between runs; None if nothing differs."""
     settings = [{**run.settings, **{f"code of {name}": value[:12] for name, value in run.code.items()}} for run in runs]
     differ = [
         name

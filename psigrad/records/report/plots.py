@@ -1,4 +1,4 @@
-"""Small plots of a run's signals (its main metrics, see `psigrad.records.signals`), rewards and timings, as SVG for reports."""
+"""Small SVG plots for reports: a run's signals (see `psigrad.records.signals`), its rewards and its timings."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _SPREAD = Plot("Rewards", "Share of completions by reward.", ())
 def smooth(values: Sequence[float], weight: float = 0.0) -> list[float]:
     """Return the exponential moving average with bias correction: Σ w^i·x_i / Σ w^i, where x_i is the value i steps earlier.
 
-    w is `weight`. If `weight` is 0, w is 0.9 for up to 800 values, and larger for longer series.
+    w is `weight`, unless that is 0: then w is 0.9 for up to 800 values, and larger for longer series.
     """
     weight = weight or max(0.9, 1 - 80 / max(1, len(values)))
     out, total, norm = [], 0.0, 0.0
@@ -81,7 +81,7 @@ def draw(runs: Sequence[RunData]) -> list[tuple[Plot, str]]:
 
 
 def _worth_drawing(values: Sequence[float]) -> bool:
-    """Return True if a curve has at least two points and is not always 0, as the clip ratio of on-policy training is."""
+    """Return True if a curve has at least two points, and not all of them are 0."""
     return len(values) > 1 and any(values)
 
 
@@ -144,7 +144,7 @@ def _band(axes: Any, run: RunData, name: str, colour: str) -> None:
 
 
 def _spread(axes: Any, run: RunData) -> None:
-    """Draw the share of completions with each reward as stacked areas. If more than five rewards differ, use five bins."""
+    """Draw the share of completions with each reward as stacked areas. Use five bins for more than five different rewards."""
     steps = sorted(run.rewards)
     every = [reward for step in steps for reward in run.rewards[step]]
     low, high, values = min(every), max(every), sorted(set(every))
@@ -192,7 +192,7 @@ def _phases(axes: Any, run: RunData) -> None:
 def _stack(axes: Any, steps: Sequence[int], layers: Any, colours: Any, strengths: Any, ink: str = "") -> None:
     """Draw `layers`, which are (label, values) pairs, as stacked areas over `steps`, with the labels at the right.
 
-    Each layer has a colour and a strength (opacity). If `ink` is "", labels have their layer's colour, else `ink`.
+    Each layer has a colour and a strength (opacity). The labels have the colour `ink`, or their layer's if `ink` is "".
     """
     bottom, ends = [0.0] * len(steps), []
     for (name, values), colour, strength in zip(layers, colours, strengths, strict=True):

@@ -47,9 +47,9 @@ def verdict(run: RunData) -> Verdict:
     For runs that train on pairs, the metric is the accuracy. If the run failed or was stopped, the verdict says so.
 
     The judgement is "Learned" if the 95 % interval of the metric's change is above 0, "Got worse" if it is below 0, and
-    "No clear change" if it contains 0. `paired_difference` computes it from the prompts or pairs that both evaluations scored.
-    If some of them are not recorded, the evaluations count as independent samples, and the interval is wider. Learning is not
-    judged with fewer than `LEAST_ROWS` rows, or if the change has no interval.
+    "No clear change" if it contains 0. This interval comes from the prompts or pairs that both evaluations scored. If not all
+    of them are recorded, the evaluations count as independent samples, and the interval is wider. Learning is not judged with
+    fewer than `LEAST_ROWS` rows, or if the change has no interval.
     """
     word, mood, figures_said = _judge(run)
     end = run.last_event(*_ENDS)
@@ -102,7 +102,7 @@ def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
 def _pairs(run: RunData, before: int, after: int, *means: float) -> list[tuple[float, float]]:
     """Return (metric before, metric after) for each prompt that the evaluations at the steps `before` and `after` both scored.
 
-    `means` are the means of both evaluations in metrics.jsonl. Return [] if rollouts.jsonl has other means: it then lacks rows.
+    `means` are the means of both evaluations in metrics.jsonl. Return [] if rollouts.jsonl lacks rows, so that its means differ.
     """
     ends = [run.held_out.get(step, {}) for step in (before, after)]
     for rows, mean in zip(ends, means, strict=True):
@@ -121,7 +121,10 @@ def _ranked(*marks: Any) -> list[tuple[float, float]]:
 
 
 def _unpaired(first: Interval, last: Interval) -> Interval:
-    """Return the change between independent evaluations. If only one has an interval, use its width for both; if none, NaN."""
+    """Return the change between independent evaluations. If only one has an interval, the other one gets the same width.
+
+    If neither has one, the limits of the change are NaN.
+    """
     ends = [one if one.low < one.high else None for one in (first, last)]
     known = ends[0] or ends[1]
     if known is None:
@@ -205,7 +208,7 @@ def apply_rules(run: RunData) -> Watch:
 
 
 def _warnings(watch: Watch) -> list[str]:
-    """Return texts about three kinds of warnings: current ones, past ones, and current ones that a solved task explains."""
+    """Return texts about current and earlier warnings. Current ones that are normal for a solved task have their own text."""
     found = watch.alerts()
     standing = dict.fromkeys(alert.rule for alert in found if alert.ended is None)
     calm, loud = ([BY_NAME[r].title for r in standing if watch.explains(r) is solved] for solved in (True, False))

@@ -1,1 +1,1 @@
-"""Conversations: reading messages, probing a chat template, and the turns that are trained."""
+"""Conversations: read messages, probe a chat template, and find the turns that are trained."""

@@ -1,4 +1,4 @@
-"""Checks of the names and types of the arguments for a chat template, which itself ignores arguments that it does not know."""
+"""Check the names and types of the arguments for a chat template, since a template ignores arguments that it does not read."""
 
 from __future__ import annotations
 

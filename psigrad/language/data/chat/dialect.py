@@ -1,8 +1,8 @@
 """Detect what a chat template can render, and rewrite conversations so that it can render them.
 
-A probe renders a short conversation and looks for its words in the result. A feature that the template lacks is expressed through
-one that it has: the role developer becomes system, a system prompt is put before the text of the first user's turn, and tools are
-offered, called and answered in Hermes' form, which is plain text. No template is changed.
+A probe renders a short conversation and looks for its words in the result. A feature that the template lacks is replaced by one
+that it has: the role developer becomes system, a system prompt is put before the text of the first user turn, and tools, calls
+and answers become plain text in Hermes' form. The template itself is not changed.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def _backend_of(tokenizer: PreTrainedTokenizerBase, added: list[Any]) -> tuple[r
 
     `backend` is the tokenizer of the library `tokenizers` that `tokenizer` wraps. Before `backend` normalises a text, it splits
     the text at the added tokens with normalized=False. `cuts` is a pattern that matches these tokens, the longest one first.
-    `cuts` is None if there are no such tokens, if one occurs inside another added token, or if one is matched only as a separate
-    word. Both are None if `tokenizer` wraps no such tokenizer, or if its class overrides `_encode_plus` or `__call__`.
+    `cuts` is None if there are no such tokens, or if one of them occurs inside another added token or is matched only as a
+    separate word. Return (None, None) if `tokenizer` wraps no `backend`, or if its class overrides `_encode_plus` or `__call__`.
     """
     from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
@@ -222,9 +222,9 @@ def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, s
     """Return (`turn_end`, `turn_next`) of a `Dialect`, found in two renderings of a turn with the content `SENTINEL`.
 
     `last` ends with this turn; in `followed`, another turn follows it. `special` matches special tokens. `turn_end` starts after
-    the content. It ends with the last special token before the renderings differ, or if there is none, with the last one of
-    `last` (gpt-oss: <|return|>). In both cases, `turn_next` equals `turn_end`. If `last` has no special token after the content,
-    `turn_end` ends with the first one in `followed` (GLM: <|user|>), and `turn_next` is the part of it that `last` lacks.
+    the content and ends with a special token: the last one before the renderings differ, or if there is none, the last one in
+    `last` (gpt-oss: <|return|>). Then `turn_next` equals `turn_end`. If `last` has no special token after the content, `turn_end`
+    ends with the first one in `followed` (GLM: <|user|>), and `turn_next` is the part of `turn_end` that `last` lacks.
     """
     ending, behind = last.rpartition(SENTINEL)[2], followed.rpartition(SENTINEL)[2]
     shared = next((i for i, (a, b) in enumerate(zip(ending, behind, strict=False)) if a != b), min(len(ending), len(behind)))
