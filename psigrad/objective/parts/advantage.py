@@ -430,8 +430,7 @@ class whitened:
     def __post_init__(self) -> None:
         if isinstance(self.psi, StatefulPsi):
             raise ValueError(
-                f"whitened cannot wrap {type(self.psi).__name__}, which has a state from earlier batches; wrap a psi without a "
-                "state, such as total_return. Whitening subtracts the batch's mean, so no other baseline is needed."
+                f"whitened cannot wrap {type(self.psi).__name__}, which has a state; wrap another psi, such as total_return."
             )
 
     @property
