@@ -1,7 +1,7 @@
 """Common dataset layouts converted to the columns of `dataset_rows`, and plain prompts converted to chat turns.
 
-The layouts are renamed columns, ShareGPT, Alpaca, a system column, and answers that include their prompt. A layout is recognised
-by its column names, and a run logs which layouts it found.
+`map_columns` renames columns as `--columns` says. `translate` recognises the other layouts by the row's columns: ShareGPT,
+Alpaca, a system column, and answers that include their prompt. A run logs which layouts it found.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def translate(raw: Mapping[str, Any], form: str, source: str) -> tuple[dict[str,
 
 
 def to_raw_path(raw: Mapping[str, Any], row: Mapping[str, Any], column: str) -> str:
-    """Return the path in `raw` of what the translated `row` has at `column`: conversations[0].from for messages[0].role."""
+    """Return the place in `raw` of the path `column` in the translated `row`: conversations[0].from for messages[0].role."""
     name, index, rest = re.fullmatch(r"([^[.]*)(?:\[(\d+)\])?(.*)", column, re.DOTALL).groups()  # type: ignore[union-attr]
     if index and row.get("prompt") is None and "chosen" in row:  # the prompt is the common beginning of both answers
         shift = 0 if name == "prompt" else common_prefix(row["chosen"], row["rejected"])
@@ -181,10 +181,10 @@ def _split_messages(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
-    """Convert the row's prompt or answers to messages if the others are messages. Remove the prompt from the answers.
+    """If only the row's prompt is messages, convert its answers to messages; if only its answers are, convert its prompt.
 
-    In ultrafeedback_binarized, for example, the prompt is text, and the answers are conversations that begin with it. The row is
-    changed in place. `form`: see `translate`. Errors name `source`. Return a note for the log, or "".
+    Remove the prompt from the answers: in ultrafeedback_binarized, for example, the prompt is text, and the answers are
+    conversations that begin with it. `form`: see `translate`. Errors name `source`. Return a note for the log, or "".
     """
     prompt, names = row.get("prompt"), _answers(row, form)
     row |= {name: [row[name]] for name in names if isinstance(row[name], Mapping)}
@@ -215,7 +215,7 @@ def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
 def _system_turn(row: dict[str, Any], form: str, source: str) -> str:
     """Insert the text of a system column as the first turn of the row's conversations. `to_turns` adds it to a plain prompt.
 
-    `form`: see `translate`. Raise `RowError` if they begin with a different system turn. Return a note for the log, or "".
+    `form`: see `translate`. Raise `RowError` if a conversation begins with another system turn. Return a note for the log, or "".
     """
     name, text = system_of(row)
     if not text or form == "stepwise":
@@ -254,8 +254,8 @@ def to_model_rows(
 ) -> list[list[Row]]:
     """Return the parts of the data, such as training and held-out rows, with every row converted by `to_turns`.
 
-    Log how many plain prompts became user turns and how many did not, unless `plain_prompts` is True and there is no chat
-    template. Log also how many prompts end with an assistant's turn. For a server's model, pass None as the tokenizer.
+    Log how many plain prompts became user turns and how many did not; without a chat template, only if `plain_prompts` is False.
+    Log also how many prompts end with an assistant's turn. For a server's model, pass None as the tokenizer.
     """
     made = [[to_turns(tokenizer, row, plain_prompts) for row in part] for part in parts]
     rows = [row for part in made for row in part]
@@ -282,9 +282,9 @@ def to_model_rows(
 def to_turns(tokenizer: PreTrainedTokenizerBase | None, row: Row, plain_prompts: bool = False) -> Row:
     """Return the row with its plain prompt as a user turn and its plain answers as assistant turns.
 
-    The row is converted if the tokenizer has a chat template, `plain_prompts` is False, and the prompt has no special tokens. A
-    prompt with special tokens is taken for rendered text. If the row is not converted, only the text of a system column, if any,
-    is put in front of its prompt. A row that is already converted stays unchanged.
+    The row is converted if the tokenizer has a chat template or is None, `plain_prompts` is False, and the prompt has no special
+    tokens (with some, it is taken for rendered text). If the row is not converted, only the text of a system column, if any, is
+    put in front of its prompt. A row that is already converted stays unchanged.
     """
     if not isinstance(row.prompt, str) or row.plain_prompt is not None:
         return row

@@ -1,10 +1,9 @@
 """Checked rows of datasets. A row is checked once, so all other modules can trust the content of a `Row`.
 
-Forms and column names are those of TRL (docs/source/dataset_formats.md): prompt-only `prompt`; prompt-completion `prompt`,
-`completion`; conversations `messages`, or plain text in `text`; preference `prompt`, `chosen`, `rejected`; unpaired-preference
-`prompt`, `completion`, `label`; stepwise `prompt`, `completions`, `labels`. A row is plain (strings) or conversational (lists
-of {"role", "content"}); stepwise rows are plain. Messages of ShareGPT ({"from", "value"}) and text in content parts are read too.
-`dataset_layouts` reads rows with other column names.
+The forms and their columns are TRL's (docs/source/dataset_formats.md): prompt-only (`prompt`), prompt-completion (`prompt`,
+`completion`), messages (`messages`, or plain text in `text`), preference (`prompt`, `chosen`, `rejected`), unpaired-preference
+(`prompt`, `completion`, `label`), and stepwise (`prompt`, `completions`, `labels`). Prompts and answers are strings or, except
+in stepwise rows, lists of messages (or ShareGPT's {"from", "value"}). `dataset_layouts` reads rows with other column names.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class Row:
 class BadRow:
     """A rejected row and the reason.
 
-    `column` is "" if the whole row is at fault. In that case `source` ends with the position of the bad character, if known.
+    `column` is "" if the whole row is at fault. Then `source` ends with the position of the first invalid character, if known.
     """
 
     source: str

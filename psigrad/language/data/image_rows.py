@@ -1,7 +1,7 @@
 """Images of dataset rows and of environments' observations: read, checked, and replaced by marks in text (`language.images`).
 
-The forms are TRL's. A column `images` or `image` has the images, and {"type": "image"} parts of messages mark their places. The
-images of a row without such parts go to the start of its first user message. Without a column, the parts contain the images.
+The forms are TRL's. Images are in content parts of messages, or in a column `images` or `image`. Parts {"type": "image"} mark
+the places of a column's images; without such parts, the images go to the start of the first user message.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ MOVES = "an animated image is read as its first frame"
 def insert_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mapping[str, Any], list[str]]:
     """Return (a raw row whose texts have a mark, `images.MARK`, for each image; notes on how the images were read).
 
-    A row without images is unchanged. `source` names the row in errors. Paths are relative to `base`. In the returned
-    row, the column `images` has all images, for reward functions. A part {"type": "image"} is a placeholder for the next image of
-    that column. Raises `RowError` if an image cannot be read, or if there are placeholders, but not as many as images.
+    A row without images is unchanged. `source` names the row in errors. Paths are relative to `base`. In the returned row, the
+    column `images` (or a given `image`) has all images, for reward functions. A part {"type": "image"} is a placeholder for the
+    next of them. Raises `RowError` if an image cannot be read, or if there are placeholders, but not as many as images.
     """
 
     def fail(column: str, reason: str) -> NoReturn:
@@ -87,8 +87,8 @@ def _path(text: str | os.PathLike[str], base: Path) -> Path:
 def _put_first(made: dict[str, Any], conversations: list[str], marks: str, column: str, fail: Fail) -> None:
     """Insert `marks` at the start of the first user message of the prompt, or of the messages, in the row `made`.
 
-    A text prompt gets them at its start. If only the answers have the conversation, each of them gets the marks. `conversations`
-    names the columns with messages. Errors name `column`, which has the images.
+    A text prompt gets them at its start. Without a prompt or messages, each answer gets them in its first user message.
+    `conversations` names the columns with messages. Errors name `column`, which has the images.
     """
     asked = [name for name in conversations if name in _ASKED] or [name for name in conversations if made.get("prompt") is None]
     for name in asked:
@@ -262,7 +262,7 @@ def _digests_in(value: Any) -> list[str]:
 
 
 def to_data_urls(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Return the messages. Each image part, as made by `images.split_contents`, gets OpenAI's form with a data URL."""
+    """Return the messages with each image part, as made by `images.split_contents`, in OpenAI's form with a data URL."""
 
     def part(one: Mapping[str, Any]) -> Mapping[str, Any]:
         if "sha256" not in one:
@@ -346,7 +346,7 @@ def _text(part: Any) -> Any:
 
 
 def refuse_marks(raw: Mapping[str, Any], fail: Fail, further: str) -> None:
-    """Call `fail` if a text in `raw` has an image mark or, unless `further` is "", a single U+FFFC, which delimits marks."""
+    """Call `fail` if a text in `raw` has an image mark or, if `further` is not "", any U+FFFC, which delimits marks."""
     stack: list[tuple[str, Any]] = list(raw.items())  # no recursion: rows may be deep
     while stack:
         path, value = stack.pop()

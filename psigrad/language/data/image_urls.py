@@ -44,7 +44,8 @@ def download(records: Records, columns: Mapping[str, str]) -> Records:
             if found and not succeeded:
                 url, why = next(iter(found.items()))
                 raise UserError(
-                    f"None of {len(found)} images could be downloaded. The first is {url}, which {why}. Check URLs and network."
+                    f"None of {len(found)} images could be downloaded. The first is {url}, which {why}. "
+                    "Check the URLs and the network."
                 )
             for record in chunk:
                 yield _local(record, names, found) if isinstance(record, RawRow) else record

@@ -167,7 +167,7 @@ def _flatbuffer_field(buffer: bytes, table: int, number: int) -> int:
 
 
 def keep_images_encoded(rows: Any) -> Iterable[Any]:
-    """Return the rows of a `datasets.Dataset`, images not decoded: psigrad identifies an image by the SHA-256 of its bytes."""
+    """Return the rows of a `datasets.Dataset` without decoding images. psigrad identifies an image by its bytes' SHA-256."""
     if "Image(" not in str(getattr(rows, "features", "")):
         return rows  # type: ignore[no-any-return]
     return (row for batch in rows.with_format("arrow").iter(64) for row in batch.to_pylist())

@@ -1,7 +1,7 @@
 """Limits on the work of a chat template, a program that comes with a model and could loop forever or fill the memory.
 
-transformers' compiled template is replaced by one that measures its work. Each iteration of a loop and each call of a macro
-checks the thread's processor time. The sizes of large values that operators, filters and methods make are added up.
+transformers' compiled template is replaced by one that raises `TemplateLimit` if it runs for too long or makes too much data.
+Loops and macros check the thread's processor time. Operators, filters and calls add up the sizes of the large values they make.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TemplateLimit(UserError):
 
 
 class _Spent(threading.local):
-    """The state of a thread's rendering. `until` is its deadline in processor time, `made` the length of all values so far."""
+    """The state of a thread's rendering. `until` is its deadline in processor time, `made` the length of large values so far."""
 
     until, made = math.inf, -math.inf
 
@@ -59,7 +59,7 @@ def limit_rendering(template: str) -> Iterator[None]:
     """Raise `TemplateLimit` in the `with` block if a rendering of this template exceeds a limit of this module.
 
     If the template has exceeded a limit `_TRIES` times before, raise the error at once, without rendering. Without this rule, a
-    slow template would take `SECONDS` for each of the dozens of conversations that psigrad renders to find its features.
+    slow template would take `SECONDS` for each of the dozens of conversations that are rendered to find the template's features.
     """
     if len(before := _exceeded.get(template, [])) == _TRIES:
         raise TemplateLimit(before[0])

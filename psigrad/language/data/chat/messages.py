@@ -62,7 +62,7 @@ def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
     """Return the `messages` of a fine-tuning row, each with its weight if a column named in `WEIGHTS` is a list of weights.
 
     `messages` is None for a prompt-completion row. Call `fail(path, reason)`, which raises, if there are more or fewer weights
-    than messages, if messages already have weights, if a column is a mask of tokens, or if a column is a number other than 1.
+    than messages, if messages already have weights, if a weight column is a number other than 1, or if a column masks tokens.
     """
     weighed = messages
     for name, given in columns.items():
@@ -115,7 +115,7 @@ def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
 
 
 def order_answers(messages: list[Message]) -> list[Message]:
-    """Return the messages, with the tool answers after a turn in the order of its calls, unless an answer has no call's id."""
+    """Return the messages. Put the tool answers after a turn in the order of its calls if every answer has a call's id."""
     ordered: list[Message] = []
     ids: list[Any] = []
     for role, run in itertools.groupby(messages, key=lambda message: message.get("role")):

@@ -110,8 +110,8 @@ def render(
 def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], messages: Sequence[Message]) -> Any:
     """Return (the text of the messages, the spans of characters that the `{% generation %}` blocks of the template wrote).
 
-    `apply_chat_template(return_assistant_tokens_mask=True)` is not used, for two reasons. The first token that it marks can begin
-    before the turn. With a tokenizer that trims offsets, a turn that starts with a space keeps all later turns unmarked.
+    `apply_chat_template(return_assistant_tokens_mask=True)` is not used, for two reasons. Its first marked token can begin before
+    the turn. With a tokenizer that trims offsets, it marks no turn after one that starts with a space.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -234,10 +234,10 @@ def _find_last_turn(conversation: Conversation, messages: Sequence[Message], bef
 
 
 def _continue_thought(conversation: Conversation, message: Message, before: str, text: str, index: int) -> tuple[str, str]:
-    """Return (`before`, `text`), changed so that `text` starts with `before`.
+    """Return (`before`, `text`), changed so that `text`, which ends with the turn `message`, starts with `before`.
 
-    `before` should end with a tag that opens a thought. In `text`, which ends with the turn `message`, the tag is missing or the
-    text after it differs. Raise `RowError`, with the message's number `index`, if there is no tag or the texts differ before it.
+    `before` should end with a tag that opens a thought. In its place, `text` has nothing, the tag with other spaces, or an empty
+    thought. Raise `RowError`, with the message's number `index`, in any other case.
     """
     opened, thought = OPEN.search(before), _thought_of(message)
     tail = "" if opened is None else text[opened.start() :]
@@ -417,6 +417,6 @@ def render_between(conversation: Conversation, observation: Sequence[Message]) -
 
 
 def stop_tokens(conversation: Conversation) -> list[str]:
-    """Return the special tokens that end an assistant turn: that of an answer and, if the row offers tools, that of a call."""
+    """Return the special tokens that end an assistant's answer and, if the row offers tools, those that end a tool call."""
     ends = [conversation.dialect.turn_end, *([conversation.dialect.call_end] if conversation.arguments["tools"] else [])]
     return list(dict.fromkeys(found[-1] for end in ends if (found := conversation.special.findall(end))))
