@@ -311,7 +311,7 @@ def curve(world: SolvedWorld, kind: str, error: float, points: int = 201) -> MSE
 def tables(result: BiasResult) -> drawing.Printed:
     """Yield one row for each target, in sections by V̂; then the best λ."""
     table = drawing.new_table(
-        f"Targets of a critic on the {result.settings.world}; V̂ has an error of {result.settings.error:g}",
+        f"Targets of a critic on the {result.settings.world}; V̂ has a relative error of {result.settings.error:g}",
         "target",
         "bias²",
         "sampled",

@@ -182,7 +182,8 @@ def tables(result: ClipResult) -> drawing.Printed:
     for row in result.rows:
         silent = ", ".join(f"ρ > {s.low:g}" if s.high is None else f"ρ < {s.high:g}" for s in row.silent) or "–"
         pushes = (f"{push:+.3g}" if push else "0" for push in row.pushes)
-        table.add_row(row.name, f"{row.advantage:+d}", *pushes, silent, "yes" if row.logged else "in part")
+        counted = "–" if not row.silent else "yes" if row.logged else "in part"
+        table.add_row(row.name, f"{row.advantage:+d}", *pushes, silent, counted)
     yield table
     yield drawing.note("counted: whether a run's clip_ratio counts all tokens without a gradient")
 

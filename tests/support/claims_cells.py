@@ -132,7 +132,7 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
     "At most 5 % of the honest runs raise a false alarm, on new seeds": ("false_alarms", {
         "at most 5% of honest runs raise an alarm": "",
     }),
-    "Warnings report 90 % of the runs that exploit a flawed reward at once": ("false_alarms", {
+    "Warnings report 90 % of the runs that exploit a flawed reward from the start": ("false_alarms", {
         "90% of the rewards exploited at once are noticed": "",
     }),
     "Verifiable rewards (RLVR) teach a pretrained model": ("pretrained", {"RLVR teaches a pretrained model sums": ""}),
