@@ -87,7 +87,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
     named = resolve_names(declared.settings, {name: value for name, value in own.items() if value is not None} | settings)
     model, dataset = named.pop("model.path", None), named.pop("data.dataset", None)
     if model is None:
-        raise UserError("No model was given; pass model= to psigrad.train: a folder, a hub name, or a model of transformers.")
+        raise UserError("No model was given; pass model= to psigrad.train: a folder, a hub name, or a transformers model.")
     if dataset is None and not named.get("environment"):  # an environment may bring its own rows
         raise UserError("No dataset was given; pass dataset= to psigrad.train: a file, a folder, a hub name, or rows.")
     eval_dataset, reward = named.pop("data.eval_dataset", ""), named.pop("reward", ())

@@ -76,7 +76,7 @@ def _keep(text: str, ids: Sequence[int] = ()) -> str:
 
 
 def _hidden(message: Message, hide: Callable[..., str]) -> Message:
-    """Return a message. If it is the policy's, `hide` removes its special tokens."""
+    """Return the message, without its special tokens if it is the policy's. `hide` removes them."""
     said = message.get("content")
     return {**message, "content": hide(said)} if message.get("role") == "assistant" and isinstance(said, str) else message
 

@@ -1,8 +1,7 @@
 """A cache of rows and their tokens in Arrow files, which are memory-mapped; a row is decoded on access.
 
-A token id takes four bytes, or eight if rows have images. A file is in Arrow's own format, followed by its SHA-256. It is written
-under a temporary name and renamed, so that other processes find it complete or not at all. Damaged or truncated files are
-ignored.
+A file is in Arrow's own format, followed by its SHA-256. It is written under a temporary name and renamed, so that other
+processes find it complete or not at all. Damaged or truncated files are ignored.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ def unpack_row(text: str, _: list[int]) -> Row:
 def pack(value: Any) -> tuple[str, list[int]]:
     """Return (the structure of a training item as JSON, its token ids).
 
-    In the JSON, a list of tokens becomes its length. A list of flags becomes the lengths of its runs of equal flags, where the
-    first run is of False and can be empty.
+    In the JSON, a list of tokens becomes its length, and a list of flags its run lengths. The first run is of False, maybe empty.
     """
     ids: list[int] = []
 
@@ -172,7 +170,7 @@ class ArrowSequence(Sequence[T], Generic[T]):
 
 @dataclass(frozen=True)
 class PreparedRows(Generic[T]):
-    """A run's prepared rows: `rows` to train on, and `held_out`. `items` and `held_out_items` are the same rows, tokenised."""
+    """A run's rows: `rows` to train on, `held_out` to evaluate on. `items` and `held_out_items` are the same rows, tokenised."""
 
     rows: Sequence[Row]
     held_out: Sequence[Row]

@@ -186,7 +186,7 @@ def _refuse_one_object(data: bytes, path: Path) -> None:
     except (ValueError, RecursionError):
         return
     if one_object:
-        raise UserError(f"{path}:1 opens one JSON object; a list of objects was expected. Move its list to the top level.")
+        raise UserError(f"{path}:1 opens one JSON object; a list of objects was expected. Keep only the list inside it, if any.")
 
 
 def _json_list(text: str, name: str) -> Records:

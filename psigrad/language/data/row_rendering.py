@@ -19,7 +19,10 @@ SHOWN, _LONGEST = 3, 2000
 
 
 class Segment(NamedTuple):
-    """Adjacent tokens as text: `kind` prompt, trained or masked (no loss). Kind sampled: a note that the model writes here."""
+    """Adjacent tokens as text. The `kind` is "prompt", "trained" or "masked" (without a loss).
+
+    A prompt-only row ends with a segment of kind "sampled", which stands for the completion that the model will write.
+    """
 
     kind: str
     text: str

@@ -57,8 +57,8 @@ def load(
     A saved dataset is a folder written by `save_to_disk`. "openai/gsm8k:main" is a hub dataset and its configuration, "task:NAME"
     a reasoning-gym task. `form` is a key of `FORMS` or "sft". `split` can have a slice, as in `datasets`: train[:90%]. If file
     names in a folder contain split words (train, validation, test and their usual variants), only the files of `split` are read.
-    For a source without splits, such as a file, all rows are read, but `split` must be a name in `single` or the split word in
-    the file's name, such as test for a-test.jsonl. With `max_rows` only the first rows are read, and a hub dataset is streamed.
+    For a source without splits, such as a file, `split` must be a name in `single` or the split word in the file's name, such
+    as test for a-test.jsonl. With `max_rows` only the first rows are read, and a hub dataset is streamed.
     `columns` renames columns (`dataset_layouts.map_columns`). `urls` downloads images named by URL (`image_urls.download`).
 
     Raise `UserError` with file, line, column and reason for malformed rows, or skip them with `bad_rows="skip"` and return them
@@ -96,7 +96,7 @@ def remove_format(rows: Any) -> Any:
 
 
 def _to_plain(value: Any, depth: int = 0) -> Any:
-    """Return `value`, at `depth` in its row, with arrays and tensors as lists and numbers. Below `MAX_DEPTH`, nothing changes."""
+    """Return `value`, at `depth` in its row, with lists and numbers for arrays and tensors; unchanged deeper than `MAX_DEPTH`."""
     if depth > MAX_DEPTH:  # the checks reject such depths
         return value
     if isinstance(value, dict):
@@ -192,7 +192,7 @@ def _prompt_key(row: Row) -> bytes:
 def _collect(
     records: Records, form: str, name: str, bad_rows: str, columns: Mapping[str, str], base: Path, urls: bool
 ) -> LoadedRows:
-    """Check the records of the dataset `name`; see `load`. The paths of images start at their row's file, under `base`."""
+    """Check the records of the dataset `name`; see `load`. Image paths are relative to the row's file, which is under `base`."""
     if form not in (known := ["sft", *FORMS]):
         raise UserError(f"The dataset form {form!r} is unknown; it must be one of {', '.join(known)}{nearest(form, known)}")
     if bad_rows not in ("stop", "skip"):
@@ -277,10 +277,10 @@ def quotas(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def mix(parts: Sequence[Sequence[Row]], weights: Sequence[float | None], seed: int) -> list[Row]:
-    """Join the rows of the datasets `parts`. With weights, rows are repeated or left out, but their total stays the same.
+    """Join the rows of the datasets `parts`. Without weights, every row occurs once. Training shuffles the result.
 
-    If the datasets have no weights, every row occurs once. If they have, each gets a quota of the total by its weight. If it is
-    q, each of n rows occurs ⌊q/n⌋ or ⌈q/n⌉ times; `seed` and the dataset's position decide. Training shuffles the result.
+    With weights, the total number of rows stays the same, and each dataset gets a share of it by its weight. If its share is q
+    rows, each of the dataset's n rows occurs ⌊q/n⌋ or ⌈q/n⌉ times; `seed` and the dataset's position decide.
     """
     rows: list[Row] = []
     given = [weight for weight in weights if weight is not None]
@@ -301,8 +301,8 @@ def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: L
     """Return (training rows, held-out rows).
 
     Held-out rows are drawn with `seed`: from the eval dataset if there is one, else from all datasets by their weights or sizes.
-    `eval_prompts` is their number. None means 256 for the forms preference, unpaired-preference and stepwise, else 64; without an
-    eval dataset, it means at most about a tenth of each dataset. Log the numbers of recognised, skipped and held-out rows.
+    `eval_prompts` is their number. None means 256 for the forms preference, unpaired-preference and stepwise, else 64, but
+    at most about a tenth of each dataset if there is no eval dataset. Log the numbers of recognised, skipped and held-out rows.
     """
     shares = parse_mixture(data.dataset)
     parts = _read_each(data, form, shares, data.split, log, single=SINGLE[:1])

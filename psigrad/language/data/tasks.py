@@ -49,7 +49,7 @@ def spell_rows(size: int, seed: int, *, min_word_len: int = SHORTEST, max_word_l
 def score_spelling(text: str, entry: dict[str, Any]) -> float:
     """Return 1 if `text` equals the answer of the row `entry` in any letter case, and 0.8 if it continues after the answer.
 
-    For any other text, return the share of the answer's letters that `text` has at the same position. If the answer has some
+    For any other text, return the share of the answer's letters that `text` has at the same position. For answers of some
     lengths, such as 6, a text that continues gets about 1 instead of 0.8: a rounding error that reasoning-gym makes too.
     """
     said, answer, share = text.lower(), entry["answer"].lower(), 0.0
@@ -61,10 +61,7 @@ def score_spelling(text: str, entry: dict[str, Any]) -> float:
 
 
 def import_reasoning_gym() -> Any:
-    """Return the module reasoning_gym.
-
-    Raise `UserError` if it is not installed. It is optional, since its installation needs a C compiler.
-    """
+    """Return the optional module reasoning_gym, whose installation needs a C compiler. Raise `UserError` without it."""
     try:
         import reasoning_gym
     except ImportError as error:
@@ -158,7 +155,7 @@ def demonstrations(
 ) -> list[dict[str, Any]]:
     """Return prompt-completion rows. In a share of about `wrong_share`, the completion is `mistake(answer, rng)`.
 
-    A row's completion depends on (seed, index) only. The column `right`, which training never reads, is True if it is right.
+    A row's completion depends on (seed, index) only. The column `right` is True for a right completion; training never reads it.
     """
     shown = []
     for i, row in enumerate(rows):

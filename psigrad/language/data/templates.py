@@ -404,9 +404,9 @@ def _end_of_turn(
 ) -> int:
     """Return the index after the special token that ends the turn ids[first:last]. `turn` is its number, for the error.
 
-    A token of `stops` in ids[first:last] ends the turn if only other special tokens follow it there (Phi-3's template adds the
-    EOS). Otherwise a token of `stops` right after ids[first:last] does: a template may write it outside its generation block
-    (trl#5988). Otherwise a special token at the end of ids[first:last], or else right after it, does. White space is skipped.
+    That token is the first of these that exists: a token of `stops` in the turn with only other special tokens after it there
+    (Phi-3's template adds the EOS); a token of `stops` right after the turn, where a template may write it outside its
+    generation block (trl#5988); a special token at the end of the turn; a special token right after it. White space is skipped.
     """
     special = dialect.specials_of(tokenizer).ids
     inner = outer = _trim(tokenizer, ids, first, last)
