@@ -220,8 +220,8 @@ class Pretrained(ABC):
     def _embedded(self, input_ids: Tensor) -> tuple[Any, dict[str, Any]]:
         """Return (the module that runs a packed pass, its keyword arguments). A text-only model gets ids.
 
-        A vision-language model gets embeddings with image features in place of image tokens. Its decoding steps on a GPU get ids:
-        a CUDA graph cannot look for image tokens. On a CPU, a step may read an image in an environment's text (`CachedDialogue`).
+        A vision-language model gets embeddings with image features in place of image tokens. But its decoding steps on a GPU get
+        ids: they never read an image, and a CUDA graph cannot look for image tokens.
         """
         if self.vision is None or (input_ids.shape[1] == 1 and self.device.type != "cpu"):
             return self.network.base_model, {"input_ids": input_ids}

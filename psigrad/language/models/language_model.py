@@ -367,7 +367,7 @@ def load(
     """Load the model at `path` (a folder or a hub name), ready for training and sampling.
 
     - `adapter` is a folder with LoRA weights to resume from.
-    - `tokenizer`, or the folder of one, replaces the tokenizer at `path`. `eos_token` becomes its EOS token if it has this token.
+    - `tokenizer`, or its folder, replaces the tokenizer at `path`. `eos_token` becomes the EOS token if the vocabulary has it.
     - `trust_remote_code` runs the Python code that comes with the model.
     - `for_shards` leaves the weights in the host's memory, where `sharded.shard` reads this process's shard.
     - `base` is the quantisation of the layers under a LoRA adapter: "nf4", "int8" or "gguf".

@@ -385,8 +385,8 @@ def token_stats(
     """Return the `TokenStats` of tokens `ids` [M], whose logits are `head(hidden)` [M, V], computed in chunks of tokens.
 
     `vocabulary` is V. The backward pass computes large logits again instead of storing them. If `head` is linear without bias
-    and only log-probs need a gradient, it uses a formula, not autograd. With such a head in float32 on a CPU, `cached` log-probs
-    are used if only log-probs are requested. A divergence needs `reference_hidden`: the reference's hidden states or `Top`.
+    and only log-probs need a gradient, a formula replaces autograd. With such a head in float32 on a CPU, `cached` log-probs are
+    used if only log-probs are requested. A divergence needs `reference_hidden`: the reference's hidden states or `Top`.
     """
     linear: Any = head if (plain := type(head) is nn.Linear and head.bias is None) else None
     if plain and _on_gpu(hidden) and request.is_closed_form and len(ids):

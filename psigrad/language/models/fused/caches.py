@@ -258,7 +258,7 @@ class CacheHit:
     def saved_for_backward(self, index: int, target_rows: Tensor | None = None) -> tuple[Tensor | None, list[Tensor]]:
         """Return (a layer's input, the tensors that `Layer.forward` stored), for the backward pass of layer `index`.
 
-        Embeddings aren't cached, so the first layer's input is None. Tensors from after attention have only rows `target_rows`.
+        The first layer's input is None: it is not cached. Tensors computed after attention have only the rows `target_rows`.
         """
         some, parts = self._of(target_rows), range(1, len(self._parts.kinds[index]))
         asked = [(index, part, some if part >= FIRST_PART_AFTER_ATTENTION else self._rows) for part in parts]

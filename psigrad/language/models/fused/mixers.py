@@ -1,8 +1,8 @@
 """Mixers of fused layers: recurrences, convolutions, MLPs, and attention with gates or sinks. `Layer` has plain attention.
 
 C++ kernels run a recurrence once over a prompt, and all completions of the prompt continue from its last state. For the backward
-pass, a `StateLayer` keeps its projections and its mixer's output. The gradient of the output projection needs that output. The
-backward pass computes the mixer again from the projections, and autograd differentiates it.
+pass, a `StateLayer` keeps its input projections, from which the mixer is computed again and differentiated by autograd. It also
+keeps the mixer's output, which the gradient of the output projection's matrix needs.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class GroupedCache(KVCache):
         return order
 
     def seats(self, size: int) -> Seats:
-        """Arrange the active slots in a grid; see `Seats`. P and M are rounded up to powers of 2, P to at most `prompts`."""
+        """Arrange the active slots in a `Seats` grid. Its rows (up to `prompts`) and places per row are padded to powers of 2."""
         members = np.bincount(self.owners, minlength=self.count)
         rows, most = (1 << (int(n) - 1).bit_length() for n in (self.count, members.max()))
         by_owner = self.owners.argsort(kind="stable")
@@ -81,7 +81,7 @@ class Seats(NamedTuple):
     """A grid of slots, with one row per prompt and M = `members` places per row, for the slots that continue the prompt.
 
     For P prompts, `grid` [P · M] has the slot at each place (0 if unused). `seat` has each slot's place: an index into
-    `grid`. `behind` has the number of tokens of each slot's prompt. `seat` and `behind` are padded with 0 to length `size`.
+    `grid`. `behind` has the number of tokens of each slot's prompt. `seat` and `behind` are padded with 0 to a given length.
     """
 
     grid: np.ndarray

@@ -77,7 +77,7 @@ class Bundle:
 def bundle(texts: Sequence[Example]) -> list[Bundle]:
     """Split the examples of a row into bundles of consecutive examples, so that as few tokens as possible are computed.
 
-    A bundle's trunk is all that precedes the first target token of its last example. Other examples share a beginning with it.
+    A bundle's trunk (its last example up to the first target token) is computed once. Every example begins with a part of it.
     """
     best: list[tuple[int, list[Bundle]]] = [(0, [])]
     for end in range(1, len(texts) + 1):

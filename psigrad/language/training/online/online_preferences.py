@@ -93,7 +93,7 @@ def pick_pairs(groups: Sequence[Sequence[Trajectory]], world: World = ALONE) -> 
 
 
 def _texts(trajectory: Trajectory) -> list[Example]:
-    """Return a completion as training examples: one for each prompt after which a part of the completion was sampled."""
+    """Return a training example for each part of a completion: the prompt that the policy read for it, then the part."""
     mask = trajectory.mask or (True,) * len(trajectory.completion.ids)
     return [
         Example([*prompt, *ids], [False] * len(prompt) + list(mask[start : start + len(ids)]), False)

@@ -71,9 +71,9 @@ class LogProbGap:
 class OldLogProbs(Annotator):
     """The annotator that recomputes `logp_old` if needed, and measures how far the trainer's log-probs are from the sampler's.
 
-    `columns` recomputes `logp_old` if earlier weights sampled a part of the batch. Before several optimiser steps, it also does
-    so if the sampler's log-probs are not exactly the trainer's (`run.exact_sampling`). If the batch gets only a single step,
-    `add_terms` sets `logp_old` in any case.
+    `columns` recomputes `logp_old` if earlier weights sampled a part of the batch. It also does so if the batch gets several
+    optimiser steps and the sampler's log-probs are not precise enough (`run.exact_sampling`). If the batch gets a single step,
+    `add_terms` always replaces `logp_old`.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class OldLogProbs(Annotator):
     def add_terms(
         self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, sums: LossSums
     ) -> tuple[Prepared, PolicyOutputs]:
-        """If `columns` set `_compared`, compare `outputs.logp` with the sampler's log-probs in the first optimiser step.
+        """In the first optimiser step, compare `outputs.logp` with the sampler's log-probs, if `columns` has requested this.
 
         If this is the only step on the batch, return the part with `outputs.logp` as its `logp_old`, so that the ratio is 1.
         """
