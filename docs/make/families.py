@@ -75,7 +75,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("LFM 2", {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}),
     "lfm3": ("LFM 3", {"layer_types": ["conv", "full_attention", "sliding_attention", "conv"], "sliding_window": 6}),
     "granitemoehybrid (hybrid)": (
-        "Granite 4",
+        "Granite 4 (hybrid)",
         {**DENSE, **MAMBA, **SCALED, "layer_types": ["linear_attention", "full_attention"] * 2},
     ),
     "nemotron_h": ("Nemotron-H", NEMOTRON_H),
@@ -119,7 +119,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("Nemotron", {}),
     "gpt2": ("GPT-2", {}),
     "gpt_neox": ("Pythia", {}),
-    "granitemoehybrid": ("Granite 4 (dense)", {**DENSE, **SCALED}),
+    "granitemoehybrid": ("Granite 4 (attention only)", {**DENSE, **SCALED}),
     "granitemoe": ("Granite 3 with experts", {**EXPERTS, **SCALED}),
     "qwen2_moe": ("Qwen 2 with experts", EXPERTS),
     "qwen3_moe": ("Qwen 3 with experts", EXPERTS),
@@ -237,8 +237,8 @@ def ratio(name: str, computed: str) -> str:
 def why(model: LanguageModel) -> str:
     """Return why a model is padded, in a few words after a colon."""
     reason = model.why_padded.partition(": ")[2]
-    found = re.search(r"differ by [^,]*", reason)
-    few = f"packed outputs {found[0]}" if found else reason if len(reason) < 60 else "its modules take no packed row"
+    differs = "outputs differ" in reason
+    few = "packed outputs are wrong" if differs else reason if len(reason) < 60 else "its modules take no packed row"
     return f": {few}" if reason else ""
 
 
