@@ -195,7 +195,7 @@ INNER = {"psi": "psi", "returns": "psi", "surrogate": "surrogate"}
 
 
 def _inner(name: str, value: Any, outer: Any) -> Any:
-    """Return a part's parameter `name`: the part that `value` describes if `name` is in `INNER`, otherwise `value` itself.
+    """Return the value of a part's parameter `name`: the given `value`, or for a name in `INNER` the part that it describes.
 
     `outer` is the part whose parameter is changed; None for a new part.
     """

@@ -46,14 +46,14 @@ PATH, WRITTEN = Mark.PATH, Mark.WRITTEN
 
 
 class DeviceDefault:
-    """A note on a setting: its default on a type of device, as in `Annotated[str, DeviceDefault(cuda="bfloat16")]`."""
+    """An annotation of a setting: its default on a type of device, as in `Annotated[str, DeviceDefault(cuda="bfloat16")]`."""
 
     def __init__(self, **values: Any) -> None:
         self.values = values
 
 
 class Unread:
-    """A note on a section: the settings that a command does not read, as in `run: Annotated[Run, Unread("max_steps")]`.
+    """An annotation of a section: the settings that a command does not read, as in `run: Annotated[Run, Unread("max_steps")]`.
 
     A keyword argument names such a setting and its replacement: `Unread(temperature="evaluation.eval_temperature")`.
     """
@@ -63,7 +63,7 @@ class Unread:
 
 
 class ReadBy:
-    """A note on a setting or section: the algorithms that read it, as in `Annotated[Dqn, ReadBy("dqn")]`.
+    """An annotation of a setting or section: the algorithms that read it, as in `Annotated[Dqn, ReadBy("dqn")]`.
 
     With the argument `but`, all algorithms except those in `but` read it.
     """
@@ -73,7 +73,7 @@ class ReadBy:
 
 
 class Needs:
-    """A note on a setting or section: it has no effect unless at least one condition in `settings` is true.
+    """An annotation: the setting or section has no effect unless at least one condition in `settings` is true.
 
     The condition "sampling.sampler=vllm" is true if the setting has this value. A dotted name alone, such as "environment", is
     true if the setting is not False, 0 or empty.

@@ -1,4 +1,4 @@
-"""Load settings from YAML, overrides `a.b=c` and flags into frozen dataclasses, and turn such settings into plain values."""
+"""Load settings into frozen dataclasses from YAML, flags and overrides `a.b=c`. Turn these dataclasses into plain values."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def load(
 
 
 def _locate(config: T) -> T:
-    """Return the settings with `~` expanded and local inputs' paths absolute, since user code may change the working folder."""
+    """Expand `~`, and make the paths of local inputs absolute, since user code may change the working folder."""
     made: Any = config
     for mark, find in ((PATH, find_absolute), (WRITTEN, expand)):
         for name in find_marked(type(config), mark):
@@ -174,7 +174,7 @@ def _drop_unread(cls: type[Any], values: Mapping[str, Any], source: str) -> dict
     """Return `values` without the settings that the command does not read.
 
     Drop such a setting if it has its default value. Otherwise, if another setting replaces it, move the value there, and raise
-    `UserError` if that setting is given another value. If none replaces it, drop False and raise `UserError` for other values.
+    `UserError` if that setting is given another value. If it has no replacement, drop False too, and raise `UserError` otherwise.
     """
     made: dict[str, Any] = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
     for name, instead in unread_settings(cls).items():

@@ -203,7 +203,7 @@ def _either(*finders: Callable[[Part], Places]) -> Callable[[Part], Places]:
 
 
 def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
-    """Return a `Shortcut.find` function for the parameter `field` of the part in `slot`. It finds 0 if the slot is empty."""
+    """Return a `Shortcut.find` function for the parameter `field` of the part in `slot`. An empty slot counts as the value 0."""
 
     def places(root: Part) -> Places:
         if root.name != "PolicyGradient":
@@ -297,8 +297,8 @@ _RATIOS = {"sequence_token": "sequence"}
 def _filter(part: str, field: str = "") -> tuple[Callable[[Part], Places], Callable[[Part, str, Any], Any]]:
     """Return the functions (find, write) of a `Shortcut` that adds the filter named `part` to the slot `keep`, or removes it.
 
-    Without `field`, the shortcut's value is True (add) or False (remove). With `field`, a parameter of the filter, it is the
-    value of this parameter, and null removes the filter.
+    Without `field`, the shortcut's value is True (add) or False (remove). With `field`, it is the value of
+    the filter's parameter `field`, or null (remove).
     """
 
     def names(root: Part) -> list[Part]:

@@ -38,7 +38,7 @@ class Use(Protocol):
 
 
 class Sums:
-    """The sum of a weight's gradients over all its uses in an optimiser step, for the given `weights` or, by default, any weight.
+    """For each of the given `weights` (default: any weight), the sum of its gradients over all its uses in an optimiser step.
 
     The tensor of a sum is reused in the next step. If it were freed, smaller tensors would fragment its memory. With `recompute`,
     no tensor is allocated for a weight if its gradient can be recomputed from a few stored numbers per token; see `defers`.

@@ -1,7 +1,7 @@
 """The optimiser step: sum the gradients of all micro-batches, check and clip their norm, and apply an update rule to the weights.
 
 Rules are in `rules.py`, `low_memory.py` and `flat_rules.py`. A half-precision weight usually has a float32 copy, its master,
-which the rule updates. Without it, a bfloat16 weight would lose all updates below 1/512 of its value, thus most in fine-tuning.
+which the rule updates. Without a master, a bfloat16 weight would lose most updates in fine-tuning: all below 1/512 of its value.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Optimizer:
 
     Only matrices have weight decay. Gradients are summed over the processes of `world`. `seed` is for stochastic rounding. With
     `recompute`, a large LM head's gradient is not stored, but computed twice, block by block: for the norm and for the update.
-    This needs one process and `by_rows` rules. `reduces` switches FSDP's gradient reduction on (True) or off.
+    This needs one process, and rules that work row by row. `reduces` switches FSDP's gradient reduction on (True) or off.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Optimizer:
     def finish_backward(self) -> None:
         """Complete the gradient sums after a step's last backward pass.
 
-        If a part of a half-precision weight's gradient was summed in float32, add up all parts in the `.grad` of the master.
+        If some gradients of a half-precision weight were summed in float32, add the others to this sum, in the master's `.grad`.
         """
         self.sums.finish()
         for w in self._half:
@@ -200,9 +200,9 @@ class Optimizer:
         return [w.master for w in self.weights.values() if w.local is w.parameter]
 
     def norm(self, read: Read = to_list) -> float:
-        """Put each gradient where the update reads it, and return the norm of all gradients, which `read` copies to the CPU.
+        """Put each gradient where the update reads it, and return the norm of all gradients. `read` copies the norm to the CPU.
 
-        If a half-precision weight has a master and no kernels, its gradient is copied to the master in float32.
+        If a half-precision weight has a master and no kernels, the master's `.grad` becomes a float32 copy of its gradient.
         """
         for w in self._sharded:
             w.local.grad = None if w.parameter.grad is None else local_of(w.parameter.grad)

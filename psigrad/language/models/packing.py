@@ -53,7 +53,7 @@ def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[
     rank gets about the same number of tokens.
 
     The algorithm is first-fit decreasing (Johnson 1973): with one rank, at most 11/9 m + 1 micro-batches if m would suffice. The
-    first has the longest row, or with several `ranks` the most tokens, so a run that lacks memory fails at the start of a step.
+    first micro-batch has the longest row, or with several `ranks` the most tokens, so a lack of memory shows at once.
     """
     if budget < 1:
         raise UserError(f"A micro-batch of {budget} tokens is not possible; give micro_batch_tokens of at least 1.")

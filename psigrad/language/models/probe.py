@@ -1,8 +1,8 @@
 """Tests that psigrad's faster computation of a model gives the same outputs as transformers' modules.
 
-In bfloat16, rounding can hide a wrong layer: on random token ids, it changes SmolLM2's log-probs by 7 nats. Both computations
-therefore also run in float32, where rounding errors are a thousand times smaller, but the error of a wrong layer is the same. The
-float32 outputs may differ by only a small share of the rounding error in bfloat16.
+In bfloat16, rounding can hide a wrong layer: rounding alone changes SmolLM2's log-probs on random token ids by 7 nats. Both
+computations therefore also run in float32, where rounding errors are a thousand times smaller, but the error of a wrong layer is
+the same. The float32 outputs may differ by only a small share of the rounding error in bfloat16.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def check_causal(hf: PreTrainedModel, text: Sequence[int]) -> None:
     other = [*text[:-1], text[-1] - 1 if text[-1] else 1]
 
     def change() -> float:
-        """Return how much the logits at a token change, relative to their spread: the lower quartile over the tokens."""
+        """Compute each earlier token's change of logits, divided by their standard deviation. Return the lower quartile."""
         passes = (hf(input_ids=torch.tensor([ids], device=hf.device), use_cache=False).logits for ids in (text, other))
         one, two = (logits[0, :-1].float() for logits in passes)
         return float(((one - two).pow(2).mean(-1).sqrt() / one.std(-1)).quantile(0.25))
@@ -352,7 +352,7 @@ def _layers(hf: nn.Module) -> list[nn.Module]:
 
 
 def shorten_windows(hf: PreTrainedModel) -> AbstractContextManager[bool]:
-    """In this context, shorten attention windows (or chunks) longer than `LENGTH` to `WINDOW`. Yield True if there are any."""
+    """In this context, shorten attention windows (or chunks) longer than `LENGTH` to `WINDOW`. Yield True if any was longer."""
     return _shorten(hf, ("sliding_window", "attention_chunk_size"), LENGTH, WINDOW)
 
 
@@ -363,9 +363,9 @@ def _shorten_chunks(hf: PreTrainedModel) -> AbstractContextManager[bool]:
 
 @contextlib.contextmanager
 def _shorten(hf: PreTrainedModel, names: Sequence[str], most: int, size: int) -> Iterator[bool]:
-    """Inside this context, set the attributes `names` to `size` where they exceed `most`. Yield True if any exceeds it.
+    """Inside this context, set the attributes `names` to `size` where they exceed `most`. Yield True if any exceeded it.
 
-    The attributes belong to the modules and to the configuration, since masks are built from it. They are restored on exit.
+    They are attributes of the modules and of the configuration, from which masks are built. They are restored on exit.
     """
     owners = [vars(owner) for owner in (hf.config.get_text_config(), *hf.modules())]
     held: list[tuple[dict[str, Any], str, int]] = [

@@ -1,7 +1,7 @@
 """Vision towers of the model families that psigrad trains with images. An image's features replace embeddings in a prompt.
 
-transformers' modules compute the features. The features of a frozen tower are computed image by image, so that they do not depend
-on the batch, and are cached. Then the language model runs as on text: packed or padded, fused or not.
+transformers' modules compute the features. The features of a frozen tower are cached. They are computed image by image, so
+that they do not depend on the batch. Given the features, the language model runs as on text: packed or padded, fused or not.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class Tiles(Vision):
         return self.each * (rows * columns + 1)
 
     def pixels(self, pictures: Sequence[Picture]) -> tuple[Tensor, ...]:
-        """Return the vision tower's arguments: the tiles of all images, in one row of the batch."""
+        """Return the vision tower's arguments [1, tiles, ...]: the pixels of all images' tiles, and their mask."""
         made = self.processor(images=[[one.open() for one in pictures]], return_tensors="pt")
         return tuple(made[name] for name in self.inputs)
 

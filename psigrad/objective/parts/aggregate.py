@@ -94,8 +94,8 @@ def has_signal(batch: Batch) -> Tensor:
     Formula: keep i  ⇔  min(M) < max(M) in the group of i
              M_i is the return of trajectory i without soft_overlong or, with `--filter-metric NAME`, the value of that reward
 
-    Values are compared, not their standard deviation, since rounding makes that of eight rewards of 0.1 greater than 0. As in the
-    paper, choose correctness as M. With a length penalty in M, a group of right answers is kept although it teaches only length.
+    The values are compared, since rounding makes the standard deviation of eight rewards of 0.1 greater than 0. As in the paper,
+    choose correctness as M. With a length penalty in M, a group of right answers is kept although it teaches only length.
 
     Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2 (dynamic sampling).
 
