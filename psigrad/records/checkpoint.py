@@ -1,7 +1,7 @@
 """Checkpoints that are either complete or absent.
 
 A save writes a temporary folder, fsyncs every file, writes `manifest.json` (sizes and SHA-256) last, renames the folder, and
-fsyncs the parent. The latest checkpoint is the newest one whose files match its manifest; no file names it.
+fsyncs the parent. The latest checkpoint is the newest one whose files match its manifest.
 Nothing is ever unpickled. The lock of the run folder ensures that only one process saves checkpoints in it.
 """
 
@@ -189,7 +189,7 @@ def _traces(path: Path, files: Mapping[str, Any]) -> list[Any]:
 def verify(path: Path, rank: int = 0, size: int = 1) -> dict[str, Any]:
     """Return the manifest of a checkpoint. Raise `CheckpointError` naming the first file that is changed, missing or extra.
 
-    If `size` is above 1, hash only the share of process `rank`. When no process has raised an error, each must call `trust`.
+    If `size` is above 1, hash only the share of process `rank`. If no process raises an error, all must then call `trust`.
     """
     manifest = read_manifest(path)
     check_format(path, manifest)

@@ -145,7 +145,7 @@ def auto_class(model: Path) -> str:
 def show_number(value: Any) -> str:
     """Format a number for display; return "–" for a value that is not a number.
 
-    By magnitude, round a float below 1e-12 to 0, one from 1000 to 1e7 to an integer, and any other to four significant digits.
+    Round a float with a magnitude below 1e-12 to 0, from 1000 to 1e7 to an integer, otherwise to four significant digits.
     """
     if type(value) is int and abs(value) < 10**15:
         return f"{value:,}"

@@ -53,8 +53,8 @@ def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
 def restore_parts(folder: Path, step: int, written: int | None) -> None:
     """Restore the file that was rollouts.jsonl when the checkpoint of `step` was saved, and delete the later files.
 
-    It is the oldest part whose last step is after `step`, or is `step` if the part has `written` rows (the number in the
-    checkpoint's manifest). If there is no such part, the file was not renamed since then, so change nothing.
+    It is the oldest part that ends after `step`, or that ends with `step` and has `written` rows, the number in the checkpoint's
+    manifest. Change nothing if there is no such part, since rollouts.jsonl was then not renamed after the checkpoint.
     """
     for part in reversed(parts_of(folder)):
         if part.last > step or (part.last == step and part.rows == written):
@@ -107,11 +107,11 @@ def end_last_line(file: Path, *, cut: bool = True) -> None:
 
 
 def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
-    """Truncate a file to its rows up to step `step`. The run has written `written` such rows; None if the number is unknown.
+    """Truncate a file to its rows up to step `step`. `written` is the number of such rows that the run wrote; None if unknown.
 
-    Find the last undamaged row of these steps. Move the damaged lines before it to FILE.damaged: lines that are not rows, and as
-    few rows as must go for the steps to be in order. Delete the lines after that row. If fewer than `written` rows remain, move
-    these lines to FILE.damaged instead, since the missing rows may be among them.
+    Find the last undamaged row of these steps. Move the damaged lines before it to FILE.damaged: lines that are not rows, and the
+    fewest rows whose removal puts the steps in order. Then delete the lines after that row, or if fewer than `written` rows
+    remain, move them to FILE.damaged too, since the missing rows may be among them.
     """
     end_last_line(file, cut=False)
     ends, steps, end = array("q", [0]), array("q"), 0

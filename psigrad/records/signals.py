@@ -1,7 +1,7 @@
 """Signals: the figures of a run that warnings, reports and the studio use.
 
-Trainers write the same figure under different keys; its signal has one name for all of them. Reports draw the signals in the
-order of `SIGNALS`. The studio lists keys without a signal under "more".
+Two trainers can write the same figure under different keys; these keys then belong to one signal. Reports draw the signals in
+the order of `SIGNALS`. The studio lists keys without a signal under "more".
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _CORRECTION = "sampling/importance_sampling_ratio/mean"
 
 
 class SignalNames:
-    """Names for metric keys. The first key of a signal that `of` receives gets the signal's name; later ones keep their own."""
+    """Unique names for metric keys: the first key of each signal gets the signal's name, and every other key keeps its own."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}

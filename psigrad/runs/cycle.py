@@ -44,7 +44,7 @@ class Loop(Generic[S]):
 
 
 def cycle(loop: Loop[S], state: S, settings: Run, journal: Journal) -> S:
-    """Train from `state` to the loop's last step. Evaluate every `eval_steps` and save every `save_steps` turns (`state.turns`).
+    """Train from `state` to the loop's last step. On the way, evaluate and save as often as the settings say.
 
     Callbacks receive every event, and their requests are carried out. All rows of a step are written before its checkpoint is
     saved, so a resumed run neither repeats nor loses rows.
@@ -86,7 +86,7 @@ class _Saves(Generic[S]):
         self.last_finite, self.last_updates, self.saved, self.saved_at = state, loop.updates(), state.step, time.monotonic()
 
     def due(self, state: S) -> bool:
-        """Return True if a checkpoint is due; never after a step with a NaN or infinite gradient, since it changes no weight."""
+        """Return True if a checkpoint is due; never after a step that changed no weight because of a NaN or infinite gradient."""
         minutes = _now(state, "save_minutes", self.settings.save_minutes)
         every = _now(state, "save_steps", self.settings.save_steps)
         spent = self.journal.world.broadcast(time.monotonic() - self.saved_at) if minutes else 0.0

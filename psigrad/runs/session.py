@@ -199,7 +199,7 @@ def note_start(run: Run, journal: Journal, checkpoint: Path | None, step: int, p
 def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: Mapping[str, str]) -> None:
     """Raise `UserError` if a pin, such as the data's hash, differs between `manifest` and `pinned`, unless `run.allow` names it.
 
-    Library versions and the number of ranks may always differ, and if the ranks do, the threads may too.
+    Library versions and the number of ranks may always differ. If the number of ranks differs, the number of threads may too.
     """
     if manifest.get("ranks", "1") != pinned.get("ranks", "1"):
         # sharing the work among more or fewer processes implies other rounding

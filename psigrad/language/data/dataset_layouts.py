@@ -283,8 +283,8 @@ def to_turns(tokenizer: PreTrainedTokenizerBase | None, row: Row, plain_prompts:
     """Return the row with its plain prompt as a user turn and its plain answers as assistant turns.
 
     The row is converted if the tokenizer has a chat template or is None, `plain_prompts` is False, and the prompt has no special
-    tokens (with some, it is taken for rendered text). If the row is not converted, only the text of a system column, if any, is
-    put in front of its prompt. A row that is already converted stays unchanged.
+    tokens: a prompt that has some was probably rendered before. If the row is not converted, only the text of a system column, if
+    any, is put in front of its prompt. A row that is already converted stays unchanged.
     """
     if not isinstance(row.prompt, str) or row.plain_prompt is not None:
         return row

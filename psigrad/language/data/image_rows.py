@@ -34,8 +34,8 @@ def insert_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mappi
     """Return (a raw row whose texts have a mark, `images.MARK`, for each image; notes on how the images were read).
 
     A row without images is unchanged. `source` names the row in errors. Paths are relative to `base`. In the returned row, the
-    column `images` (or a given `image`) has all images, for reward functions. A part {"type": "image"} is a placeholder for the
-    next of them. Raises `RowError` if an image cannot be read, or if there are placeholders, but not as many as images.
+    column `images`, or `image` if the row has it, holds all images, for reward functions. A part {"type": "image"} stands for the
+    column's next image. Raise `RowError` if an image cannot be read, or if there are such parts and their number is wrong.
     """
 
     def fail(column: str, reason: str) -> NoReturn:

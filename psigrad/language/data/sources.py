@@ -96,7 +96,7 @@ def remove_format(rows: Any) -> Any:
 
 
 def _to_plain(value: Any, depth: int = 0) -> Any:
-    """Return `value`, at `depth` in its row, with lists and numbers for arrays and tensors; unchanged deeper than `MAX_DEPTH`."""
+    """Return a row's `value` with arrays and tensors as lists and numbers; unchanged if its `depth` is above `MAX_DEPTH`."""
     if depth > MAX_DEPTH:  # the checks reject such depths
         return value
     if isinstance(value, dict):
@@ -280,7 +280,7 @@ def mix(parts: Sequence[Sequence[Row]], weights: Sequence[float | None], seed: i
     """Join the rows of the datasets `parts`. Without weights, every row occurs once. Training shuffles the result.
 
     With weights, the total number of rows stays the same, and each dataset gets a share of it by its weight. If its share is q
-    rows, each of the dataset's n rows occurs ⌊q/n⌋ or ⌈q/n⌉ times; `seed` and the dataset's position decide.
+    rows, each of the dataset's n rows occurs ⌊q/n⌋ or ⌈q/n⌉ times, as `seed` and the dataset's position decide.
     """
     rows: list[Row] = []
     given = [weight for weight in weights if weight is not None]

@@ -50,7 +50,7 @@ def score_spelling(text: str, entry: dict[str, Any]) -> float:
     """Return 1 if `text` equals the answer of the row `entry` in any letter case, and 0.8 if it continues after the answer.
 
     For any other text, return the share of the answer's letters that `text` has at the same position. For answers of some
-    lengths, such as 6, a text that continues gets about 1 instead of 0.8: a rounding error that reasoning-gym makes too.
+    lengths, such as 6, rounding makes the full share slightly less than 1; a text that continues then gets it instead of 0.8.
     """
     said, answer, share = text.lower(), entry["answer"].lower(), 0.0
     if said == answer:
@@ -61,7 +61,7 @@ def score_spelling(text: str, entry: dict[str, Any]) -> float:
 
 
 def import_reasoning_gym() -> Any:
-    """Return the optional module reasoning_gym, whose installation needs a C compiler. Raise `UserError` without it."""
+    """Return the optional module reasoning_gym, or raise `UserError` if it is not installed."""
     try:
         import reasoning_gym
     except ImportError as error:

@@ -221,10 +221,10 @@ def _probe(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], spe
 def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, str]:
     """Return (`turn_end`, `turn_next`) of a `Dialect`, found in two renderings of a turn with the content `SENTINEL`.
 
-    `last` ends with this turn; in `followed`, another turn follows it. `special` matches special tokens. `turn_end` starts after
-    the content and ends with a special token: the last one before the renderings differ, or if there is none, the last one in
-    `last` (gpt-oss: <|return|>). Then `turn_next` equals `turn_end`. If `last` has no special token after the content, `turn_end`
-    ends with the first one in `followed` (GLM: <|user|>), and `turn_next` is the part of `turn_end` that `last` lacks.
+    `last` ends with this turn; in `followed`, another turn follows it. `special` matches special tokens. `turn_end` is the text
+    after the content, up to and including a special token: the last one before the renderings differ, else the last one in `last`
+    (gpt-oss: <|return|>), else the first one in `followed` (GLM: <|user|>). In the third case, `turn_next` is the part of
+    `turn_end` that `last` lacks; otherwise it equals `turn_end`.
     """
     ending, behind = last.rpartition(SENTINEL)[2], followed.rpartition(SENTINEL)[2]
     shared = next((i for i, (a, b) in enumerate(zip(ending, behind, strict=False)) if a != b), min(len(ending), len(behind)))

@@ -45,7 +45,7 @@ class TemplateLimit(UserError):
 
 
 class _Spent(threading.local):
-    """The state of a thread's rendering. `until` is its deadline in processor time, `made` the length of large values so far."""
+    """A thread's rendering: `until` is its deadline in processor time, `made` the total length of the large values it made."""
 
     until, made = math.inf, -math.inf
 

@@ -236,8 +236,8 @@ def _find_last_turn(conversation: Conversation, messages: Sequence[Message], bef
 def _continue_thought(conversation: Conversation, message: Message, before: str, text: str, index: int) -> tuple[str, str]:
     """Return (`before`, `text`), changed so that `text`, which ends with the turn `message`, starts with `before`.
 
-    `before` should end with a tag that opens a thought. In its place, `text` has nothing, the tag with other spaces, or an empty
-    thought. Raise `RowError`, with the message's number `index`, in any other case.
+    `before` must end with a tag that opens a thought. Where that tag begins, `text` may have no thought, an empty one, or the tag
+    with other spaces after it. Otherwise raise `RowError`, with the message's number `index`.
     """
     opened, thought = OPEN.search(before), _thought_of(message)
     tail = "" if opened is None else text[opened.start() :]
