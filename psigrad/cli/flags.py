@@ -99,11 +99,11 @@ _HELP: Any = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_po
 
 
 def parse_plain(usage: str, arguments: Sequence[str], defaults: Mapping[str, Any], about: str = "") -> dict[str, Any]:
-    """Parse the arguments of a command that has no settings class. Each name in `defaults` has a flag. Return {name: value}.
+    """Return {name: value} for the arguments of a command that has no settings class. Each name in `defaults` has a flag.
 
-    `usage` is the command with its positional arguments, such as "report RUN [RUN ...]"; "names" is the list of their values. A
-    flag whose default is a tuple takes several values. Lines of `about` such as "--seed: seed of the data" are the flags' help
-    texts; help starts with the other lines. Raises `UserError` for an unknown flag and for too few or too many arguments.
+    `usage` is the command with its positional arguments, such as "report RUN [RUN ...]". Their values are the list "names" in the
+    result. A flag whose default is a tuple takes several values. A line of `about` such as "--seed: seed of the data" is the help
+    text of a flag; all other lines describe the command. Raises `UserError` for unknown flags or a wrong number of arguments.
     """
     lines = about.splitlines()
     texts = dict(line.split(": ", 1) for line in lines if line.startswith("--"))

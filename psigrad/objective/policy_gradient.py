@@ -178,7 +178,7 @@ class PolicyGradient:
 
     @property
     def dynamic_sampling(self) -> bool:
-        """True if `keep` has `has_signal`. It drops groups of equal rewards, and the trainer should replace them."""
+        """True if `keep` contains `has_signal`, which drops groups of equal rewards. The trainer should then replace them."""
         return has_signal in self.keep
 
     def initial_state(self) -> dict[str, float]:

@@ -52,10 +52,10 @@ class Best(Callback):
             control.should_training_stop = True
 
     def _figure(self, metrics: Mapping[str, Any], step: int) -> tuple[float, bool]:
-        """Return (value, True if greater is better) of the metric by which evaluations are compared; NaN if `metrics` lacks it.
+        """Return (value, True if greater is better) of the metric that ranks the evaluations; the value is NaN if it is missing.
 
         The setting `metric_for_best_model` names the metric. If it is empty, the first evaluation's main metric (`headline`) is
-        used. After step 0, raise `UserError` if no evaluation so far has the named metric, or any figure if none is named.
+        used. After step 0, raise `UserError` if no evaluation so far has the named metric or, without a name, any metric.
         """
         name = self.figure or self.settings.metric_for_best_model
         found = comparison_figure(metrics, name, self.settings.greater_is_better)

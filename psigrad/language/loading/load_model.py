@@ -286,8 +286,7 @@ def load_online_reference(
     """Load the reference: the model that `config.reference` names or, if this setting is empty, the policy's initial model.
 
     If the setting names a server, or a model whose tokenizer is not the policy's, the reference is a `Teacher`.
-    `load_start` returns the initial model. With ref_model_sync_steps, training changes this model, so a resumed run loads the
-    changed weights from `checkpoint`.
+    With ref_model_sync_steps, training changes the reference, so a resumed run loads its weights from `checkpoint`.
     """
     dtype = config.reference_dtype or config.model.dtype
     if teacher.is_address(config.reference):
@@ -358,7 +357,7 @@ def configure_chat(
 ) -> None:
     """Set the tokenizer's chat template and EOS from the settings. A template that prints a date prints the run's first day.
 
-    A resumed run reads this day from `checkpoint`. From `network`, `check_embedded` knows which tokens have an embedding.
+    A resumed run reads this day from `checkpoint`. `network` shows `check_embedded` which tokens have an embedding.
     """
     if settings.eos_token:
         words = tokenizer.get_vocab()

@@ -215,7 +215,7 @@ def _choose(
 ) -> Report:
     """Return the report on all completions or, with `best_of`, on each prompt's completion with the highest reward.
 
-    `figures` are those of all completions. With `best_of`, a held-out metric of `config` scores the kept completions too.
+    `figures` are measured on all completions. With `best_of`, a held-out metric of `config` scores the chosen ones too.
     """
     if not isinstance(config, EvalConfig) or config.best_of == 1:
         return Report(figures, trajectories, rows)

@@ -31,8 +31,9 @@ _ONE_AT_A_TIME = threading.Lock()
 class ModelScorer:
     """A reward model as a `Scorer`.
 
-    With `same_tokens`, it scores the policy's own tokens where it can. Unless it is a process reward model, it adds the tokens
-    that ended each text in its training. Otherwise, it scores prompt and completion as rendered by its own chat template.
+    With `same_tokens`, it scores the policy's own tokens, followed by the tokens that ended each text in its training. A process
+    reward model reads no such end tokens. Without `same_tokens`, or where the policy's tokens cannot be used (see `_tokens`), it
+    scores prompt and completion as rendered by its own chat template.
     """
 
     name: str

@@ -220,12 +220,11 @@ def annotators_of(
 
 @contextlib.contextmanager
 def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterator[Executor | None]:
-    """Yield an executor whose threads sample during training steps; None on ranks above 0, or if nothing can be overlapped.
+    """Yield an executor whose threads sample during training; None on ranks above 0, or if sampling and training cannot overlap.
 
-    An overlap needs a `lag` above 0, and a sampler on a cluster or on a GPU that does not train. On a cluster, lag + 1 threads
-    sample one batch each, but one thread plays all episodes. A GPU gets one thread, as it holds one version of the weights.
-    A sampler on a GPU also needs a single training process, since several would communicate in two threads at once, and no top_p,
-    top_k or min_p, since the sampling thread would then compute log-probs with the model in training.
+    An overlap needs a `lag` above 0, and a sampler on a cluster or on a GPU that does not train. On a GPU, it also needs a single
+    training process, since several would communicate in two threads at once, and no top_p, top_k or min_p, since the sampling
+    thread would compute log-probs with the model in training. The executor has lag + 1 threads, or one on a GPU or for episodes.
     """
     beside = sampler.overlaps and world.size == 1 and not config.sampling.filtered
     if not ((sampler.central or beside) and config.lag and world.rank == 0):

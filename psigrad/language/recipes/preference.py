@@ -73,9 +73,9 @@ def _reference(
 ) -> LanguageModel | None:
     """Return the model that computes the reference's log-probs before training; None if they are not needed.
 
-    If `config.reference` is set, load that model. Otherwise, return the initial model: with a new LoRA adapter, this is `model`
-    without the adapter. A new run without eval_kl uses `model` itself, whose weights do not change before step 1. Other runs load
-    the initial model again. Raises `UserError` for a reference that `loss` does not use.
+    This is the model that `config.reference` names or, if it is empty, the initial model. With a new LoRA adapter, `model`
+    without it is the initial model. Without one, a new run without eval_kl also returns `model`, since its weights do not change
+    before step 1, and any other run loads the initial model again. Raises `UserError` for a reference that `loss` does not use.
     """
     if config.reference and not loss.needs_reference:
         raise UserError(f"The settings name a reference model, but {loss.name} uses none; remove reference.")

@@ -165,7 +165,7 @@ def innermost(surrogate: Surrogate) -> Surrogate:
 
 
 def silent_without_advantage(surrogate: Surrogate) -> bool:
-    """Return True if `surrogate` is known to have gradient 0 at each step of advantage 0 that `marks` does not choose."""
+    """Return True if steps of advantage 0 are known to get no gradient from `surrogate`, except those that `marks` chooses."""
     return innermost(surrogate) in (score, unclipped) or isinstance(innermost(surrogate), SilentSurrogate)
 
 

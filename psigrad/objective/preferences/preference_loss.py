@@ -204,7 +204,7 @@ def hinge(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def squared(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """The squared distance of the scores' difference from 1/(2β). This target keeps the difference from growing without bound.
+    """Pull the difference of the scores to 1/(2β) with a squared error. A difference beyond this target raises the loss again.
 
     Formula: ((h_w − h_l)/β − 1/(2β))²
 
@@ -217,7 +217,7 @@ def squared(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Raise the chosen completion's probability, lower the rejected's. Use it if chosen completions are better than the model's.
+    """Raise the chosen completion's probability and lower the rejected one's. Use it if chosen completions beat the model's own.
 
     Formula: 1 − σ(h_w) + σ(h_l)
 
@@ -230,7 +230,7 @@ def apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def apo_down(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Lower both completions' probabilities, the rejected's more. Use it if chosen completions are worse than the model's.
+    """Lower both completions' probabilities, the rejected one's more. Use it if the model's own completions beat the chosen ones.
 
     Formula: σ(h_w) + 1 − σ(h_w − h_l)
 
@@ -385,10 +385,10 @@ class OnlinePreference:
 
 @dataclass(frozen=True)
 class KahnemanTversky:
-    """A loss on single completions labelled good or bad. It saturates on both sides of the reference point z.
+    """A loss on single completions labelled good or bad. It saturates on both sides of z, an estimate of KL(π‖π_ref).
 
     Formula: λ_D·(1 − σ(β·(r − z))) for desirable completions, λ_U·(1 − σ(β·(z − r))) for undesirable ones
-             r = log π(y|x) − log π_ref(y|x); z ≥ 0: KL(π‖π_ref), estimated by the mean of r with answers to other prompts
+             r = log π(y|x) − log π_ref(y|x); z = max(0, mean of r over pairs of a prompt and an answer to another prompt)
 
     Source: Ethayarajh et al. 2024, KTO, arXiv:2402.01306, eq. 8.
     """

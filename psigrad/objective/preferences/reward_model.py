@@ -20,9 +20,10 @@ from psigrad.objective.preferences.preference_loss import correct
 
 @dataclass(frozen=True)
 class BradleyTerry:
-    """The negative log-likelihood of comparisons, with a margin m and label smoothing ε. c pulls each pair's mean reward to 0.
+    """The negative log-likelihood of comparisons, with a term that pulls each pair's mean reward to 0.
 
-    Formula: −(1 − ε)·log σ(r_w − r_l − m) − ε·log σ(r_l − r_w + m) + c·(r_w + r_l)², with rewards r_w (chosen), r_l (rejected)
+    Formula: −(1 − ε)·log σ(r_w − r_l − m) − ε·log σ(r_l − r_w + m) + c·(r_w + r_l)²
+             r_w, r_l: rewards of chosen and rejected; m: margin; c: `center_rewards_coefficient`; ε: `label_smoothing`
 
     Source: Bradley and Terry 1952; Ouyang et al. 2022, InstructGPT, arXiv:2203.02155, eq. 1; margin: Touvron et al. 2023,
     Llama 2, arXiv:2307.09288, eq. 2; centring: Eisenstein et al. 2023, arXiv:2312.09244.
