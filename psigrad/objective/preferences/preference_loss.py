@@ -388,7 +388,7 @@ class KahnemanTversky:
     """A loss on single completions labelled good or bad. It saturates on both sides of the reference point z.
 
     Formula: λ_D·(1 − σ(β·(r − z))) for desirable completions, λ_U·(1 − σ(β·(z − r))) for undesirable ones
-             r = log π(y|x) − log π_ref(y|x); z ≥ 0: KL(π‖π_ref), estimated by the mean of r with answers to other prompts
+             r = log π(y|x) − log π_ref(y|x); z = max(0, mean of r over prompts with another row's answer) estimates KL(π‖π_ref)
 
     Source: Ethayarajh et al. 2024, KTO, arXiv:2402.01306, eq. 8.
     """
