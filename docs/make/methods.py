@@ -35,7 +35,7 @@ PLAIN = {  # formulas that say more of a method than those of `explain`
     "link: logistic(label_smoothing=0.0)": "−log σ(h_w − h_l)",
     "aggregate w: sequence_mean": "w_t = 1 / (number of completions · |y|), where |y| is the completion's length",
     "aggregate w: fixed_length(n=1024)": "w_t = 1 / (n · number of completions)\n"
-    "    n is `max_completion_length` unless set; 1024 is the default in Python",
+    "    n is by default `max_completion_length`, and 1024 in Python",
 }
 UNSAID = ", with Ψ_t the advantage before whitening"  # the part inside begins with Ψ_t
 INNER = {"psi": "Ψ_t =", "surrogate": "L'_t =", "critic": "Â_t ="}  # what a part inside the part of a slot computes

@@ -61,7 +61,7 @@ def test_parts_that_do_not_fit_are_refused_at_construction(change: dict, sentenc
 
 
 def test_whitening_refuses_a_psi_with_memory() -> None:
-    with pytest.raises(ValueError, match="state from earlier batches"):
+    with pytest.raises(ValueError, match="which has a state"):
         whitened(moving_average())
 
 

@@ -116,7 +116,7 @@ def no_reward(batch: Batch) -> Tensor:
 class total_return:
     """The return of the whole trajectory, for each of its steps.
 
-    Formula: A_t = R(τ) = Σ_u γ^u · r_u
+    Formula: A_t = Σ_u γ^u · r_u
 
     Source: Williams 1992, REINFORCE; Schulman et al. 2016, arXiv:1506.02438, form 1 of Ψ.
 

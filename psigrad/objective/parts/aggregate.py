@@ -92,7 +92,7 @@ def has_signal(batch: Batch) -> Tensor:
     """Drop each group whose trajectories all have the same value M. The trainer then collects other groups.
 
     Formula: keep i  ⇔  min(M) < max(M) in the group of i
-             M_i is the return of trajectory i without soft_overlong or, with `--filter-metric NAME`, the value of that reward
+             M_i is R_i without a length penalty by soft_overlong; with `--filter-metric NAME`, the value of reward function NAME
 
     The values are compared, since rounding makes the standard deviation of eight rewards of 0.1 greater than 0. As in the paper,
     choose correctness as M. With a length penalty in M, a group of right answers is kept although it teaches only length.

@@ -16,7 +16,7 @@ class value_loss:
 
     Formula: value error = ½·max((V − G)², (clip(V, V_old − ε, V_old + ε) − G)²), or ½·(V − G)² if `clip` is None
              V = V(s_t), G = Â_t + V_old(s_t), V_old is V before the update, ε = `clip`; `coefficient` is c_V in the loss
-             Â_t is the advantage by the psi `returns`; if `returns` is None, the method's own advantage before whitening
+             Â_t is the advantage from `returns` or, if this is None, the method's own advantage before whitening
 
     Source: Schulman et al. 2017, PPO, arXiv:1707.06347, eq. 9; the clip is that of OpenAI's baselines.
 

@@ -328,7 +328,7 @@ class with_imitation:
     """The wrapped surrogate L', plus the cross-entropy of the batch's right answers.
 
     Formula: L_t = L'_t − coefficient · m_i · (S / S⁺) · log π(a_t|s_t), m_i = 1 where R_i ≥ `right`; else 0
-             L'_t is the wrapped surrogate; S is the number of steps in the batch, S⁺ the number of steps of right answers
+             L'_t is the loss of `surrogate`; S is the number of steps in the batch, S⁺ that in right answers
 
     With the token_mean aggregate the second term is the coefficient times the mean cross-entropy of the right answers' steps.
     R_i is the batch's metric if it has one, otherwise the sum of the rewards.
