@@ -152,11 +152,17 @@ def text(records: Sequence[Record], page: str) -> str:
     done = [pair for pair in found.values() if pair]
     runs = [run for pair in done for run in pair[1:]]
     machines = " and ".join(sorted({f"{run['processor']} (threads: {run['threads']})" for run in runs}))
-    loads = [value for run in runs for value in run["load"]]
+    machine = f"Processor: {machines or MISSING}."
+    if runs:
+        loads = [value for run in runs for value in run["load"]]
+        machine += f" Load average: {min(loads)} to {max(loads)}."
+    if len(done) == PAIRS:
+        ratio = over_seeds(math.log(pair[TRL]["cpu_seconds"] / pair[PSIGRAD]["cpu_seconds"]) for pair in done)
+        machine += f" TRL's processor time divided by psigrad's: {around(ratio, cost=True)}."
     parts = {
         "claims": claim_rows(records, done), "better": better_lines(done), "pairs": pair_rows(found),
         "state": [f"{len(done)} of {PAIRS} pairs are done."],
-        "machine": [f"Processor: {machines}. Load average: {min(loads)} to {max(loads)}." if runs else f"Processor: {MISSING}."],
+        "machine": [machine],
         "sizes": [
             f"A run takes {tasks.STEPS} steps. A step has {tasks.PROMPTS} prompts × {tasks.GROUP} completions of at most "
             f"{tasks.TOKENS} tokens. The learning rate is {tasks.RATE:g} and falls linearly to 0.",

@@ -111,6 +111,7 @@ def test_the_verdicts_are_those_of_the_rules():
     assert "solved at least once in eight tries. | **undecided** | +0.0" in shown, "one of eight completions was right before"
     assert "Everyday knowledge is kept. | **holds** | +0.0" in shown and "less time. | **holds** | 1.91" in shown
     assert "less memory. | **holds** | 2.00 [2.00, 2.00]" in shown and "compute the same steps. | not run yet" in shown
+    assert "processor time divided by psigrad's: 2.00 [2.00, 2.00]." in page.text(finished(), page.PAGE.read_text())
     worse = rows_of(finished(ours=1, theirs=3, seconds=(20.0, 10.0)))
     assert "at least as much as TRL from the same number of samples. | **does not hold** | −25.0" in worse
     assert "less time. | **does not hold**" in worse
