@@ -177,6 +177,10 @@ def test_log_probs_of_a_prompt_and_custom_losses(service, training):
     assert found[0] is None and all(value < 0 for value in found[1:])
     made = training.forward_backward_custom([example()], lambda data, logprobs: (-logprobs[0].sum(), {"mine": 1.0})).result()
     plain = training.forward([example()], "cross_entropy").result()
+    ranks = {"logprobs": 1, "weights": 1}
+    loss = service.create_custom_loss(lambda logprobs, weights: (-(logprobs * weights).sum(), {}), ranks).result()
+    traced = training.forward_backward_custom([example()], loss).result()
+    assert traced.metrics["loss:sum"] == pytest.approx(made.metrics["loss:sum"], rel=1e-5)
     assert made.metrics["mine"] == 1.0 and plain.metrics["loss:sum"] == pytest.approx(made.metrics["loss:sum"], rel=1e-5)
 
 
