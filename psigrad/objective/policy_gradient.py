@@ -178,7 +178,7 @@ class PolicyGradient:
 
     @property
     def dynamic_sampling(self) -> bool:
-        """True if `keep` contains `has_signal`, which drops groups of equal rewards. The trainer should then replace them."""
+        """True if `keep` contains `has_signal`, which drops groups with equal rewards. The trainer then samples others."""
         return has_signal in self.keep
 
     def initial_state(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The target and loss of deep Q-learning. The values that `back_up` computes stay valid until the target network changes."""
+"""The target and loss of deep Q-learning. The result of `back_up` can be reused until the target network changes."""
 
 from __future__ import annotations
 

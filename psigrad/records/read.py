@@ -145,7 +145,7 @@ def auto_class(model: Path) -> str:
 def show_number(value: Any) -> str:
     """Format a number for display; return "–" for a value that is not a number.
 
-    Round a float with a magnitude below 1e-12 to 0, from 1000 to 1e7 to an integer, otherwise to four significant digits.
+    Round a float to an integer if its magnitude is from 1000 to 1e7, to 0 if it is below 1e-12, else to four significant digits.
     """
     if type(value) is int and abs(value) < 10**15:
         return f"{value:,}"

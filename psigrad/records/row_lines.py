@@ -51,10 +51,10 @@ def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
 
 
 def restore_parts(folder: Path, step: int, written: int | None) -> None:
-    """Restore the file that was rollouts.jsonl when the checkpoint of `step` was saved, and delete the later files.
+    """Restore rollouts.jsonl if it was renamed after the checkpoint of `step` was saved, and delete the files begun since then.
 
-    It is the oldest part that ends after `step`, or that ends with `step` and has `written` rows, the number in the checkpoint's
-    manifest. Change nothing if there is no such part, since rollouts.jsonl was then not renamed after the checkpoint.
+    A part was renamed after the checkpoint if it ends after `step`, or if it ends with `step` and has `written` rows, the number
+    in the checkpoint's manifest. The oldest such part becomes rollouts.jsonl. If there is none, change nothing.
     """
     for part in reversed(parts_of(folder)):
         if part.last > step or (part.last == step and part.rows == written):

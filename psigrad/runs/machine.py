@@ -97,7 +97,7 @@ def _version(library: str) -> str | None:
 def prepare_torch(run: Run, *, recompute: bool = False) -> None:
     """Set torch's number of threads, and configure malloc and oneDNN, for the run. Raise `UserError` if the device is missing.
 
-    malloc then keeps freed blocks for reuse; if `recompute` (gradient checkpointing) or `run.max_memory` is set, only small ones.
+    malloc keeps freed blocks for reuse, but only small ones if `recompute` (gradient checkpointing) or `run.max_memory` is set.
     """
     torch.set_num_threads(run.threads or default_threads())
     for kept in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):

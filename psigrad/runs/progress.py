@@ -127,8 +127,8 @@ def bar(
 ) -> Iterator[Advance]:
     """Draw a progress bar from `done` to `total` while the block runs, and yield the function that advances it.
 
-    Draw nothing unless `enabled`. If standard output is a log file or a pipe, print lines instead, unless `every` is 0: one when
-    `total` is reached, and one at the first call that is `every` calls or `SILENCE` seconds after the last line.
+    Draw nothing unless `enabled`. If standard output is a log file or a pipe, print a line instead when `total` is reached,
+    and when there were `every` calls, or `SILENCE` seconds passed, since the last line. If `every` is 0, print no lines.
     """
     if not enabled:
         yield lambda count=1, note="": None

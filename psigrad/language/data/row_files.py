@@ -186,7 +186,7 @@ def _refuse_one_object(data: bytes, path: Path) -> None:
     except (ValueError, RecursionError):
         return
     if one_object:
-        raise UserError(f"{path}:1 begins one JSON object, not a list of objects. If it has a list of rows, keep only that list.")
+        raise UserError(f"{path}:1 starts one JSON object, not a list. If the object has a list of rows, keep only that list.")
 
 
 def _json_list(text: str, name: str) -> Records:

@@ -49,8 +49,8 @@ def spell_rows(size: int, seed: int, *, min_word_len: int = SHORTEST, max_word_l
 def score_spelling(text: str, entry: dict[str, Any]) -> float:
     """Return 1 if `text` equals the answer of the row `entry` in any letter case, and 0.8 if it continues after the answer.
 
-    For any other text, return the share of the answer's letters that `text` has at the same position. For answers of some
-    lengths, such as 6, rounding makes the full share slightly less than 1; a text that continues then gets it instead of 0.8.
+    For any other text, return the share of the answer's letters that `text` has at the same position. As in reasoning-gym, a
+    text that continues after an answer of 6 letters, or of some other lengths, gets almost 1, because of rounding.
     """
     said, answer, share = text.lower(), entry["answer"].lower(), 0.0
     if said == answer:

@@ -404,9 +404,9 @@ def _end_of_turn(
 ) -> int:
     """Return the index after the special token that ends the turn ids[first:last]. `turn` is its number, for the error.
 
-    Look first for a token of `stops`: at the end of the turn, perhaps with other special tokens after it (Phi-3's template adds
-    the EOS), or right after the turn, where a template may write it outside its generation block (trl#5988). If there is none,
-    take any special token at the end of the turn, or else right after it. White space is skipped.
+    Skip white space, and take the first that exists: a token of `stops` at the end of the turn, even if other special
+    tokens follow it (Phi-3's template adds the EOS); a token of `stops` right after the turn (some templates write it outside the
+    generation block, trl#5988); any special token at the end of the turn; any special token right after it.
     """
     special = dialect.specials_of(tokenizer).ids
     inner = outer = _trim(tokenizer, ids, first, last)

@@ -357,7 +357,7 @@ def configure_chat(
 ) -> None:
     """Set the tokenizer's chat template and EOS from the settings. A template that prints a date prints the run's first day.
 
-    A resumed run reads this day from `checkpoint`. `network` shows `check_embedded` which tokens have an embedding.
+    A resumed run reads this day from `checkpoint`. With `network`, `check_embedded` refuses tokens that it has no embedding for.
     """
     if settings.eos_token:
         words = tokenizer.get_vocab()

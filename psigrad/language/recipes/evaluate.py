@@ -215,7 +215,7 @@ def _choose(
 ) -> Report:
     """Return the report on all completions or, with `best_of`, on each prompt's completion with the highest reward.
 
-    `figures` are measured on all completions. With `best_of`, a held-out metric of `config` scores the chosen ones too.
+    With `best_of`, the figures are computed again for these completions, also with the held-out metric of `config`, if any.
     """
     if not isinstance(config, EvalConfig) or config.best_of == 1:
         return Report(figures, trajectories, rows)

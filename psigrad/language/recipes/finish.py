@@ -93,7 +93,7 @@ def sampler_of(
 ) -> Iterator[Sampler]:
     """Yield the sampler that the settings name, on a cluster or on this machine.
 
-    On this machine, a sampler gets a full copy of a sharded model, but vLLM reads the shards if top_p, top_k and min_p are off.
+    On this machine, the sampler of a sharded model gets a full copy of it. vLLM needs none, unless top_p, top_k or min_p is on.
     `longest` is the maximum number of tokens in a prompt plus its completion; 0 means the model's limit.
     """
     if config.placement.cluster and journal is not None:

@@ -222,10 +222,10 @@ def annotators_of(
 def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterator[Executor | None]:
     """Yield an executor whose threads sample during training; None on ranks above 0, or if sampling and training cannot overlap.
 
-    An overlap needs a `lag` above 0, and a sampler on a cluster or on a GPU that does not train. On a GPU, it also needs a single
-    training process, since several would communicate in two threads at once, and no top_p, top_k or min_p, since the sampling
-    thread would compute log-probs with the model in training. The executor has lag + 1 threads, or one on a GPU or for episodes.
+    They can overlap if `lag` is above 0 and the sampler runs on a cluster or on a GPU that does not train. A GPU also needs a
+    single training process, and no top_p, top_k or min_p. The executor has one thread on a GPU or for episodes, else lag + 1.
     """
+    # Several processes would communicate in two threads. With a filter, the sampling thread would use the model in training.
     beside = sampler.overlaps and world.size == 1 and not config.sampling.filtered
     if not ((sampler.central or beside) and config.lag and world.rank == 0):
         yield None

@@ -73,9 +73,9 @@ def _reference(
 ) -> LanguageModel | None:
     """Return the model that computes the reference's log-probs before training; None if they are not needed.
 
-    This is the model that `config.reference` names or, if it is empty, the initial model. With a new LoRA adapter, `model`
-    without it is the initial model. Without one, a new run without eval_kl also returns `model`, since its weights do not change
-    before step 1, and any other run loads the initial model again. Raises `UserError` for a reference that `loss` does not use.
+    This is the model that `config.reference` names or, if it is empty, the initial model. `model` serves as the initial model if
+    it has a new LoRA adapter, which can be turned off, or if the run is new and without eval_kl, so that no step has changed it
+    yet. Any other run loads the initial model again. Raises `UserError` for a reference that `loss` does not use.
     """
     if config.reference and not loss.needs_reference:
         raise UserError(f"The settings name a reference model, but {loss.name} uses none; remove reference.")

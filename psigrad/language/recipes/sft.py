@@ -74,6 +74,6 @@ def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, 
 
 
 def _with_targets(texts: Sequence[Example]) -> tuple[list[Example] | None, dict[str, int]]:
-    """Return the row's `texts` that have target tokens (None if no text has), and the counts of rows, texts and cut texts."""
+    """Return the `texts` of one row that have target tokens, or None if none has any, and counts to be summed over all rows."""
     own = [text for text in texts if any(text.mask)]
     return own or None, {"rows": 1, "texts": len(texts), "cut": sum(text.truncated for text in texts)}

@@ -1,7 +1,7 @@
 """Surrogates for samples of another policy.
 
 They fill the surrogate slot. If the sampler's log-probs are not known, log π_old takes their place. `symmetric_mask` and
-`gamma_weight` already weight steps by π / π_sampler. So they ignore the ratio slot, and do not allow a correction.
+`gamma_weight` already weight steps by π / π_sampler, so they ignore the ratio slot and allow no `correction` part.
 """
 
 from __future__ import annotations

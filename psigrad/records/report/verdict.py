@@ -102,7 +102,7 @@ def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
 def _pairs(run: RunData, before: int, after: int, *means: float) -> list[tuple[float, float]]:
     """Return (metric before, metric after) for each prompt that the evaluations at the steps `before` and `after` both scored.
 
-    `means` are the means of both evaluations in metrics.jsonl. If those of rollouts.jsonl differ, it lacks rows: return [].
+    `means` are the evaluations' means in metrics.jsonl. If rollouts.jsonl gives other means, some rows are missing: return [].
     """
     ends = [run.held_out.get(step, {}) for step in (before, after)]
     for rows, mean in zip(ends, means, strict=True):

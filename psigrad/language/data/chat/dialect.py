@@ -221,10 +221,10 @@ def _probe(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], spe
 def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, str]:
     """Return (`turn_end`, `turn_next`) of a `Dialect`, found in two renderings of a turn with the content `SENTINEL`.
 
-    `last` ends with this turn; in `followed`, another turn follows it. `special` matches special tokens. `turn_end` is the text
-    after the content, up to and including a special token: the last one before the renderings differ, else the last one in `last`
-    (gpt-oss: <|return|>), else the first one in `followed` (GLM: <|user|>). In the third case, `turn_next` is the part of
-    `turn_end` that `last` lacks; otherwise it equals `turn_end`.
+    `last` ends with this turn; in `followed`, another turn follows it. `special` matches special tokens. `turn_end` begins after
+    the content and ends with a special token, the first that exists of these: the last one before the renderings differ, the last
+    one in `last` (gpt-oss: <|return|>), the first one in `followed` (GLM: <|user|>). In the third case, `turn_next` is
+    the part of `turn_end` that `last` lacks; otherwise it equals `turn_end`.
     """
     ending, behind = last.rpartition(SENTINEL)[2], followed.rpartition(SENTINEL)[2]
     shared = next((i for i, (a, b) in enumerate(zip(ending, behind, strict=False)) if a != b), min(len(ending), len(behind)))

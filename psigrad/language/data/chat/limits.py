@@ -45,7 +45,7 @@ class TemplateLimit(UserError):
 
 
 class _Spent(threading.local):
-    """A thread's rendering: `until` is its deadline in processor time, `made` the total length of the large values it made."""
+    """The state of a thread's rendering: its deadline in processor time, and the total length of its large values so far."""
 
     until, made = math.inf, -math.inf
 

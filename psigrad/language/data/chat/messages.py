@@ -115,7 +115,7 @@ def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
 
 
 def order_answers(messages: list[Message]) -> list[Message]:
-    """Return the messages. Sort the tool answers to a turn by the order of its calls, if each answer has the id of a call."""
+    """Return the messages, with the tool answers to a turn in the order of its calls if each answer has the id of a call."""
     ordered: list[Message] = []
     ids: list[Any] = []
     for role, run in itertools.groupby(messages, key=lambda message: message.get("role")):

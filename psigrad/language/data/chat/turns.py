@@ -234,10 +234,10 @@ def _find_last_turn(conversation: Conversation, messages: Sequence[Message], bef
 
 
 def _continue_thought(conversation: Conversation, message: Message, before: str, text: str, index: int) -> tuple[str, str]:
-    """Return (`before`, `text`), changed so that `text`, which ends with the turn `message`, starts with `before`.
+    """Return (`before`, `text`), the text without and with the turn `message`, changed so that `text` starts with `before`.
 
-    `before` must end with a tag that opens a thought. Where that tag begins, `text` may have no thought, an empty one, or the tag
-    with other spaces after it. Otherwise raise `RowError`, with the message's number `index`.
+    `before` must end with a tag that opens a thought, such as <think>. There, `text` may have no thought, an empty one, or other
+    spaces after the tag. For any other difference, raise `RowError`, with the message's number `index`.
     """
     opened, thought = OPEN.search(before), _thought_of(message)
     tail = "" if opened is None else text[opened.start() :]
