@@ -173,8 +173,8 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
 def _drop_unread(cls: type[Any], values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return `values` without the settings that the command does not read.
 
-    Drop such a setting if it has its default value. Otherwise, if another setting replaces it, move the value there, and raise
-    `UserError` if that setting is given another value. If it has no replacement, drop False too, and raise `UserError` otherwise.
+    If such a setting has its default value, drop it. Otherwise, if another setting replaces it, move the value there, or raise
+    `UserError` if that setting is given a different value. If nothing replaces it, raise `UserError`, unless its value is False.
     """
     made: dict[str, Any] = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
     for name, instead in unread_settings(cls).items():

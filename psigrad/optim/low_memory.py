@@ -160,7 +160,7 @@ def copy_masters(weights: Sequence[tuple[Tensor, Tensor, int]]) -> None:
 def has_remainder(p: Tensor) -> bool:
     """Return True for a large bfloat16 weight on a GPU: AdamW stores its master as the weight plus a 16-bit remainder (`split`).
 
-    Compared with a float32 master, this saves 6 bytes per element, or 2 if each step has several backward passes.
+    The remainder takes 2 bytes per element. A float32 master takes 4, and often 4 more for a float32 copy of the gradient.
     """
     return p.dtype == torch.bfloat16 and p.device.type != "cpu" and p.numel() >= SPLIT
 
@@ -303,7 +303,7 @@ def _has_kernel(w: AdamWWeight) -> bool:
 def _tables() -> tuple[Tensor, ...]:
     """Return six lookup tables for the C++ kernel: three for the signed first moment, then three for the unsigned second moment.
 
-    The three are `levels`, `middles`, and for each cell (a small interval) the lowest level to which a number in it is rounded.
+    They are `levels`, `middles`, and one entry per cell (a small interval): the lowest level to which its numbers can be rounded.
     """
     # A cell is the interval of floats with the same upper 16 bits, from 2^-24 to 1. There is no middle below 2^-24.
     edges = ((torch.arange((24 << 7) + 2) + (103 << 7)) << 16).to(torch.int32).view(torch.float32)

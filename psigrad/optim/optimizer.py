@@ -202,7 +202,7 @@ class Optimizer:
     def norm(self, read: Read = to_list) -> float:
         """Put each gradient where the update reads it, and return the norm of all gradients. `read` copies the norm to the CPU.
 
-        If a half-precision weight has a master and no kernels, the master's `.grad` becomes a float32 copy of its gradient.
+        If a half-precision weight has a master that no kernel updates, the master's `.grad` becomes the gradient in float32.
         """
         for w in self._sharded:
             w.local.grad = None if w.parameter.grad is None else local_of(w.parameter.grad)

@@ -257,7 +257,7 @@ class PackedLayout:
     def _sequence_mask(self, window: int | None) -> Tensor:
         """Return the mask [N, 1, L, P + L] of attention from sequences to their prefixes and themselves.
 
-        A token attends to its prefix, its whole block, and its sequence up to itself, but not tokens `window` or more before it.
+        A token attends to its prefix, its block, and its sequence up to itself, but to no token `window` or more positions back.
         """
         n, length = self.sequence_rows.shape
         device = self._order.device

@@ -1,8 +1,8 @@
 """Tests that psigrad's faster computation of a model gives the same outputs as transformers' modules.
 
 In bfloat16, rounding can hide a wrong layer: rounding alone changes SmolLM2's log-probs on random token ids by 7 nats. Both
-computations therefore also run in float32, where rounding errors are a thousand times smaller, but the error of a wrong layer is
-the same. The float32 outputs may differ by only a small share of the rounding error in bfloat16.
+computations therefore also run in float32, where rounding errors are far smaller, but the error of a wrong layer is the same. The
+float32 outputs may differ by only a small share of the rounding error in bfloat16.
 """
 
 from __future__ import annotations

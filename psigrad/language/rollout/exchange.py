@@ -63,7 +63,7 @@ def drop_tokens(trajectory: Trajectory) -> Trajectory:
 
 
 def keep_tokens(trajectory: Trajectory) -> Trajectory:
-    """Return a copy of the trajectory with only what a model reads: prompts and tokens, but no log-probs, texts or masks."""
+    """Return the trajectory without log-probs, texts, masks and partial rewards: a model reads only prompts and tokens."""
     completion = replace(trajectory.completion, logprobs=(), sampling_logprobs=())
     return replace(trajectory, completion=completion, text="", parts={}, mask=(), messages=(), policy_turns=(), step_rewards=())
 

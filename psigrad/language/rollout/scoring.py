@@ -60,7 +60,7 @@ def concatenate(parts: Sequence[Samples]) -> Samples:
     optional = ("prompt_ids", "policy_turns", "policy_ids", "opened_thoughts")
     kinds = {(*sorted(part.columns), *(name for name in optional if getattr(part, name) is not None)) for part in parts}
     if len(kinds) > 1:
-        raise ValueError(f"Samples need the same columns and optional fields to be concatenated; these have {sorted(kinds)}.")
+        raise ValueError(f"Concatenated samples need the same columns and optional fields; these have {sorted(kinds)}.")
     if not parts:
         return Samples([], [], [])
     names = ("prompts", "completions", "completion_ids", *optional)
@@ -185,11 +185,11 @@ def check_unscored(
 ) -> list[list[int]]:
     """Raise `RewardError` if scoring fails in this step, and has failed for too many of the most recent completions.
 
-    The check covers the last steps that together have at least `WINDOW` completions. Too many means more than `limit` times
-    their number, or times `WINDOW` if there are fewer. If `limit` is below 1, 8 completions that all failed are also too many.
-    `reasons` has one entry per completion of the step: why it is unscored, or None. A completion to which no reward function
-    applies is no failure. For `sources` see `explain_unscored`. Return [number of failures, number of completions] for each of
-    the last steps. Pass this list as `before` in the next step.
+    The check covers the last few steps: as many as needed for `WINDOW` completions, or all steps if they have fewer. With n
+    completions in these steps, more than `limit` · max(n, `WINDOW`) failures are too many. If `limit` is below 1, it is also
+    too many if all n fail and n ≥ 8. `reasons` has one entry per completion of this step: why it is unscored, or None. A
+    completion to which no reward function applies is no failure. For `sources` see `explain_unscored`. Return [number of
+    failures, number of completions] for each step that was checked. Pass this list as `before` in the next step.
     """
     faults = [None if reason is None or reason.startswith(NOT_APPLICABLE) else reason for reason in reasons]
     window = [*map(list, before), [sum(reason is not None for reason in faults), len(faults)]]

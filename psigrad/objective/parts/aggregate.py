@@ -94,7 +94,7 @@ def has_signal(batch: Batch) -> Tensor:
     Formula: keep i  ⇔  min(M) < max(M) in the group of i
              M_i is R_i without a length penalty by soft_overlong; with `--filter-metric NAME`, the value of reward function NAME
 
-    The values are compared, since rounding makes the standard deviation of eight rewards of 0.1 greater than 0. As in the paper,
+    A test of the standard deviation would keep eight rewards of 0.1, whose deviation is not 0 after rounding. As in the paper,
     choose correctness as M. With a length penalty in M, a group of right answers is kept although it teaches only length.
 
     Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2 (dynamic sampling).

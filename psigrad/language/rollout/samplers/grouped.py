@@ -65,7 +65,7 @@ class GroupedCache(KVCache):
         return order
 
     def seats(self, size: int) -> Seats:
-        """Arrange the active slots in a `Seats` grid. Its rows (up to `prompts`) and places per row are padded to powers of 2."""
+        """Return the `Seats` of the active slots, padded to `size`. The grid is padded too, which saves CUDA graphs."""
         members = np.bincount(self.owners, minlength=self.count)
         rows, most = (1 << (int(n) - 1).bit_length() for n in (self.count, members.max()))
         by_owner = self.owners.argsort(kind="stable")

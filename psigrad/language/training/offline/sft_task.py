@@ -75,9 +75,9 @@ class Bundle:
 
 
 def bundle(texts: Sequence[Example]) -> list[Bundle]:
-    """Split the examples of a row into bundles of consecutive examples, so that as few tokens as possible are computed.
+    """Split a row's examples (see `SFTTask`) into bundles of consecutive ones, so that as few tokens as possible are computed.
 
-    A bundle's trunk (its last example up to the first target token) is computed once. Every example begins with a part of it.
+    A bundle's trunk (its last example up to the first target token) is computed once. Its examples begin with parts of the trunk.
     """
     best: list[tuple[int, list[Bundle]]] = [(0, [])]
     for end in range(1, len(texts) + 1):

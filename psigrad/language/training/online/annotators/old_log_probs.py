@@ -71,9 +71,9 @@ class LogProbGap:
 class OldLogProbs(Annotator):
     """The annotator that recomputes `logp_old` if needed, and measures how far the trainer's log-probs are from the sampler's.
 
-    `columns` recomputes `logp_old` if earlier weights sampled a part of the batch. It also does so if the batch gets several
-    optimiser steps and the sampler's log-probs are not precise enough (`run.exact_sampling`). If the batch gets a single step,
-    `add_terms` always replaces `logp_old`.
+    If the batch gets a single optimiser step, `add_terms` sets `logp_old` to the log-probs of that step. `columns` recomputes
+    `logp_old` before the first step if earlier weights sampled a part of the batch, or if the batch gets several steps and the
+    sampler's log-probs are not precise enough (`run.exact_sampling`).
     """
 
     def __init__(self) -> None:
