@@ -184,13 +184,12 @@ def _export(usage: str, arguments: list[str], own: dict[str, str], about: str) -
 
     (source,) = given.pop("names")
     made = recipe.run(source, **{"to": "merged"} | given)
-    off = (
-        f": {made.path.stat().st_size / 1e6:,.0f} MB, error {made.error:.2g} of the weights' norm" if made.path.is_file() else ""
-    )
-    print(f"{made.path}{off}")
+    is_gguf = made.path.is_file()
+    size = f": {made.path.stat().st_size / 1e6:,.0f} MB, error {made.error:.2g} of the weights' norm" if is_gguf else ""
+    print(f"{made.path}{size}")
     if made.base:
         print(f"the adapter is merged into its base model, whose weights are rounded to {made.base} as in training")
-    if off:
+    if is_gguf:
         print(f"ollama create NAME -f {made.path.parent / 'Modelfile'}    or    llama-server -m {made.path} --jinja")
     return 0
 
@@ -223,15 +222,8 @@ def sweep(arguments: list[str]) -> int:
     )
     done = [trial for trial in study.trials if trial.value is not None]
     columns = list(done[0].params)
-    cells = [
-        [
-            str(t.number),
-            *(f"{t.params[name]}" for name in columns),
-            show_number(t.value),
-            interval(dict(zip(("low", "high"), t.user_attrs["interval"], strict=True))),
-        ]
-        for t in done
-    ]
+    spans = [(t, interval(dict(zip(("low", "high"), t.user_attrs["interval"], strict=True)))) for t in done]
+    cells = [[f"{t.number}", *(f"{t.params[n]}" for n in columns), show_number(t.value), span] for t, span in spans]
     terminal.print_table(["trial", *columns, "mean", "95 % over seeds"], cells)
     print(f"best    {' '.join(f'{name}={value}' for name, value in study.best_params.items())}: {study.best_value:.4g}")
     return 0
@@ -355,9 +347,8 @@ def demo(arguments: list[str]) -> int:
     settings = flags.parse_plain("demo", arguments, known, help_texts.DEMO)
     del settings["vision"]
     if settings["progress"]:
-        print(
-            help_texts.VISION_STARTS if vision else help_texts.DEMO_STARTS, flush=True
-        )  # printed before torch is imported, which takes seconds
+        # printed before torch is imported, which takes seconds
+        print(help_texts.VISION_STARTS if vision else help_texts.DEMO_STARTS, flush=True)
     from psigrad.records.report import terminal
     from psigrad_extras import demo, demo_vision
 
