@@ -7,7 +7,7 @@ Write pairs of a chosen and a rejected completion. A row of the dataset has a ra
 ratings, or one completion with its rating. Ties are dropped and counted.
 --dataset: file with the rows
 --output: file for the pairs
---columns: new names of columns, such as question=prompt
+--columns: rename columns, such as question=prompt
 --scale: highest rating; the lowest is 1
 --tie: ratings that differ by at most this are a tie (default 0)"""
 

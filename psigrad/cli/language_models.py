@@ -53,12 +53,12 @@ X ...]) or a reward model (--model).
 --dataset: a file, a folder or a hub name
 --split: split of the dataset
 --output: file for the scores; without it they are printed
---columns: new names of columns, such as question=prompt
+--columns: rename columns, such as question=prompt
 --tokenizer: a model whose tokenizer counts tokens, for rewards that need it
 --bad-rows: malformed rows: stop raises an error, skip drops them
 --reward-timeout: seconds that a call of a reward function may take
 --attack: test the reward: score wrong answers, and right ones in other forms; exit with 1 if a wrong one is rewarded
---max-rows: with --attack: number of prompts, the first ones"""
+--max-rows: with --attack: use only the first N prompts"""
 
 
 def score(arguments: list[str]) -> int:

@@ -10,7 +10,7 @@ from psigrad.errors import UserError, nearest
 from psigrad.extras import command
 from psigrad.records.warnings import texts
 
-CREDIT = "a session is one trajectory; its reward counts once for every token that the model sampled in it, in all branches"
+CREDIT = "a session is one trajectory; each token that the model sampled in it is trained on once, with the session's advantage"
 
 
 def describe_warning(name: str) -> str:

@@ -23,7 +23,7 @@ Aggregate = Callable[[Tensor, Totals], Tensor]
 
 
 def token_mean(mask: Tensor, totals: Totals) -> Tensor:
-    """Return the weights w [N, T] of the mean over all steps of all sequences. A long sequence weighs more.
+    """The mean over all steps of all sequences. A long sequence weighs more.
 
     Formula: w_t = 1 / (number of steps in all sequences)
 
@@ -36,7 +36,7 @@ def token_mean(mask: Tensor, totals: Totals) -> Tensor:
 
 
 def sequence_mean(mask: Tensor, totals: Totals) -> Tensor:
-    """Return the weights w [N, T] of the mean over a sequence's steps, then over sequences. A long sequence's step weighs less.
+    """The mean over the steps of each sequence, then over sequences. A step of a long sequence weighs less.
 
     Formula: w_t = 1 / (number of sequences · |y|), where |y| is the number of steps in the sequence of step t
 
@@ -49,7 +49,7 @@ def sequence_mean(mask: Tensor, totals: Totals) -> Tensor:
 
 
 def sequence_sum(mask: Tensor, totals: Totals) -> Tensor:
-    """Return the weights w [N, T] of the sum over each sequence's steps, then the mean over sequences.
+    """The sum over the steps of each sequence, then the mean over sequences.
 
     Formula: w_t = 1 / (number of sequences)
 
@@ -63,7 +63,7 @@ def sequence_sum(mask: Tensor, totals: Totals) -> Tensor:
 
 @dataclass(frozen=True)
 class fixed_length:
-    """Weights w for the sum over each sequence's steps, divided by a constant n, then the mean over sequences. No length bias.
+    """The sum over the steps of each sequence, divided by a constant n, then the mean over sequences. No length bias.
 
     Formula: w_t = 1 / (n · number of sequences)
 

@@ -51,7 +51,7 @@ def bound(log_ratio: Tensor) -> Tensor:
 
 
 def none(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
-    """Return log ρ = 0 [N, T]: no ratio, as if the batch were on-policy.
+    """No ratio, as if the batch were on-policy.
 
     Formula: ρ_t = 1
 
@@ -64,7 +64,7 @@ def none(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
 
 
 def token(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
-    """Return log ρ [N, T], with one ratio for each step.
+    """One ratio for each step.
 
     Formula: ρ_t = π(a_t|s_t) / π_old(a_t|s_t)
 
@@ -77,7 +77,7 @@ def token(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
-    """Return log ρ [N, T], with one length-normalised ratio for a sequence. The gradient of ρ_t flows to log π(a_t|s_t) alone.
+    """One length-normalised ratio for each sequence. The gradient of ρ_t flows to log π(a_t|s_t) alone.
 
     Formula: ρ_t = sg[ (Π_u π(a_u|s_u)/π_old(a_u|s_u))^(1/|y|) ] · π(a_t|s_t) / sg[π(a_t|s_t)]
              sg stops the gradient; the last factor is 1 and only carries the gradient
@@ -96,7 +96,7 @@ def sequence(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
 
 
 def trajectory(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
-    """Return log ρ [N, T], with one ratio per completion, which counts as one action. Use it with the sequence_mean aggregate.
+    """One ratio for each completion, which counts as one action. Use it with the sequence_mean aggregate.
 
     Formula: ρ_t = Π_u π(a_u|s_u) / π_old(a_u|s_u)
 
