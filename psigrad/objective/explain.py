@@ -71,7 +71,7 @@ def _head(method: Explained, name: str = "") -> list[str]:
     formula = formula.replace("1/N", "λ/N") if method.preference != 1 else formula
     formula += f" + {method.sft:g}·NLL(chosen)".replace(" 1·", " ") if method.sft else ""
     sides = f"h_w = β·score(w) − margin, h_l = β·score(l), β = {method.beta:g}"
-    sides += f", λ = {method.preference:g} (`preference`)" if method.preference != 1 else ""
+    sides += f", λ = {method.preference:g} (`loss.preference`)" if method.preference != 1 else ""
     sides += "; NLL is the mean of −log π over the tokens of all chosen answers" if method.sft else ""
     return [f"{name} minimises", "    " + formula, f"over N pairs (w chosen, l rejected), with {sides}"]
 

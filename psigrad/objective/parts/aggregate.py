@@ -92,7 +92,7 @@ def has_signal(batch: Batch) -> Tensor:
     """Drop each group whose trajectories all have the same value M. The trainer then collects other groups.
 
     Formula: keep i  ⇔  min(M) < max(M) in the group of i
-             M_i is R_i without a length penalty by soft_overlong; with `--filter-metric NAME`, the value of reward function NAME
+             M_i is R_i before the penalty of `soft_overlong`; with `--filter-metric NAME`, the value of reward function NAME
 
     A test of the standard deviation would keep eight rewards of 0.1, whose deviation is not 0 after rounding. As in the paper,
     choose correctness as M. With a length penalty in M, a group of right answers is kept although it teaches only length.
