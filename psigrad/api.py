@@ -60,16 +60,15 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
 
     - `method` is a method's name ("sft", "grpo", "dpo", …; `psigrad --all` lists them), a mapping that changes parts of a method,
       such as {"preset": "grpo", "kl": None}, or a `PolicyGradient`.
-    - `model` is a folder, a hub name, or a transformers model. A model object is trained in place, as in TRL: afterwards it holds
-      the trained weights, with any adapter merged in. Its initial weights are saved in `start/` of the run folder.
+    - `model` is a folder, a hub name, or a transformers model. A model object is trained in place: afterwards it has the trained
+      weights, with any adapter merged in.
     - `tokenizer` is a transformers tokenizer or processor, or a name. The default is the model's own tokenizer.
     - `dataset` and `eval_dataset` are a file, folder or hub name, or rows: a list of dicts, a `datasets.Dataset`, a DataFrame.
     - `reward` is a reward function, a reward's name as in `--reward`, or a list of these.
     - `peft_config` adds a LoRA adapter to the model, in place of the `lora_…` settings.
     - `settings` are the settings of the command line, with the same defaults. Pass them by leaf name (learning_rate=1e-5) or by
-      dotted name (**{"optim.learning_rate": 1e-5}). TRL's names are accepted too: `train_dataset`, `processing_class`,
-      `reward_funcs`, `per_device_train_batch_size`. `args` may be a TRL configuration such as `GRPOConfig(…)`. Its fields are
-      converted to psigrad's settings. Settings passed explicitly override those of `args`.
+      dotted name (**{"optim.learning_rate": 1e-5}). TRL's names, such as `train_dataset`, are accepted too. `args` may be a TRL
+      configuration such as `GRPOConfig(…)`. Other settings override it.
 
     Raises `UserError` for a mistake in the arguments or the data.
 
@@ -131,7 +130,7 @@ def _from_trl(args: Any, method: Any, settings: Mapping[str, Any], *, has_eval_d
 def _in_memory(objects: ModelObject, named: Mapping[str, Any], recipe: str) -> dict[str, Any]:
     """Return the settings for a model in memory (`objects`): output folder, path of the initial weights, precision, vision.
 
-    `named` are the user's settings. Without an output folder in `named`, choose a new folder whose name starts with `recipe`.
+    `named` are the user's settings. If no output folder is set, the name of a new one starts with `recipe`.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not named.get("run.output_dir"):
         raise UserError("Several processes train the model, but output_dir is not set; give all of them the same folder.")
@@ -168,7 +167,7 @@ def score(
 ) -> list[float] | list[RowScore]:
     """Score each prompt-completion row of `dataset` with a reward model or reward functions. Higher is better.
 
-    The result is in the order of the rows: numbers from a reward model, or `RowScore` objects from reward functions.
+    Return a number per row from a reward model, or a `RowScore` per row from reward functions.
     """
     rewards = _as_tuple(reward)
     if bool(model) == bool(rewards):
@@ -206,11 +205,9 @@ def _load_rows(dataset: Dataset, settings: Mapping[str, Any]) -> Any:
 def _rows(dataset: Dataset, split: str = "train", setting: str = "split", default_split: str = "train") -> Any:
     """Return a dataset in a form that can be read more than once: a name, or a list of rows.
 
-    The name of a local file or folder becomes an absolute path. For a `DatasetDict`, return the rows of `split`. A slice in
-    `split`, such as train[:90%], is applied later, when the recipe reads the rows. Raise `UserError`, with `setting` as the name
-    of the user's setting, if a `DatasetDict` lacks the split, or if `split` isn't `default_split` for rows that have no splits.
+    Of a `DatasetDict`, return the rows of `split`. For rows without splits, it must be `default_split`. Errors name `setting`.
     """
-    name = parse_split(split).name
+    name = parse_split(split).name  # the recipe applies a slice, such as train[:90%], later
     if isinstance(dataset, str | os.PathLike):
         return find_absolute(os.fspath(dataset))
     if isinstance(dataset, Mapping):

@@ -1,8 +1,4 @@
-"""Common dataset layouts converted to the columns of `dataset_rows`, and plain prompts converted to chat turns.
-
-`map_columns` renames columns as `--columns` says. `translate` recognises the other layouts by the row's columns: ShareGPT,
-Alpaca, a system column, and answers that include their prompt. A run logs which layouts it found.
-"""
+"""Common dataset layouts, such as ShareGPT and Alpaca, converted to the columns of `dataset_rows`, and plain prompts to turns."""
 
 from __future__ import annotations
 
@@ -34,10 +30,8 @@ _ANSWER_NAMES = ("answer", "final_answer", "solution", "ground_truth", "target",
 def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str) -> dict[str, Any]:
     """Return the row with columns renamed, copied or combined as `columns` says.
 
-    {"question": "prompt"} renames a column and removes the old name. {"prompt": "{question} Think."} makes a column from others,
-    and {"new": "{old}"} copies one. "a.b" reads the entry b of the object in column a. In a template, {{ and }} stand for braces.
-
-    Raise `RowError`, with a list of the row's columns, if the row lacks a column that `columns` reads.
+    {"question": "prompt"} renames a column, {"new": "{old}"} copies one, and {"prompt": "{question} Think."} makes one from
+    others. "a.b" reads the entry b of the object in column a. In a template, {{ and }} stand for braces.
     """
     row = dict(raw)
 
@@ -91,8 +85,7 @@ def is_template(text: str) -> bool:
 def translate(raw: Mapping[str, Any], form: str, source: str) -> tuple[dict[str, Any], list[str]]:
     """Convert the row `raw` to the columns of the dataset form `form`. Return (the row, a note on each recognised layout).
 
-    `form` is a key of `dataset_rows.FORMS`, or "sft". Columns that the form does not read stay. Raise `RowError`, which names
-    `source`, for a row that contradicts itself, for example with two different system turns.
+    `form` is a key of `dataset_rows.FORMS`, or "sft". Errors name `source`.
     """
     row, found = dict(raw), []
     for step in (_conversations, _alpaca, _split_messages, _unify_kinds, _system_turn):
@@ -162,10 +155,9 @@ def _alpaca(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def _split_messages(row: dict[str, Any], form: str, source: str) -> str:
-    """Split the row's `messages` into its prompt and last answer, unless the dataset form `form` reads `messages`.
+    """Split the row's `messages` into its prompt and last answer, if any. Return a note for the log, or "".
 
-    If other columns have the answers, or the last message is no answer, all messages become the prompt. Return a note for the
-    log, or "".
+    A dataset form `form` that reads `messages` keeps them.
     """
     said = row.get("messages")
     if form in ("sft", "messages", "stepwise") or not isinstance(said, list) or not said or row.get("prompt") is not None:
@@ -181,10 +173,9 @@ def _split_messages(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
-    """If only the row's prompt is messages, convert its answers to messages; if only its answers are, convert its prompt.
+    """Convert the row's prompt and answers to messages if either is, and remove the prompt from the answers.
 
-    Remove the prompt from the answers: in ultrafeedback_binarized, for example, the prompt is text, and the answers are
-    conversations that begin with it. `form`: see `translate`. Errors name `source`. Return a note for the log, or "".
+    `form`: see `translate`. Errors name `source`. Return a note for the log, or "".
     """
     prompt, names = row.get("prompt"), _answers(row, form)
     row |= {name: [row[name]] for name in names if isinstance(row[name], Mapping)}
@@ -203,6 +194,7 @@ def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
         )
     if not isinstance(prompt, str) or not lists or len(lists) < len(names):
         return ""
+    # In ultrafeedback_binarized, the prompt is text, and the answers are conversations that begin with it.
     lead = _common_lead(lists)
     users = [_text_of(turn, source) for turn in lists[0] if isinstance(turn, Mapping) and role_of(turn) == "user"]
     if users and prompt.strip() not in users:
@@ -213,9 +205,9 @@ def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def _system_turn(row: dict[str, Any], form: str, source: str) -> str:
-    """Insert the text of a system column as the first turn of the row's conversations. `to_turns` adds it to a plain prompt.
+    """Insert the text of a system column as the first turn of the row's conversations. Return a note for the log, or "".
 
-    `form`: see `translate`. Raise `RowError` if a conversation begins with another system turn. Return a note for the log, or "".
+    `form`: see `translate`. Errors name `source`.
     """
     name, text = system_of(row)
     if not text or form == "stepwise":
@@ -254,8 +246,7 @@ def to_model_rows(
 ) -> list[list[Row]]:
     """Return the parts of the data, such as training and held-out rows, with every row converted by `to_turns`.
 
-    Log how many plain prompts became user turns and how many did not; without a chat template, only if `plain_prompts` is False.
-    Log also how many prompts end with an assistant's turn. For a server's model, pass None as the tokenizer.
+    Log how the prompts are sent. For a server's model, pass None as the tokenizer.
     """
     made = [[to_turns(tokenizer, row, plain_prompts) for row in part] for part in parts]
     rows = [row for part in made for row in part]
@@ -282,9 +273,7 @@ def to_model_rows(
 def to_turns(tokenizer: PreTrainedTokenizerBase | None, row: Row, plain_prompts: bool = False) -> Row:
     """Return the row with its plain prompt as a user turn and its plain answers as assistant turns.
 
-    The row is converted if the tokenizer has a chat template or is None, `plain_prompts` is False, and the prompt has no special
-    tokens: a prompt that has some was probably rendered before. If the row is not converted, only the text of a system column, if
-    any, is put in front of its prompt. A row that is already converted stays unchanged.
+    The prompt stays plain if `plain_prompts` is True, the tokenizer has no chat template, or the prompt has special tokens.
     """
     if not isinstance(row.prompt, str) or row.plain_prompt is not None:
         return row

@@ -1,9 +1,6 @@
 """Checked rows of datasets. A row is checked once, so all other modules can trust the content of a `Row`.
 
-The forms and their columns are TRL's (docs/source/dataset_formats.md): prompt-only (`prompt`), prompt-completion (`prompt`,
-`completion`), messages (`messages`, or plain text in `text`), preference (`prompt`, `chosen`, `rejected`), unpaired-preference
-(`prompt`, `completion`, `label`), and stepwise (`prompt`, `completions`, `labels`). Prompts and answers are strings or, except
-in stepwise rows, lists of messages (or ShareGPT's {"from", "value"}). `dataset_layouts` reads rows with other column names.
+The forms and their columns are TRL's (docs/source/dataset_formats.md). `FORMS` lists them.
 """
 
 from __future__ import annotations
@@ -46,11 +43,9 @@ _KINDS = {"NoneType": "null", "int": "a number", "float": "a number", "str": "a 
 class Row:
     """One checked row. `source` is its file, and its line or row number from 1, as in "my.jsonl:12".
 
-    The form decides which fields are set: `prompt` (prompt-only); `prompt` and `completion` (prompt-completion); `messages`;
-    `completion` alone, which is plain text to learn from as a whole (TRL's `text`); `prompt`, `completion` (chosen) and
-    `rejected` (preference); `prompt`, `completion` and `label` (unpaired-preference); `prompt`, `steps` and their `labels`
-    (stepwise). `columns` holds all other columns, which reward functions receive. `plain_prompt` is the original text of a prompt
-    that was converted for the model (`to_turns`), otherwise None. Reward functions receive this text, and it is displayed.
+    The form decides which fields are set. `completion` is the answer (of a preference pair, the chosen one), or a text without a
+    prompt. `columns` holds all other columns, for reward functions. `plain_prompt` is the original of a prompt that `to_turns`
+    changed.
     """
 
     source: str
@@ -114,11 +109,9 @@ def show(value: object, limit: int = 60) -> str:
 
 
 def validate(raw: object, form: str, source: str, *, empty: bool = False) -> Row:
-    """Check a raw row, which is a mapping, and return it as a `Row`.
+    """Check a raw row and return it as a `Row`. Raise `RowError` if it is invalid.
 
-    `form` is a key of `FORMS`, or "sft", for which `_choose_for_sft` finds the row's form. Strings are not changed, even if
-    they have lone surrogates or NUL. A message's keys with the value null are dropped: Parquet writes null for absent keys. With
-    `empty`, a turn without content is valid. Raise `RowError` with source, column and reason.
+    `form` is a key of `FORMS`, or "sft". With `empty`, a turn without content is valid.
     """
     check = _Check(source, empty)
     if not isinstance(raw, Mapping):
@@ -138,10 +131,7 @@ def validate(raw: object, form: str, source: str, *, empty: bool = False) -> Row
 
 
 def rows_of(raw: object, form: str, source: str) -> list[Row]:
-    """Return the checked rows of one raw row: one row, or two for a preference pair if the form is unpaired-preference.
-
-    The two rows have one labelled answer each, as in TRL. Raise `RowError`, which names the `source`, for an invalid row.
-    """
+    """Return the checked rows of a raw row: one, or the two labelled answers of a pair if the form is unpaired-preference."""
     is_pair = isinstance(raw, Mapping) and raw.get("completion") is None and {"chosen", "rejected"} <= raw.keys()
     if form != "unpaired-preference" or not is_pair:
         return [validate(raw, form, source)]

@@ -1,7 +1,6 @@
 """Images of dataset rows and of environments' observations: read, checked, and replaced by marks in text (`language.images`).
 
-The forms are TRL's. Images are in content parts of messages, or in a column `images` or `image`. Parts {"type": "image"} mark
-the places of a column's images; without such parts, the images go to the start of the first user message.
+The forms are TRL's: images are in content parts of messages, or in a column `images` or `image`.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ MOVES = "an animated image is read as its first frame"
 def insert_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mapping[str, Any], list[str]]:
     """Return (a raw row whose texts have a mark, `images.MARK`, for each image; notes on how the images were read).
 
-    A row without images is unchanged. `source` names the row in errors. Paths are relative to `base`. In the returned row, the
-    column `images`, or `image` if the row has it, holds all images, for reward functions. A part {"type": "image"} stands for the
-    column's next image. Raise `RowError` if an image cannot be read, or if there are such parts and their number is wrong.
+    In this row, the column `images` or `image` has all images. Paths are relative to `base`. Errors name `source`.
     """
 
     def fail(column: str, reason: str) -> NoReturn:
@@ -85,10 +82,9 @@ def _path(text: str | os.PathLike[str], base: Path) -> Path:
 
 
 def _put_first(made: dict[str, Any], conversations: list[str], marks: str, column: str, fail: Fail) -> None:
-    """Insert `marks` at the start of the first user message of the prompt, or of the messages, in the row `made`.
+    """Insert `marks` at the start of the user's first message in the row `made`.
 
-    A text prompt gets them at its start. Without a prompt or messages, each answer gets them in its first user message.
-    `conversations` names the columns with messages. Errors name `column`, which has the images.
+    `conversations` names the columns with messages. Errors name `column`.
     """
     asked = [name for name in conversations if name in _ASKED] or [name for name in conversations if made.get("prompt") is None]
     for name in asked:
@@ -100,7 +96,7 @@ def _put_first(made: dict[str, Any], conversations: list[str], marks: str, colum
         said = turn.get(content) or ""
         said = [{"type": "text", "text": marks}, *said] if isinstance(said, list) else marks + str(said)
         made[name] = [*made[name][:place], {**turn, content: said}, *made[name][place + 1 :]]
-    if not asked:
+    if not asked:  # the prompt is text
         name = next((name for name in ("prompt", "instruction") if isinstance(made.get(name), str)), "")
         if not name:
             fail(column, "has images, but the row has neither a prompt nor messages for them; add one of these")
@@ -114,10 +110,9 @@ class _Reader:
         self.base, self.fail, self.found, self.moves = base, fail, list[Any](), False
 
     def turn(self, turn: Any, where: str, rest: Iterator[str]) -> Any:
-        """Return the message `turn` with a mark in place of each image.
+        """Return the message `turn` with a mark in place of each image. Errors name `where`, the message's place in the row.
 
-        A placeholder, {"type": "image"}, gets the next mark of `rest`, which are the marks of the images in the row's column.
-        `where` is the message's place in the row, for errors.
+        A placeholder, {"type": "image"}, gets the next mark of `rest`.
         """
         if not any(map(is_image, _parts(turn))):
             return turn
@@ -150,7 +145,7 @@ def read(given: Any, base: Path) -> tuple[Picture, bool]:
     """Read an image and return (the image, True if it is animated).
 
     `given` is a path (relative to `base`), bytes, a data URL, Arrow's {"bytes", "path"}, or a Pillow image. Raises
-    `ValueError` with the reason for anything else, and for an image that cannot be decoded to its end.
+    `ValueError` with the reason if it cannot be read.
     """
     if isinstance(given, Mapping):
         given = given.get("bytes") or given.get("path")
@@ -186,10 +181,7 @@ def read(given: Any, base: Path) -> tuple[Picture, bool]:
 
 @functools.lru_cache(maxsize=65536)
 def _of_file(path: Path, *stat: int) -> tuple[Picture, bool]:
-    """Read an image file and return (the image, True if it is animated).
-
-    The result is cached by `path` and `stat` (the file's size, time and inode), so rows with the same file read it only once.
-    """
+    """Read an image file and return (the image, True if it is animated). If `stat` differs, the cache reads it again."""
     return _of_bytes(path.read_bytes(), path)
 
 
@@ -209,7 +201,7 @@ def _of_bytes(data: bytes, path: Path | None = None) -> tuple[Picture, bool]:
 def observation_text(content: Any) -> Any:
     """Return an observation with a mark (`images.MARK`) in place of each image. A list of content parts becomes one text.
 
-    Raises `ValueError` for an image that cannot be read, and for text that contains a mark.
+    Raises `ValueError` for an image that cannot be read.
     """
 
     def join(parts: list[Any]) -> str:
@@ -276,7 +268,7 @@ def to_data_urls(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
 def to_agent_row(row: Row, *, as_json: bool = False) -> dict[str, Any]:
     """Return a row's prompt and columns for an agent, with messages in OpenAI's form and their images as data URLs.
 
-    If `as_json`, images in columns become data URLs too, unless they are given as a path or URL.
+    If `as_json`, image objects in columns become data URLs too.
     """
 
     def plain(value: Any) -> Any:
@@ -293,8 +285,7 @@ def to_agent_row(row: Row, *, as_json: bool = False) -> dict[str, Any]:
 def to_json_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row without image marks in its prompt and completion, as JSON values that `insert_marks` can read again.
 
-    Marks in messages become image parts, and marks in plain text are removed. The column `images` gets the images' paths or data
-    URLs.
+    The column `images` gets the images' paths or data URLs.
     """
     texts = [row.get("prompt"), row.get("completion")]
     found = [images.picture(digest) for text in texts for digest in _digests_in(text)]

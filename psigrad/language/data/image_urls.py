@@ -31,8 +31,7 @@ _WAITS = (1.0, 4.0)
 def download(records: Records, columns: Mapping[str, str]) -> Records:
     """Yield records in which the path of a downloaded file replaces each image's http or https URL.
 
-    A record with an image that cannot be downloaded becomes a `BadRow`. `columns` (see `sources.load`) tells which columns
-    will be renamed to `images`. In the first block of 256 records that has URLs, raise `UserError` if every download fails.
+    A record with an image that cannot be downloaded becomes a `BadRow`. `columns`: see `sources.load`.
     """
     renamed = [pair for pair in columns.items() if set(pair).intersection(images.COLUMNS)]
     names, succeeded = {*images.COLUMNS, *(name for pair in renamed for name in pair)}, False
@@ -108,11 +107,7 @@ def _replace(raw: object, names: set[str], change: Callable[[str, str], str]) ->
 
 
 def fetch(url: str) -> Path | str:
-    """Download an image and return its file. If this fails, return the reason, worded to follow "the URL …, which".
-
-    The file stays in the cache folder `images`, named by the SHA-256 of the URL. A failed download is tried twice more, unless
-    the server refuses it with a status below 500.
-    """
+    """Download an image into the cache and return its file, or the reason for a failure, worded to follow "the URL …, which"."""
     place = cache_folder("images") / hashlib.sha256(url.encode()).hexdigest()
     if place.exists():
         return place

@@ -25,10 +25,7 @@ _network = {"missing": False}
 
 
 def read_named(dataset: str, split: str, *, streaming: bool = False, single: Sequence[str] = SINGLE) -> Records:
-    """Return the raw rows of a split, or of a slice of it. In a source without splits, each name in `single` selects all rows.
-
-    Raise `UserError` for a name or a split that does not exist.
-    """
+    """Return the raw rows of a split, or of a slice of it. In a source without splits, each name in `single` selects all rows."""
     part = parse_split(split)
     if dataset.startswith("task:"):
         _check_single(part, dataset, "", single)
@@ -131,11 +128,7 @@ def _read_saved(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
 
 
 def _reject_compressed(path: Path) -> None:
-    """Raise `UserError` for a saved dataset with compressed buffers, which pyarrow expands without a limit.
-
-    `datasets` never writes them. An Arrow message's metadata is a flatbuffer. Field 2 of its first table is the record batch or,
-    in a dictionary message, a table whose field 1 is the record batch. A record batch that has a field 3 is compressed.
-    """
+    """Raise `UserError` for a saved dataset with compressed buffers, which pyarrow expands without a limit."""
     import pyarrow as pa
 
     found = path / "dataset_dict.json"
@@ -144,6 +137,8 @@ def _reject_compressed(path: Path) -> None:
             with pa.memory_map(str(path / split / file["filename"])) as source:
                 for message in pa.ipc.MessageReader.open_stream(source):
                     buffer = message.metadata.to_pybytes()
+                    # The metadata is a flatbuffer. Field 2 of its first table is the record batch or, in a dictionary message,
+                    # a table whose field 1 is the record batch. A record batch that has a field 3 is compressed.
                     place = _flatbuffer_field(buffer, int.from_bytes(buffer[:4], "little"), 2)
                     if message.type == "dictionary":
                         place = _flatbuffer_field(buffer, _follow(buffer, place), 1)
@@ -193,10 +188,7 @@ def _hub(dataset: str, split: str, streaming: bool) -> Records:
 
 
 def go_offline_without_network() -> None:
-    """Make huggingface_hub use only downloaded files if the hub's host name does not resolve, which means no network.
-
-    Otherwise huggingface_hub tries each file five times, a minute in total, before it uses the downloaded one.
-    """
+    """Make huggingface_hub use only downloaded files if the hub's host name does not resolve."""
     import socket
     from urllib.parse import urlsplit
     from urllib.request import getproxies
@@ -213,4 +205,5 @@ def go_offline_without_network() -> None:
         if not _network["missing"]:
             redaction.say(f"No network: the address of {hub} cannot be found, so earlier downloads are used.")
         _network["missing"] = True
+    # Without a network, huggingface_hub would try each file for a minute before it uses the downloaded one.
     constants.HF_HUB_OFFLINE = _network["missing"]

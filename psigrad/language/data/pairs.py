@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 def encode_pair(tokenizer: PreTrainedTokenizerBase, row: Row, *, whole: bool = True) -> Pair:
     """Return a preference row as a `Pair`: the prompt that both answers share, and the two answers.
 
-    If the chat template rewrites earlier turns, an answer of several turns becomes several texts. If `whole`, the `Pair` has all
-    texts, otherwise only the last. Raise `RowError` if there is no shared prompt, or if the column `margin` is not a number.
+    If an answer becomes several texts (see `examples`) and `whole` is False, keep only the last.
     """
     own = {**row.raw_paths, "completion": row.raw_paths.get("rejected", ["rejected", 0, "content"])}
     other = replace(row, completion=row.rejected, raw_paths=own)

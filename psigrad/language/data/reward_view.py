@@ -19,9 +19,8 @@ def reward_view(
 ) -> Callable[[Mapping[int, Row]], ToSamples]:
     """Return the `to_samples` function of a `ScoredRollout`. It turns trajectories into the samples that reward functions get.
 
-    Every sample has all columns that occur in the rollout's rows, with None for those that its own row lacks. With `plays`,
-    which is for episodes, samples also have the policy's own turns and tokens. With `skip_special_tokens`, the policy's text in
-    a sample has no special tokens, but `completion_ids` has them.
+    With `plays`, samples also have the policy's own turns and tokens. With `skip_special_tokens`, the policy's text has no
+    special tokens.
     """
     hide = special_token_remover(tokenizer) if skip_special_tokens and tokenizer is not None else _keep
 
@@ -40,10 +39,9 @@ def _samples(
     plays: bool,
     hide: Callable[..., str],
 ) -> Samples:
-    """Return the samples of a group. An episode is given as its messages, or as its text if the prompt is plain text.
+    """Return the samples of a group. `plays`: see `reward_view`.
 
-    `rows` are dataset rows by index, and `names` the columns that samples get. `hide` removes special tokens from a text. With
-    `plays`, samples also have the policy's own turns and tokens.
+    `rows` are dataset rows by index, and `names` the columns that samples get. `hide` removes special tokens from a text.
     """
     sources = [rows[t.row] for t in group]
     texts = [hide(t.text, () if t.branches else t.completion.ids) if t.answer is None else hide(t.answer) for t in group]

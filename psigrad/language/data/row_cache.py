@@ -1,8 +1,4 @@
-"""A cache of rows and their tokens in Arrow files, which are memory-mapped; a row is decoded on access.
-
-A file is in Arrow's own format, followed by its SHA-256. It is written under a temporary name and renamed, so that other
-processes find it complete or not at all. Damaged or truncated files are ignored.
-"""
+"""A cache of rows and their tokens in memory-mapped Arrow files, each followed by its SHA-256."""
 
 from __future__ import annotations
 
@@ -39,14 +35,11 @@ class UncacheableError(ValueError):
 
 
 def pack_row(row: Row) -> tuple[str, list[int]]:
-    """Return (a row as JSON, an empty list), since `batch_of` takes pairs of JSON and token ids.
-
-    Raise `UncacheableError` if JSON cannot represent the row, or if it may have an image, whose file can change unnoticed.
-    """
+    """Return (a row as JSON, no token ids). Raise `UncacheableError` if JSON cannot represent it, or if it may have an image."""
     values = {f.name: value for f in fields(row) if (value := getattr(row, f.name)) not in (None, (), {})}
     try:
         text = json.dumps(values)
-        if r"\ufffc" not in text and unpack_row(text, []) == row:
+        if r"\ufffc" not in text and unpack_row(text, []) == row:  # an image's file can change unnoticed
             return text, []
     except (TypeError, ValueError, RecursionError):
         pass
@@ -62,10 +55,7 @@ def unpack_row(text: str, _: list[int]) -> Row:
 
 
 def pack(value: Any) -> tuple[str, list[int]]:
-    """Return (the structure of a training item as JSON, its token ids).
-
-    In the JSON, a list of tokens becomes its length, and a list of flags its run lengths. The first run is of False, maybe empty.
-    """
+    """Return (the structure of a training item as JSON, its token ids)."""
     ids: list[int] = []
 
     def form(part: Any) -> Any:
@@ -75,7 +65,7 @@ def pack(value: Any) -> tuple[str, list[int]]:
             return part
         kinds = {type(part[0]), type(part[-1])}  # lists are of one kind; a pair is a number and a list
         if kinds == {bool}:
-            runs = [0] if part[0] else []
+            runs = [0] if part[0] else []  # the first run is of False
             return {"flags": [*runs, *(len(list(run)) for _, run in itertools.groupby(part))]}
         if kinds == {int}:
             ids.extend(part)
@@ -107,10 +97,8 @@ def unpack(text: str, ids: list[int]) -> Any:
 
 @functools.cache
 def _schema(bits: int = 32) -> pa.Schema:
-    """Return the Arrow schema of packed items, whose token ids have `bits` bits.
-
-    pyarrow is imported inside functions: it imports pandas and takes 70 MB of memory, and small data does not need it.
-    """
+    """Return the Arrow schema of packed items, whose token ids have `bits` bits."""
+    # Imported inside functions: it imports pandas and takes 70 MB of memory, and small data does not need it.
     import pyarrow as pa
 
     return pa.schema([("json", pa.large_string()), ("ids", pa.large_list(pa.int64() if bits == 64 else pa.int32()))])
@@ -183,7 +171,7 @@ class PreparedRows(Generic[T]):
 def write(path: Path, prepared: PreparedRows[Any], messages: Any, max_bytes: int) -> None:
     """Write the rows and `messages` to `path`, then delete the folder's least recently used files until it fits `max_bytes`.
 
-    If the disk is full, or a row would change when it is written and read again, nothing is cached and no error is raised.
+    If the rows cannot be cached, no error is raised.
     """
     import pyarrow as pa
 

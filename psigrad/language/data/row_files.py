@@ -1,7 +1,6 @@
 """Files of rows: JSON lines, JSON, Parquet, CSV and TSV. Rows keep their line numbers for error messages.
 
-JSON is parsed here and not through `datasets`: Arrow cannot hold a lone surrogate, and its errors name no line. In CSV and TSV
-the first line names the columns and determines the delimiter, and every value is text. All but Parquet may be compressed.
+JSON is parsed here and not through `datasets`: Arrow cannot hold a lone surrogate, and its errors name no line.
 """
 
 from __future__ import annotations
@@ -252,15 +251,11 @@ def _parquet(path: Path, name: str) -> Records:
 
 
 def _rows_at_once(metadata: Any, expansion: _Expansion) -> int:
-    """Return the number of rows to read in one batch of a Parquet file with this `metadata`.
-
-    A dictionary-encoded column stores a value once, and can repeat it in every row. Even if every row has the largest value, a
-    batch stays within the limit of `expansion`. Raises `UserError` if the stored values alone exceed that limit.
-    """
+    """Return the number of rows to read in one batch of a Parquet file, so that it stays within the limit of `expansion`."""
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     columns = [[group.column(i) for i in range(group.num_columns)] for group in groups]
     _Expansion(expansion.path).add(sum(max(c.total_uncompressed_size, c.num_values) for group in columns for c in group))
-    repeats = ("PLAIN_DICTIONARY", "RLE_DICTIONARY")
+    repeats = ("PLAIN_DICTIONARY", "RLE_DICTIONARY")  # a value is stored once, and can repeat in every row
     largest = max((sum(c.total_uncompressed_size for c in g if {*repeats} & {*c.encodings}) for g in columns), default=0)
     return max(1, min(1024, expansion.most // max(1, largest)))
 
@@ -291,9 +286,7 @@ def _csv(default: str, path: Path, name: str) -> Records:
 
 
 def _csv_rows(path: Path, default: str) -> Iterator[tuple[int, dict[str, object] | str]]:
-    """Yield (line number, row), or (line number, reason) for a malformed row. An empty cell is null. `default` is the delimiter
-    to try first. Raise `UserError` unless the first line has a different name for each column.
-    """
+    """Yield (line number, row), or (line number, reason) for a malformed row. Try `default` first as the delimiter."""
     csv.field_size_limit(MAX_LINE_BYTES)
     try:
         with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as file:

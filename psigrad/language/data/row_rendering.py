@@ -19,10 +19,7 @@ SHOWN, _LONGEST = 3, 2000
 
 
 class Segment(NamedTuple):
-    """Adjacent tokens as text. The `kind` is "prompt", "trained" or "masked" (without a loss).
-
-    A prompt-only row ends with a segment of kind "sampled", which stands for the completion that the model will write.
-    """
+    """Adjacent tokens as text. The `kind` is "prompt", "trained", "masked" (no loss), or "sampled" (a completion to come)."""
 
     kind: str
     text: str
@@ -38,7 +35,7 @@ class RenderedRow(NamedTuple):
 def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -> list[RenderedRow]:
     """Return one `RenderedRow`, with special tokens, for each text that the model reads for `row`.
 
-    `separator` ends each step of a stepwise row. A `Segment` of more than 2,000 characters is shortened in its middle.
+    `separator` ends each step of a stepwise row.
     """
     if row.steps:
         made = encode_steps(tokenizer, row, separator)

@@ -31,10 +31,7 @@ _WEIGHT = re.compile(r"^(.+):(\d+(?:\.\d*)?|\.\d+)$")
 
 @dataclass(frozen=True)
 class LoadedRows:
-    """The valid rows in the order of the source, the rows skipped with `bad_rows="skip"`, and notes on how rows were read.
-
-    `recognised` maps each note, such as "messages are read as the prompt", to the number of rows to which it applies.
-    """
+    """The valid rows, the rows skipped with `bad_rows="skip"`, and the number of rows for each note on how rows were read."""
 
     rows: list[Row]
     skipped: list[BadRow]
@@ -54,15 +51,11 @@ def load(
 ) -> LoadedRows:
     """Load the rows of a file (JSONL, JSON, Parquet, CSV or TSV), a folder of such files, a saved or hub dataset, or a task.
 
-    A saved dataset is a folder written by `save_to_disk`. "openai/gsm8k:main" is a hub dataset and its configuration, "task:NAME"
-    a reasoning-gym task. `form` is a key of `FORMS` or "sft". `split` can have a slice, as in `datasets`: train[:90%]. If file
-    names in a folder contain split words (train, validation, test and their usual variants), only the files of `split` are read.
-    For a source without splits, such as a file, `split` must be a name in `single` or the split word in the file's name, such
-    as test for a-test.jsonl. With `max_rows` only the first rows are read, and a hub dataset is streamed.
-    `columns` renames columns (`dataset_layouts.map_columns`). `urls` downloads images named by URL (`image_urls.download`).
+    "openai/gsm8k:main" is a hub dataset and its configuration, "task:NAME" a reasoning-gym task. `form` is a key of `FORMS` or
+    "sft". `split` can have a slice: train[:90%]. In a source without splits, each name in `single` selects all rows. With
+    `max_rows` only the first rows are read. `columns` renames columns (`dataset_layouts.map_columns`). `urls` downloads images.
 
-    Raise `UserError` with file, line, column and reason for malformed rows, or skip them with `bad_rows="skip"` and return them
-    as `skipped`. An unreadable file, or no valid row at all, always raises an error.
+    Raise `UserError` for malformed rows, or skip them with `bad_rows="skip"`.
     """
     records = read_named(dataset, split, streaming=max_rows > 0, single=single)
     place = Path(dataset).expanduser()
@@ -81,7 +74,7 @@ def from_rows(
 ) -> LoadedRows:
     """Check rows in memory: a list of dicts, a `datasets.Dataset`, or any iterable of mappings. Errors call the rows `source`.
 
-    `load` explains the other arguments. Tensors and arrays, as in a `Dataset` with a format, become numbers and lists.
+    `load` explains the other arguments.
     """
     if isinstance(iterable, Mapping):
         parts = ", ".join(map(str, iterable))
@@ -113,12 +106,8 @@ def _to_plain(value: Any, depth: int = 0) -> Any:
 def hold_out(parts: Sequence[Sequence[Row]], counts: Sequence[int], seed: int = 0) -> tuple[list[list[Row]], list[Row]]:
     """Return (the training rows of each dataset in `parts`, the held-out rows of all), in the order of the source.
 
-    About `counts[i]` rows of dataset i are held out. Whole prompts are drawn, in an order given by `seed`: the rows of a prompt,
-    in any dataset, are all held out or all trained on. A prompt that would make a dataset exceed its count is skipped. If a
-    dataset then has no held-out row, hold out one of its prompts with at most twice `counts[i]` rows. If none is that small, hold
-    out single rows; only then can a held-out prompt also be trained on. The two answers of a pair stay together even then.
-
-    Raise `UserError` if a count is negative, or if it leaves no row of its dataset to train on.
+    About `counts[i]` rows of dataset i are held out, all rows of a prompt together. Only if each prompt of a dataset has too many
+    rows, single rows are held out.
     """
     for part, count in zip(parts, counts, strict=True):
         check_held_out(count, len(part))
@@ -126,7 +115,7 @@ def hold_out(parts: Sequence[Sequence[Row]], counts: Sequence[int], seed: int = 
     held, taken = _draw(counts, seed, keys)
     for place, part in enumerate(parts):
         if counts[place] and not taken[place]:
-            keys[place] = [(place, row.source) for row in part]
+            keys[place] = [(place, row.source) for row in part]  # both answers of a pair have one source
             held |= _draw([counts[place]], seed, [keys[place]])[0]
     train = [[row for row, key in zip(part, own, strict=True) if key not in held] for part, own in zip(parts, keys, strict=True)]
     return train, [row for row, key in zip(chain(*parts), chain(*keys), strict=True) if key in held]
@@ -160,12 +149,12 @@ def _warn_of_leaks(train: Iterable[Row], held_out: Sequence[Row], log: Log) -> N
 
 
 def _draw(counts: Sequence[int], seed: int, keys: Sequence[Sequence[Any]]) -> tuple[set[Any], list[int]]:
-    """Draw rows at random, about `counts[i]` of dataset i. Rows with the same key, in any dataset, are drawn together.
+    """Draw rows at random, about `counts[i]` of dataset i. Return (their keys, the number of drawn rows of each dataset).
 
-    `keys[i]` has one key for each row of dataset i. Return (the drawn keys, the number of drawn rows of each dataset).
+    `keys[i]` has one key for each row of dataset i. Rows with the same key are drawn together.
     """
     parts, held, taken = [Counter(own) for own in keys], set[Any](), [0] * len(keys)
-    for most in (1, 2):
+    for most in (1, 2):  # 2: for a dataset whose prompts all have more rows than its count
         for place, (own, count) in enumerate(zip(parts, counts, strict=True)):
             groups = list(own)
             for i in permutation(len(groups), seed, "held out") if count else ():
@@ -180,10 +169,7 @@ def _draw(counts: Sequence[int], seed: int, keys: Sequence[Sequence[Any]]) -> tu
 
 
 def _prompt_key(row: Row) -> bytes:
-    """Return a hash of the text that a model reads before its first answer. Rows of the same prompt have the same key.
-
-    For a conversation, hash the turns before the first trained one. For a row of text alone, hash its text.
-    """
+    """Return a hash of the text that a model reads before its first answer, or of a row of text alone."""
     asked = to_turns(None, row).prompt or row.completion
     read = list(takewhile(lambda turn: not is_trained(turn), row.messages)) if row.messages else asked
     return blake2b(json.dumps(read, sort_keys=True, default=repr).encode(), digest_size=16).digest()
@@ -254,7 +240,7 @@ class MixturePart(NamedTuple):
 def parse_mixture(dataset: object) -> list[MixturePart]:
     """Return one `MixturePart` for each name in the list `dataset`. In "a.jsonl:0.7", 0.7 is the weight of a.jsonl.
 
-    If `dataset` is not a list of names, it is the only part. Raise `UserError` if only some have a weight, or if a weight is 0.
+    Any other `dataset` is the only part.
     """
     if not isinstance(dataset, list | tuple) or not dataset or not all(isinstance(name, str) for name in dataset):
         return [MixturePart(dataset, None)]
@@ -277,10 +263,9 @@ def quotas(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def mix(parts: Sequence[Sequence[Row]], weights: Sequence[float | None], seed: int) -> list[Row]:
-    """Join the rows of the datasets `parts`. Without weights, every row occurs once. Training shuffles the result.
+    """Join the rows of the datasets `parts`. Without weights, every row occurs once.
 
-    With weights, the total number of rows stays the same, and each dataset gets a share of it by its weight. If its share is q
-    rows, each of the dataset's n rows occurs ⌊q/n⌋ or ⌈q/n⌉ times, as `seed` and the dataset's position decide.
+    With weights, rows are repeated or left out, so that each dataset has its share of the same total number.
     """
     rows: list[Row] = []
     given = [weight for weight in weights if weight is not None]
@@ -298,11 +283,9 @@ HELD_OUT, _HELD_OUT_PAIRS, ONE_OF = 64, 256, 10
 
 
 def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: Log | None = None) -> tuple[list[Row], list[Row]]:
-    """Return (training rows, held-out rows).
+    """Return (training rows, held-out rows). Held-out rows come from the eval dataset if there is one, else from all datasets.
 
-    Held-out rows are drawn with `seed`: from the eval dataset if there is one, else from all datasets by their weights or sizes.
-    `eval_prompts` is their number. None means 256 for the forms preference, unpaired-preference and stepwise, else 64, but
-    at most about a tenth of each dataset if there is no eval dataset. Log the numbers of recognised, skipped and held-out rows.
+    `eval_prompts` is their number. With None, the form and the number of rows decide.
     """
     shares = parse_mixture(data.dataset)
     parts = _read_each(data, form, shares, data.split, log, single=SINGLE[:1])

@@ -47,11 +47,7 @@ def spell_rows(size: int, seed: int, *, min_word_len: int = SHORTEST, max_word_l
 
 
 def score_spelling(text: str, entry: dict[str, Any]) -> float:
-    """Return 1 if `text` equals the answer of the row `entry` in any letter case, and 0.8 if it continues after the answer.
-
-    For any other text, return the share of the answer's letters that `text` has at the same position. As in reasoning-gym, a
-    text that continues after an answer of 6 letters, or of some other lengths, gets almost 1, because of rounding.
-    """
+    """Return 1 if `text` is the answer, 0.8 if it continues after it, else the share of matching letters, as in reasoning-gym."""
     said, answer, share = text.lower(), entry["answer"].lower(), 0.0
     if said == answer:
         return 1.0
@@ -98,11 +94,7 @@ def generate(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
 
 
 def generate_distinct(name: str, size: int, seed: int, **settings: Any) -> list[dict[str, Any]]:
-    """Return `size` rows with different prompts, so that no held-out prompt is ever trained on.
-
-    The rows are shuffled with `seed`. In the order of drawing, the prompts that a task rarely makes would come last, and the
-    last rows would differ from the first. Raise `UserError` if a task has too few prompts.
-    """
+    """Return `size` rows with different prompts, shuffled with `seed`. Raise `UserError` if a task has too few prompts."""
     rows: dict[str, dict[str, Any]] = {}
     drawn = 0
     while len(rows) < size and drawn < 20 * size:
@@ -114,6 +106,7 @@ def generate_distinct(name: str, size: int, seed: int, **settings: Any) -> list[
             f"The task {name!r} gave {len(rows)} different prompts in {drawn} draws, not {size}; lower its size, or change "
             "its settings so that more prompts are possible."
         )
+    # A task draws its rare prompts late: without shuffling, the last rows would differ from the first.
     drawn_first = list(rows.values())[:size]
     return [drawn_first[place] for place in seeds.permutation(size, seed, "distinct", name)]
 
@@ -155,7 +148,7 @@ def demonstrations(
 ) -> list[dict[str, Any]]:
     """Return prompt-completion rows. In a share of about `wrong_share`, the completion is `mistake(answer, rng)`.
 
-    A row's completion depends on (seed, index) only. The column `right` is True for a right completion; training never reads it.
+    The column `right` is True for a right completion.
     """
     shown = []
     for i, row in enumerate(rows):

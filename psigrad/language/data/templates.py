@@ -1,8 +1,7 @@
 """Encoding rows as token ids and loss masks, and decoding tokens to text for readers and verifiers.
 
-A text is encoded once, here. Text decoded from tokens is never encoded again for training (contract 1 of docs/architecture.md).
-The context in which a turn is trained equals, token for token, the one in which it would be sampled: tokens never merge across
-the start of an assistant's turn.
+Text decoded from tokens is never encoded again for training (contract 1 of docs/architecture.md). The context in which a turn
+is trained equals, token for token, the one in which it would be sampled.
 """
 
 from __future__ import annotations
@@ -54,12 +53,10 @@ end of a turn, and no token needs to be added.
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row, *, strict: bool = True) -> list[int]:
-    """Return the token ids that a completion of this row continues.
+    """Return the token ids that a completion of this row continues. For messages, they include the generation prompt.
 
-    Plain: the tokenizer's encoding with its default special tokens. Conversational: the chat template with the generation prompt.
-    As in TRL, the template gets the row's columns `tools` (a list, or JSON text of one) and `chat_template_kwargs`, if any.
-    An assistant turn at the end begins the answer (prefill): its text follows the generation prompt. Raise `RowError` if there
-    are no tokens, or if the template drops a part of the prompt. With `strict` False, dropped fields such as `name` are allowed.
+    As in TRL, the template gets the row's columns `tools` (a list, or JSON text of one) and `chat_template_kwargs`. With `strict`
+    False, the template may drop fields such as `name`.
     """
     if row.prompt is None:
         raise UserError(f"{row.source} has no prompt; a row of the form prompt-only or prompt-completion was expected.")
@@ -89,10 +86,9 @@ def examples(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0, 
     - conversational prompt-completion: loss on the assistant turns of the completion;
     - messages: loss on every assistant turn, except a turn that has 0 in its field `weight`, `train` or `loss_mask`.
 
-    An assistant turn is its content and the token that ends it, not the line break that a template writes after it. An empty
-    thought that the template adds has a loss only with `empty_thinking`. If the template rewrites earlier turns, a conversation
-    gives several examples: each turn in the context in which it is sampled. Raise `RowError` if a turn has no such context or
-    does not end with a special token, or if the template leaves out a part of the turn.
+    An assistant turn includes the token that ends it. An empty thought that the template adds has a loss only with
+    `empty_thinking`. If the template rewrites earlier turns, a row gives several examples: each turn in the context in which it
+    is sampled.
     """
     if isinstance(row.completion, str):
         made = [_plain(tokenizer, row, row.completion)]
@@ -113,8 +109,7 @@ def examples(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0, 
 def encode_batch(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, empty_thinking: bool = False) -> None:
     """Render the conversations among `rows`, and encode in one call all texts that later calls of `examples` will need.
 
-    Do nothing outside a `dialect.cache_specials` block, or if the tokenizer is slow, pads, truncates, or does not split texts at
-    its added tokens first. One call is faster: rendering between two encodings evicts the encoder's data from the CPU's caches.
+    Do nothing outside a `dialect.cache_specials` block.
     """
     known, texts = dialect.specials_of(tokenizer), dict[str, None]()
     if known.prefix_ids is None or known.cuts is None or not _is_plain(known.backend):
@@ -125,6 +120,7 @@ def encode_batch(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, emp
                 known.conversations[id(row)] = found = _render(tokenizer, row, empty_thinking)
                 all_of = [_escape_surrogates(before + text) for pieces in found[1] for before, text, _ in pieces]
                 texts.update((text, None) for text in all_of if not images.MARK.search(text))
+    # One call is faster: rendering between two encodings evicts the encoder's data from the CPU's caches.
     with contextlib.suppress(UserError):  # likewise
         made = without_panic(partial(known.backend.encode_batch_fast, add_special_tokens=False), [*texts])
         known.encoded.update(zip(texts, (one.ids for one in made), strict=True))
@@ -149,10 +145,9 @@ def example(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0) -
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, row: Row | None = None) -> tuple[int, ...]:
-    """Return the ids of the tokens that end an assistant turn in the chat template.
+    """Return the ids of the tokens that end an assistant turn and, if the row offers tools, a turn that calls a tool.
 
-    A sampler must stop at them, and they are not always the EOS. A turn that calls a tool may end with its own token, which is
-    included if the row offers tools. Return the EOS if the template has no end of turn.
+    A sampler must stop at them. They are not always the EOS.
     """
     return _stops_of(Conversation(tokenizer, row or Row("a test conversation")))
 
@@ -173,10 +168,7 @@ def describe_rewrites(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[str]
 
 
 def observation_ids(tokenizer: PreTrainedTokenizerBase, row: Row, observation: str | list[Message]) -> list[int]:
-    """Return the tokens of an environment's answer, which follow an assistant turn and precede the policy's next turn.
-
-    Plain: the text. Conversational: the template's text after the turn's end, up to and including the next generation prompt.
-    """
+    """Return the tokens of an environment's answer: all those between the end of the policy's turn and its next turn."""
     if isinstance(row.prompt, str):
         text = observation if isinstance(observation, str) else "\n".join(str(m.get("content", "")) for m in observation)
         return _encode(tokenizer, text) if text else []
@@ -195,16 +187,11 @@ class Reading:
 
 
 def next_reading(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], context: str) -> Reading:
-    """Return the input of the policy for the next turn of a conversation, given the text `context` so far.
-
-    The text is the chat template's rendering for sampling, as a server would render the messages. If it begins with `context`,
-    only the text after `context` is encoded. If the template rewrites earlier turns (Qwen3 drops thoughts), all of it is encoded.
-    Raise `UserError` if the template cannot render the messages.
-    """
+    """Return the input of the policy for the next turn of a conversation, given the text `context` so far."""
     text = Conversation(tokenizer, row).prompt(messages)
     if text.startswith(context):
         return Reading(text, encode_after(tokenizer, context, text[len(context) :]), False)
-    return Reading(text, _encode(tokenizer, text), True)
+    return Reading(text, _encode(tokenizer, text), True)  # the template rewrites earlier turns (Qwen3 drops thoughts)
 
 
 def decode_after(tokenizer: PreTrainedTokenizerBase, before: int, ids: Iterable[int]) -> str:
@@ -214,10 +201,10 @@ def decode_after(tokenizer: PreTrainedTokenizerBase, before: int, ids: Iterable[
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
-    """Return the text of tokens for readers, rewards and tools. It is never encoded again.
+    """Return the text of tokens for readers, rewards and tools.
 
-    The tokenizer's named tokens (BOS, EOS, padding, …) and the end of a turn are dropped. Other special tokens stay. In some
-    vocabularies they include <think>, <answer> and <tool_call>, which the policy writes like words.
+    The tokenizer's named tokens (BOS, EOS, padding, …) and the end of a turn are dropped. Other special tokens stay, for example
+    <think> in some vocabularies.
     """
     hidden = _dropped_ids(tokenizer, str(tokenizer.chat_template), *tokenizer.special_tokens_map.values())
     said = [i for i in ids if i not in hidden]
@@ -228,7 +215,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
 def special_token_remover(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
     """Return a function (text, ids) -> the text of the tokens `ids` without special tokens, as transformers decodes them.
 
-    `text` is the result of `decode` for `ids`. If `ids` is empty, special tokens are found by their text in `text` and removed.
+    `text` is the result of `decode`. If `ids` is empty, special tokens are removed from `text`.
     """
     special = dialect.specials_of(tokenizer).pattern
 
@@ -241,10 +228,7 @@ def special_token_remover(tokenizer: PreTrainedTokenizerBase) -> Callable[..., s
 
 
 def hidden_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the special tokens that a policy writes around its thoughts and answers, which `special_token_remover` removes.
-
-    They are pairs of tags such as <answer> and </answer>, and the chat template's marks of a thought (gpt-oss: <|channel|>).
-    """
+    """Return the special tokens that a policy writes around its thoughts and answers, such as <answer> and </answer>."""
     special, named = dialect.specials_of(tokenizer), {*tokenizer.special_tokens_map.values()}
     words = [str(word) for word in tokenizer.convert_ids_to_tokens(sorted(special.ids))]
     closing = {word for word in words if word.startswith("</") and word.replace("</", "<") in words}
@@ -315,10 +299,7 @@ _BEGUN = 64  # The size of the cache of `encode_after`, which nearly always need
 
 
 def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
-    """Return the ids of `text` encoded after `before`: alone, it would get a space in front from SentencePiece.
-
-    Only if a token would join the end of `before` to the start of `text`, return the ids of `text` encoded alone.
-    """
+    """Return the ids of `text` encoded after `before`: alone, it would get a space in front from SentencePiece."""
     before = _last_cut(tokenizer, before)
     known = dialect.specials_of(tokenizer).prefix_ids
     if known is None:
@@ -328,15 +309,13 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> 
             known.clear()
         base = known[before] = _encode(tokenizer, before)
     joint = _encode(tokenizer, before + text)
+    # Alone, if a token would join the end of `before` to the start of `text`.
     return joint[len(base) :] if joint[: len(base)] == base else _encode(tokenizer, text)
 
 
 def _last_cut(tokenizer: PreTrainedTokenizerBase, before: str) -> str:
-    """Return the end of `before` that affects how a text after it is tokenised: the text from the last added token on.
-
-    Tokenizers split a text at its added tokens first, so what precedes the last one has no effect.
-    """
-    cuts = dialect.specials_of(tokenizer).cuts
+    """Return the end of `before` that affects how a text after it is tokenised: the text from the last added token on."""
+    cuts = dialect.specials_of(tokenizer).cuts  # tokenizers split a text at its added tokens first
     return before[max((match.start() for match in cuts.finditer(before)), default=0) :] if cuts is not None else before
 
 
@@ -402,14 +381,10 @@ def _trim(tokenizer: PreTrainedTokenizerBase, ids: list[int], first: int, last: 
 def _end_of_turn(
     tokenizer: PreTrainedTokenizerBase, row: Row, ids: list[int], first: int, last: int, turn: int, stops: tuple[int, ...]
 ) -> int:
-    """Return the index after the special token that ends the turn ids[first:last]. `turn` is its number, for the error.
-
-    Skip white space, and take the first that exists: a token of `stops` at the end of the turn, even if other special
-    tokens follow it (Phi-3's template adds the EOS); a token of `stops` right after the turn (some templates write it outside the
-    generation block, trl#5988); any special token at the end of the turn; any special token right after it.
-    """
+    """Return the index after the special token that ends the turn ids[first:last]. `turn` is its number, for the error."""
     special = dialect.specials_of(tokenizer).ids
     inner = outer = _trim(tokenizer, ids, first, last)
+    # A stop may come before other special tokens (Phi-3's template adds the EOS), or after the generation block (trl#5988).
     while inner > first and ids[inner - 1] in special and ids[inner - 1] not in stops:
         inner = _trim(tokenizer, ids, first, inner - 1)
     if inner > first and ids[inner - 1] in stops:

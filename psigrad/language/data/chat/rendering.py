@@ -31,10 +31,7 @@ class RenderSettings:
 
 
 def set_render_settings(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], today: date, rows: int = 0) -> None:
-    """Set the template arguments `kwargs` and the date `today` for all later renderings. Arguments of a row take precedence.
-
-    `rows` is the number of token ids for which the model has an embedding (0: unknown). `check_embedded` rejects larger ids.
-    """
+    """Set the template arguments and the date of all later renderings, and `rows`, the number of embeddings (0: unknown)."""
     setattr(tokenizer, RENDER_SETTINGS, RenderSettings(dict(kwargs), today, rows))
 
 
@@ -67,10 +64,8 @@ def arguments_of(tokenizer: PreTrainedTokenizerBase, row: Row) -> dict[str, Any]
 
 
 def tools_of(row: Row) -> list[Any] | None:
-    """Return the tools of a row (a list, or its JSON text) without the nulls that Parquet adds to objects.
-
-    Return None if there are no tools, since an empty list makes Llama's template write its tool preamble.
-    """
+    """Return the tools of a row (a list, or its JSON text) without nulls, or None if there are no tools."""
+    # Parquet adds nulls to objects. An empty list makes Llama's template write its tool preamble.
     tools = row.columns.get("tools")
     return drop_nulls(json.loads(tools) if isinstance(tools, str) else tools) or None
 
@@ -108,11 +103,8 @@ def render(
 
 
 def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], messages: Sequence[Message]) -> Any:
-    """Return (the text of the messages, the spans of characters that the `{% generation %}` blocks of the template wrote).
-
-    `apply_chat_template(return_assistant_tokens_mask=True)` is not used, for two reasons. Its first marked token can begin before
-    the turn. With a tokenizer that trims offsets, it marks no turn after one that starts with a space.
-    """
+    """Return (the text of the messages, the spans of characters that the `{% generation %}` blocks of the template wrote)."""
+    # apply_chat_template's mask can begin before a turn, and may lack the turns after one that starts with a space.
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"])

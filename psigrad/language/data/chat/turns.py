@@ -89,8 +89,7 @@ class Conversation:
     def prompt(self, messages: Sequence[Message]) -> str:
         """Return the text from which the model samples: the messages, then the generation prompt.
 
-        If the last message is the assistant's, the model continues it: its content comes after the generation prompt. Raise
-        `RowError` if this message has other fields, such as tool calls.
+        If the last message is the assistant's, its content follows the generation prompt.
         """
         *before, last = messages
         if last["role"] != "assistant":
@@ -133,11 +132,7 @@ def _has_blocks(template: str) -> bool:
 def contexts(conversation: Conversation, *, empty_thinking: bool = False) -> list[Context]:
     """Return the row's `Context`s, in which each trained turn follows the same text that precedes it in sampling.
 
-    If the template never changes earlier turns, one context has all turns. If it changes them (Qwen3 drops their thoughts), a
-    turn gets a new context whenever the text before it has changed. An empty thought that the template adds is trained only
-    if `empty_thinking` is True.
-
-    Raise `RowError` for a turn whose context cannot be found, and for content that the template drops.
+    An empty thought that the template adds is trained only if `empty_thinking` is True.
     """
     row = conversation.row
     prompt = row.prompt if isinstance(row.prompt, list) else []
@@ -159,6 +154,7 @@ def contexts(conversation: Conversation, *, empty_thinking: bool = False) -> lis
             spans = [(max(start, begun), end) for start, end in spans if end > begun]
         if not spans:
             continue
+        # A turn gets a new context if the template has changed the text before it (Qwen3 drops thoughts).
         if made and before.startswith(known):
             made[-1] = Context(text, [*((start, min(end, len(known))) for start, end in made[-1].spans), *spans])
         else:
@@ -217,12 +213,13 @@ def _render_turn(conversation: Conversation, messages: Sequence[Message], empty_
 def _find_last_turn(conversation: Conversation, messages: Sequence[Message], before: str, text: str) -> str | None:
     """Return the text of the last turn in `text`, the rendering of `messages`; None if the turn's beginning is not found.
 
-    `before` is the text from which this turn is sampled. `text` does not start with `before`, since the template renders earlier
-    turns differently once this turn follows: gpt-oss drops an earlier call's thought, and Gemma 4 an earlier turn's end.
+    `before` is the text from which this turn is sampled. `text` does not start with it.
     """
+    # Gemma 4 drops an earlier turn's end.
     unended = before.rstrip().removesuffix(conversation.dialect.turn_end)
     if unended != before.rstrip() and text.startswith(unended):
         return text[len(unended) :]
+    # gpt-oss drops an earlier call's thought.
     past, asked = conversation.render(messages[:-1]), conversation.render([USER], generation_prompt=True)
     stem, found, _ = conversation.render([*messages[:-1], {"role": "assistant", "content": SENTINEL}]).partition(SENTINEL)
     alone, _, _ = conversation.render([USER, {"role": "assistant", "content": SENTINEL}]).partition(SENTINEL)
@@ -236,8 +233,7 @@ def _find_last_turn(conversation: Conversation, messages: Sequence[Message], bef
 def _continue_thought(conversation: Conversation, message: Message, before: str, text: str, index: int) -> tuple[str, str]:
     """Return (`before`, `text`), the text without and with the turn `message`, changed so that `text` starts with `before`.
 
-    `before` must end with a tag that opens a thought, such as <think>. There, `text` may have no thought, an empty one, or other
-    spaces after the tag. For any other difference, raise `RowError`, with the message's number `index`.
+    `index` is the message's number, for the error.
     """
     opened, thought = OPEN.search(before), _thought_of(message)
     tail = "" if opened is None else text[opened.start() :]
@@ -249,10 +245,10 @@ def _continue_thought(conversation: Conversation, message: Message, before: str,
             "enable_thinking), or use another template"
         )
         raise row_error(conversation.row, "", why)
-    if (empty := _EMPTY.match(tail)) is not None:
+    if (empty := _EMPTY.match(tail)) is not None:  # an empty thought
         stem = before[: opened.start()] + empty.group()
         return stem, stem + tail[empty.end() :]
-    if begins:
+    if begins:  # other spaces after the tag
         return before, before + tail[len(opened.group(1)) :].lstrip("\n")
     return before, f"{before}{thought}\n{_CLOSES[opened.group(1)]}{tail}"
 
@@ -266,11 +262,10 @@ def _thought_of(message: Message) -> str:
 def check_rendered(
     conversation: Conversation, messages: Sequence[Message], texts: dict[int, str], trained: set[int], *, every_field: bool = True
 ) -> None:
-    """Raise `RowError` if the template drops a part of a message. The error names the message and the field.
+    """Raise `RowError` if the template drops a part of a message.
 
-    A part of message j is present if `texts[j]` contains it, or if the rendering changes when the part is removed. For a trained
-    turn (j in `trained`), `texts[j]` is the text of this turn alone, because other messages may contain the same words. For any
-    other message, `texts[j]` is the text of all messages. If `every_field` is False, check only content, thoughts and calls.
+    `texts[j]` is the text that should contain message j: this turn alone if j is in `trained`, else all messages. If
+    `every_field` is False, check only content, thoughts and calls.
     """
     for j, message in enumerate(messages):
         part = messages[: j + 1] if j in trained else messages
@@ -393,9 +388,10 @@ def _probe_turn_form(conversation: Conversation, before: Sequence[Message]) -> T
 def render_between(conversation: Conversation, observation: Sequence[Message]) -> tuple[str, str]:
     """Return (the special token that ends the policy's turn, the text between this token and the policy's next turn).
 
-    The text contains `observation`, which is rendered after a dummy turn, since templates may drop the thought of a real turn.
+    The text contains `observation`.
     """
     name = next((str(m["name"]) for m in observation if m["role"] == "tool" and m.get("name")), "")
+    # A dummy turn precedes the observation, since templates may drop the thought of a real turn.
     calls = [call_of(name or "call")] if observation[0]["role"] == "tool" else []
     for turn in [*calls, {"role": "assistant", "content": SENTINEL}]:
         try:
