@@ -1,8 +1,6 @@
 """psigrad's attention in transformers models, computed by scaled_dot_product_attention or by GPU kernels that need no padding.
 
-psigrad registers an attention function with transformers. A packed forward pass gives it a `Layout`, which says where each
-sequence is in the row. Without a layout the function computes attention on padded sequences as transformers does. The same
-model can therefore also run padded batches and `generate`.
+With a `Layout` it reads a packed row, otherwise padded sequences.
 """
 
 from __future__ import annotations
@@ -71,10 +69,9 @@ Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float, int 
 
 @functools.cache
 def varlen_kernel() -> Varlen:
-    """Return a kernel for causal attention over sequences of different lengths: torch's `varlen_attn`, or flash-attn's.
+    """Return a kernel for causal attention over sequences of different lengths in half precision: torch's, or flash-attn's.
 
-    A sequence may have more keys than queries. Its queries then belong to its last tokens. Both kernels need half precision.
-    Raises `ValueError` if neither is installed.
+    If a sequence has more keys than queries, its queries belong to its last tokens. Raises `ValueError` if neither is installed.
     """
 
     def left(window: int | None) -> tuple[int, int]:
@@ -112,11 +109,7 @@ class _Unpadded:
 
 @dataclass(frozen=True)
 class VarlenLayout(_Unpadded):
-    """A packed layout that computes attention with `varlen_kernel`, without padding; see `Layout`.
-
-    The kernel treats each prefix and each completion as a sequence of its own. Before the call, the keys and values of a prefix
-    are copied in front of those of each of its completions.
-    """
+    """A packed layout that computes attention with `varlen_kernel`, without padding; see `Layout`."""
 
     kernel: Varlen
 
@@ -128,7 +121,7 @@ class VarlenLayout(_Unpadded):
             raise ValueError("its attention caps scores or has sinks")
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         if len(self.packed.pieces.prefixes):
-            k, v = (_Copies.apply(x, *self._copies) for x in (k, v))
+            k, v = (_Copies.apply(x, *self._copies) for x in (k, v))  # a prefix is copied before its completions
         ends_q, ends_k, longest_q, longest_k = self._ends
         return self.kernel(q, k, v, ends_q, ends_k, longest_q, longest_k, scale, window)[None]
 
@@ -144,9 +137,8 @@ class VarlenLayout(_Unpadded):
     def _copies(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(tokens [K], copies [P, C], missing [P, C, 1, 1], single [S − P]): the indices for `_Copies`.
 
-        The kernel has K keys, and `tokens` has the token of each. The row has S tokens; the first P belong to prefixes. Each of
-        these P tokens has at most C keys: `copies[p]` lists the keys of token p, padded where `missing` is True. Each later
-        token has one key, which `single` lists.
+        `tokens` lists the token of each key. `copies[p]` lists the keys of token p, one of the P tokens of prefixes, padded where
+        `missing` is True. `single` lists the key of each later token.
         """
         pieces, device = self.packed.pieces, self.packed.device
         real = pieces.lengths > 0
@@ -162,11 +154,7 @@ class VarlenLayout(_Unpadded):
 
 
 class _Copies(torch.autograd.Function):
-    """The autograd function x[index] for x [S, ...] and `index` [K], with reproducible gradients.
-
-    A row of x can be copied several times, so its gradient is a sum. PyTorch would compute this sum in half precision, and in an
-    order that changes from run to run. Here its order is fixed, and it is computed in float32 and rounded once.
-    """
+    """The autograd function x[index] for x [S, ...] and `index` [K], with reproducible gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, many: Tensor, missing: Tensor, one: Tensor) -> Tensor:
@@ -176,17 +164,14 @@ class _Copies(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         many, missing, one = ctx.saved_tensors
+        # PyTorch's own gradient would add in half precision, in an order that varies
         shared = grad.index_select(0, many.flatten()).unflatten(0, many.shape).masked_fill_(missing, 0.0)
         return torch.cat([shared.sum(1), grad.index_select(0, one)]), None, None, None, None
 
 
 @dataclass(frozen=True)
 class FlexLayout(_Unpadded):
-    """A packed layout that computes attention with FlexAttention; see `Layout`.
-
-    A compiled kernel skips the blocks of keys that no query attends to (Dong et al. 2024, arXiv:2412.05496).
-    scaled_dot_product_attention would need padded tensors and a mask of all pairs of tokens.
-    """
+    """A packed layout that computes attention with FlexAttention (Dong et al. 2024, arXiv:2412.05496); see `Layout`."""
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
@@ -215,8 +200,7 @@ class FlexLayout(_Unpadded):
     def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Four tensors [S]: indices of each token's prefix and sequence, its position, and the start of its sequence.
 
-        Positions and starts count from the first token of the prefix. A token of a prefix is in no sequence: it has index -1 and
-        start S. If the row has no prefixes, each of its sequences is treated as a prefix.
+        Positions and starts count from the first token of the prefix. A token of a prefix has the sequence -1 and the start S.
         """
         pieces, count, rows = self.packed.pieces, len(self.packed.pieces.prefixes), self.packed.rows
         numbers, nothing = np.arange(len(pieces.sequences)), np.full(len(pieces.sequences), -1)
@@ -228,9 +212,9 @@ class FlexLayout(_Unpadded):
         return tuple(on_device(x, self.packed.device) for x in columns)  # type: ignore[return-value]
 
     def blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return two masks [Q, K] over blocks of `BLOCK` queries and `BLOCK` keys. `window` is the sliding window, or None.
+        """Return two masks [Q, K] over blocks of `BLOCK` queries and `BLOCK` keys.
 
-        The first is True if any query of a block attends to any key. The second is True only if all queries attend to all keys.
+        The first is True if any query attends to any key, the second only if all queries attend to all keys.
         """
         pieces, size, reach = self.packed.pieces, -(-self.packed.rows // BLOCK), window or self.packed.rows
         some, whole = np.zeros((2, size, size), dtype=bool)
@@ -274,21 +258,14 @@ class FlexLayout(_Unpadded):
 
 
 def unpad(packed: PackedLayout, how: str | Varlen) -> Layout:
-    """Return `packed` unchanged if it has `blocks`. Otherwise return a `FlexLayout` or a `VarlenLayout` of it.
-
-    With `blocks`, the tokens of an image attend to each other (Gemma 3). Only the masks of `packed` allow this. `how` is "flex",
-    "varlen" or a `Varlen` kernel.
-    """
-    if packed.blocks is not None:
+    """Return a `FlexLayout` or `VarlenLayout` of `packed`, if possible. `how` is "flex", "varlen" or a `Varlen` kernel."""
+    if packed.blocks is not None:  # tokens of an image attend to each other
         return packed
     return FlexLayout(packed) if how == "flex" else VarlenLayout(packed, varlen_kernel() if isinstance(how, str) else how)
 
 
 def _list_blocks(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mask `blocks` [Q, K] in FlexAttention's format: (counts [1, 1, Q], indices [1, 1, Q, K]).
-
-    A row's count is its number of True values. Its indices list the columns that are True, then the other columns.
-    """
+    """Return, per row of `blocks` [Q, K], (the number of True values [1, 1, Q], their columns, then the others [1, 1, Q, K])."""
     return blocks.sum(1)[None, None], (~blocks).argsort(1, kind="stable")[None, None]
 
 

@@ -1,10 +1,7 @@
 """Packed rows in the recurrent layers of transformers models: the gated delta rule, Mamba-2 and short convolutions.
 
-transformers has a registry for attention functions, but none for recurrences. Its recurrent layers (mixers) call a few global
-functions, and pass them the keyword arguments of the forward call. In a loaded model, `attach` replaces these functions.
-The new functions read the `Layout` of a packed row from the keyword arguments. Without a layout, they call transformers'
-functions. Each prompt starts from a state of zeros. The state at its end is computed once, and all its completions start from
-there. On a CPU, C++ kernels compute packed rows and their gradients if the mixer's `Switch` enables them.
+transformers has no registry for recurrences, so `attach` replaces the functions that these layers call. The new functions get
+the `Layout` of a packed row as a keyword argument.
 """
 
 from __future__ import annotations
@@ -58,11 +55,7 @@ class Switch:
 
 
 def _convolution(own: Function, layer: int, switch: Switch) -> Function:
-    """Return a function that replaces `own`, transformers' `causal_conv1d_fn`, in layer number `layer`.
-
-    If the mixer passes a `layout`, the function convolves each packed sequence, with the C++ kernels in `switch` if possible.
-    Otherwise it calls `own`.
-    """
+    """Return a function that replaces transformers' `causal_conv1d_fn`, `own`, in layer number `layer`, for packed rows too."""
 
     def convolve(
         hidden_states: Tensor,
@@ -225,8 +218,8 @@ def _scan(
 class DeltaRule:
     """The gated delta rule (Yang, Kautz & Hatamizadeh 2024, arXiv:2412.06464): S ← e^g S, then S ← S + β k (v - kᵀS), o = qᵀS/√D.
 
-    S is a head's state [D, V]. Inputs are queries q and keys k [N, L, H_k, D], values v [N, L, H, V], and g and β [N, L, H]; in
-    Kimi models g is [N, L, H, D]. q and k are first scaled to length 1. `chunks` is transformers' function for whole sequences.
+    S [D, V] is a head's state. Inputs are q and k [N, L, H_k, D], v [N, L, H, V], and g and β [N, L, H]; in Kimi models g is
+    [N, L, H, D]. q and k are first scaled to length 1. `chunks` is transformers' function for whole sequences.
     """
 
     chunks: Function
@@ -268,7 +261,7 @@ class Mamba2:
     """The recurrence of Mamba-2 (Dao & Gu 2024, arXiv:2405.21060): S ← e^(Δ·A) S + Δ x ⊗ B, y = S·C.
 
     Inputs are x [N, L, H, P], time steps Δ [N, L, H], and B and C [N, L, groups, states]. `A` [H] is negative. `chunks` is
-    transformers' function for whole sequences, and `size` the number of tokens in one of its chunks.
+    transformers' function for whole sequences, in chunks of `size` tokens.
     """
 
     chunks: Function

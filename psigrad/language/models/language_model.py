@@ -127,15 +127,13 @@ class LanguageModel(Pretrained):
         return super().trainable() | head
 
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
-        """Return the logit [N, T] of each completion token in `texts`, to compare two implementations of the model.
-
-        Log-probs would hide errors: if all logits are small, each log-prob is about -log(vocabulary size), right or wrong.
-        """
+        """Return the logit [N, T] of each completion token in `texts`, to compare two implementations of the model."""
         self.switch(self.train_mode and torch.is_grad_enabled())
         forward = lay_out(texts, self.device, packed)
 
         def logits() -> Tensor:
             hidden, head = self._target_hidden(forward)
+            # if all logits are small, log-probs hide errors
             return head(hidden).gather(1, forward.targets.ids[:, None])[:, 0]
 
         return forward.targets.unpack(with_gathered_weights(self, logits))
@@ -164,8 +162,7 @@ class LanguageModel(Pretrained):
     def head(self, hidden: Tensor, exact: bool, packed_weights: PackedWeights | None = None) -> Tensor:
         """Return the logits [B, V] of hidden states [B, E].
 
-        `exact` disables the kernel that is faster for small B, because it rounds differently from training. `packed_weights`
-        is a cache in which the head's matrix is packed after a few calls, for faster products.
+        `exact` disables a faster kernel that rounds differently from training. `packed_weights` is a cache for the head's matrix.
         """
         output = self.output_head()
         plain = type(output) is nn.Linear and output.bias is None and not torch.is_grad_enabled()
@@ -196,9 +193,7 @@ class LanguageModel(Pretrained):
         """Return `PolicyOutputs` with log π [N, T] of every target token, and 0 at all other positions.
 
         On request the result also has the entropy, the exact KL to the model `kl_to` (or another `Divergence`), and the value
-        head's V. Gradients flow unless the caller is under `torch.no_grad()`. If `kl_to` is this LoRA model itself, its adapter
-        is disabled for the reference. `packed=False` selects padded passes, which are slower. If `cache` has activations of
-        these tokens, they are reused.
+        head's V. `packed=False` selects padded passes, which are slower. Activations in `cache` are reused.
         """
         stats, targets = self.stats(
             inputs, temperature=temperature, entropy=entropy, kl_to=kl_to, value=value, packed=packed, cache=cache
@@ -223,10 +218,9 @@ class LanguageModel(Pretrained):
         packed: bool | None = None,
         cache: ActivationCache | None = None,
     ) -> tuple[TokenStats, Targets]:
-        """Return (statistics [M] of the M target tokens, the `Targets` with the positions of these tokens).
+        """Return (statistics [M] of the M target tokens, their `Targets`); see `evaluate` for the arguments.
 
-        Arguments that are not described here are those of `evaluate`. `entropy="figure"` requests an entropy for logging, which
-        may have no gradient. `accuracy` and `mean_logp` request the fields `hit` and `mean_logp` of `TokenStats`.
+        `entropy="figure"` requests an entropy for logging, which may have no gradient. `accuracy` requests `TokenStats.hit`.
         """
         self.switch(self.train_mode and torch.is_grad_enabled())
         whole = lay_out(inputs, self.device, packed if packed is not None else not self.why_padded)
@@ -269,8 +263,7 @@ class LanguageModel(Pretrained):
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return (hidden states, head) of the reference model `other`, without gradient; see `_target_hidden`.
 
-        If `other` is this model itself, its adapter is disabled. The reference reads the tokens `request.inputs` if they are
-        set, otherwise the policy's tokens, `inputs`. `forward` is the layout of the policy's tokens.
+        `forward` is the layout of the policy's tokens, `inputs`. The reference reads `request.inputs` instead if they are set.
         """
         theirs = replace(forward, cached=None, experts=None)
         if request.inputs is not None or other.why_padded != self.why_padded:
@@ -326,11 +319,8 @@ class LanguageModel(Pretrained):
 
     @property
     def _applies_head(self) -> bool:
-        """True if psigrad, not transformers, applies the LM head in a padded pass: in chunks, to save memory.
-
-        False if `full_logits` is set. Also False for a model that can run packed passes: its padded passes are only checks.
-        """
-        return bool(self.why_padded) and not self.full_logits
+        """True if psigrad, not transformers, applies the LM head in a padded pass: in chunks, to save memory."""
+        return bool(self.why_padded) and not self.full_logits  # padded passes of other models are only checks
 
     def without_adapter(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which the LoRA adapter is disabled, so that the model is its own reference and needs no copy."""
@@ -367,12 +357,12 @@ def load(
     """Load the model at `path` (a folder or a hub name), ready for training and sampling.
 
     - `adapter` is a folder with LoRA weights to resume from.
-    - `tokenizer`, or its folder, replaces the tokenizer at `path`. `eos_token` becomes the EOS token if the vocabulary has it.
+    - `tokenizer` (or its folder) replaces the one at `path`, and `eos_token` its EOS token if the vocabulary has it.
     - `trust_remote_code` runs the Python code that comes with the model.
-    - `for_shards` leaves the weights in the host's memory, where `sharded.shard` reads this process's shard.
+    - `for_shards` leaves the weights in the host's memory, for `sharded.shard`.
     - `base` is the quantisation of the layers under a LoRA adapter: "nf4", "int8" or "gguf".
-    - `vision` loads the vision tower even if transformers can load the checkpoint's language model without it.
-    - `towers` names modules outside the language model, such as a vision tower, that are also trained.
+    - `vision` loads the vision tower even if the language model can be loaded without it.
+    - `towers` names modules outside the language model that are also trained.
 
     Raises `UserError` if no model can be loaded from `path`.
     """

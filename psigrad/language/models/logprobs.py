@@ -28,17 +28,13 @@ CHUNK_ON_GPU, TILE_ON_GPU = 4, 256
 
 
 class _Logits(torch.autograd.Function):
-    """The logits h·Wᵀ by `kernels.multiply`, because PyTorch on a CPU would first compile code for each new number of tokens.
-
-    If `sums` is given, the gradient of W from each chunk of tokens is added to it in float32, because a sum in half precision
-    would lose small terms.
-    """
+    """The logits h·Wᵀ. If `sums` is given, the gradient of W is added to it in float32."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, sums: gradients.Sums | None) -> Tensor:
         ctx.head, ctx.sums = weight, sums
         ctx.save_for_backward(hidden, weight)
-        return multiply(hidden, weight.t())
+        return multiply(hidden, weight.t())  # PyTorch would compile code for each new number of tokens
 
     @staticmethod
     @once_differentiable
@@ -50,15 +46,16 @@ class _Logits(torch.autograd.Function):
         dweight = multiply(dlogits.t(), hidden)
         if ctx.sums is None:
             return dhidden, dweight, None
-        ctx.sums.add_wide(ctx.head, dweight)
+        ctx.sums.add_wide(ctx.head, dweight)  # half precision would lose small terms
         return dhidden, None, None
 
 
 class _ChosenLogProbs(torch.autograd.Function):
     """The log-probs of given tokens, computed in tiles of logits, of which only a log-sum-exp per token is stored.
 
-    Formula: d log π(a) / dz = e_a − π for a token a, with z = h·Wᵀ / temperature, π = softmax(z), e_a = one-hot(a). A tile has up
-    to `TILE_ROWS` hidden states, for all of which the head's weights are read once (Wijmans et al. 2024, arXiv:2411.09009).
+    Formula: d log π(a) / dz = e_a − π for a token a, with z = h·Wᵀ / temperature, π = softmax(z), e_a = one-hot(a).
+
+    Source: Wijmans et al. 2024, arXiv:2411.09009.
     """
 
     @staticmethod
@@ -120,15 +117,12 @@ class _Figures:
     """The most probable token and the entropy at each of M positions, from tiles of logits divided by the temperature."""
 
     def __init__(self, count: int, like: Tensor) -> None:
-        self._top, self._total, self._mean = (like.new_zeros(count) for _ in range(3))
+        self._top, self._total, self._mean = (like.new_zeros(count) for _ in range(3))  # m, Σ eᶻ⁻ᵐ, Σ eᶻ⁻ᵐ(z − m)
         self._top.fill_(-1e30)
         self.best = torch.zeros(count, dtype=torch.long, device=like.device)
 
     def add(self, rows: slice, columns: slice, logits: Tensor) -> None:
-        """Add a tile: the `logits` z of the hidden states `rows` and the token ids `columns`. The logits are overwritten.
-
-        Update each hidden state's most probable token, and its sums Σ eᶻ⁻ᵐ and Σ eᶻ⁻ᵐ(z − m), with m its largest logit so far.
-        """
+        """Add a tile: the `logits` z of the hidden states `rows` and the token ids `columns`. The logits are overwritten."""
         highest, place = logits.max(1)
         self.best[rows] = torch.where(highest > self._top[rows], place + columns.start, self.best[rows])
         higher = torch.maximum(self._top[rows], highest)
@@ -145,10 +139,7 @@ class _Figures:
 
 
 class _RowLogProbs(torch.autograd.Function):
-    """The log-probs of given tokens on a GPU. Each chunk has the logits of many tokens over the full vocabulary.
-
-    `want_best` also requests the most probable tokens, and `want_entropy` the entropies. Neither has a gradient.
-    """
+    """The log-probs of given tokens on a GPU. `want_best` also requests the most probable tokens, `want_entropy` entropies."""
 
     @staticmethod
     def forward(
@@ -204,7 +195,7 @@ def _statistics(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (log-probs of `ids`, logits of `ids`, entropies, most probable tokens), [rows] each, from logits `stored` [rows, V].
 
-    Log-probs and entropies have the dtype `wide`. Entropies and most probable tokens that are not requested are arbitrary.
+    Log-probs and entropies have the dtype `wide`. The last two are arbitrary unless requested.
     """
     triton = gpu_kernels(stored) if wide == torch.float32 else None
     if triton is not None:
@@ -222,7 +213,7 @@ def _gradient(
     """Overwrite the logits `stored` with their gradient slope · (one-hot(ids) − softmax(stored / temperature)), and return it.
 
     `slope` [rows] is the log-probs' gradient divided by the temperature, `less` is −slope, `normaliser` [rows] the log-sum-exp.
-    If the list `room` is empty, this chunk's float32 buffer is put into it. Later chunks, which are not larger, use this buffer.
+    `room`, at first an empty list, holds a buffer for later chunks, which must not be larger.
     """
     wide = normaliser.dtype
     if (triton := gpu_kernels(stored) if wide == torch.float32 else None) is not None:
@@ -255,10 +246,7 @@ def _on_gpu(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _HeadUse:
-    """The tensors of one backward pass through an LM head: its inputs, the log-sum-exp per token, and the log-probs' gradient.
-
-    From these tensors the gradient of the head's weight can be computed at any later time.
-    """
+    """The tensors that give an LM head's gradients: its inputs, the log-sum-exp per token, and the log-probs' gradient."""
 
     hidden: Tensor
     weight: Tensor
@@ -280,8 +268,7 @@ class _HeadUse:
     def add_products(self, dhidden: Tensor | None, dweight: Tensor | None, tokens: slice) -> None:
         """Add to `dhidden` and `dweight` the gradients that come from the logits of `tokens`, a range of the vocabulary.
 
-        `dhidden` [M, E] is the gradient of the hidden states, and `dweight` that of the weight's rows `tokens`. A gradient that
-        is None is not computed.
+        `dhidden` [M, E] is the gradient of the hidden states, and `dweight` that of the weight's rows `tokens`.
         """
         weight, ids = self.weight.detach()[tokens], self.ids - tokens.start
         for rows, columns, logits, stored in _tiles(self.hidden, weight, self.temperature):
@@ -305,10 +292,7 @@ def _native(hidden: Tensor, weight: Tensor) -> Kernels | None:
 def _sampler_logprobs(
     native: Kernels, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, figures: _Figures | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (log-probs [M], logits [M]) of the tokens `ids`, computed from `hidden` and `weight`.
-
-    The log-probs have the same bits as those that the sampler computes. If `figures` is given, it is updated with all logits.
-    """
+    """Return (log-probs [M], logits [M]) of the tokens `ids`. The log-probs have the same bits as the sampler's."""
     height = max(1, min(len(hidden), TILE_ELEMENTS // STRETCH))
     most = TILE_ELEMENTS if figures is None else TILE_ELEMENTS // 4  # figures make three copies of a tile
     width = max(1, most // height // STRETCH) * STRETCH
@@ -332,7 +316,7 @@ def _sampler_logprobs(
 def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
     """Yield tiles of the logits as (rows of `hidden`, rows of `weight`, logits, stored). A tile overwrites the previous one.
 
-    `logits` are in at least float32 and divided by the temperature. `stored` are the undivided logits in the weight's dtype.
+    `logits` are in at least float32 and divided by the temperature. `stored` is a buffer of their shape in the weight's dtype.
     """
     height = min(len(hidden), TILE_ROWS)
     width = min(len(weight), max(1, TILE_ELEMENTS // height))
@@ -384,9 +368,8 @@ def token_stats(
 ) -> TokenStats:
     """Return the `TokenStats` of tokens `ids` [M], whose logits are `head(hidden)` [M, V], computed in chunks of tokens.
 
-    `vocabulary` is V. The backward pass computes large logits again instead of storing them. If `head` is linear without bias
-    and only log-probs need a gradient, a formula replaces autograd. With such a head in float32 on a CPU, `cached` log-probs are
-    used if only log-probs are requested. A divergence needs `reference_hidden`: the reference's hidden states or `Top`.
+    `vocabulary` is V. A divergence needs `reference_hidden`: the reference's hidden states or `Top`. `cached` log-probs are used
+    where possible.
     """
     linear: Any = head if (plain := type(head) is nn.Linear and head.bias is None) else None
     if plain and _on_gpu(hidden) and request.is_closed_form and len(ids):

@@ -58,9 +58,8 @@ class Lora:
 
     Formula: s = alpha / rank, or alpha / √rank with `rslora`. With `dora` each row of W + s·B A is scaled to a trained length.
 
-    `target_modules` are names as in peft. "all-linear" means every linear layer except the head. In models with Mamba, it also
-    excludes the mixers' output layers, which peft rejects. A single regular expression means the modules whose full name it
-    matches. The modules in `modules_to_save` are trained in full.
+    `target_modules` are names as in peft, or one regular expression for full names. "all-linear" means the linear layers except
+    the head. The modules in `modules_to_save` are trained in full.
 
     Source: Hu et al. 2021, LoRA, arXiv:2106.09685; Kalajdzievski 2023, rsLoRA, arXiv:2312.03732; Liu et al. 2024, DoRA,
     arXiv:2402.09353.
@@ -172,9 +171,9 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def add_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, towers: Sequence[str] = ()) -> nn.Module:
-    """Add new LoRA layers, or those saved in the folder `saved`, to a model. Return the peft wrapper of the model.
+    """Add LoRA layers, new or saved in the folder `saved`, to a model. Return the peft wrapper of the model.
 
-    Modules outside the language model get LoRA layers only if `towers` names them. `task` is peft's task_type.
+    Modules outside the language model get new layers only if `towers` names them. `task` is peft's task_type.
     """
     import peft
 
@@ -226,11 +225,8 @@ def add_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, tow
 
 
 def _in_half(hf: PreTrainedModel, lora: Lora) -> bool:
-    """Return True if the adapter must be bfloat16: on a GPU, with a bfloat16 base that is not quantised, and without DoRA.
-
-    With a float32 adapter, each adapted layer's input and the adapter's output would be cast, which takes 10 % of a training
-    step's time. bfloat16 loses no small updates, because by default the optimiser updates float32 copies of the adapter.
-    """
+    """Return True if the adapter must be bfloat16: on a GPU, with a bfloat16 base that is not quantised, and without DoRA."""
+    # float32 would need casts, 10 % of a step's time; the optimiser has float32 copies by default
     coded = any(isinstance(module, CodedLinear) for module in hf.modules())
     return hf.device.type == "cuda" and hf.dtype == torch.bfloat16 and not lora.dora and not coded
 
@@ -250,12 +246,9 @@ def check_untied(network: Any) -> None:
 
 @contextlib.contextmanager
 def check_peft_warnings() -> Iterator[None]:
-    """In this context, raise `ValueError` if a saved adapter lacks weights. peft only warns, and leaves them random.
-
-    Also suppress transformers' warning about a deprecated name that peft uses, since users cannot change peft.
-    """
+    """In this context, raise `ValueError` if a saved adapter lacks weights. peft only warns, and leaves them random."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)  # peft uses this name
         warnings.filterwarnings("error", message="Found missing adapter keys", category=UserWarning)
         try:
             yield
@@ -285,10 +278,7 @@ def merge_adapter(network: PreTrainedModel, adapter: nn.Module | None) -> Any:
 
 @torch.no_grad()
 def merging_loss(adapter: Any) -> float:
-    """Return the share of an adapter's update ΔW that merging rounds away: ‖round(W + ΔW) − W − ΔW‖ / ‖ΔW‖ over all layers.
-
-    The result is 0 for a base in float32. Layers with DoRA are not counted, because DoRA also rescales W.
-    """
+    """Return the share of an adapter's update ΔW that merging rounds away, ‖round(W + ΔW) − W − ΔW‖ / ‖ΔW‖, without DoRA."""
     lost = whole = 0.0
     for module in adapter.modules():
         base = getattr(getattr(module, "base_layer", None), "weight", None)
@@ -350,7 +340,7 @@ class CountedDropout(nn.Module):
     """Dropout whose mask is a hash, so that it is the same in every micro-batch, on every rank and after a restart.
 
     Formula: in training mode x · m / (1 − p), with m = 0 at a share p of the features of x, and 1 elsewhere. m is a function of
-    the seed of `masks`, the layer's name and the text up to the token. p is rounded to a multiple of 1/65,536.
+    the seed of `masks`, the layer's name and the text up to the token.
 
     Source: Srivastava et al. 2014, Dropout, JMLR 15:1929.
     """
@@ -387,7 +377,7 @@ class CountedDropout(nn.Module):
 def hash_tokens(ids: Tensor, positions: Tensor, layout: Any = None) -> Tensor:
     """Return a hash of the text up to each token [B, S]: Σ_i w(id_i, i) modulo 2^64, with w a pseudo-random function.
 
-    `positions` [B, S] are the positions i. A packed row needs its `layout`; a token then has the same hash as in a padded row.
+    `positions` [B, S] are the positions i. A packed row needs its `layout`.
     """
     sums = seeds.words_on_device(ids, positions).cumsum(-1)
     if not isinstance(layout, PackedLayout):  # padding is at the end, and no text follows it

@@ -1,7 +1,6 @@
 """The assignment of rows to forward passes, and the packed or padded layout of a pass's token ids.
 
-In a packed pass each prefix is computed once, and there is no padding. Padded passes are slower. They are used for models that
-cannot run packed passes, and to check packed passes.
+A packed pass computes each prefix once, and has no padding. Models that cannot run packed passes use padded ones.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ def order(n: int, seed: int, epoch: int) -> np.ndarray:
 def batch_at(step: int, batch_size: int, n: int, seed: int) -> list[int]:
     """Return the indices of the `batch_size` rows of step `step` (from 0), out of `n` rows.
 
-    Each epoch visits every row once, in a new random `order`. The epochs follow each other without a gap, so that no row is
-    dropped at the end of an epoch, and a batch may span two epochs, or several if it is larger than the dataset. The result
-    depends only on the arguments, so a resumed run needs no stored position.
+    Each epoch visits every row once, in a new random `order`. A batch may span several epochs.
     """
     if n < 1:
         raise UserError("The dataset has no rows to train on; give at least one row.")
@@ -51,9 +48,6 @@ def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[
 
     A row that exceeds the budget is a micro-batch of its own. With several `ranks`, which take the micro-batches in turn, each
     rank gets about the same number of tokens.
-
-    The algorithm is first-fit decreasing (Johnson 1973): with one rank, at most 11/9 m + 1 micro-batches if m would suffice. The
-    first micro-batch has the longest row, or with several `ranks` the most tokens, so a lack of memory shows at once.
     """
     if budget < 1:
         raise UserError(f"A micro-batch of {budget} tokens is not possible; give micro_batch_tokens of at least 1.")
@@ -61,6 +55,7 @@ def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[
         return _evenly(lengths, budget, ranks)
     bins: list[list[int]] = []
     room: list[int] = []
+    # first-fit decreasing (Johnson 1973); the longest row is in the first micro-batch, so a lack of memory shows at once
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         fit = next((b for b, left in enumerate(room) if lengths[index] <= left), None)
         if fit is None:
@@ -73,14 +68,10 @@ def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[
 
 
 def _evenly(lengths: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
-    """Split rows into micro-batches with about the same number of tokens, the largest first; see `pack_by_tokens`.
-
-    n is the number of micro-batches that are needed with `budget` as the limit, rounded up to a multiple of `ranks`. To fill them
-    evenly, the limit starts at 1/n of all tokens. It grows in steps of 3 %, at most to `budget`, until n micro-batches suffice.
-    """
+    """Split rows into micro-batches with about the same number of tokens, the largest first; see `pack_by_tokens`."""
     tokens = sum(lengths)
     rounds = max(1, math.ceil(len(pack_by_tokens(lengths, budget)) / ranks))
-    room = max(1.0, tokens / (rounds * ranks))
+    room = max(1.0, tokens / (rounds * ranks))  # an equal share of all tokens
     while len(parts := pack_by_tokens(lengths, min(budget, math.ceil(room)))) > rounds * ranks and room < budget:
         room *= 1.03
     return sorted(parts, key=lambda part: -sum(lengths[i] for i in part))
@@ -89,11 +80,10 @@ def _evenly(lengths: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
 def pack_groups(
     prompts: Sequence[int], completions: Sequence[Sequence[int]], budget: int, ranks: int = 1
 ) -> list[list[tuple[int, list[int]]]]:
-    """Return micro-batches. Each is a list of (g, ks), with ks the indices of completions of group g, which share its prompt.
+    """Return micro-batches of at most `budget` tokens. Each is a list of (g, ks), with ks the indices of completions of group g.
 
-    `prompts[g]` and `completions[g][k]` are token counts. Every (g, k) occurs exactly once. A micro-batch exceeds `budget` tokens
-    only if it is one prompt with one completion. A group (a prompt with its completions) is split only if it exceeds `budget` or,
-    with several `ranks`, one rank's share of all tokens. Each part of a split group computes the prompt again.
+    `prompts[g]` and `completions[g][k]` are token counts. Every (g, k) occurs exactly once. One prompt with one completion may
+    exceed `budget`.
     """
     most = budget
     if ranks > 1:  # one long group must not be the work of a single rank
@@ -116,7 +106,7 @@ class Groups:
     """Completions that share prompts: `completions[b][k]` continues `prompts[b]`.
 
     With `starts`, a completion continues only the first `starts[b][k]` tokens of its prompt. Its targets are its tokens where
-    `masks[b][k]` is True; without `masks`, all. A pass returns log-probs [N, T]: N completions in order, T tokens in the longest.
+    `masks[b][k]` is True; without `masks`, all. Log-probs are [N, T]: N completions in order, T tokens in the longest.
     """
 
     prompts: Sequence[Ids]
@@ -141,10 +131,9 @@ class Groups:
 
 @dataclass(frozen=True)
 class Rows:
-    """Independent rows of tokens. The tokens where `masks` is True are targets.
+    """Independent rows of tokens. The tokens where `masks` is True are targets. A row's first token must not be one.
 
-    The log-probs of a forward pass are [N, T], T the length of the longest row. The log-prob of token t of row n is at [n, t]. A
-    row's first token has no context, so its mask must be False.
+    The log-probs are [N, T], T the length of the longest row. The log-prob of token t of row n is at [n, t].
     """
 
     rows: Sequence[Ids]
@@ -188,7 +177,7 @@ class Targets:
 class ForwardInputs:
     """The inputs of a forward pass, [B, S]: one packed row (B = 1) with a `layout`, or padded rows with an `attention_mask`.
 
-    `prefix_ends` are the flat positions of the last token of each prefix. Only a packed row from `Groups` has them.
+    `prefix_ends` are the flat positions of the last token of each prefix.
     """
 
     input_ids: Tensor
@@ -213,9 +202,7 @@ class ForwardInputs:
 class RowSelection:
     """The rows that a layer reads and writes. None means one row for each of the S tokens.
 
-    `input_rows` [S] is the row of the input x for each token. In the first layer, equal tokens share a row. `output_rows` [W]
-    lists each token whose output is needed. In the last layer these are the tokens that predict a target; for other tokens the
-    layer computes only keys and values.
+    `input_rows` [S] is the row of the input x for each token. `output_rows` [W] lists the tokens whose output is needed.
     """
 
     input_rows: Tensor | None = None
@@ -277,10 +264,7 @@ def _lengths(pieces: Iterable[Sized]) -> np.ndarray:
 
 
 def pack(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInputs:
-    """Return one packed row without padding, in which each prompt appears once.
-
-    The last token of a completion (or of one of the `Rows`) predicts nothing, so the packed row does not contain it.
-    """
+    """Return one packed row without padding, in which each prompt appears once."""
     return _pack_groups(inputs, device) if isinstance(inputs, Groups) else _pack_rows(inputs, device)
 
 
@@ -288,6 +272,7 @@ def _pack_groups(groups: Groups, device: torch.device | str) -> ForwardInputs:
     completions = [ids for group in groups.completions for ids in group]
     before, lengths = _lengths(groups.prompts), _lengths(completions)
     prefix = np.arange(len(before)).repeat(_lengths(groups.completions))
+    # a completion's last token predicts nothing
     own, ends, total = np.maximum(lengths - 1, 0), before.cumsum() - 1, int(before.sum())
     begin = np.array(groups.begin(), dtype=np.int64)
     # For every token of the completions: its completion, its position in it, its id, and True if the row contains it.

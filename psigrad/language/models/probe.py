@@ -1,8 +1,6 @@
 """Tests that psigrad's faster computation of a model gives the same outputs as transformers' modules.
 
-In bfloat16, rounding can hide a wrong layer: rounding alone changes SmolLM2's log-probs on random token ids by 7 nats. Both
-computations therefore also run in float32, where rounding errors are far smaller, but the error of a wrong layer is the same. The
-float32 outputs may differ by only a small share of the rounding error in bfloat16.
+Models in half precision are also tested in float32, because rounding can hide a wrong layer.
 """
 
 from __future__ import annotations
@@ -40,10 +38,10 @@ Numbers = Callable[[], Tensor]
 
 @torch.no_grad()
 def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe: Callable[[Groups, bool], Tensor]) -> str:
-    """Switch to psigrad's attention if its packed passes give the same outputs as padded passes with transformers' attention.
+    """Switch to psigrad's attention if its packed passes give the same outputs as transformers' padded passes.
 
     Return "", or the reason why the model keeps transformers' attention. `texts_of()` returns the texts for the test, and
-    `probe(texts, packed)` returns the model's outputs on these texts. Raises `UserError` if the model does not run at all.
+    `probe(texts, packed)` returns the model's outputs on these texts.
     """
     from psigrad.language.models.hf_attention import IMPLEMENTATION
     from psigrad.language.models.hf_state import attach
@@ -74,10 +72,7 @@ def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe:
 
 @torch.no_grad()
 def check_causal(hf: PreTrainedModel, text: Sequence[int]) -> None:
-    """Raise `UserError` if a change of the last token in `text` (token ids) changes the logits at earlier tokens.
-
-    Encoders such as BERT without `is_decoder=True` read later tokens, so training would teach them to copy the next token.
-    """
+    """Raise `UserError` if a change of the last token in `text` (token ids) changes the logits at earlier tokens."""
     other = [*text[:-1], text[-1] - 1 if text[-1] else 1]
 
     def change() -> float:
@@ -126,10 +121,8 @@ def attend(model: Any, choice: str) -> None:
 
 
 def with_gradient(model: Any) -> list[Tensor]:
-    """Return [the outputs on the model's probe texts, then the gradient of their sum for each trained parameter].
-
-    Each gradient is scaled to norm 1. A sharded model returns no gradients, because `torch.autograd.grad` skips FSDP's hooks.
-    """
+    """Return [the outputs on the model's probe texts, then their sum's gradient for each trained parameter, scaled to norm 1]."""
+    # `torch.autograd.grad` skips FSDP's hooks
     learns = [p for p in model.trainable().values() if p.requires_grad] if model.shard_root is None else []
     with torch.set_grad_enabled(bool(learns)):
         found = model._probe(model._texts(), packed=True)
@@ -148,10 +141,9 @@ def check_gap(model: Any, own: list[Tensor]) -> None:
 
 @torch.no_grad()
 def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, str]:
-    """Return (fused decoder of `model`, ""), or (None, the reason) if the model cannot use one.
+    """Return (fused decoder of `model`, ""), or (None, the reason) if it cannot have one with the same outputs on `texts`.
 
-    Up to rounding, the decoder's hidden states on `texts` must equal those of transformers' modules. `recompute` enables
-    gradient checkpointing.
+    `recompute` enables gradient checkpointing.
     """
     hf = model.network
     try:
@@ -181,8 +173,7 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
 def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
     """Enable those of psigrad's kernels that do not change a packed model's outputs on `texts`. Return (kernels, reason).
 
-    On a CPU, `kernels` is the `ModuleKernels`, or None if they fail the test. `reason` says why the kernels for recurrent layers
-    fail it, or is "". On a GPU only `GpuParts` is tested, and the result is (None, "").
+    `kernels` is the `ModuleKernels` if enabled, else None. `reason` says why kernels for recurrent layers are not, or is "".
     """
     from psigrad.language.models.fused.gpu_parts import GpuParts
     from psigrad.language.models.fused.module_kernels import ModuleKernels
@@ -243,16 +234,13 @@ def _why_not(hf: PreTrainedModel, numbers: Callable[[bool], Tensor]) -> str:
 
 
 def difference(hf: PreTrainedModel, own: Numbers, fast: Numbers) -> str:
-    """Return "" if the outputs `fast()` equal the correct outputs `own()` up to rounding, else a description of the difference.
-
-    Attention windows longer than the texts would have no effect. A second comparison therefore shortens such windows.
-    """
+    """Return "" if the outputs `fast()` equal the correct outputs `own()` up to rounding, else describe the difference."""
     half = hf.dtype not in (torch.float32, torch.float64)
     exact = torch.float32 if half else hf.dtype
     with _shorten_chunks(hf):
         with in_precision(hf, exact):
             right, found = own(), fast()
-            with shorten_windows(hf) as shorter:
+            with shorten_windows(hf) as shorter:  # longer windows have no effect
                 beyond = (own(), fast()) if shorter else None
         with in_precision(hf, torch.bfloat16):
             rounded = own()
@@ -297,11 +285,7 @@ def draw_texts(hf: PreTrainedModel, first: int, vocabulary: int, length: int) ->
 
 @contextlib.contextmanager
 def in_precision(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
-    """Run the model in the precision `dtype` inside this context.
-
-    A layer's weights are cast only while the layer runs, to save memory. Weights outside layers are cast on entry. float32
-    products do not use TF32.
-    """
+    """Run the model in the precision `dtype` inside this context, without TF32."""
     kept: dict[nn.Parameter, Tensor] = {}
     matmul = torch.backends.cuda.matmul
     fast, matmul.allow_tf32 = matmul.allow_tf32, False
@@ -324,6 +308,7 @@ def in_precision(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
     for layer in layers:
         layer._compiled_call_impl = None
     inside = {p for layer in layers for p in layer.parameters()}
+    # cast a layer only while it runs, to save memory
     hooks = [layer.register_forward_pre_hook(lambda layer, given: cast(layer.parameters())) for layer in layers]
     hooks += [layer.register_forward_hook(lambda layer, given, made: put_back(list(layer.parameters()))) for layer in layers]
     try:
@@ -363,11 +348,8 @@ def _shorten_chunks(hf: PreTrainedModel) -> AbstractContextManager[bool]:
 
 @contextlib.contextmanager
 def _shorten(hf: PreTrainedModel, names: Sequence[str], most: int, size: int) -> Iterator[bool]:
-    """Inside this context, set the attributes `names` to `size` where they exceed `most`. Yield True if any exceeded it.
-
-    They are attributes of the modules and of the configuration, from which masks are built. They are restored on exit.
-    """
-    owners = [vars(owner) for owner in (hf.config.get_text_config(), *hf.modules())]
+    """Inside this context, set the attributes `names` to `size` where they exceed `most`. Yield True if any exceeded it."""
+    owners = [vars(owner) for owner in (hf.config.get_text_config(), *hf.modules())]  # masks need the config's
     held: list[tuple[dict[str, Any], str, int]] = [
         (owner, name, value) for owner in owners for name in names if isinstance(value := owner.get(name), int) and value > most
     ]
@@ -434,14 +416,11 @@ def switch_dropout_off(hf: PreTrainedModel) -> None:
 
 
 def set_mode(network: nn.Module, training: bool) -> None:
-    """Set training or evaluation mode. Routers with jitter stay in evaluation mode, so that they add no random noise.
-
-    The jitter cannot be set to 0 instead, because PhiMoE also uses it as a threshold for choosing experts.
-    """
+    """Set training or evaluation mode. Routers with jitter stay in evaluation mode, so that they add no random noise."""
     network.train(training)
     for module in network.modules() if training else ():
         if any("jitter" in name for name in vars(module)):
-            module.training = False
+            module.training = False  # a jitter of 0 would change PhiMoE's choice of experts
 
 
 def recompute_activations(hf: PreTrainedModel) -> None:

@@ -43,8 +43,7 @@ TEXTS = ("The capital of France is Paris, and that of Peru is Lima.", "Water boi
 class ScalarModel(Pretrained):
     """A `…ForSequenceClassification` with one label, or a vision-language model with a scalar head, and its tokenizer.
 
-    Formula: V(s_t) = w · h_t, with h_t the hidden state of the last token before token t. The score of a text is V after its last
-    token. Models whose head is not a plain `score` layer (such as BERT) can only score whole texts.
+    Formula: V(s_t) = w · h_t, with h_t the hidden state of the last token before token t. A text's score is V at its end.
     """
 
     @property
@@ -135,9 +134,8 @@ def load(
 ) -> ScalarModel:
     """Load the scalar model at `path`: a saved reward model or critic, or any causal language model, which gets a new head.
 
-    `fresh_head` is for a model without a trained head: "random" draws one from N(0, initializer_range²) with torch's generator,
-    "zero" sets it to zeros, and "refuse" raises `UserError`. `tokenizer` replaces the model's own. `adapter`, `for_shards`,
-    `base`, `vision` and `towers` are those of `language_model.load`. Raises `UserError` if no model can be loaded from `path`.
+    `fresh_head` is for a model without a trained head: "random" draws one from N(0, initializer_range²), "zero" sets it to zeros,
+    and "refuse" raises `UserError`. The other arguments are those of `language_model.load`.
     """
     from psigrad.language.models.fused.loader import load as load_known
     from psigrad.language.models.tokenizer_files import read_tokenizer
@@ -186,13 +184,11 @@ def _by_transformers(path: str, dtype: torch.dtype, trust_remote_code: bool, vis
 
 
 def _with_tower(path: str, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
-    """Return (a vision-language model with a scalar head `score`, the names of the head's weights that the checkpoint lacks).
-
-    transformers has no class for such a model. The head is saved with the other weights.
-    """
+    """Return (a vision-language model with a scalar head `score`, the names of the head's weights that the checkpoint lacks)."""
     read: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, output_loading_info=True)
     hf, found = read
     check_complete(found["missing_keys"])
+    # transformers has no class for such a model
     hf.score = nn.Linear(size(hf.config, "hidden"), 1, bias=False, dtype=dtype)
     saved = read_tensor(path, "score.weight") if "score.weight" in found["unexpected_keys"] else None
     with torch.no_grad():
@@ -225,11 +221,8 @@ def prepare(
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the padding id for the model's configuration; None if padding and EOS have the same id.
-
-    transformers scores a row at its last token that is not padding. If EOS were padding, it would score the token before EOS.
-    With None, it raises an error for a batch of several rows instead of scoring them wrongly.
-    """
+    """Return the padding id for the model's configuration; None if padding and EOS have the same id."""
+    # If EOS were padding, transformers would score the token before it. With None, it refuses several rows.
     return None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
 
 

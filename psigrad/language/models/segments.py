@@ -29,24 +29,24 @@ class Recurrence(Protocol):
         """Return (outputs [N, L, ...], final states [N, ...]) for inputs [N, L, ...]. A `state` of None means zeros."""
 
     def step(self, inputs: Tensors, state: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Advance N sequences by one token. Sequence i has row `slots[i]` of `state`, or row i if `slots` is None.
+        """Advance N sequences by one token. Return (outputs [N, ...], new states [N, ...]).
 
-        Return (outputs [N, ...], new states [N, ...]). If gradients are disabled, `state` may be updated and returned instead.
+        Sequence i has row `slots[i]` of `state`, by default row i. Without gradients, `state` may be changed and returned.
         """
 
     def scan_trees(self, inputs: Tensors, trees: Trees) -> tuple[Tensor, Tensor] | None:
         """Return (outputs [S, ...], states) of a packed row with the inputs [S, ...]; None if no C++ kernel supports them.
 
-        `trees` (from the function `trees`) lists the row's segments and marks those whose final states are returned.
+        `trees` marks the segments whose final states are returned.
         """
 
 
 @dataclass(frozen=True)
 class ShortConvolution:
-    """A causal depthwise convolution along sequences, with its activation. An output reads its token and the K - 1 before it.
+    """A causal depthwise convolution along sequences with the weight [C, K], and its activation.
 
-    `weight` is [C, K]. `kernel(x, windows)` computes the convolution of x [S, C] in C++, or returns None for tensors it does
-    not support. Row s of `windows` [S, K] has the indices of the rows of x that token s reads, and -1 before the text's start.
+    `kernel(x, windows)` computes it for x [S, C] in C++, or returns None for tensors that it does not support. Row s of `windows`
+    [S, K] has the indices of the rows of x that token s reads, and -1 before the text's start.
     """
 
     weight: Tensor
@@ -60,10 +60,9 @@ class ShortConvolution:
 
 
 def waves(pieces: Any) -> list[Wave]:
-    """Cut a packed row (`attention.Pieces`) into segments, grouped into waves. The segments of a wave can run in parallel.
+    """Cut a packed row (`attention.Pieces`) into segments, grouped into waves that run one after the other.
 
-    A segment that continues another one is in a later wave. Segments are numbered consecutively over all waves. A shared prefix
-    is cut at each position where a sequence branches off.
+    Segments are numbered consecutively over all waves.
     """
     count, starts = len(pieces.prefixes), pieces.starts
     found: list[Wave] = []
@@ -83,7 +82,7 @@ def waves(pieces: Any) -> list[Wave]:
 
 
 def trees(each: list[Wave], every: bool) -> Trees:
-    """Return the segments of all waves as `Trees`, the format of the C++ kernels. `each` is the result of `waves`.
+    """Return the segments of the waves `each` as `Trees`, the format of the C++ kernels.
 
     The kernels return the final states of all segments if `every` is True, otherwise only of segments that others continue.
     """

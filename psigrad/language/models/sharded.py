@@ -23,10 +23,7 @@ from psigrad.processes.parallel.world import Division, World
 
 
 class Root(nn.Module):
-    """The FSDP root module, whose forward pass gathers the sharded weights.
-
-    The embedding, the last norm and the head stay gathered for the whole pass, and each layer only for its own forward pass.
-    """
+    """The FSDP root module, whose forward pass gathers the sharded weights."""
 
     def __init__(self, network: nn.Module, value_head: nn.Module | None) -> None:
         super().__init__()
@@ -126,9 +123,9 @@ def gather(model: Pretrained, names: set[str] | None = None) -> Iterator[tuple[s
 
 
 def save_merged(model: Pretrained, world: World, folder: Path, saved_form: str = "merged") -> None:
-    """Gather a sharded model, and save it in Hugging Face format as `saved_form` says. Rank 0 needs memory for all weights.
+    """Gather a sharded model, and save it in Hugging Face format. Rank 0 needs memory for all weights.
 
-    "merged" is the complete model with LoRA merged in, "adapter" only the adapter, and "both" the model plus a folder adapter/.
+    `saved_form` is "merged" (the model with LoRA merged in), "adapter" (only the adapter) or "both" (also the folder adapter/).
     """
     state: dict[str, Tensor] = {}
     for name, weight in gather(model):

@@ -1,9 +1,4 @@
-"""The sizes of a model, read from its configuration.
-
-Architectures name the same size differently, and multimodal ones nest their language model's configuration (`get_text_config`).
-A size may differ by layer. The feed-forward widths of Gemma 3n are a list. The head_dim of each layer of Gemma 4 is in
-transformers' `per_layer_config`, and transformers raises an error if code reads it from the model's configuration.
-"""
+"""The sizes of a model, read from its configuration. Architectures name the same size differently."""
 
 from __future__ import annotations
 
@@ -28,10 +23,7 @@ _WITHOUT_KEYS = frozenset(("linear_attention", "conv", "mamba", "mlp", "moe"))
 
 
 def size(config: Any, what: str) -> int:
-    """Return the size `what`, a key of `NAMES`, of the language model (without vision or audio towers).
-
-    If layers differ, return the largest size. If the configuration does not have this size, return 0.
-    """
+    """Return the size `what`, a key of `NAMES`, of the language model: the largest if layers differ, and 0 if it is not given."""
     return max(_values(config.get_text_config(), what), default=0)
 
 
@@ -42,12 +34,9 @@ def layer_sizes(config: Any, what: str) -> tuple[int, ...]:
 
 
 def cached_numbers(config: Any) -> int:
-    """Return the number of elements in the key-value cache per token: Σ over layers of H_kv · (D_key + D_value).
-
-    Layers without attention are not counted. For multi-head latent attention, keys and values of all heads are cached.
-    """
+    """Return the number of elements in the key-value cache per token: Σ over attention layers of H_kv · (D_key + D_value)."""
     text = config.get_text_config()
-    if _first(text, ("kv_lora_rank",)):
+    if _first(text, ("kv_lora_rank",)):  # multi-head latent attention, cached for all heads
         width = sum(_first(text, (name,)) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
         layers = [size(config, "heads") * width] * size(config, "layers")
     else:
@@ -62,6 +51,7 @@ def _values(text: Any, what: str) -> Sequence[int]:
     names = NAMES[what]
     read = (*names, *NAMES["hidden"], *NAMES["heads"]) if what == "head_dim" else names
     differ = getattr(text, "per_layer_attributes", None) or ()
+    # Gemma 4: transformers raises an error if code reads the model's own head_dim
     layers = list(text.per_layer_config) if any(name in differ for name in read) else [text]
     found: list[int] = []
     for layer in layers:

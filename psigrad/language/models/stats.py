@@ -17,8 +17,8 @@ LEAST_REST = 1e-6
 class TokenStats:
     """Statistics per token [M]: `logp` is log π(a|s) of the token a after the text s. The others are None unless requested.
 
-    `entropy` is that of π(·|s), in nats. `kl` is the requested divergence of π and the reference, in nats. `hit` is 1 if the
-    token is the most probable one, else 0. `value` is the critic's V(s), and `mean_logp` the mean of log π over the vocabulary.
+    `entropy` is that of π(·|s), and `kl` the divergence of π and the reference, in nats. `hit` is 1 if the token is the most
+    probable one, else 0. `value` is the critic's V(s), and `mean_logp` the mean of log π over the vocabulary.
     """
 
     logp: Tensor
@@ -72,10 +72,9 @@ class Top:
 class TokenStatsRequest:
     """The statistics to compute for each token, and the softmax temperature.
 
-    `reference_head` maps a reference's hidden states to logits. If it is set, a divergence over the vocabulary is computed.
-    `divergence` is "exact" for KL(π‖ref), "exact_forward" for KL(ref‖π), or "exact_js" for Jensen–Shannon with the weight
-    `mixture` for ref. If only the reference's `Top` is known, all other tokens count as a single token, and the result is a
-    lower bound. `entropy="figure"` requests an entropy for logging, which needs no gradient.
+    `reference_head` maps a reference's hidden states to logits; if set, a divergence is computed. `divergence` is "exact" for
+    KL(π‖ref), "exact_forward" for KL(ref‖π), or "exact_js" for Jensen–Shannon with the weight `mixture` for ref. For a `Top`,
+    the result is a lower bound. `entropy="figure"` requests an entropy for logging, which needs no gradient.
     """
 
     temperature: float = 1.0
@@ -100,8 +99,7 @@ class TokenStatsRequest:
     def of(self, logits: Tensor, ids: Tensor, reference_hidden: Tensor | Top | None) -> tuple[Tensor, ...]:
         """Return (logp, entropy, kl, hit, mean_logp) [M] of `TokenStats` from logits [M, V] and ids [M].
 
-        Statistics that were not requested are empty tensors. `reference_hidden` are the hidden states to which `reference_head`
-        is applied, or the reference's `Top`.
+        Statistics that were not requested are empty. `reference_hidden` are the reference's hidden states or `Top`.
         """
         raw, logits = logits, upcast(logits)
         logits = logits if self.temperature == 1.0 else logits / self.temperature
@@ -128,10 +126,7 @@ class TokenStatsRequest:
         return logp, entropy, kl, hit, mean_logp
 
     def _divergence(self, pi: Tensor, log_pi: Tensor, never: Tensor, log_ref: Tensor) -> Tensor:
-        """Return the divergence [M] between π and the reference, from π, log π, log π_ref and the mask `never`, all [M, V].
-
-        `never` is True where π is 0. There `log_pi` must be 0 instead of −∞, as in the result of `_exp`. `log_ref` may be −∞.
-        """
+        """Return the divergence [M] of π and the reference, from the results of `_exp` for π, and log π_ref, all [M, V]."""
         if self.divergence == "exact":
             return (pi * (log_pi - log_ref.masked_fill(never, 0.0))).sum(-1)
         ref = log_ref.exp()

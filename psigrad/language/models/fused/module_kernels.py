@@ -1,8 +1,4 @@
-"""psigrad's CPU kernels inside transformers' modules, for models that the fused decoder does not support.
-
-The kernels replace the forward methods of linear layers, RMS norms and gated feed-forward layers. In sampling they use packed
-matrices. All else is transformers' code, so a new architecture needs no new code in this module.
-"""
+"""CPU kernels for transformers' linear layers, RMS norms and gated feed-forward layers, in models without a fused decoder."""
 
 from __future__ import annotations
 
@@ -106,10 +102,7 @@ def replace_forwards(network: nn.Module, forward_of: Callable[[Any], Callable[..
 
 @torch.no_grad()
 def norm_offset(module: Any, rms_norm: Callable[[Tensor, Tensor, Any, float], Tensor]) -> float | None:
-    """Return the number that an RMS norm adds to its weight (0, or 1 in Gemma); None for other modules.
-
-    The number is found by comparing the module's output on random x with `rms_norm(x, weight, eps, offset)`.
-    """
+    """Return the offset (0 or 1) with which `rms_norm(x, weight, eps, offset)` gives the outputs of `module`, or None."""
     weight, eps = getattr(module, "weight", None), eps_of(module)
     if "RMSNorm" not in type(module).__name__ or eps is None or weight is None or getattr(module, "bias", None) is not None:
         return None
