@@ -1,8 +1,6 @@
-"""Checkpoints that are either complete or absent.
+"""Checkpoints that are either complete or absent: a folder gets its name once all its files are on the disk.
 
-A save writes a temporary folder, fsyncs every file, writes `manifest.json` (sizes and SHA-256) last, renames the folder, and
-fsyncs the parent. The latest checkpoint is the newest one whose files match its manifest.
-Nothing is ever unpickled. The lock of the run folder ensures that only one process saves checkpoints in it.
+A checkpoint is intact if its files match `manifest.json`, which has their sizes and SHA-256. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -53,9 +51,7 @@ class Latest:
 def save(root: Path, step: int, write: Callable[[Path], Mapping[str, Any] | None], *, meta: Mapping[str, Any]) -> Path:
     """Save a checkpoint as `root/step-…`. `write(folder)` writes its files, and `meta` is added to its manifest.
 
-    `write` may return the results of `seal_file` for some of the files, so that they are not hashed again. If there is already a
-    checkpoint of this step, it is deleted only once the new one is complete. Raise `CheckpointError` if the disk is full or
-    read-only; earlier checkpoints are then unchanged.
+    `write` may return the results of `seal_file` for some of the files, so that they are not hashed again.
     """
     final, beside = root / f"step-{step:08d}", _temporary(root, step)
     try:
@@ -85,10 +81,7 @@ def save(root: Path, step: int, write: Callable[[Path], Mapping[str, Any] | None
 
 
 def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
-    """Write a folder with `write(folder)` under a temporary name, flush it to the disk, and rename it to `final`.
-
-    A crash leaves the complete new folder or the complete old one, perhaps under a temporary name; see `restore_folder`.
-    """
+    """Write a folder with `write(folder)`, and rename it to `final` once it is complete. After a crash, call `restore_folder`."""
     beside, aside = (final.with_name(f".{final.name}.{state}") for state in ("new", "old"))
     shutil.rmtree(beside, ignore_errors=True)
     write(beside)
@@ -136,8 +129,7 @@ def seal_file(path: Path) -> dict[str, Any]:
 def seal(folder: Path, known: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Flush the files below a folder to the disk. Return {path in the folder: size and SHA-256}.
 
-    Threads hash the files during the flush. `known` has the entries of files that were sealed earlier, which are returned
-    unchanged. Raise `CheckpointError` if one of these files is missing.
+    `known` has the entries of files that were sealed earlier, which are returned unchanged.
     """
     found = [path for path in folder.rglob("*") if path.is_file()]
     if lost := known.keys() - {str(path.relative_to(folder)) for path in found}:
@@ -187,7 +179,7 @@ def _traces(path: Path, files: Mapping[str, Any]) -> list[Any]:
 
 
 def verify(path: Path, rank: int = 0, size: int = 1) -> dict[str, Any]:
-    """Return the manifest of a checkpoint. Raise `CheckpointError` naming the first file that is changed, missing or extra.
+    """Return the manifest of a checkpoint. Raise `CheckpointError` if a file is changed, missing or extra.
 
     If `size` is above 1, hash only the share of process `rank`. If no process raises an error, all must then call `trust`.
     """
@@ -268,8 +260,8 @@ def steps(root: Path) -> list[Path]:
 def latest(root: Path | Sequence[Path], limit: int | None = None, check: Callable[[Path], dict[str, Any]] = verify) -> Latest:
     """Return the newest intact checkpoint whose step is at most `limit`.
 
-    `root` is the folder that contains the checkpoints, or a list of checkpoints, newest first. `check` returns the manifest of a
-    checkpoint, or raises `CheckpointError` if it is damaged. If `check` uses several processes, all must call `latest`.
+    `root` is the folder that contains the checkpoints, or a list of them, newest first. `check` returns the manifest of a
+    checkpoint, or raises `CheckpointError` if it is damaged.
     """
     ignored = []
     for path in steps(root) if isinstance(root, Path) else root:
@@ -285,13 +277,10 @@ def latest(root: Path | Sequence[Path], limit: int | None = None, check: Callabl
 
 
 def prune(root: Path, keep: int, spare: int = 0) -> None:
-    """Delete the leftovers of interrupted saves, and old checkpoints. Keep the checkpoint of step `spare`, unless `spare` is 0.
-
-    Also keep the newest intact checkpoint, the `keep` - 1 before it, and damaged ones after it, so that you can inspect them.
-    """
+    """Delete the leftovers of interrupted saves, and old checkpoints. Keep the last `keep` and that of step `spare` (0: none)."""
     newest = latest(root).path
     if newest is not None:
-        places = steps(root)
+        places = steps(root)  # damaged ones after the newest intact one stay, so that a user can inspect them
         for path in places[places.index(newest) + max(1, keep) :]:
             if step_of(path) != spare or not spare:
                 _discard(path)

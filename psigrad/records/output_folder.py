@@ -13,13 +13,11 @@ ROWS = ("metrics", "timings", "rollouts", "events")
 
 
 def is_run(path: Path) -> bool:
-    """Return True if a folder is a run of psigrad, is empty, or has only the first files of a run that was killed at its start.
-
-    Hugging Face models have a config.json too. A run's config.json is recognised by the keys `recipe` and `format`.
-    """
+    """Return True if a folder is a run of psigrad, is empty, or has only the first files of a run that was killed."""
     file, events = path / "config.json", path / "events.jsonl"
     saved = any(path.glob(f"checkpoints/step-*/{checkpoint.MANIFEST}"))
     if config := parse_row(file.read_bytes()) if file.is_file() else None:
+        # a Hugging Face model has a config.json too
         return "recipe" in config and ("format" in config or saved)
     begun = events.is_file() and row_lines.last_event(events, "started", "resumed", "finished", "failed")
     if saved or begun or file.is_symlink():  # a link gets its own error message

@@ -1,7 +1,6 @@
 """The pins of a run: values, such as hashes, that identify its data, models, code and machine.
 
-Some settings may change freely; they are marked in their definition (config/fields.py). If a pin or another setting has changed,
-resuming the run raises an error that names it. If `run.allow` permits the change, it is recorded as an event instead.
+Resuming a run raises an error if a pin or a setting has changed, unless `run.allow` or the setting's definition permits this.
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ def check_settings(
 ) -> list[Change]:
     """Return the changes of settings from `before` to `now` in a resumed run. Raise `UserError` for one that is not permitted.
 
-    Changes of fields that the class `settings` marks as `FREE` are ignored, and those of `RECORDED` fields are permitted.
-    `run.allow` permits others, and `run.extend` a longer run. A setting that is missing in `before` counts as its default.
+    A change is permitted by a mark of the field in the class `settings`, by `run.allow` or by `run.extend`. Changes of fields
+    with the mark `FREE` are not returned.
     """
     old, new, default = (
         rename_preset({name: value for name, value in flatten(one).items() if value != {}})
@@ -128,10 +127,7 @@ def hash_parts(parts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], allow: Iterable[str] = ()) -> list[Change]:
-    """Return the pins, such as the hash of the data, that differ between `before`, read from the run folder, and `now`.
-
-    Raise `UserError` for a difference that `allow` does not name. A pin that is missing in `before` or `now` is ignored.
-    """
+    """Return the pins that differ between `before`, from the run folder, and `now`. Raise `UserError` for one not in `allow`."""
     changes = [Change(name, before[name], value) for name, value in now.items() if before.get(name, value) != value]
     refused = [change for change in changes if change.name not in set(allow)]
     if refused:
@@ -149,9 +145,9 @@ def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], 
 
 
 def identify_model(path: str, revision: str = "") -> str | None:
-    """Return the identity of the model at `path`: a hub model's commit, or the SHA-256 of a file or of a folder's files.
+    """Return a hub model's commit, or the SHA-256 of a model's file or folder at `path`; None if it is not on this machine.
 
-    `revision` is a hub model's branch, tag or commit; "" means main. Return None if the model is not on this machine.
+    `revision` is a hub model's branch, tag or commit; "" means main.
     """
     if Path(path).is_dir():
         return _folder_hash(Path(path))
@@ -195,9 +191,7 @@ def _folder_hash(folder: Path) -> str:
 def hash_code(*objects: Any) -> str | None:
     """Return the SHA-256 of the user's code that defines `objects`; None if no object is defined in the user's code.
 
-    The hash covers the files that define the objects, the user's modules that these files import, and the data files that these
-    modules opened while `psigrad.importing` imported them. For objects defined in the main script or a notebook, it covers only
-    their definitions, so the rest of the script may change.
+    The hash covers the user's modules that define the objects, and those on which they depend.
     """
     found: dict[str, str] = {}
     for thing in objects:
@@ -208,7 +202,7 @@ def hash_code(*objects: Any) -> str | None:
         module = sys.modules.get(getattr(owner, "__module__", None) or "")
         if module is None or not _is_user_code(module):
             continue
-        if getattr(module, "__name__", "") == "__main__":
+        if getattr(module, "__name__", "") == "__main__":  # the rest of a script or notebook may change
             found[f"__main__.{owner.__qualname__}"] = _source(owner)
         else:
             _add_module(module, found)
@@ -228,11 +222,7 @@ def _source(thing: Any) -> str:
 
 
 def _add_module(module: ModuleType, found: dict[str, str]) -> None:
-    """Add a user's module, and the user's modules on which it depends, to `found`, which is {file: source, or hash of data}.
-
-    A module depends on those that it imports anywhere in its source, and on those that define its global values. Data files that
-    the module opened while it was imported are added as well.
-    """
+    """Add a user's module, the user's modules on which it depends, and its data files to {file: source, or hash of data}."""
     file = str(module.__file__)
     if file in found:
         return
@@ -256,11 +246,8 @@ def _is_hidden(path: Path, home: Path) -> bool:
 
 
 def _imported_by(module: ModuleType, source: str) -> Iterator[ModuleType]:
-    """Yield the modules that are named in the import statements of `source`, the source code of `module`.
-
-    The source is read since an imported number or string, unlike a function, does not name the module that defines it. A module
-    that is imported inside a function, and so perhaps not loaded yet, is located but not imported.
-    """
+    """Yield the modules that are named in the import statements of `source`, the source code of `module`."""
+    # unlike a function, an imported number or string does not name the module that defines it
     try:
         nodes = list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError, RecursionError):

@@ -22,9 +22,9 @@ KEEPS = ("kept", "started", "resumed")
 
 @dataclass(frozen=True)
 class Sample:
-    """One held-out completion, with texts cut after `TEXT_LIMIT` characters. `reward` is NaN if the completion was not scored.
+    """One held-out completion, with texts cut after `TEXT_LIMIT` characters. `reward` is NaN if it was not scored.
 
-    `messages` are the (role, text) pairs of a conversational prompt; () for a plain text prompt.
+    `messages` are the (role, text) pairs of a conversational prompt.
     """
 
     prompt: str
@@ -41,7 +41,7 @@ def find_best_step(events: Sequence[Mapping[str, Any]]) -> float:
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of one run. `metrics` and `timings` are rows with a "step", in the order in which they were written.
+    """The data of one run. `metrics` and `timings` are rows with a "step".
 
     `rewards` is {step: rewards of the training completions}. `troubles` counts the (status, reason) pairs of failed and unscored
     completions. `samples` is {step: {held-out row: its first completion}}, for the first, the middle and the last evaluation.
@@ -143,10 +143,7 @@ def auto_class(model: Path) -> str:
 
 
 def show_number(value: Any) -> str:
-    """Format a number for display; return "–" for a value that is not a number.
-
-    Round a float to an integer if its magnitude is from 1000 to 1e7, to 0 if it is below 1e-12, else to four significant digits.
-    """
+    """Format a number for display; return "–" for a value that is not a number."""
     if type(value) is int and abs(value) < 10**15:
         return f"{value:,}"
     value = number(value)
@@ -223,15 +220,12 @@ def load(folder: str | Path) -> RunData:
 def _rollouts(
     files: Sequence[Path],
 ) -> tuple[dict[int, list[float]], Counter[tuple[str, str]], dict[int, dict[str, Sample]], dict[int, dict[int, float]]]:
-    """Return the fields (`rewards`, `troubles`, `samples`, `held_out`) of `RunData` from the rows of `files`.
-
-    Files can be far larger than memory, so rows are read one by one. At the end, the rows for `samples` are read again.
-    """
+    """Return the fields (`rewards`, `troubles`, `samples`, `held_out`) of `RunData` from the rows of `files`."""
     rewards: dict[int, list[float]] = {}
     troubles: Counter[tuple[str, str]] = Counter()
     offsets: dict[int, list[tuple[Path, int]]] = {}
     held_out: dict[int, dict[int, list[float]]] = {}
-    for at, line in _read_places(files):
+    for at, line in _read_places(files):  # one by one, since files can be far larger than memory
         row = rollout_figures(line)
         if row is None:
             continue

@@ -1,6 +1,6 @@
-"""The JSON Lines files of a run: read them despite damaged lines, and truncate them to a step without losing a complete row.
+"""The JSON Lines files of a run: read them despite damaged lines, and truncate them to a step.
 
-Damaged lines are lines that are not rows, and rows whose step is out of order. Truncating a file moves them to FILE.damaged.
+Damaged lines are lines that are not rows, and rows whose step is out of order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from psigrad.records.rows import parse_row, parse_step
 
-# A file of at least `_LARGE` bytes is truncated without reading all of it: only its last `_TAIL` bytes are searched for a row.
+# A file of at least `_LARGE` bytes is truncated without reading all of it, which would take 15 seconds per gigabyte: only its
+# last `_TAIL` bytes are searched for a row.
 _LARGE, _TAIL = 1 << 26, 1 << 22
 _PART = re.compile(r"rollouts-(\d{8,})-(\d+)\.jsonl")
 
@@ -42,7 +43,7 @@ def rollout_files(folder: Path) -> list[Path]:
 def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
     """Rename rollouts.jsonl, which has `rows` rows up to step `last`; see `RolloutPart`.
 
-    Then delete the oldest parts, as long as the remaining ones have at least `keep` rows. If `keep` is 0, delete nothing.
+    Then delete the oldest parts, as long as the remaining ones have at least `keep` rows (0: delete nothing).
     """
     os.replace(folder / "rollouts.jsonl", folder / f"rollouts-{last:08d}-{rows}.jsonl")
     parts = parts_of(folder)
@@ -51,10 +52,9 @@ def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
 
 
 def restore_parts(folder: Path, step: int, written: int | None) -> None:
-    """Restore rollouts.jsonl if it was renamed after the checkpoint of `step` was saved, and delete the files begun since then.
+    """Undo the renaming of rollouts.jsonl since the checkpoint of `step`, and delete the files begun since then.
 
-    A part was renamed after the checkpoint if it ends after `step`, or if it ends with `step` and has `written` rows, the number
-    in the checkpoint's manifest. The oldest such part becomes rollouts.jsonl. If there is none, change nothing.
+    `written` is the file's number of rows in the checkpoint's manifest.
     """
     for part in reversed(parts_of(folder)):
         if part.last > step or (part.last == step and part.rows == written):
@@ -89,10 +89,7 @@ def last_event(events: Path, *kinds: str) -> dict[str, Any]:
 
 
 def end_last_line(file: Path, *, cut: bool = True) -> None:
-    """Make a file end with a line break, so that the next row begins a new line.
-
-    Append a line break to a complete last row. Remove an incomplete one, which a killed process leaves, unless `cut` is False.
-    """
+    """Make a file end with a line break, so that the next row begins a new line. Remove an incomplete last row if `cut`."""
     begin = end = 0
     line = b"\n"
     for line in read_lines(file):
@@ -107,11 +104,9 @@ def end_last_line(file: Path, *, cut: bool = True) -> None:
 
 
 def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
-    """Truncate a file to its rows up to step `step`. `written` is the number of such rows that the run wrote; None if unknown.
+    """Truncate a file to its rows up to step `step`. Move the damaged lines among them to FILE.damaged.
 
-    Find the last undamaged row of these steps. Move the damaged lines before it to FILE.damaged: lines that are not rows, and the
-    fewest rows whose removal puts the steps in order. Then delete the lines after that row, or if fewer than `written` rows
-    remain, move them to FILE.damaged too, since the missing rows may be among them.
+    `written` is the number of such rows that the run wrote; None if unknown.
     """
     end_last_line(file, cut=False)
     ends, steps, end = array("q", [0]), array("q"), 0
@@ -122,6 +117,7 @@ def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
         steps.append(-1 if row is None else row["step"])
     kept = [i for i in _longest_order(steps) if steps[i] <= step]
     last = kept[-1] + 1 if kept else 0
+    # missing rows may be among the lines after the last row, so these are then kept in FILE.damaged
     behind = len(steps) if written is not None and len(kept) < written else last
     damaged = [] if len(kept) == behind else sorted({*range(behind)}.difference(kept))
     if damaged:
@@ -134,10 +130,9 @@ def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
 
 
 def truncate_large(file: Path, step: int, written: int | None, end: int | None) -> Truncation | None:
-    """Truncate a large file to its first `end` bytes without reading it, which would take 15 seconds per gigabyte.
+    """Truncate a large file to its first `end` bytes, the `written` rows up to `step`, without reading all of it.
 
-    According to the checkpoint, these bytes are the `written` rows up to `step`. Change nothing and return None if the checkpoint
-    lacks these numbers, the file is small, or no row up to `step` ends at byte `end`. The caller then uses `truncate_to_step`.
+    Change nothing and return None if the file is small, or if these numbers are unknown or do not fit.
     """
     if written is None or end is None or end < _LARGE or not file.is_file() or file.stat().st_size < end:
         return None
@@ -191,7 +186,7 @@ def _keep(file: Path, spans: list[tuple[int, int]]) -> None:
 def replace_file(file: Path, content: Iterable[bytes], writer: str = "") -> None:
     """Replace the content of a file atomically, and flush it to the disk.
 
-    If several processes may do this at the same time, each must pass a different `writer`, to use its own temporary file.
+    Processes that may do this at the same time must pass different values of `writer`.
     """
     beside = file.with_name(f".{file.name}{writer}.tmp")
     try:

@@ -52,10 +52,7 @@ def _strict(value: Any) -> Any:
 
 
 def settings_before(folder: Path) -> dict[str, Any] | None:
-    """Return the settings of the run in `folder`, or of its newest checkpoint if config.json is damaged or missing.
-
-    Return None if there is no run. Raise `RunFolderError` if config.json is damaged and there is no checkpoint.
-    """
+    """Return the settings of the run in `folder`, from config.json or its newest checkpoint; None if there is no run."""
     file = folder / "config.json"
     found = parse_row(file.read_bytes()) if file.exists() else None
     if found is None and (newest := checkpoint.latest(folder / "checkpoints")).path is not None:
@@ -94,9 +91,8 @@ class RunFolder:
     ) -> Iterator[RunFolder]:
         """Create the folder at `path`, or resume the run in it, and hold its lock while the block runs.
 
-        Raise `UserError` if the folder contains other files, or a run with other settings. Settings that are marked in the class
-        `settings` may differ. Raise `RunFolderError` if another process has locked the folder, if `resume` is "never" and there
-        are checkpoints, or if it is "must" and there are none. A new run that fails at its start leaves no folder.
+        Raise `UserError` if the folder contains other files or a run with other settings, if another process has locked it, or
+        if it does not match `resume`. Settings that are marked in the class `settings` may differ.
         """
         path = paths.absolute(path)
         if str(path).encode("utf-8", "replace") != os.fsencode(path):  # the Rust libraries that write models accept no other name
@@ -170,8 +166,7 @@ class RunFolder:
     def _holds_model(self, files: Mapping[str, Any]) -> bool:
         """Return True if the model of a finished run is unchanged. `files` has the sizes and hashes from the event "finished".
 
-        If it has changed, rename its folder and return False, so that the run writes the model again from its newest
-        checkpoint. Raise `RunFolderError` if there is no checkpoint.
+        If it has changed, rename its folder, so that the run writes the model again.
         """
         model = self.path / "model"
         try:
@@ -245,11 +240,7 @@ class RunFolder:
         redaction.say(f"{self.path}: {text}")
 
     def _check_unmoved(self) -> None:
-        """Check that the folder and its files of rows are still those that this process opened.
-
-        Restore a file that was deleted or replaced. Print a warning if a file was shortened. Raise `RunFolderError` if the folder
-        was moved or deleted.
-        """
+        """Raise `RunFolderError` if the folder was moved or deleted. Restore files that were deleted or replaced."""
         if row_lines.identity(self.path) != self._identity:
             raise RunFolderError(
                 f"{self.path} was moved or deleted during the run, so the run stopped. Move it back and start again: the run "
@@ -271,8 +262,7 @@ class RunFolder:
     def flush(self, step: int = -1, keep: int = 0) -> None:
         """Flush all written rows to the disk.
 
-        Before a checkpoint is saved, pass its `step`. If rollouts.jsonl then has `PART` bytes or more, rename it and start a new
-        one. Then delete the oldest renamed files, as long as the remaining ones have at least `keep` rows (0: delete nothing).
+        Before a checkpoint is saved, pass its `step`, so that a large rollouts.jsonl is renamed. For `keep` see `rename_part`.
         """
         with _errors_of(self.path):
             self._check_unmoved()
@@ -290,7 +280,6 @@ class RunFolder:
         """Remove the rows of steps after `step` from metrics, timings and rollouts. Warn about damaged lines and missing rows.
 
         `written` and `ends` are the numbers of rows and of bytes that each file had when the checkpoint of `step` was saved.
-        Cut a large file to these bytes without reading it. Move the damaged lines of a smaller one to FILE.damaged.
         """
         with _errors_of(self.path):
             row_lines.restore_parts(self.path, step, written.get("rollouts"))
@@ -374,10 +363,7 @@ def _reject_link(path: Path, is_right: Callable[[Path], bool], expected: str) ->
 
 
 def lock_folder(path: Path) -> BinaryIO:
-    """Lock the folder and return the open lock file. The system releases the lock when the process ends.
-
-    Raise `RunFolderError` if another process holds the lock. On a file system without locks, print a warning instead.
-    """
+    """Lock the folder and return the open lock file. Raise `RunFolderError` if another process holds the lock."""
     stream = (path / ".lock").open("a+b")
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,6 @@
 """Signals: the figures of a run that warnings, reports and the studio use.
 
-Two trainers can write the same figure under different keys; these keys then belong to one signal. Reports draw the signals in
-the order of `SIGNALS`. The studio lists keys without a signal under "more".
+Two trainers can write the same figure under different keys; these keys then belong to one signal.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ class Signal:
 
 # fmt: off
 _HELD_OUT = ("train", "held-out")
+# in the order in which reports draw them
 SIGNALS = (
     Signal("reward", "Reward", "Reward", "Mean over all completions of a step.",
         ("reward", "env/all/reward/total", "reward/mean")),

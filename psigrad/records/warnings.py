@@ -1,8 +1,7 @@
 """The rules that detect problems of a run and raise warnings.
 
 Each rule computes a number from each row of metrics. Its warning is raised after `patience` consecutive rows with a number above
-the threshold `above`, and withdrawn after `patience` consecutive rows at or below the threshold `until`. `until` is usually
-lower, so that a figure that oscillates around one of the thresholds raises only one warning.
+the threshold `above`, and withdrawn after `patience` consecutive rows at or below the threshold `until`.
 """
 
 from __future__ import annotations
@@ -162,13 +161,9 @@ def _correction(figures: Figures, memory: Memory) -> float | None:
 
 
 def _entropy_lost(figures: Figures, memory: Memory) -> float | None:
-    """Return the share of its entropy that the policy has lost: 1 - entropy / initial entropy.
-
-    The initial entropy is the mean of the first five rows. Return None for these rows, for rows without an entropy, and for rows
-    without a reward: runs that imitate data are expected to lose entropy.
-    """
+    """Return the share of its entropy that the policy has lost: 1 - entropy / mean entropy of the first five rows."""
     value = figures.get("entropy", figures.get("surprise"))
-    learns_by_reward = "reward" in figures or "return" in figures
+    learns_by_reward = "reward" in figures or "return" in figures  # imitation of data is expected to lower the entropy
     if value is None or not math.isfinite(value) or not learns_by_reward:
         return None
     if len(memory.start) < 5:
@@ -179,13 +174,10 @@ def _entropy_lost(figures: Figures, memory: Memory) -> float | None:
 
 
 def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
-    """Return the z-score of the logarithm of the gradient norm; None for the first 20 rows.
-
-    The mean and the standard deviation are those of the previous 50 rows. The deviation is at least log √2. Rows with a norm of 0
-    are ignored. Norms are skewed: without the logarithm, half of the successful runs would have an outlier.
-    """
+    """Return the z-score of the logarithm of the gradient norm among the previous 50 rows; None for the first 20 rows."""
     if not (norm := _finite(figures, "grad_norm")):
         return None
+    # norms are skewed: without the logarithm, half of the successful runs would have an outlier
     value, z = math.log(max(norm, 1e-12)), None
     if len(memory.values) >= 20:
         mean, deviation = memory.spread()
@@ -203,13 +195,10 @@ def _below_zero_late(figures: Figures, memory: Memory) -> float | None:
 
 
 def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
-    """Return the relative growth of the completions' length since the first five rows; None in these rows or without a length.
-
-    Return 0 if fewer than three evaluations followed the one with the best held-out metric: the metric may still improve.
-    """
+    """Return the relative growth of the completions' length since the first five rows; 0 while the held-out metric improves."""
     length, held_out = _finite(figures, "length"), _finite(figures, "held_out")
     if held_out is not None:
-        memory.cooldown = 0 if held_out > memory.best + 1e-9 else memory.cooldown + 1
+        memory.cooldown = 0 if held_out > memory.best + 1e-9 else memory.cooldown + 1  # evaluations since the best one
         memory.best = max(memory.best, held_out)
     if length is None:
         return None
@@ -221,10 +210,7 @@ def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
 
 
 def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
-    """Return the increase of the share of truncated completions: the mean of the last 10 rows minus that of the 10 rows before.
-
-    Return 0 if the mean reward of these rows did not rise, or if the last row has no truncated completion; None before row 20.
-    """
+    """Return the share of truncated completions in the last 10 rows minus that in the 10 before; 0 if the reward did not rise."""
     cut, reward = _finite(figures, "truncated"), _finite(figures, "reward")
     if cut is None or reward is None:
         return None
@@ -239,9 +225,9 @@ def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
 
 
 def _below_best(figures: Figures, memory: Memory) -> float | None:
-    """Return how far the held-out metric is below its best value, divided by √(a² + b²); None for rows without an evaluation.
+    """Return how far the held-out metric is below its best value, divided by √(a² + b²); 0 if the reward has not risen since.
 
-    a and b are half the widths of the two 95 % intervals. Return 0 if the reward has not risen since the best value.
+    a and b are half the widths of the two 95 % intervals.
     """
     reward, held_out = _finite(figures, "reward"), _finite(figures, "held_out")
     if reward is not None:
@@ -333,8 +319,8 @@ class Watch:
     def score(self) -> float | None:
         """The score of the task if it is solved, otherwise None.
 
-        The score is the mean of the last three values of one metric: the held-out one, or else the reward, or else accuracy.
-        The task is solved if the score is at least 0.9, all three values are at most 1, and the metric began below 0.9.
+        The score is the mean of the last three values of the held-out metric, or else the reward, or else the accuracy. The task
+        is solved if the score is at least 0.9, none of the values is above 1, and the metric began below 0.9.
         """
         name = next((name for name, last in self._scores.items() if last), "")
         score = _mean(self._scores[name]) if name and self._first[name] < 0.9 else 0.0

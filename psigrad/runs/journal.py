@@ -71,11 +71,7 @@ class CompletionPrinter:
 
 
 class WarningReporter:
-    """Reports the warnings of a run on stderr and as events: each rule of `psigrad.records.warnings` at most once.
-
-    A rule that also fires in healthy runs is reported at its `min_count`-th warning, other rules at the first. While the task's
-    score is high (see `Watch.score`), the rules in `CALM` are not reported, since their warnings are then normal.
-    """
+    """Reports the warnings of a run on stderr and as events, each rule of `psigrad.records.warnings` at most once."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder, self._names, self._watch = folder, SignalNames(), Watch()
@@ -115,12 +111,7 @@ def memory() -> dict[str, int]:
 
 
 class MemoryTrimmer:
-    """Returns freed memory to the system when fragmentation of the heap has made the process too large.
-
-    Freed tensors of many different sizes leave gaps in the heap that later tensors do not fit into. The peak of the first
-    `steps` steps counts as the memory that the run needs. When the process exceeds `above` times this, the heap is trimmed.
-    Trimming after every step would be slow, since each returned page causes a page fault when it is used again.
-    """
+    """Returns freed memory to the system when the process uses over `above` times the peak of its first `steps` steps."""
 
     def __init__(self, steps: int = 3, above: float = 1.02) -> None:
         self._left, self._above, self._needed = steps, above, 0
@@ -133,7 +124,7 @@ class MemoryTrimmer:
             self._left -= 1
             self._needed = max(self._needed, now)
         elif now > self._above * self._needed:
-            trim_heap()
+            trim_heap()  # not at every step: each returned page causes a page fault when it is used again
             self._needed = max(self._needed, memory().get("anonymous_bytes", 0))  # the remaining memory is in use
         return held
 
@@ -149,7 +140,7 @@ def trim_heap() -> None:
 class Journal:
     """The log of a run: its folder, trackers, warnings, stop signal and callbacks in one object.
 
-    `metrics` and `rollouts` write only numbers that are the same if the run is repeated. Measured times go to `timings`.
+    Measured times go to `timings`, since `metrics` and `rollouts` must be the same if the run is repeated.
     """
 
     folder: RunFolder
@@ -223,9 +214,9 @@ class Journal:
     def interruptible(self) -> Iterator[None]:
         """Raise `Interrupted` in the block when a signal requests a stop. Remove the rows that the block had already written.
 
-        If the run has several processes, the block is not interrupted: the other processes would wait for this one forever.
+        Do nothing if the run has several processes.
         """
-        if self.signal is None or self.world.size > 1:
+        if self.signal is None or self.world.size > 1:  # the other processes would wait for this one forever
             yield
             return
         written, ends = dict(self.folder.rows), self.folder.ends()
@@ -245,10 +236,9 @@ class Journal:
 
 
 class Watchdog:
-    """A thread that detects phases of a run that hang.
+    """A thread that writes the stacks of all threads to a file and calls `report(phase, seconds so far)` if a phase hangs.
 
-    A phase hangs if it takes more than `seconds`, and more than ten times the longest earlier phase of the same name. The thread
-    then writes the stacks of all threads to a file and calls `report(phase, seconds so far)` once. The phase is not stopped.
+    A phase hangs if it takes more than `seconds`, and more than ten times the longest earlier phase of the same name.
     """
 
     def __init__(self, seconds: float, folder: Path, report: Callable[[str, float], None]) -> None:

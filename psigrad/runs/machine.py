@@ -41,25 +41,19 @@ def cores() -> int:
 
 
 def default_threads() -> int:
-    """Return the default number of threads for torch. For one process, it is OMP_NUM_THREADS, or if that is unset, one per core.
-
-    Several processes on a machine share its cores equally, and ignore OMP_NUM_THREADS, because torchrun sets it to 1.
-    """
+    """Return the default number of threads for torch: OMP_NUM_THREADS, or this process's share of the cores."""
+    # torchrun sets OMP_NUM_THREADS to 1, so several processes ignore it
     here, asked = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.environ.get("OMP_NUM_THREADS", "")
     return int(asked) if here == 1 and asked.isdecimal() and int(asked) else max(1, cores() // here)
 
 
 def provenance(device: str) -> dict[str, Any]:
-    """Return facts about this machine, which are stored with measurements.
-
-    The keys are `when` (UTC), `processor`, `cores` (those that this process may use), `vectors` (the vector instructions that
-    torch uses: AVX2, AVX512, …), `gpu` (if `device` is one), and `versions`.
-    """
+    """Return facts about this machine and `device` that are stored with measurements: processor, GPU, versions, and so on."""
     found: dict[str, Any] = {
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "processor": _processor(),
         "cores": cores(),
-        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),  # AVX2, AVX512, …
     }
     if torch.device(device).type == "cuda":
         found["gpu"] = torch.cuda.get_device_name(device)
@@ -95,10 +89,7 @@ def _version(library: str) -> str | None:
 
 
 def prepare_torch(run: Run, *, recompute: bool = False) -> None:
-    """Set torch's number of threads, and configure malloc and oneDNN, for the run. Raise `UserError` if the device is missing.
-
-    malloc keeps freed blocks for reuse, but only small ones if `recompute` (gradient checkpointing) or `run.max_memory` is set.
-    """
+    """Configure torch, malloc and oneDNN for the run, and check its device. `recompute`: True with gradient checkpointing."""
     torch.set_num_threads(run.threads or default_threads())
     for kept in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(kept, _PRODUCTS)
@@ -126,10 +117,7 @@ def check_device(run: Run) -> None:
 
 @contextlib.contextmanager
 def prepared_torch(run: Run, *, recompute: bool = False, tf32: bool = False) -> Iterator[None]:
-    """Apply `prepare_torch` while the block runs. With `tf32`, float32 matrix products on a GPU use TF32.
-
-    On exit, restore the number of threads and the TF32 setting, and reset malloc's limits to glibc's defaults.
-    """
+    """Apply `prepare_torch` while the block runs. With `tf32`, float32 matrix products on a GPU use TF32."""
     before = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
     prepare_torch(run, recompute=recompute)
     if tf32 and device(run).startswith("cuda"):
@@ -143,16 +131,12 @@ def prepared_torch(run: Run, *, recompute: bool = False, tf32: bool = False) -> 
 
 
 def keep_freed_memory(up_to: int = _ALL) -> None:
-    """Make glibc's malloc keep freed blocks of at most `up_to` bytes, so that later tensors can reuse them.
-
-    By default malloc returns every large freed block to the kernel at once. The next tensor then causes a page fault for each
-    page. On a CPU, these page faults take 20 % or more of a training step, and 50 % with a large vocabulary. The drawback is that
-    kept blocks fragment the memory. Do nothing if the C library is not glibc.
-    """
+    """Make glibc's malloc keep freed blocks of at most `up_to` bytes, so that later tensors can reuse them."""
     if not sys.platform.startswith("linux"):
         return
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
+        # The page faults of new blocks take 20 % or more of a training step on a CPU, but kept blocks fragment the memory.
         libc.mallopt(_M_MMAP_THRESHOLD, up_to)
         libc.mallopt(_M_TRIM_THRESHOLD, 2 * up_to if up_to == _USUAL else (1 << 31) - 1)
 
@@ -163,9 +147,9 @@ def device(run: Run) -> str:
 
 
 def pins_of(run: Run, kernels: object) -> dict[str, str]:
-    """Return the threads, kernels and device of a run. They must be unchanged when it is resumed (see `psigrad.records.pins`).
+    """Return the pins of a run's threads, kernels and device, which affect the rounding of sums (see `psigrad.records.pins`).
 
-    Each of them affects the rounding of sums. `kernels` is psigrad's compiled kernels, or the reason why they are off.
+    `kernels` is psigrad's compiled kernels, or the reason why they are off.
     """
     return {
         "threads": str(torch.get_num_threads()),

@@ -127,8 +127,7 @@ def bar(
 ) -> Iterator[Advance]:
     """Draw a progress bar from `done` to `total` while the block runs, and yield the function that advances it.
 
-    Draw nothing unless `enabled`. If standard output is a log file or a pipe, print a line instead when `total` is reached,
-    and when there were `every` calls, or `SILENCE` seconds passed, since the last line. If `every` is 0, print no lines.
+    If standard output is a file or a pipe, print lines instead, at least one per `every` calls; if `every` is 0, print none.
     """
     if not enabled:
         yield lambda count=1, note="": None

@@ -114,14 +114,13 @@ def new_folder(recipe: str) -> Path:
 
 
 def load_finished(config: Any, journal: Journal, run_pins: Mapping[str, str]) -> Result | None:
-    """If the run is already finished, print that nothing was done, and return its result. Otherwise return None.
+    """If the run is finished, check its pins, print that nothing was done, and return its result. Otherwise return None.
 
-    `run_pins` is {name in `pins.PINS`: current value, such as a hash}. For a finished run, raise `UserError` if a value has
-    changed since it finished, unless `run.allow` permits it. For any other run, keep `run_pins` in the journal for `note_end`.
+    `run_pins` is {name in `pins.PINS`: current value, such as a hash}.
     """
     folder = journal.folder.path
     if not journal.folder.finished:
-        journal.folder.pins = dict(run_pins)
+        journal.folder.pins = dict(run_pins)  # for `note_end`
         return None
     pins.check_pins(folder, journal.folder.pins, run_pins, config.run.allow)
     if journal.world.rank == 0:
@@ -197,10 +196,7 @@ def note_start(run: Run, journal: Journal, checkpoint: Path | None, step: int, p
 
 
 def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: Mapping[str, str]) -> None:
-    """Raise `UserError` if a pin, such as the data's hash, differs between `manifest` and `pinned`, unless `run.allow` names it.
-
-    Library versions and the number of ranks may always differ. If the number of ranks differs, the number of threads may too.
-    """
+    """Raise `UserError` if a pin differs between a checkpoint's `manifest` and `pinned`, unless `run.allow` names it."""
     if manifest.get("ranks", "1") != pinned.get("ranks", "1"):
         # sharing the work among more or fewer processes implies other rounding
         journal.folder.event("ranks_changed", before=manifest.get("ranks", "1"), now=pinned.get("ranks", "1"))

@@ -23,16 +23,13 @@ _supervised = False
 
 
 def supervise(work: Callable[[], int]) -> int:
-    """Run a command in a forked child and return its exit status, which is 0 only if `work` returned 0.
+    """Run `work` in a forked child if possible, and return its exit status, which is 0 only if `work` returned 0.
 
-    User code can end the process by `os._exit(0)`, `posix.execv` or an exit handler. Only a parent process can distinguish such
-    an exit from a normal end. Signals to this process are forwarded to the child. If the child is killed by a signal, this
-    process ends with the same signal. If this process ends first, the child is killed.
-
-    Outside Linux, in a debugger, or if other threads are running, `work` runs in this process.
+    This process forwards signals to the child. If a signal ends the child, it also ends this process.
     """
     if not sys.platform.startswith("linux") or sys.gettrace() is not None or threading.active_count() > 1:
         return work()
+    # only a parent can tell a normal end of the child from an `os._exit(0)`, `posix.execv` or exit handler in user code
     read, write = os.pipe()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # otherwise both processes would write the buffered output
@@ -110,8 +107,7 @@ _SAID = b"\npsigrad: Stopping after the current step, then saving. Ctrl-C again 
 class StopSignal:
     """A context in which the first SIGTERM, SIGHUP or SIGINT sets `requested` to True instead of ending the process.
 
-    `number` is then the number of that signal. A second signal raises KeyboardInterrupt. After Ctrl-C, a line on stderr announces
-    the stop. Outside the main thread the context does nothing, since Python allows signal handlers only there.
+    `number` is then the number of that signal. A second signal raises KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
@@ -119,7 +115,7 @@ class StopSignal:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():  # Python allows signal handlers only there
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 self._before[number] = signal.signal(number, self._on_signal)
         return self

@@ -36,10 +36,9 @@ class ModelOrigin(NamedTuple):
 
 
 def text(folder: str | Path, repository: str = "") -> str:
-    """Return the text of README.md for the model in a run folder. It starts with the metadata that the hub reads.
+    """Return the text of README.md for the model in a run folder.
 
-    `repository` is the hub repository to which the card will be uploaded. If it is given, the card's example loads the model
-    from there, and local paths are shortened. Raise `UserError` if `folder` is not a run folder.
+    `repository` is the hub repository to which the model will be uploaded; "" if it stays on this machine.
     """
     run = load(folder)
     pins, base, name = _pins(run), _base(run), repository.rpartition("/")[2] or run.path.resolve().name
@@ -132,10 +131,7 @@ def _held_out_figures(run: RunData) -> Iterator[tuple[str, str]]:
 
 
 def _held_out_table(run: RunData) -> list[list[str]]:
-    """Return the held-out metrics before and after training, with 95 % intervals, as the rows of a Markdown table.
-
-    Each row is a list of cells. The first row has the column titles, and the second one the dashes below them.
-    """
+    """Return the rows of a Markdown table of the held-out metrics before and after training, with 95 % intervals."""
     rows = run.evaluations
     if not rows:
         return []

@@ -38,11 +38,10 @@ _VERDICTS = {1.0: "good", 0.0: "bad"}
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table: its content `value` and its style `kind`.
+    """One cell of a table. templates/base.html draws its content `value` in the style `kind`.
 
-    The plain styles are "n" (a number), "text" (cut to 200 characters), "verbatim" and "soft" (grey). A "verdict" is "good" or
-    "bad". A "range" is a number, and `name` is its interval. A "conversation" is a list of (role, text, images as data URIs).
-    A "key" shows a run's coloured mark and its `name`; `value` is the run's index.
+    A "verdict" is "good" or "bad". A "conversation" is a list of (role, text, images as data URIs). A "key" is a run's index, and
+    `name` is the run's name. A "range" is a number, and `name` is its interval.
     """
 
     value: Any
@@ -89,8 +88,7 @@ _OF_ONE = ("lines", "verdict", "facts", "trace", "headline", "warnings", "episod
 def write(folders: str | Path | Sequence[str | Path], output: str | Path | None = None) -> Path:
     """Write the report on one run, or a comparison of several runs, and return the file's path.
 
-    Without `output`, the file is report.html in the folder of the run, or in the current folder for several runs. Raise
-    `UserError` for a folder that is not a run, or an output that cannot be written.
+    Without `output`, the file is report.html in the folder of the run, or in the current folder for several runs.
     """
     runs = load_all([folders] if isinstance(folders, str | Path) else folders)
     if not runs:
@@ -256,10 +254,7 @@ def _differences(runs: Sequence[RunData]) -> Table | None:
 
 
 def _samples(run: RunData) -> Table | None:
-    """Return a table of held-out completions at the first, the middle and the last evaluation; None if there are none.
-
-    The table's summary counts the prompts that went from wrong to right, if all rewards are 0 or 1.
-    """
+    """Return a table of held-out completions at the first, the middle and the last evaluation; None if there are none."""
     rows, steps = run.compared, list(run.samples)
     if not rows:
         return None

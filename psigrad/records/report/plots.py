@@ -51,7 +51,7 @@ _SPREAD = Plot("Rewards", "Share of completions by reward.", ())
 def smooth(values: Sequence[float], weight: float = 0.0) -> list[float]:
     """Return the exponential moving average with bias correction: Σ w^i·x_i / Σ w^i, where x_i is the value i steps earlier.
 
-    w is `weight`, unless that is 0: then w is 0.9 for up to 800 values, and larger for longer series.
+    w is `weight`, unless that is 0: then w depends on the number of values.
     """
     weight = weight or max(0.9, 1 - 80 / max(1, len(values)))
     out, total, norm = [], 0.0, 0.0
@@ -192,7 +192,7 @@ def _phases(axes: Any, run: RunData) -> None:
 def _stack(axes: Any, steps: Sequence[int], layers: Any, colours: Any, strengths: Any, ink: str = "") -> None:
     """Draw `layers`, which are (label, values) pairs, as stacked areas over `steps`, with the labels at the right.
 
-    Each layer has a colour and a strength (opacity). The labels have the colour `ink`, or their layer's if `ink` is "".
+    `strengths` are the opacities of the layers. The labels have the colour `ink`, or their layer's if `ink` is "".
     """
     bottom, ends = [0.0] * len(steps), []
     for (name, values), colour, strength in zip(layers, colours, strengths, strict=True):
@@ -236,10 +236,7 @@ def _tick(value: float, digits: int = 4) -> str:
 
 
 def picture(title: str, paint: Callable[[Any], None]) -> str:
-    """Return the SVG that `paint(axes)` draws. Its colours are CSS variables of the page, so that dark mode can change them.
-
-    `title` is the text for screen readers. The SVG's metadata is removed, since it contains web addresses.
-    """
+    """Return the SVG that `paint(axes)` draws, with CSS variables as colours. `title` is the text for screen readers."""
     import matplotlib
 
     figure, axes = _axes(3.5, 2.0)
@@ -249,6 +246,7 @@ def picture(title: str, paint: Callable[[Any], None]) -> str:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"psigrad {title}"}):
         figure.savefig(stream, format="svg", transparent=True)
     text = stream.getvalue()
+    # the metadata contains web addresses
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>|\n\s*", " ", text[text.index("<svg") :], flags=re.S)
     label = f'<svg role="img" aria-label="{html.escape(title)}"'
     text = re.sub(r'<svg [^>]*?( viewBox="[^"]*")[^>]*>', lambda m: f"{label}{m[1]}>", text, count=1)

@@ -41,15 +41,10 @@ class Verdict:
 
 
 def verdict(run: RunData) -> Verdict:
-    """Return the verdict on a run.
+    """Return the verdict on a run: whether it learned, and the numbers that show it.
 
-    It reports the held-out metric before and after training with 95 % intervals, the KL to the initial model, and the warnings.
-    For runs that train on pairs, the metric is the accuracy. If the run failed or was stopped, the verdict says so.
-
-    The judgement is "Learned" if the 95 % interval of the metric's change is above 0, "Got worse" if it is below 0, and
-    "No clear change" if it contains 0. This interval comes from the prompts or pairs that both evaluations scored. If not all
-    of them are recorded, the evaluations count as independent samples, and the interval is wider. Learning is not judged with
-    fewer than `LEAST_ROWS` rows, or if the change has no interval.
+    The judgement is "Learned" if the 95 % interval of the change of the held-out metric is above 0, "Got worse" if it is below 0,
+    and "No clear change" if it contains 0. With fewer than `LEAST_ROWS` rows, learning is not judged.
     """
     word, mood, figures_said = _judge(run)
     end = run.last_event(*_ENDS)
@@ -102,7 +97,7 @@ def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
 def _pairs(run: RunData, before: int, after: int, *means: float) -> list[tuple[float, float]]:
     """Return (metric before, metric after) for each prompt that the evaluations at the steps `before` and `after` both scored.
 
-    `means` are the evaluations' means in metrics.jsonl. If rollouts.jsonl gives other means, some rows are missing: return [].
+    `means` are the evaluations' means in metrics.jsonl. Return [] if they show that rows are missing.
     """
     ends = [run.held_out.get(step, {}) for step in (before, after)]
     for rows, mean in zip(ends, means, strict=True):
@@ -114,7 +109,7 @@ def _pairs(run: RunData, before: int, after: int, *means: float) -> list[tuple[f
 def _ranked(*marks: Any) -> list[tuple[float, float]]:
     """Return (before training, after training) for each pair of answers: 1 if it was ranked right, 0 if wrong, ½ for a tie.
 
-    `marks` are strings from `marks_of`, with one character per pair. Return [] if one is missing or invalid, or lengths differ.
+    `marks` are two strings from `marks_of`. Return [] if they cannot be compared.
     """
     before, after = ([_MARKS[mark] for mark in text] if isinstance(text, str) and {*text} <= {*_MARKS} else [] for text in marks)
     return [*zip(before, after, strict=True)] if len(before) == len(after) else []

@@ -24,10 +24,9 @@ def templates_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def check_arguments(templates: Sequence[str], kwargs: Mapping[str, Any]) -> None:
-    """Raise `UserError` for templates that are not valid Jinja and for arguments that have no effect or the wrong type.
+    """Raise `UserError` for templates that are not valid Jinja, and for arguments that no template reads or whose type is wrong.
 
-    An argument has no effect if no template reads it. Its type is wrong if no use of it in the templates accepts this type. For
-    example, an argument that is used only in the condition `if name` must be a boolean.
+    For example, an argument that is used only in the condition `if name` must be a boolean.
     """
     read = [_kinds_read(text) for text in templates]
     names = {"chat_template"}.union(*read)

@@ -1,8 +1,6 @@
 """Detect what a chat template can render, and rewrite conversations so that it can render them.
 
-A probe renders a short conversation and looks for its words in the result. A feature that the template lacks is replaced by one
-that it has: the role developer becomes system, a system prompt is put before the text of the first user turn, and tools, calls
-and answers become plain text in Hermes' form. The template itself is not changed.
+A feature that the template lacks is replaced by one that it has (see `describe_rewrites`). The template itself is not changed.
 """
 
 from __future__ import annotations
@@ -139,13 +137,7 @@ def cache_specials(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 
 
 def _backend_of(tokenizer: PreTrainedTokenizerBase, added: list[Any]) -> tuple[re.Pattern[str] | None, Any]:
-    """Return (`cuts`, `backend`) of the tokenizer's `Specials`. `added` are its added tokens.
-
-    `backend` is the tokenizer of the library `tokenizers` that `tokenizer` wraps. Before `backend` normalises a text, it splits
-    the text at the added tokens with normalized=False. `cuts` is a pattern that matches these tokens, the longest one first.
-    `cuts` is None if there are no such tokens, or if one of them occurs inside another added token or is matched only as a
-    separate word. Return (None, None) if `tokenizer` wraps no `backend`, or if its class overrides `_encode_plus` or `__call__`.
-    """
+    """Return (`cuts`, `backend`) of the tokenizer's `Specials`. `added` are its added tokens."""
     from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
     own = type(tokenizer)
@@ -154,6 +146,7 @@ def _backend_of(tokenizer: PreTrainedTokenizerBase, added: list[Any]) -> tuple[r
         PreTrainedTokenizerBase.__call__,
     ):
         return None, None
+    # the backend splits a text at these tokens before it normalises it
     sound = [one.content for one in added if not one.normalized and not one.single_word]
     inside = any(one != other and one[:1] and one in other[1:] for one in sound for other in (a.content for a in added))
     if not sound or inside or len(sound) < sum(not one.normalized for one in added):
@@ -221,17 +214,14 @@ def _probe(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], spe
 def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, str]:
     """Return (`turn_end`, `turn_next`) of a `Dialect`, found in two renderings of a turn with the content `SENTINEL`.
 
-    `last` ends with this turn; in `followed`, another turn follows it. `special` matches special tokens. `turn_end` begins after
-    the content and ends with a special token, the first that exists of these: the last one before the renderings differ, the last
-    one in `last` (gpt-oss: <|return|>), the first one in `followed` (GLM: <|user|>). In the third case, `turn_next` is
-    the part of `turn_end` that `last` lacks; otherwise it equals `turn_end`.
+    `last` ends with this turn; in `followed`, another turn follows it. `special` matches special tokens.
     """
     ending, behind = last.rpartition(SENTINEL)[2], followed.rpartition(SENTINEL)[2]
     shared = next((i for i, (a, b) in enumerate(zip(ending, behind, strict=False)) if a != b), min(len(ending), len(behind)))
-    for text in (ending[:shared], ending):
+    for text in (ending[:shared], ending):  # `ending`: the last turn ends differently (gpt-oss: <|return|>)
         if found := list(special.finditer(text)):
             return text[: found[-1].end()], text[: found[-1].end()]
-    first = special.search(behind)
+    first = special.search(behind)  # the next turn's first token ends the turn (GLM: <|user|>)
     end, own = behind[: first.end()] if first else "", behind[:shared].rstrip()
     return end, end.removeprefix(own)
 

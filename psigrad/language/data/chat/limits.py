@@ -1,7 +1,6 @@
 """Limits on the work of a chat template, a program that comes with a model and could loop forever or fill the memory.
 
-transformers' compiled template is replaced by one that raises `TemplateLimit` if it runs for too long or makes too much data.
-Loops and macros check the thread's processor time. Operators, filters and calls add up the sizes of the large values they make.
+A template that runs for too long or makes too much data raises `TemplateLimit`.
 """
 
 from __future__ import annotations
@@ -56,11 +55,8 @@ _exceeded: dict[str, list[str]] = {}
 
 @contextlib.contextmanager
 def limit_rendering(template: str) -> Iterator[None]:
-    """Raise `TemplateLimit` in the `with` block if a rendering of this template exceeds a limit of this module.
-
-    If the template has exceeded a limit `_TRIES` times before, raise the error at once, without rendering. Without this rule, a
-    slow template would take `SECONDS` for each of the dozens of conversations that are rendered to find the template's features.
-    """
+    """Raise `TemplateLimit` in the `with` block if a rendering of this template exceeds a limit of this module."""
+    # otherwise a slow template would take `SECONDS` for each of the dozens of conversations that find its features
     if len(before := _exceeded.get(template, [])) == _TRIES:
         raise TemplateLimit(before[0])
     compile_template(template)
@@ -122,10 +118,7 @@ def _make_count(template: Template, text: str) -> None:
 
 
 class _Counting(NodeTransformer):
-    """A transformer of a template's syntax tree that adds a check of the processor time to each loop and macro.
-
-    It also replaces each operator by a filter that computes the same result and counts its size.
-    """
+    """Adds a check of the processor time to each loop and macro of a template, and counts the sizes of the operators' results."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)

@@ -29,10 +29,7 @@ def drop_nulls(value: Any) -> Any:
 
 
 def read_message(message: Mapping[str, Any], path: str, fail: Fail) -> Message:
-    """Check a message. Return it without nulls and with its content as one string. `fail(path, reason)` must raise an error.
-
-    `path` is the place of the message in the row. A tool call becomes {"type": …, "function": {"name": …, "arguments": {…}}}.
-    """
+    """Check a message, which is at `path` in the row. Return it without nulls and with its content as one string."""
     read: Message = drop_nulls(message)
     if isinstance(read.get("content"), list):
         read["content"] = join_parts(read["content"], f"{path}.content", fail)
@@ -61,8 +58,7 @@ def is_trained(message: Message) -> bool:
 def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
     """Return the `messages` of a fine-tuning row, each with its weight if a column named in `WEIGHTS` is a list of weights.
 
-    `messages` is None for a prompt-completion row. Call `fail(path, reason)`, which raises, if there are more or fewer weights
-    than messages, if messages already have weights, if a weight column is a number other than 1, or if a column masks tokens.
+    `messages` is None for a prompt-completion row. Call `fail` if a column of weights does not fit, or if one masks tokens.
     """
     weighed = messages
     for name, given in columns.items():
@@ -90,7 +86,7 @@ def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
 def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
     """Check that tool answers are in the order of the previous turn's calls: templates match answers to calls by order.
 
-    If they are not, call `fail(path, reason)`, which raises. `path` starts with `column`. Answers without an id are not checked.
+    `column` is the place of the messages in the row.
     """
     open_calls: list[Any] = []
     for i, message in enumerate(messages):
@@ -129,10 +125,7 @@ def order_answers(messages: list[Message]) -> list[Message]:
 
 
 def join_parts(parts: list[Any], path: str, fail: Fail) -> str:
-    """Return the joined text of content `parts`. A part without a type counts as text.
-
-    Call `fail`, which raises an error, for a part of another type or without text. `path` is the place of `parts` in the row.
-    """
+    """Return the joined text of content `parts`, which are at `path` in the row. Call `fail` for a part that is not text."""
     texts = []
     for i, part in enumerate(parts):
         part = {"text": part} if isinstance(part, str) else part
